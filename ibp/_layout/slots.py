@@ -15,7 +15,7 @@ from .._common.arguments import whole_number
 from .geometry import Geometry
 
 SECTOR_BYTES = _core.SECTOR_BYTES
-_SECOND_FETCH_BYTES = 64  # what a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
+SECOND_FETCH_BYTES = 64  # what a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class SlotRule:
     sizes: Sequence[int] | None = None
 
 
-OF_TABLES = SlotRule(least=SECTOR_BYTES, part_cost=_SECOND_FETCH_BYTES)  # of equal costs the largest
+OF_TABLES = SlotRule(least=SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)  # of equal costs the largest
 
 
 def slots_for(found: Survey, rule: SlotRule) -> tuple[int, float]:
@@ -163,11 +163,6 @@ def index_rows(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> to
 def index_bytes(geometry: Geometry, overflows: bool) -> int:
     """Bytes of the lengths of a coded table, and of its bases if rows overflow their slots."""
     return 2 * geometry.num_rows + (8 * -(-geometry.num_rows // _core.ROWS_PER_BASE) if overflows else 0)
-
-
-def second_fetch_bytes(found: Survey, geometry: Geometry, slot_bytes: int) -> int:
-    """What the second fetches of rows that overflow their slot cost besides their bytes, as bytes."""
-    return found.spilled(slot_bytes)[0] * _SECOND_FETCH_BYTES if slot_bytes else 0
 
 
 def link_bytes(

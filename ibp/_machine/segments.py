@@ -17,6 +17,7 @@ import torch
 
 from .. import _core
 from .._common import wire
+from .._common.rounding import rounded_up
 from .memory import pinning
 
 _ALIGNMENT = 256  # bytes, of each tensor in the memory
@@ -82,7 +83,7 @@ class Segment:
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], node: int) -> tuple[Segment, dict[str, torch.Tensor]]:
         """New memory on a NUMA node (negative: the caller's) with a copy of a table's tensors, and these copies."""
-        num_bytes = sum(_rounded_up(tensor.nbytes) for tensor in tensors.values())
+        num_bytes = sum(rounded_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors.values())
         segment = cls.new(max(num_bytes, _ALIGNMENT), node)
         copies = segment.tensors({name: tensor.numel() for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
@@ -121,7 +122,7 @@ class Segment:
                 if count
                 else torch.empty(0, dtype=dtype)
             )
-            start += _rounded_up(count * dtype.itemsize)
+            start += rounded_up(count * dtype.itemsize, _ALIGNMENT)
         return made
 
 
@@ -146,10 +147,6 @@ class FileRows:
 
 
 _segments: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
-
-
-def _rounded_up(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _file_of(handle: SharedHandle) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._common.rounding import rounded_up
 from .._fetch.streaming import Decoder
 from ..nn._compressing import place_of
 from ..nn._stacks import is_stack
@@ -102,10 +103,10 @@ class Group:
         end = 0
         for weight in self.weights:
             weight.group = self
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            start = rounded_up(end, _ALIGNMENT)
             self.offsets.append(start)
             end = start + weight.num_bytes
-        self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
+        self.num_bytes = rounded_up(end, _ALIGNMENT)
         self.stored_bytes = 0
         self.uses = 0
         self.is_loaded = self.is_ahead = False

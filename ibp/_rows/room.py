@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
+from .._common.rounding import rounded_up
 from .._layout import slots as _layout
 from .._layout.geometry import Geometry
 
@@ -177,7 +178,7 @@ def _own_bases(
         own = bases.clone()
     else:
         taken = parts if slot_bytes == 0 else (parts + _SECTOR - 1) // _SECTOR * _SECTOR
-        ends = torch.zeros(-(-num_rows // _GROUP) * _GROUP, dtype=torch.int64, device=device)
+        ends = torch.zeros(rounded_up(num_rows, _GROUP), dtype=torch.int64, device=device)
         ends[:num_rows] = taken
         before = ends.view(-1, _GROUP).cumsum(1).view(-1)[:num_rows] - taken
         own = bases.repeat_interleave(_GROUP)[:num_rows] + before

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _core
+from .._common.rounding import rounded_up
 from .._common.statistics import Saves
 from .._layout import slots as _layout
 from .._layout.geometry import DTYPES, Geometry
@@ -576,7 +577,7 @@ def raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
         return geometry.num_bytes
 
     def overflow_bytes(row_bytes: int) -> int:
-        return max(0, -(-(row_bytes - slot_bytes) // _layout.SECTOR_BYTES) * _layout.SECTOR_BYTES)
+        return max(0, rounded_up(row_bytes - slot_bytes, _layout.SECTOR_BYTES))
 
     num_whole, last_bytes = divmod(geometry.num_bytes, geometry.row_bytes)
     return num_whole * overflow_bytes(geometry.row_bytes) + overflow_bytes(last_bytes)

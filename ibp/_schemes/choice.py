@@ -217,7 +217,8 @@ def measured(
     words = codebook.words(torch.device("cpu"))
     nbytes = slots.slots_size(geometry, slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
     link_bytes = slots.link_bytes(lengths, sampled, slot_bytes, found=survey)
-    fetched_bytes = link_bytes + slots.second_fetch_bytes(survey, sampled, slot_bytes)
+    second_fetches = survey.spilled(slot_bytes)[0] if slot_bytes else 0  # of rows that overflow their slot
+    fetched_bytes = link_bytes + second_fetches * slots.SECOND_FETCH_BYTES
     stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
     time = row_ns(codebook, geometry.row_bytes, stored, fetched, machine)
     return Candidate(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import _core
+from .._common.rounding import rounded_up
 from .._layout import slots
 from .._rows.faults import new_record
 from .._rows.table import Table
@@ -200,7 +201,7 @@ def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
 
 def in_sectors(num_bytes: int) -> int:
     """Rounded up to whole sectors of 32 bytes."""
-    return -(-num_bytes // _core.SECTOR_BYTES) * _core.SECTOR_BYTES
+    return rounded_up(num_bytes, _core.SECTOR_BYTES)
 
 
 def sets_for(num_rows: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .._common.arguments import whole_number
+from .._common.rounding import rounded_up
 from .._core import SECTOR_BYTES
 from .._rows.faults import CorruptTableError
 from .._schemes.registry import check_scheme
@@ -71,7 +72,7 @@ class _Pool:
         """Counts what rows of a part need of overflow, if they are all raw."""
         assert self.store is not None
         place, num_bytes = self.store.place, len(part.pages) * len(part.span.paged) * self.page_bytes
-        raw_bytes = -(-max(0, place.row_bytes - place.slot_bytes) // SECTOR_BYTES) * SECTOR_BYTES
+        raw_bytes = rounded_up(max(0, place.row_bytes - place.slot_bytes), SECTOR_BYTES)
         self.may_use += num_bytes // place.row_bytes * raw_bytes
 
     @property

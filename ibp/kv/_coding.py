@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core, _schemes
+from .._common.rounding import rounded_up
 from .._fetch.streaming import STREAM_SMS
 from .._layout import geometry as _rows
 from .._rows.handle import Handle, Parts
@@ -140,7 +141,7 @@ def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
     item_bytes = items.shape[-1] * items.element_size()
     num_items = items[..., 0].numel()
     num_rows = num_items * item_bytes // codebook.row_bytes
-    room = -(-codebook.row_bytes // _SECTOR) * _SECTOR  # of a row that is kept raw: none is ever lost
+    room = rounded_up(codebook.row_bytes, _SECTOR)  # of a row that is kept raw: none is ever lost
     rows = CodedRows(codebook, num_rows, slot_bytes=0, overflow_bytes=num_rows * room, device=items.device)
     rows.handle.encode(items, rows._counts, rows.fault)
     return CodedTokens(codebook, rows.overflow, rows.lengths, rows.bases, rows.counters, num_items)
@@ -267,10 +268,6 @@ class TokenCodec:
             self._learner.take(given)
         self._num_encoded = self.num_learned = 0
         self.spans: list[TokenSpan] = []
-
-    def alignment_of(self, coded: CodedTokens) -> int:
-        """Of the offsets at which coded items may lie."""
-        return self.form.item_bytes if coded.codebook is None else _SECTOR
 
     def encode(self, tokens: torch.Tensor) -> CodedTokens:
         """Queues the coding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. Waits for these where a

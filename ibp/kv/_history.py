@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .._common.rounding import rounded_up
 from .._machine import memory as _memory
 from .._machine.staging import Coming
 from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
@@ -36,7 +37,7 @@ class TokenArena:
     def reserve(self, num_bytes: int, alignment: int) -> tuple[int, torch.Tensor]:
         """(offset, memory) of that many bytes behind all others, at a multiple of the alignment. Whatever interrupts
         it, the arena is as it was."""
-        offset = -(-self.used // alignment) * alignment
+        offset = rounded_up(self.used, alignment)
         start, memory = self._pieces[-1] if self._pieces else (0, None)
         if memory is None or offset + num_bytes > start + memory.numel():
             start, memory = self._grown(offset, num_bytes)

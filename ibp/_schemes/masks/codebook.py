@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ... import _core
+from ..._common.rounding import rounded_up
 from ..codebook import AnyCodebook, checked_savings, fraction, kind_of, private_copy, public, whole
 
 CHUNK_BYTES = (1, 2, 4, 8)
@@ -143,7 +144,7 @@ class Codebook(AnyCodebook):
             )
         row_bytes = whole("row_bytes", mask.numel(), 1, _core.MAX_ROW_BYTES)
         chunk_bytes = check_chunk_bytes(chunk_bytes)
-        pairs = np.zeros((2, -(-row_bytes // chunk_bytes) * chunk_bytes), np.uint8)
+        pairs = np.zeros((2, rounded_up(row_bytes, chunk_bytes)), np.uint8)
         pairs[0, :row_bytes] = mask.cpu().numpy()
         pairs[1, :row_bytes] = bitval.cpu().numpy()
         if (pairs[1] & ~pairs[0]).any():

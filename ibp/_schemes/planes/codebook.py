@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ... import _core
+from ..._common.rounding import rounded_up
 from ..codebook import AnyCodebook, checked_savings, kind_of, private_copy, public, whole
 
 # Of a codec, behind the scheme's and before the digits' widths (read_planes in csrc/bindings).
@@ -169,8 +170,8 @@ class PlanesCodebook(AnyCodebook):
             fields["first_symbol"] = None
         num_live, start, live, row_template = row_bytes // element_bytes - num_constant, 0, None, None
         if num_constant:
-            live_start = -(-row_bytes // 16) * 16
-            start = live_start + -(-2 * num_live // 16) * 16
+            live_start = rounded_up(row_bytes, 16)
+            start = live_start + rounded_up(2 * num_live, 16)
             row_template = words[:row_bytes].clone()
             live = words[live_start : live_start + 2 * num_live].view(torch.uint16).to(torch.int64)
         symbol_bits = 8 * element_bytes - fields["invariant_bits"] - fields["residual_bits"]
