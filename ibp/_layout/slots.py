@@ -20,17 +20,11 @@ SECOND_FETCH_BYTES = 64  # what a row's second part costs, as bytes: 1.45 ns a r
 
 @dataclass(frozen=True)
 class Survey:
-    """What rows take as stored, raw ones included.
+    """What rows take as stored, raw ones included."""
 
-    Attributes:
-        row_bytes: bytes of a row.
-        stored: bytes of all rows.
-        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: how many rows take k sectors of 32 bytes.
-    """
-
-    row_bytes: int
-    stored: int
-    sectors: torch.Tensor
+    row_bytes: int  # bytes of a row
+    stored: int  # bytes of all rows
+    sectors: torch.Tensor  # int64 [1 + ceil(row_bytes / 32)] on the CPU: how many rows take k sectors of 32 bytes
 
     @property
     def num_rows(self) -> int:
@@ -63,25 +57,15 @@ class Survey:
 @dataclass(frozen=True)
 class SlotRule:
     """Which slots suit rows: of the sizes that leave few enough rows and bytes to overflow, the one at which slots and
-    overflow cost the least together.
+    overflow cost the least together."""
 
-    Attributes:
-        least: bytes of a slot, at least.
-        overflow_cost: of a byte in overflow, in bytes of slots.
-        part_cost: of a row that has a part in overflow, besides its bytes.
-        most_overflow: bytes of overflow of a mean row, at most.
-        most_spilled: rows with a part in overflow, at most.
-        near: of all slots that cost at most this many times the least, the largest are taken.
-        sizes: of slots to choose from; None: all.
-    """
-
-    least: int = 0
-    overflow_cost: float = 1.0
-    part_cost: float = 0.0
-    most_overflow: float = math.inf
-    most_spilled: float = math.inf
-    near: float = 1.0
-    sizes: Sequence[int] | None = None
+    least: int = 0  # bytes of a slot, at least
+    overflow_cost: float = 1.0  # of a byte in overflow, in bytes of slots
+    part_cost: float = 0.0  # of a row that has a part in overflow, besides its bytes
+    most_overflow: float = math.inf  # bytes of overflow of a mean row, at most
+    most_spilled: float = math.inf  # rows with a part in overflow, at most
+    near: float = 1.0  # of all slots that cost at most this many times the least, the largest are taken
+    sizes: Sequence[int] | None = None  # of slots to choose from; None: all
 
 
 OF_TABLES = SlotRule(least=SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)  # of equal costs the largest

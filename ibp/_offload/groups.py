@@ -157,43 +157,28 @@ class StackedModule:
 
 @dataclass(eq=False)
 class Other:
-    """A parameter or buffer that is not offloaded.
-
-    Attributes:
-        tensor: itself.
-        device_number: of the device of the first module that has it.
-        home: where it was; the CPU for a tensor that a checkpoint brings.
-        names: in state_dict().
-    """
+    """A parameter or buffer that is not offloaded."""
 
     tensor: torch.Tensor
-    device_number: int
-    home: torch.device
-    names: list[str] = field(default_factory=list)
+    device_number: int  # of the device of the first module that has it
+    home: torch.device  # where it was; the CPU for a tensor that a checkpoint brings
+    names: list[str] = field(default_factory=list)  # in state_dict()
 
 
 @dataclass(eq=False)
 class Division:
-    """What a model consists of.
+    """What a model consists of."""
 
-    Attributes:
-        weights: all that are offloaded.
-        groups: in the order of the modules.
-        uses, lookups, experts: the modules that need them.
-        others: all other parameters and buffers, each tensor once.
-        device_numbers: of the device of every module.
-        blocks: the repeated modules that devices take turns with.
-        nested_bytes: by number of the device, of groups that are in use while modules below theirs use others.
-    """
-
-    weights: list[Weight] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)  # all that are offloaded
+    groups: list[Group] = field(default_factory=list)  # in the order of the modules
+    # uses, lookups, experts: the modules that need them
     uses: list[Use] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     experts: list[StackedModule] = field(default_factory=list)
-    others: list[Other] = field(default_factory=list)
-    device_numbers: dict[nn.Module, int] = field(default_factory=dict)
-    blocks: list[nn.Module] = field(default_factory=list)
+    others: list[Other] = field(default_factory=list)  # all other parameters and buffers, each tensor once
+    device_numbers: dict[nn.Module, int] = field(default_factory=dict)  # of the device of every module
+    blocks: list[nn.Module] = field(default_factory=list)  # the repeated modules that devices take turns with
+    # by number of the device, of groups that are in use while modules below theirs use others
     nested_bytes: dict[int, int] = field(default_factory=dict)
 
 

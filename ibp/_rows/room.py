@@ -24,18 +24,13 @@ Empty = Callable[[int], torch.Tensor]  # allocates a number of bytes where a tab
 
 
 class Index(NamedTuple):
-    """Where rows are, for as many as there is capacity for; arrays that a table does not need are empty.
+    """Where rows are, for as many as there is capacity for; arrays that a table does not need are empty."""
 
-    Attributes:
-        lengths, bases: as in FORMAT.md section 2.
-        rooms: uint16, units of 32 bytes that a row owns from its base on.
-        used: int64 [1], bytes of the overflow that have been handed out.
-    """
-
+    # lengths, bases: as in FORMAT.md section 2
     lengths: torch.Tensor
     bases: torch.Tensor
-    rooms: torch.Tensor
-    used: torch.Tensor
+    rooms: torch.Tensor  # uint16, units of 32 bytes that a row owns from its base on
+    used: torch.Tensor  # int64 [1], bytes of the overflow that have been handed out
 
     def first(self, num_rows: int) -> Index:
         """Of the first rows."""
@@ -60,24 +55,17 @@ def _enlarged(tensor: torch.Tensor, size: int, byte: int) -> torch.Tensor:
 
 @dataclass
 class Room:
-    """What a table's rows are in. The table's own tensors are the first parts of these.
+    """What a table's rows are in. The table's own tensors are the first parts of these."""
 
-    Attributes:
-        capacity: rows that there is room for, all of them whole.
-        slots, overflow: where the table lives; the end of the overflow has not been handed out.
-        index: there too.
-        most_used: no less than `used` says, wherever that is now.
-        current: the GPU whose copy of the index is newer than that of a table in host memory; None: there is none.
-        copies: of the index, on GPUs.
-    """
-
-    capacity: int
+    capacity: int  # rows that there is room for, all of them whole
+    # slots, overflow: where the table lives; the end of the overflow has not been handed out
     slots: torch.Tensor
     overflow: torch.Tensor
-    index: Index
-    most_used: int
+    index: Index  # there too
+    most_used: int  # no less than `used` says, wherever that is now
+    # the GPU whose copy of the index is newer than that of a table in host memory; None: there is none
     current: torch.device | None = None
-    copies: dict[torch.device, Index] = field(default_factory=dict)
+    copies: dict[torch.device, Index] = field(default_factory=dict)  # of the index, on GPUs
 
     @property
     def index_bytes(self) -> int:

@@ -25,27 +25,17 @@ ESTIMATE_MARGIN = 0.98  # a scheme's coded bytes over their estimate, at least (
 @dataclass(frozen=True)
 class Candidate:
     """A scheme with its codebook, and what it is expected to cost the whole table, by the sample that it was measured
-    on.
-
-    Attributes:
-        stored_bytes: of the coded rows and the codebook, as `table.stored_bytes`.
-        slot_bytes: bytes of a slot, 0 for packed rows.
-        nbytes: of all memory that the table takes, as `table.nbytes`.
-        link_bytes: of the sectors that fetching every row once reads, as `table.link_bytes`.
-        fetch_bytes: link_bytes with second fetches of rows that overflow their slot priced in, and the codebook.
-        index_bytes: bytes of lengths and bases.
-        row_ns: time in which a GPU fetches a row from pinned memory, in ns, by the calibration in force.
-    """
+    on."""
 
     scheme: str
     codebook: AnyCodebook | None
-    stored_bytes: int
-    slot_bytes: int
-    nbytes: int
-    link_bytes: int
-    fetch_bytes: int
-    index_bytes: int
-    row_ns: float
+    stored_bytes: int  # of the coded rows and the codebook, as `table.stored_bytes`
+    slot_bytes: int  # bytes of a slot, 0 for packed rows
+    nbytes: int  # of all memory that the table takes, as `table.nbytes`
+    link_bytes: int  # of the sectors that fetching every row once reads, as `table.link_bytes`
+    fetch_bytes: int  # link_bytes with second fetches of rows that overflow their slot priced in, and the codebook
+    index_bytes: int  # bytes of lengths and bases
+    row_ns: float  # time in which a GPU fetches a row from pinned memory, in ns, by the calibration in force
 
 
 def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook | None:

@@ -36,19 +36,12 @@ AnyTable = TypeVar("AnyTable", bound=Table)
 
 @dataclass(frozen=True)
 class Coding:
-    """How a tensor's rows are coded.
+    """How a tensor's rows are coded."""
 
-    Attributes:
-        codebook: what with.
-        lengths: of all rows on the working device (FORMAT.md section 2).
-        survey: of the lengths.
-        place: slots that hold the rows already, and their parts of overflow in any order; or None.
-    """
-
-    codebook: AnyCodebook
-    lengths: torch.Tensor
-    survey: _layout.Survey
-    place: Handle | None = None
+    codebook: AnyCodebook  # what with
+    lengths: torch.Tensor  # of all rows on the working device (FORMAT.md section 2)
+    survey: _layout.Survey  # of the lengths
+    place: Handle | None = None  # slots that hold the rows already, and their parts of overflow in any order; or None
 
     @property
     def stored_bytes(self) -> int:

@@ -24,17 +24,11 @@ _FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of checkpoints in seve
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of the output.
+    """A file of the output."""
 
-    Attributes:
-        file: its name.
-        tensors: of the file, in order.
-        metadata: of the file.
-    """
-
-    file: str
-    tensors: tuple[SourceTensor, ...]
-    metadata: Mapping[str, str]
+    file: str  # its name
+    tensors: tuple[SourceTensor, ...]  # of the file, in order
+    metadata: Mapping[str, str]  # of the file
 
     @property
     def num_bytes(self) -> int:

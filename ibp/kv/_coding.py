@@ -27,25 +27,15 @@ _OUTER_DIMS = 3  # blocks, sequences and heads number the items of a tensor
 
 @dataclass(frozen=True)
 class Options:
-    """What a cache was asked for.
+    """What a cache was asked for."""
 
-    Attributes:
-        block: tokens that are coded together.
-        window: the newest tokens, which stay raw.
-        memory: "pinned" or "device".
-        scheme: "planes", "ibp" or "raw".
-        level: of scheme "planes".
-        codebooks: of keys and of values; None: learned.
-        sms: multiprocessors that decode; 0: all.
-    """
-
-    block: int
-    window: int
-    memory: str
-    scheme: str
-    level: str
-    codebooks: tuple[AnyCodebook, AnyCodebook] | None
-    sms: int
+    block: int  # tokens that are coded together
+    window: int  # the newest tokens, which stay raw
+    memory: str  # "pinned" or "device"
+    scheme: str  # "planes", "ibp" or "raw"
+    level: str  # of scheme "planes"
+    codebooks: tuple[AnyCodebook, AnyCodebook] | None  # of keys and of values; None: learned
+    sms: int  # multiprocessors that decode; 0: all
 
 
 @dataclass(frozen=True)
@@ -101,22 +91,15 @@ class Form:
 
 
 class CodedTokens(NamedTuple):
-    """Items of one call, coded into memory of their own.
+    """Items of one call, coded into memory of their own."""
 
-    Attributes:
-        codebook: that they are coded with; None: they are raw.
-        data: uint8: the coded bytes, and room behind them.
-        lengths, bases: of their rows (FORMAT.md section 2); empty where they are raw.
-        state: int64 [8], the counters of `CodedRows`; None where they are raw.
-        num_items: how many they are.
-    """
-
-    codebook: AnyCodebook | None
-    data: torch.Tensor
+    codebook: AnyCodebook | None  # that they are coded with; None: they are raw
+    data: torch.Tensor  # uint8: the coded bytes, and room behind them
+    # lengths, bases: of their rows (FORMAT.md section 2); empty where they are raw
     lengths: torch.Tensor
     bases: torch.Tensor
-    state: torch.Tensor | None
-    num_items: int
+    state: torch.Tensor | None  # int64 [8], the counters of `CodedRows`; None where they are raw
+    num_items: int  # how many they are
 
     def num_bytes(self, state: list[int] | None) -> int:
         """Bytes of data in use. state: what the tensor of that name holds, on the host. RuntimeError: a row was not

@@ -85,19 +85,12 @@ class TokenArena:
 
 @dataclass
 class Batch:
-    """Blocks that were coded by one call.
+    """Blocks that were coded by one call."""
 
-    Attributes:
-        num_blocks: how many of the blocks are left.
-        num_coded: how many blocks the call coded.
-        batch_size: sequences of a block.
-        start: where their bytes start in the arena.
-    """
-
-    num_blocks: int
-    num_coded: int
-    batch_size: int
-    start: int
+    num_blocks: int  # how many of the blocks are left
+    num_coded: int  # how many blocks the call coded
+    batch_size: int  # sequences of a block
+    start: int  # where their bytes start in the arena
 
 
 class Pending:

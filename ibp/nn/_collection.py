@@ -31,21 +31,13 @@ class _Part(NamedTuple):
 
 
 class _Jagged(NamedTuple):
-    """Ids in bags of several tables, the bags of the first table first.
+    """Ids in bags of several tables, the bags of the first table first."""
 
-    Attributes:
-        ids: [K] of their own tables.
-        lengths: int64 [bags], ids in each bag.
-        parts: the tables.
-        bags: how many bags each table has.
-        weights: [K], what rows are multiplied with; None: with nothing.
-    """
-
-    ids: torch.Tensor
-    lengths: torch.Tensor
-    parts: list[_Part]
-    bags: list[int]
-    weights: torch.Tensor | None
+    ids: torch.Tensor  # [K] of their own tables
+    lengths: torch.Tensor  # int64 [bags], ids in each bag
+    parts: list[_Part]  # the tables
+    bags: list[int]  # how many bags each table has
+    weights: torch.Tensor | None  # [K], what rows are multiplied with; None: with nothing
 
 
 class _Group(RowsModule):

@@ -20,17 +20,11 @@ _RUN_ELEMENTS = 1 << 20  # of all rows that a run of symbols is chosen by
 
 @dataclass(frozen=True)
 class LearnedPlanes:
-    """What `learn_planes` found.
+    """What `learn_planes` found."""
 
-    Attributes:
-        codebook: with expected_savings.
-        entries: uint16 [n], what an index says of the sample's rows (FORMAT.md section 2).
-        survey: of these; None where all rows stay as they are.
-    """
-
-    codebook: PlanesCodebook
-    entries: torch.Tensor
-    survey: slots.Survey | None
+    codebook: PlanesCodebook  # with expected_savings
+    entries: torch.Tensor  # uint16 [n], what an index says of the sample's rows (FORMAT.md section 2)
+    survey: slots.Survey | None  # of these; None where all rows stay as they are
 
     @property
     def lengths(self) -> torch.Tensor:
