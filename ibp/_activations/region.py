@@ -17,28 +17,20 @@ if TYPE_CHECKING:
 
 
 class SavedPiece:
-    """Bytes from start to end of a region, and where they are.
-
-    Attributes:
-        memory: coded bytes on the device, with room for any outcome. Bytes that are not coded are in the region's own
-            memory.
-        kept: coded bytes on the device, with the room that they are expected to take.
-        host: coded bytes with that room, or all bytes, in pinned memory.
-        room_bytes: of kept or host.
-        buffer: the pinned memory that host is in, or the counters of coded bytes alone.
-        sent: after the copy to buffer.
-        coming, arrived: a copy of host on its way to the device, and after it.
-        stream: that memory, kept or coming belong to.
-    """
+    """Bytes from start to end of a region, and where they are."""
 
     def __init__(self, start: int, end: int, stream: torch.Stream | None) -> None:
+        # stream: that memory, kept or coming belong to
         self.start, self.end, self.num_bytes, self.stream = start, end, end - start, stream
+        # coded bytes on the device, with room for any outcome. Bytes that are not coded are in the region's own memory
         self.memory: torch.Tensor | None = None
-        self.kept: torch.Tensor | None = None
-        self.host: torch.Tensor | None = None
-        self.room_bytes = 0
+        self.kept: torch.Tensor | None = None  # coded bytes on the device, with the room that they are expected to take
+        self.host: torch.Tensor | None = None  # coded bytes with that room, or all bytes, in pinned memory
+        self.room_bytes = 0  # of kept or host
+        # the pinned memory that host is in, or the counters of coded bytes alone
         self.buffer: torch.Tensor | None = None
-        self.sent: torch.Event | None = None
+        self.sent: torch.Event | None = None  # after the copy to buffer
+        # coming, arrived: a copy of host on its way to the device, and after it
         self.coming: torch.Tensor | None = None
         self.arrived: torch.Event | None = None
 

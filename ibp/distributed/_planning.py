@@ -117,20 +117,14 @@ class Pair:
 
 
 class State:
-    """What is known of a process group.
-
-    Attributes:
-        rank, size: of this process in the group, of the group.
-        link: how fast it is; None: not measured yet.
-        plans: of kinds of calls.
-        pairs: of ways from and to other ranks.
-    """
+    """What is known of a process group."""
 
     def __init__(self, members: _group.RankGroup) -> None:
+        # rank, size: of this process in the group, of the group
         self.rank, self.size = members.rank, members.size
-        self.link: Link | None = None
-        self.plans: dict[Kind, Plan] = {}
-        self.pairs: dict[tuple[bool, int, int], Pair] = {}
+        self.link: Link | None = None  # how fast it is; None: not measured yet
+        self.plans: dict[Kind, Plan] = {}  # of kinds of calls
+        self.pairs: dict[tuple[bool, int, int], Pair] = {}  # of ways from and to other ranks
         self._learners: defaultdict[tuple, Learner[Codec]] = defaultdict(Learner)
         self._slots: dict[torch.device, MessageSlots] = {}
         self._tried: dict[tuple, int] = {}
