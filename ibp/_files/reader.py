@@ -21,6 +21,7 @@ from .. import _core
 from .._layout import slots
 from .._layout.geometry import DTYPES, Geometry
 from .._machine import memory
+from .._machine.segments import PART_DTYPES
 from .._rows.table import raw_overflow_bytes
 from .._schemes import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
@@ -43,7 +44,6 @@ from .regular import open_regular
 from .writer import CHECKS, PREFIX
 
 _TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX}removed."
-_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
 _ROWS = ("slots", "overflow")
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons lacks
 _SHOWN_NAMES = 6  # of tensors, in a message
@@ -374,7 +374,7 @@ def read_table(
         if place is not None and not num_bytes:
             raise FileFormatError(f"{what} has {part!r}, which such a table lacks")
         data = _taken(file, place, f"{name}:{part}", TABLE_PARTS[part], num_bytes, take)
-        tensors[part] = data.view(_DTYPES[part])
+        tensors[part] = data.view(PART_DTYPES[part])
     with refused(what):
         table = CompressedTensor(
             shape=fields.shape,

@@ -21,7 +21,7 @@ from .._common.rounding import rounded_up
 from .memory import pinning
 
 _ALIGNMENT = 256  # bytes, of each tensor in the memory
-_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
+PART_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
 
 
 @wire.sent
@@ -115,7 +115,7 @@ class Segment:
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """A table's tensors in the memory. sizes: how many elements each has; 0 where it is not named."""
         made, start = {}, 0
-        for name, dtype in _DTYPES.items():
+        for name, dtype in PART_DTYPES.items():
             count = sizes.get(name, 0)
             made[name] = (
                 torch.frombuffer(self.pages, dtype=dtype, count=count, offset=start)

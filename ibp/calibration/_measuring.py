@@ -307,8 +307,7 @@ def _of_coder(clock: Clock, family: _Family, known: Calibration) -> CoderRates:
     decode_s = clock.gpu_s(lambda: decompress(table, out=out))
     few_s = clock.gpu_s(lambda: decompress(table, out=out, max_sms=FEW_SMS))
     work = work_of(codebook, _ROW_BYTES, table.stored_bytes / table.num_rows)
-    num_rows, slot_bytes, room_bytes = table.num_rows, table.slot_bytes, 2 * table.num_rows * _SECTOR_BYTES
-    place = CodedRows(codebook, num_rows, slot_bytes=slot_bytes, overflow_bytes=room_bytes, device=clock.device)
+    place = _place_for(table, codebook, clock.device)
     encode_s = clock.gpu_s(lambda: encode_into(family.rows, place))
     few_encode_s = clock.gpu_s(lambda: encode_into(family.rows, place, max_sms=FEW_SMS))
     return CoderRates(
@@ -319,6 +318,12 @@ def _of_coder(clock: Clock, family: _Family, known: Calibration) -> CoderRates:
         least_row_ns=_least_row_ns(clock, family, known),
         work_per_ns=table.num_rows * work / decode_s / 1e9,
     )
+
+
+def _place_for(table: CompressedTensor, codebook: AnyCodebook, device: torch.device) -> CodedRows:
+    """Room for a table's rows to be coded again."""
+    room_bytes = 2 * table.num_rows * _SECTOR_BYTES
+    return CodedRows(codebook, table.num_rows, slot_bytes=table.slot_bytes, overflow_bytes=room_bytes, device=device)
 
 
 def _coded_read_share(clock: Clock, family: _Family, known: Calibration) -> float:

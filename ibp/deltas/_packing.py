@@ -13,6 +13,7 @@ from .._common import wire
 from .._common.rounding import rounded_up
 from .._machine import staging
 from .._rows.faults import CorruptTableError
+from .._rows.table import TENSORS
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding
 from ._checkpoints import Version
@@ -21,7 +22,6 @@ from ._tensors import Delta
 
 Change = Delta | Version
 
-_PARTS = ("slots", "overflow", "lengths", "bases")
 _ALIGNMENT = 16  # bytes, of each part
 _PREFIX = struct.Struct("<8sQQQ")  # _MAGIC, bytes of the head, bytes of the parts, fingerprint of both
 _MAGIC = b"ibp push"
@@ -61,7 +61,7 @@ def _parts(change: Change) -> list[torch.Tensor]:
         return [change.detach().resolve_conj().resolve_neg().contiguous()]
     table = change.table if isinstance(change, Delta) else change
     tensors = table._tensors()
-    return [tensors[name] for name in _PARTS]
+    return [tensors[name] for name in TENSORS]
 
 
 def starts_of(heads: Iterable[ChangeHead]) -> list[int]:
