@@ -82,12 +82,6 @@ class OpenFile:
     Args:
         path: of the file.
         verify: whether the checksums of the header and of what `read` reads are compared.
-
-    Attributes:
-        path: of the file.
-        header: what stands before its data.
-        tables: lines of the tables by their names.
-        removed: names that the delta of a checkpoint says are gone.
     """
 
     def __init__(self, path: Path, *, verify: bool) -> None:
@@ -98,12 +92,12 @@ class OpenFile:
             self.header = header_of(file, str(path))
         self._checks = Checks(self) if verify and not self.header.is_plain else None
         metadata = {} if self.header.is_plain else self.header.metadata
+        # Lines of the tables by their names, and names that the delta of a checkpoint says are gone.
         self.tables = {key[len(_TABLE) :]: text for key, text in metadata.items() if key.startswith(_TABLE)}
         self.removed = [key[len(_REMOVED) :] for key in metadata if key.startswith(_REMOVED)]
         self._codebooks: dict[int, AnyCodebook] = {}
 
     def fields(self, name: str) -> TableFields:
-        """The fields of a table, checked."""
         return table_fields(f"{self.path}: table {name!r}", self.tables[name])
 
     def is_own(self, name: str) -> bool:
@@ -111,7 +105,6 @@ class OpenFile:
         return not self.header.is_plain and (name == CHECKS or name.startswith((f"{PREFIX}padding.", _CODEBOOK)))
 
     def codebook_entries(self) -> list[Entry]:
-        """Where the codebooks are."""
         return [entry for name, entry in self.header.tensors.items() if name.startswith(_CODEBOOK)]
 
     # ---- bytes ----

@@ -135,7 +135,6 @@ def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> i
 
 
 def slots_size(geometry: Geometry, slot_bytes: int) -> int:
-    """Bytes of the slots array."""
     return geometry.num_bytes if slot_bytes == geometry.row_bytes else geometry.num_rows * slot_bytes
 
 

@@ -76,43 +76,27 @@ class Place:
 
 
 class Group:
-    """Weights that are fetched together, one after the other in memory.
-
-    Attributes:
-        name: of the module that they were found in.
-        device_number: of the device that uses them.
-        weights: at least one.
-        offsets: where each begins, in bytes from the group's start.
-        num_bytes: of all, as the model uses them.
-        stored_bytes: of the coded rows: what a fetch moves. 0 until the tables are made.
-
-    What follows changes while the model runs, under the lock of `Offloaded`; `fetcher.py` says how.
-
-    Attributes:
-        uses: calls that use the weights right now.
-        is_loaded: whether the weights are where `place` says, or will be once `ready` is reached.
-        is_ahead: whether they were fetched before a use that has not come yet.
-        place: where they are or were last.
-        ready: event after which the weights are there (CUDA).
-        done: events after which nothing reads them any more, by stream (CUDA).
-    """
+    """Weights, at least one, that are fetched together, one after the other in memory. name: of the module that they
+    were found in; device_number: of the device that uses them."""
 
     def __init__(self, name: str, device_number: int, weights: Sequence[Weight]) -> None:
         self.name, self.device_number, self.weights = name, device_number, list(weights)
-        self.offsets: list[int] = []
+        self.offsets: list[int] = []  # where each begins, in bytes from the group's start
         end = 0
         for weight in self.weights:
             weight.group = self
             start = rounded_up(end, _ALIGNMENT)
             self.offsets.append(start)
             end = start + weight.num_bytes
-        self.num_bytes = rounded_up(end, _ALIGNMENT)
-        self.stored_bytes = 0
-        self.uses = 0
-        self.is_loaded = self.is_ahead = False
-        self.place: Place | None = None
-        self.ready: torch.cuda.Event | None = None
-        self.done: dict[int, torch.cuda.Event] = {}
+        self.num_bytes = rounded_up(end, _ALIGNMENT)  # of all, as the model uses them
+        self.stored_bytes = 0  # of the coded rows: what a fetch moves. 0 until the tables are made
+        # What follows changes while the model runs, under the lock of `Offloaded`; `fetcher.py` says how.
+        self.uses = 0  # calls that use the weights right now
+        self.is_loaded = False  # whether the weights are where `place` says, or will be once `ready` is reached
+        self.is_ahead = False  # whether they were fetched before a use that has not come yet
+        self.place: Place | None = None  # where they are or were last
+        self.ready: torch.cuda.Event | None = None  # after which the weights are there (CUDA)
+        self.done: dict[int, torch.cuda.Event] = {}  # after which nothing reads them any more, by stream (CUDA)
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"

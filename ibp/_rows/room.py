@@ -36,13 +36,6 @@ class Index(NamedTuple):
         """Of the first rows."""
         return Index(self.lengths[:num_rows], self.bases[:num_rows], self.rooms[:num_rows], self.used)
 
-    def enlarged(self, capacity: int) -> Index:
-        """With entries for rows that are not there yet."""
-        lengths, bases, rooms, used = self
-        return Index(
-            _enlarged(lengths, capacity, 0), _enlarged(bases, capacity, 0xFF), _enlarged(rooms, capacity, 0), used
-        )
-
 
 def _enlarged(tensor: torch.Tensor, size: int, byte: int) -> torch.Tensor:
     if not tensor.numel():
@@ -129,7 +122,9 @@ class Room:
         capacity = max(num_rows, int(_GROWTH * self.capacity))
         slots = empty(capacity * slot_bytes)
         slots[: self.slots.numel()].copy_(self.slots)
-        return replace(self, capacity=capacity, slots=slots, index=self.index.enlarged(capacity), copies={})
+        lengths, bases, rooms = (_enlarged(array, capacity, byte) for array, byte in zip(self.index, (0, 0xFF, 0)))
+        index = Index(lengths, bases, rooms, self.index.used)
+        return replace(self, capacity=capacity, slots=slots, index=index, copies={})
 
 
 def room_of(

@@ -480,7 +480,9 @@ class RowCache(TensorManners):
             slabs = tuple(filled_slab(self.view, nothing, *place) for place in enumerate(self._slab_devices))
             return self._state.generation_of(slabs, STATIC_WAYS, 0, 0)
         items = items.to(self.devices[0])
-        slot_bytes = self._slot_bytes()
+        slot_bytes = 0  # of a static cache, whose rows lie back to back
+        if self.policy != "static" or self.writable:
+            slot_bytes = self._given_slot_bytes or slot_for(self.view, self.devices[0], self.writable)
         if self.policy == "lru":
             with self._state.beside():
                 return self._replacing(slot_bytes, items)
@@ -514,12 +516,6 @@ class RowCache(TensorManners):
             entries = torch.empty(part.numel() * self._state.rows_per_item, dtype=torch.int64, device=slab.device)
             self._claim(made, part.contiguous(), self.view.handle(slab.device), entries, None)
         return made
-
-    def _slot_bytes(self) -> int:
-        """Of the cache's rows; 0 where they lie back to back."""
-        if self.policy == "static" and not self.writable:
-            return 0
-        return self._given_slot_bytes or slot_for(self.view, self.devices[0], self.writable)
 
     def _swap(self, made: Generation) -> None:
         """Puts a generation in the place of the one in use. Its memory is free once the streams that read it are done;

@@ -59,7 +59,6 @@ def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: i
 
 
 def _kept(data: np.ndarray) -> CodedBlock:
-    """A block that is kept as it is."""
     return CodedBlock(data, np.empty(0, np.uint16), 0, lambda: None)
 
 
@@ -165,7 +164,6 @@ class CudaCoder:
                     stream.synchronize()
 
     def _begin(self, block: Block, pool: ThreadPoolExecutor) -> _Passing:
-        """Starts reading a block."""
         if block.codebook is None:
             return _Passing(block, None, pool.submit(block.tensor.read, block.start, block.end))
         slot = self._slot(block.end - block.start)

@@ -32,7 +32,6 @@ class Shard:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors before coding."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def header_bytes(self, codebooks: Iterable[AnyCodebook]) -> int:

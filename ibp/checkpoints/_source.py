@@ -65,7 +65,6 @@ class SourceTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def tensor(self) -> torch.Tensor:
@@ -128,7 +127,6 @@ class Source(Closing):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def only(self, names: Iterable[str]) -> Source:

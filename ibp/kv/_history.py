@@ -69,7 +69,6 @@ class TokenArena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return sum(memory.numel() for _, memory in self._pieces)
 
     def clone(self) -> TokenArena:
@@ -134,21 +133,17 @@ class History:
         options: of the cache.
         arena: for the coded bytes.
         device: where they are coded and decoded.
-
-    Attributes:
-        num_blocks: of all sequences.
-        stamp: another one whenever the bytes change.
-        order: which coded sequence is which one now; None: as they were coded.
     """
 
     def __init__(self, keys: Form, values: Form, options: Options, arena: TokenArena, device: torch.device) -> None:
         given = options.codebooks or (None, None)
         self._options, self.arena, self.device = options, arena, device
         self.keys, self.values = (TokenCodec(form, options, book, device) for form, book in zip((keys, values), given))
-        self.num_blocks, self.stamp = 0, next(_stamps)
+        self.num_blocks = 0  # of all sequences
+        self.stamp = next(_stamps)  # another one whenever the bytes change
         self._batches: list[Batch] = []
         self._num_slots, self._batch_size = 0, 0
-        self.order: TokenOrder | None = None
+        self.order: TokenOrder | None = None  # which coded sequence is which one now; None: as they were coded
 
     @property
     def num_tokens(self) -> int:

@@ -365,5 +365,4 @@ def unpack(
 
 
 def _start_of(num_rows: int) -> int:
-    """Where data begins."""
     return rounded_up(_HEAD_BYTES + _INDEX_BYTES * num_rows, _ALIGNMENT)

@@ -231,7 +231,6 @@ class Chunk:
             state.stores += 1
 
     def _run_all(self, what: _OfState, work: Work, near: torch.Tensor | None) -> None:
-        """Loads or writes all states."""
         if self._is_replayed and near is None:
             self._replays[what].run(self._key(work), functools.partial(self._of_all, what, work, None))
         else:

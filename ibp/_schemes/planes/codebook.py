@@ -141,7 +141,10 @@ class PlanesCodebook(AnyCodebook):
         )
         entries = _checked_entries(self.entries, shape, symbol_bits)
         symbols = entries.numpy().astype(f"<u{symbol_bytes(symbol_bits)}")
-        constants = _packed_constants(live, row_template)
+        constants = b""  # as they begin the words: each padded to a multiple of 16 bytes
+        if live is not None and row_template is not None:
+            parts = row_template.numpy().tobytes(), live.numpy().astype("<u2").tobytes()
+            constants = b"".join(part + bytes(-len(part) % 16) for part in parts)
         checked = {
             **numbers,
             "row_bytes": row_bytes,
@@ -341,16 +344,7 @@ def _checked_constants(
     return live, row_template
 
 
-def _packed_constants(live: torch.Tensor | None, row_template: torch.Tensor | None) -> bytes:
-    """Both as they begin the words: each padded to a multiple of 16 bytes."""
-    if live is None or row_template is None:
-        return b""
-    parts = row_template.numpy().tobytes(), live.numpy().astype("<u2").tobytes()
-    return b"".join(part + bytes(-len(part) % 16) for part in parts)
-
-
 def _checked_entries(entries: object, shape: tuple[int, int], symbol_bits: int) -> torch.Tensor:
-    """A copy of the entries."""
     entries = private_copy("entries", entries, torch.int64, shape)
     if symbol_bits < 64 and (entries.numpy() >> symbol_bits).any():
         raise ValueError(
