@@ -23,15 +23,13 @@ class TokenArena:
     Args:
         device: that codes and decodes.
         pinned: whether the bytes are in pinned host memory.
-
-    Attributes:
-        used: bytes that have been handed out, those between them counted too.
-        filled: of pinned memory: recorded once the last bytes that were handed out are there.
     """
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
-        self._device, self._pinned, self.used = device, pinned, 0
+        self._device, self._pinned = device, pinned
+        self.used = 0  # bytes that have been handed out, those between them counted too
         self._pieces: list[tuple[int, torch.Tensor]] = []  # by their offsets
+        # Of pinned memory: recorded once the last bytes that were handed out are there.
         self.filled = torch.cuda.Event() if pinned else None
 
     def reserve(self, num_bytes: int, alignment: int) -> tuple[int, torch.Tensor]:
