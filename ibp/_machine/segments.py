@@ -53,18 +53,14 @@ class SharedHandle:
 
 
 class Segment:
-    """Shared memory of a table, as this process maps it: one for all tables that are opened here from one memory.
-
-    Attributes:
-        pages: the memory, which the tables' tensors keep alive.
-        file: its descriptor in this process.
-        pin: whether it is to be pinned, which is done where a GPU first fetches from it.
-    """
+    """Shared memory of a table, as this process maps it: one for all tables that are opened here from one memory."""
 
     def __init__(self, name: str, file: int, num_bytes: int, is_new: bool, node: int = -1) -> None:
-        self.name, self.file, self.num_bytes, self.pin = name, file, num_bytes, False
+        self.name, self.num_bytes = name, num_bytes
+        self.file = file  # its descriptor in this process
+        self.pin = False  # whether it is to be pinned, which is done where a GPU first fetches from it
         weakref.finalize(self, os.close, file)
-        self.pages = _core.SharedPages(file, num_bytes, is_new, node)
+        self.pages = _core.SharedPages(file, num_bytes, is_new, node)  # the memory, kept alive by tables' tensors
 
     @classmethod
     def new(cls, num_bytes: int, node: int) -> Segment:

@@ -56,20 +56,13 @@ class WeightArena:
 
 @dataclass(eq=False)
 class Place:
-    """Memory for a group of weights.
+    """Memory for a group of weights."""
 
-    Attributes:
-        region: of the arena; None: the memory is the group's own, since the arena had no room.
-        memory: uint8, all of it.
-        data: the bytes of each weight.
-        values: the same as the model's tensors.
-        decoder, sms, prepared: for `Decoder.issue`, of each weight; none before the first fetch to the place.
-    """
-
-    region: Region | None
-    memory: torch.Tensor
-    data: list[torch.Tensor]
-    values: list[torch.Tensor]
+    region: Region | None  # of the arena; None: the memory is the group's own, since the arena had no room
+    memory: torch.Tensor  # uint8, all of it
+    data: list[torch.Tensor]  # the bytes of each weight
+    values: list[torch.Tensor]  # the same as the model's tensors
+    # decoder, sms, prepared: for `Decoder.issue`, of each weight; none before the first fetch to the place
     decoder: Decoder | None = None
     sms: int = 0
     prepared: Sequence[tuple[Any, ...]] = ()
