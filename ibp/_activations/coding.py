@@ -8,6 +8,7 @@ import functools
 
 import torch
 
+from .._common.rounding import rounded_up
 from .._layout import geometry
 from .._schemes import AnyCodebook, surveyed
 from .._schemes.kinds import learned_from
@@ -98,7 +99,7 @@ def _most_overflow(num_bytes: int) -> int:
 @functools.lru_cache(1024)
 def index_bytes(num_bytes: int) -> int:
     """Bytes before overflow: counters, a base and a length for each row."""
-    return -(-(COUNTERS_BYTES + 10 * _num_rows(num_bytes)) // _ALIGNMENT) * _ALIGNMENT
+    return rounded_up(COUNTERS_BYTES + 10 * _num_rows(num_bytes), _ALIGNMENT)
 
 
 def used_bytes(counters: torch.Tensor) -> int:

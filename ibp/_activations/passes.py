@@ -24,11 +24,6 @@ class ForwardPass:
         transfers: of each device.
         faults: where decoders note damage.
         note_outgrown: called with the bytes of regions or pieces that outgrew their room.
-
-    Attributes:
-        numbers: how many regions there were, including regions that stay as they are.
-        is_used: whether anything was asked for since the pass began.
-        uses: numbers of regions in the order of their first use.
     """
 
     def __init__(
@@ -39,8 +34,9 @@ class ForwardPass:
         note_outgrown: Callable[[int], None],
     ) -> None:
         self.faults, self.note_outgrown = faults, note_outgrown
-        self.numbers, self.is_used = 0, False
-        self.uses: list[int] = []
+        self.numbers = 0  # how many regions there were, including regions that stay as they are
+        self.is_used = False  # whether anything was asked for since the pass began
+        self.uses: list[int] = []  # numbers of regions in the order of their first use
         self._order, self._transfers = order, transfers
         self._positions = {number: position for position, number in enumerate(order)}
         self._regions: dict[int, weakref.ref[SavedRegion]] = {}
@@ -64,7 +60,6 @@ class ForwardPass:
         self._ended.append(region.number)
 
     def note_use(self, region: SavedRegion) -> None:
-        """Notes that a region is asked for."""
         if region.uses == 0:
             self.uses.append(region.number)
 

@@ -17,28 +17,20 @@ if TYPE_CHECKING:
 
 
 class SavedPiece:
-    """Bytes from start to end of a region, and where they are.
-
-    Attributes:
-        memory: coded bytes on the device, with room for any outcome. Bytes that are not coded are in the region's own
-            memory.
-        kept: coded bytes on the device, with the room that they are expected to take.
-        host: coded bytes with that room, or all bytes, in pinned memory.
-        room_bytes: of kept or host.
-        buffer: the pinned memory that host is in, or the counters of coded bytes alone.
-        sent: after the copy to buffer.
-        coming, arrived: a copy of host on its way to the device, and after it.
-        stream: that memory, kept or coming belong to.
-    """
+    """Bytes from start to end of a region, and where they are."""
 
     def __init__(self, start: int, end: int, stream: torch.Stream | None) -> None:
+        # stream: that memory, kept or coming belong to
         self.start, self.end, self.num_bytes, self.stream = start, end, end - start, stream
+        # coded bytes on the device, with room for any outcome. Bytes that are not coded are in the region's own memory
         self.memory: torch.Tensor | None = None
-        self.kept: torch.Tensor | None = None
-        self.host: torch.Tensor | None = None
-        self.room_bytes = 0
+        self.kept: torch.Tensor | None = None  # coded bytes on the device, with the room that they are expected to take
+        self.host: torch.Tensor | None = None  # coded bytes with that room, or all bytes, in pinned memory
+        self.room_bytes = 0  # of kept or host
+        # the pinned memory that host is in, or the counters of coded bytes alone
         self.buffer: torch.Tensor | None = None
-        self.sent: torch.Event | None = None
+        self.sent: torch.Event | None = None  # after the copy to buffer
+        # coming, arrived: a copy of host on its way to the device, and after it
         self.coming: torch.Tensor | None = None
         self.arrived: torch.Event | None = None
 
@@ -63,17 +55,6 @@ class SavedRegion:
         num_bytes: before coding.
         recipe: how they are coded; None: they are not.
         transfers: of a GPU; None: the bytes are the CPU's.
-
-    Attributes:
-        pieces: in order, of the region's bytes or of the narrower ones that its recipe makes of them. Each is coded,
-            sent and brought back alone.
-        memory: the bytes, where they are not coded: the saved tensor's own, until all have left. Where they are made
-            narrower, until it is known that this loses nothing.
-        source: the saved tensor that has memory.
-        coming: where pieces that are not coded come back to.
-        misfits: whether narrower bytes lose anything, on the device.
-        stream: on which memory, coming or decoded bytes can be used.
-        saves, uses: how often tensors of the region were saved, and asked for.
     """
 
     def __init__(
@@ -85,15 +66,20 @@ class SavedRegion:
         transfers: PieceTransfers | None,
     ) -> None:
         self.of, self.number, self.num_bytes, self.recipe, self.transfers = of, number, num_bytes, recipe, transfers
+        # On which memory, coming or decoded bytes can be used.
         self.stream = None if transfers is None else transfers.current()
         self._max_sms = 0 if transfers is None else transfers.max_sms
         self._piece_bytes = num_bytes // (1 if recipe is None else recipe.times_narrower)
+        # In order, of the region's bytes or of the narrower ones that its recipe makes of them. Each is coded, sent and
+        # brought back alone.
         self.pieces = [SavedPiece(start, end, self.stream) for start, end in coding.pieces(self._piece_bytes)]
+        # The bytes, where they are not coded: the saved tensor's own, until all have left. Where they are made
+        # narrower, until it is known that this loses nothing.
         self.memory: torch.Tensor | None = None
-        self.source: UnchangedTensor | None = None
-        self.coming: torch.Tensor | None = None
-        self.misfits: torch.Tensor | None = None
-        self.saves = self.uses = 0
+        self.source: UnchangedTensor | None = None  # the saved tensor that has memory
+        self.coming: torch.Tensor | None = None  # where pieces that are not coded come back to
+        self.misfits: torch.Tensor | None = None  # whether narrower bytes lose anything, on the device
+        self.saves = self.uses = 0  # how often tensors of the region were saved, and asked for
         self._changed: RuntimeError | None = None  # the source was, before its copy was known to be done
         self._decoded: UnchangedTensor | None = None
         self._is_decoded_only = False

@@ -40,7 +40,6 @@ class PieceTransfers:
         self._narrowed: deque[tuple[weakref.ref[SavedRegion], torch.Tensor, torch.Event]] = deque()
 
     def current(self) -> torch.Stream:
-        """The current stream of the GPU."""
         return torch.accelerator.current_stream(self.device.index)
 
     # ---- out ----

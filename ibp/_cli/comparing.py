@@ -21,26 +21,17 @@ Weighing = Callable[[SourceTensor, SourceTensor], int]
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one tensor.
+    """What became of one tensor."""
 
-    Attributes:
-        name: of the tensor.
-        status: "same"; "changed"; "new" or "removed"; "replaced" by one of another shape or dtype.
-        dtype: of the later one, or of the one that is gone.
-        shape: likewise.
-        num_elements, num_bytes: likewise.
-        changed: how many elements have other bits; all elements of a new or replaced tensor.
-        delta_bytes: what a delta takes for the tensor; None where no delta was asked for.
-    """
-
-    name: str
-    status: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    name: str  # of the tensor
+    status: str  # "same"; "changed"; "new" or "removed"; "replaced" by one of another shape or dtype
+    dtype: torch.dtype  # of the later one, or of the one that is gone
+    shape: tuple[int, ...]  # likewise
+    # num_elements, num_bytes: likewise
     num_elements: int
     num_bytes: int
-    changed: int
-    delta_bytes: int | None
+    changed: int  # how many elements have other bits; all elements of a new or replaced tensor
+    delta_bytes: int | None  # what a delta takes for the tensor; None where no delta was asked for
 
     @property
     def share(self) -> float:

@@ -28,21 +28,14 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One kind of data.
+    """One kind of data."""
 
-    Attributes:
-        kind: its name.
-        saved: share of the bytes of rows.
-        lossless: whether every bit came back.
-        gbps: rates by name.
-        rows, whole: how many times as fast compressed rows, and whole tensors, come to the GPU as raw ones; None
-            without a GPU.
-    """
-
-    kind: str
-    saved: float
-    lossless: bool
-    gbps: dict[str, float]
+    kind: str  # its name
+    saved: float  # share of the bytes of rows
+    lossless: bool  # whether every bit came back
+    gbps: dict[str, float]  # rates by name
+    # rows, whole: how many times as fast compressed rows, and whole tensors, come to the GPU as raw ones; None without
+    # a GPU
     rows: float | None = None
     whole: float | None = None
 

@@ -61,7 +61,6 @@ def size(text: str) -> int:
 
 
 def thread_count(text: str) -> int:
-    """A number of threads."""
     if not re.fullmatch(r"0*[1-9]\d{0,3}", text, re.ASCII) or int(text) > _MOST_THREADS:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 to {_MOST_THREADS}")
     return int(text)
@@ -76,7 +75,6 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Any number of inputs."""
     inputs = parser.add_argument(
         "inputs", nargs="+", metavar="IN", help="files, directories, indices of sets of files, globs, URLs, or -"
     )
@@ -117,7 +115,6 @@ def add_work(parser: argparse.ArgumentParser) -> None:
 
 
 def add_jobs(parser: argparse.ArgumentParser) -> None:
-    """By how many threads."""
     parser.add_argument("-j", "--jobs", type=thread_count, metavar="N", help="threads of the CPU (default: one a core)")
 
 

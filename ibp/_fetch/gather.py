@@ -14,7 +14,7 @@ from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
 from . import host_gather
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
-from .ids import check_range, checked_ids
+from .ids import check_range, checked_ids, flat_ids
 from .paths import Path, choose, named
 
 # A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128
@@ -110,12 +110,7 @@ def index_select(
         given: dict[str, Any] = {"device": device, "out": out, "check": check or None, "max_sms": max_sms}
         return table.index_select(ids, **{name: value for name, value in given.items() if value is not None})
     check_table(table)
-    ids = checked_ids(ids)
-    if ids.dim() != 1:
-        if ids.dim() > 1:
-            raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
-        ids = ids.reshape(-1)
-    ids = ids.contiguous()
+    ids = flat_ids(ids)
     target = target_of(device, out, ids.device)
     worker, sms = worker_of(table, target), sms_of(max_sms)
     chosen = None

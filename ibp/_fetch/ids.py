@@ -43,6 +43,12 @@ def list_of_ids(ids: Any, name: str = "ids") -> torch.Tensor:
     return ids
 
 
+def flat_ids(ids: Any) -> torch.Tensor:
+    """The same, contiguous; one id may be a tensor of no dimension."""
+    ids = checked_ids(ids)
+    return list_of_ids(ids if ids.dim() else ids.reshape(-1)).contiguous()
+
+
 def check_range(ids: torch.Tensor, num_items: int, least: int = 0, name: str = "ids") -> None:
     """Raises IndexError, with its position, for the first of CPU ids that is not in [least, num_items)."""
     if ids.numel() == 0:

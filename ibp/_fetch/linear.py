@@ -282,7 +282,9 @@ def _multiply(
     else:
         memory = x.new_empty(sum(sizes))
         results = [part.view(*x.shape[:-1], table.shape[0]) for part, table in zip(memory.split(sizes), tables)]
-    added = [] if all(bias is None for bias in biases) else [_added(x, bias) for bias in biases]
+    added = []
+    if any(bias is not None for bias in biases):
+        added = [x.new_empty(0) if bias is None else bias.detach().contiguous() for bias in biases]
     torch.ops.ibp.linear.default(
         [of_table.slots for of_table in escapes],
         [table.slot_bytes for table in tables],
@@ -298,10 +300,6 @@ def _multiply(
             irregular = F.linear(vectors, of_table.weights, None if bias is None else bias[of_table.rows])
             result.view(len(vectors), -1).index_copy_(1, of_table.rows, irregular)
     return results
-
-
-def _added(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return x.new_empty(0) if bias is None else bias.detach().contiguous()
 
 
 # ---- by stacks of matrices ----

@@ -111,29 +111,21 @@ def fingerprint_text(fingerprint: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class TableFields:
-    """What a file says of a table.
+    """What a file says of a table."""
 
-    Attributes:
-        dtype: its name in the file.
-        shape: of the tensor.
-        scheme: how rows are coded; None of a table of an external codec.
-        row_bytes, slot_bytes, rows_per_base: FORMAT.md sections 1 to 3.
-        codebook: number of the codebook; None for scheme raw.
-        content: fingerprint of the tensor's bytes, where it is known.
-        base, result: of a delta, fingerprints of what it is applied to and of what that becomes.
-        codec, block_bytes, codec_fields: of a table of an external codec.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    scheme: str | None = None
+    dtype: str  # its name in the file
+    shape: tuple[int, ...]  # of the tensor
+    scheme: str | None = None  # how rows are coded; None of a table of an external codec
+    # row_bytes, slot_bytes, rows_per_base: FORMAT.md sections 1 to 3
     row_bytes: int = 0
     slot_bytes: int = 0
-    codebook: int | None = None
+    codebook: int | None = None  # number of the codebook; None for scheme raw
     rows_per_base: int = _core.ROWS_PER_BASE
-    content: int | None = None
+    content: int | None = None  # fingerprint of the tensor's bytes, where it is known
+    # base, result: of a delta, fingerprints of what it is applied to and of what that becomes
     base: int | None = None
     result: int | None = None
+    # codec, block_bytes, codec_fields: of a table of an external codec
     codec: str | None = None
     block_bytes: int = 0
     codec_fields: Mapping[str, str] = field(default_factory=dict)

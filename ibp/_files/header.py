@@ -17,16 +17,11 @@ from .writer import FORMAT, MAX_HEADER_BYTES, PREFIX
 
 
 class Entry(NamedTuple):
-    """A tensor in a file.
+    """A tensor in a file."""
 
-    Attributes:
-        dtype: its name in the header.
-        shape: of the tensor; of a part of a table one dimension, padding included.
-        start, end: of its bytes, counted from the beginning of the file.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # its name in the header
+    shape: tuple[int, ...]  # of the tensor; of a part of a table one dimension, padding included
+    # start, end: of its bytes, counted from the beginning of the file
     start: int
     end: int
 
@@ -37,19 +32,13 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before the data.
+    """What stands before the data."""
 
-    Attributes:
-        num_bytes: of the header, its own size included: where the data begins.
-        tensors: by name, in the order of their bytes.
-        metadata: text by text, as it is in the file.
-        checks: bytes of the blocks that have checksums, and how many blocks there are; why the checksums are none; or
-            None of an ordinary file of safetensors.
-    """
-
-    num_bytes: int
-    tensors: Mapping[str, Entry]
-    metadata: Mapping[str, str]
+    num_bytes: int  # of the header, its own size included: where the data begins
+    tensors: Mapping[str, Entry]  # by name, in the order of their bytes
+    metadata: Mapping[str, str]  # text by text, as it is in the file
+    # bytes of the blocks that have checksums, and how many blocks there are; why the checksums are none; or None of an
+    # ordinary file of safetensors
     checks: tuple[int, int] | str | None
 
     @property

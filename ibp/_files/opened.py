@@ -291,7 +291,11 @@ class File(Mapping[str, Value], Closing):
         self._check_open()
         _check_names(names)
         chosen = list(self if names is None else names)
-        blocks = self._all_blocks() if names is None else self._blocks_of(chosen)
+        if names is None:
+            of_files = [file.checks for file in self._files.values() if file.checks is not None]
+            blocks: dict[Checks, Sequence[int]] = {checks: range(checks.num_blocks) for checks in of_files}
+        else:
+            blocks = self._blocks_of(chosen)
         jobs = [(checks, number) for checks, numbers in blocks.items() for number in numbers]
         total = 0
         with tqdm(total=len(jobs), desc="verify", unit="block", disable=not progress) as bar:
@@ -301,10 +305,6 @@ class File(Mapping[str, Value], Closing):
         for name in tqdm(chosen if content else (), desc="decode", unit="tensor", disable=not (progress and content)):
             self._verify_content(name)
         return total
-
-    def _all_blocks(self) -> dict[Checks, Sequence[int]]:
-        found = [file.checks for file in self._files.values()]
-        return {checks: range(checks.num_blocks) for checks in found if checks is not None}
 
     def _blocks_of(self, names: Iterable[str]) -> dict[Checks, Sequence[int]]:
         """The blocks of tensors and of their codebooks."""

@@ -21,6 +21,7 @@ from .. import _core
 from .._layout import slots
 from .._layout.geometry import DTYPES, Geometry
 from .._machine import memory
+from .._machine.segments import PART_DTYPES
 from .._rows.table import raw_overflow_bytes
 from .._schemes import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
@@ -43,7 +44,6 @@ from .regular import open_regular
 from .writer import CHECKS, PREFIX
 
 _TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX}removed."
-_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
 _ROWS = ("slots", "overflow")
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons lacks
 _SHOWN_NAMES = 6  # of tensors, in a message
@@ -82,12 +82,6 @@ class OpenFile:
     Args:
         path: of the file.
         verify: whether the checksums of the header and of what `read` reads are compared.
-
-    Attributes:
-        path: of the file.
-        header: what stands before its data.
-        tables: lines of the tables by their names.
-        removed: names that the delta of a checkpoint says are gone.
     """
 
     def __init__(self, path: Path, *, verify: bool) -> None:
@@ -98,12 +92,12 @@ class OpenFile:
             self.header = header_of(file, str(path))
         self._checks = Checks(self) if verify and not self.header.is_plain else None
         metadata = {} if self.header.is_plain else self.header.metadata
+        # Lines of the tables by their names, and names that the delta of a checkpoint says are gone.
         self.tables = {key[len(_TABLE) :]: text for key, text in metadata.items() if key.startswith(_TABLE)}
         self.removed = [key[len(_REMOVED) :] for key in metadata if key.startswith(_REMOVED)]
         self._codebooks: dict[int, AnyCodebook] = {}
 
     def fields(self, name: str) -> TableFields:
-        """The fields of a table, checked."""
         return table_fields(f"{self.path}: table {name!r}", self.tables[name])
 
     def is_own(self, name: str) -> bool:
@@ -111,7 +105,6 @@ class OpenFile:
         return not self.header.is_plain and (name == CHECKS or name.startswith((f"{PREFIX}padding.", _CODEBOOK)))
 
     def codebook_entries(self) -> list[Entry]:
-        """Where the codebooks are."""
         return [entry for name, entry in self.header.tensors.items() if name.startswith(_CODEBOOK)]
 
     # ---- bytes ----
@@ -374,7 +367,7 @@ def read_table(
         if place is not None and not num_bytes:
             raise FileFormatError(f"{what} has {part!r}, which such a table lacks")
         data = _taken(file, place, f"{name}:{part}", TABLE_PARTS[part], num_bytes, take)
-        tensors[part] = data.view(_DTYPES[part])
+        tensors[part] = data.view(PART_DTYPES[part])
     with refused(what):
         table = CompressedTensor(
             shape=fields.shape,

@@ -19,7 +19,6 @@ def names_of_set(path: Path, count: int) -> list[str]:
 
 
 def index_of(path: Path) -> Path:
-    """Where the index of a set is."""
     return path.with_name(path.name + INDEX_SUFFIX)
 
 

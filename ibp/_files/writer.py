@@ -171,7 +171,6 @@ class FileWriter:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of data so far."""
         return self._output.data_bytes if self._output is not None else 0
 
     def _check_name(self, name: str, kind: set[str]) -> None:
@@ -297,7 +296,6 @@ class Sink:
             self._writer._write(self, view if view.format == "B" and view.ndim == 1 else view.cast("B"))
 
     def close(self) -> None:
-        """Ends the tensor."""
         self._writer._close(self)
 
     def __enter__(self) -> Sink:

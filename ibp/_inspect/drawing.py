@@ -123,7 +123,6 @@ def _lines(name: str) -> list[str]:
 
 
 def _height(rows: Sequence[tuple[str, list[TensorContents]]]) -> float:
-    """Inches of a panel."""
     two_lines = any(len(_lines(name)) > 1 for name, _ in rows)
     return max(1.3, (0.34 if two_lines else 0.22) * len(rows))
 

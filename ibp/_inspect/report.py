@@ -33,50 +33,39 @@ Read = Callable[[int, int], np.ndarray]  # bytes [start, end) of a tensor, uint8
 
 @dataclass(frozen=True)
 class TensorContents(Saves):
-    """What a tensor consists of.
+    """What a tensor consists of."""
 
-    Attributes:
-        name, dtype, shape: of the tensor; dtype as torch names it.
-        kind: "table": compressed in the file; "delta": a table of differences; "plain": as it is; "estimate": an
-            ordinary tensor, and what compressing a sample of it says of the whole; "unknown": what this ibp cannot
-            read.
-        scheme: "raw", "ibp", "planes", "plain", or the name of an external codec.
-        original_bytes: of the tensor.
-        stored_bytes: of all that the file has, or would have, for it: rows, index, unused room and its share of the
-            codebook.
-        parts: bytes by part, which add up to stored_bytes. The parts of coded rows are exact if all rows were counted.
-        row_bytes, num_rows, raw_rows, default_rows: the rows, those of them that are stored raw, and in no bytes.
-        sampled_rows: how many were decoded and counted.
-        clusters: codebooks of the table; 0 without.
-        codebook: the codebook in words; "" without.
-        entropy: float [w], in bits, of each bit of an element from the most significant on; empty for no elements.
-        left_out, ranked: float [w], the share of the elements in which a bit is not stored, or part of a symbol.
-        lengths: counts of rows by their stored bytes, in bins of equal width from 0 to row_bytes.
-        entries: (name, what it stands for, share) of the codebook's most frequent entries.
-        note: why a tensor could not be looked into; else "".
-    """
-
+    # name, dtype, shape: of the tensor; dtype as torch names it
     name: str
     dtype: str
     shape: tuple[int, ...]
+    # "table": compressed in the file; "delta": a table of differences; "plain": as it is; "estimate": an ordinary
+    # tensor, and what compressing a sample of it says of the whole; "unknown": what this ibp cannot read
     kind: str
-    scheme: str
-    original_bytes: int
+    scheme: str  # "raw", "ibp", "planes", "plain", or the name of an external codec
+    original_bytes: int  # of the tensor
+    # of all that the file has, or would have, for it: rows, index, unused room and its share of the codebook
     stored_bytes: int
+    # bytes by part, which add up to stored_bytes. The parts of coded rows are exact if all rows were counted
     parts: dict[str, int]
+    # row_bytes, num_rows, raw_rows, default_rows: the rows, those of them that are stored raw, and in no bytes
     row_bytes: int = 0
     num_rows: int = 0
     raw_rows: int = 0
     default_rows: int = 0
-    sampled_rows: int = 0
-    clusters: int = 0
-    codebook: str = ""
+    sampled_rows: int = 0  # how many were decoded and counted
+    clusters: int = 0  # codebooks of the table; 0 without
+    codebook: str = ""  # the codebook in words; "" without
+    # float [w], in bits, of each bit of an element from the most significant on; empty for no elements
     entropy: list[float] = field(default_factory=list)
+    # left_out, ranked: float [w], the share of the elements in which a bit is not stored, or part of a symbol
     left_out: list[float] = field(default_factory=list)
     ranked: list[float] = field(default_factory=list)
+    # counts of rows by their stored bytes, in bins of equal width from 0 to row_bytes
     lengths: list[int] = field(default_factory=list)
+    # (name, what it stands for, share) of the codebook's most frequent entries
     entries: list[tuple[str, str, float]] = field(default_factory=list)
-    note: str = ""
+    note: str = ""  # why a tensor could not be looked into; else ""
 
     @property
     def is_sampled(self) -> bool:
@@ -86,25 +75,16 @@ class TensorContents(Saves):
 
 @dataclass(frozen=True)
 class FileReport(Saves):
-    """What a file, or a set of files, consists of.
+    """What a file, or a set of files, consists of."""
 
-    Attributes:
-        path: as it was given.
-        format: "ibp", "safetensors", "npy", "npz" or "torch".
-        is_estimate: whether stored bytes are what compressing would give.
-        file_bytes: of the files.
-        other_bytes: of the compressed files that belong to none of the tensors: headers, checksums, padding. 0 where
-            only some of the tensors are reported.
-        metadata: the user's.
-        tensors: the reports, in the file's order.
-    """
-
-    path: str
-    format: str
-    is_estimate: bool
-    file_bytes: int
-    metadata: dict[str, str] = field(default_factory=dict)
-    tensors: list[TensorContents] = field(default_factory=list)
+    path: str  # as it was given
+    format: str  # "ibp", "safetensors", "npy", "npz" or "torch"
+    is_estimate: bool  # whether stored bytes are what compressing would give
+    file_bytes: int  # of the files
+    metadata: dict[str, str] = field(default_factory=dict)  # the user's
+    tensors: list[TensorContents] = field(default_factory=list)  # the reports, in the file's order
+    # of the compressed files that belong to none of the tensors: headers, checksums, padding. 0 where only some of the
+    # tensors are reported
     other_bytes: int = 0
 
     @property

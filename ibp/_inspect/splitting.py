@@ -14,19 +14,15 @@ _MOST_ENTRIES = 16  # of a codebook, that a report lists
 
 @dataclass
 class Split:
-    """What coded rows consist of.
+    """What coded rows consist of."""
 
-    Attributes:
-        parts: bytes of all rows by part.
-        left_out, ranked: float [w], for each bit of an element from the most significant on the share of the elements
-            in which it is not stored, and in which it is part of a symbol. The others are kept as they are.
-        entries: (name, what it stands for, share) of the codebook's entries, the most frequent first: of the symbols
-            that are coded, or of the chunks of a row.
-    """
-
-    parts: Counter[str]
+    parts: Counter[str]  # bytes of all rows by part
+    # left_out, ranked: float [w], for each bit of an element from the most significant on the share of the elements in
+    # which it is not stored, and in which it is part of a symbol. The others are kept as they are
     left_out: np.ndarray
     ranked: np.ndarray
+    # (name, what it stands for, share) of the codebook's entries, the most frequent first: of the symbols that are
+    # coded, or of the chunks of a row
     entries: list[tuple[str, str, float]] = field(default_factory=list)
 
 

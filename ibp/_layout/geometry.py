@@ -19,7 +19,7 @@ _Given = TypeVar("_Given")
 LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors
 _BLOCK_BYTES = 64 << 20  # data coded at once; `compress(inplace=True)` holds it twice
 _NEAR_BLOCK_BYTES = 1 << 30  # of host memory that the CPU codes: threads wait for each other after a block
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of their elements
 
 # What a tensor may hold: elements of whole bytes, 1, 2, 4 or 8 of them, that torch neither scales nor packs.
 _DTYPE_NAMES = (
@@ -160,7 +160,7 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
     if x.dtype.is_complex:
         x = torch.view_as_real(x)
     if not x.is_contiguous():
-        x = x.view(_INTEGERS[x.element_size()]).contiguous()
+        x = x.view(INTEGERS[x.element_size()]).contiguous()
     return x.as_strided((x.numel(),), (1,)).view(
         torch.uint8
     )  # a contiguous tensor of at most one element may have any strides

@@ -15,22 +15,16 @@ from .._common.arguments import whole_number
 from .geometry import Geometry
 
 SECTOR_BYTES = _core.SECTOR_BYTES
-_SECOND_FETCH_BYTES = 64  # what a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
+SECOND_FETCH_BYTES = 64  # what a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
 
 
 @dataclass(frozen=True)
 class Survey:
-    """What rows take as stored, raw ones included.
+    """What rows take as stored, raw ones included."""
 
-    Attributes:
-        row_bytes: bytes of a row.
-        stored: bytes of all rows.
-        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: how many rows take k sectors of 32 bytes.
-    """
-
-    row_bytes: int
-    stored: int
-    sectors: torch.Tensor
+    row_bytes: int  # bytes of a row
+    stored: int  # bytes of all rows
+    sectors: torch.Tensor  # int64 [1 + ceil(row_bytes / 32)] on the CPU: how many rows take k sectors of 32 bytes
 
     @property
     def num_rows(self) -> int:
@@ -63,28 +57,18 @@ class Survey:
 @dataclass(frozen=True)
 class SlotRule:
     """Which slots suit rows: of the sizes that leave few enough rows and bytes to overflow, the one at which slots and
-    overflow cost the least together.
+    overflow cost the least together."""
 
-    Attributes:
-        least: bytes of a slot, at least.
-        overflow_cost: of a byte in overflow, in bytes of slots.
-        part_cost: of a row that has a part in overflow, besides its bytes.
-        most_overflow: bytes of overflow of a mean row, at most.
-        most_spilled: rows with a part in overflow, at most.
-        near: of all slots that cost at most this many times the least, the largest are taken.
-        sizes: of slots to choose from; None: all.
-    """
-
-    least: int = 0
-    overflow_cost: float = 1.0
-    part_cost: float = 0.0
-    most_overflow: float = math.inf
-    most_spilled: float = math.inf
-    near: float = 1.0
-    sizes: Sequence[int] | None = None
+    least: int = 0  # bytes of a slot, at least
+    overflow_cost: float = 1.0  # of a byte in overflow, in bytes of slots
+    part_cost: float = 0.0  # of a row that has a part in overflow, besides its bytes
+    most_overflow: float = math.inf  # bytes of overflow of a mean row, at most
+    most_spilled: float = math.inf  # rows with a part in overflow, at most
+    near: float = 1.0  # of all slots that cost at most this many times the least, the largest are taken
+    sizes: Sequence[int] | None = None  # of slots to choose from; None: all
 
 
-OF_TABLES = SlotRule(least=SECTOR_BYTES, part_cost=_SECOND_FETCH_BYTES)  # of equal costs the largest
+OF_TABLES = SlotRule(least=SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)  # of equal costs the largest
 
 
 def slots_for(found: Survey, rule: SlotRule) -> tuple[int, float]:
@@ -151,7 +135,6 @@ def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> i
 
 
 def slots_size(geometry: Geometry, slot_bytes: int) -> int:
-    """Bytes of the slots array."""
     return geometry.num_bytes if slot_bytes == geometry.row_bytes else geometry.num_rows * slot_bytes
 
 
@@ -163,11 +146,6 @@ def index_rows(lengths: torch.Tensor, geometry: Geometry, slot_bytes: int) -> to
 def index_bytes(geometry: Geometry, overflows: bool) -> int:
     """Bytes of the lengths of a coded table, and of its bases if rows overflow their slots."""
     return 2 * geometry.num_rows + (8 * -(-geometry.num_rows // _core.ROWS_PER_BASE) if overflows else 0)
-
-
-def second_fetch_bytes(found: Survey, geometry: Geometry, slot_bytes: int) -> int:
-    """What the second fetches of rows that overflow their slot cost besides their bytes, as bytes."""
-    return found.spilled(slot_bytes)[0] * _SECOND_FETCH_BYTES if slot_bytes else 0
 
 
 def link_bytes(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from .._common.rounding import rounded_up
 from . import memory
 
 _ALIGNMENT = 256
@@ -44,7 +45,7 @@ class Pool:
         Raises:
             PinningError: the system pins no more memory.
         """
-        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT if self._cuts else _size_class(num_bytes)
+        size = rounded_up(num_bytes, _ALIGNMENT) if self._cuts else _size_class(num_bytes)
         found = size if size in self._free else None
         if found is None and self._cuts:
             found = min((free for free in self._free if free > size), default=None)
@@ -82,4 +83,4 @@ class Pool:
 def _size_class(num_bytes: int) -> int:
     """The next number that has few digits: at most a 16th more."""
     step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
-    return -(-num_bytes // step) * step
+    return rounded_up(num_bytes, step)

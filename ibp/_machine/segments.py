@@ -17,10 +17,11 @@ import torch
 
 from .. import _core
 from .._common import wire
+from .._common.rounding import rounded_up
 from .memory import pinning
 
 _ALIGNMENT = 256  # bytes, of each tensor in the memory
-_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
+PART_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
 
 
 @wire.sent
@@ -52,18 +53,14 @@ class SharedHandle:
 
 
 class Segment:
-    """Shared memory of a table, as this process maps it: one for all tables that are opened here from one memory.
-
-    Attributes:
-        pages: the memory, which the tables' tensors keep alive.
-        file: its descriptor in this process.
-        pin: whether it is to be pinned, which is done where a GPU first fetches from it.
-    """
+    """Shared memory of a table, as this process maps it: one for all tables that are opened here from one memory."""
 
     def __init__(self, name: str, file: int, num_bytes: int, is_new: bool, node: int = -1) -> None:
-        self.name, self.file, self.num_bytes, self.pin = name, file, num_bytes, False
+        self.name, self.num_bytes = name, num_bytes
+        self.file = file  # its descriptor in this process
+        self.pin = False  # whether it is to be pinned, which is done where a GPU first fetches from it
         weakref.finalize(self, os.close, file)
-        self.pages = _core.SharedPages(file, num_bytes, is_new, node)
+        self.pages = _core.SharedPages(file, num_bytes, is_new, node)  # the memory, kept alive by tables' tensors
 
     @classmethod
     def new(cls, num_bytes: int, node: int) -> Segment:
@@ -82,7 +79,7 @@ class Segment:
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], node: int) -> tuple[Segment, dict[str, torch.Tensor]]:
         """New memory on a NUMA node (negative: the caller's) with a copy of a table's tensors, and these copies."""
-        num_bytes = sum(_rounded_up(tensor.nbytes) for tensor in tensors.values())
+        num_bytes = sum(rounded_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors.values())
         segment = cls.new(max(num_bytes, _ALIGNMENT), node)
         copies = segment.tensors({name: tensor.numel() for name, tensor in tensors.items()})
         for name, tensor in tensors.items():
@@ -114,14 +111,14 @@ class Segment:
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
         """A table's tensors in the memory. sizes: how many elements each has; 0 where it is not named."""
         made, start = {}, 0
-        for name, dtype in _DTYPES.items():
+        for name, dtype in PART_DTYPES.items():
             count = sizes.get(name, 0)
             made[name] = (
                 torch.frombuffer(self.pages, dtype=dtype, count=count, offset=start)
                 if count
                 else torch.empty(0, dtype=dtype)
             )
-            start += _rounded_up(count * dtype.itemsize)
+            start += rounded_up(count * dtype.itemsize, _ALIGNMENT)
         return made
 
 
@@ -146,10 +143,6 @@ class FileRows:
 
 
 _segments: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictionary()
-
-
-def _rounded_up(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _file_of(handle: SharedHandle) -> int:

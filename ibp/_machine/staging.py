@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
+from .._common.rounding import rounded_up
 from . import memory
 from .ring import Ring, Turn
 
@@ -27,6 +28,10 @@ def empty_pinned(num_bytes: int) -> torch.Tensor:
     except RuntimeError as error:
         memory.warn_of_pageable(memory.PinningError(f"{num_bytes:,} bytes of memory cannot be pinned ({error})"))
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
+    return empty_pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
 
 
 def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream]:
@@ -49,7 +54,7 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         """A tensor of bytes on the GPU of each size, which earlier copies no longer read."""
-        starts = list(itertools.accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+        starts = list(itertools.accumulate((rounded_up(size, _ALIGNMENT) for size in sizes), initial=0))
         turn = self._ring.next()
         turn.free.synchronize()
         self._deliver(turn)
@@ -175,8 +180,7 @@ class Coming:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._copied = tensor, None
         if tensor.is_cuda:
-            pinned = empty_pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-            self._host = pinned.copy_(tensor, non_blocking=True)
+            self._host = pinned_like(tensor).copy_(tensor, non_blocking=True)
             self._copied = torch.cuda.current_stream(tensor.device).record_event()
 
     @property
@@ -199,8 +203,7 @@ def queued(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     call waits for none."""
     if device.type != "cuda":
         return tensor.to(device)
-    pinned = empty_pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-    return pinned.copy_(tensor).to(device, non_blocking=True)
+    return pinned_like(tensor).copy_(tensor).to(device, non_blocking=True)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -97,7 +97,6 @@ class WeightFetcher:
         return None
 
     def place_of(self, group: Group) -> Place:
-        """Where a loaded group is."""
         assert group.place is not None
         return group.place
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._common.rounding import rounded_up
 from .._fetch.streaming import Decoder
 from ..nn._compressing import place_of
 from ..nn._stacks import is_stack
@@ -55,63 +56,40 @@ class WeightArena:
 
 @dataclass(eq=False)
 class Place:
-    """Memory for a group of weights.
+    """Memory for a group of weights."""
 
-    Attributes:
-        region: of the arena; None: the memory is the group's own, since the arena had no room.
-        memory: uint8, all of it.
-        data: the bytes of each weight.
-        values: the same as the model's tensors.
-        decoder, sms, prepared: for `Decoder.issue`, of each weight; none before the first fetch to the place.
-    """
-
-    region: Region | None
-    memory: torch.Tensor
-    data: list[torch.Tensor]
-    values: list[torch.Tensor]
+    region: Region | None  # of the arena; None: the memory is the group's own, since the arena had no room
+    memory: torch.Tensor  # uint8, all of it
+    data: list[torch.Tensor]  # the bytes of each weight
+    values: list[torch.Tensor]  # the same as the model's tensors
+    # decoder, sms, prepared: for `Decoder.issue`, of each weight; none before the first fetch to the place
     decoder: Decoder | None = None
     sms: int = 0
     prepared: Sequence[tuple[Any, ...]] = ()
 
 
 class Group:
-    """Weights that are fetched together, one after the other in memory.
-
-    Attributes:
-        name: of the module that they were found in.
-        device_number: of the device that uses them.
-        weights: at least one.
-        offsets: where each begins, in bytes from the group's start.
-        num_bytes: of all, as the model uses them.
-        stored_bytes: of the coded rows: what a fetch moves. 0 until the tables are made.
-
-    What follows changes while the model runs, under the lock of `Offloaded`; `fetcher.py` says how.
-
-    Attributes:
-        uses: calls that use the weights right now.
-        is_loaded: whether the weights are where `place` says, or will be once `ready` is reached.
-        is_ahead: whether they were fetched before a use that has not come yet.
-        place: where they are or were last.
-        ready: event after which the weights are there (CUDA).
-        done: events after which nothing reads them any more, by stream (CUDA).
-    """
+    """Weights, at least one, that are fetched together, one after the other in memory. name: of the module that they
+    were found in; device_number: of the device that uses them."""
 
     def __init__(self, name: str, device_number: int, weights: Sequence[Weight]) -> None:
         self.name, self.device_number, self.weights = name, device_number, list(weights)
-        self.offsets: list[int] = []
+        self.offsets: list[int] = []  # where each begins, in bytes from the group's start
         end = 0
         for weight in self.weights:
             weight.group = self
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            start = rounded_up(end, _ALIGNMENT)
             self.offsets.append(start)
             end = start + weight.num_bytes
-        self.num_bytes = -(-end // _ALIGNMENT) * _ALIGNMENT
-        self.stored_bytes = 0
-        self.uses = 0
-        self.is_loaded = self.is_ahead = False
-        self.place: Place | None = None
-        self.ready: torch.cuda.Event | None = None
-        self.done: dict[int, torch.cuda.Event] = {}
+        self.num_bytes = rounded_up(end, _ALIGNMENT)  # of all, as the model uses them
+        self.stored_bytes = 0  # of the coded rows: what a fetch moves. 0 until the tables are made
+        # What follows changes while the model runs, under the lock of `Offloaded`; `fetcher.py` says how.
+        self.uses = 0  # calls that use the weights right now
+        self.is_loaded = False  # whether the weights are where `place` says, or will be once `ready` is reached
+        self.is_ahead = False  # whether they were fetched before a use that has not come yet
+        self.place: Place | None = None  # where they are or were last
+        self.ready: torch.cuda.Event | None = None  # after which the weights are there (CUDA)
+        self.done: dict[int, torch.cuda.Event] = {}  # after which nothing reads them any more, by stream (CUDA)
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"
@@ -156,43 +134,28 @@ class StackedModule:
 
 @dataclass(eq=False)
 class Other:
-    """A parameter or buffer that is not offloaded.
-
-    Attributes:
-        tensor: itself.
-        device_number: of the device of the first module that has it.
-        home: where it was; the CPU for a tensor that a checkpoint brings.
-        names: in state_dict().
-    """
+    """A parameter or buffer that is not offloaded."""
 
     tensor: torch.Tensor
-    device_number: int
-    home: torch.device
-    names: list[str] = field(default_factory=list)
+    device_number: int  # of the device of the first module that has it
+    home: torch.device  # where it was; the CPU for a tensor that a checkpoint brings
+    names: list[str] = field(default_factory=list)  # in state_dict()
 
 
 @dataclass(eq=False)
 class Division:
-    """What a model consists of.
+    """What a model consists of."""
 
-    Attributes:
-        weights: all that are offloaded.
-        groups: in the order of the modules.
-        uses, lookups, experts: the modules that need them.
-        others: all other parameters and buffers, each tensor once.
-        device_numbers: of the device of every module.
-        blocks: the repeated modules that devices take turns with.
-        nested_bytes: by number of the device, of groups that are in use while modules below theirs use others.
-    """
-
-    weights: list[Weight] = field(default_factory=list)
-    groups: list[Group] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)  # all that are offloaded
+    groups: list[Group] = field(default_factory=list)  # in the order of the modules
+    # uses, lookups, experts: the modules that need them
     uses: list[Use] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     experts: list[StackedModule] = field(default_factory=list)
-    others: list[Other] = field(default_factory=list)
-    device_numbers: dict[nn.Module, int] = field(default_factory=dict)
-    blocks: list[nn.Module] = field(default_factory=list)
+    others: list[Other] = field(default_factory=list)  # all other parameters and buffers, each tensor once
+    device_numbers: dict[nn.Module, int] = field(default_factory=dict)  # of the device of every module
+    blocks: list[nn.Module] = field(default_factory=list)  # the repeated modules that devices take turns with
+    # by number of the device, of groups that are in use while modules below theirs use others
     nested_bytes: dict[int, int] = field(default_factory=dict)
 
 

@@ -288,17 +288,11 @@ class _RowsForward(NotCopied):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a module that is going on.
+    """A call of a module that is going on."""
 
-    Attributes:
-        use: what it began as.
-        groups: that it uses.
-        saving: what `_saving` returned.
-    """
-
-    use: Use
-    groups: list[Group]
-    saving: Any
+    use: Use  # what it began as
+    groups: list[Group]  # that it uses
+    saving: Any  # what `_saving` returned
 
 
 @dataclass(frozen=True)

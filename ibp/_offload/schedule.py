@@ -25,7 +25,6 @@ class Schedule(Generic[Item]):
             self._after_one[item] = items[(number + 1) % len(items)]
 
     def saw(self, item: Item) -> None:
-        """Notes a use."""
         before, last = self._last
         if last is not None:
             self._after_one[last] = item

@@ -28,39 +28,28 @@ Checkpoint = str | Path | Mapping[str, Value] | Iterable[tuple[str, Value]]
 
 
 class Weight:
-    """A tensor of a model, or several that share all of their memory.
-
-    Attributes:
-        name: the first of `names`.
-        names: what the model calls it, as in `state_dict()`.
-        holders: (module, attribute) for every name.
-        tensors: the parameters or buffers themselves, each once.
-        shape, dtype, num_bytes: of all of them.
-        order: dimensions in the order in which memory holds them: `x.permute(order)` is contiguous if x is dense.
-        stride: how the values lie in memory: as the weight's did; of a weight that left gaps, as if it were contiguous.
-        home: device before it was offloaded; the CPU for tensors that a checkpoint brings.
-        requires_grad: of each tensor before it was offloaded.
-        table: coded rows of `x.permute(order)`; None until it is stored, and after it is restored.
-        blank: what the tensors hold between uses: the right shape, dtype and device, and no values.
-        group: of weights that it is fetched with; None if its rows are looked up where they lie.
-        saved: what state_dict() has of it.
-    """
+    """A tensor of a model, or several that share all of their memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.names: list[str] = []
-        self.holders: list[tuple[torch.nn.Module, str]] = []
-        self.tensors: list[torch.Tensor] = []
-        self.shape, self.dtype = tensor.shape, tensor.dtype
+        self.names: list[str] = []  # what the model calls it, as in `state_dict()`
+        self.holders: list[tuple[torch.nn.Module, str]] = []  # (module, attribute) for every name
+        self.tensors: list[torch.Tensor] = []  # the parameters or buffers themselves, each once
+        self.shape, self.dtype = tensor.shape, tensor.dtype  # of all of them
         self.num_bytes = tensor.shape.numel() * tensor.dtype.itemsize
+        # Dimensions in the order in which memory holds them: `x.permute(order)` is contiguous if x is dense.
         self.order = memory_order(tensor)
         is_dense = tensor.permute(self.order).is_contiguous()
+        # How the values lie in memory: as the weight's did; of a weight that left gaps, as if it were contiguous.
         self.stride = tensor.stride() if is_dense else torch.empty(tensor.shape, device="meta").stride()
+        # The device before it was offloaded; the CPU for tensors that a checkpoint brings.
         self.home = torch.device("cpu") if tensor.is_meta else tensor.device
-        self.requires_grad: list[bool] = []
+        self.requires_grad: list[bool] = []  # of each tensor before it was offloaded
+        # Coded rows of `x.permute(order)`; None until it is stored, and after it is restored.
         self.table: CompressedTensor | None = None
+        # What the tensors hold between uses: the right shape, dtype and device, and no values.
         self.blank: torch.Tensor | None = None
-        self.group: Group | None = None
-        self.saved = SavedTensor()
+        self.group: Group | None = None  # that it is fetched with; None if its rows are looked up where they lie
+        self.saved = SavedTensor()  # what state_dict() has of it
 
     @property
     def name(self) -> str:

@@ -28,20 +28,13 @@ class CorruptTableError(ValueError):
 
 class FaultWords(NamedTuple):
     """How the faults of one owner read. Messages are templates of `str.format`: {position} and {value} are of the
-    record, {status} is the status in words, and owners give other names to `raise_for`.
+    record, {status} is the status in words, and owners give other names to `raise_for`."""
 
-    Attributes:
-        damaged: of a damaged row, and of all faults that have no message of their own.
-        kind: of exception for these.
-        out_of_range: of an id that is out of range: IndexError.
-        invalid: of arguments that contradict each other: ValueError.
-        later: follows the message where a later call raises it; {device} is where it was noted.
-    """
-
-    damaged: str
-    kind: type[Exception] = CorruptTableError
-    out_of_range: str | None = None
-    invalid: str | None = None
+    damaged: str  # of a damaged row, and of all faults that have no message of their own
+    kind: type[Exception] = CorruptTableError  # of exception for these
+    out_of_range: str | None = None  # of an id that is out of range: IndexError
+    invalid: str | None = None  # of arguments that contradict each other: ValueError
+    # follows the message where a later call raises it; {device} is where it was noted
     later: str = " (noted by an earlier call on {device}; its row was filled with zeros)"
 
     def raise_for(

@@ -31,18 +31,13 @@ class Handle:
     """A table that has been checked and described once for all operations of a device. Describing it costs about as
     much as a call.
 
-    Attributes:
-        parts: its memory.
-        table: the argument `table` of operations. It keeps the memory alive.
-        core: owns the description, and takes calls for few items once it is ready for them.
-
-    Raises:
-        RuntimeError: parts contradict each other.
-    """
+    RuntimeError: parts contradict each other."""
 
     def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+        self.parts = parts  # its memory
+        # Owns the description, and takes calls for few items once it is ready for them.
         self.core = _core.TableHandle(torch.ops.ibp.describe_table.default, parts)
+        # The argument `table` of operations. It keeps the memory alive.
         self.table = torch.frombuffer(self.core, dtype=torch.uint8)
 
     def __reduce__(self) -> tuple[type[Handle], tuple[Parts]]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
+from .._common.rounding import rounded_up
 from .._layout import slots as _layout
 from .._layout.geometry import Geometry
 
@@ -23,29 +24,17 @@ Empty = Callable[[int], torch.Tensor]  # allocates a number of bytes where a tab
 
 
 class Index(NamedTuple):
-    """Where rows are, for as many as there is capacity for; arrays that a table does not need are empty.
+    """Where rows are, for as many as there is capacity for; arrays that a table does not need are empty."""
 
-    Attributes:
-        lengths, bases: as in FORMAT.md section 2.
-        rooms: uint16, units of 32 bytes that a row owns from its base on.
-        used: int64 [1], bytes of the overflow that have been handed out.
-    """
-
+    # lengths, bases: as in FORMAT.md section 2
     lengths: torch.Tensor
     bases: torch.Tensor
-    rooms: torch.Tensor
-    used: torch.Tensor
+    rooms: torch.Tensor  # uint16, units of 32 bytes that a row owns from its base on
+    used: torch.Tensor  # int64 [1], bytes of the overflow that have been handed out
 
     def first(self, num_rows: int) -> Index:
         """Of the first rows."""
         return Index(self.lengths[:num_rows], self.bases[:num_rows], self.rooms[:num_rows], self.used)
-
-    def enlarged(self, capacity: int) -> Index:
-        """With entries for rows that are not there yet."""
-        lengths, bases, rooms, used = self
-        return Index(
-            _enlarged(lengths, capacity, 0), _enlarged(bases, capacity, 0xFF), _enlarged(rooms, capacity, 0), used
-        )
 
 
 def _enlarged(tensor: torch.Tensor, size: int, byte: int) -> torch.Tensor:
@@ -59,24 +48,17 @@ def _enlarged(tensor: torch.Tensor, size: int, byte: int) -> torch.Tensor:
 
 @dataclass
 class Room:
-    """What a table's rows are in. The table's own tensors are the first parts of these.
+    """What a table's rows are in. The table's own tensors are the first parts of these."""
 
-    Attributes:
-        capacity: rows that there is room for, all of them whole.
-        slots, overflow: where the table lives; the end of the overflow has not been handed out.
-        index: there too.
-        most_used: no less than `used` says, wherever that is now.
-        current: the GPU whose copy of the index is newer than that of a table in host memory; None: there is none.
-        copies: of the index, on GPUs.
-    """
-
-    capacity: int
+    capacity: int  # rows that there is room for, all of them whole
+    # slots, overflow: where the table lives; the end of the overflow has not been handed out
     slots: torch.Tensor
     overflow: torch.Tensor
-    index: Index
-    most_used: int
+    index: Index  # there too
+    most_used: int  # no less than `used` says, wherever that is now
+    # the GPU whose copy of the index is newer than that of a table in host memory; None: there is none
     current: torch.device | None = None
-    copies: dict[torch.device, Index] = field(default_factory=dict)
+    copies: dict[torch.device, Index] = field(default_factory=dict)  # of the index, on GPUs
 
     @property
     def index_bytes(self) -> int:
@@ -140,7 +122,9 @@ class Room:
         capacity = max(num_rows, int(_GROWTH * self.capacity))
         slots = empty(capacity * slot_bytes)
         slots[: self.slots.numel()].copy_(self.slots)
-        return replace(self, capacity=capacity, slots=slots, index=self.index.enlarged(capacity), copies={})
+        lengths, bases, rooms = (_enlarged(array, capacity, byte) for array, byte in zip(self.index, (0, 0xFF, 0)))
+        index = Index(lengths, bases, rooms, self.index.used)
+        return replace(self, capacity=capacity, slots=slots, index=index, copies={})
 
 
 def room_of(
@@ -177,7 +161,7 @@ def _own_bases(
         own = bases.clone()
     else:
         taken = parts if slot_bytes == 0 else (parts + _SECTOR - 1) // _SECTOR * _SECTOR
-        ends = torch.zeros(-(-num_rows // _GROUP) * _GROUP, dtype=torch.int64, device=device)
+        ends = torch.zeros(rounded_up(num_rows, _GROUP), dtype=torch.int64, device=device)
         ends[:num_rows] = taken
         before = ends.view(-1, _GROUP).cumsum(1).view(-1)[:num_rows] - taken
         own = bases.repeat_interleave(_GROUP)[:num_rows] + before

@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _core
+from .._common.rounding import rounded_up
 from .._common.statistics import Saves
 from .._layout import slots as _layout
 from .._layout.geometry import DTYPES, Geometry
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
 from .._machine import numa as _numa
-from .._machine.segments import FileRows, Segment
+from .._machine.segments import PART_DTYPES, FileRows, Segment
 from .._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
 from .faults import Faults, FaultWords, refuse_capture
 from .handle import Handle, Parts
@@ -38,7 +39,7 @@ _MANY_BYTES = 1 << 62
 
 LEAST_SHARED_BYTES = 1 << 19  # of items: fewer are one thread's work on the CPU (torch_ops.cpp)
 
-_TENSORS = ("slots", "overflow", "lengths", "bases")
+TENSORS = tuple(PART_DTYPES)
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
 
 
@@ -288,7 +289,7 @@ class Table(TensorManners, Saves):
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         """The tensors without what there is room for besides."""
-        tensors = {name: getattr(self, name) for name in _TENSORS}
+        tensors = {name: getattr(self, name) for name in TENSORS}
         if self._room is not None:
             tensors["overflow"] = self.overflow[: int(self._room.index.used)]
         if self.spills_to_host:  # the CPU copies what the GPU writes there
@@ -576,7 +577,7 @@ def raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
         return geometry.num_bytes
 
     def overflow_bytes(row_bytes: int) -> int:
-        return max(0, -(-(row_bytes - slot_bytes) // _layout.SECTOR_BYTES) * _layout.SECTOR_BYTES)
+        return max(0, rounded_up(row_bytes - slot_bytes, _layout.SECTOR_BYTES))
 
     num_whole, last_bytes = divmod(geometry.num_bytes, geometry.row_bytes)
     return num_whole * overflow_bytes(geometry.row_bytes) + overflow_bytes(last_bytes)

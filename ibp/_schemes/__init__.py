@@ -5,6 +5,8 @@ rest of the package takes what it needs from here, and the modules here take fro
 (`_layout/`, `_machine/staging.py`).
 """
 
+# ruff: noqa: F401
+
 from .clusters.codebook import ClusteredCodebook, with_clusters
 from .clusters.learning import check_clusters, learn
 from .codebook import AnyCodebook
@@ -14,24 +16,3 @@ from .planes.learning import learn_exponents
 from .registry import SCHEMES, check_scheme, coding_of, scheme_of
 from .request import Request, check_sample
 from .sizes import measure, stored_share, surveyed, total_stored
-
-__all__ = [
-    "SCHEMES",
-    "AnyCodebook",
-    "ClusteredCodebook",
-    "Codebook",
-    "PlanesCodebook",
-    "Request",
-    "check_clusters",
-    "check_sample",
-    "check_scheme",
-    "coding_of",
-    "learn",
-    "learn_exponents",
-    "measure",
-    "scheme_of",
-    "stored_share",
-    "surveyed",
-    "total_stored",
-    "with_clusters",
-]

@@ -25,27 +25,17 @@ ESTIMATE_MARGIN = 0.98  # a scheme's coded bytes over their estimate, at least (
 @dataclass(frozen=True)
 class Candidate:
     """A scheme with its codebook, and what it is expected to cost the whole table, by the sample that it was measured
-    on.
-
-    Attributes:
-        stored_bytes: of the coded rows and the codebook, as `table.stored_bytes`.
-        slot_bytes: bytes of a slot, 0 for packed rows.
-        nbytes: of all memory that the table takes, as `table.nbytes`.
-        link_bytes: of the sectors that fetching every row once reads, as `table.link_bytes`.
-        fetch_bytes: link_bytes with second fetches of rows that overflow their slot priced in, and the codebook.
-        index_bytes: bytes of lengths and bases.
-        row_ns: time in which a GPU fetches a row from pinned memory, in ns, by the calibration in force.
-    """
+    on."""
 
     scheme: str
     codebook: AnyCodebook | None
-    stored_bytes: int
-    slot_bytes: int
-    nbytes: int
-    link_bytes: int
-    fetch_bytes: int
-    index_bytes: int
-    row_ns: float
+    stored_bytes: int  # of the coded rows and the codebook, as `table.stored_bytes`
+    slot_bytes: int  # bytes of a slot, 0 for packed rows
+    nbytes: int  # of all memory that the table takes, as `table.nbytes`
+    link_bytes: int  # of the sectors that fetching every row once reads, as `table.link_bytes`
+    fetch_bytes: int  # link_bytes with second fetches of rows that overflow their slot priced in, and the codebook
+    index_bytes: int  # bytes of lengths and bases
+    row_ns: float  # time in which a GPU fetches a row from pinned memory, in ns, by the calibration in force
 
 
 def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook | None:
@@ -217,7 +207,8 @@ def measured(
     words = codebook.words(torch.device("cpu"))
     nbytes = slots.slots_size(geometry, slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
     link_bytes = slots.link_bytes(lengths, sampled, slot_bytes, found=survey)
-    fetched_bytes = link_bytes + slots.second_fetch_bytes(survey, sampled, slot_bytes)
+    second_fetches = survey.spilled(slot_bytes)[0] if slot_bytes else 0  # of rows that overflow their slot
+    fetched_bytes = link_bytes + second_fetches * slots.SECOND_FETCH_BYTES
     stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
     time = row_ns(codebook, geometry.row_bytes, stored, fetched, machine)
     return Candidate(

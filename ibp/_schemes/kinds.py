@@ -63,21 +63,14 @@ def learned_from(
 class Learner(Generic[_Found]):
     """What was learned for a kind of data, and when to learn anew.
 
-    Data that do not compress, or never stay as they are, are learned from ever more rarely.
+    Data that do not compress, or never stay as they are, are learned from ever more rarely."""
 
-    Attributes:
-        found: a codebook, or an object made of one; None: raw is best, or nothing was learned yet.
-        share: bytes that the data it was learned from take, to their raw bytes; None: the data noted next say that.
-        learned_at: number of the use that it was learned for, from 1 on; 0: there was none yet.
-        times: that it was learned anew.
-        has_drifted: whether later data take clearly more, or have no room.
-    """
-
-    found: _Found | None = None
+    found: _Found | None = None  # a codebook, or an object made of one; None: raw is best, or nothing was learned yet
+    # bytes that the data it was learned from take, to their raw bytes; None: the data noted next say that
     share: float | None = None
-    learned_at: int = 0
-    times: int = 0
-    has_drifted: bool = False
+    learned_at: int = 0  # number of the use that it was learned for, from 1 on; 0: there was none yet
+    times: int = 0  # that it was learned anew
+    has_drifted: bool = False  # whether later data take clearly more, or have no room
 
     def take(self, found: _Found | None, share: float | None = None, use: int = 1) -> None:
         """Takes what was learned for a use."""

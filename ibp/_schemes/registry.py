@@ -19,28 +19,19 @@ from .request import Request
 
 @dataclass(frozen=True)
 class Scheme:
-    """How rows can be coded.
+    """How rows can be coded."""
 
-    Attributes:
-        name: in the API.
-        number: enum ibp_scheme of ibp.h, the first number of every codec.
-        codebook: class of its codebooks; None where rows are as they are.
-        learn: finds a codebook for a request.
-        estimates: (rows, row_bytes, num_rows): upper bounds of the share of a table's bytes that the scheme saves, the
-            cheapest first, by a sample of its rows on the CPU, uint8 [n * row_bytes]; None where learning takes no
-            longer.
-        relearn: (codebook, rows, sizes, request): codebooks of the same form, one for each group of rows; rows is uint8
-            [n * row_bytes], those of a group next to each other, and sizes says how many each has.
-        options: the arguments of `ibp.compress` and `ibp.codecs.analyze` that belong to it, and what raises ValueError
-            for wrong ones.
-    """
-
-    name: str
-    number: int
-    codebook: type[AnyCodebook] | None
-    learn: Callable[[Request], AnyCodebook | None]
+    name: str  # in the API
+    number: int  # enum ibp_scheme of ibp.h, the first number of every codec
+    codebook: type[AnyCodebook] | None  # class of its codebooks; None where rows are as they are
+    learn: Callable[[Request], AnyCodebook | None]  # finds a codebook for a request
+    # (rows, row_bytes, num_rows): upper bounds of the share of a table's bytes that the scheme saves, the cheapest
+    # first, by a sample of its rows on the CPU, uint8 [n * row_bytes]; None where learning takes no longer
     estimates: Callable[[torch.Tensor, int, int], Iterable[float]] | None = None
+    # (codebook, rows, sizes, request): codebooks of the same form, one for each group of rows; rows is uint8 [n *
+    # row_bytes], those of a group next to each other, and sizes says how many each has
     relearn: Callable[[Any, torch.Tensor, list[int], Request], Sequence[AnyCodebook]] | None = None
+    # arguments of `ibp.compress` and `ibp.codecs.analyze` that belong to it, and what raises ValueError for wrong ones
     options: Mapping[str, Callable[..., object]] = field(default_factory=dict)
 
 

@@ -23,39 +23,29 @@ _SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 
 @dataclass(frozen=True)
 class Request:
-    """What `compress` or `analyze` was asked for, as far as it matters to learning a codebook.
+    """What `compress` or `analyze` was asked for, as far as it matters to learning a codebook."""
 
-    Attributes:
-        data: uint8 [geometry.num_bytes], the table's bytes.
-        geometry: how they are cut into rows.
-        device: where the work is done.
-        sample: fraction of the rows to learn from, in (0, 1]; None: as many as fit a fixed number of bytes.
-        chunk_bytes, tau, paper: options of scheme "ibp" (see `ibp.codecs.analyze`).
-        slot_bytes: of the table's layout; 0: packed; None: to be chosen.
-        clusters: how many codebooks; "auto"; None or 1: one.
-        progress: whether to show progress bars.
-        level: option of scheme "planes" (see `ibp.compress`).
-        codes_invariant: whether codebooks have a coded form for every row, also for rows that lack what all sampled
-            rows have in common.
-        room_ahead: returns memory for as many bytes of slots: rows are coded into slots, of the size that the sample
-            asks for, in the pass that measures them. None: they are measured alone.
-        measured: codebooks that were learned from `host_rows`, each with the lengths that these have with it, and their
-            survey.
-    """
-
-    data: torch.Tensor
-    geometry: _rows.Geometry
-    device: torch.device
+    data: torch.Tensor  # uint8 [geometry.num_bytes], the table's bytes
+    geometry: _rows.Geometry  # how they are cut into rows
+    device: torch.device  # where the work is done
+    # fraction of the rows to learn from, in (0, 1]; None: as many as fit a fixed number of bytes
     sample: float | None = None
+    # chunk_bytes, tau, paper: options of scheme "ibp" (see `ibp.codecs.analyze`)
     chunk_bytes: int | None = None
     tau: float | None = None
     paper: bool = False
-    slot_bytes: int | None = None
-    clusters: int | str | None = None
-    progress: bool = False
-    level: str = "default"
+    slot_bytes: int | None = None  # of the table's layout; 0: packed; None: to be chosen
+    clusters: int | str | None = None  # how many codebooks; "auto"; None or 1: one
+    progress: bool = False  # whether to show progress bars
+    level: str = "default"  # option of scheme "planes" (see `ibp.compress`)
+    # whether codebooks have a coded form for every row, also for rows that lack what all sampled rows have in common
     codes_invariant: bool = False
+    # returns the bytes where the working device reads them; None: that reads `data`
+    near: Callable[[], torch.Tensor] | None = None
+    # returns memory for as many bytes of slots, where `data` is: rows are coded into slots, of the size that the sample
+    # asks for, in the pass that measures them. None: they are measured alone
     room_ahead: Callable[[int], torch.Tensor] | None = None
+    # codebooks that were learned from `host_rows`, each with the lengths that these have with it, and their survey
     measured: list[tuple[AnyCodebook, torch.Tensor, slots.Survey]] = field(
         default_factory=list, init=False, compare=False
     )

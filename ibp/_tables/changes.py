@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _core
+from .._common.rounding import rounded_up
 from .._fetch.ids import check_range, list_of_ids
 from .._layout.geometry import Geometry, bytes_of, rows_of
 from .._machine import memory
@@ -26,10 +27,7 @@ _FEW_IDS = 256  # that the host compares sooner than a GPU sorts them
 
 def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
     """See `CompressedTensor.update_`."""
-    ids = list_of_ids(ids)
-    check_rows(table, rows, ids.numel())
-    chosen, places = last_of_each(ids, table.num_items)
-    put_items(table, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
+    put_items(table, *changed_items(table, ids, rows))
 
 
 def put_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> None:
@@ -107,6 +105,15 @@ def check_rows(table: Table, rows: Any, count: int | None) -> None:
     if rows.layout != torch.strided or rows.device.type not in ("cpu", "cuda"):
         raise TypeError(f"rows is a {rows.layout} tensor on {rows.device}; wanted a dense one on the CPU or a GPU")
     check_can_change(table)
+
+
+def changed_items(table: Table, ids: Ids, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(ids, items) that `update` is given, as `put_items` wants them: of equal ids the last one. IndexError, TypeError,
+    ValueError, RuntimeError: as `update_`."""
+    ids = list_of_ids(ids)
+    check_rows(table, rows, ids.numel())
+    chosen, places = last_of_each(ids, table.num_items)
+    return chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)]
 
 
 def _worker_of(table: Table, *devices: torch.device) -> torch.device:
@@ -262,7 +269,7 @@ def _encode(
     """Codes rows of a tensor of that geometry, contiguous: those of the given numbers, which differ, or from first_row
     on."""
     row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
-    most_bytes = -(-data.nbytes // row_bytes) * (-(-(row_bytes - slot_bytes) // _SECTOR) * _SECTOR)
+    most_bytes = -(-data.nbytes // row_bytes) * rounded_up(row_bytes - slot_bytes, _SECTOR)
     room = table.set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))
     same = geometry is table.geometry
     handle = table.handle(worker) if same else Handle(table.parts(worker, geometry))

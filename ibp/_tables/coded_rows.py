@@ -8,17 +8,20 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
+from .._common.rounding import rounded_up
 from .._fetch.calls import sms_of
 from .._layout.geometry import Geometry, check_bytes, layout_of
+from .._layout.slots import default_length
 from .._machine import memory as _memory
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook
 from .._schemes.estimation import check_codebook
+from .._schemes.planes.codebook import signed
 from .coding import table_of
 from .compressed_tensor import CompressedTensor
 
-_NO_BASE, _MOST_LENGTH = -1, 65535  # of a row without a part; an entry of lengths
+_NO_BASE = -1  # of a row without a part
 _ALIGNMENT = 64  # bytes, of each part of memory that is given
 _COUNTERS = 8  # int64: used, spilled, lost, a fault of 4
 _CPU = torch.device("cpu")
@@ -134,7 +137,7 @@ class CodedRows:
         """
         check_codebook(codebook)
         *others, overflow = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
-        return sum(map(_aligned, others)) + overflow
+        return sum(rounded_up(size, _ALIGNMENT) for size in others) + overflow
 
     def _lay_out(
         self,
@@ -152,11 +155,17 @@ class CodedRows:
         check_codebook(codebook)
         sizes = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
         if buffer is not None:
+            if memory in ("pinned", "host") or overflow_memory is not None:
+                raise ValueError(
+                    "a buffer is given, which all rows lie in: memory and overflow_memory do not go with it"
+                )
             needed = self.memory_bytes(codebook, num_rows, slot_bytes=slot_bytes, overflow_bytes=overflow_bytes)
-            device = _check_buffer(buffer, needed, device, memory, overflow_memory)
+            check_bytes("buffer", buffer, needed, None if device is None else _memory.canonical(device), _ALIGNMENT)
+            device = buffer.device
         self.device = _memory.usual(device)
         self.memory = _memory.memory_read_by(self.device, memory, "device")
-        self.overflow_memory = overflow_memory_of(self.device, self.memory, overflow_memory)
+        _memory.check_memory(overflow_memory, "overflow_memory", among=("pinned",))
+        self.overflow_memory = self.memory if self.device.type == "cpu" else overflow_memory or self.memory
         in_host = [memory == "pinned", "pinned" in (memory, overflow_memory)]  # slots, overflow
         if host_buffer is not None:
             needed = sum(size for size, is_there in zip(sizes[-2:], in_host) if is_there)
@@ -183,7 +192,7 @@ class CodedRows:
 
     def clear(self) -> None:
         """Forgets all rows: they read as default rows, and all of overflow is free."""
-        self.lengths.view(torch.int16).fill_(as_int16(min(self.row_bytes, _MOST_LENGTH)))
+        self.lengths.view(torch.int16).fill_(signed(default_length(self.row_bytes), 16))
         self.bases.fill_(_NO_BASE)
         self.rooms.view(torch.int16).zero_()
         self.counters.zero_()
@@ -264,24 +273,6 @@ def _sizes(codebook: AnyCodebook, num_rows: int, slot_bytes: int | None, overflo
     return 8 * _COUNTERS, 2 * with_parts, 8 * with_parts, 2 * num_rows, num_rows * slot_bytes, overflow_bytes
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _check_buffer(
-    buffer: torch.Tensor,
-    needed: int,
-    device: torch.device | str | int | None,
-    memory: str | None,
-    overflow_memory: str | None,
-) -> torch.device:
-    """The device of a buffer that is given for coded rows. TypeError, ValueError: it cannot be used."""
-    if memory in ("pinned", "host") or overflow_memory is not None:
-        raise ValueError("a buffer is given, which all rows lie in: memory and overflow_memory do not go with it")
-    check_bytes("buffer", buffer, needed, None if device is None else _memory.canonical(device), _ALIGNMENT)
-    return buffer.device
-
-
 def _check_host_buffer(host_buffer: torch.Tensor, needed: int, is_used: bool, device: torch.device) -> None:
     """TypeError, ValueError: a buffer of the host that is given for coded rows on a device cannot be used."""
     if not is_used:
@@ -313,7 +304,7 @@ def _carved(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     parts, start = [], 0
     for size in sizes:
         parts.append(memory[start : start + size])
-        start += _aligned(size)
+        start += rounded_up(size, _ALIGNMENT)
     return parts
 
 
@@ -403,14 +394,3 @@ def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
         return x
     strides = x.stride()
     return x.permute(sorted(range(x.dim()), key=lambda d: (-strides[d], d)))
-
-
-def overflow_memory_of(device: torch.device, memory: str, overflow_memory: str | None) -> str:
-    """Where overflow is, behind slots that are in a memory. ValueError: the argument is none."""
-    _memory.check_memory(overflow_memory, "overflow_memory", among=("pinned",))
-    return memory if device.type == "cpu" or overflow_memory is None else overflow_memory
-
-
-def as_int16(number: int) -> int:
-    """The int16 with the bits of a uint16."""
-    return number - 65536 if number >= 32768 else number

@@ -32,24 +32,16 @@ _WORDS = FaultWords(
     "x changed while it was being compressed: row {position} of a block no longer has the length measured", RuntimeError
 )
 AnyTable = TypeVar("AnyTable", bound=Table)
-Near = Callable[[], torch.Tensor]  # returns a tensor's bytes where the working device reads them
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How a tensor's rows are coded.
+    """How a tensor's rows are coded."""
 
-    Attributes:
-        codebook: what with.
-        lengths: of all rows on the working device (FORMAT.md section 2).
-        survey: of the lengths.
-        place: slots that hold the rows already, and their parts of overflow in any order; or None.
-    """
-
-    codebook: AnyCodebook
-    lengths: torch.Tensor
-    survey: _layout.Survey
-    place: Handle | None = None
+    codebook: AnyCodebook  # what with
+    lengths: torch.Tensor  # of all rows on the working device (FORMAT.md section 2)
+    survey: _layout.Survey  # of the lengths
+    place: Handle | None = None  # slots that hold the rows already, and their parts of overflow in any order; or None
 
     @property
     def stored_bytes(self) -> int:
@@ -93,59 +85,40 @@ class Learning:
         own = {name: getattr(self, name) for name in ("sample", "chunk_bytes", "tau", "clusters", "level")}
         return Request(data, geometry, worker, **{**own, **others})
 
-    def coding_of(
-        self,
-        data: torch.Tensor,
-        geometry: _rows.Geometry,
-        worker: torch.device,
-        slot_bytes: int | None,
-        progress: bool,
-        near: Near,
-        in_place: bool = False,
-        is_free: bool = False,
-        room: Callable[[int], torch.Tensor] | None = None,
-    ) -> Coding | None:
-        """How the bytes are coded; None where raw rows take no more bytes, or the caller wants them.
-
-        room: as `Request.room_ahead`, where the bytes are.
-        is_free: whether the CPU may be the working device of few bytes that it has, as nobody has named another one.
-        """
-        if not geometry.num_bytes:
+    def coding_of(self, request: Request, in_place: bool = False, is_free: bool = False) -> Coding | None:
+        """How the bytes of a request of these options are coded; None where raw rows take no more bytes, or the caller
+        wants them. is_free: whether the CPU may be the working device of few bytes that it has, as nobody has named
+        another one."""
+        data, num_bytes = request.data, request.geometry.num_bytes
+        if not num_bytes:
             return None
-        coder = data.device if is_free and not data.is_cuda and data.numel() <= _FEW_BYTES else worker
-        coding: Coding | None
+        coder = data.device if is_free and not data.is_cuda and data.numel() <= _FEW_BYTES else request.device
         if self.codebook is not None:
-            coding = _coding(near(), geometry, self.codebook, coder, progress)
+            coding: Coding | None = _coding(request, self.codebook, coder)
         else:
-            options = {"slot_bytes": slot_bytes, "progress": progress}
-            request = self.request(data, geometry, worker, room_ahead=room if coder == data.device else None, **options)
-            coding = self._learned(request, in_place, coder, near)
-        if coding is None or coding.stored_bytes >= geometry.num_bytes:
-            return None
-        return coding
+            coding = self._learned(request, in_place, coder)
+        return coding if coding is not None and coding.stored_bytes < num_bytes else None
 
-    def coding_in_slots(
-        self, data: torch.Tensor, geometry: _rows.Geometry, worker: torch.device, progress: bool, near: Near
-    ) -> Coding:
-        """How the bytes are coded where slots are smaller than rows: always with a codebook, since even a table whose
-        rows are all raw has parts in overflow. The tensor is not empty."""
+    def coding_in_slots(self, request: Request) -> Coding:
+        """How the bytes of a request of these options are coded where slots are smaller than rows: always with a
+        codebook, since even a table whose rows are all raw has parts in overflow. The tensor is not empty."""
         codebook = self.codebook
         if codebook is None:
-            request = self.request(data, geometry, worker, clusters=None, progress=progress)
-            found = self._learned(request, False, worker, near)
+            request = replace(request, clusters=None)
+            found = self._learned(request, False, request.device)
             if found is not None:
                 return found
             codebook = learn("planes", request)
             assert codebook is not None, "scheme 'planes' always has a codebook"
-        return _coding(near(), geometry, codebook, worker, progress)
+        return _coding(request, codebook, request.device)
 
-    def _learned(self, request: Request, in_place: bool, coder: torch.device, near: Near) -> Coding | None:
+    def _learned(self, request: Request, in_place: bool, coder: torch.device) -> Coding | None:
         """As learned from sampled rows; where many others lack what those have in common, once more without it. coder:
         the working device of all rows."""
         codebook = learn(self.scheme, request, in_place)
         if codebook is None:
             return None
-        coding = _learned_coding(request, codebook, coder, near)
+        coding = _learned_coding(request, codebook, coder)
         savings, expected = 1 - coding.stored_bytes / request.geometry.num_bytes, codebook.expected_savings
         if not codebook.is_partial or expected is None or savings > expected - MOST_LACKING:
             return coding
@@ -153,31 +126,30 @@ class Learning:
         codebook = learn(self.scheme, request, in_place)
         if codebook is None:
             return coding
-        again = _learned_coding(request, codebook, coder, near)
+        again = _learned_coding(request, codebook, coder)
         return min(coding, again, key=lambda tried: tried.stored_bytes)
 
 
-def _coding(
-    data: torch.Tensor, geometry: _rows.Geometry, codebook: AnyCodebook, worker: torch.device, progress: bool
-) -> Coding:
-    lengths = measure(data, codebook, worker, progress)
-    return Coding(codebook, lengths, _layout.survey(lengths, geometry))
+def _coding(request: Request, codebook: AnyCodebook, coder: torch.device) -> Coding:
+    data = request.data if request.near is None else request.near()
+    lengths = measure(data, codebook, coder, request.progress)
+    return Coding(codebook, lengths, _layout.survey(lengths, request.geometry))
 
 
-def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device, near: Near) -> Coding:
+def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device) -> Coding:
     """Rows that were all learned from have been measured."""
     known, geometry = request.known(codebook), request.geometry
     if known is not None and request.host_rows.numel() == request.data.numel():
         return Coding(codebook, known[0].to(coder), known[1])
-    slot_bytes = request.slot_bytes
-    if known is not None and request.room_ahead is not None and slot_bytes != 0:
+    room, slot_bytes = request.room_ahead, request.slot_bytes
+    if known is not None and room is not None and slot_bytes != 0 and coder == request.data.device:
         slot_bytes = slot_bytes or known[1].table_slot_bytes
         scale = _MORE_OVERFLOW * geometry.num_rows / known[1].num_rows
         spare_bytes = scale * known[1].spilled(slot_bytes)[1] + _LEAST_SHARE * geometry.num_bytes
         spare = request.data.new_empty(int(spare_bytes))
-        slots = request.room_ahead(_layout.slots_size(geometry, slot_bytes))
+        slots = room(_layout.slots_size(geometry, slot_bytes))
         return _coded_ahead(request, codebook, slot_bytes, slots, spare)
-    return _coding(near(), geometry, codebook, coder, request.progress)
+    return _coding(request, codebook, coder)
 
 
 def _coded_ahead(
@@ -266,9 +238,8 @@ def code(
         return memory.empty_parts([num_bytes], data.device, pin, node)[0][0]
 
     with staging.whole_ahead(data, worker) as near:
-        coding = learning.coding_of(
-            data, geometry, worker, slot_bytes, progress, near, is_free=device is None, room=room
-        )
+        options: dict[str, Any] = {"slot_bytes": slot_bytes, "progress": progress, "near": near, "room_ahead": room}
+        coding = learning.coding_of(learning.request(data, geometry, worker, **options), is_free=device is None)
         if coding is None:
             (slots,), is_pinned = memory.empty_parts([geometry.num_bytes], data.device, pin, node)
             table = table_of(kind, geometry, "raw", geometry.row_bytes, slots.copy_(data), None, None)
@@ -328,7 +299,8 @@ def placed(
     """The table of a tensor. Where slots hold whole rows, and rows take no fewer bytes coded, they stay raw."""
     data = _rows.bytes_of(x)
     with staging.whole_ahead(data, device) as at_device:
-        coding = learning.coding_in_slots(data, geometry, device, progress, at_device) if geometry.num_bytes else None
+        request = learning.request(data, geometry, device, progress=progress, near=at_device)
+        coding = learning.coding_in_slots(request) if geometry.num_bytes else None
         slot_bytes = geometry.row_bytes if coding is None else slots_for(coding)
         if coding is None or (slot_bytes == geometry.row_bytes and coding.stored_bytes >= geometry.num_bytes):
             overflow = torch.empty(0, dtype=torch.uint8)

@@ -18,11 +18,10 @@ from .._machine import memory
 from .._machine import numa as _numa
 from .._machine.segments import Segment, SharedHandle
 from .._machine.staging import to_device
-from .._rows.table import Table
+from .._rows.table import TENSORS, Table
 from .._schemes import AnyCodebook
 from . import changes, coding, torch_functions
 
-TENSORS = ("slots", "overflow", "lengths", "bases")
 _ITERATED_BYTES = 4 << 20  # of a block that iteration decodes at once: many rows, little memory
 
 

@@ -13,7 +13,6 @@ from .._layout import geometry as _rows
 from .._machine import memory as _memory
 from .._machine import numa as _numa
 from .._machine import staging
-from .._schemes import AnyCodebook
 from .coding import Coding, Learning, check_faults, code, encode_block, geometry_of, table_of
 from .compressed_tensor import CompressedTensor
 
@@ -22,12 +21,6 @@ def compress_rows(
     x: torch.Tensor | np.ndarray,
     *,
     scheme: str = "auto",
-    chunk_bytes: int | None = None,
-    tau: float | None = None,
-    codebook: AnyCodebook | None = None,
-    sample: float | None = None,
-    clusters: int | str | None = None,
-    level: str = "default",
     layout: str = "slots",
     slot_bytes: int | None = None,
     row_bytes: int | None = None,
@@ -35,12 +28,12 @@ def compress_rows(
     memory: str | None = None,
     numa: _numa.Numa = None,
     progress: bool = False,
+    **options: Any,
 ) -> CompressedTensor:
-    """A table of a tensor's rows: `ibp.compress` for the schemes of rows."""
+    """A table of a tensor's rows: `ibp.compress` for the schemes of rows. options: of `Learning`."""
     x = _rows.given_tensor(x)
     _rows.check_tensor(x)
-    options = {"chunk_bytes": chunk_bytes, "tau": tau, "sample": sample, "clusters": clusters, "level": level}
-    learning = Learning.of(scheme, codebook=codebook, **options)
+    learning = Learning.of(scheme, **options)
     (home, pin), node = _memory.home_of(x, memory, _rows.working_device(x, device)), _numa.node_of(numa)
     is_there = home == x.device
     made_pinned = pin if is_there else False
@@ -72,9 +65,8 @@ def compress_in_place(
     if home != x.device:
         raise ValueError(f"memory is {memory!r}, but inplace=True leaves x where it is, on {x.device}")
     data = _rows.bytes_of(x)
-    coding = learning.coding_of(
-        data, geometry, worker, geometry.row_bytes, progress, lambda: data, in_place=True, is_free=device is None
-    )
+    request = learning.request(data, geometry, worker, slot_bytes=geometry.row_bytes, progress=progress)
+    coding = learning.coding_of(request, in_place=True, is_free=device is None)
     if coding is None:
         table = table_of(CompressedTensor, geometry, "raw", geometry.row_bytes, data, None, None)
     else:

@@ -6,16 +6,15 @@ from typing import NamedTuple
 
 import torch
 
-from .._fetch.ids import list_of_ids
 from .._layout.geometry import bytes_of, rows_of
 from .._layout.slots import default_length
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
 from .._schemes import AnyCodebook, coding_of
+from .._schemes.planes.codebook import signed
 from .._tables import changes
-from .._tables.changes import check_rows, last_of_each, put_rows
-from .._tables.coded_rows import as_int16
+from .._tables.changes import put_rows
 from ._slabs import DIRTY, Entries, Generation, Slab
 from ._state import CacheState
 
@@ -35,11 +34,7 @@ def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None)
 
 def update(state: CacheState, ids: Ids, rows: torch.Tensor) -> None:
     """See `RowCache.update_`."""
-    view = state.view
-    ids = list_of_ids(ids)
-    check_rows(view, rows, ids.numel())
-    chosen, places = last_of_each(ids, view.num_items)
-    put_items(state, chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)])
+    put_items(state, *changes.changed_items(state.view, ids, rows))
 
 
 def put_items(state: CacheState, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -163,7 +158,7 @@ class _CodedChanges(NamedTuple):
             place = Parts(held, held[:0], lengths, bases, words, codec, *sizes, rooms, used)
             Handle(place).encode(data, counts, fault)
         found = lengths.view(torch.int16)
-        fits = found != as_int16(default_length(row_bytes))
+        fits = found != signed(default_length(row_bytes), 16)
         if inner < row_bytes:  # rows that were lost are marked as raw ones
             fits &= found != 0
         return cls(slots, found, fits)

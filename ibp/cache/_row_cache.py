@@ -14,7 +14,7 @@ from .._common.arguments import whole_number
 from .._common.statistics import Statistics
 from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import window_bits
-from .._fetch.ids import check_range, checked_ids
+from .._fetch.ids import check_range, flat_ids
 from .._layout.geometry import rows_of
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
@@ -285,7 +285,7 @@ class RowCache(TensorManners):
             taken = self._take_few(ids, out, max_sms, in_order)
             if taken is not None:
                 return taken
-        ids = _flat_ids(ids)
+        ids = flat_ids(ids)
         target, sms = target_of(device, out, ids.device), sms_of(max_sms)
         worker = self._worker_of(target)
         if worker is None:
@@ -471,10 +471,6 @@ class RowCache(TensorManners):
         """On which device this process finds each slab."""
         return self.devices if self._peers is None else self.devices * self._peers.size
 
-    def _is_own(self, slab: int, device: torch.device) -> bool:
-        """Whether a slab is a device's own, not a peer's."""
-        return self.devices[slab] == device if self._peers is None else slab == self._peers.rank
-
     def _made(self, items: torch.Tensor | None) -> Generation:
         """What the cache holds of these items, from the hottest on; None: nothing yet. Waits until it is there."""
         if items is None or self.view.item_bytes == 0:
@@ -484,7 +480,9 @@ class RowCache(TensorManners):
             slabs = tuple(filled_slab(self.view, nothing, *place) for place in enumerate(self._slab_devices))
             return self._state.generation_of(slabs, STATIC_WAYS, 0, 0)
         items = items.to(self.devices[0])
-        slot_bytes = self._slot_bytes()
+        slot_bytes = 0  # of a static cache, whose rows lie back to back
+        if self.policy != "static" or self.writable:
+            slot_bytes = self._given_slot_bytes or slot_for(self.view, self.devices[0], self.writable)
         if self.policy == "lru":
             with self._state.beside():
                 return self._replacing(slot_bytes, items)
@@ -519,12 +517,6 @@ class RowCache(TensorManners):
             self._claim(made, part.contiguous(), self.view.handle(slab.device), entries, None)
         return made
 
-    def _slot_bytes(self) -> int:
-        """Of the cache's rows; 0 where they lie back to back."""
-        if self.policy == "static" and not self.writable:
-            return 0
-        return self._given_slot_bytes or slot_for(self.view, self.devices[0], self.writable)
-
     def _swap(self, made: Generation) -> None:
         """Puts a generation in the place of the one in use. Its memory is free once the streams that read it are done;
         what other processes have lent is not read any more when this returns."""
@@ -548,7 +540,7 @@ class RowCache(TensorManners):
         self._check_alone()
         rows = None
         if ids is not None:
-            ids = _flat_ids(ids)
+            ids = flat_ids(ids)
             if not ids.is_cuda:
                 check_range(ids, self.view.num_items)
             rows = rows_of(ids, self._state.rows_per_item)
@@ -613,7 +605,8 @@ class RowCache(TensorManners):
             misses, link_bytes = misses + missed, link_bytes + num_bytes
             for slab in range(len(of_slabs)):
                 of_slabs[slab] += hits[slab]
-                own += hits[slab] if self._is_own(slab, device) else 0
+                is_own = self.devices[slab] == device if self._peers is None else slab == self._peers.rank
+                own += hits[slab] if is_own else 0
         return CacheStats(
             own,
             sum(of_slabs) - own,
@@ -689,13 +682,6 @@ def _check_policy(cache: RowCache) -> None:
             for peer in cache.devices:
                 if device != peer and not torch.cuda.can_device_access_peer(device, peer):
                     raise ValueError(f"{device} cannot read the memory of {peer}, as GPUs of a writable cache must")
-
-
-def _flat_ids(ids: Ids) -> torch.Tensor:
-    ids = checked_ids(ids)
-    if ids.dim() > 1:
-        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
-    return ids.reshape(-1).contiguous()
 
 
 def _as_bytes(out: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

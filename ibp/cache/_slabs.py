@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import _core
+from .._common.rounding import rounded_up
 from .._layout import slots
 from .._rows.faults import new_record
 from .._rows.table import Table
@@ -43,22 +44,16 @@ DIRTY = 1 << 61
 
 @dataclass
 class Slab:
-    """One device's part of a cache.
-
-    Attributes:
-        bytes: uint8, rows as they are stored; READ_AHEAD_BYTES more than they take.
-        map: int64 [ways of all sets, 2], row number (-1: none, -2: removed) and entry.
-        stamps, clock: int32 [sets * (LRU_WAYS + 1)] and int64 [2], of a cache that replaces rows: when each way was
-            used last, and the time.
-        is_lent: whether it is another process's, which this one only reads (see `peers.py`).
-    """
+    """One device's part of a cache."""
 
     device: torch.device
-    bytes: torch.Tensor
-    map: torch.Tensor
+    bytes: torch.Tensor  # uint8, rows as they are stored; READ_AHEAD_BYTES more than they take
+    map: torch.Tensor  # int64 [ways of all sets, 2], row number (-1: none, -2: removed) and entry
+    # stamps, clock: int32 [sets * (LRU_WAYS + 1)] and int64 [2], of a cache that replaces rows: when each way was used
+    # last, and the time
     stamps: torch.Tensor | None = None
     clock: torch.Tensor | None = None
-    is_lent: bool = False
+    is_lent: bool = False  # whether it is another process's, which this one only reads (see `peers.py`)
 
     def tensors(self) -> list[torch.Tensor]:
         """All that it has in this process's memory."""
@@ -71,32 +66,21 @@ View = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass
 class Generation:
-    """What a cache holds from one refill to the next.
-
-    Attributes:
-        ways: of a set.
-        slot_bytes: of a row; 0 where rows lie back to back.
-        codebook: how the rows are coded.
-        version: of the table's rows, when they were copied.
-        capacity: rows that there is room for.
-        near_maps: copies of slabs' maps on other devices: {device: {number of the slab: map}}.
-        is_captured: a CUDA graph reads it.
-        views: see `view_of`.
-        streams: that have read it, or written to it.
-        ready: for calls for few items, on devices that have looked rows up.
-    """
+    """What a cache holds from one refill to the next."""
 
     slabs: tuple[Slab, ...]
-    ways: int
-    slot_bytes: int
-    codebook: AnyCodebook | None
-    version: int
-    capacity: int
+    ways: int  # of a set
+    slot_bytes: int  # of a row; 0 where rows lie back to back
+    codebook: AnyCodebook | None  # how the rows are coded
+    version: int  # of the table's rows, when they were copied
+    capacity: int  # rows that there is room for
+    # copies of slabs' maps on other devices: {device: {number of the slab: map}}
     near_maps: dict[torch.device, dict[int, torch.Tensor]] = field(default_factory=dict)
-    is_captured: bool = False
+    is_captured: bool = False  # a CUDA graph reads it
 
-    views: dict[torch.device, View] = field(default_factory=dict)
-    streams: set[Key] = field(default_factory=set)
+    views: dict[torch.device, View] = field(default_factory=dict)  # see `view_of`
+    streams: set[Key] = field(default_factory=set)  # that have read it, or written to it
+    # for calls for few items, on devices that have looked rows up
     ready: dict[torch.device, _core.ReadyCache] = field(default_factory=dict)
 
     def view_of(self, device: torch.device) -> View:
@@ -200,7 +184,7 @@ def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
 
 def in_sectors(num_bytes: int) -> int:
     """Rounded up to whole sectors of 32 bytes."""
-    return -(-num_bytes // _core.SECTOR_BYTES) * _core.SECTOR_BYTES
+    return rounded_up(num_bytes, _core.SECTOR_BYTES)
 
 
 def sets_for(num_rows: Any) -> Any:

@@ -20,30 +20,22 @@ class CacheState:
         view: the table whose rows are held.
         devices: of the slabs.
         writable: whether changed rows are kept in the slabs until they are flushed.
-
-    Attributes:
-        workers: the devices, each once.
-        rows_per_item: rows of an item of the table.
-        counts: of each device, what lookups have met.
-        lock: held while lookups and changes are issued.
-        change_lock: held from the beginning of a change to its end; taken before `lock`.
-        order: of the streams that read and write the slabs.
-        generation: the slabs in use.
-        captured: generations that CUDA graphs read.
-        is_idle: a GPU cannot read the table: nothing is held, and the table's own paths serve.
     """
 
-    generation: Generation
+    generation: Generation  # the slabs in use
 
     def __init__(self, view: CompressedTensor, devices: tuple[torch.device, ...], writable: bool) -> None:
         self.view, self.devices, self.writable = view, devices, writable
-        self.workers = tuple(dict.fromkeys(devices))
+        self.workers = tuple(dict.fromkeys(devices))  # the devices, each once
         self.rows_per_item = max(1, view.item_bytes // view.row_bytes)
+        # Of each device, what lookups have met.
         self.counts = {device: torch.zeros(COUNTERS, dtype=torch.int64, device=device) for device in self.workers}
-        self.lock, self.change_lock = threading.Lock(), threading.RLock()
-        self.order = StreamOrder()
-        self.captured: list[Generation] = []
+        self.lock = threading.Lock()  # held while lookups and changes are issued
+        self.change_lock = threading.RLock()  # held from the beginning of a change to its end; taken before `lock`
+        self.order = StreamOrder()  # of the streams that read and write the slabs
+        self.captured: list[Generation] = []  # that CUDA graphs read
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
+        # A GPU cannot read the table: nothing is held, and the table's own paths serve.
         self.is_idle = devices[0].type == "cuda" and view._is_refused and not view.is_pinned()
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:

@@ -36,19 +36,12 @@ class Block(NamedTuple):
 
 
 class CodedBlock(NamedTuple):
-    """A block as it is stored.
+    """A block as it is stored."""
 
-    Attributes:
-        data: uint8, valid until `release` is called.
-        lengths: uint16, one a row (FORMAT.md section 2); none of a block that is kept.
-        words: what the words of the block's bytes before coding add to its tensor's fingerprint.
-        release: gives the memory of `data` to another block; of any thread.
-    """
-
-    data: np.ndarray
-    lengths: np.ndarray
-    words: int
-    release: Callable[[], object]
+    data: np.ndarray  # uint8, valid until `release` is called
+    lengths: np.ndarray  # uint16, one a row (FORMAT.md section 2); none of a block that is kept
+    words: int  # what the words of the block's bytes before coding add to its tensor's fingerprint
+    release: Callable[[], object]  # gives the memory of `data` to another block; of any thread
 
 
 def coder_for(device: torch.device, jobs: int | None) -> BlockCoder:
@@ -66,7 +59,6 @@ def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: i
 
 
 def _kept(data: np.ndarray) -> CodedBlock:
-    """A block that is kept as it is."""
     return CodedBlock(data, np.empty(0, np.uint16), 0, lambda: None)
 
 
@@ -172,7 +164,6 @@ class CudaCoder:
                     stream.synchronize()
 
     def _begin(self, block: Block, pool: ThreadPoolExecutor) -> _Passing:
-        """Starts reading a block."""
         if block.codebook is None:
             return _Passing(block, None, pool.submit(block.tensor.read, block.start, block.end))
         slot = self._slot(block.end - block.start)

@@ -13,7 +13,7 @@ from .._common.statistics import share_saved
 from .._files.fields import as_json
 from .._files.paths import PathLike
 from .._layout import slots
-from .._layout.geometry import Geometry, as_tensor
+from .._layout.geometry import as_tensor
 from .._schemes import SCHEMES, AnyCodebook
 from ._learning import TRIED_BYTES, CheckpointLearning, Codebooks, sample_of, savings_of
 from ._planning import compressed_bytes, table_bytes
@@ -178,7 +178,10 @@ class _Kinds:
         tried = self._taken.savings(tensor)
         if tried is not None:
             return tried
-        return savings_of(_rows_to_measure(tensor, self._learning.geometry_of(tensor)), taken)
+        geometry = self._learning.geometry_of(tensor)
+        if geometry.num_bytes > TRIED_BYTES:
+            return savings_of(sample_of([tensor], geometry, TRIED_BYTES), taken)
+        return savings_of(as_tensor(tensor.read(0, geometry.num_bytes)), taken)
 
     def _share_saved(self, tensor: SourceTensor, scheme: str) -> float:
         geometry, estimates = self._learning.geometry_of(tensor), SCHEMES[scheme].estimates
@@ -189,10 +192,3 @@ class _Kinds:
         sample = sample_of([tensor], geometry)
         codebook = self._learning.learn(scheme, sample, geometry, False)
         return 0.0 if codebook is None else savings_of(sample, codebook)
-
-
-def _rows_to_measure(tensor: SourceTensor, geometry: Geometry) -> torch.Tensor:
-    """Rows of a tensor: a sample of whole rows; of a small one all of it."""
-    if geometry.num_bytes > TRIED_BYTES:
-        return sample_of([tensor], geometry, TRIED_BYTES)
-    return as_tensor(tensor.read(0, geometry.num_bytes))

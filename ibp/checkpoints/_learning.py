@@ -53,7 +53,6 @@ class CheckpointLearning(Learning):
         return replace(self, chunk_bytes=chunk_bytes, tau=tau, row_bytes=rows, device=memory.usual(device))
 
     def geometry_of(self, tensor: SourceTensor) -> _rows.Geometry:
-        """How a tensor is cut into rows."""
         whole = _rows.Geometry(torch.Size(tensor.shape), tensor.dtype, 1)
         row_bytes = self.row_bytes or min(ROW_BYTES, max(1, whole.num_bytes))
         if self.row_bytes is None and tensor.has_items and len(tensor.shape) > 1:

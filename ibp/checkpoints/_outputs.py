@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._common.rounding import rounded_up
 from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
 from .._files.writer import MAX_HEADER_BYTES, replaced
 from ._nested import nested
@@ -37,7 +38,7 @@ def write_safetensors(path: Path, tensors: Sequence[SourceTensor], metadata: Map
         entry = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
         header[tensor.name] = entry
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text = text.ljust(-(-len(text) // _ALIGNMENT) * _ALIGNMENT)
+    text = text.ljust(rounded_up(len(text), _ALIGNMENT))
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"the header of {path.name} has {len(text)} bytes; readers take at most {MAX_HEADER_BYTES}")
     with replaced(path, _total(tensors)) as file:

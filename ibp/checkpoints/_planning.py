@@ -24,21 +24,14 @@ _FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of checkpoints in seve
 
 @dataclass(frozen=True)
 class Shard:
-    """A file of the output.
+    """A file of the output."""
 
-    Attributes:
-        file: its name.
-        tensors: of the file, in order.
-        metadata: of the file.
-    """
-
-    file: str
-    tensors: tuple[SourceTensor, ...]
-    metadata: Mapping[str, str]
+    file: str  # its name
+    tensors: tuple[SourceTensor, ...]  # of the file, in order
+    metadata: Mapping[str, str]  # of the file
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the tensors before coding."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def header_bytes(self, codebooks: Iterable[AnyCodebook]) -> int:

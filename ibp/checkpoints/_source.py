@@ -49,29 +49,22 @@ def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterabl
 
 @dataclass(frozen=True, eq=False)
 class SourceTensor:
-    """A tensor of a file, which is read by ranges of its bytes: those of the contiguous tensor, little-endian.
+    """A tensor of a file, which is read by ranges of its bytes: those of the contiguous tensor, little-endian."""
 
-    Attributes:
-        name: in its file.
-        dtype, shape: of the tensor.
-        read: gives bytes [start, end), uint8 and contiguous; not to be written to, since it may be the file's map.
-            Threads may call it at once. OSError, ValueError: the file cannot be read, or is damaged.
-        has_items: whether it is an array whose items are looked up, rather than a weight that is used as a whole.
-        whole: the tensor some of whose items these are, or None.
-        table: that holds the tensor in a file of ibp, or None.
-    """
-
-    name: str
+    name: str  # in its file
+    # dtype, shape: of the tensor
     dtype: torch.dtype
     shape: tuple[int, ...]
+    # gives bytes [start, end), uint8 and contiguous; not to be written to, since it may be the file's map. Threads may
+    # call it at once. OSError, ValueError: the file cannot be read, or is damaged
     read: Callable[[int, int], np.ndarray]
+    # whether it is an array whose items are looked up, rather than a weight that is used as a whole
     has_items: bool = False
-    whole: SourceTensor | None = None
-    table: CompressedTensor | None = None
+    whole: SourceTensor | None = None  # the tensor some of whose items these are, or None
+    table: CompressedTensor | None = None  # that holds the tensor in a file of ibp, or None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def tensor(self) -> torch.Tensor:
@@ -134,7 +127,6 @@ class Source(Closing):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def only(self, names: Iterable[str]) -> Source:

@@ -136,9 +136,9 @@ def arguments_of(scheme: str, codebook: AnyCodebook | None, rows: bool) -> dict[
 
 def ranked(table: Iterable[CodingCost], link_gbps: float, encode: bool) -> tuple[CodingCost, ...]:
     """Candidates with their times over a link, the soonest first; of equal ones the first as they stand."""
-    return tuple(sorted((_over(cost, link_gbps, encode) for cost in table), key=lambda cost: cost.total_s))
-
-
-def _over(cost: CodingCost, link_gbps: float, encode: bool) -> CodingCost:
-    transfer_s = cost.stored_bytes / link_gbps * 1e-9
-    return replace(cost, transfer_s=transfer_s, total_s=(cost.encode_s if encode else 0.0) + transfer_s + cost.decode_s)
+    costs = []
+    for cost in table:
+        transfer_s = cost.stored_bytes / link_gbps * 1e-9
+        total_s = (cost.encode_s if encode else 0.0) + transfer_s + cost.decode_s
+        costs.append(replace(cost, transfer_s=transfer_s, total_s=total_s))
+    return tuple(sorted(costs, key=lambda cost: cost.total_s))

@@ -17,37 +17,22 @@ OnBytes = Callable[[int], object]  # called with bytes of the tensor that are do
 
 
 class BlockCoding(NamedTuple):
-    """How a codec codes blocks.
+    """How a codec codes blocks."""
 
-    Attributes:
-        block_bytes: of the tensor, that a block stands for.
-        options: of the codec, as text.
-        level: one of the codec's levels, to code by; None: its default.
-    """
-
-    block_bytes: int
-    options: Mapping[str, str]
-    level: int | None = None
+    block_bytes: int  # of the tensor, that a block stands for
+    options: Mapping[str, str]  # of the codec, as text
+    level: int | None = None  # one of the codec's levels, to code by; None: its default
 
 
 class GeneralCodec(ABC):
-    """One codec, as the names of schemes and files have it.
+    """One codec, as the names of schemes and files have it."""
 
-    Attributes:
-        name: such as "zstd", "nvcomp:ans".
-        package: by which it is there, as pip knows it.
-        device_type: of the devices that code and decode.
-        block_bytes: of a block, unless something else is asked for.
-        is_safe: whether its makers promise that decoding is safe with any bytes.
-        option_names: of the fields of files that decoding needs, each beginning with "codec_".
-    """
-
-    name: str
-    package: str
-    device_type: str
-    block_bytes: int
-    is_safe: bool
-    option_names: tuple[str, ...] = ()
+    name: str  # such as "zstd", "nvcomp:ans"
+    package: str  # by which it is there, as pip knows it
+    device_type: str  # of the devices that code and decode
+    block_bytes: int  # of a block, unless something else is asked for
+    is_safe: bool  # whether its makers promise that decoding is safe with any bytes
+    option_names: tuple[str, ...] = ()  # of the fields of files that decoding needs, each beginning with "codec_"
 
     @abstractmethod
     def require(self) -> object:

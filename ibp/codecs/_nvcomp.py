@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .._layout.geometry import INTEGERS
 from .._machine import staging
 from ._codec import BlockCoding, GeneralCodec, OnBytes, package
 
@@ -35,7 +36,6 @@ _ALIGNMENT = 16  # bytes, of a coded block: nvCOMP wants no more of any codec
 _LEGACY_STREAM = 1  # of CUDA: the default stream, whose own number, 0, a codec takes for none given
 _MOST_CODERS = 4  # that are kept: each has memory on its GPU
 _TYPES = ("|u1", "<u2", "<u4", "<u8", "<f2", "<f4")
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class NvComp(GeneralCodec):
@@ -151,7 +151,7 @@ class Coder:
     ) -> None:
         self._nvcomp, self._stream, self._lock = nvcomp, stream, threading.Lock()
         typed = {} if kind in ("deflate", "gdeflate", "snappy", "zstd") else {"data_type": data_type}
-        self._words = _WORDS[int(data_type[-1])] if kind in _TYPED else torch.uint8
+        self._words = INTEGERS[int(data_type[-1])] if kind in _TYPED else torch.uint8
         self._codec = nvcomp.Codec(
             algorithm=_ALGORITHMS[kind],
             device_id=device_index,

@@ -111,7 +111,7 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
             key = keys[book]
         if key is not None:
             groups.setdefault((base.device, *key), []).append((index, delta, base))
-        elif _can_add(delta, base):
+        elif base.device.type == "cpu" and base.is_contiguous() and base.numel() and delta.table.row_bytes % 8 == 0:
             others.append(InPlace(index, delta, base))
         else:
             others.append(InPieces(index, delta, in_one_piece(base)))
@@ -143,10 +143,3 @@ def _check_base(name: str, delta: Delta, base: Any) -> None:
         raise TypeError(f"{name} is a conjugated or negated view of other memory; wanted the tensor itself")
     if base.shape != delta.shape:
         raise DeltaMismatchError(f"{name} has shape {list(base.shape)}; the delta is for {list(delta.shape)}")
-
-
-def _can_add(delta: Delta, base: torch.Tensor) -> bool:
-    """Whether rows are added in place, of a delta and its base of one shape and dtype."""
-    if base.device.type != "cpu" or not base.is_contiguous() or base.numel() == 0:
-        return False
-    return delta.table.row_bytes % 8 == 0

@@ -13,11 +13,10 @@ from .._layout.geometry import bytes_of
 from .._machine import memory
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding, _on_gpu
-from ._checkpoints import CheckpointDelta, compare
+from ._checkpoints import CheckpointDelta, Version, compare
 from ._fingerprint import check_source, fingerprint
 from ._tensors import Delta
 
-Version = torch.Tensor | CompressedTensor
 _MOST_BYTES = 2 << 30  # of tensors that are brought to a GPU at once, unless one has more; the next ones come beside
 
 
@@ -90,7 +89,7 @@ def begin_differences(
     near: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     groups: dict[tuple[torch.device, int], list[int]] = {}
     for index, ((new, base), target) in enumerate(zip(pairs, targets)):
-        if _on_gpu.works_on(target) and new.numel() > 0:
+        if target.type == "cuda" and new.numel() > 0:
             near[index] = _brought(new, target), _brought(base, target)
             groups.setdefault((target, _coding.element_bytes_of(new.dtype)), []).append(index)
     makings = [
@@ -108,19 +107,14 @@ def begin_differences(
             if found is not None and found.parts is not None:
                 made.append(Delta(_on_gpu.table_of(found.parts, new.shape, new.dtype), found.base, found.result))
             else:
-                made.append(_difference(newer, older))
+                difference = _coding.integers_of(newer) - _coding.integers_of(older)
+                made.append(Delta(_coding.code(difference, newer), fingerprint(older), fingerprint(newer)))
             if updates_bases and not (is_coded and base.device == target):
                 assert isinstance(base, torch.Tensor)
                 _coding.bits_of(base).copy_(_coding.bits_of(newer))
         return made
 
     return finish
-
-
-def _difference(new: torch.Tensor, base: torch.Tensor) -> Delta:
-    """Of tensors on one device, by a codebook for any differences."""
-    found = _coding.integers_of(new) - _coding.integers_of(base)
-    return Delta(_coding.code(found, new), fingerprint(base), fingerprint(new))
 
 
 def _brought(x: Version, device: torch.device) -> torch.Tensor:

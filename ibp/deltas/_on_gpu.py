@@ -52,15 +52,6 @@ def sequence(sizes: Sequence[int], row_bytes: int) -> tuple[list[DeltaRows], int
     return rows, first
 
 
-def signed(number: int) -> int:
-    """The int64 with the bits of an unsigned number, modulo 2^64."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
-def works_on(device: torch.device) -> bool:
-    return device.type == "cuda"
-
-
 # ---- making ----
 
 
@@ -164,7 +155,7 @@ def table_of(coded: dict[str, torch.Tensor], shape: torch.Size, dtype: torch.dty
 def can_apply(delta: Delta, base: torch.Tensor) -> bool:
     """Whether the kernels take a delta and its base, of one shape and dtype, if they take the codebook."""
     return (
-        works_on(base.device)
+        base.is_cuda
         and base.numel() > 0
         and base.is_contiguous()
         and not base.is_conj()
@@ -225,9 +216,10 @@ class DeltaBatch:
         if verdict == _APPLIED:
             return None
         wanted = self._tensors[:, 8:].tolist()
-        for index, (base_sum, result_sum), found in zip(self.indices, wanted, _triples(of_tensors)):
+        found_of = [of_tensors[i : i + 3] for i in range(0, len(of_tensors), 3)]
+        for index, (base_sum, result_sum), found in zip(self.indices, wanted, found_of):
             is_other = found[0] != base_sum
-            if is_other if verdict == _OTHER_BASE else found[2] or signed(found[0] + found[1]) != result_sum:
+            if is_other if verdict == _OTHER_BASE else found[2] or (found[0] + found[1] - result_sum) % 2**64:
                 return index
         return self.indices[0]
 
@@ -245,7 +237,3 @@ class DeltaBatch:
     def _call(self, takes_back: bool) -> None:
         words, codec = self._coding
         torch.ops.ibp.apply_deltas.default(self._tensors, self._num_rows, words, codec, takes_back, self._state)
-
-
-def _triples(numbers: list[int]) -> list[list[int]]:
-    return [numbers[i : i + 3] for i in range(0, len(numbers), 3)]

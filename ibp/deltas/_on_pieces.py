@@ -14,7 +14,7 @@ from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor
 from ._coding import bits_of, integers_of
 from ._fingerprint import fingerprint, finished
-from ._on_gpu import DeltaBatch, can_apply, coding_key, works_on
+from ._on_gpu import DeltaBatch, can_apply, coding_key
 
 if TYPE_CHECKING:
     from ._tensors import Delta
@@ -137,7 +137,7 @@ class InPieces:
 
     def begin(self) -> None:
         """Lets a GPU change the elements, if it can; where the delta does not fit they stay, and are written so."""
-        if not (self._base.is_whole and works_on(self._base.device)):
+        if not (self._base.is_whole and self._base.device.type == "cuda"):
             return
         elements = self._base.read()
         if can_apply(self._delta, elements) and coding_key(self._delta) is not None:

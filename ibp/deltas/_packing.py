@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common import wire
+from .._common.rounding import rounded_up
 from .._machine import staging
 from .._rows.faults import CorruptTableError
+from .._rows.table import TENSORS
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding
 from ._checkpoints import Version
@@ -20,7 +22,6 @@ from ._tensors import Delta
 
 Change = Delta | Version
 
-_PARTS = ("slots", "overflow", "lengths", "bases")
 _ALIGNMENT = 16  # bytes, of each part
 _PREFIX = struct.Struct("<8sQQQ")  # _MAGIC, bytes of the head, bytes of the parts, fingerprint of both
 _MAGIC = b"ibp push"
@@ -60,17 +61,13 @@ def _parts(change: Change) -> list[torch.Tensor]:
         return [change.detach().resolve_conj().resolve_neg().contiguous()]
     table = change.table if isinstance(change, Delta) else change
     tensors = table._tensors()
-    return [tensors[name] for name in _PARTS]
+    return [tensors[name] for name in TENSORS]
 
 
 def starts_of(heads: Iterable[ChangeHead]) -> list[int]:
     """Where each part begins among all of them, and the end."""
     sizes = [size for head in heads for size in head.sizes]
-    return list(itertools.accumulate(map(_rounded_up, sizes), initial=0))
-
-
-def _rounded_up(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
+    return list(itertools.accumulate((rounded_up(size, _ALIGNMENT) for size in sizes), initial=0))
 
 
 def pack(changes: Iterable[Change], starts: Sequence[int], data: torch.Tensor) -> None:
@@ -113,7 +110,7 @@ def message_of(head: Any, heads: Sequence[ChangeHead], changes: Iterable[Change]
     """uint8 [bytes] on a device: what `wire` writes of a head, and the parts of changes behind it. A GPU is not waited
     for."""
     text, starts = wire.written(head), starts_of(heads)
-    first = _PREFIX.size + _rounded_up(len(text))
+    first = _PREFIX.size + rounded_up(len(text), _ALIGNMENT)
     message = torch.zeros(first + starts[-1], dtype=torch.uint8, device=device)  # its fingerprint covers gaps
     prefix = _PREFIX.pack(_MAGIC, len(text), starts[-1], mix(message.numel() - _PREFIX.size))
     begin = torch.frombuffer(bytearray(prefix + text), dtype=torch.uint8)
@@ -139,7 +136,7 @@ def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
     if len(prefix) < _PREFIX.size or not prefix.startswith(_MAGIC):
         raise CorruptTableError("the message is none of an ibp.deltas.Sender, or its beginning is damaged")
     _, length, num_bytes, wanted = _PREFIX.unpack(prefix)
-    first = _PREFIX.size + _rounded_up(length)
+    first = _PREFIX.size + rounded_up(length, _ALIGNMENT)
     if message.numel() != first + num_bytes:
         raise CorruptTableError(f"the message has {message.numel()} bytes; wanted {first + num_bytes}")
     if found != wanted:

@@ -177,5 +177,5 @@ class Sender:
         if self._is_pinned is None:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if self._is_pinned:
-            return staging.empty_pinned(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            return staging.pinned_like(tensor)
         return torch.empty(tensor.shape, dtype=tensor.dtype)

@@ -361,7 +361,8 @@ def check_tensors(*tensors: torch.Tensor) -> None:
     first = tensors[0]
     for tensor in tensors:
         if not _is_memory(tensor):
-            raise ValueError(f"a tensor {list(tensor.shape)} of strides {_strides(tensor)} is not contiguous memory")
+            strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
+            raise ValueError(f"a tensor {list(tensor.shape)} of strides {strides} is not contiguous memory")
         if (tensor.dtype, tensor.device) != (first.dtype, first.device):
             raise ValueError(
                 f"tensors are {tensor.dtype} on {tensor.device} and {first.dtype} on {first.device}; wanted one dtype "
@@ -383,10 +384,6 @@ def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
 def _is_memory(x: torch.Tensor) -> bool:
     """Whether a tensor is contiguous memory, as it is."""
     return x.layout == torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
-
-
-def _strides(tensor: torch.Tensor) -> str:
-    return str(tensor.stride()) if tensor.layout == torch.strided else str(tensor.layout)
 
 
 def _check_splits(what: str, x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> None:

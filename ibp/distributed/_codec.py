@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from .._common import wire
+from .._common.rounding import rounded_up
 from .._layout import geometry as _rows
 from .._layout import slots
 from .._schemes import AnyCodebook, surveyed
@@ -87,11 +88,11 @@ class Codec:
     def sizes(self, num_rows: int) -> dict[str, int]:
         """Sizes of the `CodedRows` for a message of num_rows rows."""
         slack = int(num_rows * self.overflow_bytes) + _LEAST_OVERFLOW
-        return {"slot_bytes": self.slot_bytes, "overflow_bytes": -(-slack // 64) * 64}
+        return {"slot_bytes": self.slot_bytes, "overflow_bytes": rounded_up(slack, 64)}
 
     def message_bytes(self, num_rows: int) -> int:
         """Bytes of a message of num_rows rows."""
-        return -(-CodedRows.memory_bytes(self.codebook, num_rows, **self.sizes(num_rows)) // 64) * 64
+        return rounded_up(CodedRows.memory_bytes(self.codebook, num_rows, **self.sizes(num_rows)), 64)
 
     @property
     def savings(self) -> float:

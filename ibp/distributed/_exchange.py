@@ -47,28 +47,19 @@ class ExchangePiece:
 
 @dataclass(frozen=True)
 class Job:
-    """A call.
+    """A call."""
 
-    Attributes:
-        pieces: in order, at least one, with as many messages each.
-        move: sends and receives the messages of a piece, in the memory that is given; returns work to wait for, or
-            None.
-        tell: sends the rows of a status that are about messages coded here, and receives the others; likewise.
-        repair: does the call raw, where rows were lost; is given the status.
-        note_lost: is told that there were lost rows.
-        tensors: that the call reads and writes.
-        meanwhile: is done while messages are on their way.
-        status: given where all rows are known to have room: then the host waits for nothing, and what is lost all the
-            same is noted there. None: the call has one of its own, and looks at it.
-    """
-
-    pieces: Sequence[ExchangePiece]
+    pieces: Sequence[ExchangePiece]  # in order, at least one, with as many messages each
+    # sends and receives the messages of a piece, in the memory that is given; returns work to wait for, or None
     move: Callable[[Messages, Memory], dist.Work | None]
+    # sends the rows of a status that are about messages coded here, and receives the others; likewise
     tell: Callable[[Status], dist.Work | None]
-    repair: Callable[[Status], object]
-    note_lost: Callable[[], None]
-    tensors: Sequence[torch.Tensor]
-    meanwhile: Callable[[], None] | None = None
+    repair: Callable[[Status], object]  # does the call raw, where rows were lost; is given the status
+    note_lost: Callable[[], None]  # is told that there were lost rows
+    tensors: Sequence[torch.Tensor]  # that the call reads and writes
+    meanwhile: Callable[[], None] | None = None  # is done while messages are on their way
+    # given where all rows are known to have room: then the host waits for nothing, and what is lost all the same is
+    # noted there. None: the call has one of its own, and looks at it
     status: Status | None = None
 
 

@@ -86,23 +86,18 @@ _HOOKS = "_ibp_hooks"
 
 class Shards:
     """What a rank sends of one module in all-gathers. The name of the module is the codec's: all modules have one of
-    their own.
-
-    Attributes:
-        kind, state, plan: of the last all-gather that was agreed on; None: there was none.
-        status: where all-gathers note lost rows if the host does not wait for them.
-        is_seen: the rows were seen to have room before this pass, on all ranks.
-        is_raw: they were not, and the codec is not learned anew.
-    """
+    their own."""
 
     def __init__(self, module: Any, options: CallOptions) -> None:
         self.module, self.options = module, options
-        self.kind: Kind | None = None
         self._group: weakref.ref[dist.ProcessGroup] | None = None  # which ends before the module, perhaps
+        # kind, state, plan: of the last all-gather that was agreed on; None: there was none.
+        self.kind: Kind | None = None
         self.state: State | None = None
         self.plan: Plan | None = None
-        self.status: Status | None = None
-        self.is_seen = self.is_raw = False
+        self.status: Status | None = None  # where all-gathers note lost rows if the host does not wait for them
+        self.is_seen = False  # the rows were seen to have room before this pass, on all ranks
+        self.is_raw = False  # they were not, and the codec is not learned anew
 
     def gather(
         self,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._common.rounding import rounded_up
 from .._rows.faults import ENTRIES as _FAULT
 from .._rows.handle import Handle
 from .._tables.coded_rows import CodedRows
@@ -160,7 +161,7 @@ class Messages:
     def _size(self, payload: int, is_coded: bool) -> int:
         if is_coded:
             return self.codec.message_bytes(rows_of(payload))
-        return -(-payload // _ALIGNMENT) * _ALIGNMENT
+        return rounded_up(payload, _ALIGNMENT)
 
     def of(self, slot: Slot) -> Memory:
         """The memory of the messages in a slot."""

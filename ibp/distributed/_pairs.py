@@ -28,18 +28,12 @@ _PIECE_BYTES, _MOST_PIECES = 64 << 20, 8  # of a tensor
 
 
 class Way(NamedTuple):
-    """From this rank to another, or back.
-
-    Attributes:
-        is_out: to the other.
-        peer: its rank in the group.
-        tag: of torch.distributed.
-    """
+    """From this rank to another, or back."""
 
     group: dist.ProcessGroup | None
-    is_out: bool
-    peer: int
-    tag: int
+    is_out: bool  # to the other
+    peer: int  # its rank in the group
+    tag: int  # of torch.distributed
 
     def move(self, data: torch.Tensor) -> dist.Work | None:
         """Sends a tensor, or receives one."""

@@ -35,26 +35,17 @@ _LATE_S = 4e-4  # that the host is later with a coded call than with torch's, ab
 
 @wire.sent
 class Kind(NamedTuple):
-    """Calls of one kind have one plan. All ranks make the same calls in the same order, and so know the same kinds.
+    """Calls of one kind have one plan. All ranks make the same calls in the same order, and so know the same kinds."""
 
-    Attributes:
-        what: the function.
-        numel: of the input; 0 where ranks differ in it.
-        dtype: of the tensors.
-        device: type of their device.
-        level, name: as given.
-        codec: fingerprint of the codec that was given, or None.
-        root: the rank in the group that has the data; -1: all.
-    """
-
-    what: str
-    numel: int
-    dtype: torch.dtype
-    device: str
+    what: str  # the function
+    numel: int  # of the input; 0 where ranks differ in it
+    dtype: torch.dtype  # of the tensors
+    device: str  # type of their device
+    # level, name: as given
     level: str
     name: str
-    codec: int | None
-    root: int = -1
+    codec: int | None  # fingerprint of the codec that was given, or None
+    root: int = -1  # the rank in the group that has the data; -1: all
 
 
 class CallOptions(NamedTuple):
@@ -80,44 +71,27 @@ class CallOptions(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call.
+    """One call."""
 
-    Attributes:
-        data: what is sent.
-        load: bytes that are coded, moved and decoded.
-        check: raises what is wrong with the arguments.
-        codec: that was given; None: it is learned.
-        attempt: does the call by a plan, as often as that is asked for; None: it cannot be tried out.
-    """
-
-    data: torch.Tensor
-    load: Load
-    check: Callable[[], None]
-    codec: Codec | None
+    data: torch.Tensor  # what is sent
+    load: Load  # bytes that are coded, moved and decoded
+    check: Callable[[], None]  # raises what is wrong with the arguments
+    codec: Codec | None  # that was given; None: it is learned
+    # does the call by a plan, as often as that is asked for; None: it cannot be tried out
     attempt: Callable[[Plan], object] | None = None
 
 
 @dataclass(eq=False)
 class Plan:
-    """How calls of a kind are made.
+    """How calls of a kind are made."""
 
-    Attributes:
-        codec: None: by torch.
-        num_pieces: of a call.
-        least: bytes of a message that is coded, where ranks send each other as much as they like: less is raw.
-        is_checked: whether the codec is learned anew where messages have lost rows.
-        messages: of the pieces, by what they carry.
-        num_calls: so far.
-        has_lost: whether messages of this rank, or to it, have lost rows since the codec was learned.
-    """
-
-    codec: Codec | None
-    num_pieces: int = 1
-    least: int = 1
-    is_checked: bool = True
-    messages: dict[Any, Messages] = field(default_factory=dict)
-    num_calls: int = 0
-    has_lost: bool = False
+    codec: Codec | None  # None: by torch
+    num_pieces: int = 1  # of a call
+    least: int = 1  # bytes of a message that is coded, where ranks send each other as much as they like: less is raw
+    is_checked: bool = True  # whether the codec is learned anew where messages have lost rows
+    messages: dict[Any, Messages] = field(default_factory=dict)  # of the pieces, by what they carry
+    num_calls: int = 0  # so far
+    has_lost: bool = False  # whether messages of this rank, or to it, have lost rows since the codec was learned
 
     def note_lost(self) -> None:
         self.has_lost = True
@@ -143,20 +117,14 @@ class Pair:
 
 
 class State:
-    """What is known of a process group.
-
-    Attributes:
-        rank, size: of this process in the group, of the group.
-        link: how fast it is; None: not measured yet.
-        plans: of kinds of calls.
-        pairs: of ways from and to other ranks.
-    """
+    """What is known of a process group."""
 
     def __init__(self, members: _group.RankGroup) -> None:
+        # rank, size: of this process in the group, of the group
         self.rank, self.size = members.rank, members.size
-        self.link: Link | None = None
-        self.plans: dict[Kind, Plan] = {}
-        self.pairs: dict[tuple[bool, int, int], Pair] = {}
+        self.link: Link | None = None  # how fast it is; None: not measured yet
+        self.plans: dict[Kind, Plan] = {}  # of kinds of calls
+        self.pairs: dict[tuple[bool, int, int], Pair] = {}  # of ways from and to other ranks
         self._learners: defaultdict[tuple, Learner[Codec]] = defaultdict(Learner)
         self._slots: dict[torch.device, MessageSlots] = {}
         self._tried: dict[tuple, int] = {}

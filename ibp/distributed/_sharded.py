@@ -299,14 +299,14 @@ class ShardedTable(TensorManners):
         answers = self._answers(ids, asking)
         sent_bytes = [_CANNOT_SEND if answer is None else answer.rows.numel() for answer in answers]
         come_bytes = group.counts(sent_bytes)
-        given = [answer for answer in answers if answer is not None]
+        given, nothing = [answer for answer in answers if answer is not None], unique.new_empty(0, dtype=torch.uint8)
         lengths = group.exchange(
-            _joined([answer.lengths for answer in given], group.device),
+            torch.cat([nothing, *(answer.lengths for answer in given)]),
             [0 if answer is None else answer.lengths.numel() for answer in answers],
             [2 * self.rows_per_item * count * (size >= 0) for count, size in zip(asked, come_bytes)],
         )
         rows = group.exchange(
-            _joined([answer.rows for answer in given], group.device),
+            torch.cat([nothing, *(answer.rows for answer in given)]),
             [max(0, size) for size in sent_bytes],
             [max(0, size) for size in come_bytes],
         )
@@ -444,10 +444,6 @@ class _Received(NamedTuple):
 
     lengths: torch.Tensor
     rows: torch.Tensor
-
-
-def _joined(parts: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8, device=device)
 
 
 def _check_whole_rows(geometry: _rows.Geometry) -> None:

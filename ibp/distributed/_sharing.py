@@ -12,7 +12,8 @@ from .._common import group as _group
 from .._common import ipc, wire
 from .._machine.memory import check_memory
 from .._machine.segments import Segment, SharedHandle
-from .._tables.compressed_tensor import TENSORS, CompressedTensor
+from .._rows.table import TENSORS
+from .._tables.compressed_tensor import CompressedTensor
 
 
 def share_table(

@@ -13,18 +13,12 @@ import torch
 
 @dataclass(eq=False)
 class Slot:
-    """Memory of the messages of one piece.
+    """Memory of the messages of one piece."""
 
-    Attributes:
-        memory: uint8; another one where it has grown.
-        is_taken: by a piece that is not finished.
-        clean: what of it can be coded into as it is; None: nothing is known to.
-        bound: what users of the memory keep about it, while it is the same.
-    """
-
-    memory: torch.Tensor
-    is_taken: bool = False
-    clean: object = None
+    memory: torch.Tensor  # uint8; another one where it has grown
+    is_taken: bool = False  # by a piece that is not finished
+    clean: object = None  # what of it can be coded into as it is; None: nothing is known to
+    # what users of the memory keep about it, while it is the same
     bound: weakref.WeakKeyDictionary[Any, dict[int, Any]] = field(default_factory=weakref.WeakKeyDictionary)
 
 

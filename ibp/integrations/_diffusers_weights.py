@@ -103,14 +103,10 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
             if name in state_dict:
                 tensors[name] = state_dict[name]
             elif any(part in state_dict for part in part_names(name)):
-                tensors[name] = self._placeholder(tensor) if self._is_table(name) else tensor.tensor()
+                is_table = self._codes(name) and tensor.table is not None
+                placeholder = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                tensors[name] = placeholder if is_table else tensor.tensor()
         return tensors
-
-    def _placeholder(self, tensor: SourceTensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-    def _is_table(self, name: str) -> bool:
-        return self._codes(name) and self._coded[name].table is not None
 
     def check_if_quantized_param(
         self, model: Any, param_value: Any, param_name: str, state_dict: dict[str, Any], **options: Any

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .._common.arguments import whole_number
+from .._common.rounding import rounded_up
 from .._core import SECTOR_BYTES
 from .._rows.faults import CorruptTableError
 from .._schemes.registry import check_scheme
@@ -24,22 +25,16 @@ Moves = Mapping[int, tuple[list[int], list[int]]]
 
 
 class _Pool:
-    """Pages of one size, each of a block of several tensors: coded in a store, or as they are where that has no room.
-
-    Attributes:
-        num_tensors: the most that a group of layers has of such pages.
-        store: None before the first store.
-        raw: by page and number of the tensor, blocks as they are.
-        may_use: bytes of overflow that are in use at most, by jobs under way as well.
-    """
+    """Pages of one size, each of a block of several tensors: coded in a store, or raw where that has no room."""
 
     def __init__(self, page_bytes: int, dtype: torch.dtype, level: str, device: torch.device) -> None:
-        self.page_bytes, self.num_tensors = page_bytes, 0
+        self.page_bytes = page_bytes
+        self.num_tensors = 0  # the most that a group of layers has of such pages
         self._dtype = torch.uint8 if page_bytes % dtype.itemsize else dtype
         self._level, self._device = level, device
-        self.store: KVStore | None = None
-        self.raw: dict[int, dict[int, torch.Tensor]] = {}
-        self.may_use = 0
+        self.store: KVStore | None = None  # None before the first store
+        self.raw: dict[int, dict[int, torch.Tensor]] = {}  # by page and number of the tensor, blocks as they are
+        self.may_use = 0  # bytes of overflow that are in use at most, by jobs under way as well
         self._lost_some = False  # since the last compaction
 
     def make_store(self, parts: list[_Part], num_pages: int, pool_bytes: int) -> None:
@@ -71,7 +66,7 @@ class _Pool:
         """Counts what rows of a part need of overflow, if they are all raw."""
         assert self.store is not None
         place, num_bytes = self.store.place, len(part.pages) * len(part.span.paged) * self.page_bytes
-        raw_bytes = -(-max(0, place.row_bytes - place.slot_bytes) // SECTOR_BYTES) * SECTOR_BYTES
+        raw_bytes = rounded_up(max(0, place.row_bytes - place.slot_bytes), SECTOR_BYTES)
         self.may_use += num_bytes // place.row_bytes * raw_bytes
 
     @property

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core, _schemes
+from .._common.rounding import rounded_up
 from .._fetch.streaming import STREAM_SMS
 from .._layout import geometry as _rows
 from .._rows.handle import Handle, Parts
@@ -26,25 +27,15 @@ _OUTER_DIMS = 3  # blocks, sequences and heads number the items of a tensor
 
 @dataclass(frozen=True)
 class Options:
-    """What a cache was asked for.
+    """What a cache was asked for."""
 
-    Attributes:
-        block: tokens that are coded together.
-        window: the newest tokens, which stay raw.
-        memory: "pinned" or "device".
-        scheme: "planes", "ibp" or "raw".
-        level: of scheme "planes".
-        codebooks: of keys and of values; None: learned.
-        sms: multiprocessors that decode; 0: all.
-    """
-
-    block: int
-    window: int
-    memory: str
-    scheme: str
-    level: str
-    codebooks: tuple[AnyCodebook, AnyCodebook] | None
-    sms: int
+    block: int  # tokens that are coded together
+    window: int  # the newest tokens, which stay raw
+    memory: str  # "pinned" or "device"
+    scheme: str  # "planes", "ibp" or "raw"
+    level: str  # of scheme "planes"
+    codebooks: tuple[AnyCodebook, AnyCodebook] | None  # of keys and of values; None: learned
+    sms: int  # multiprocessors that decode; 0: all
 
 
 @dataclass(frozen=True)
@@ -100,22 +91,15 @@ class Form:
 
 
 class CodedTokens(NamedTuple):
-    """Items of one call, coded into memory of their own.
+    """Items of one call, coded into memory of their own."""
 
-    Attributes:
-        codebook: that they are coded with; None: they are raw.
-        data: uint8: the coded bytes, and room behind them.
-        lengths, bases: of their rows (FORMAT.md section 2); empty where they are raw.
-        state: int64 [8], the counters of `CodedRows`; None where they are raw.
-        num_items: how many they are.
-    """
-
-    codebook: AnyCodebook | None
-    data: torch.Tensor
+    codebook: AnyCodebook | None  # that they are coded with; None: they are raw
+    data: torch.Tensor  # uint8: the coded bytes, and room behind them
+    # lengths, bases: of their rows (FORMAT.md section 2); empty where they are raw
     lengths: torch.Tensor
     bases: torch.Tensor
-    state: torch.Tensor | None
-    num_items: int
+    state: torch.Tensor | None  # int64 [8], the counters of `CodedRows`; None where they are raw
+    num_items: int  # how many they are
 
     def num_bytes(self, state: list[int] | None) -> int:
         """Bytes of data in use. state: what the tensor of that name holds, on the host. RuntimeError: a row was not
@@ -140,7 +124,7 @@ def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
     item_bytes = items.shape[-1] * items.element_size()
     num_items = items[..., 0].numel()
     num_rows = num_items * item_bytes // codebook.row_bytes
-    room = -(-codebook.row_bytes // _SECTOR) * _SECTOR  # of a row that is kept raw: none is ever lost
+    room = rounded_up(codebook.row_bytes, _SECTOR)  # of a row that is kept raw: none is ever lost
     rows = CodedRows(codebook, num_rows, slot_bytes=0, overflow_bytes=num_rows * room, device=items.device)
     rows.handle.encode(items, rows._counts, rows.fault)
     return CodedTokens(codebook, rows.overflow, rows.lengths, rows.bases, rows.counters, num_items)
@@ -267,10 +251,6 @@ class TokenCodec:
             self._learner.take(given)
         self._num_encoded = self.num_learned = 0
         self.spans: list[TokenSpan] = []
-
-    def alignment_of(self, coded: CodedTokens) -> int:
-        """Of the offsets at which coded items may lie."""
-        return self.form.item_bytes if coded.codebook is None else _SECTOR
 
     def encode(self, tokens: torch.Tensor) -> CodedTokens:
         """Queues the coding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. Waits for these where a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import _core
 from .._machine import memory as _memory
 from .._machine.ring import Ring, Turn
 from .._rows.faults import Faults, FaultWords
@@ -88,7 +89,7 @@ class TokenDecoder:
         sizes, start, offsets = pending.sizes(), history.arena.used, []
         try:
             for codec, coded, size in zip((history.keys, history.values), (pending.keys, pending.values), sizes):
-                alignment = codec.alignment_of(coded)
+                alignment = codec.form.item_bytes if coded.codebook is None else _core.SECTOR_BYTES
                 offset, memory = history.arena.reserve(size, alignment)
                 offsets.append(offset)
                 self._put(history.arena, memory, coded.data[:size])

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .._common.rounding import rounded_up
 from .._machine import memory as _memory
 from .._machine.staging import Coming
 from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
@@ -22,21 +23,19 @@ class TokenArena:
     Args:
         device: that codes and decodes.
         pinned: whether the bytes are in pinned host memory.
-
-    Attributes:
-        used: bytes that have been handed out, those between them counted too.
-        filled: of pinned memory: recorded once the last bytes that were handed out are there.
     """
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
-        self._device, self._pinned, self.used = device, pinned, 0
+        self._device, self._pinned = device, pinned
+        self.used = 0  # bytes that have been handed out, those between them counted too
         self._pieces: list[tuple[int, torch.Tensor]] = []  # by their offsets
+        # Of pinned memory: recorded once the last bytes that were handed out are there.
         self.filled = torch.cuda.Event() if pinned else None
 
     def reserve(self, num_bytes: int, alignment: int) -> tuple[int, torch.Tensor]:
         """(offset, memory) of that many bytes behind all others, at a multiple of the alignment. Whatever interrupts
         it, the arena is as it was."""
-        offset = -(-self.used // alignment) * alignment
+        offset = rounded_up(self.used, alignment)
         start, memory = self._pieces[-1] if self._pieces else (0, None)
         if memory is None or offset + num_bytes > start + memory.numel():
             start, memory = self._grown(offset, num_bytes)
@@ -68,7 +67,6 @@ class TokenArena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
         return sum(memory.numel() for _, memory in self._pieces)
 
     def clone(self) -> TokenArena:
@@ -84,19 +82,12 @@ class TokenArena:
 
 @dataclass
 class Batch:
-    """Blocks that were coded by one call.
+    """Blocks that were coded by one call."""
 
-    Attributes:
-        num_blocks: how many of the blocks are left.
-        num_coded: how many blocks the call coded.
-        batch_size: sequences of a block.
-        start: where their bytes start in the arena.
-    """
-
-    num_blocks: int
-    num_coded: int
-    batch_size: int
-    start: int
+    num_blocks: int  # how many of the blocks are left
+    num_coded: int  # how many blocks the call coded
+    batch_size: int  # sequences of a block
+    start: int  # where their bytes start in the arena
 
 
 class Pending:
@@ -140,21 +131,17 @@ class History:
         options: of the cache.
         arena: for the coded bytes.
         device: where they are coded and decoded.
-
-    Attributes:
-        num_blocks: of all sequences.
-        stamp: another one whenever the bytes change.
-        order: which coded sequence is which one now; None: as they were coded.
     """
 
     def __init__(self, keys: Form, values: Form, options: Options, arena: TokenArena, device: torch.device) -> None:
         given = options.codebooks or (None, None)
         self._options, self.arena, self.device = options, arena, device
         self.keys, self.values = (TokenCodec(form, options, book, device) for form, book in zip((keys, values), given))
-        self.num_blocks, self.stamp = 0, next(_stamps)
+        self.num_blocks = 0  # of all sequences
+        self.stamp = next(_stamps)  # another one whenever the bytes change
         self._batches: list[Batch] = []
         self._num_slots, self._batch_size = 0, 0
-        self.order: TokenOrder | None = None
+        self.order: TokenOrder | None = None  # which coded sequence is which one now; None: as they were coded
 
     @property
     def num_tokens(self) -> int:

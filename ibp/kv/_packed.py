@@ -20,6 +20,7 @@ import torch
 from .. import _core
 from .._common import wire
 from .._common.arguments import whole_number
+from .._common.rounding import rounded_up
 from .._fetch.calls import sms_of
 from .._layout.geometry import check_bytes
 from .._rows.faults import Faults, FaultWords
@@ -259,9 +260,8 @@ def packed_bytes(codec: PageCodec, num_pages: int) -> int:
         TypeError, ValueError: num_pages is no whole number from 0 on.
     """
     num_rows = codec._rows(whole_number("num_pages", num_pages, 0))
-    sector = _core.SECTOR_BYTES
-    room = -(-codec.codebook.row_bytes // sector) * sector  # of a row that is stored raw: there is room for all
-    return _aligned(_start_of(num_rows) + num_rows * room)
+    room = rounded_up(codec.codebook.row_bytes, _core.SECTOR_BYTES)  # of a row that is stored raw: room for all
+    return rounded_up(_start_of(num_rows) + num_rows * room, _ALIGNMENT)
 
 
 def pack(
@@ -365,9 +365,4 @@ def unpack(
 
 
 def _start_of(num_rows: int) -> int:
-    """Where data begins."""
-    return _aligned(_HEAD_BYTES + _INDEX_BYTES * num_rows)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return rounded_up(_HEAD_BYTES + _INDEX_BYTES * num_rows, _ALIGNMENT)

@@ -9,6 +9,7 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._common.rounding import rounded_up
 from .._layout import geometry, slots
 from .._schemes import AnyCodebook, PlanesCodebook, surveyed
 from .._schemes.estimation import analyze, check_codebook
@@ -136,7 +137,7 @@ def _rounded(slot_bytes: int, spilled: float, row_bytes: int) -> Sizes:
 
 
 def _up(num_bytes: int) -> int:
-    return max(_SECTOR, -(-num_bytes // _SECTOR) * _SECTOR)
+    return max(_SECTOR, rounded_up(num_bytes, _SECTOR))
 
 
 def _as_rows(sample: torch.Tensor, row_bytes: int) -> torch.Tensor:

@@ -31,21 +31,13 @@ class _Part(NamedTuple):
 
 
 class _Jagged(NamedTuple):
-    """Ids in bags of several tables, the bags of the first table first.
+    """Ids in bags of several tables, the bags of the first table first."""
 
-    Attributes:
-        ids: [K] of their own tables.
-        lengths: int64 [bags], ids in each bag.
-        parts: the tables.
-        bags: how many bags each table has.
-        weights: [K], what rows are multiplied with; None: with nothing.
-    """
-
-    ids: torch.Tensor
-    lengths: torch.Tensor
-    parts: list[_Part]
-    bags: list[int]
-    weights: torch.Tensor | None
+    ids: torch.Tensor  # [K] of their own tables
+    lengths: torch.Tensor  # int64 [bags], ids in each bag
+    parts: list[_Part]  # the tables
+    bags: list[int]  # how many bags each table has
+    weights: torch.Tensor | None  # [K], what rows are multiplied with; None: with nothing
 
 
 class _Group(RowsModule):
@@ -104,8 +96,8 @@ class _Group(RowsModule):
         if ids.is_cuda or len(jagged.parts) == 1:
             offsets = offsets.clamp(0, ids.numel()).cummax(0).values
             return self._pool(rows, offsets, mode, jagged.weights, include_last_offset=True)
-        results = []
-        for first, last in _ranges(jagged.bags):
+        results, bounds = [], [0, *accumulate(jagged.bags)]
+        for first, last in zip(bounds, bounds[1:]):
             part = slice(int(offsets[first]), int(offsets[last]))
             weights = None if jagged.weights is None else jagged.weights[part]
             own = offsets[first : last + 1] - offsets[first]
@@ -121,12 +113,6 @@ class _Group(RowsModule):
 
     def _refusal(self, wrong: int) -> str:
         return "an id is out of range of its table, or lengths do not add up to the number of ids"
-
-
-def _ranges(counts: Sequence[int]) -> list[tuple[int, int]]:
-    """(begin, end) of each part, from the number of bags of each."""
-    ends = list(accumulate(counts))
-    return list(zip([0, *ends], ends))
 
 
 def _ends_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:

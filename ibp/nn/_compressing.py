@@ -78,21 +78,16 @@ class ModelReport:
 
 
 class _Weight:
-    """A weight and the modules that hold it.
-
-    Attributes:
-        num_bytes: uncompressed.
-        names: of modules of the kinds that `compress` replaces, by each name that the model has for them; of a stacked
-            weight, its own.
-        is_stacked: whether a module of experts has it.
-        stays: whether a module keeps it plain.
-        reason: why, where a module of these kinds does; None: it does not, or was not asked for.
-    """
+    """A weight and the modules that hold it."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
+        self.num_bytes = 0  # uncompressed
+        # Of modules of the kinds that `compress` replaces, by each name that the model has for them; of a stacked
+        # weight, its own.
         self.names: list[str] = []
-        self.is_stacked = self.stays = False
+        self.is_stacked = False  # whether a module of experts has it
+        self.stays = False  # whether a module keeps it plain
+        # Why, where a module of these kinds does; None: it does not, or was not asked for.
         self.reason: str | None = None
 
     @property

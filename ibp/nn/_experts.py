@@ -185,23 +185,10 @@ class Experts(torch.nn.Module):
         weights = {name: stack.fetch(of_stack) for (name, stack), of_stack in zip(stacks.items(), rows)}
         return calls.with_slots(self, args, kwargs, slots, held, weights)
 
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-        assigns = local_metadata.get("assign_to_params_buffers", False)
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
         for name, stack in self.stacks.items():
-            missing = missing_keys if strict else []
-            stack.load_weight(prefix + name, state_dict, assigns, missing, unexpected_keys, error_msgs)
+            stack.load_weight(args[1] + name, *args)
 
     def extra_repr(self) -> str:
         return f"{self._kind.__name__}, {self.num_experts} experts{', fused=True' if self.fused else ''}"

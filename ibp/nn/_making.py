@@ -67,7 +67,7 @@ def table_of(
     block_rows = max(1, _BLOCK_BYTES // row_bytes)
     if total <= block_rows:
         blocks = [source.block(0, source.num_rows).to(device) for source in sources]
-        return _compressed(torch.cat([torch.empty(0, num_columns, dtype=dtype, device=device), *blocks]))
+        return compress_rows(torch.cat([torch.empty(0, num_columns, dtype=dtype, device=device), *blocks]))
     sample = compress_rows(_sample_of(sources, total, num_columns), memory="host")
     table = None
     for rows in _blocks_of(sources, block_rows):
@@ -76,17 +76,13 @@ def table_of(
             table.append(rows)
             continue
         table = (
-            _compressed(rows, scheme="raw")
+            compress_rows(rows, scheme="raw")
             if sample.codebook is None
-            else _compressed(rows, codebook=sample.codebook, slot_bytes=sample.slot_bytes)
+            else compress_rows(rows, codebook=sample.codebook, slot_bytes=sample.slot_bytes)
         )
         changes.reserve(table, total)
     assert table is not None
     return table
-
-
-def _compressed(rows: torch.Tensor, **options: object) -> CompressedTensor:
-    return compress_rows(rows, **options)  # type: ignore[arg-type]
 
 
 def _sample_of(sources: Sequence[Rows], total: int, num_columns: int) -> torch.Tensor:

@@ -12,18 +12,13 @@ from .._fetch.products import wants_gradients
 
 
 class _Kept(NamedTuple):
-    """Results that modules have not asked for yet.
+    """Results that modules have not asked for yet."""
 
-    Attributes:
-        x, version: what they are of, and how often it had changed; None: torch does not count it.
-        number: of the module that asks next.
-        results: of all modules.
-    """
-
+    # x, version: what they are of, and how often it had changed; None: torch does not count it
     x: torch.Tensor
     version: int | None
-    number: int
-    results: list[torch.Tensor]
+    number: int  # of the module that asks next
+    results: list[torch.Tensor]  # of all modules
 
 
 class Neighbours:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from math import prod
 from typing import Any
@@ -135,27 +135,18 @@ class TableModule(torch.nn.Module):
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
-        state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs = args
-        name, assigns = self._name_of_weight(prefix), metadata.get("assign_to_params_buffers", False)
-        self.load_weight(name, state_dict, assigns, missing_keys if strict else [], unexpected_keys, error_msgs)
+        self.load_weight(self._name_of_weight(args[1]), *args)
 
-    def load_weight(
-        self,
-        name: str,
-        state_dict: Mapping[str, Any],
-        assigns: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        """Takes the weights that a state has under a name. assigns: tables as they are; else copies."""
+    def load_weight(self, name: str, *args: Any) -> None:
+        """Takes the weights that a state has under a name. args: of `_load_from_state_dict`."""
+        state_dict, _, metadata, strict, missing_keys, unexpected_keys, error_msgs = args
         held, shape = self.weight, self._shape
         is_table = self.transposed and name + TRANSPOSED in state_dict
         key, turns = (name + TRANSPOSED, False) if is_table else (name, self.transposed)
         if key in unexpected_keys:
             unexpected_keys.remove(key)
         if key not in state_dict:
-            missing_keys.append(key)
+            missing_keys += [key] if strict else []
             return
         value, shape = state_dict[key], torch.Size((*shape[:-2], shape[-1], shape[-2])) if turns else shape
         if not isinstance(value, (CompressedTensor, torch.Tensor)):
@@ -166,6 +157,7 @@ class TableModule(torch.nn.Module):
             )
         else:
             table = rows_of_weight(value, turns)
+            assigns = metadata.get("assign_to_params_buffers", False)  # tables as they are; else copies
             self._take(table if assigns and isinstance(table, CompressedTensor) else placed_like(held, table))
 
     def _take(self, table: CompressedTensor) -> None:

@@ -17,17 +17,11 @@ from ._tables import TableModule
 
 
 class RowGradient(NamedTuple):
-    """The gradient of some rows of a table.
+    """The gradient of some rows of a table."""
 
-    Attributes:
-        ids: int64 [U], the rows, in increasing order.
-        rows: [U, D], what they hold.
-        grad: [U, D].
-    """
-
-    ids: torch.Tensor
-    rows: torch.Tensor
-    grad: torch.Tensor
+    ids: torch.Tensor  # int64 [U], the rows, in increasing order
+    rows: torch.Tensor  # [U, D], what they hold
+    grad: torch.Tensor  # [U, D]
 
 
 class _Noted(NamedTuple):
@@ -38,17 +32,11 @@ class _Noted(NamedTuple):
 
 
 class LookedUp(NamedTuple):
-    """Rows of a call, each once.
+    """Rows of a call, each once."""
 
-    Attributes:
-        rows: [U, D], which autograd gives a gradient where the module trains.
-        places: int64, in the shape of the call's ids: which of the rows each of them is.
-        padding: which of the rows padding_idx is; None: there is none.
-    """
-
-    rows: torch.Tensor
-    places: torch.Tensor
-    padding: int | None
+    rows: torch.Tensor  # [U, D], which autograd gives a gradient where the module trains
+    places: torch.Tensor  # int64, in the shape of the call's ids: which of the rows each of them is
+    padding: int | None  # which of the rows padding_idx is; None: there is none
 
 
 class RowsModule(TableModule):

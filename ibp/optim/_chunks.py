@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from .._common.rounding import rounded_up
 from .._machine.memory import PinningError
 from .._machine.staging import Coming
 from .._tables.coded_rows import _in_memory_order
@@ -230,7 +231,6 @@ class Chunk:
             state.stores += 1
 
     def _run_all(self, what: _OfState, work: Work, near: torch.Tensor | None) -> None:
-        """Loads or writes all states."""
         if self._is_replayed and near is None:
             self._replays[what].run(self._key(work), functools.partial(self._of_all, what, work, None))
         else:
@@ -292,8 +292,8 @@ def planned(
         for param in alike:
             start, length = 0, local(param).numel()
             is_first = not pieces or _is_large(pieces[-1].param) or _is_large(param)
-            packed = _rounded_up(end, _ALIGNMENT // dtype.itemsize)
-            end = _rounded_up(end, row_elements) if is_first or packed + length > most else packed
+            packed = rounded_up(end, _ALIGNMENT // dtype.itemsize)
+            end = rounded_up(end, row_elements) if is_first or packed + length > most else packed
             while start < length:
                 if end == most:
                     yield Chunk(pieces, end, coding(device))
@@ -303,11 +303,7 @@ def planned(
                 end += stop - start
                 start = stop
         if pieces:
-            yield Chunk(pieces, _rounded_up(end, row_elements), coding(device))
-
-
-def _rounded_up(number: int, step: int) -> int:
-    return -(-number // step) * step
+            yield Chunk(pieces, rounded_up(end, row_elements), coding(device))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -34,17 +34,11 @@ class StateGroup(NamedTuple):
 
 @dataclass
 class Family:
-    """Sections that are alike.
+    """Sections that are alike."""
 
-    Attributes:
-        codebook: that was learned for the first of them.
-        mean_bytes: of a row of that one, by the codebook.
-        keys: of its sections.
-    """
-
-    codebook: AnyCodebook
-    mean_bytes: float
-    keys: set[Hashable] = field(default_factory=set)
+    codebook: AnyCodebook  # that was learned for the first of them
+    mean_bytes: float  # of a row of that one, by the codebook
+    keys: set[Hashable] = field(default_factory=set)  # of its sections
 
     def suits(self, section: Section, mean_bytes: float) -> bool:
         """Whether a section belongs to the family, by the mean bytes that its rows take by the family's codebook. A

@@ -164,7 +164,6 @@ class CodedState:
 
     @property
     def is_new(self) -> bool:
-        """Whether nothing was stored yet."""
         return self.stores == 0
 
     @property

@@ -281,7 +281,7 @@ class _Kept:
         row_bytes, data = self.geometry.row_bytes, torch.cat(self.samples)
         shape = torch.Size((data.numel() // self.geometry.dtype.itemsize,))
         of_dtype = geometry.Geometry(shape, self.geometry.dtype, row_bytes)
-        codebook = learning.coding_in_slots(data, of_dtype, self.worker, False, lambda: data).codebook
+        codebook = learning.coding_in_slots(learning.request(data, of_dtype, self.worker)).codebook
         surveys = [surveyed(sample.view(-1), codebook, self.worker) for sample in self.samples]
         histograms = tuple(tuple(found.sectors.tolist()) for found in surveys)
         return TensorProfile(self.name, self.geometry.num_bytes, row_bytes, codebook, row_bytes, histograms, ratios)

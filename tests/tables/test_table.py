@@ -807,8 +807,8 @@ def test_few_bytes_of_the_host_are_coded_there(monkeypatch, num_rows, is_free, d
     codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
     for given in (learning, dataclasses.replace(learning, codebook=codebook)):
         geometry = coding.geometry_of(x, None, given.codebook)
-        data = bytes_of(x)
-        found = given.coding_of(data, geometry, torch.device("cuda", 0), None, False, lambda: data, is_free=is_free)
+        request = given.request(bytes_of(x), geometry, torch.device("cuda", 0))
+        found = given.coding_of(request, is_free=is_free)
         assert found.stored_bytes < x.nbytes and asked.pop() == device and not asked
 
 

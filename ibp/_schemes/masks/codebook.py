@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ... import _core
+from ..._common.rounding import rounded_up
 from ..codebook import AnyCodebook, checked_savings, fraction, kind_of, private_copy, public, whole
 
 CHUNK_BYTES = (1, 2, 4, 8)
@@ -95,6 +96,7 @@ class Codebook(AnyCodebook):
         if (values & ~ones).any():
             raise ValueError("bitval has bits set where mask has none")
         mask, bitval = torch.from_numpy(ones[:row_bytes]), torch.from_numpy(values[:row_bytes])
+        starts = np.arange(0, row_bytes, chunk_bytes)  # of chunks
         words = torch.ops.ibp.codebook_words(mask, bitval, chunk_bytes, flag_all)
         self._finish(
             words,
@@ -107,7 +109,7 @@ class Codebook(AnyCodebook):
             expected_savings=checked_savings(expected_savings),
             mask=mask,
             bitval=bitval,
-            num_flags=_count_flags(mask, chunk_bytes, flag_all),
+            num_flags=num_chunks if flag_all else int(np.count_nonzero(np.bitwise_or.reduceat(mask.numpy(), starts))),
         )
 
     @classmethod
@@ -143,7 +145,7 @@ class Codebook(AnyCodebook):
             )
         row_bytes = whole("row_bytes", mask.numel(), 1, _core.MAX_ROW_BYTES)
         chunk_bytes = check_chunk_bytes(chunk_bytes)
-        pairs = np.zeros((2, -(-row_bytes // chunk_bytes) * chunk_bytes), np.uint8)
+        pairs = np.zeros((2, rounded_up(row_bytes, chunk_bytes)), np.uint8)
         pairs[0, :row_bytes] = mask.cpu().numpy()
         pairs[1, :row_bytes] = bitval.cpu().numpy()
         if (pairs[1] & ~pairs[0]).any():
@@ -241,11 +243,6 @@ def _checked_pairs(
     if most >= num_pairs:
         raise ValueError(f"index names pair {most} of a palette of {num_pairs}")
     return palette, index
-
-
-def _count_flags(mask: torch.Tensor, chunk_bytes: int, flag_all: bool) -> int:
-    starts = np.arange(0, len(mask), chunk_bytes)
-    return len(starts) if flag_all else int(np.count_nonzero(np.bitwise_or.reduceat(mask.numpy(), starts)))
 
 
 def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ... import _core
+from ..._common.rounding import rounded_up
 from ..codebook import AnyCodebook, checked_savings, kind_of, private_copy, public, whole
 
 # Of a codec, behind the scheme's and before the digits' widths (read_planes in csrc/bindings).
@@ -140,7 +141,10 @@ class PlanesCodebook(AnyCodebook):
         )
         entries = _checked_entries(self.entries, shape, symbol_bits)
         symbols = entries.numpy().astype(f"<u{symbol_bytes(symbol_bits)}")
-        constants = _packed_constants(live, row_template)
+        constants = b""  # as they begin the words: each padded to a multiple of 16 bytes
+        if live is not None and row_template is not None:
+            parts = row_template.numpy().tobytes(), live.numpy().astype("<u2").tobytes()
+            constants = b"".join(part + bytes(-len(part) % 16) for part in parts)
         checked = {
             **numbers,
             "row_bytes": row_bytes,
@@ -169,8 +173,8 @@ class PlanesCodebook(AnyCodebook):
             fields["first_symbol"] = None
         num_live, start, live, row_template = row_bytes // element_bytes - num_constant, 0, None, None
         if num_constant:
-            live_start = -(-row_bytes // 16) * 16
-            start = live_start + -(-2 * num_live // 16) * 16
+            live_start = rounded_up(row_bytes, 16)
+            start = live_start + rounded_up(2 * num_live, 16)
             row_template = words[:row_bytes].clone()
             live = words[live_start : live_start + 2 * num_live].view(torch.uint16).to(torch.int64)
         symbol_bits = 8 * element_bytes - fields["invariant_bits"] - fields["residual_bits"]
@@ -340,16 +344,7 @@ def _checked_constants(
     return live, row_template
 
 
-def _packed_constants(live: torch.Tensor | None, row_template: torch.Tensor | None) -> bytes:
-    """Both as they begin the words: each padded to a multiple of 16 bytes."""
-    if live is None or row_template is None:
-        return b""
-    parts = row_template.numpy().tobytes(), live.numpy().astype("<u2").tobytes()
-    return b"".join(part + bytes(-len(part) % 16) for part in parts)
-
-
 def _checked_entries(entries: object, shape: tuple[int, int], symbol_bits: int) -> torch.Tensor:
-    """A copy of the entries."""
     entries = private_copy("entries", entries, torch.int64, shape)
     if symbol_bits < 64 and (entries.numpy() >> symbol_bits).any():
         raise ValueError(

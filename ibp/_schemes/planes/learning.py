@@ -16,22 +16,15 @@ from .codebook import PlanesCodebook, signed
 LEVELS = ("default", "fast")
 _LEARN_ELEMENTS = 1 << 19  # of the rows of a cluster that are looked at
 _RUN_ELEMENTS = 1 << 20  # of all rows that a run of symbols is chosen by
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class LearnedPlanes:
-    """What `learn_planes` found.
+    """What `learn_planes` found."""
 
-    Attributes:
-        codebook: with expected_savings.
-        entries: uint16 [n], what an index says of the sample's rows (FORMAT.md section 2).
-        survey: of these; None where all rows stay as they are.
-    """
-
-    codebook: PlanesCodebook
-    entries: torch.Tensor
-    survey: slots.Survey | None
+    codebook: PlanesCodebook  # with expected_savings
+    entries: torch.Tensor  # uint16 [n], what an index says of the sample's rows (FORMAT.md section 2)
+    survey: slots.Survey | None  # of these; None where all rows stay as they are
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -173,7 +166,7 @@ def _relearned(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
 def _symbol_counts(codebook: PlanesCodebook, data: torch.Tensor) -> torch.Tensor:
     """How many elements have each symbol, of a sample of all rows, without elements that are the default."""
     size, num_symbols = codebook.element_bytes, 2**codebook.symbol_bits
-    elements = data[: data.numel() // size * size].view(_INTEGERS[size])
+    elements = data[: data.numel() // size * size].view(_rows.INTEGERS[size])
     elements = elements[:: elements.numel() // _RUN_ELEMENTS | 1]  # odd, so that rows give different columns
     elements = elements[elements != signed(codebook.default, 8 * size)]
     symbols = elements >> codebook.residual_bits - codebook.rotate & num_symbols - 1
