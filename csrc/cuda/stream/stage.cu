@@ -175,8 +175,6 @@ class Staging {
     FirstError calls_; // the coordinator's
 };
 
-static void work_at(void *staging, int64_t) { static_cast<Staging *>(staging)->work(); }
-
 static ibp_status create(ibp_stager *stager)
 {
     FirstError calls;
@@ -234,6 +232,7 @@ extern "C" ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *
         return IBP_INVALID_ARGUMENT;
     ibp::Staging staging(stager, table, slots, ids, out, fault, max_sms, stream);
     if (!staging.fits()) return IBP_INVALID_ARGUMENT;
-    run(runner, num_threads, ibp::work_at, &staging);
+    run(
+        runner, num_threads, [](void *of, int64_t) { static_cast<ibp::Staging *>(of)->work(); }, &staging);
     return staging.status();
 }
