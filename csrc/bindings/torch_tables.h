@@ -20,11 +20,6 @@ using Codec = std::vector<int64_t>;
 
 inline uint32_t row_bytes_of(int64_t row_bytes) { return to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes"); }
 
-inline void read_raw(const Tensor &, const Codec &codec, ibp_codebook *)
-{
-    require(codec.size() == 2, "codec of scheme raw has ", codec.size(), " numbers, 2 are needed");
-}
-
 // codec is [1, row_bytes, chunk_bytes, num_flags], words as codebook_words makes them; of several clusters one after
 // the other, each followed by its num_flags and three numbers that mean nothing.
 inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *codebook)
@@ -100,26 +95,23 @@ inline void read_planes(const Tensor &words, const Codec &codec, ibp_codebook *c
             "symbols; or the codec of scheme planes is out of range");
 }
 
-// What stands behind [scheme, row_bytes] in a codec is the scheme's own matter: a new scheme has a row here.
-struct SchemeReader {
-    ibp_scheme scheme;
-    void (*read)(const Tensor &words, const Codec &codec, ibp_codebook *codebook);
-};
-constexpr SchemeReader kSchemeReaders[] = {
-    {IBP_SCHEME_RAW, read_raw}, {IBP_SCHEME_IBP, read_masks}, {IBP_SCHEME_PLANES, read_planes}};
+// What stands behind [scheme, row_bytes] in a codec is the scheme's own matter: a new scheme has a case here.
 
 inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 {
     require(codec.size() >= 2, "codec is not [scheme, row_bytes, ...]");
     ibp_codebook codebook{};
     codebook.row_bytes = row_bytes_of(codec[1]);
-    for (const SchemeReader &reader : kSchemeReaders) {
-        if (codec[0] != reader.scheme) continue;
-        codebook.scheme = reader.scheme;
-        reader.read(words, codec, &codebook);
-        return codebook;
+    switch (codec[0]) {
+    case IBP_SCHEME_RAW:
+        require(codec.size() == 2, "codec of scheme raw has ", codec.size(), " numbers, 2 are needed");
+        break;
+    case IBP_SCHEME_IBP: read_masks(words, codec, &codebook); break;
+    case IBP_SCHEME_PLANES: read_planes(words, codec, &codebook); break;
+    default: throw std::runtime_error("ibp: unknown scheme " + to_text(codec[0]));
     }
-    throw std::runtime_error("ibp: unknown scheme " + to_text(codec[0]));
+    codebook.scheme = static_cast<ibp_scheme>(codec[0]);
+    return codebook;
 }
 
 // ---- tables ----

@@ -255,29 +255,17 @@ template <typename T> constexpr bool kIsRole<T, std::void_t<typename T::Value>> 
 template <typename T, typename = void> constexpr bool kHasParts = false;
 template <typename T> constexpr bool kHasParts<T, std::void_t<decltype(&T::add_parts)>> = true;
 
-// A tensor that the operation writes.
-struct Out : Tensor {
-    using Value = Tensor;
-    explicit Out(const Tensor &tensor) : Tensor(tensor) {}
+enum Place { kHere, kCpu, kNear };
+template <typename T, Place PLACE, bool IS_WRITTEN = false> struct Role : T {
+    using Value = T;
+    static constexpr Place kPlace = PLACE;
+    static constexpr bool kIsWritten = IS_WRITTEN;
+    explicit Role(const T &value) : T(value) {}
 };
-
-// A tensor on the CPU, wherever the others are.
-struct OnCpu : Tensor {
-    using Value = Tensor;
-    explicit OnCpu(const Tensor &tensor) : Tensor(tensor) {}
-};
-
-// Tensors where the others are.
-struct Tensors : std::vector<Tensor> {
-    using Value = std::vector<Tensor>;
-    explicit Tensors(const std::vector<Tensor> &tensors) : std::vector<Tensor>(tensors) {}
-};
-
-// Tensors on any CUDA device, where the others are on one.
-struct Near : std::vector<Tensor> {
-    using Value = std::vector<Tensor>;
-    explicit Near(const std::vector<Tensor> &tensors) : std::vector<Tensor>(tensors) {}
-};
+using Out = Role<Tensor, kHere, true>;         // a tensor that the operation writes
+using OnCpu = Role<Tensor, kCpu>;              // on the CPU, wherever the others are
+using Tensors = std::vector<Tensor>;           // where the others are, as a tensor without a role is
+using Near = Role<std::vector<Tensor>, kNear>; // on any CUDA device, where the others are on one
 
 // The tensors of a call, which are on one device. No byte that is written belongs to another tensor: else an
 // operation could overwrite numbers that it has checked, and act on the new ones.
@@ -290,13 +278,13 @@ class Given {
     template <typename T> void add(const T &argument)
     {
         if constexpr (kHasParts<T>) argument.add_parts(*this);
-        if constexpr (std::is_base_of_v<std::vector<Tensor>, T>) {
-            const Place place = std::is_same_v<T, Near> ? kNear : kHere;
-            for (const Tensor &tensor : argument) add({position_, nullptr, &tensor, place, false, {}});
-        } else if constexpr (std::is_base_of_v<Tensor, T>) {
-            const Place place = std::is_base_of_v<OnCpu, T> ? kCpu : kHere;
-            add({position_, nullptr, &argument, place, std::is_same_v<T, Out>, {}});
-        }
+        Place place = kHere;
+        bool is_written = false;
+        if constexpr (kIsRole<T>) place = T::kPlace, is_written = T::kIsWritten;
+        if constexpr (std::is_base_of_v<Tensors, T>)
+            for (const Tensor &tensor : argument) add({position_, nullptr, &tensor, place, is_written, {}});
+        else if constexpr (std::is_base_of_v<Tensor, T>)
+            add({position_, nullptr, &argument, place, is_written, {}});
         position_++;
     }
     template <typename T> void add(const std::optional<T> &argument)
@@ -336,7 +324,6 @@ class Given {
     }
 
   private:
-    enum Place { kHere, kCpu, kNear };
     struct Entry {
         size_t position;
         const char *part;     // of the argument at the position; nullptr: all of it
