@@ -121,7 +121,8 @@ struct Memory {
     int64_t num_bytes;
 };
 
-// Bytes from a tensor's first element to the end of its storage, which can have been resized; -1 where it begins past it.
+// Bytes from a tensor's first element to the end of its storage, which can have been resized; -1 where it begins past
+// that.
 inline int64_t bytes_held(const Tensor &tensor)
 {
     const auto element_bytes = static_cast<int64_t>(tensor.element_size());

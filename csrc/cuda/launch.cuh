@@ -16,7 +16,6 @@ struct Launch {
     bool overlaps = false;
 };
 
-
 // Whether memory is the host's, pinned, which a GPU reads over the link.
 bool is_host_memory(const void *memory);
 
