@@ -126,26 +126,20 @@ class TableHandle {
     {
         if (tables.empty() || starts.size() != tables.size() + 1 || max_sms < 0) return false;
         const TableHandle &first = *tables[0];
-        const Torch &torch = first.torch_;
-        ibp_ids items{};
+        ibp_ids items{}, places{};
         Range of_ids{}, of_positions{};
-        if (torch.has_observers() || starts[0] != 0) return false;
-        if (!first.read_ids(ids, &items, &of_ids) || !first.is_here(positions)) return false;
-        if (!torch.dtype.of(positions).is(torch.int32) || torch.numel.number(positions) != items.count ||
-            !torch.is_contiguous.is_true(positions) || !first.is_held(positions, items.count * 4, 4))
-            return false;
-        const auto places = static_cast<uintptr_t>(torch.data_ptr.number(positions));
-        of_positions = {places, places + static_cast<uintptr_t>(items.count) * 4};
+        if (first.torch_.has_observers() || starts[0] != 0) return false;
+        if (!first.read_ids(ids, &items, &of_ids) || !first.read_ids(positions, &places, &of_positions)) return false;
+        if (places.id_bytes != 4u || places.count != items.count) return false;
         if (!first.is_here(out) || !first.fits(py::reinterpret_borrow<py::object>(out), items.count)) return false;
-        const auto to = static_cast<uintptr_t>(torch.data_ptr.number(out));
-        const Range written{to, to + static_cast<uintptr_t>(items.count * first.handle_.table().item_bytes)};
+        const Range written = first.items_in(out, items.count);
         if (written.meets(of_ids) || written.meets(of_positions)) return false;
         for (size_t t = 0; t < tables.size(); t++)
             if (starts[t] > starts[t + 1] || !tables[t]->is_like(first) || tables[t]->meets_table(written))
                 return false;
         if (starts.back() != items.count) return false;
-        items.positions = reinterpret_cast<const uint32_t *>(places), items.out_items = items.count;
-        return gather_many(tables, starts, items, reinterpret_cast<uint8_t *>(to), max_sms);
+        items.positions = static_cast<const uint32_t *>(places.data), items.out_items = items.count;
+        return gather_many(tables, starts, items, reinterpret_cast<uint8_t *>(written.first), max_sms);
     }
 
     // All items of many tables in one call, those of table t to outs[t]. All tables are on one GPU. false, with nothing
@@ -163,10 +157,9 @@ class TableHandle {
             const ibp_table &table = one.handle_.table();
             if (!one.is_ready() || one.handle_.device != first.handle_.device || !one.is_here(outs[t])) return false;
             if (!one.fits(outs[t], table.num_items)) return false;
-            const auto to = static_cast<uintptr_t>(one.torch_.data_ptr.number(outs[t]));
-            written.push_back({to, to + static_cast<uintptr_t>(table.num_items * table.item_bytes)});
+            written.push_back(one.items_in(outs[t], table.num_items));
             if (one.meets_table(written[t])) return false;
-            gathers.push_back({&table, nullptr, reinterpret_cast<uint8_t *>(to), one.fault_});
+            gathers.push_back({&table, nullptr, reinterpret_cast<uint8_t *>(written[t].first), one.fault_});
         }
         std::sort(written.begin(), written.end(), [](const Range &a, const Range &b) { return a.first < b.first; });
         for (size_t t = 1; t < written.size(); t++)
@@ -215,11 +208,10 @@ class TableHandle {
         const bool is_new = out.is_none();
         const py::object result = is_new ? new_result(items.count) : py::reinterpret_borrow<py::object>(out);
         if (!is_here(result) || (!is_new && !fits(result, items.count))) return py::none();
-        const auto to = static_cast<uintptr_t>(torch_.data_ptr.number(result));
-        const Range written{to, to + static_cast<uintptr_t>(items.count * handle_.table().item_bytes)};
-        if (to == 0 || (!is_new && (meets_table(written) || written.meets(read)))) return py::none();
+        const Range written = items_in(result, items.count);
+        if (written.first == 0 || (!is_new && (meets_table(written) || written.meets(read)))) return py::none();
         if (cache != nullptr && !is_new && cache->meets(written)) return py::none();
-        return gather_from(cache, items, reinterpret_cast<uint8_t *>(to), max_sms) ? result : py::none();
+        return gather_from(cache, items, reinterpret_cast<uint8_t *>(written.first), max_sms) ? result : py::none();
     }
 
     bool has_faults() const
@@ -268,6 +260,13 @@ class TableHandle {
         for (size_t d = 0; d < item_shape_.size(); d++) shape[d + 1] = item_shape_[d];
         return Name::checked(
             PyObject_Call(torch_.empty.ptr(), py::make_tuple(shape, strides_).ptr(), empty_options_.ptr()));
+    }
+
+    // The memory of a tensor that holds as many items.
+    Range items_in(py::handle tensor, int64_t count) const
+    {
+        const auto first = static_cast<uintptr_t>(torch_.data_ptr.number(tensor));
+        return {first, first + static_cast<uintptr_t>(count * handle_.table().item_bytes)};
     }
 
     // Whether a tensor can be out.

@@ -18,7 +18,7 @@ ibp_cache_map map_of(const Tensor &map, int64_t ways)
     m.ways = to_u32(ways, 2, IBP_SEARCHED_WAYS, "ways");
     require((m.ways & (m.ways - 1)) == 0, "ways is ", ways, ", not 2, 4, 8, 16 or 32");
     const int64_t numbers = 2 * ways; // of a set
-    m.rows = static_cast<ibp_cached_row *>(static_cast<void *>(data_of<int64_t>(map, ScalarType::Long, 0, "map")));
+    m.rows = data_of<ibp_cached_row>(map, ScalarType::Long, 0, "map");
     require(map.numel() % numbers == 0 && map.numel() / numbers <= int64_t{UINT32_MAX}, "map has ", map.numel(),
             " numbers, not those of whole sets of ", ways, " ways");
     require(reinterpret_cast<uintptr_t>(m.rows) % sizeof *m.rows == 0, "map is not aligned to 16 bytes");
@@ -45,8 +45,7 @@ ibp_cache_slab slab_of(const Tensor &bytes, const Tensor &map, int64_t number, i
 ibp_cache_counts *cache_counts_of(const std::optional<Tensor> &counts)
 {
     constexpr int64_t kNumbers = sizeof(ibp_cache_counts) / sizeof(uint64_t);
-    if (!counts) return nullptr;
-    return static_cast<ibp_cache_counts *>(static_cast<void *>(unsigned_longs_of(*counts, kNumbers, "counts")));
+    return counts ? data_of<ibp_cache_counts>(*counts, ScalarType::Long, kNumbers, "counts") : nullptr;
 }
 
 const int64_t *rows_of(const Tensor &rows) { return data_of<int64_t>(rows, ScalarType::Long, 0, "rows"); }
@@ -84,9 +83,7 @@ Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slab
     const int64_t *const numbers = rows_of(rows);
     const uint32_t slabs = to_u32(num_slabs, 1, IBP_MAX_SLABS, "num_slabs");
     uint8_t *const owners = bytes_of(found, 0, "owners");
-    check(device.is_cuda() ? ibp_cuda_owners_of_rows(numbers, rows.numel(), slabs, owners, device.stream())
-                           : ibp_owners_of_rows(numbers, rows.numel(), slabs, owners),
-          "owners_of_rows");
+    run_on(device, "owners_of_rows", ibp_cuda_owners_of_rows, ibp_owners_of_rows, numbers, rows.numel(), slabs, owners);
     return found;
 }
 
@@ -127,8 +124,7 @@ void claim_cached(const Device &device, const Table &handle, const Tensor &ids, 
     require(slot_bytes % IBP_OVERFLOW_ALIGN == 0, "slot_bytes is ", slot_bytes, ", not a multiple of 32");
     const int64_t num_sets = lru.slab.map.num_sets, needed = total_bytes(num_sets * ways, slot_bytes, "bytes");
     require(bytes.numel() >= needed, "bytes has ", bytes.numel(), " bytes, ", needed, " are needed");
-    auto *const of_ways = data_of<int32_t>(stamps, ScalarType::Int, num_sets * (ways + 1), "stamps");
-    lru.stamps = static_cast<uint32_t *>(static_cast<void *>(of_ways));
+    lru.stamps = data_of<uint32_t>(stamps, ScalarType::Int, num_sets * (ways + 1), "stamps");
     lru.clock = unsigned_longs_of(clock, 2, "clock");
     const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
     uint64_t *const to = unsigned_longs_of(entries, num_rows, "entries");
@@ -147,9 +143,7 @@ void drop_cached(const Device &device, const Tensor &rows, int64_t ways, const O
 {
     const ibp_cache_map changed = map_of(map, ways);
     const int64_t *const numbers = rows_of(rows);
-    check(device.is_cuda() ? ibp_cuda_drop_cached(numbers, rows.numel(), &changed, device.stream())
-                           : ibp_drop_cached(numbers, rows.numel(), &changed),
-          "drop_cached");
+    run_on(device, "drop_cached", ibp_cuda_drop_cached, ibp_drop_cached, numbers, rows.numel(), &changed);
 }
 
 void set_cached(const Device &device, const Tensor &rows, const Tensor &lengths, int64_t ways, bool dirty,
@@ -159,9 +153,7 @@ void set_cached(const Device &device, const Tensor &rows, const Tensor &lengths,
     const int64_t *const numbers = rows_of(rows);
     const auto *const entries =
         data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? rows.numel() : 0, "lengths");
-    check(device.is_cuda() ? ibp_cuda_set_cached(numbers, entries, rows.numel(), dirty, &changed, device.stream())
-                           : ibp_set_cached(numbers, entries, rows.numel(), dirty, &changed),
-          "set_cached");
+    run_on(device, "set_cached", ibp_cuda_set_cached, ibp_set_cached, numbers, entries, rows.numel(), dirty, &changed);
 }
 
 template <typename Library> void implement(Library &m)

@@ -14,10 +14,11 @@ using namespace ibp_torch;
 
 // ---- statistics ----
 
-// The counts of all rows. on_cpu(rows, num_rows, counts) counts a range of rows, on a thread; on_cuda all of them.
-template <typename Cpu, typename Cuda>
+// The counts of all rows. call(count, rows, num_rows, counts) counts by on_cpu, a range of rows on a thread, or, with a
+// stream besides, by on_cuda all of them.
+template <typename Cuda, typename Cpu, typename Call>
 Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, uint32_t row_bytes, const char *name,
-                 const Cpu &on_cpu, const Cuda &on_cuda)
+                 const Cuda &on_cuda, const Cpu &on_cpu, const Call &call)
 {
     constexpr int64_t kLeastCounted = 1 << 20; // bytes of a range: its partial counts are 64 times as large as a row
     const uint8_t *const rows = bytes_of(data, 0, "data");
@@ -25,14 +26,15 @@ Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, u
     Tensor counts = new_counts(data, num_counts);
     uint64_t *const out = unsigned_longs_of(counts, num_counts, "counts");
     if (device.is_cuda()) {
-        check(on_cuda(rows, static_cast<size_t>(num_rows), out), name);
+        check(call(on_cuda, rows, static_cast<size_t>(num_rows), out, device.stream()), name);
         return counts;
     }
     std::mutex mutex;
     torch::stable::parallel_for(
         0, num_rows, std::max<int64_t>(1, kLeastCounted / row_bytes), [&](int64_t first, int64_t last) {
             std::vector<uint64_t> partial(static_cast<size_t>(num_counts));
-            check(on_cpu(rows + first * row_bytes, static_cast<size_t>(last - first), partial.data()), "counting");
+            check(call(on_cpu, rows + first * row_bytes, static_cast<size_t>(last - first), partial.data()),
+                  "counting");
             const std::lock_guard<std::mutex> lock(mutex);
             for (size_t i = 0; i < partial.size(); i++) out[i] += partial[i];
         });
@@ -42,26 +44,19 @@ Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, u
 Tensor count_bits(const Device &device, const Tensor &data, int64_t row_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes);
-    return counts_of(
-        device, data, 8 * row_bytes, bytes, "count_bits",
-        [&](const uint8_t *rows, size_t num_rows, uint64_t *counts) {
-            return ibp_count_bits(rows, num_rows, bytes, counts);
-        },
-        [&](const uint8_t *rows, size_t num_rows, uint64_t *counts) {
-            return ibp_cuda_count_bits(rows, num_rows, bytes, counts, device.stream());
-        });
+    return counts_of(device, data, 8 * row_bytes, bytes, "count_bits", ibp_cuda_count_bits, ibp_count_bits,
+                     [&](const auto &count, const uint8_t *rows, size_t num_rows, uint64_t *counts, auto... stream) {
+                         return count(rows, num_rows, bytes, counts, stream...);
+                     });
 }
 
 Tensor count_hits(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     require(!codec.empty() && codec[0] == IBP_SCHEME_IBP, "only scheme ibp has chunks");
     const ibp_codebook cb = codebook_of(codebook, codec);
-    return counts_of(
-        device, data, divide_up(cb.row_bytes, cb.chunk_bytes), cb.row_bytes, "count_hits",
-        [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) { return ibp_count_hits(&cb, rows, num_rows, hits); },
-        [&](const uint8_t *rows, size_t num_rows, uint64_t *hits) {
-            return ibp_cuda_count_hits(&cb, rows, num_rows, hits, device.stream());
-        });
+    return counts_of(device, data, divide_up(cb.row_bytes, cb.chunk_bytes), cb.row_bytes, "count_hits",
+                     ibp_cuda_count_hits, ibp_count_hits,
+                     [&](const auto &count, const auto &...given) { return count(&cb, given...); });
 }
 
 // ---- masks ----

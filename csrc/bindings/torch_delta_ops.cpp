@@ -63,8 +63,7 @@ static_assert(sizeof(ibp_delta_tensor) == 80, "ten numbers");
 DeltaTensors delta_tensors_of(const Tensor &tensors)
 {
     require(tensors.dim() == 2 && tensors.size(1) == 10, "tensors is not int64 [n, 10]");
-    const int64_t *const data = data_of<int64_t>(tensors, ScalarType::Long, 0, "tensors");
-    return {static_cast<const ibp_delta_tensor *>(static_cast<const void *>(data)),
+    return {data_of<ibp_delta_tensor>(tensors, ScalarType::Long, 0, "tensors"),
             to_u32(tensors.size(0), 0, 1 << 24, "the number of tensors")};
 }
 

@@ -16,67 +16,35 @@ uint8_t *flags_of(const Tensor &flags, int64_t num_pages, int64_t num_tensors, c
     return found;
 }
 
-// The arguments that describe a transfer of pages.
-struct TransferArguments {
-    Tensor pages, blocks;
-    int64_t num_pages, num_blocks, num_tensors, first_tensor;
-    Tensor starts;
-    std::optional<Tensor> block_starts;
-    int64_t block_stride, scratch, pieces;
-
-    static constexpr uint64_t kValues = 11;
-    explicit TransferArguments(Arguments &from)
-        : pages(from.take<Tensor>()), blocks(from.take<Tensor>()), num_pages(from.take<int64_t>()),
-          num_blocks(from.take<int64_t>()), num_tensors(from.take<int64_t>()), first_tensor(from.take<int64_t>()),
-          starts(from.take<Tensor>()), block_starts(from.take<std::optional<Tensor>>()),
-          block_stride(from.take<int64_t>()), scratch(from.take<int64_t>()), pieces(from.take<int64_t>())
-    {
-    }
-
-    void add_to(Given &given) const
-    {
-        const auto add = [&](const auto &...values) { (given.add(values), ...); };
-        add(pages, blocks, num_pages, num_blocks, num_tensors, first_tensor, starts, block_starts, block_stride);
-        add(scratch, pieces);
-    }
-
-    // What ids and starts have for each page and tensor says how many there are.
-    ibp_page_transfer transfer(const Tensor &ids) const
-    {
-        ibp_page_transfer t{};
-        t.count = pages.numel();
-        t.pages = data_of<int64_t>(pages, ScalarType::Long, 0, "pages");
-        t.blocks = data_of<int64_t>(blocks, ScalarType::Long, t.count, "blocks");
-        t.num_pages = num_pages, t.num_blocks = num_blocks;
-        t.num_tensors = to_u32(num_tensors, 1, INT32_MAX, "num_tensors");
-        t.first_tensor = to_u32(first_tensor, 0, num_tensors - 1, "first_tensor");
-        t.pieces = to_u32(pieces, 1, INT32_MAX, "pieces");
-        require(starts.numel() > 0 && starts.numel() % pieces == 0, "starts has ", starts.numel(), " elements, not ",
-                pieces, " a tensor");
-        t.tensors = to_u32(starts.numel() / pieces, 1, num_tensors - first_tensor, "the tensors of starts");
-        t.starts = unsigned_longs_of(starts, 0, "starts");
-        if (block_starts) t.block_starts = unsigned_longs_of(*block_starts, num_blocks, "block_starts");
-        t.block_stride = block_stride, t.scratch = static_cast<uint64_t>(scratch);
-        const int64_t per_block = t.count ? ids.numel() / (t.count * t.tensors) : pieces;
-        t.ids_per_block = to_u32(per_block, pieces, INT32_MAX, "the ids of a block");
-        require(per_block % pieces == 0 && ids.numel() == t.count * t.tensors * per_block, "ids has ", ids.numel(),
-                " elements for ", t.count, " pages");
-        return t;
-    }
-};
-
 int64_t *ids_of_transfer(const Tensor &ids) { return data_of<int64_t>(ids, ScalarType::Long, 0, "ids"); }
 
-void plan_pages(const Device &device, const TransferArguments &arguments, const std::optional<Tensor> &stored,
-                const Out &ids, const Out &addresses)
+// What ids and starts have for each page and tensor says how many there are.
+void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks, int64_t num_pages, int64_t num_blocks,
+                int64_t num_tensors, int64_t first_tensor, const Tensor &starts,
+                const std::optional<Tensor> &block_starts, int64_t block_stride, int64_t scratch, int64_t pieces,
+                const std::optional<Tensor> &stored, const Out &ids, const Out &addresses)
 {
-    const ibp_page_transfer t = arguments.transfer(ids);
+    ibp_page_transfer t{};
+    t.count = pages.numel();
+    t.pages = data_of<int64_t>(pages, ScalarType::Long, 0, "pages");
+    t.blocks = data_of<int64_t>(blocks, ScalarType::Long, t.count, "blocks");
+    t.num_pages = num_pages, t.num_blocks = num_blocks;
+    t.num_tensors = to_u32(num_tensors, 1, INT32_MAX, "num_tensors");
+    t.first_tensor = to_u32(first_tensor, 0, num_tensors - 1, "first_tensor");
+    t.pieces = to_u32(pieces, 1, INT32_MAX, "pieces");
+    require(starts.numel() > 0 && starts.numel() % pieces == 0, "starts has ", starts.numel(), " elements, not ",
+            pieces, " a tensor");
+    t.tensors = to_u32(starts.numel() / pieces, 1, num_tensors - first_tensor, "the tensors of starts");
+    t.starts = unsigned_longs_of(starts, 0, "starts");
+    if (block_starts) t.block_starts = unsigned_longs_of(*block_starts, num_blocks, "block_starts");
+    t.block_stride = block_stride, t.scratch = static_cast<uint64_t>(scratch);
+    const int64_t per_block = t.count ? ids.numel() / (t.count * t.tensors) : pieces;
+    t.ids_per_block = to_u32(per_block, pieces, INT32_MAX, "the ids of a block");
+    require(per_block % pieces == 0 && ids.numel() == t.count * t.tensors * per_block, "ids has ", ids.numel(),
+            " elements for ", t.count, " pages");
     const uint8_t *const flags = stored ? flags_of(*stored, t.num_pages, t.num_tensors, "stored") : nullptr;
     uint64_t *const places = unsigned_longs_of(addresses, t.count * t.tensors * t.pieces, "addresses");
-    int64_t *const to = ids_of_transfer(ids);
-    check(device.is_cuda() ? ibp_cuda_plan_pages(&t, flags, to, places, device.stream())
-                           : ibp_plan_pages(&t, flags, to, places),
-          "plan_pages");
+    run_on(device, "plan_pages", ibp_cuda_plan_pages, ibp_plan_pages, &t, flags, ids_of_transfer(ids), places);
 }
 
 void note_pages(const Device &device, const Tensor &ids, int64_t ids_per_block, const Tensor &lengths,
@@ -90,10 +58,8 @@ void note_pages(const Device &device, const Tensor &ids, int64_t ids_per_block, 
     const auto *const entries = data_of<uint16_t>(lengths, ScalarType::UInt16, 0, "lengths");
     const auto *const owned = data_of<uint16_t>(rooms, ScalarType::UInt16, rooms.numel() ? num_rows : 0, "rooms");
     uint8_t *const flags = bytes_of(stored, num_flags, "stored"), *const of_host = bytes_of(seen, num_flags, "seen");
-    check(device.is_cuda() ? ibp_cuda_note_pages(of_rows, num_blocks, per_block, entries, owned, num_rows, flags,
-                                                 of_host, device.stream())
-                           : ibp_note_pages(of_rows, num_blocks, per_block, entries, owned, num_rows, flags, of_host),
-          "note_pages");
+    run_on(device, "note_pages", ibp_cuda_note_pages, ibp_note_pages, of_rows, num_blocks, per_block, entries, owned,
+           num_rows, flags, of_host);
 }
 
 template <typename Library> void implement(Library &m)

@@ -28,17 +28,16 @@ ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor
     const int64_t num_rows = starts.numel() - 1;
     require(entries.dim() == 2 && entries.size(1) == 2 && entries.size(0) <= INT32_MAX,
             "entries has the wrong shape: [escapes, 2] is needed");
-    const void *const begins = data_of<int32_t>(starts, ScalarType::Int, num_rows + 1, "starts"),
-                      *const list = data_of<int32_t>(entries, ScalarType::Int, entries.numel(), "entries");
     ibp_digit_matrix matrix = {};
     matrix.slots = data_of<uint8_t>(slots, ScalarType::Byte, slots.numel(), "slots");
     matrix.slots_bytes = slots.numel();
     matrix.slot_bytes = to_u32(slot_bytes, 16, UINT32_MAX, "slot_bytes");
     matrix.first_symbol = to_u32(below.numel() - 2, 0, UINT8_MAX, "the first symbol");
     matrix.num_rows = num_rows, matrix.num_columns = to_u32(num_columns, 1, INT32_MAX, "the columns");
-    matrix.starts = static_cast<const uint32_t *>(begins);
+    matrix.starts = data_of<uint32_t>(starts, ScalarType::Int, num_rows + 1, "starts");
     matrix.kind = dtype == ScalarType::Half ? IBP_FLOAT16 : IBP_BFLOAT16;
-    matrix.escapes = static_cast<const ibp_escape *>(list), matrix.num_escapes = static_cast<uint32_t>(entries.size(0));
+    matrix.escapes = data_of<ibp_escape>(entries, ScalarType::Int, entries.numel(), "entries");
+    matrix.num_escapes = static_cast<uint32_t>(entries.size(0));
     return matrix;
 }
 
@@ -95,7 +94,7 @@ void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes
     const ibp_digit_matrix stack = matrix_of(slots, slot_bytes, below, starts, entries, x.size(1), dtype);
     const Tensor near = aligned(x);
     const uint16_t *const vectors = elements_of(near, dtype, x.numel(), "x");
-    const void *const list = data_of<int32_t>(groups, ScalarType::Int, groups.numel(), "groups");
+    const auto *const list = data_of<ibp_vector_group>(groups, ScalarType::Int, groups.numel(), "groups");
     require(sharing >= 1, "sharing is ", sharing, "; wanted at least 1");
     const int64_t num_vectors = total_bytes(x.size(0), sharing, "x");
     const int64_t *numbers = nullptr;
@@ -104,8 +103,8 @@ void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes
         numbers = data_of<int64_t>(*order, ScalarType::Long, num_vectors, "order");
     }
     uint16_t *const to = elements_of(out, dtype, total_bytes(num_vectors, num_rows, "out"), "out");
-    check(ibp_cuda_linear_groups(&stack, num_rows, static_cast<const ibp_vector_group *>(list), groups.size(0), numbers,
-                                 sharing, vectors, num_vectors, to, device.stream()),
+    check(ibp_cuda_linear_groups(&stack, num_rows, list, groups.size(0), numbers, sharing, vectors, num_vectors, to,
+                                 device.stream()),
           "linear_groups");
 }
 

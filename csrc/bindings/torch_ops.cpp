@@ -4,8 +4,8 @@
 // Built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without CUDA. The
 // operations are public: arguments that contradict each other raise, whatever they are. One function serves the CPU and
 // CUDA, where both have the operation: it asks which of them its tensors are on.
-#include "torch_places.h"
 #include "torch_ranges.h"
+#include "torch_tables.h"
 
 #include <algorithm>
 #include <memory>
@@ -102,9 +102,7 @@ Tensor index_rows(const Device &device, const Tensor &lengths, int64_t num_bytes
     Tensor bases = new_tensor(lengths, {num_bases + 1}, ScalarType::Long);
     auto *const last = static_cast<int64_t *>(bases.data_ptr()) + num_bases;
     uint64_t *const out = unsigned_longs_of(bases, num_bases, "bases");
-    check(device.is_cuda() ? ibp_cuda_index_rows(given, num_bytes, bytes, slot, out, last, device.stream())
-                           : ibp_index_rows(given, num_bytes, bytes, slot, out, last),
-          "index_rows");
+    run_on(device, "index_rows", ibp_cuda_index_rows, ibp_index_rows, given, num_bytes, bytes, slot, out, last);
     return bases;
 }
 
@@ -118,9 +116,7 @@ Tensor survey_rows(const Device &device, const Tensor &lengths, int64_t num_byte
         data_of<uint16_t>(lengths, ScalarType::UInt16, divide_up(num_bytes, bytes), "lengths");
     Tensor found = new_counts(lengths, 2 + divide_up(row_bytes, kSectorBytes));
     uint64_t *const out = unsigned_longs_of(found, 2, "survey");
-    check(device.is_cuda() ? ibp_cuda_survey_rows(given, num_bytes, bytes, out, device.stream())
-                           : ibp_survey_rows(given, num_bytes, bytes, out),
-          "survey_rows");
+    run_on(device, "survey_rows", ibp_cuda_survey_rows, ibp_survey_rows, given, num_bytes, bytes, out);
     return found;
 }
 
@@ -170,9 +166,7 @@ void move_parts(const Device &device, const Table &handle, const Tensor &bases, 
     table.bases = unsigned_longs_of(bases, num_bases, "bases"), table.rows_per_base = IBP_ROWS_PER_BASE;
     uint8_t *const to = bytes_of(overflow, 0, "overflow");
     table.overflow_bytes = overflow.numel();
-    check(device.is_cuda() ? ibp_cuda_move_parts(&table, &handle.place, to, device.stream())
-                           : ibp_move_parts(&table, &handle.place, to),
-          "move_parts");
+    run_on(device, "move_parts", ibp_cuda_move_parts, ibp_move_parts, &table, &handle.place, to);
 }
 
 // data: of one block of rows. One thread: callers code several blocks at once. Sizes of rows come as lengths, and their
@@ -195,16 +189,67 @@ void encode_packed(const Device &, const Tensor &data, const Tensor &codebook, c
 
 // ---- coding rows into a place ----
 
+// A dimension in which something is counted: how many there are, and how many bytes they are apart.
+struct Dimension {
+    int64_t size, stride;
+};
+
+// The dimensions of a tensor in bytes, from the innermost on; dimensions that continue each other are merged. The first
+// one is the bytes that lie one after the other.
+std::vector<Dimension> dimensions_of(const Tensor &x)
+{
+    const auto element_bytes = static_cast<int64_t>(x.element_size());
+    std::vector<Dimension> dimensions{{element_bytes, 1}};
+    for (int64_t d = x.dim(); d-- > 0;) {
+        const int64_t size = x.size(d), stride = x.stride(d) * element_bytes;
+        Dimension &inner = dimensions.back();
+        if (size == 1) continue;
+        if (stride == inner.size * inner.stride)
+            inner.size *= size;
+        else
+            dimensions.push_back({size, stride});
+    }
+    return dimensions;
+}
+
+// The elements of a tensor in its own order, as rows. A contiguous one may end with a short row.
+ibp_row_source rows_of(const Tensor &x, int64_t row_bytes)
+{
+    ibp_row_source source{};
+    const Memory memory = extent_of(x);
+    source.data = memory.data;
+    if (memory.data == nullptr) return source;
+    std::vector<Dimension> dimensions = dimensions_of(x);
+    const int64_t run = dimensions[0].size;
+    if (dimensions.size() == 1) {
+        source.num_rows = divide_up(run, row_bytes);
+        source.last_row_bytes = static_cast<uint32_t>(run - (source.num_rows - 1) * row_bytes);
+        return source;
+    }
+    require(run % row_bytes == 0, "x has runs of ", run, " bytes, which are no whole rows of ", row_bytes);
+    dimensions[0] = {run / row_bytes, row_bytes};
+    if (dimensions[0].size == 1) dimensions.erase(dimensions.begin());
+    require(dimensions.size() <= IBP_MAX_SOURCE_DIMS, "rows of x lie in ", static_cast<int64_t>(dimensions.size()),
+            " dimensions, more than 4");
+    source.num_rows = 1;
+    source.num_dims = static_cast<uint32_t>(dimensions.size());
+    for (uint32_t d = 0; d < source.num_dims; d++) { // outermost first there
+        source.sizes[source.num_dims - 1 - d] = dimensions[d].size;
+        source.strides[source.num_dims - 1 - d] = dimensions[d].stride;
+        source.num_rows *= dimensions[d].size; // no more than elements
+    }
+    return source;
+}
+
 // x: rows, of any dtype and strides. buffers: addresses of memory of x's layout, whose rows are coded instead of x's
 // own; these are trusted.
 ibp_row_source source_of(const Tensor &x, const std::optional<Tensor> &buffers, int64_t row_bytes)
 {
     ibp_row_source source = rows_of(x, row_bytes);
     if (buffers) {
-        const auto *addresses = data_of<int64_t>(*buffers, ScalarType::Long, 0, "buffers");
+        source.buffers = data_of<const uint8_t *>(*buffers, ScalarType::Long, 0, "buffers");
         require(source.num_rows > 0 && source.last_row_bytes % row_bytes == 0, "x has no whole rows of ", row_bytes,
                 " bytes");
-        source.buffers = static_cast<const uint8_t *const *>(static_cast<const void *>(addresses));
         source.rows_per_buffer = source.num_rows;
         source.last_row_bytes = 0;
         source.num_rows = total_bytes(buffers->numel(), source.num_rows, "rows of buffers");
@@ -237,7 +282,7 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
 {
     ibp_place place = handle.place;
     require(place.used != nullptr, "table is not described as a place");
-    place.counts = static_cast<ibp_place_counts *>(static_cast<void *>(unsigned_longs_of(counts, 2, "counts")));
+    place.counts = data_of<ibp_place_counts>(counts, ScalarType::Long, 2, "counts");
     const uint32_t row_bytes = place.table.codebook.row_bytes;
     const ibp_row_source source = source_of(x, buffers, row_bytes);
     const int64_t num_rows = ibp_rows_of_bytes(ibp_bytes_of_table(&place.table), row_bytes);
@@ -278,8 +323,7 @@ void gather_items(const Device &device, const Table &handle, const std::optional
     else
         to = room_of(out, positions ? 0 : total_bytes(items.count, table.item_bytes, "items"), "out");
     if (positions) {
-        const auto *data = data_of<int32_t>(*positions, ScalarType::Int, items.count, "positions");
-        items.positions = static_cast<const uint32_t *>(static_cast<const void *>(data));
+        items.positions = data_of<uint32_t>(*positions, ScalarType::Int, items.count, "positions");
         items.out_items = table.item_bytes ? memory_of(out, "out").num_bytes / table.item_bytes : 0;
     }
     ibp_cache found{};
@@ -325,9 +369,8 @@ std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids
     Tensor workspace = new_tensor(ids, {num_bytes}, ScalarType::Byte);
     void *const space = workspace.data_ptr(), *const sorted = sorted_ids.data_ptr();
     auto *const places = static_cast<uint32_t *>(positions.data_ptr());
-    check(device.is_cuda() ? ibp_cuda_partition_ids(&items, num_items, bits, space, sorted, places, device.stream())
-                           : ibp_partition_ids(&items, num_items, bits, space, sorted, places),
-          "partition_ids");
+    run_on(device, "partition_ids", ibp_cuda_partition_ids, ibp_partition_ids, &items, num_items, bits, space, sorted,
+           places);
     return {sorted_ids, positions};
 }
 
@@ -343,9 +386,8 @@ std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids
            groups = new_tensor(ids, {num_groups, 3}, ScalarType::Int);
     auto *const numbers = static_cast<int64_t *>(order.data_ptr());
     auto *const list = static_cast<ibp_vector_group *>(groups.data_ptr());
-    check(device.is_cuda() ? ibp_cuda_group_vectors(&matrices, num_matrices, numbers, list, num_groups, device.stream())
-                           : ibp_group_vectors(&matrices, num_matrices, numbers, list, num_groups),
-          "group_vectors");
+    run_on(device, "group_vectors", ibp_cuda_group_vectors, ibp_group_vectors, &matrices, num_matrices, numbers, list,
+           num_groups);
     return {order, groups};
 }
 
@@ -368,9 +410,7 @@ Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matric
     Tensor numbers = new_tensor(ids, {total}, ScalarType::Long);
     listed.slots = static_cast<int64_t *>(numbers.data_ptr());
     listed.held = listed.slots + matrices.count, listed.rows = listed.held + num_slots;
-    check(device.is_cuda() ? ibp_cuda_list_matrices(&matrices, num_matrices, &listed, device.stream())
-                           : ibp_list_matrices(&matrices, num_matrices, &listed),
-          "list_matrices");
+    run_on(device, "list_matrices", ibp_cuda_list_matrices, ibp_list_matrices, &matrices, num_matrices, &listed);
     return numbers;
 }
 
@@ -383,14 +423,11 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
     constexpr int64_t kGroup = IBP_ROWS_PER_BASE;
     constexpr int64_t kLengthBytes = 256; // a length at a random place takes as long to read as these bytes in order
     const ibp_table &table = handle.table();
-    const int64_t row_bytes = table.codebook.row_bytes, item_bytes = table.item_bytes;
-    require(item_bytes > 0 && item_bytes % row_bytes == 0, "items of ", item_bytes, " bytes are not whole rows of ",
-            row_bytes);
+    const int64_t row_bytes = table.codebook.row_bytes, rows_per_item = rows_per_item_of(table);
     ibp_ids items = ids_of(ids);
     require(0 <= first && first < items.count, "first is ", first, " of ", items.count, " ids");
     items.data = static_cast<const uint8_t *>(items.data) + first * items.id_bytes;
     items.count -= first;
-    const int64_t rows_per_item = item_bytes / row_bytes;
     auto *const lengths_to = data_of<uint16_t>(lengths_out, ScalarType::UInt16, rows_per_item, "lengths_out");
     const int64_t most_items = std::min(items.count, lengths_out.numel() / rows_per_item);
     int64_t num_rows = most_items * rows_per_item, num_groups = divide_up(num_rows, kGroup);

@@ -20,11 +20,6 @@ using Codec = std::vector<int64_t>;
 
 inline uint32_t row_bytes_of(int64_t row_bytes) { return to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes"); }
 
-inline void read_raw(const Tensor &, const Codec &codec, ibp_codebook *)
-{
-    require(codec.size() == 2, "codec of scheme raw has ", codec.size(), " numbers, 2 are needed");
-}
-
 // codec is [1, row_bytes, chunk_bytes, num_flags], words as codebook_words makes them; of several clusters one after
 // the other, each followed by its num_flags and three numbers that mean nothing.
 inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *codebook)
@@ -35,8 +30,7 @@ inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *co
             ", not 1, 2, 4 or 8");
     codebook->num_flags = to_u32(codec[3], 0, divide_up(codebook->row_bytes, codebook->chunk_bytes), "num_flags");
     const auto num_words = static_cast<int64_t>(ibp_codebook_words(codebook->row_bytes));
-    const auto *data = static_cast<const uint32_t *>(
-        static_cast<const void *>(data_of<int32_t>(words, ScalarType::Int, 3 * num_words, "codebook")));
+    const auto *data = data_of<uint32_t>(words, ScalarType::Int, 3 * num_words, "codebook");
     require(reinterpret_cast<uintptr_t>(data) % 16 == 0, "codebook is not aligned to 16 bytes");
     codebook->mask = data;
     codebook->bitval = data + num_words;
@@ -101,36 +95,30 @@ inline void read_planes(const Tensor &words, const Codec &codec, ibp_codebook *c
             "symbols; or the codec of scheme planes is out of range");
 }
 
-// What stands behind [scheme, row_bytes] in a codec is the scheme's own matter: a new scheme has a row here.
-struct SchemeReader {
-    ibp_scheme scheme;
-    void (*read)(const Tensor &words, const Codec &codec, ibp_codebook *codebook);
-};
-constexpr SchemeReader kSchemeReaders[] = {
-    {IBP_SCHEME_RAW, read_raw}, {IBP_SCHEME_IBP, read_masks}, {IBP_SCHEME_PLANES, read_planes}};
+// What stands behind [scheme, row_bytes] in a codec is the scheme's own matter: a new scheme has a case here.
 
 inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 {
     require(codec.size() >= 2, "codec is not [scheme, row_bytes, ...]");
     ibp_codebook codebook{};
     codebook.row_bytes = row_bytes_of(codec[1]);
-    for (const SchemeReader &reader : kSchemeReaders) {
-        if (codec[0] != reader.scheme) continue;
-        codebook.scheme = reader.scheme;
-        reader.read(words, codec, &codebook);
-        return codebook;
+    switch (codec[0]) {
+    case IBP_SCHEME_RAW:
+        require(codec.size() == 2, "codec of scheme raw has ", codec.size(), " numbers, 2 are needed");
+        break;
+    case IBP_SCHEME_IBP: read_masks(words, codec, &codebook); break;
+    case IBP_SCHEME_PLANES: read_planes(words, codec, &codebook); break;
+    default: throw std::runtime_error("ibp: unknown scheme " + to_text(codec[0]));
     }
-    throw std::runtime_error("ibp: unknown scheme " + to_text(codec[0]));
+    codebook.scheme = static_cast<ibp_scheme>(codec[0]);
+    return codebook;
 }
 
 // ---- tables ----
 
-// The argument `table` of an operation: a handle.
-struct Table : ibp::TableHandle {
-    OnCpu tensor;
-
-    static constexpr uint64_t kValues = 1;
-    explicit Table(Arguments &from) : tensor(from.take<OnCpu>())
+// The argument `table` of an operation: the tensor of a handle. WRITTEN: bits of the parts that the operation writes.
+template <uint32_t WRITTEN> struct TableOf : OnCpu, ibp::TableHandle {
+    explicit TableOf(const Tensor &tensor) : OnCpu(tensor)
     {
         require_cpu(tensor);
         const uint8_t *const bytes = bytes_of(tensor, sizeof(ibp::TableHandle), "table");
@@ -138,35 +126,18 @@ struct Table : ibp::TableHandle {
         require(mark == kMark, "table is not what describe_table has described");
     }
 
-    void add_to(Given &given) const { add_parts(given, 0); }
-
-  protected:
-    // written: bits of the parts that the operation writes.
-    void add_parts(Given &given, uint32_t written) const
+    void add_parts(Given &given) const
     {
         for (uint32_t p = 0; p < ibp::kNumParts; p++)
-            given.add_part(ibp::kPartNames[p], parts[p], (written >> p & 1u) != 0);
-        given.require_device(device);
-        given.add(tensor);
+            given.add_part(ibp::kPartNames[p], parts[p], (WRITTEN >> p & 1u) != 0);
+        given.require_device(ibp::TableHandle::device);
     }
 };
+using Table = TableOf<0>;
+using TableOut = TableOf<1u << ibp::kSlots | 1u << ibp::kOverflow>; // a table whose rows are written
+using PlaceOut = TableOf<~(1u << ibp::kCodebook)>;                  // a place that rows are coded into
 
-// A table whose rows are written.
-struct TableOut : Table {
-    using Table::Table;
-    void add_to(Given &given) const { add_parts(given, 1u << ibp::kSlots | 1u << ibp::kOverflow); }
-};
-
-// A place that rows are coded into: all but the codebook is written.
-struct PlaceOut : Table {
-    using Table::Table;
-    void add_to(Given &given) const { add_parts(given, ~(1u << ibp::kCodebook)); }
-};
-
-inline ibp_fault *fault_of(const Tensor &fault)
-{
-    return static_cast<ibp_fault *>(static_cast<void *>(data_of<int64_t>(fault, ScalarType::Long, 4, "fault")));
-}
+inline ibp_fault *fault_of(const Tensor &fault) { return data_of<ibp_fault>(fault, ScalarType::Long, 4, "fault"); }
 
 // ---- ids ----
 
@@ -210,23 +181,19 @@ inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_by
         require(stride >= end, "items of out share memory");
         end = total_bytes(size - 1, stride, "out") + end;
     }
-    int64_t storage_bytes = 0, offset = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(out.get(), &storage_bytes));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(out.get(), &offset));
     auto *const data = static_cast<uint8_t *>(out.data_ptr());
-    require(data != nullptr && storage_bytes >= end && offset <= (storage_bytes - end) / element_bytes,
-            "out has more elements than its storage");
+    require(data != nullptr && bytes_held(out) >= end, "out has more elements than its storage");
     return {data, end};
 }
 
-// ---- caches of rows ----
+// ---- rows of items ----
 
 // Rows of an item; items must be whole rows.
 inline int64_t rows_per_item_of(const ibp_table &table)
 {
     const int64_t row_bytes = table.codebook.row_bytes;
     require(table.item_bytes > 0 && table.item_bytes % row_bytes == 0, "items of ", table.item_bytes,
-            " bytes are not whole rows of ", row_bytes, ", the unit of a cache");
+            " bytes are not whole rows of ", row_bytes);
     return table.item_bytes / row_bytes;
 }
 

@@ -121,23 +121,29 @@ struct Memory {
     int64_t num_bytes;
 };
 
-inline Memory memory_of(const Tensor &tensor, const char *name)
+// Bytes from a tensor's first element to the end of its storage, which can have been resized; -1 where it begins past
+// that.
+inline int64_t bytes_held(const Tensor &tensor)
 {
-    require(tensor.is_contiguous(), name, " is not contiguous");
     const auto element_bytes = static_cast<int64_t>(tensor.element_size());
-    const int64_t num_bytes = total_bytes(tensor.numel(), element_bytes, name);
-    if (num_bytes == 0) return {nullptr, 0};
     int64_t storage_bytes = 0, offset = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &storage_bytes));
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
-    const bool is_held =
-        offset >= 0 && storage_bytes >= num_bytes && offset <= (storage_bytes - num_bytes) / element_bytes;
+    return offset < 0 || offset > storage_bytes / element_bytes ? -1 : storage_bytes - offset * element_bytes;
+}
+
+inline Memory memory_of(const Tensor &tensor, const char *name)
+{
+    require(tensor.is_contiguous(), name, " is not contiguous");
+    const int64_t num_bytes = total_bytes(tensor.numel(), static_cast<int64_t>(tensor.element_size()), name);
+    if (num_bytes == 0) return {nullptr, 0};
     auto *const data = static_cast<uint8_t *>(tensor.data_ptr());
-    require(is_held && data != nullptr, name, " has more elements than its storage");
+    require(bytes_held(tensor) >= num_bytes && data != nullptr, name, " has more elements than its storage");
     return {data, num_bytes};
 }
 
 // The data of a contiguous tensor of the given dtype and at least the given number of elements; nullptr if it is empty.
+// T: what the core takes such elements as.
 template <typename T> T *data_of(const Tensor &tensor, ScalarType dtype, int64_t least, const char *name)
 {
     require(tensor.scalar_type() == dtype, name, " has the wrong dtype");
@@ -150,10 +156,9 @@ inline uint8_t *bytes_of(const Tensor &tensor, int64_t least, const char *name)
     return data_of<uint8_t>(tensor, ScalarType::Byte, least, name);
 }
 
-// The same of a tensor whose numbers the core takes as unsigned.
 inline uint64_t *unsigned_longs_of(const Tensor &tensor, int64_t least, const char *name)
 {
-    return static_cast<uint64_t *>(static_cast<void *>(data_of<int64_t>(tensor, ScalarType::Long, least, name)));
+    return data_of<uint64_t>(tensor, ScalarType::Long, least, name);
 }
 
 // The memory of a contiguous tensor of any dtype that has room for least bytes; nullptr if it is empty.
@@ -177,11 +182,7 @@ inline Memory extent_of(const Tensor &x)
         fits = fits && x.stride(d) >= 0 && !__builtin_mul_overflow(x.size(d) - 1, x.stride(d), &step) &&
                !__builtin_add_overflow(last, step, &last);
     }
-    int64_t storage_bytes = 0, offset = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(x.get(), &storage_bytes));
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(x.get(), &offset));
-    const int64_t held = storage_bytes / element_bytes;
-    if (!fits || offset < 0 || offset >= held || last >= held - offset) return {nullptr, -1};
+    if (!fits || last >= bytes_held(x) / element_bytes) return {nullptr, -1};
     return {static_cast<uint8_t *>(x.data_ptr()), (last + 1) * element_bytes};
 }
 
@@ -248,35 +249,24 @@ class Device {
 
 // ---- arguments ----
 
-// The arguments of an operation as torch gives them, taken one after the other.
-class Arguments;
-template <typename T> constexpr bool kIsGroup = std::is_constructible_v<T, Arguments &>;
-template <typename T, typename = void> constexpr bool kIsRole = false; // Out, OnCpu, Tensors, Near
+// Arguments of an operation are values as torch gives them, or have a role: they are made of such a value.
+template <typename T, typename = void> constexpr bool kIsRole = false;
 template <typename T> constexpr bool kIsRole<T, std::void_t<typename T::Value>> = true;
+// Tables, which have parts besides.
+template <typename T, typename = void> constexpr bool kHasParts = false;
+template <typename T> constexpr bool kHasParts<T, std::void_t<decltype(&T::add_parts)>> = true;
 
-// A tensor that the operation writes.
-struct Out : Tensor {
-    using Value = Tensor;
-    explicit Out(const Tensor &tensor) : Tensor(tensor) {}
+enum Place { kHere, kCpu, kNear };
+template <typename T, Place PLACE, bool IS_WRITTEN = false> struct Role : T {
+    using Value = T;
+    static constexpr Place kPlace = PLACE;
+    static constexpr bool kIsWritten = IS_WRITTEN;
+    explicit Role(const T &value) : T(value) {}
 };
-
-// A tensor on the CPU, wherever the others are.
-struct OnCpu : Tensor {
-    using Value = Tensor;
-    explicit OnCpu(const Tensor &tensor) : Tensor(tensor) {}
-};
-
-// Tensors where the others are.
-struct Tensors : std::vector<Tensor> {
-    using Value = std::vector<Tensor>;
-    explicit Tensors(const std::vector<Tensor> &tensors) : std::vector<Tensor>(tensors) {}
-};
-
-// Tensors on any CUDA device, where the others are on one.
-struct Near : std::vector<Tensor> {
-    using Value = std::vector<Tensor>;
-    explicit Near(const std::vector<Tensor> &tensors) : std::vector<Tensor>(tensors) {}
-};
+using Out = Role<Tensor, kHere, true>;         // a tensor that the operation writes
+using OnCpu = Role<Tensor, kCpu>;              // on the CPU, wherever the others are
+using Tensors = std::vector<Tensor>;           // where the others are, as a tensor without a role is
+using Near = Role<std::vector<Tensor>, kNear>; // on any CUDA device, where the others are on one
 
 // The tensors of a call, which are on one device. No byte that is written belongs to another tensor: else an
 // operation could overwrite numbers that it has checked, and act on the new ones.
@@ -285,19 +275,17 @@ class Given {
     // names: of the operation's arguments, in their order and with a blank between them.
     explicit Given(const char *names) : names_(names) {}
 
-    // Every argument in its order; a struct of several values adds each.
+    // Every argument in its order.
     template <typename T> void add(const T &argument)
     {
-        if constexpr (kIsGroup<T>) {
-            argument.add_to(*this);
-            return;
-        } else if constexpr (std::is_base_of_v<std::vector<Tensor>, T>) {
-            const Place place = std::is_same_v<T, Near> ? kNear : kHere;
-            for (const Tensor &tensor : argument) add({position_, nullptr, &tensor, place, false, {}});
-        } else if constexpr (std::is_base_of_v<Tensor, T>) {
-            const Place place = std::is_same_v<T, OnCpu> ? kCpu : kHere;
-            add({position_, nullptr, &argument, place, std::is_same_v<T, Out>, {}});
-        }
+        if constexpr (kHasParts<T>) argument.add_parts(*this);
+        Place place = kHere;
+        bool is_written = false;
+        if constexpr (kIsRole<T>) place = T::kPlace, is_written = T::kIsWritten;
+        if constexpr (std::is_base_of_v<Tensors, T>)
+            for (const Tensor &tensor : argument) add({position_, nullptr, &tensor, place, is_written, {}});
+        else if constexpr (std::is_base_of_v<Tensor, T>)
+            add({position_, nullptr, &argument, place, is_written, {}});
         position_++;
     }
     template <typename T> void add(const std::optional<T> &argument)
@@ -308,7 +296,7 @@ class Given {
             position_++;
     }
 
-    // A part of what the argument is that is added next: memory on a device, which has been checked.
+    // A part of an argument: memory on a device, which has been checked.
     void add_part(const char *name, const ibp::Range &range, bool is_written)
     {
         const auto num_bytes = static_cast<int64_t>(range.end - range.first);
@@ -337,7 +325,6 @@ class Given {
     }
 
   private:
-    enum Place { kHere, kCpu, kNear };
     struct Entry {
         size_t position;
         const char *part;     // of the argument at the position; nullptr: all of it
@@ -386,6 +373,13 @@ class Given {
     bool is_wanted_ = false;
 };
 
+// Calls a function of the core where the call runs: on_cuda takes a stream besides.
+template <typename Cuda, typename Cpu, typename... Parameters>
+void run_on(const Device &device, const char *what, const Cuda &on_cuda, const Cpu &on_cpu, const Parameters &...given)
+{
+    check(device.is_cuda() ? on_cuda(given..., device.stream()) : on_cpu(given...), what);
+}
+
 // ---- new tensors ----
 
 inline Tensor new_tensor(const Tensor &like, std::vector<int64_t> sizes, ScalarType dtype)
@@ -402,50 +396,35 @@ inline Tensor new_counts(const Tensor &like, int64_t size)
 
 // ---- operations ----
 
-class Arguments {
-  public:
-    explicit Arguments(const StableIValue *values) : next_(values) {}
-
-    // The next value; or a struct of the next T::kValues values, which T's constructor takes.
-    template <typename T> T take()
+// Takes the next argument of torch's.
+template <typename T> struct Argument {
+    static T of(const StableIValue *&next)
     {
-        if constexpr (kIsGroup<T>)
-            return T(*this);
-        else if constexpr (kIsRole<T>)
-            return T(take<typename T::Value>());
+        if constexpr (kIsRole<T>)
+            return T(torch::stable::detail::to<typename T::Value>(*next++));
         else
-            return next(static_cast<const T *>(nullptr));
+            return torch::stable::detail::to<T>(*next++);
     }
-    template <typename T> static constexpr uint64_t count()
-    {
-        if constexpr (kIsGroup<T>)
-            return T::kValues;
-        else
-            return 1;
-    }
-
-  private:
-    template <typename T> T next(const T *) { return torch::stable::detail::to<T>(*next_++); }
-    template <typename T> std::optional<T> next(const std::optional<T> *)
+};
+template <typename T> struct Argument<std::optional<T>> {
+    static std::optional<T> of(const StableIValue *&next)
     {
         if constexpr (kIsRole<T>) {
-            const auto value = take<std::optional<typename T::Value>>();
-            return value ? std::optional<T>(*value) : std::nullopt;
+            const auto given = torch::stable::detail::to<std::optional<typename T::Value>>(*next++);
+            return given ? std::optional<T>(*given) : std::nullopt;
         } else {
-            return torch::stable::detail::to<std::optional<T>>(*next_++);
+            return torch::stable::detail::to<std::optional<T>>(*next++);
         }
     }
-
-    const StableIValue *next_;
 };
 
 template <typename Result, typename... Parameters>
 void call(Result (*function)(const Device &, Parameters...), const char *names, StableIValue *stack,
           uint64_t num_arguments)
 {
-    require(num_arguments == (Arguments::count<std::decay_t<Parameters>>() + ...), "a schema has other arguments");
-    Arguments from(stack);
-    const std::tuple<std::decay_t<Parameters>...> given{from.take<std::decay_t<Parameters>>()...};
+    require(num_arguments == sizeof...(Parameters), "a schema has other arguments");
+    const StableIValue *next = stack;
+    const std::tuple<std::decay_t<Parameters>...> given{Argument<std::decay_t<Parameters>>::of(next)...};
     const auto run = [&](const auto &...arguments) {
         Given all(names);
         (all.add(arguments), ...);

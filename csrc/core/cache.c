@@ -12,8 +12,9 @@ ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_s
 
 /* ---- maps: ways are taken by several threads, and read meanwhile ---- */
 
-/* The way of a row; NULL if the map does not have it. */
-static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row)
+/* The way of a row; NULL if the map does not have it. takes: a way for a row that is in the map from now on, without an
+ * entry; NULL if it is there already or there is no room. */
+static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row, bool takes)
 {
     const uint64_t hash = ibp_hash_of_row(row);
     if (row < 0 || map->num_sets == 0) return NULL;
@@ -22,28 +23,12 @@ static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row)
     for (uint32_t left = ibp_searched_sets(map); left > 0; left--, set = ibp_next_set(set, step, map)) {
         ibp_cached_row *const ways = map->rows + (int64_t)set * map->ways;
         for (uint32_t w = 0; w < map->ways; w++) {
-            const int64_t found = __atomic_load_n(&ways[w].row, __ATOMIC_ACQUIRE);
-            if (found == row) return &ways[w];
-            if (found == IBP_WAY_EMPTY) return NULL; /* ways are taken in order */
-        }
-    }
-    return NULL;
-}
-
-/* A way for a row that is in the map from now on, without an entry; NULL if it is there already or there is no room. */
-static ibp_cached_row *take_way(const ibp_cache_map *map, int64_t row)
-{
-    const uint64_t hash = ibp_hash_of_row(row);
-    if (map->num_sets == 0) return NULL;
-    uint32_t set = ibp_home_of_hash(hash, map);
-    const uint32_t step = ibp_step_of_hash(hash, map);
-    for (uint32_t left = ibp_searched_sets(map); left > 0; left--, set = ibp_next_set(set, step, map)) {
-        ibp_cached_row *const ways = map->rows + (int64_t)set * map->ways;
-        for (uint32_t w = 0; w < map->ways; w++) {
-            int64_t found = IBP_WAY_EMPTY;
-            if (__atomic_compare_exchange_n(&ways[w].row, &found, row, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            int64_t found = __atomic_load_n(&ways[w].row, __ATOMIC_ACQUIRE);
+            if (takes && found == IBP_WAY_EMPTY &&
+                __atomic_compare_exchange_n(&ways[w].row, &found, row, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
                 return &ways[w];
-            if (found == row) return NULL;
+            if (found == row) return takes ? NULL : &ways[w];
+            if (found == IBP_WAY_EMPTY) return NULL; /* ways are taken in order */
         }
     }
     return NULL;
@@ -83,7 +68,7 @@ ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps
         const int64_t row = ibp_row_of_item(ibp_id_at(query->ids, item), n - item * query->rows_per_item,
                                             query->rows_per_item, query->num_rows);
         const uint32_t owner = ibp_owner_of_row(row, num_maps);
-        const uint64_t entry = row >= 0 && num_maps != 0 ? entry_of_way(find_way(&maps[owner], row)) : 0;
+        const uint64_t entry = row >= 0 && num_maps != 0 ? entry_of_way(find_way(&maps[owner], row, false)) : 0;
         entries[n] = entry;
         if (row < 0) continue;
         const uint32_t length = ibp_length_of_row(query->lengths, row);
@@ -138,7 +123,7 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
         ibp_note_fault(&log, status, i, row);
         if (status != IBP_OK || place.is_default) continue;
         ibp_cached_row *way = NULL;
-        if (slab->map.num_sets > 0 && !(way = take_way(&slab->map, row))) continue;
+        if (slab->map.num_sets > 0 && !(way = find_way(&slab->map, row, true))) continue;
         ibp_copy_stored(table, &place, slab->bytes + offset);
         if (!way) continue;
         const uint64_t entry = ibp_make_entry(slab->number, (uint64_t)offset, length_of_place(&place));
@@ -199,7 +184,7 @@ ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ib
             ibp_row_place place;
             uint32_t stored;
             if (claims && entries[n] != 0) continue;
-            const ibp_cached_row *const way = find_way(&lru->slab.map, row);
+            const ibp_cached_row *const way = find_way(&lru->slab.map, row, false);
             const uint64_t entry = entry_of_way(way);
             entries[n] = entry;
             if (entry != 0) {
@@ -224,7 +209,7 @@ ibp_status ibp_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_m
 {
     if (!ibp_is_map(map) || count < 0) return IBP_INVALID_ARGUMENT;
     for (int64_t i = 0; i < count; i++) {
-        ibp_cached_row *const way = find_way(map, IBP_LOAD_ONCE(rows[i]));
+        ibp_cached_row *const way = find_way(map, IBP_LOAD_ONCE(rows[i]), false);
         if (!way) continue;
         __atomic_store_n(&way->entry, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&way->row, IBP_WAY_REMOVED, __ATOMIC_RELEASE);
@@ -237,7 +222,7 @@ ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t 
 {
     if (!ibp_is_map(map) || count < 0) return IBP_INVALID_ARGUMENT;
     for (int64_t i = 0; i < count; i++) {
-        ibp_cached_row *const way = find_way(map, IBP_LOAD_ONCE(rows[i]));
+        ibp_cached_row *const way = find_way(map, IBP_LOAD_ONCE(rows[i]), false);
         const uint64_t entry = entry_of_way(way);
         if (entry == 0) continue;
         const uint32_t length = lengths ? IBP_LOAD_ONCE(lengths[i]) : ibp_length_of_entry(entry);

@@ -181,22 +181,13 @@ static row_census take_census(const ibp_codebook *cb, const uint8_t *row)
     return census;
 }
 
-static size_t bytes_of_row(const ibp_codebook *cb, const row_census *census)
-{
-    const size_t start = ibp_bits_before_values(cb, census->reaching[0]);
-    if (!census->has_form) return IBP_NO_CODED_FORM;
-    if (census->closed || census->reaching[0] == 0) return start / 8;
-    return ibp_lay_out(&cb->planes, start, census->reaching).end / 8;
-}
-
-static void write_positions(const ibp_codebook *cb, const uint8_t *row, const row_census *census, uint8_t *dst,
-                            size_t dst_bytes)
+static void write_positions(const ibp_codebook *cb, const uint8_t *row, const row_census *census,
+                            ibp_position_form form, uint8_t *dst, size_t dst_bytes)
 {
     const ibp_planes *const planes = &cb->planes;
     const uint32_t columns = ibp_columns_of(cb), k = census->reaching[0];
     ibp_or_bits(dst, dst_bytes, 0, k | (census->closed ? ibp_closed_bit(columns) : 0));
     if (k == 0) return;
-    const ibp_position_form form = ibp_choose_position_form(k, columns);
     const size_t start = 8 * (size_t)ibp_header_bytes(columns), low_start = start + ibp_to_byte(form.upper_bits);
     uint32_t written = 0;
     for (uint32_t column = 0; column < columns; column++) {
@@ -252,15 +243,16 @@ static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *ds
 {
     (void)scratch;
     const row_census census = take_census(cb, row);
-    const size_t num_bytes = bytes_of_row(cb, &census);
-    *coded_bytes = num_bytes;
+    const ibp_listed_parts listed = ibp_lay_out_listed(cb, census.reaching[0]);
+    const ibp_value_parts values = ibp_lay_out(&cb->planes, listed.values, census.reaching);
+    const bool has_values = !census.closed && census.reaching[0] != 0;
+    const size_t num_bytes = (has_values ? values.end : listed.values) / 8;
+    *coded_bytes = census.has_form ? num_bytes : IBP_NO_CODED_FORM;
     if (num_bytes > dst_bytes || !census.has_form) return IBP_BUFFER_TOO_SMALL;
     memset(dst, 0, num_bytes);
-    if (cb->planes.listed) write_positions(cb, row, &census, dst, num_bytes);
-    if (cb->planes.signed_default) write_signs(cb, row, ibp_bits_before_signs(cb, census.reaching[0]), dst, num_bytes);
-    if (census.closed || census.reaching[0] == 0) return IBP_OK;
-    const size_t start = ibp_bits_before_values(cb, census.reaching[0]);
-    write_values(cb, row, ibp_lay_out(&cb->planes, start, census.reaching), dst, num_bytes);
+    if (cb->planes.listed) write_positions(cb, row, &census, listed.form, dst, num_bytes);
+    if (cb->planes.signed_default) write_signs(cb, row, listed.signs, dst, num_bytes);
+    if (has_values) write_values(cb, row, values, dst, num_bytes);
     return IBP_OK;
 }
 
@@ -360,13 +352,13 @@ static ibp_status decode_listed(const ibp_codebook *cb, value_reader *reader, ui
     if (!ibp_split_header((uint32_t)bits, src_bytes, columns, &header)) return IBP_CORRUPT_ROW;
     const uint32_t k = header.num_listed;
     const bool has_values = k > 0 && !header.is_closed;
-    const size_t start = ibp_bits_before_values(cb, k);
-    if (has_values ? start > 8 * reader->src_bytes : start != 8 * reader->src_bytes) return IBP_CORRUPT_ROW;
+    const ibp_listed_parts parts = ibp_lay_out_listed(cb, k);
+    if (has_values ? parts.values > 8 * reader->src_bytes : parts.values != 8 * reader->src_bytes)
+        return IBP_CORRUPT_ROW;
     uint8_t bitmap[BITMAP_BYTES] = {0};
-    const ibp_position_form form = ibp_choose_position_form(k, columns);
-    if (k > 0 && !read_positions(reader, columns, &form, bitmap)) return IBP_CORRUPT_ROW;
-    if (has_values && !open_values(reader, start, k)) return IBP_CORRUPT_ROW;
-    size_t sign = ibp_bits_before_signs(cb, k);
+    if (k > 0 && !read_positions(reader, columns, &parts.form, bitmap)) return IBP_CORRUPT_ROW;
+    if (has_values && !open_values(reader, parts.values, k)) return IBP_CORRUPT_ROW;
+    size_t sign = parts.signs;
     for (uint32_t column = 0; column < columns; column++) {
         const bool listed = bitmap[column / 8] & (1 << (column % 8));
         uint64_t element = planes->default_value;

@@ -57,17 +57,22 @@ static inline ibp_value_parts ibp_lay_out(const ibp_planes *planes, size_t start
     return parts;
 }
 
-/* Bits of a row with k listed elements before the highest bits of the others, and before its values; 0 if it is dense.
- */
-static inline size_t ibp_bits_before_signs(const ibp_codebook *cb, uint32_t k)
+/* Of a row with k listed elements: the form of their positions, and at which bits the highest bits of the others and
+ * the values begin; all 0 if it is dense. */
+typedef struct ibp_listed_parts {
+    ibp_position_form form;
+    size_t signs, values;
+} ibp_listed_parts;
+
+static inline ibp_listed_parts ibp_lay_out_listed(const ibp_codebook *cb, uint32_t k)
 {
-    if (!cb->planes.listed) return 0;
+    ibp_listed_parts parts = {{0}, 0, 0};
+    if (!cb->planes.listed) return parts;
     const uint32_t columns = ibp_columns_of(cb);
-    return 8 * (size_t)(ibp_header_bytes(columns) + (k ? ibp_choose_position_form(k, columns).num_bytes : 0));
-}
-static inline size_t ibp_bits_before_values(const ibp_codebook *cb, uint32_t k)
-{
-    return ibp_bits_before_signs(cb, k) + (cb->planes.signed_default ? ibp_to_byte(ibp_columns_of(cb) - k) : 0);
+    parts.form = ibp_choose_position_form(k, columns);
+    parts.signs = 8 * (size_t)(ibp_header_bytes(columns) + (k ? parts.form.num_bytes : 0));
+    parts.values = parts.signs + (cb->planes.signed_default ? ibp_to_byte(columns - k) : 0);
+    return parts;
 }
 
 #endif

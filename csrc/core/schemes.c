@@ -4,9 +4,11 @@
 #include "locate.h"
 
 #if IBP_HAS_X86_ROWS
-#define CODERS(name) &ibp_##name##_plain, &ibp_##name##_avx2, &ibp_##name##_avx512
+#define CODERS_OF_MASKS &ibp_masks_plain, &ibp_masks_avx2, &ibp_masks_avx512
+#define CODERS_OF_PLANES &ibp_planes_plain, &ibp_planes_x86, &ibp_planes_x86
 #else
-#define CODERS(name) &ibp_##name##_plain, &ibp_##name##_plain, &ibp_##name##_plain
+#define CODERS_OF_MASKS &ibp_masks_plain, &ibp_masks_plain, &ibp_masks_plain
+#define CODERS_OF_PLANES &ibp_planes_plain, &ibp_planes_plain, &ibp_planes_plain
 #endif
 
 /* Of raw rows' codebooks, which have no arrays besides. */
@@ -14,8 +16,8 @@ static bool has_no_clusters(const ibp_codebook *cb) { return !ibp_has_clusters(c
 
 static const ibp_scheme_row schemes[] = {
     {IBP_SCHEME_RAW, "raw", NULL, NULL, NULL, has_no_clusters, has_no_clusters, NULL},
-    {IBP_SCHEME_IBP, "ibp", CODERS(masks), ibp_are_masks_fields, ibp_are_masks_words, ibp_select_masks},
-    {IBP_SCHEME_PLANES, "planes", CODERS(planes), ibp_are_planes_fields, ibp_are_planes_arrays, ibp_select_planes},
+    {IBP_SCHEME_IBP, "ibp", CODERS_OF_MASKS, ibp_are_masks_fields, ibp_are_masks_words, ibp_select_masks},
+    {IBP_SCHEME_PLANES, "planes", CODERS_OF_PLANES, ibp_are_planes_fields, ibp_are_planes_arrays, ibp_select_planes},
 };
 enum { NUM_SCHEMES = sizeof schemes / sizeof *schemes };
 

@@ -49,8 +49,8 @@ typedef struct ibp_row_coder {
 
 extern const ibp_row_coder ibp_masks_plain, ibp_planes_plain; /* the oracle */
 #if IBP_HAS_X86_ROWS
-extern const ibp_row_coder ibp_masks_avx2, ibp_planes_avx2;     /* for processors with IBP_CPU_AVX2_BMI2 */
-extern const ibp_row_coder ibp_masks_avx512, ibp_planes_avx512; /* with IBP_CPU_AVX512 too */
+extern const ibp_row_coder ibp_masks_avx2, ibp_masks_avx512; /* for processors with IBP_CPU_AVX2_BMI2, IBP_CPU_AVX512 */
+extern const ibp_row_coder ibp_planes_x86;                   /* with both, or the first alone */
 #endif
 
 /* ---- the table ---- */

@@ -37,11 +37,6 @@ static void stream(uint8_t *to, const uint8_t *from, uint64_t num_bytes) { memcp
 static void end_streams(void) {}
 #endif
 
-static bool can_stream(const ibp_stage *stage, const uint8_t *to)
-{
-    return stage->streams && stage->item_slots % STREAMED_BYTES == 0 && (uintptr_t)to % STREAMED_BYTES == 0;
-}
-
 static void put_id(void *to_ids, uint32_t id_bytes, int64_t k, int64_t id)
 {
     if (id_bytes == 8)
@@ -54,7 +49,7 @@ void ibp_stage_items(const ibp_stage *stage, const ibp_ids *ids, int64_t first, 
 {
     const uint64_t item_slots = stage->item_slots, fitting = BYTES_AHEAD / item_slots + 1;
     const int64_t ahead = fitting < MOST_AHEAD ? (int64_t)fitting : MOST_AHEAD;
-    const bool streams = can_stream(stage, to);
+    const bool streams = stage->streams && item_slots % STREAMED_BYTES == 0 && (uintptr_t)to % STREAMED_BYTES == 0;
     for (int64_t k = first; k < last; k++, to += item_slots) {
         const int64_t id = ibp_id_at(ids, k), next = k + ahead < ids->count ? ibp_id_at(ids, k + ahead) : -1;
         const bool exists = id >= 0 && id < stage->num_items;

@@ -70,12 +70,6 @@ IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
                                        : true;
 }
 
-// Likewise of bytes whose first digits have three bits, such as integers have.
-IBP_INLINE bool decodes_triples(const ibp_planes &planes)
-{
-    return are_pairs(planes, 3) && planes.element_bytes == 1 && planes.num_constant == 0u && !planes.per_column;
-}
-
 // Whether there is one plane of digits of four bits over consecutive symbols of up to a byte: what level="fast" makes.
 IBP_INLINE bool is_fast(const ibp_codebook &cb)
 {

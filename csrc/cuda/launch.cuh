@@ -1,7 +1,8 @@
-// launch.cuh - errors of CUDA calls, and the launch of kernels by groups of threads. Host code.
+// launch.cuh - the launch of kernels by groups of threads. Host code.
 #ifndef IBP_LAUNCH_CUH
 #define IBP_LAUNCH_CUH
 
+#include "errors.h"
 #include "warp.cuh"
 
 #include <algorithm>
@@ -14,9 +15,6 @@ struct Launch {
     uint32_t blocks, threads, shared_bytes, cluster;
     bool overlaps = false;
 };
-
-// Records the current CUDA error, if any, for ibp_cuda_last_error.
-ibp_status check_cuda(cudaError_t error);
 
 // Whether memory is the host's, pinned, which a GPU reads over the link.
 bool is_host_memory(const void *memory);

@@ -19,11 +19,11 @@ __device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
 }
 
 // Sum of v over the lanes below this one, and over all lanes.
-__device__ __forceinline__ uint32_t exclusive_scan(uint32_t v, uint32_t &total)
+template <typename T> __device__ __forceinline__ T exclusive_scan(T v, T &total)
 {
-    uint32_t sum = v;
+    T sum = v;
     for (uint32_t step = 1; step < kWarp; step *= 2) {
-        const uint32_t below = __shfl_up_sync(kAllLanes, sum, step);
+        const T below = __shfl_up_sync(kAllLanes, sum, step);
         if (lane_id() >= step) sum += below;
     }
     total = __shfl_sync(kAllLanes, sum, kWarp - 1);
@@ -32,15 +32,15 @@ __device__ __forceinline__ uint32_t exclusive_scan(uint32_t v, uint32_t &total)
 
 // Sum of v over the lanes of the block up to this thread, without its own, and over all. Blocks of THREADS, 32 whole
 // warps.
-template <uint32_t THREADS> __device__ __forceinline__ uint32_t block_scan(uint32_t v, uint32_t &total)
+template <uint32_t THREADS, typename T> __device__ __forceinline__ T block_scan(T v, T &total)
 {
     static_assert(THREADS == kWarp * kWarp, "a warp scans the sums of all warps");
-    __shared__ uint32_t of_warps[kWarp];
-    uint32_t of_warp, before = exclusive_scan(v, of_warp);
+    __shared__ T of_warps[kWarp];
+    T of_warp, before = exclusive_scan(v, of_warp);
     __syncthreads(); // the last use of of_warps is over
     if (lane_id() == 0) of_warps[threadIdx.x / kWarp] = of_warp;
     __syncthreads();
-    const uint32_t warps_before = exclusive_scan(of_warps[lane_id()], total);
+    const T warps_before = exclusive_scan(of_warps[lane_id()], total);
     return before + __shfl_sync(kAllLanes, warps_before, static_cast<int>(threadIdx.x / kWarp));
 }
 

@@ -10,7 +10,7 @@
 #if IBP_HAS_X86_ROWS
 #include "bits_avx2.h"
 #include "../core/planes_layout.h"
-#include "planes_coded.h"
+#include "planes_avx512.h"
 
 enum {
     PADDING = 64, /* bytes after an array that may be read, and written where it is an output */
@@ -125,13 +125,19 @@ IBP_AVX2_INLINE __m256i look_up(const uint8_t *table, __m256i x)
 #define FOR_LANES(lane_bytes, name) \
     ((lane_bytes) == 1 ? name##8 : (lane_bytes) == 2 ? name##16 : (lane_bytes) == 4 ? name##32 : name##64)
 
-bool ibp_cut_elements_avx2(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *out)
+/* A codebook for the coded bits of elements that have invariant bits: coders take elements that are not rotated, in
+ * lanes whose highest bits are 0. */
+static ibp_codebook coded_codebook(const ibp_codebook *codebook)
 {
-    return FOR_LANES(planes->element_bytes, cut_elements)(planes, elements, n, out);
+    ibp_codebook coded = *codebook;
+    coded.planes.rotate = 0;
+    return coded;
 }
-void ibp_restore_elements_avx2(const ibp_planes *planes, uint32_t n, uint8_t *elements)
+
+/* Whether the processor has AVX-512, and its coders take a codebook. */
+static bool is_wide(const ibp_planes *planes)
 {
-    FOR_LANES(planes->element_bytes, restore_elements)(planes, n, elements);
+    return ibp_cpu_features() & IBP_CPU_AVX512 && ibp_takes_avx512(planes);
 }
 
 /* A bitmap of n bits, in whole words. */
@@ -338,10 +344,14 @@ IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *s
 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start, uint32_t n,
                                 uint8_t *elements, ibp_scratch *scratch)
 {
-    if (cb->planes.invariant_bits == 0) return decode_coded(cb, src, src_bytes, start, n, elements, scratch);
-    const ibp_codebook coded = ibp_coded_codebook(cb);
-    const ibp_status status = decode_coded(&coded, src, src_bytes, start, n, elements, scratch);
-    if (status == IBP_OK) ibp_restore_elements_avx2(&cb->planes, n, elements);
+    const ibp_planes *const planes = &cb->planes;
+    ibp_status (*const decoded_by)(const ibp_codebook *, const uint8_t *, size_t, size_t, uint32_t, uint8_t *,
+                                   ibp_scratch *) =
+        planes->symbol_bytes == 1 && !planes->listed && is_wide(planes) ? ibp_decode_coded_avx512 : decode_coded;
+    if (planes->invariant_bits == 0) return decoded_by(cb, src, src_bytes, start, n, elements, scratch);
+    const ibp_codebook coded = coded_codebook(cb);
+    const ibp_status status = decoded_by(&coded, src, src_bytes, start, n, elements, scratch);
+    if (status == IBP_OK) FOR_LANES(planes->element_bytes, restore_elements)(planes, n, elements);
     return status;
 }
 
@@ -407,23 +417,21 @@ IBP_AVX2 static ibp_status decode_listed(const ibp_codebook *cb, const uint8_t *
                           &header))
         return IBP_CORRUPT_ROW;
     const uint32_t k = header.num_listed;
-    const bool closed = header.is_closed, has_values = k > 0 && !closed;
-    const ibp_position_form form = ibp_choose_position_form(k, columns);
-    const size_t signs = 8 * (size_t)(header_bytes + (k ? form.num_bytes : 0)),
-                 start = signs + (planes->signed_default ? ibp_to_byte(columns - k) : 0);
-    if (has_values ? start > 8 * src_bytes : start != 8 * src_bytes) return IBP_CORRUPT_ROW;
+    const bool has_values = k > 0 && !header.is_closed;
+    const ibp_listed_parts parts = ibp_lay_out_listed(cb, k);
+    if (has_values ? parts.values > 8 * src_bytes : parts.values != 8 * src_bytes) return IBP_CORRUPT_ROW;
     FOR_LANES(lane_bytes, fill)(row, columns, planes->default_value & ~ignored_bits(planes));
     if (k == 0 && !planes->signed_default) return IBP_OK;
     uint64_t *const bitmap = take_bitmap(scratch, columns);
     if (k == 0) memset(bitmap, 0, (columns + 63) / 64 * 8);
-    if (k != 0 && !read_positions(src, src_bytes, columns, &form, bitmap)) return IBP_CORRUPT_ROW;
-    if (planes->signed_default) read_signs(cb, src, src_bytes, signs, bitmap, row, scratch);
+    if (k != 0 && !read_positions(src, src_bytes, columns, &parts.form, bitmap)) return IBP_CORRUPT_ROW;
+    if (planes->signed_default) read_signs(cb, src, src_bytes, parts.signs, bitmap, row, scratch);
     if (!has_values) {
         FOR_LANES(lane_bytes, scatter)((const uint8_t *)&planes->closed_value, 0, bitmap, columns, row);
         return IBP_OK;
     }
     uint8_t *const listed = ibp_take(scratch, (size_t)k * lane_bytes);
-    const ibp_status status = decode_values(cb, src, src_bytes, start, k, listed, scratch);
+    const ibp_status status = decode_values(cb, src, src_bytes, parts.values, k, listed, scratch);
     if (status == IBP_OK) FOR_LANES(lane_bytes, scatter)(listed, 1, bitmap, columns, row);
     return status;
 }
@@ -557,13 +565,12 @@ static const size_t no_coded_form = 8 * IBP_NO_CODED_FORM;
 static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
                             size_t dst_bytes, ibp_scratch *scratch)
 {
-    const bool is_wide = ibp_cpu_features() & IBP_CPU_AVX512 && ibp_takes_avx512(&cb->planes);
     size_t (*const coded_by)(const ibp_codebook *, const uint8_t *, size_t, uint32_t, uint8_t *, size_t,
-                             ibp_scratch *) = is_wide ? ibp_encode_coded_avx512 : encode_coded;
+                             ibp_scratch *) = is_wide(&cb->planes) ? ibp_encode_coded_avx512 : encode_coded;
     if (cb->planes.invariant_bits == 0) return coded_by(cb, elements, start, n, dst, dst_bytes, scratch);
-    const ibp_codebook coded = ibp_coded_codebook(cb);
+    const ibp_codebook coded = coded_codebook(cb);
     uint8_t *const cut = ibp_take(scratch, (size_t)n * cb->planes.element_bytes);
-    if (!ibp_cut_elements_avx2(&cb->planes, elements, n, cut)) return no_coded_form;
+    if (!FOR_LANES(cb->planes.element_bytes, cut_elements)(&cb->planes, elements, n, cut)) return no_coded_form;
     return coded_by(&coded, cut, start, n, dst, dst_bytes, scratch);
 }
 
@@ -627,17 +634,15 @@ IBP_AVX2 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row,
     }
     const bool closed = k > 0 && memcmp(listed, &planes->closed_value, lane_bytes) == 0 &&
                         memcmp(listed, listed + lane_bytes, (size_t)(k - 1) * lane_bytes) == 0;
-    const ibp_position_form form = ibp_choose_position_form(k, columns);
-    const size_t signs = 8 * (size_t)(ibp_header_bytes(columns) + (k ? form.num_bytes : 0)),
-                 start = signs + (planes->signed_default ? ibp_to_byte(columns - k) : 0);
-    if (start <= 8 * dst_bytes) write_positions(columns, k, closed, &form, bitmap, dst, dst_bytes);
-    if (start <= 8 * dst_bytes && planes->signed_default)
-        write_signs(cb, row, bitmap, signs / 8, dst, dst_bytes, scratch);
-    return closed || k == 0 ? start : encode_values(cb, listed, start, k, dst, dst_bytes, scratch);
+    const ibp_listed_parts parts = ibp_lay_out_listed(cb, k);
+    const bool fits = parts.values <= 8 * dst_bytes;
+    if (fits) write_positions(columns, k, closed, &parts.form, bitmap, dst, dst_bytes);
+    if (fits && planes->signed_default) write_signs(cb, row, bitmap, parts.signs / 8, dst, dst_bytes, scratch);
+    return closed || k == 0 ? parts.values : encode_values(cb, listed, parts.values, k, dst, dst_bytes, scratch);
 }
 
-ibp_status ibp_encode_planes(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
-                             size_t *coded_bytes, ibp_scratch scratch)
+static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
+                         size_t *coded_bytes, ibp_scratch scratch)
 {
     const size_t bits = cb->planes.listed ? encode_listed(cb, row, dst, dst_bytes, &scratch)
                                           : encode_values(cb, row, 0, ibp_columns_of(cb), dst, dst_bytes, &scratch);
@@ -645,5 +650,5 @@ ibp_status ibp_encode_planes(const ibp_codebook *cb, const uint8_t *row, uint8_t
     return *coded_bytes > dst_bytes || bits == no_coded_form ? IBP_BUFFER_TOO_SMALL : IBP_OK;
 }
 
-const ibp_row_coder ibp_planes_avx2 = {NULL, ibp_encode_planes, decode};
+const ibp_row_coder ibp_planes_x86 = {NULL, encode, decode};
 #endif

@@ -164,7 +164,7 @@ IBP_AVX2 static void NAME(fill)(uint8_t *row, uint32_t n, uint64_t value)
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = (lane)value;
 }
 
-/* out[i] = the coded bits of elements[i] (planes_coded.h). */
+/* out[i] = the coded bits of elements[i], rotated. @return false if an element has other invariant bits. */
 IBP_AVX2 static bool NAME(cut_elements)(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *out)
 {
     const uint32_t bits = planes->invariant_bits, last = LANE_BITS - bits - 1;
@@ -179,6 +179,7 @@ IBP_AVX2 static bool NAME(cut_elements)(const ibp_planes *planes, const uint8_t 
     }
     return differing == 0;
 }
+/* The inverse, in place. */
 IBP_AVX2 static void NAME(restore_elements)(const ibp_planes *planes, uint32_t n, uint8_t *elements)
 {
     const uint32_t bits = planes->invariant_bits, last = LANE_BITS - bits - 1;

@@ -12,7 +12,7 @@
 #if IBP_HAS_X86_ROWS
 #include "bits_avx512.h"
 #include "../core/planes_layout.h"
-#include "planes_coded.h"
+#include "planes_avx512.h"
 
 enum {
     VECTOR = IBP_VECTOR_BYTES,
@@ -178,12 +178,13 @@ IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *sr
     }
 }
 
-IBP_AVX512 static ibp_status decode_dense(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
-                                          ibp_scratch scratch)
+IBP_AVX512 ibp_status ibp_decode_coded_avx512(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes,
+                                              size_t start, uint32_t n, uint8_t *elements, ibp_scratch *scratch)
 {
     const ibp_planes *const planes = &cb->planes;
-    const uint32_t n = ibp_columns_of(cb), num_planes = planes->num_planes;
-    uint8_t *levels[LEVELS] = {ibp_take(&scratch, (size_t)(num_planes + 1) * (n + PADDING))};
+    const uint32_t num_planes = planes->num_planes;
+    src += start / 8, src_bytes -= start / 8;
+    uint8_t *levels[LEVELS] = {ibp_take(scratch, (size_t)(num_planes + 1) * (n + PADDING))};
     uint32_t reaching[LEVELS + 1] = {n};
     size_t at = ibp_to_byte((size_t)n * planes->residual_bits) / 8;
     for (uint32_t p = 0; p <= num_planes; p++) {
@@ -199,7 +200,7 @@ IBP_AVX512 static ibp_status decode_dense(const ibp_codebook *cb, const uint8_t 
         name_level(levels[p], reaching[p], ibp_escape_of(planes, p), (const uint8_t *)planes->entries + first,
                    ibp_symbol_bits(planes), levels[p + 1]);
     }
-    join_elements(planes, src, src_bytes, levels[0], row, cb->row_bytes);
+    join_elements(planes, src, src_bytes, levels[0], elements, n * planes->element_bytes);
     return IBP_OK;
 }
 
@@ -380,18 +381,4 @@ bool ibp_takes_avx512(const ibp_planes *planes)
     return !planes->per_column && ibp_symbol_bits(planes) <= 9 && fits_words(planes);
 }
 
-static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
-                         ibp_scratch scratch)
-{
-    const ibp_planes *const planes = &cb->planes;
-    if (planes->listed || planes->symbol_bytes != 1 || !ibp_takes_avx512(planes))
-        return ibp_planes_avx2.decode(cb, src, src_bytes, row, scratch);
-    if (cb->planes.invariant_bits == 0) return decode_dense(cb, src, src_bytes, row, scratch);
-    const ibp_codebook coded = ibp_coded_codebook(cb);
-    const ibp_status status = decode_dense(&coded, src, src_bytes, row, scratch);
-    if (status == IBP_OK) ibp_restore_elements_avx2(&cb->planes, ibp_columns_of(cb), row);
-    return status;
-}
-
-const ibp_row_coder ibp_planes_avx512 = {NULL, ibp_encode_planes, decode};
 #endif

@@ -59,10 +59,12 @@ static bool spills_far(const ibp_table &table)
 // ---- the decoders ----
 
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
-// Rows that a warp decodes, or a part of one.
+// Bytes whose first digits have three bits, such as integers have, in rows that a warp decodes, or a part of one.
 static bool is_of_triples(const ibp_codebook &cb)
 {
-    return is_dense(cb) && decodes_triples(cb.planes) && cb.row_bytes <= kWarpRowBytes;
+    const ibp_planes &planes = cb.planes;
+    return is_dense(cb) && are_pairs(planes, 3) && planes.element_bytes == 1 && planes.num_constant == 0u &&
+           !planes.per_column && cb.row_bytes <= kWarpRowBytes;
 }
 
 // A codebook goes to the first decoder of its scheme that takes it and knows its fields.

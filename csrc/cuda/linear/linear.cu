@@ -47,25 +47,17 @@ static bool has_list(const ibp_digit_matrix &m)
 
 // Blocks that take strips in turn: as many as SMs hold at a time, or one a strip. Launches overlap where the kernel's
 // code waits for the one before: code of compute capability 9.0 and later does.
-template <class Kind> static ibp_status plan_blocks(const void *kernel, uint32_t num_strips, Launch *launch)
-{
-    DeviceSizes device{};
-    bool is_of_90 = false;
-    ibp_status status = read_device(&device);
-    if (status == IBP_OK) status = prepare(kernel, &is_of_90);
-    const uint32_t blocks = std::min(num_strips, static_cast<uint32_t>(std::max(1, device.sms)) * kBlocksAnSm);
-    *launch = {blocks, Block<Kind>::kThreads, Block<Kind>::kSharedBytes, 1u, is_of_90};
-    return status;
-}
-
 template <class Strips, class Kind>
 static ibp_status launch_strips(const typename Strips::Job &job, uint32_t num_strips, ibp_stream stream, Kind)
 {
     const auto kernel = linear_kernel<Block<Kind>, Strips, kBlocksAnSm>;
-    const auto *const code = reinterpret_cast<const void *>(kernel);
-    Launch launch;
-    const ibp_status status = plan_blocks<Kind>(code, num_strips, &launch);
-    return status == IBP_OK ? launch_kernel(kernel, launch, stream, job) : status;
+    DeviceSizes device{};
+    Launch launch{0, Block<Kind>::kThreads, Block<Kind>::kSharedBytes, 1};
+    ibp_status status = read_device(&device);
+    if (status == IBP_OK) status = prepare(reinterpret_cast<const void *>(kernel), &launch.overlaps);
+    if (status != IBP_OK) return status;
+    launch.blocks = std::min(num_strips, static_cast<uint32_t>(std::max(1, device.sms)) * kBlocksAnSm);
+    return launch_kernel(kernel, launch, stream, job);
 }
 
 static ibp_status multiply_few(LinearJob job, ibp_stream stream)

@@ -86,7 +86,7 @@ struct BitCounters {
 };
 
 __global__ void __launch_bounds__(kThreads)
-    count_bits(const uint8_t *data, const int64_t num_rows, const uint32_t row_bytes, unsigned long long *counts)
+    count_bits(const uint32_t row_bytes, const uint8_t *data, const int64_t num_rows, unsigned long long *counts)
 {
     __shared__ uint32_t sums[32 * kThreads]; // [bit][column]
     const Columns own((row_bytes + 3u) / 4u);
@@ -162,16 +162,26 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
     }
 }
 
-// Blocks for num_units columns: enough to fill the device, and not more than have eight rows a thread; a multiple of
-// the tiles of 256 columns.
-static ibp_status plan_tiles(const void *kernel, int64_t num_rows, uint32_t num_units, Launch *launch)
+// Counts by a kernel, of what it takes first. Blocks for num_units columns: enough to fill the device, and not more
+// than have eight rows a thread; a multiple of the tiles of 256 columns.
+template <class What>
+static ibp_status count(void (*kernel)(What, const uint8_t *, int64_t, unsigned long long *), const What &what,
+                        uint32_t row_bytes, uint32_t num_units, const uint8_t *data, size_t rows, uint64_t *counts,
+                        ibp_stream stream)
 {
-    const ibp_status status = plan_resident(kernel, kThreads, 0, INT32_MAX, 1, 0, launch);
+    if (rows > static_cast<size_t>(INT64_MAX) / row_bytes) return IBP_INVALID_ARGUMENT;
+    if (rows == 0) return IBP_OK;
+    if (data == nullptr || counts == nullptr) return IBP_INVALID_ARGUMENT;
+    const auto num_rows = static_cast<int64_t>(rows);
+    Launch launch;
+    const ibp_status status =
+        plan_resident(reinterpret_cast<const void *>(kernel), kThreads, 0, INT32_MAX, 1, 0, &launch);
+    if (status != IBP_OK) return status;
     const int64_t tiles = (num_units + kThreads - 1) / kThreads, slices = kThreads / std::min(num_units, kThreads);
-    const int64_t filling = std::max<int64_t>(1, launch->blocks / tiles);
-    launch->blocks =
+    const int64_t filling = std::max<int64_t>(1, launch.blocks / tiles);
+    launch.blocks =
         static_cast<uint32_t>(tiles * std::min(filling, (num_rows + kRowsAhead * slices - 1) / (kRowsAhead * slices)));
-    return status;
+    return launch_kernel(kernel, launch, stream, what, data, num_rows, reinterpret_cast<unsigned long long *>(counts));
 }
 
 } // namespace ibp
@@ -179,32 +189,15 @@ static ibp_status plan_tiles(const void *kernel, int64_t num_rows, uint32_t num_
 extern "C" ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
                                           ibp_stream stream)
 {
-    if (!ibp_are_sizes(0, row_bytes) || num_rows > static_cast<size_t>(INT64_MAX) / row_bytes)
-        return IBP_INVALID_ARGUMENT;
-    if (num_rows == 0) return IBP_OK;
-    if (data == nullptr || counts == nullptr) return IBP_INVALID_ARGUMENT;
-    const auto rows = static_cast<int64_t>(num_rows);
-    ibp::Launch launch;
-    const ibp_status status =
-        ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_bits), rows, (row_bytes + 3u) / 4u, &launch);
-    if (status != IBP_OK) return status;
-    return ibp::launch_kernel(ibp::count_bits, launch, stream, data, rows, row_bytes,
-                              reinterpret_cast<unsigned long long *>(counts));
+    if (!ibp_are_sizes(0, row_bytes)) return IBP_INVALID_ARGUMENT;
+    return ibp::count(ibp::count_bits, row_bytes, row_bytes, (row_bytes + 3u) / 4u, data, num_rows, counts, stream);
 }
 
 extern "C" ibp_status ibp_cuda_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits,
                                           ibp_stream stream)
 {
     if (!ibp::is_codebook(cb) || cb->scheme != IBP_SCHEME_IBP) return IBP_INVALID_ARGUMENT;
-    if (num_rows > static_cast<size_t>(INT64_MAX) / cb->row_bytes) return IBP_INVALID_ARGUMENT;
-    if (num_rows == 0) return IBP_OK;
-    if (data == nullptr || hits == nullptr) return IBP_INVALID_ARGUMENT;
     const uint32_t unit_bytes = cb->chunk_bytes > 4 ? cb->chunk_bytes : 4;
-    const auto rows = static_cast<int64_t>(num_rows);
-    ibp::Launch launch;
-    const ibp_status status = ibp::plan_tiles(reinterpret_cast<const void *>(ibp::count_hits), rows,
-                                              (cb->row_bytes + unit_bytes - 1) / unit_bytes, &launch);
-    if (status != IBP_OK) return status;
-    return ibp::launch_kernel(ibp::count_hits, launch, stream, *cb, data, rows,
-                              reinterpret_cast<unsigned long long *>(hits));
+    return ibp::count(ibp::count_hits, *cb, cb->row_bytes, (cb->row_bytes + unit_bytes - 1) / unit_bytes, data,
+                      num_rows, hits, stream);
 }

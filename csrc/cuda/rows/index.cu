@@ -1,6 +1,7 @@
 // index.cu - the row index on the GPU: where overflow parts start, and what rows take (FORMAT.md sections 2 and 3).
 // Bound by memory: two bytes a row; the scan over groups of rows, 16 bytes each, is done by one block.
 #include "../cuda_checks.h"
+#include "../group.cuh"
 #include "../launch.cuh"
 
 namespace ibp {
@@ -27,26 +28,12 @@ __global__ void __launch_bounds__(kIndexThreads)
 __global__ void __launch_bounds__(kScanThreads)
     scan_rooms(const int64_t num_groups, unsigned long long *bases, int64_t *total)
 {
-    __shared__ unsigned long long of_warps[kScanThreads / kWarp];
-    const uint32_t warp = threadIdx.x / kWarp;
-    unsigned long long before = 0;
+    unsigned long long before = 0, total_of_block;
     for (int64_t first = 0; first < num_groups; first += kScanThreads) {
         const int64_t g = first + threadIdx.x;
-        const unsigned long long own = g < num_groups ? bases[g] : 0ull;
-        unsigned long long sum = own;
-        for (uint32_t step = 1; step < kWarp; step *= 2) {
-            const unsigned long long below = __shfl_up_sync(kAllLanes, sum, step);
-            if (lane_id() >= step) sum += below;
-        }
-        if (lane_id() == kWarp - 1u) of_warps[warp] = sum;
-        __syncthreads();
-        unsigned long long below = before;
-        for (uint32_t w = 0; w < kScanThreads / kWarp; w++) {
-            if (w < warp) below += of_warps[w];
-            before += of_warps[w];
-        }
-        if (g < num_groups) bases[g] = below + sum - own;
-        __syncthreads();
+        const unsigned long long below = block_scan<kScanThreads>(g < num_groups ? bases[g] : 0ull, total_of_block);
+        if (g < num_groups) bases[g] = before + below;
+        before += total_of_block;
     }
     if (threadIdx.x == 0) *total = static_cast<int64_t>(before);
 }
@@ -97,9 +84,7 @@ static __global__ void move_parts(const __grid_constant__ ibp_table table, const
             room = ibp_room_of(table.lengths[r], row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r), table.slot_bytes);
         uint32_t with_room = __ballot_sync(kAllLanes, room != 0u);
         if (with_room == 0u) continue;
-        uint32_t sum = room;
-#pragma unroll
-        for (uint32_t i = 1; i < kWarp; i *= 2) sum = add_from_below<kWarp>(sum, i);
+        const uint32_t sum = Group<kWarp, 1>::inclusive_scan(room);
         const uint64_t to = table.bases[ibp_base_of_row(&table, r - lane_id())] + sum - room,
                        start = room != 0u ? from.bases[r] : 0u;
         for (; with_room != 0u; with_room &= with_room - 1u) {

@@ -10,7 +10,7 @@
 #include "../../core/stage.h"
 #include "../cuda_checks.h"
 #include "../decode/decode_request.h"
-#include "../launch.cuh"
+#include "../errors.h"
 
 #include <algorithm>
 #include <atomic>
@@ -75,7 +75,7 @@ class Staging {
             if (taken == kWait) std::this_thread::yield();
     }
 
-    ibp_status status() const { return status_; }
+    ibp_status status() const { return calls_.status(); }
 
   private:
     enum Taken { kBlock, kWait, kNone };
@@ -110,9 +110,9 @@ class Staging {
     {
         int64_t num_queued = 0;
         int device = stager_->device;
-        status_ = check_cuda(cudaGetDevice(&device));
-        if (status_ == IBP_OK && device != stager_->device) status_ = check_cuda(cudaSetDevice(stager_->device));
-        while (status_ == IBP_OK && num_queued < num_chunks_) {
+        calls_ << cudaGetDevice(&device);
+        if (calls_.ok() && device != stager_->device) calls_ << cudaSetDevice(stager_->device);
+        while (calls_.ok() && num_queued < num_chunks_) {
             open_places(num_queued);
             const bool is_filled = num_queued < num_open_ && num_filled_[place_of(num_queued)].load(
                                                                  std::memory_order_acquire) == items_in(num_queued);
@@ -135,8 +135,8 @@ class Staging {
                 cudaGetLastError(); // it is no error, and nobody else is to find it
                 return;
             }
-            status_ = check_cuda(query);
-            if (status_ != IBP_OK) return;
+            calls_ << query;
+            if (!calls_.ok()) return;
             num_filled_[place_of(open)].store(0, std::memory_order_relaxed);
             num_open_.store(open + 1, std::memory_order_release);
         }
@@ -150,19 +150,15 @@ class Staging {
         const auto num_bytes = static_cast<size_t>(ids_offset(chunk) + count * stage_.id_bytes);
         ibp_ids ids{};
         ids.data = near + ids_offset(chunk), ids.count = count, ids.id_bytes = stage_.id_bytes;
-        note(cudaStreamWaitEvent(stager_->copies, stager_->decoded[place], 0));
-        note(cudaMemcpyAsync(near, stager_->pinned + place * stager_->place_bytes, num_bytes, cudaMemcpyDefault,
-                             stager_->copies));
-        note(cudaEventRecord(stager_->copied[place], stager_->copies));
-        note(cudaStreamWaitEvent(stream_, stager_->copied[place], 0));
-        if (status_ == IBP_OK)
-            status_ =
-                gather_staged(&table_, &ids, near, first, out_ + first * table_.item_bytes, fault_, max_sms_, stream_);
-        note(cudaEventRecord(stager_->decoded[place], stream_));
-    }
-    void note(cudaError_t error)
-    {
-        if (status_ == IBP_OK) status_ = check_cuda(error);
+        calls_ << cudaStreamWaitEvent(stager_->copies, stager_->decoded[place], 0)
+               << cudaMemcpyAsync(near, stager_->pinned + place * stager_->place_bytes, num_bytes, cudaMemcpyDefault,
+                                  stager_->copies)
+               << cudaEventRecord(stager_->copied[place], stager_->copies)
+               << cudaStreamWaitEvent(stream_, stager_->copied[place], 0);
+        if (calls_.ok())
+            calls_ << gather_staged(&table_, &ids, near, first, out_ + first * table_.item_bytes, fault_, max_sms_,
+                                    stream_);
+        calls_ << cudaEventRecord(stager_->decoded[place], stream_);
     }
 
     ibp_stager *const stager_;
@@ -176,23 +172,17 @@ class Staging {
     int64_t block_items_ = 0, chunk_items_ = 0, num_chunks_ = 0, num_blocks_ = 0;
     std::atomic<int64_t> next_block_{0}, num_open_{0}, num_filled_[kPlaces] = {};
     std::atomic<bool> is_coordinated_{false}, is_over_{false};
-    ibp_status status_ = IBP_OK; // the coordinator's
+    FirstError calls_; // the coordinator's
 };
-
-static void work_at(void *staging, int64_t) { static_cast<Staging *>(staging)->work(); }
 
 static ibp_status create(ibp_stager *stager)
 {
-    ibp_status status = check_cuda(cudaGetDevice(&stager->device));
-    const auto note = [&](cudaError_t error) {
-        if (status == IBP_OK) status = check_cuda(error);
-    };
-    note(cudaStreamCreateWithFlags(&stager->copies, cudaStreamNonBlocking));
-    for (int place = 0; place < kPlaces; place++) {
-        note(cudaEventCreateWithFlags(&stager->copied[place], cudaEventDisableTiming));
-        note(cudaEventCreateWithFlags(&stager->decoded[place], cudaEventDisableTiming));
-    }
-    return status;
+    FirstError calls;
+    calls << cudaGetDevice(&stager->device) << cudaStreamCreateWithFlags(&stager->copies, cudaStreamNonBlocking);
+    for (int place = 0; place < kPlaces; place++)
+        calls << cudaEventCreateWithFlags(&stager->copied[place], cudaEventDisableTiming)
+              << cudaEventCreateWithFlags(&stager->decoded[place], cudaEventDisableTiming);
+    return calls.status();
 }
 
 } // namespace ibp
@@ -217,17 +207,14 @@ extern "C" ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int
 extern "C" ibp_status ibp_cuda_destroy_stager(ibp_stager *stager)
 {
     if (stager == nullptr) return IBP_OK;
-    ibp_status status = IBP_OK;
-    const auto note = [&](cudaError_t error) {
-        if (status == IBP_OK) status = ibp::check_cuda(error);
-    };
+    ibp::FirstError calls;
     for (int place = 0; place < ibp::kPlaces; place++) {
-        if (stager->copied[place]) note(cudaEventDestroy(stager->copied[place]));
-        if (stager->decoded[place]) note(cudaEventDestroy(stager->decoded[place]));
+        if (stager->copied[place]) calls << cudaEventDestroy(stager->copied[place]);
+        if (stager->decoded[place]) calls << cudaEventDestroy(stager->decoded[place]);
     }
-    if (stager->copies) note(cudaStreamDestroy(stager->copies));
+    if (stager->copies) calls << cudaStreamDestroy(stager->copies);
     free(stager);
-    return status;
+    return calls.status();
 }
 
 extern "C" ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *table, const uint8_t *slots,
@@ -245,6 +232,7 @@ extern "C" ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *
         return IBP_INVALID_ARGUMENT;
     ibp::Staging staging(stager, table, slots, ids, out, fault, max_sms, stream);
     if (!staging.fits()) return IBP_INVALID_ARGUMENT;
-    run(runner, num_threads, ibp::work_at, &staging);
+    run(
+        runner, num_threads, [](void *of, int64_t) { static_cast<ibp::Staging *>(of)->work(); }, &staging);
     return staging.status();
 }

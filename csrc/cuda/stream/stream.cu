@@ -9,28 +9,13 @@
 // stream has the highest priority: its few blocks get the next SMs that other kernels leave.
 #include "../../core/chunk_plan.h"
 #include "../cuda_checks.h"
-#include "../launch.cuh"
+#include "../errors.h"
 
 #include <cstdlib>
 
 namespace ibp {
 
 constexpr int kPlaces = 4;
-
-// The first error of several calls.
-class FirstError {
-  public:
-    FirstError &operator<<(cudaError_t error)
-    {
-        if (status_ == IBP_OK) status_ = check_cuda(error);
-        return *this;
-    }
-    bool ok() const { return status_ == IBP_OK; }
-    ibp_status status() const { return status_; }
-
-  private:
-    ibp_status status_ = IBP_OK;
-};
 
 } // namespace ibp
 
@@ -88,18 +73,18 @@ static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, con
     block->slots = ring;
     block->slots_start = chunk.slots_start;
     block->slots_bytes = static_cast<int64_t>(chunk.slots_bytes);
-    ibp_status status = copy_part(ring, table->slots + chunk.slots_start, chunk.slots_bytes, copies);
-    if (status == IBP_OK && !ibp_has_own_bases(table)) {
+    calls << copy_part(ring, table->slots + chunk.slots_start, chunk.slots_bytes, copies);
+    if (calls.ok() && !ibp_has_own_bases(table)) {
         uint8_t *const overflow = ring + ibp_chunk_overflow_offset(&chunk);
         block->overflow = overflow;
         block->overflow_start = chunk.overflow_start;
         block->overflow_bytes = static_cast<int64_t>(chunk.overflow_bytes);
-        status = copy_part(overflow, table->overflow + chunk.overflow_start, chunk.overflow_bytes, copies);
+        calls << copy_part(overflow, table->overflow + chunk.overflow_start, chunk.overflow_bytes, copies);
     }
     // Whatever was copied is waited for, also after an error.
     calls << cudaEventRecord(streamer->filled[place], copies)
           << cudaStreamWaitEvent(streamer->decodes, streamer->filled[place], 0);
-    return status != IBP_OK ? status : calls.status();
+    return calls.status();
 }
 
 // out = bytes [start, end), which lie in the chunk's rows.

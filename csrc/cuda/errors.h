@@ -1,0 +1,31 @@
+// errors.h - errors of CUDA calls. Host code.
+#ifndef IBP_CUDA_ERRORS_H
+#define IBP_CUDA_ERRORS_H
+
+#include "ibp_cuda.h"
+
+namespace ibp {
+
+// Records the current CUDA error, if any, for ibp_cuda_last_error.
+ibp_status check_cuda(cudaError_t error);
+
+// The first error of several calls.
+class FirstError {
+  public:
+    FirstError &operator<<(cudaError_t error) { return ok() ? *this << check_cuda(error) : *this; }
+    FirstError &operator<<(ibp_status status)
+    {
+        if (ok()) status_ = status;
+        return *this;
+    }
+
+    bool ok() const { return status_ == IBP_OK; }
+    ibp_status status() const { return status_; }
+
+  private:
+    ibp_status status_ = IBP_OK;
+};
+
+} // namespace ibp
+
+#endif
