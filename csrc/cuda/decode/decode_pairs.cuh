@@ -135,28 +135,31 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     // What eight digits stand for, a byte each; from: the shared byte with which those of the escaped begin, order:
     // which of them they take.
     struct Entries {
-        uint32_t named, then, escape; // bytes: of digits 0 to 3, of 4 to 7; with 0xff at the escape
+        uint32_t named, then; // bytes: of digits 0 to 3, of 4 to 7
 
-        // WIDE: digits have three bits.
-        template <bool WIDE>
-        __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t order, uint32_t from) const
+        // Of two bits. escaped: bit 0 of every nibble that is an escape, whose byte is then selected by its place.
+        __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t escaped, uint32_t order, uint32_t from) const
         {
             const uint2 x = eight_bytes(from);
-            return make_uint2((permute_bytes(x.x, x.y, order) & escapes<WIDE>(digits)) |
-                                  permute_bytes(named, WIDE ? then : 0u, digits),
-                              (permute_bytes(x.x, x.y, order >> 16) & escapes<WIDE>(digits >> 16)) |
-                                  permute_bytes(named, WIDE ? then : 0u, digits >> 16));
+            const uint32_t nibbles = (escaped * 3u & 0x32103210u) | (digits + escaped);
+            return make_uint2(permute_bytes(named, permute_bytes(x.x, x.y, order), nibbles),
+                              permute_bytes(named, permute_bytes(x.x, x.y, order >> 16), nibbles >> 16));
         }
-        template <bool WIDE> __device__ __forceinline__ uint32_t escapes(uint32_t digits) const
+        // Of three.
+        __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t order, uint32_t from) const
         {
-            return permute_bytes(WIDE ? 0u : escape, WIDE ? escape : 0u, digits);
+            const uint32_t escape = in_register(0xff000000u);
+            const uint2 x = eight_bytes(from);
+            return make_uint2((permute_bytes(x.x, x.y, order) & permute_bytes(0u, escape, digits)) |
+                                  permute_bytes(named, then, digits),
+                              (permute_bytes(x.x, x.y, order >> 16) & permute_bytes(0u, escape, digits >> 16)) |
+                                  permute_bytes(named, then, digits >> 16));
         }
     };
 
     __device__ __forceinline__ Entries entries_at(uint32_t plane) const
     {
-        return {entries_of(plane), FIRST == 3 && plane == 0u ? entries_of(IBP_MAX_PLANES) : 0u,
-                in_register(0xff000000u)};
+        return {entries_of(plane), FIRST == 3 && plane == 0u ? entries_of(IBP_MAX_PLANES) : 0u};
     }
 
     __device__ __forceinline__ uint32_t symbol_bits() const
@@ -192,9 +195,9 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         const uint32_t low = spread_pairs<false>(digits), high = spread_pairs<true>(digits),
                        low_escaped = escaped_nibbles(low), low_order = order_of(low_escaped),
                        high_escaped = escaped_nibbles(high), high_order = order_of(high_escaped);
-        const uint2 a = entries.template symbols<false>(low, low_order, from);
+        const uint2 a = entries.symbols(low, low_escaped, low_order, from);
         from += count_of(low_escaped, low_order);
-        const uint2 b = entries.template symbols<false>(high, high_order, from);
+        const uint2 b = entries.symbols(high, high_escaped, high_order, from);
         from += count_of(high_escaped, high_order);
         return make_uint4(a.x, a.y, b.x, b.y);
     }
@@ -251,7 +254,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     static __device__ __forceinline__ uint32_t escaped_of_vector(const uint32_t (&digits)[kDigitWords])
     {
         if (FIRST == 3) return escaped_triples(digits[0]) | escaped_triples(digits[kDigitWords - 1u]) >> 1;
-        return escaped_pairs(digits[0]) & low_bits(~0u, 2u * kPerVector);
+        return escaped_pairs(digits[0]) & ~0u >> (32u - 2u * kPerVector);
     }
     static_assert(kStep * FIRST % 32 == 0, "vectors of a lane are whole words of digits apart");
 
@@ -298,14 +301,14 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         if constexpr (FIRST == 3) {
             const uint32_t low = tile.digits[s][0], high = tile.digits[s][1], escaped = escaped_triples(low),
                            order = escaped * 0x22222222u;
-            const uint2 a = entries.template symbols<true>(low, order, from);
+            const uint2 a = entries.symbols(low, order, from);
             from += (order >> 28) + (escaped >> 31);
-            const uint2 b = entries.template symbols<true>(high, escaped_triples(high) * 0x22222222u, from);
+            const uint2 b = entries.symbols(high, escaped_triples(high) * 0x22222222u, from);
             return make_uint4(a.x, a.y, b.x, b.y);
         }
         if (kPerVector > 8u) return symbols_of(entries, tile.digits[s][0], from);
-        const uint32_t digits = spread_pairs<false>(tile.digits[s][0]);
-        const uint2 low = entries.template symbols<false>(digits, order_of(escaped_nibbles(digits)), from);
+        const uint32_t digits = spread_pairs<false>(tile.digits[s][0]), escaped = escaped_nibbles(digits);
+        const uint2 low = entries.symbols(digits, escaped, order_of(escaped), from);
         return make_uint4(low.x, low.y, 0, 0);
     }
     // The ranks of a lane's vectors, and the numbers of their first raw symbols, if there are any in the warp.

@@ -174,7 +174,8 @@ static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, c
 // ---- regular rows ----
 
 // A row as a lane has looked it up. what: how many vectors of 16 bytes hold it, how many bytes before it the first one
-// has and how many behind it the last one, and its kind. No vectors where the row is irregular, or there is none.
+// has and how many behind it the last one, its kind, and kHasRest. No vectors where the row is irregular, or there is
+// none.
 // Vector k is at from + k as far as the slot goes, then at behind + k.
 struct Entry {
     const uint4 *from, *behind;
@@ -190,8 +191,9 @@ struct Row {
     {
         return 16u * (what & 0xffffu) - shift() - (what >> 20 & 15u);
     }
-    __device__ __forceinline__ Kind kind() const { return static_cast<Kind>(what >> 24); }
+    __device__ __forceinline__ Kind kind() const { return static_cast<Kind>(what >> 24 & 7u); }
 };
+constexpr uint32_t kHasRest = 1u << 27; // of `what`: some vectors are behind the slot
 static_assert(IBP_MAX_ROW_BYTES / 16u + 1u < 1u << 16, "the fields of Entry::what");
 __device__ __forceinline__ uint32_t what_of(uint32_t num_bytes, uint32_t shift, Kind kind)
 {
@@ -199,7 +201,7 @@ __device__ __forceinline__ uint32_t what_of(uint32_t num_bytes, uint32_t shift, 
     return num_vectors | shift << 16 | (16u * num_vectors - shift - num_bytes) << 20 | kind << 24;
 }
 __device__ __forceinline__ uint32_t vectors_in(uint32_t what) { return what & 0xffffu; }
-__device__ __forceinline__ bool is_raw(uint32_t what) { return what >> 24 == kRaw; }
+__device__ __forceinline__ bool is_raw(uint32_t what) { return (what >> 24 & 7u) == kRaw; }
 __device__ __forceinline__ bool goes_to_stage(uint32_t what) { return what >> 24 & 1u; }
 
 // Where in overflow the part of a row begins that does not fit its slot; NULL where there is none, or it does not lie
@@ -256,7 +258,7 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     const int64_t item_bytes = static_cast<int64_t>(rows_per_item) * row_bytes;
     entry.dst = memory_of_position(request.ids, request.dst, ticket.position, item_bytes) +
                 static_cast<int64_t>(ticket.part) * row_bytes;
-    entry.what = what_of(stored, shift, kind);
+    entry.what = what_of(stored, shift, kind) | (stored > in_slot ? kHasRest : 0u);
     return entry;
 }
 
@@ -320,48 +322,38 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         return {behind + in_slot, from - num_behind, num_behind, in_slot};
     }
 
-    // Where the vectors are that a lane loads of the rows that the lanes from i on have looked up, and which of them
-    // there are. BEHIND: whether any may be behind a slot.
+    // Loads the vectors of the rows that the lanes from i on have looked up. what: of the row of the lane's first vector.
+    // BEHIND: whether any may be behind a slot.
     template <bool BEHIND>
-    __device__ __forceinline__ void find_vectors(const Entry &entry, uint32_t i, const uint4 *(&places)[kVectors],
-                                                 bool (&wanted)[kVectors]) const
+    __device__ __forceinline__ void load(const Entry &entry, uint32_t i, uint32_t what,
+                                         uint4 (&vectors)[kVectors]) const
     {
-        uint32_t num_vectors = 0;
+        const uint4 *places[kVectors]; // loads follow the last shuffle: the compiler makes branches of loads between
+        bool wanted[kVectors];
         Pieces pieces{};
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
             if (k * kWarp % kShared == 0u || kShared < kWarp || k >= Decoder::kVectors) { // of another row than before
-                num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i + row_in_warp(k)));
+                if (k != 0u) what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
                 if (BEHIND)
-                    pieces = pieces_of(entry, i + row_in_warp(k), num_vectors);
+                    pieces = pieces_of(entry, i + row_in_warp(k), vectors_in(what));
                 else
                     pieces.then = of_lane(entry.from, i + row_in_warp(k));
             }
-            places[k] = pieces.place_of(vector_of(k)), wanted[k] = vector_of(k) < num_vectors;
+            places[k] = pieces.place_of(vector_of(k)), wanted[k] = vector_of(k) < vectors_in(what);
         }
+#pragma unroll
+        for (uint32_t k = 0; k < kVectors; k++)
+            if (wanted[k]) vectors[k] = *places[k];
     }
     // Issues the loads of the rows that the lanes from i on have looked up. By all lanes of a warp together.
     __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
     {
-        const uint4 *places[kVectors]; // loads follow the last shuffle: the compiler makes branches of loads between
-        bool wanted[kVectors];
-        if constexpr (TO_OUT && G::kPerWarp == 1) { // most rows are whole in their slots; gathers would spill for this
-            const uint32_t num_vectors = vectors_in(__shfl_sync(kAllLanes, entry.what, i));
-            const uint4 *const from = of_lane(entry.from, i);
-            if (of_lane(entry.behind, i) == from) {
-#pragma unroll
-                for (uint32_t k = 0; k < kVectors; k++)
-                    if (vector_of(k) < num_vectors) vectors[k] = from[vector_of(k)];
-                return;
-            }
-        }
-        if (G::kPerWarp == 1 || G::any(entry.behind != entry.from))
-            find_vectors<true>(entry, i, places, wanted);
+        const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(0));
+        if (G::any(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
+            load<true>(entry, i, what, vectors);
         else
-            find_vectors<false>(entry, i, places, wanted);
-#pragma unroll
-        for (uint32_t k = 0; k < kVectors; k++)
-            if (wanted[k]) vectors[k] = *places[k];
+            load<false>(entry, i, what, vectors);
     }
 
     // Puts the vectors that have been loaded where they belong, and fetches those for which there was no room. By
@@ -436,10 +428,9 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         row = seen.row, window = seen.window;
     }
 
-    // Decodes what has been received. Called by all lanes of a warp together.
-    __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Row row, ibp_fault *fault) const
+    // Does what there is to do for rows of a warp that are not all coded. Returns whether any is staged to be decoded.
+    __device__ __forceinline__ bool finish_others(uint32_t number, Row &row, Window &window, ibp_fault *fault) const
     {
-        Window window{row.dst, 0, table.codebook.row_bytes};
         if (G::any(row.kind() == kIrregular)) {
             if (row.kind() == kIrregular) {
                 const Fetched fetched = fetch_irregular<G>(table, request, out, stage.first, number);
@@ -448,12 +439,24 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
             }
             if (G::any(row.kind() == kRefused)) refuse<G>(table, request, out, number, row.kind() == kRefused, fault);
         }
-        if constexpr (G::kWarps > 1) agree(row, window);
-        const bool is_staged = G::any(row.kind() == kCoded || row.kind() == kStagedRaw);
-        if (G::kWarps == 1 ? is_staged : !is_staged) G::sync();
-        if (!is_staged) return;
+        if constexpr (G::kWarps > 1)
+            agree(row, window);
+        else
+            G::sync(); // the rows are staged
         if (row.kind() == kStagedRaw) group_copy<G>(row.dst, stage.bytes() + row.shift(), row.num_bytes());
-        bool coded = row.kind() == kCoded, good = true;
+        const bool any_coded = G::any(row.kind() == kCoded);
+        if (!any_coded) G::sync(); // the stage is free for the next row
+        return any_coded;
+    }
+    // Decodes what has been received. Called by all lanes of a warp together.
+    __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Row row, ibp_fault *fault) const
+    {
+        Window window{row.dst, 0, table.codebook.row_bytes};
+        if (G::kWarps == 1 && !G::any(row.kind() != kCoded))
+            G::sync(); // the rows are staged
+        else if (!finish_others(number, row, window, fault))
+            return;
+        bool coded = G::kPerWarp == 1 || row.kind() == kCoded, good = true;
         uint32_t cluster = 0, start = stage.first + row.shift(), num_bytes = row.num_bytes();
         if (table.codebook.num_clusters > 1u) {
             cluster = shared_bits(8u * start) & 0xffu;
@@ -462,7 +465,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
             if (!coded) cluster = 0;
             start += 1u, num_bytes -= 1u;
         }
-        if (G::any(coded)) good = decoder.decode(cluster, coded, stage, 8u * start, num_bytes, window) && good;
+        if (G::any(coded))
+            good = decoder.decode(cluster, G::kPerWarp == 1 || coded, stage, 8u * start, num_bytes, window) && good;
         G::sync(); // the stage is free for the next row, what was stored of a corrupt one has been
         if (G::any(!good)) refuse<G>(table, request, out, number, !good, fault);
     }

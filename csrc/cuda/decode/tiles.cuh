@@ -204,7 +204,7 @@ __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const Plane
     // Then every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
     const bool good = !active || parts.end == end;
     if (G::kPerWarp == 1 && G::any(!good)) return false;
-    if (!good) n = 0;
+    if (G::kPerWarp > 1 && !good) n = 0;
     DigitRange(&mine)[IBP_MAX_PLANES + 1] = parts.mine;
 #pragma unroll 1
     for (uint32_t k = 0; k < per_warp; k++) {
@@ -218,13 +218,13 @@ __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const Plane
                 mine[p + 1].from + (present || p < 2u ? decoder.visit(book, p, parts.digits[p], mine[p], tile)
                                                       : mine[p].to - mine[p].from);
         }
-        if (!good) tile.num_escaped = 0, mine[IBP_MAX_PLANES] = {0, 0};
+        if (G::kPerWarp > 1 && !good) tile.num_escaped = 0, mine[IBP_MAX_PLANES] = {0, 0};
         decoder.store(book, parts, tile, tile_start, n, window);
         __syncwarp(); // the levels are free
 #pragma unroll
         for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;
     }
-    return good;
+    return G::kPerWarp == 1 || good;
 }
 
 } // namespace ibp
