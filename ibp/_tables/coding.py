@@ -19,11 +19,13 @@ from .._machine import memory, staging
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.table import Table
-from .._schemes import AnyCodebook, Request, check_clusters, measure
+from .._schemes import AnyCodebook, Request, check_clusters, measure, surveyed
 from .._schemes.choice import learn
 from .._schemes.estimation import check_codebook, check_learning
 
 _FEW_BYTES = 1 << 20  # of a tensor in host memory, that the CPU codes sooner than they are at a GPU
+# So many bytes are surveyed before at least so many times the bytes are coded with a codebook that is given.
+_SURVEYED_BYTES, _LEAST_TIMES = 1 << 20, 32
 # Room for parts of all rows: in times of the sample's, and as a share of all bytes, since few sampled rows have a part.
 _MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
 MOST_LACKING = 0.01  # of the bytes, stored raw because rows lack what the sample has in common
@@ -118,7 +120,7 @@ class Learning:
         codebook = learn(self.scheme, request, in_place)
         if codebook is None:
             return None
-        coding = _learned_coding(request, codebook, coder)
+        coding = _coding(request, codebook, coder)
         savings, expected = 1 - coding.stored_bytes / request.geometry.num_bytes, codebook.expected_savings
         if not codebook.is_partial or expected is None or savings > expected - MOST_LACKING:
             return coding
@@ -126,37 +128,39 @@ class Learning:
         codebook = learn(self.scheme, request, in_place)
         if codebook is None:
             return coding
-        again = _learned_coding(request, codebook, coder)
+        again = _coding(request, codebook, coder)
         return min(coding, again, key=lambda tried: tried.stored_bytes)
 
 
 def _coding(request: Request, codebook: AnyCodebook, coder: torch.device) -> Coding:
+    known, geometry = request.known(codebook), request.geometry
+    if known is not None and request.host_rows.numel() == request.data.numel():  # all rows have been measured
+        return Coding(codebook, known[0].to(coder), known[1])
+    if request.room_ahead is not None and request.slot_bytes != 0 and coder == request.data.device:
+        some = known[1] if known is not None else _survey_of_some(request, codebook)
+        if some is not None:
+            return _coded_ahead(request, codebook, some)
     data = request.data if request.near is None else request.near()
     lengths = measure(data, codebook, coder, request.progress)
-    return Coding(codebook, lengths, _layout.survey(lengths, request.geometry))
+    return Coding(codebook, lengths, _layout.survey(lengths, geometry))
 
 
-def _learned_coding(request: Request, codebook: AnyCodebook, coder: torch.device) -> Coding:
-    """Rows that were all learned from have been measured."""
-    known, geometry = request.known(codebook), request.geometry
-    if known is not None and request.host_rows.numel() == request.data.numel():
-        return Coding(codebook, known[0].to(coder), known[1])
-    room, slot_bytes = request.room_ahead, request.slot_bytes
-    if known is not None and room is not None and slot_bytes != 0 and coder == request.data.device:
-        slot_bytes = slot_bytes or known[1].table_slot_bytes
-        scale = _MORE_OVERFLOW * geometry.num_rows / known[1].num_rows
-        spare_bytes = scale * known[1].spilled(slot_bytes)[1] + _LEAST_SHARE * geometry.num_bytes
-        spare = request.data.new_empty(int(spare_bytes))
-        slots = room(_layout.slots_size(geometry, slot_bytes))
-        return _coded_ahead(request, codebook, slot_bytes, slots, spare)
-    return _coding(request, codebook, coder)
+def _survey_of_some(request: Request, codebook: AnyCodebook) -> _layout.Survey | None:
+    """What some rows take with a codebook that was not learned from them; None of few rows, which are measured soon."""
+    data, row_bytes = request.data, request.geometry.row_bytes
+    if data.numel() < _LEAST_TIMES * _SURVEYED_BYTES:
+        return None
+    return surveyed(_rows.sample(data, row_bytes, _SURVEYED_BYTES // row_bytes), codebook)
 
 
-def _coded_ahead(
-    request: Request, codebook: AnyCodebook, slot_bytes: int, slots: torch.Tensor, spare: torch.Tensor
-) -> Coding:
-    """Rows coded into slots where they are, in the pass that measures them. spare: for their parts of overflow."""
+def _coded_ahead(request: Request, codebook: AnyCodebook, some: _layout.Survey) -> Coding:
+    """Rows coded into slots where they are, in the pass that measures them. some: what some of the rows take."""
     data, geometry = request.data, request.geometry
+    slot_bytes = request.slot_bytes or some.table_slot_bytes
+    scale = _MORE_OVERFLOW * geometry.num_rows / some.num_rows
+    spare = data.new_empty(int(scale * some.spilled(slot_bytes)[1] + _LEAST_SHARE * geometry.num_bytes))
+    assert request.room_ahead is not None
+    slots = request.room_ahead(_layout.slots_size(geometry, slot_bytes))
     lengths = data.new_empty(geometry.num_rows, dtype=torch.uint16)
     bases, used = data.new_empty(geometry.num_rows, dtype=torch.int64), data.new_zeros(1, dtype=torch.int64)
     words = codebook.words(data.device)

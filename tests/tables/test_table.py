@@ -814,10 +814,17 @@ def test_few_bytes_of_the_host_are_coded_there(monkeypatch, num_rows, is_free, d
 
 @pytest.mark.parametrize("options", [{}, {"slot_bytes": 640}, {"layout": "packed"}], ids=str)
 def test_rows_coded_while_they_are_measured(monkeypatch, options):
-    """In the slots that the sample asks for; also where all rows ask for others, or for more overflow."""
+    """In the slots that the sample asks for; also where all rows ask for others, or for more overflow, and where the
+    codebook is given."""
     x = (torch.randn(1 << 12, 512, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     table = ibp.compress(x, device="cpu", **options)
     assert_same_table(ibp.compress(x, device="cpu", codebook=table.codebook, **options), table)
+    with monkeypatch.context() as patched:  # many enough to survey some of them
+        ahead, surveyed = coding._coded_ahead, []
+        patched.setattr(coding, "_coded_ahead", lambda *args: surveyed.append(args[2].num_rows) or ahead(*args))
+        patched.setattr(coding, "_SURVEYED_BYTES", x.nbytes // coding._LEAST_TIMES)
+        assert_same_table(ibp.compress(x, device="cpu", codebook=table.codebook, **options), table)
+        assert surveyed == ([] if "layout" in options else [len(x) // coding._LEAST_TIMES])
     with monkeypatch.context() as patched:  # in several blocks
         patched.setattr(geometry, "_NEAR_BLOCK_BYTES", x.nbytes // 3)
         assert_same_table(ibp.compress(x, device="cpu", **options), table)
