@@ -350,7 +350,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
     {
         const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(0));
-        if (G::any(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
+        // Of whole rows a warp, gathers ask nothing: for the choice they took 10 % longer where device memory binds.
+        if ((G::kPerWarp == 1 && !TO_OUT) || G::any(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
             load<true>(entry, i, what, vectors);
         else
             load<false>(entry, i, what, vectors);
