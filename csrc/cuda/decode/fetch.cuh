@@ -175,8 +175,7 @@ static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, c
 
 // A row as a lane has looked it up. what: how many vectors of 16 bytes hold it, how many bytes before it the first one
 // has and how many behind it the last one, its kind, and kHasRest. No vectors where the row is irregular, or there is
-// none.
-// Vector k is at from + k as far as the slot goes, then at behind + k.
+// none. Vector k is at from + k as far as the slot goes, then at behind + k.
 struct Entry {
     const uint4 *from, *behind;
     uint8_t *dst;
@@ -322,7 +321,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         return {behind + in_slot, from - num_behind, num_behind, in_slot};
     }
 
-    // Loads the vectors of the rows that the lanes from i on have looked up. what: of the row of the lane's first vector.
+    // Loads the vectors of the rows that the lanes from i on have looked up. what: of the row of a lane's first vector.
     // BEHIND: whether any may be behind a slot.
     template <bool BEHIND>
     __device__ __forceinline__ void load(const Entry &entry, uint32_t i, uint32_t what,
