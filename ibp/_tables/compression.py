@@ -13,6 +13,7 @@ from .._layout import geometry as _rows
 from .._machine import memory as _memory
 from .._machine import numa as _numa
 from .._machine import staging
+from .._schemes import AnyCodebook
 from .coding import Coding, Learning, check_faults, code, encode_block, geometry_of, table_of
 from .compressed_tensor import CompressedTensor
 
@@ -21,6 +22,12 @@ def compress_rows(
     x: torch.Tensor | np.ndarray,
     *,
     scheme: str = "auto",
+    chunk_bytes: int | None = None,
+    tau: float | None = None,
+    codebook: AnyCodebook | None = None,
+    sample: float | None = None,
+    clusters: int | str | None = None,
+    level: str = "default",
     layout: str = "slots",
     slot_bytes: int | None = None,
     row_bytes: int | None = None,
@@ -28,12 +35,12 @@ def compress_rows(
     memory: str | None = None,
     numa: _numa.Numa = None,
     progress: bool = False,
-    **options: Any,
 ) -> CompressedTensor:
-    """A table of a tensor's rows: `ibp.compress` for the schemes of rows. options: of `Learning`."""
+    """A table of a tensor's rows: `ibp.compress` for the schemes of rows."""
     x = _rows.given_tensor(x)
     _rows.check_tensor(x)
-    learning = Learning.of(scheme, **options)
+    options = {"chunk_bytes": chunk_bytes, "tau": tau, "sample": sample, "clusters": clusters, "level": level}
+    learning = Learning.of(scheme, codebook=codebook, **options)
     (home, pin), node = _memory.home_of(x, memory, _rows.working_device(x, device)), _numa.node_of(numa)
     is_there = home == x.device
     made_pinned = pin if is_there else False
