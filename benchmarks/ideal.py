@@ -14,16 +14,16 @@ SECTOR_BYTES = 32
 # with it raw rows of 320 and 576 B, which end within lines, come at the same share of what is allowed as rows of whole
 # lines (families.csv).
 LINE_BYTES, LINE_COST = 128, 29
-MACHINE = LINK_KERNEL_GBPS = LINK_COPY_GBPS = LINK_ROW_NS = None  # see reckon_with
+MACHINE = LINK_KERNEL_GBPS = LINK_COPY_GBPS = LINK_REQUEST_NS = None  # see reckon_with
 
 
 def reckon_with(machine):
     """Takes the link's rates of an `ibp.calibration.Calibration`."""
-    global MACHINE, LINK_KERNEL_GBPS, LINK_COPY_GBPS, LINK_ROW_NS
+    global MACHINE, LINK_KERNEL_GBPS, LINK_COPY_GBPS, LINK_REQUEST_NS
     MACHINE = machine
     LINK_KERNEL_GBPS = machine.read_gbps  # kernels reading pinned host memory
     LINK_COPY_GBPS = machine.copy_in_gbps  # copy engine, host to device, from 64 MiB up
-    LINK_ROW_NS = machine.least_row_ns  # a request of a kernel takes at least this, however short
+    LINK_REQUEST_NS = machine.least_row_ns  # a request of a kernel takes at least this, however short
 
 
 reckon_with(ibp.calibration.H200)  # until a run on a GPU begins
@@ -41,7 +41,7 @@ def units_of_range(start, num_bytes, unit_bytes=SECTOR_BYTES):
 def _request_ns(sectors):
     """Time of the link for a request for so many sectors of one line; none of no sectors."""
     gbps = LINK_KERNEL_GBPS * (1 + LINE_COST / LINE_BYTES)  # with whole lines, LINK_KERNEL_GBPS of rows
-    ns = torch.clamp((SECTOR_BYTES * sectors + LINE_COST) / gbps, min=LINK_ROW_NS)
+    ns = torch.clamp((SECTOR_BYTES * sectors + LINE_COST) / gbps, min=LINK_REQUEST_NS)
     return torch.where(sectors > 0, ns, 0.0)
 
 
