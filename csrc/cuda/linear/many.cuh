@@ -65,8 +65,9 @@ template <class KIND, uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1, uin
 // ---- a block ----
 
 // Named barriers: of both groups that multiply, of the groups that write sums last and the finishers, of the finishers;
-// and, where there is one block, of the finishers and the groups that write sums first.
-constexpr uint32_t kBothGroups = 1, kGroupsAndFinishers = 2, kFinishers = 3, kFinishersAndGroups = 4;
+// where there is one block, of the finishers and the groups that write sums first; and of all threads, which come to it
+// from two branches, as __syncthreads() must not be used.
+constexpr uint32_t kBothGroups = 1, kGroupsAndFinishers = 2, kFinishers = 3, kFinishersAndGroups = 4, kAllThreads = 5;
 
 struct Place {
     uint32_t part, first_tile, tiles_apart;
@@ -121,7 +122,7 @@ template <class Block> __device__ __forceinline__ void bring_all_vectors(const L
     await_work_before();
     bring_vectors<Block>(job, place.part);
     await_others_of_cluster();
-    __syncthreads();
+    await_barrier<kAllThreads, Block::kThreads>();
 }
 
 // A group of warps that multiplies; each has 16 rows of a tile.
@@ -281,6 +282,8 @@ template <class Block> struct Finishers {
         __syncwarp();
         Block::written().await_cluster(turn);
     }
+    // Tells the groups that write sums that this block has read them. A release: no group writes before the loads of
+    // read_sums() are done.
     __device__ __forceinline__ void say_read(bool is_last) const
     {
         if (Block::kParts == 1u) {
@@ -288,24 +291,30 @@ template <class Block> struct Finishers {
             return;
         }
         await_barrier<kFinishers, Block::kGroup>();
-        if (thread < Block::kParts) Block::read().arrive_after_reading(thread);
+        if (thread < Block::kParts) Block::read().arrive_in(thread);
     }
-    // A store waits for all that its sum was read from: only then is the room free.
-    __device__ __forceinline__ void store_sums(const LinearMatrix &matrix, uint32_t to_row, float bias,
-                                               const OwnCorrections &corrections) const
+    // Reads the sums of the thread's row from all blocks of the cluster, and adds up those of each vector.
+    __device__ __forceinline__ void read_sums(float (&sums)[Block::kFinished]) const
     {
-        float sums[Block::kFinished][Block::kParts];
+        float parts[Block::kFinished][Block::kParts];
 #pragma unroll
         for (uint32_t part = 0; part < Block::kParts; part++)
 #pragma unroll
             for (uint32_t i = 0; i < Block::kFinished; i++)
-                sums[i][part] = float_in(part, Block::sum_at(first_vector + Block::kVectorsApart * i, row));
+                parts[i][part] = float_in(part, Block::sum_at(first_vector + Block::kVectorsApart * i, row));
+#pragma unroll
+        for (uint32_t i = 0; i < Block::kFinished; i++) sums[i] = sum_in_pairs(parts[i]);
+    }
+    __device__ __forceinline__ void store_sums(const LinearMatrix &matrix, uint32_t to_row, float bias,
+                                               const OwnCorrections &corrections,
+                                               const float (&sums)[Block::kFinished]) const
+    {
 #pragma unroll
         for (uint32_t i = 0; i < Block::kFinished; i++) {
             const uint32_t vector = first_vector + Block::kVectorsApart * i;
             if (vector < job.num_vectors)
                 store_sum<Kind>(matrix, matrix.product.y + uint64_t{vector} * matrix.rows() + to_row,
-                                corrections.corrected(sum_in_pairs(sums[i]), i), bias);
+                                corrections.corrected(sums[i], i), bias);
         }
     }
     // The thread's row of a tile of a matrix.
@@ -339,8 +348,10 @@ template <class Block> struct Finishers {
             escapes = next, escapes.load(job.num_columns);
             find(tile + 2u * place.tiles_apart, next);
             say_written(turn);
-            store_sums(matrix, to_row, bias, corrections);
+            float sums[Block::kFinished];
+            read_sums(sums);
             say_read(tile + place.tiles_apart >= job.num_tiles);
+            store_sums(matrix, to_row, bias, corrections, sums);
         }
         if (Block::kParts > 1u) Block::read().await_cluster(turn - 1u); // others still read the sums of this block
     }
