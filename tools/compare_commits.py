@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Measures two commits in turn on one GPU, and says which cells became slower.
 
-    python tools/compare_commits.py BEFORE AFTER --out DIR [--every 10] [--scripts gather,codec] [--spreads FILE]
+    python tools/compare_commits.py BEFORE AFTER --out DIR [--every 3] [--scripts gather,codec] [--spreads FILE]
 
 BEFORE and AFTER are two trees with built libraries, or one tree twice. They are measured in the order before, after,
-before, after; each of the four passes is one process, which runs benchmarks of its tree (every tenth of their cases,
+before, after; each of the four passes is one process, which runs benchmarks of its tree (every third of their cases,
 see `python -m benchmarks.gather --help`) and writes CSVs to DIR/1 to DIR/4. Rows of CSVs go together as in
 compare_results.py.
 
@@ -134,7 +134,7 @@ def main(argv=None):
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--every", type=int, default=10, help="every Nth case (10: under eight minutes)")
+    parser.add_argument("--every", type=int, default=3, help="every Nth case (3: under eight minutes)")
     parser.add_argument("--scripts", default=SCRIPTS)
     parser.add_argument("--spreads", type=Path, help="a spreads.csv of the same kind of GPU")
     parser.add_argument("--again", type=Path, help="slower.csv of an earlier run: only its cells count")

@@ -65,9 +65,8 @@ template <class KIND, uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1, uin
 // ---- a block ----
 
 // Named barriers: of both groups that multiply, of the groups that write sums last and the finishers, of the finishers;
-// where there is one block, of the finishers and the groups that write sums first; and of all threads, which come to it
-// from two branches, as __syncthreads() must not be used.
-constexpr uint32_t kBothGroups = 1, kGroupsAndFinishers = 2, kFinishers = 3, kFinishersAndGroups = 4, kAllThreads = 5;
+// and, where there is one block, of the finishers and the groups that write sums first.
+constexpr uint32_t kBothGroups = 1, kGroupsAndFinishers = 2, kFinishers = 3, kFinishersAndGroups = 4;
 
 struct Place {
     uint32_t part, first_tile, tiles_apart;
@@ -117,12 +116,13 @@ template <class Block> __device__ __forceinline__ void bring_vectors(const Linea
     publish_vectors();
 }
 
+// All threads of a block call this together.
 template <class Block> __device__ __forceinline__ void bring_all_vectors(const LinearJob &job, const Place &place)
 {
     await_work_before();
     bring_vectors<Block>(job, place.part);
     await_others_of_cluster();
-    await_barrier<kAllThreads, Block::kThreads>();
+    __syncthreads();
 }
 
 // A group of warps that multiplies; each has 16 rows of a tile.
@@ -146,7 +146,6 @@ template <class Block> struct GroupMultiplier {
           piece(place.part * Block::kBlockPieces + own_piece), end(num_steps(job)), copied_tile(place.first_tile),
           copied_step(piece), copied_stage(0)
     {
-        find_rows();
     }
     __device__ __forceinline__ void find_rows()
     {
@@ -165,8 +164,10 @@ template <class Block> struct GroupMultiplier {
         copied_step = piece, copied_tile += place.tiles_apart;
         find_rows();
     }
-    __device__ __forceinline__ void begin_first_copies()
+    // Before the vectors are there.
+    __device__ __forceinline__ void begin()
     {
+        find_rows();
 #pragma unroll
         for (uint32_t i = 0; i < Block::kStages - 1u; i++) begin_copies();
     }
@@ -242,8 +243,6 @@ template <class Block> struct GroupMultiplier {
     }
     __device__ __forceinline__ void run()
     {
-        begin_first_copies();
-        bring_all_vectors<Block>(job, place);
         uint32_t stage = 0;
         for (uint32_t tile = place.first_tile, turn = 0; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
             float of_pieces[Block::kGroupPieces][kSums];
@@ -268,6 +267,7 @@ template <class Block> struct Finishers {
     const LinearJob &job;
     const Place &place;
     const uint32_t thread, row, first_vector;
+    RowEscapes escapes, next;
 
     __device__ __forceinline__ Finishers(const LinearJob &linear, const Place &of)
         : job(linear), place(of), thread(threadIdx.x - Block::kMultipliers), row(thread % Block::kTileRows),
@@ -323,21 +323,23 @@ template <class Block> struct Finishers {
         const uint32_t strip = (tile - matrix.first_tile) * (Block::kTileRows / kStripRows);
         return first_row(matrix, strip + row / kStripRows) + row % kStripRows;
     }
-    // Where there is no such tile, of the last one.
-    __device__ __forceinline__ void find(uint32_t tile, RowEscapes &escapes) const
+    // Finds the escapes of the thread's row of a tile; where there is no such tile, of the last one.
+    __device__ __forceinline__ void find(uint32_t tile, RowEscapes &found) const
     {
         const uint32_t known = ibp_min_u32(tile, job.num_tiles - 1u);
         const LinearMatrix &matrix = job.matrix_of(known);
-        escapes.find(matrix, row_of(matrix, known));
+        found.find(matrix, row_of(matrix, known));
+    }
+    // Before the vectors are there.
+    __device__ __forceinline__ void begin()
+    {
+        find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
+        escapes.load(job.num_columns);
     }
     // While a tile is multiplied, the escapes of the next tile are loaded, and for the tile after it where its escapes
     // begin.
     __device__ __forceinline__ void run()
     {
-        RowEscapes escapes, next;
-        find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
-        escapes.load(job.num_columns);
-        bring_all_vectors<Block>(job, place);
         uint32_t turn = 0;
         for (uint32_t tile = place.first_tile; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
             const LinearMatrix &matrix = job.matrix_of(tile);
@@ -370,10 +372,17 @@ __global__ void __launch_bounds__(Block::kThreads, 1) many_kernel(const __grid_c
     }
     __syncwarp();
     arrive_at_cluster();
+    GroupMultiplier<Block> multiplier(job, place);
+    Finishers<Block> finishers(job, place);
     if (multiplies)
-        GroupMultiplier<Block>(job, place).run();
+        multiplier.begin();
     else
-        Finishers<Block>(job, place).run();
+        finishers.begin();
+    bring_all_vectors<Block>(job, place);
+    if (multiplies)
+        multiplier.run();
+    else
+        finishers.run();
 #endif
 }
 
