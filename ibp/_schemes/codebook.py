@@ -74,19 +74,9 @@ class AnyCodebook(ABC):
         """What the operations are told besides the words: [number of the scheme, row_bytes, ...] (csrc/bindings)."""
 
     @property
-    @abstractmethod
-    def is_fast(self) -> bool:
-        """Whether a GPU decodes rows faster than any link brings them, with few multiprocessors."""
-
-    @property
     def level(self) -> str:
         """The level at which codebooks of this form are learned, see `ibp.compress`."""
         return "default"
-
-    @property
-    @abstractmethod
-    def is_fast_in_clusters(self) -> bool:
-        """The same of a table with several codebooks of this form."""
 
     @property
     @abstractmethod

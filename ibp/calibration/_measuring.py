@@ -17,7 +17,7 @@ from .._fetch.gather import index_select
 from .._fetch.streaming import decompress
 from .._layout.geometry import Geometry
 from .._machine import memory as _memory
-from .._machine.calibration import FEW_SMS, H200, Calibration, CoderRates, in_force, keep
+from .._machine.calibration import FEW_SMS, H200, LARGE_BYTES, LARGE_IDS, Calibration, CoderRates, in_force, keep
 from .._machine.timing import Clock, free_host_bytes
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
 from .._schemes.choice import work_of
@@ -27,10 +27,9 @@ from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 
 _NEAR_BYTES = 128 << 20  # of pinned memory that address translation reaches on every GPU
-_LARGE_BYTES = 2 << 30  # pinned, to see how far it reaches
 _STREAMED_BYTES = 32 << 20  # of the tensor by which the start of a stream is timed
 _ROW_BYTES, _SHORT_ROW_BYTES, _MEDIUM_ROW_BYTES, _SECTOR_BYTES = 2048, 128, 256, _core.SECTOR_BYTES
-_NUM_IDS, _ID_SETS = 1 << 17, 16
+_ID_SETS = 16
 _BUCKETED_IDS = tuple(1 << bits for bits in range(12, 18))
 _BUCKETED_SMS = (8, 16, 32)
 _SMALLER, _AS_FAST = 0.8, 1.03  # of a rate that counts as less; of a time that counts as the same
@@ -150,7 +149,7 @@ def _row_ns(
     clock: Clock,
     table: CompressedTensor,
     *,
-    num_ids: int = _NUM_IDS,
+    num_ids: int = LARGE_IDS,
     in_order: bool = False,
     max_sms: int | None = None,
     path: str = "gpu",
@@ -169,7 +168,7 @@ def _row_ns(
 
 def _of_large_table(clock: Clock) -> dict[str, Any]:
     most_bytes = free_host_bytes() // 8
-    large_bytes = max(2 * _NEAR_BYTES, min(_LARGE_BYTES, most_bytes) // _ROW_BYTES * _ROW_BYTES)
+    large_bytes = max(2 * _NEAR_BYTES, min(LARGE_BYTES, most_bytes) // _ROW_BYTES * _ROW_BYTES)
     host = _memory.empty(large_bytes, _CPU, pin=True)
     reach_bytes = _reach_bytes(clock, host)
     sectors, rows = _raw_table(host, _SECTOR_BYTES), _raw_table(host, _SHORT_ROW_BYTES)

@@ -60,7 +60,7 @@ class Codebook(AnyCodebook):
 
     scheme = "ibp"
     number = 1  # IBP_SCHEME_IBP
-    can_differ = is_fast = is_fast_in_clusters = True
+    can_differ = True
     _fields = ("row_bytes", "chunk_bytes", "flag_all", "palette", "index", "tau", "expected_savings")
 
     row_bytes: int

@@ -272,8 +272,6 @@ class PlanesCodebook(AnyCodebook):
     def level(self) -> str:
         return "default" if self.first_symbol is None else "fast"
 
-    is_fast_in_clusters = False
-
     @property
     def is_partial(self) -> bool:
         return self.invariant_bits > 0 or self.num_constant > 0
