@@ -113,6 +113,7 @@ class Embedding(_Rows):
         """Rows at ids, int32 or int64 of any shape [...]: [..., embedding_dim].
 
         Raises:
+            TypeError: ids are no integers.
             IndexError: an id is out of range; on a GPU at once where rows train, else as `ibp.index_select` says.
         """
         if not self._trains_now and self.cache is None:
@@ -178,6 +179,7 @@ class EmbeddingBag(_Rows):
             per_sample_weights: in the shape of input, what each row is multiplied with; for mode "sum".
 
         Raises:
+            TypeError: ids or offsets are no integers.
             IndexError: an id is out of range.
             ValueError, NotImplementedError: as torch.nn.functional.embedding_bag.
         """

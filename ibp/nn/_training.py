@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from .._fetch.bags import embedding_bag
+from .._fetch.ids import checked_ids, list_of_ids
 from .._tables.changes import check_rows, put_items
 from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
@@ -73,8 +74,9 @@ class RowsModule(TableModule):
         return self._source.index_select(ids)
 
     def _look_up(self, ids: torch.Tensor, padding_idx: int | None) -> LookedUp:
-        """The rows of ids of any shape. IndexError for ids out of range. Waits for ids on a GPU."""
-        flat = ids.reshape(-1).to(torch.int64)
+        """The rows of ids of any shape. TypeError: ids are no integers. IndexError: an id is out of range. Waits for ids
+        on a GPU."""
+        flat = checked_ids(ids).reshape(-1).to(torch.int64)
         if padding_idx is not None:
             flat = torch.cat((flat, flat.new_tensor([padding_idx])))
         unique, places = flat.unique(return_inverse=True)
@@ -122,7 +124,7 @@ class RowsModule(TableModule):
                 include_last_offset=include_last_offset,
             )
         if offsets is not None:
-            _check_offsets(offsets, ids.numel())
+            offsets = _checked_offsets(offsets, ids.numel())
         looked_up = self._look_up(ids, padding_idx)
         is_plain = per_sample_weights is None and looked_up.padding is None
         if ids.is_cuda and ids.dim() == 2 and ids.shape[1] == 1 and is_plain:  # eight times as fast as bags of one row
@@ -246,18 +248,19 @@ def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowC
     return cache
 
 
-def _check_offsets(offsets: torch.Tensor, num_ids: int) -> None:
-    """Raises ValueError for offsets that describe no bags, since torch's kernels trust them. Waits for a GPU."""
-    if offsets.dim() != 1:
-        raise ValueError(f"offsets has shape {list(offsets.shape)}; wanted one dimension")
+def _checked_offsets(offsets: torch.Tensor, num_ids: int) -> torch.Tensor:
+    """The offsets of bags, which torch's kernels trust. TypeError: they are no integers. ValueError: they describe no
+    bags. Waits for a GPU."""
+    offsets = list_of_ids(offsets, "offsets")
     if offsets.numel() == 0:
-        return
+        return offsets
     falls = (offsets[1:] < offsets[:-1]).any()
     first, last, has_fall = torch.stack((offsets[0], offsets[-1], falls.to(offsets.dtype))).tolist()
     if first != 0 or last > num_ids or has_fall:
         raise ValueError(
             f"offsets go from {first} to {last}; wanted 0 to at most {num_ids}, the ids, in ascending order"
         )
+    return offsets
 
 
 def _sum_of(parts: list[RowGradient]) -> RowGradient:
