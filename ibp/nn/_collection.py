@@ -392,7 +392,7 @@ def _source(weights: CompressedTensor | torch.Tensor | tuple[int, int], dtype: t
 
 def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [K], lengths [B]) of a table's bags. TypeError: ids or offsets are no integers."""
-    what = f"the ids tensor of table {name!r}"
+    what, of_offsets = (f"the {part} tensor of table {name!r}" for part in ("ids", "offsets"))
     if isinstance(bags, torch.Tensor) and bags.dim() == 2:
         return checked_ids(bags, what).reshape(-1), torch.full((bags.shape[0],), bags.shape[1], device=bags.device)
     is_pair = (
@@ -400,7 +400,10 @@ def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
     )
     if not is_pair or bags[0].dim() != 1 or bags[1].dim() != 1:
         raise ValueError(f"the bags of table {name!r} are wrong; wanted ids [B, L], or (ids [K], offsets [B])")
-    ids, offsets = checked_ids(bags[0], what), checked_ids(bags[1], f"the offsets tensor of table {name!r}").to(torch.int64)
+    ids, offsets = (
+        checked_ids(bags[0], what),
+        checked_ids(bags[1], of_offsets).to(torch.int64),
+    )
     ends = torch.cat((offsets[1:], offsets.new_tensor([ids.numel()])))[: offsets.numel()]
     if not ids.is_cuda and offsets.numel() and (int(offsets[0]) != 0 or bool((ends < offsets).any())):
         raise ValueError(f"the offsets of table {name!r} are not in order from 0 to {ids.numel()}")

@@ -278,7 +278,11 @@ def test_ids_never_reach_the_next_table():
         ((["user", "ad"], torch.tensor([1, 2]), torch.tensor([1, 2])), ValueError, "add up to 3; wanted 2"),
         ((["user", "page"], torch.tensor([1]), torch.tensor([1])), ValueError, "1 lengths for 2 keys"),
         ((["user"], torch.tensor([1.0]), torch.tensor([1])), TypeError, "values has dtype torch.float32"),
-        ((["user"], torch.tensor([1]), torch.tensor([1]), torch.ones(2)), ValueError, r"weights is \[2\]; wanted a tensor \[1\]"),
+        (
+            (["user"], torch.tensor([1]), torch.tensor([1]), torch.ones(2)),
+            ValueError,
+            r"weights is \[2\]; wanted a tensor \[1\]",
+        ),
         ({"nobody": torch.tensor([[1]])}, KeyError, "no table 'nobody'; the collection has"),
         ({"user": torch.tensor([1])}, ValueError, "bags of table 'user' are wrong"),
         ({"user": (torch.tensor([1]), torch.tensor([1]))}, ValueError, "offsets of table 'user' are not in order"),

@@ -5,6 +5,7 @@ import copy
 import pickle
 import re
 import runpy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 import ibp
 from benchmarks import dlrm_train, harness
 from helpers import assert_same_bits, embedding, pairwise
+from ibp._common import once
 from ibp.nn._training import RowsModule
 from ranks import Ranks
 
@@ -147,6 +149,51 @@ def test_gradients_stay_until_they_are_dropped():
         assert not loss_of(ours, 1).requires_grad
     loss_of(ours, 1)  # never goes backward
     assert ours.row_gradient() is None
+
+
+def unread_passes(module, count, calls=1):
+    """The warnings of so many backward passes, of several calls each, and the sum of torch's gradients."""
+    once.said.discard("unread gradients")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(count):
+            sum(loss_of(module, calls * number + call) for call in range(calls)).backward()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_nobody_reads_are_summed(dtype):
+    """Memory does not grow with the backward passes, and not a bit of their sum differs."""
+    torchs, ours = both(16, dtype, mode="sum")
+    torch.manual_seed(0)
+    assert len(unread_passes(ours, 63)) == 0
+    ours.drop_gradients()
+    torch.manual_seed(0)
+    (message,) = unread_passes(ours, 200)
+    assert message.startswith(
+        "64 backward passes gave gradients to rows of an ibp.nn module [120, 16], and no optimizer"
+    )
+    assert "ibp.optim" in message
+    assert len(ours._noted) < 64
+    torch.manual_seed(0)
+    unread_passes(torchs, 200)
+    gradient = ours.row_gradient()
+    assert_same_bits(gradient.grad, torchs.weight.grad[gradient.ids])
+    assert_same_bits(gradient.rows, torchs.weight.detach()[gradient.ids])
+
+
+def test_many_calls_are_one_backward_pass():
+    """A module that is called in a loop, as in a recurrent network, is read as often as its optimizer steps."""
+    torchs, ours = both(16, torch.float32, mode="sum")
+    torch.manual_seed(0)
+    assert unread_passes(ours, 2, calls=100) == []
+    torch.manual_seed(0)
+    unread_passes(torchs, 2, calls=100)
+    gradient = ours.row_gradient()
+    torch.testing.assert_close(gradient.grad, torchs.weight.grad[gradient.ids])
+    for _ in range(100):
+        assert unread_passes(ours, 1) == []
+        ours.row_gradient()  # reading is enough: gradients that are never dropped add up
 
 
 def test_gradients_of_weights_and_of_what_comes_after():
