@@ -29,6 +29,7 @@ import torch
 from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
 from .._common.closing import Closing
+from .._common.in_place import NotTheModel, check_model
 from .._common.statistics import Saves, Statistics
 from .._fetch.streaming import decompress
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
@@ -47,12 +48,14 @@ class GroupBytes(Statistics, Saves):
     stored_bytes: int
 
 
-class CompressedGroups(Closing):
+class CompressedGroups(Closing, NotTheModel):
     """A model that `compress_groups` has compressed. `close()`, and the end of a `with` block, undo that.
 
     Attributes:
         model: as given.
     """
+
+    changed_by = "compress_groups(model)"
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
@@ -242,10 +245,7 @@ def _decode_state(model: torch.nn.Module, state: dict[str, Any], prefix: str, me
 
 def _groups_of(model: torch.nn.Module) -> dict[ModuleGroup, list[Any]]:
     """diffusers' groups, each with the hooks that it is reached by."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}; wanted a torch.nn.Module: of a pipeline each of its models"
-        )
+    check_model(model, "of a pipeline each of its models")
     groups: dict[ModuleGroup, list[Any]] = {}
     for module in model.modules():
         registry = getattr(module, "_diffusers_hook", None)

@@ -120,10 +120,10 @@ class Embedding(_Rows):
             return embedding_of(ids, self.weight)
         return self.rows_at(ids, self.padding_idx)
 
-    def to_torch(self) -> torch.nn.Embedding:
-        """torch's module of the same weights, uncompressed, where the table is."""
-        weight = self.current_table().decompress()
-        return torch.nn.Embedding.from_pretrained(weight, freeze=not self.trainable, padding_idx=self.padding_idx)
+    def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
+        made = torch.nn.Embedding(*weight.shape, self.padding_idx, device="meta")
+        made.weight = weight
+        return made
 
 
 class EmbeddingBag(_Rows):
@@ -187,15 +187,11 @@ class EmbeddingBag(_Rows):
             input, offsets, self.mode, per_sample_weights, self.include_last_offset, padding_idx=self.padding_idx
         )
 
-    def to_torch(self) -> torch.nn.EmbeddingBag:
-        """torch's module of the same weights, uncompressed, where the table is."""
-        return torch.nn.EmbeddingBag.from_pretrained(
-            self.current_table().decompress(),
-            freeze=not self.trainable,
-            mode=self.mode,
-            padding_idx=self.padding_idx,
-            include_last_offset=self.include_last_offset,
-        )
+    def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
+        options: dict[str, Any] = {"include_last_offset": self.include_last_offset, "padding_idx": self.padding_idx}
+        made = torch.nn.EmbeddingBag(*weight.shape, mode=self.mode, device="meta", **options)
+        made.weight = weight
+        return made
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"

@@ -219,6 +219,10 @@ class RowsModule(TableModule):
 
     # ---- the table ----
 
+    @property
+    def _requires_grad(self) -> bool:
+        return self.trainable or super()._requires_grad
+
     def flush(self) -> None:
         """Writes rows that have changed in the cache alone back to the table."""
         if self.cache is not None:

@@ -228,6 +228,15 @@ def test_diffusers_removes_its_hooks():
     assert_same_bits(compute(model), compute(plain))
 
 
+def test_what_undoes_it_is_no_model():
+    groups = compress_groups(offloaded(Toy()), **ON_CPU)
+    where = r"compress_groups\(model\) returned it, and changed the model in place"
+    with pytest.raises(TypeError, match=f"'CompressedGroups' object is not callable: {where}"):
+        groups(torch.randn(8, 64))
+    with pytest.raises(TypeError, match=f"'CompressedGroups' object is no torch.nn.Module: {where}"):
+        compress_groups(groups)
+
+
 def test_what_is_refused(tmp_path):
     with pytest.raises(ValueError, match="UNet2DModel has no group offloading: call diffusers' apply_group_offloading"):
         compress_groups(make_unet())

@@ -311,6 +311,22 @@ def test_neighbours_share_a_codebook():
 # ---- wrong arguments ----
 
 
+def test_reports_say_that_they_are_no_model():
+    model = Net()
+    report = compress(model)
+    where = r": ibp.nn.compress\(model\) returned it, and changed the model in place. Do not assign the result"
+    with pytest.raises(TypeError, match="'ModelReport' object is not callable" + where):
+        report(IDS)
+    for name in ("parameters", "eval", "generate", "config"):
+        with pytest.raises(AttributeError, match=f"'ModelReport' object has no attribute '{name}'" + where):
+            getattr(report, name)
+    for function in (compress, ibp.nn.decompress, ibp.offload):
+        with pytest.raises(TypeError, match="'ModelReport' object is no torch.nn.Module" + where):
+            function(report)
+    assert not hasattr(report, "_private")
+    assert copy.deepcopy(report) == pickle.loads(pickle.dumps(report)) == report
+
+
 @pytest.mark.parametrize(
     "model, options, error, message",
     [

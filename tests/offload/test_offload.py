@@ -572,6 +572,18 @@ def test_wrong_arguments(arguments, error, message):
         offload(model, **arguments)
 
 
+def test_offloaded_says_that_it_is_no_model():
+    model = Net()
+    where = r": ibp.offload\(model\) returned it, and changed the model in place. Do not assign the result"
+    with offload(model) as offloaded:
+        with pytest.raises(TypeError, match="'Offloaded' object is not callable" + where):
+            offloaded(IDS)
+        with pytest.raises(AttributeError, match="'Offloaded' object has no attribute 'generate'" + where):
+            offloaded.generate(IDS)
+        with pytest.raises(TypeError, match="'Offloaded' object is no torch.nn.Module" + where):
+            offload(offloaded)
+
+
 # ---- gradients ----
 
 
