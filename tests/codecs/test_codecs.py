@@ -113,6 +113,18 @@ def test_copies():
 
 
 @needs("zstd")
+def test_they_are_no_tensors():
+    none = {"blocks": torch.empty(0, dtype=torch.uint8), "offsets": torch.zeros(1, dtype=torch.int64)}
+    coded = ibp.codecs.WholeTensor(shape=(0,), dtype=torch.int8, codec="zstd", block_bytes=8, options={}, **none)
+    for call, error, what in (
+        (lambda: coded + 1, TypeError, "takes part in no arithmetic"),
+        (lambda: coded.mean(), AttributeError, "has no 'mean'"),
+        (lambda: torch.as_tensor(coded), TypeError, "has no elements in memory"),
+    ):
+        with pytest.raises(error, match=rf"a tensor that is coded as a whole {what}: call ibp.decompress\(coded\) for"):
+            call()
+
+
 def test_rows_are_refused():
     x = tensors()["compressible"]
     whole = ibp.compress(x, scheme="zstd", **PAGEABLE)
