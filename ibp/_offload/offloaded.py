@@ -20,7 +20,7 @@ from .._common.arguments import whole_number
 from .._common.closing import Closing
 from .._common.in_place import NotTheModel, check_model
 from .._common.progress import tqdm
-from .._common.statistics import Statistics
+from .._common.statistics import Statistics, shown_memory
 from .._machine import memory
 from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
@@ -203,6 +203,11 @@ class OffloadStats(Statistics):
     expert_misses: int
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that the offloaded weights take, on the host and on devices."""
+        return self.host_bytes + self.device_bytes
+
+    @property
     def gb_per_s(self) -> float:
         """Bytes of weights brought to the device a second, in GB/s; 0 before there are two uses."""
         return self.fetched_bytes / self.seconds / 1e9 if self.seconds else 0.0
@@ -355,8 +360,8 @@ class Offloaded(Closing, NotTheModel):
         where = ", ".join(map(str, self._devices))
         return (
             f"ibp.Offloaded({type(self._model).__name__}, {len(self._division.weights)} weights in "
-            f"{len(self._division.groups)} groups, bytes={stats.weight_bytes:,}, host_bytes={stats.host_bytes:,}, "
-            f"device_bytes={stats.device_bytes:,}, on {where})"
+            f"{len(self._division.groups)} groups, {shown_memory(stats.nbytes, stats.weight_bytes)}, "
+            f"host_bytes={stats.host_bytes:,}, device_bytes={stats.device_bytes:,}, on {where})"
         )
 
     def __reduce__(self) -> NoReturn:

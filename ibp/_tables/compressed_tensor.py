@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .._common import ipc, wire
+from .._common.statistics import shown_memory
 from .._fetch import escapes, gather, indexing, streaming
 from .._fetch import prefetch as prefetching
 from .._layout.manners import CodedManners, Movable
@@ -44,6 +45,8 @@ class CompressedTensor(Movable, CodedManners, Table):
     Attributes (none can be set):
         shape, dtype: of the original tensor.
         device: where the coded rows are.
+        nbytes, stored_bytes: all memory that the table takes; the bytes of its coded rows and codebook, which `savings`
+            is about. Room between rows, the index and rows that have changed make the difference.
         scheme: "ibp", "planes", or "raw" where compression would have saved nothing.
         codebook: the `ibp.codecs.Codebook`, `ibp.codecs.PlanesCodebook` or `ibp.codecs.ClusteredCodebook`; None for
             scheme "raw".
@@ -76,11 +79,10 @@ class CompressedTensor(Movable, CodedManners, Table):
         where = str(self.device) if self.device.type == "cuda" else "pinned" if self._is_pinned else "pageable"
         where += ", overflow in host memory" if self.spills_to_host else ""
         slots = f", slot_bytes={self.slot_bytes}" if self.slot_bytes else ""
-        share = f" ({self.nbytes / self.original_bytes:.1%} of the tensor)" if self.original_bytes else ""
         return (
             f"ibp.CompressedTensor(shape={list(self.shape)}, dtype={self.dtype}, scheme={self.scheme!r}, "
-            f"layout={self.layout!r}{slots}, bytes={self.original_bytes:,} -> {self.stored_bytes:,}, "
-            f"savings={self.savings:.1%}, nbytes={self.nbytes:,}{share}, {where})"
+            f"layout={self.layout!r}{slots}, {shown_memory(self.nbytes, self.original_bytes)}, "
+            f"stored_bytes={self.stored_bytes:,}, savings={self.savings:.1%}, {where})"
         )
 
     # ---- where it is ----

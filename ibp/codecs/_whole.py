@@ -9,7 +9,7 @@ import torch
 
 from .._common.arguments import near, whole_number
 from .._common.progress import tqdm
-from .._common.statistics import Saves
+from .._common.statistics import Saves, shown_memory
 from .._fetch.calls import check_out, target_of
 from .._layout.geometry import DTYPES, bytes_of, check_bytes, working_device
 from .._layout.manners import CodedManners, Movable
@@ -126,7 +126,8 @@ class WholeTensor(Movable, CodedManners, Saves):
         where = str(self.device) if self.is_cuda else "pinned" if self.is_pinned() else "pageable"
         return (
             f"ibp.codecs.WholeTensor(shape={list(self.shape)}, dtype={self.dtype}, codec={self.codec!r}, "
-            f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, {where})"
+            f"{shown_memory(self.nbytes, self.original_bytes)}, stored_bytes={self.stored_bytes:,}, "
+            f"savings={self.savings:.1%}, {where})"
         )
 
     def __getstate__(self) -> dict[str, Any]:

@@ -30,8 +30,9 @@ from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
 from .._common.closing import Closing
 from .._common.in_place import NotTheModel, check_model
-from .._common.statistics import Saves, Statistics
+from .._common.statistics import Saves, Statistics, shown_memory
 from .._fetch.streaming import decompress
+from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 from ._diffusers_weights import IbpDiffusersConfig, IbpDiffusersQuantizer
 
@@ -62,8 +63,16 @@ class CompressedGroups(Closing, NotTheModel):
 
     def stats(self) -> GroupBytes:
         """The bytes of all compressed parameters that the model has now."""
-        tables = [coded.table for coded in _coded_of(_groups_of(self.model)).values()]
+        tables = self._tables()
         return GroupBytes(sum(table.original_bytes for table in tables), sum(table.stored_bytes for table in tables))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that the tables of these parameters take."""
+        return sum(table.nbytes for table in self._tables())
+
+    def _tables(self) -> list[CompressedTensor]:
+        return [coded.table for coded in _coded_of(_groups_of(self.model)).values()]
 
     def close(self) -> None:
         """The model's groups have raw parameters in host memory again. No-op the second time."""
@@ -78,8 +87,9 @@ class CompressedGroups(Closing, NotTheModel):
     def __repr__(self) -> str:
         stats = self.stats()
         return (
-            f"ibp.integrations.diffusers.CompressedGroups({type(self.model).__name__}, bytes={stats.original_bytes:,} "
-            f"-> {stats.stored_bytes:,}, savings={stats.savings:.1%})"
+            f"ibp.integrations.diffusers.CompressedGroups({type(self.model).__name__}, "
+            f"{shown_memory(self.nbytes, stats.original_bytes)}, stored_bytes={stats.stored_bytes:,}, "
+            f"savings={stats.savings:.1%})"
         )
 
 

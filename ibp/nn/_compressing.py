@@ -13,7 +13,7 @@ import torch
 from .._common.arguments import whole_number
 from .._common.in_place import NotTheModel, check_model
 from .._common.progress import tqdm
-from .._common.statistics import share_saved
+from .._common.statistics import share_saved, shown_memory
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from .._tables.weights import is_worth_coding
@@ -47,7 +47,7 @@ class ModelReport(NotTheModel):
     Example:
         >>> layers = torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1)
         >>> ibp.nn.compress(torch.nn.Sequential(*layers).bfloat16().eval())
-        ibp.nn.ModelReport(1 module coded, 2,097,152 bytes to 1,6..., savings=0.23, plain: 1 smaller than min_bytes)
+        ibp.nn.ModelReport(1 module coded, nbytes=1,6... (76...% of 2,097,152), plain: 1 smaller than min_bytes)
 
     Attributes:
         coded: names of modules that hold tables now; of experts, those of the stacked weights.
@@ -75,7 +75,7 @@ class ModelReport(NotTheModel):
         plain = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
         return (
             f"ibp.nn.ModelReport({len(self.coded)} {'module' if len(self.coded) == 1 else 'modules'} coded, "
-            f"{self.num_bytes:,} bytes to {self.nbytes:,}, savings={self.savings:.2f}"
+            f"{shown_memory(self.nbytes, self.num_bytes)}"
             f"{f', plain: {plain}' if plain else ''})"
         )
 

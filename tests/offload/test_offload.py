@@ -397,7 +397,10 @@ def test_remove():
     offloaded = offload(model, lookahead=1)
     with torch.no_grad():
         model(IDS)
-    assert "21" not in repr(offloaded) and "removed" not in repr(offloaded)
+    stats = offloaded.stats()
+    memory = f"nbytes={stats.nbytes:,} ({stats.nbytes / stats.weight_bytes:.1%} of {stats.weight_bytes:,})"
+    assert memory in repr(offloaded) and "closed" not in repr(offloaded)
+    assert stats.nbytes == stats.host_bytes + stats.device_bytes
     offloaded.close()
     offloaded.close()
     assert "closed" in repr(offloaded)

@@ -385,6 +385,16 @@ def test_states_of_rows_that_have_not_trained_take_no_bytes():
     assert torch.equal(sums[[0, 100]][:, 0], torch.tensor([1.1, 0.1]).bfloat16())
 
 
+def test_memory_is_said_after_a_step():
+    """Rows that have changed take more memory than their coded bytes say."""
+    bags = ibp.nn.EmbeddingBag(20_000, 64, mode="sum")
+    bags(torch.arange(20_000)[:, None]).sum().backward()
+    ibp.optim.SGD(bags, lr=0.1).step()
+    table, plain_bytes = bags.weight, 20_000 * 64 * 4
+    assert table.savings > 0.1 and table.nbytes > 0.95 * plain_bytes
+    assert f"nbytes={table.nbytes:,} ({table.nbytes / plain_bytes:.1%} of {plain_bytes:,})" in repr(bags)
+
+
 def test_refit_saves_again():
     """The codebook of weights that are all alike saves nothing of those that training makes of them."""
     module = ibp.nn.EmbeddingBag(ibp.compress(torch.zeros(400, 128, dtype=torch.bfloat16)), mode="sum", trainable=True)
