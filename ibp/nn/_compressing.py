@@ -257,7 +257,7 @@ class ModelPlan:
                 if module not in made:
                     made[module] = _module_over(table, module, self._fused)
                     made[module].share_table(next(iter(made.values())))
-                    made[module]._shared.requires_grad = module.weight.requires_grad
+                    made[module]._shared.requires_grad = module.get_parameter("weight").requires_grad
                     made[module].train(module.training)
                 parent, _, attribute = name.rpartition(".")
                 setattr(self._model.get_submodule(parent), attribute, made[module])

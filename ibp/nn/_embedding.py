@@ -121,7 +121,7 @@ class Embedding(_Rows):
         return self.rows_at(ids, self.padding_idx)
 
     def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
-        made = torch.nn.Embedding(*weight.shape, self.padding_idx, device="meta")
+        made = torch.nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
         made.weight = weight
         return made
 
@@ -189,7 +189,8 @@ class EmbeddingBag(_Rows):
 
     def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
         options: dict[str, Any] = {"include_last_offset": self.include_last_offset, "padding_idx": self.padding_idx}
-        made = torch.nn.EmbeddingBag(*weight.shape, mode=self.mode, device="meta", **options)
+        sizes = self.num_embeddings, self.embedding_dim
+        made = torch.nn.EmbeddingBag(*sizes, mode=self.mode, device="meta", **options)
         made.weight = weight
         return made
 

@@ -123,7 +123,7 @@ class Experts(torch.nn.Module):
 
     def put(self, name: str, table: CompressedTensor) -> CodedStack:
         """Puts a table in the place of a stacked weight: as the plain weight, or its transposed matrices."""
-        stack = CodedStack(table, bool(self.is_transposed), self._parameters[name].requires_grad)
+        stack = CodedStack(table, bool(self.is_transposed), self.get_parameter(name).requires_grad)
         del self._parameters[name]
         self.add_module(name, stack)
         self._calls = Calls(self._kind, self.stacks)

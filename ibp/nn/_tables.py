@@ -322,8 +322,9 @@ class Linear(TableModule):
         return (linear if self.fused else linear_of)(x, self.weight, self.bias)
 
     def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
-        made = torch.nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        made.weight, made.bias = weight, self.bias
+        made = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        made.weight = weight
+        made.register_parameter("bias", self.bias)
         return made
 
     def extra_repr(self) -> str:
