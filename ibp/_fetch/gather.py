@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -38,7 +38,7 @@ PROMISED = 1.2
 def index_select(
     table: Table | Rows | list[Table] | tuple[Table, ...],
     ids: Ids,
-    *,
+    *others: NoReturn,
     table_numbers: Ids | None = None,
     device: torch.device | str | int | None = None,
     out: torch.Tensor | None = None,
@@ -107,6 +107,11 @@ def index_select(
         IndexError: an id or a table number is out of range.
         CorruptTableError: the table's bytes contradict each other.
     """
+    if others:
+        raise TypeError(
+            "index_select takes a table and ids, without a dimension, and selects along dimension 0: call "
+            "ibp.index_select(table, ids), or torch.index_select(table, dim, ids) for another dimension"
+        )
     if device is None and path is table_numbers is None and not check and not torch.compiler.is_compiling():
         taken = _take_few(table, ids, out, max_sms)
         if taken is not None:

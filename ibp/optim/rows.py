@@ -33,6 +33,7 @@ from ._calling import loss_of
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
 _VECTOR_ELEMENTS = 64  # torch's CPU loops round the last few elements of a tensor differently
+_GIVE_MODULES = "give the module itself, as in ibp.optim.SGD(model), because its parameters() does not list rows"
 _CONSTANT_ROWS = 1024  # enough to be stored in fewer bytes than they have
 
 
@@ -44,8 +45,7 @@ class RowOptimizer(torch.optim.Optimizer):
             if not float(value) >= 0:
                 raise ValueError(f"{name} is {value}; wanted at least 0")
         self._modules: dict[torch.Tensor, RowsModule] = {}
-        params: Any = [modules] if isinstance(modules, torch.nn.Module) else modules
-        super().__init__(params, defaults)
+        super().__init__(_listed(modules), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds modules with options of their own.
@@ -326,13 +326,20 @@ def _padded(part: torch.Tensor, num_rows: int) -> torch.Tensor:
     return padded
 
 
+def _listed(modules: Any) -> list[Any]:
+    """Modules, or groups of them, as a list. ValueError: there are none."""
+    listed = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
+    if not listed:
+        raise ValueError(f"there are no modules: {_GIVE_MODULES}")
+    return listed
+
+
 def _row_modules(modules: Any) -> list[RowsModule]:
     """The modules with rows that train, each once, in their order."""
-    given = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
     found: dict[RowsModule, None] = {}
-    for module in given:
+    for module in _listed(modules):
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"params has a {type(module).__name__}; wanted modules")
+            raise TypeError(f"params has a {type(module).__name__}; wanted modules: {_GIVE_MODULES}")
         own = [part for part in module.modules() if isinstance(part, RowsModule) and part.trainable]
         if not own:
             raise ValueError(f"a {type(module).__name__} has no ibp.nn module that trains: make it with trainable=True")

@@ -82,11 +82,10 @@ def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> N
     from ibp._files.writer import write_whole
     from ibp._inspect import drawing, page
 
-    tensors = [tensor for file in files for tensor in file.tensors]
     if arguments.html:
         write_whole(Path(arguments.html), page.make_page(files).encode("utf-8", "backslashreplace"))
     if arguments.plot:
-        write_whole(Path(arguments.plot), drawing.draw(tensors, ", ".join(file.path for file in files)))
+        write_whole(Path(arguments.plot), drawing.draw(files))
 
 
 # ---- what is printed ----
