@@ -1,13 +1,11 @@
 """CSVs of measurements, read, and their numbers as text."""
 
 import csv
-from pathlib import Path
 
 SYNTHETIC = "synthetic "  # cases "synthetic 12.5%" and so on; raw rows and the CPU's gathers are the case "synthetic"
 NORMAL = "normal"
 NVCOMP = "nvcomp "  # methods of ratio.csv and arms of transfers.csv that are codecs of nvCOMP
 DTYPE_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64", "float8_e4m3fn": "FP8"}
-REFERENCE = Path(__file__).with_name("reference_rates.csv")
 # Columns whose values are names, even where a name looks like a number.
 NAMES = {
     *("benchmark", "case", "arm", "set", "net", "layer", "program", "sizes", "map", "dtype"),
@@ -34,11 +32,6 @@ def read(path):
     with open(path, newline="") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     return [{name: value_of(name, text) for name, text in row.items()} for row in rows]
-
-
-def paper_rates(path):
-    """Rows of reference_rates.csv: "rows", "tensor" or "device"."""
-    return [row for row in read(REFERENCE) if row["path"] == path]
 
 
 class Results:

@@ -159,7 +159,7 @@ def test_tables_and_figures_wait_for_their_csv(tmp_path):
 
 def test_the_chart(tmp_path):
     pytest.importorskip("matplotlib")
-    for name in ("gather", "stream", "codec", "moe_hits", "choose"):
+    for name in ("gather", "reference", "stream", "codec", "moe_hits", "choose"):
         (tmp_path / f"{name}.csv").write_text((harness.RESULTS / f"{name}.csv").read_text())
     charts.draw(tmp_path)
     assert (tmp_path / "overview.png").stat().st_size > 10_000
@@ -174,6 +174,18 @@ def test_the_chart(tmp_path):
     assert (tmp_path / "experts.png").stat().st_size > 10_000
     charts.draw_columns(tmp_path)
     assert (tmp_path / "columns.png").stat().st_size > 10_000
+
+
+def test_the_chart_compares_the_papers_code_within_one_run():
+    reference = RESULTS.rows("reference")
+    assert len({(row["commit"], row["reference"]) for row in reference}) == 1
+    rates = {row["arm"]: row["gbps"] for row in reference if (row["case"], row["row_bytes"]) == ("synthetic 25%", 2048)}
+    assert charts.rows_by_savings(reference)["25% saved"] == {
+        "raw rows": rates["raw rows"],
+        charts.IBP: rates["ibp slots"],
+        charts.PAPER: rates["the paper's code"],
+    }
+    assert charts.PAPER not in charts.tensor_rates(RESULTS.rows("stream"))
 
 
 def test_no_chart_without_measurements(tmp_path, capsys):
@@ -194,7 +206,7 @@ def test_no_chart_without_measurements(tmp_path, capsys):
 
 
 def test_no_chart_of_quick_runs(tmp_path, capsys):
-    for name in ("gather", "stream", "codec"):
+    for name in ("gather", "reference", "stream", "codec"):
         lines = (harness.RESULTS / f"{name}.csv").read_text().splitlines()
         few = [line for line in lines if f",{charts.ROW_BYTES}," not in line and ",device," not in line]
         (tmp_path / f"{name}.csv").write_text("\n".join(few))
