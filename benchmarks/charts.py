@@ -52,8 +52,7 @@ def best_by(rows, key):
 
 def gathers(rows, label_of):
     """{label: {kind: GB/s}} of arms that may use the whole GPU, or none of it."""
-    most, groups = max((row["sms"] for row in rows), default=0), {}
-    shown = [row for row in rows if row["arm"] in KINDS and row["sms"] in (0, most)]
+    shown, groups = [row for row in reading.whole(rows) if row["arm"] in KINDS], {}
     for (label, kind), gbps in best_by(shown, lambda row: (label_of(row), KINDS[row["arm"]])).items():
         groups.setdefault(label, {})[kind] = gbps
     return groups

@@ -47,8 +47,17 @@ class Results:
         return [row for row in self.sheets[name] if all(row.get(key) == value for key, value in wanted.items())]
 
     def row(self, name, **wanted):
-        """The first of these rows, or None."""
-        return next(iter(self.rows(name, **wanted)), None)
+        """The row with these values, or None. ValueError: there are several, which may be unlike each other."""
+        rows = self.rows(name, **wanted)
+        if len(rows) > 1:
+            raise ValueError(f"{name}.csv has {len(rows)} rows with {wanted}; wanted one")
+        return rows[0] if rows else None
+
+
+def whole(rows):
+    """The rows of arms that may use the whole GPU, or none of it."""
+    most = max((row["sms"] for row in rows), default=0)
+    return [row for row in rows if row["sms"] in (0, most)]
 
 
 def in_order(values):

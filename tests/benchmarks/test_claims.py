@@ -146,6 +146,24 @@ def test_what_freed_memory_holds(tmp_path):
     ]
 
 
+def test_nets_that_pin_more_coded_are_named(tmp_path):
+    results = write(
+        tmp_path,
+        "activations",
+        "case,arm,pinned_gb,gpu",
+        *("A,raw,2,H", "A,ibp,3,H", "B,raw,4,H", "B,ibp,1,H", "C,raw,1,H", "C,ibp,1,H"),
+    )
+    assert claims.pinned_activations(results).startswith(
+        "Coded activations pin more host memory than raw ones (`coded=False`) in 1 of 3 measured nets: A 3.00 GB "
+        "instead of 2.00. The net that gains most is B 1.00 GB instead of 4.00 (H;"
+    )
+
+
+def test_rows_without_a_commit_are_counted(tmp_path):
+    rows = write(tmp_path, "x", "case,commit,gpu", "a,0123456789abc,H", "b,,H").rows("x")
+    assert claims.machine(rows) == ", H, commit 0123456789, 1 of 2 rows name no commit"
+
+
 def test_tables_and_figures_wait_for_their_csv(tmp_path):
     empty = reading.Results(tmp_path)
     assert claims.language_models(empty) == "" == claims.freed_memory(empty)
