@@ -1076,20 +1076,23 @@ def source(results, csv):
 
 
 def on_the_device(results):
-    """For how many nets keeping coded activations on the GPU lowers the peak, and for which most and least."""
-    plain = {row["case"]: row for row in results.rows("activations", arm="plain")}
-    rows = sorted(results.rows("activations", arm="on the device"), key=lambda row: -row["freed_gb"])
+    """For how many nets keeping coded activations on the GPU lowers the peak, and for which most and least; beside
+    recomputed blocks."""
+    wanted = (activations.PLAIN, activations.ON_DEVICE, activations.RECOMPUTED)
+    arms = reproduction.by_arm(row for row in results.rows("activations") if row["arm"] in wanted)
+    nets = sorted(arms.items(), key=lambda net: -net[1][activations.ON_DEVICE]["freed_gb"])
 
-    def texts(chosen):
-        return "; ".join(
-            f"{row['case']} {row['peak_gb']:.2f} GB instead of {plain[row['case']]['peak_gb']:.2f}, steps "
-            f"{row['step_ms'] / plain[row['case']]['step_ms']:.1f} times as long"
-            for row in chosen
+    def text(case, of):
+        plain, coded, recomputed = (of[arm] for arm in wanted)
+        slower = [f"{row['step_ms'] / plain['step_ms']:.1f} times" for row in (coded, recomputed)]
+        return (
+            f"{case} {coded['peak_gb']:.2f} GB instead of {plain['peak_gb']:.2f}, steps {slower[0]} as long (recomputed "
+            f"blocks {recomputed['peak_gb']:.2f} GB, {slower[1]})"
         )
 
-    num_lower = sum(row["freed_gb"] > 0 for row in rows)
-    ends = [rows[0], rows[-1]] if len(rows) > 1 else rows
-    return f"The peak falls for {num_lower} of {len(rows)} measured nets, most and least: {texts(ends)}."
+    num_lower = sum(of[activations.ON_DEVICE]["freed_gb"] > 0 for _, of in nets)
+    ends = "; ".join(text(*net) for net in dict([nets[0], nets[-1]]).items())
+    return f"The peak falls for {num_lower} of {len(nets)} measured nets, most and least: {ends}."
 
 
 def pinned_activations(results):
@@ -1423,7 +1426,8 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "in the last {from spill}.",
     "activations": "A step of ResNet-50 has a peak of {activations|peak_gb|ResNet-50|plain} GB beyond weights and "
     "input, and takes {activations|step_ms|ResNet-50|plain}; with activations coded and offloaded "
-    "{activations|peak_gb|ResNet-50|ibp} GB and {activations|step_ms|ResNet-50|ibp}; by torch's `save_on_cpu` "
+    "{activations|peak_gb|ResNet-50|ibp} GB and {activations|step_ms|ResNet-50|ibp}; offloaded without coding "
+    "{activations|peak_gb|ResNet-50|raw} GB and {activations|step_ms|ResNet-50|raw}; by torch's `save_on_cpu` "
     "{activations|peak_gb|ResNet-50|save_on_cpu} GB and {activations|step_ms|ResNet-50|save_on_cpu}; with recomputed "
     "blocks {activations|peak_gb|ResNet-50|recomputed} GB and {activations|step_ms|ResNet-50|recomputed} "
     "{from activations}.",
@@ -1442,7 +1446,9 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "where it travels raw {from collectives}.",
     "deltas": "Where {deltas|changed|1.5 % changed|ibp|dtype=bfloat16} of BF16 weights changed, a delta takes "
     "{deltas|stored|1.5 % changed|ibp|dtype=bfloat16} of their bytes, an index and a value for each change "
-    "{deltas|stored|1.5 % changed|index and value|dtype=bfloat16} {from deltas}.",
+    "{deltas|stored|1.5 % changed|index and value|dtype=bfloat16}. On a GPU the delta is applied at "
+    "{deltas|gbps|1.5 % changed|ibp, apply|dtype=bfloat16} GB/s of weights, indices and values faster, at "
+    "{deltas|gbps|1.5 % changed|index and value, apply|dtype=bfloat16} {from deltas}.",
     "checkpoints": "4 GiB of BF16 weights are compressed at {checkpoints|gbps||compress, two cores} GB/s with two "
     "cores and {checkpoints|peak_mib||compress, two cores} MiB of memory, at {checkpoints|gbps||compress, GPU} GB/s "
     "with a GPU and {checkpoints|peak_mib||compress, GPU} MiB {from checkpoints}.",

@@ -109,7 +109,7 @@ def scattered_copies(results):
         [
             "512 B, GB/s: "
             + ", ".join(f"{arm} {fine_number(row['gbps'])}" for arm, row in best.items())
-            + "; the raw rows of ibp begin at boundaries, the others four bytes behind them",
+            + "; the raw rows of ibp begin at boundaries, the others four bytes past them",
             "aligning gains " + ", ".join(gains).replace("%", " %"),
         ]
     )
@@ -171,12 +171,10 @@ def cached_epochs(results):
 
 def sampled_by_dgl(results):
     """Epochs whose neighbours DGL draws, over those by ibp."""
-    texts = [
-        f"{case.split(', ')[0]} {plain['epoch_s'] / arms['ibp']['epoch_s']:.2f}, "
-        f"{arms['raw rows']['epoch_s'] / arms['ibp']['epoch_s']:.2f}"
-        for case, arms in by_arm(row for row in results.rows("gnn") if row["case"].endswith(gnn.BY_DGL)).items()
-        for plain in [arms["cpu plain"]]
-    ]
+    texts = []
+    for case, arms in by_arm(row for row in results.rows("gnn") if row["case"].endswith(gnn.BY_DGL)).items():
+        plain, raw = (arms[arm]["epoch_s"] / arms["ibp"]["epoch_s"] for arm in ("cpu plain", "raw rows"))
+        texts.append(f"{case.split(', ')[0]} {plain:.2f}, {raw:.2f}")
     return texts and f"sampled by DGL, over rows by `x[ids].to()`, over raw rows by the GPU: {'; '.join(texts)}"
 
 
@@ -201,23 +199,23 @@ def short_number(value):
 
 def lookups(results):
     """Look-ups by ibp against raw rows by the same kernel, the CPU's gathers, and caches of the same bytes."""
-    gains = list(dlrm.gains(results.rows("dlrm")))
-    plain, pipelined, raw, cached = ([gain[i] for gain in gains if gain[i]] for i in range(1, 5))
-    return listed(
-        [
-            f"times as fast as raw rows by the same kernel: {span(raw)}; as the CPU's gather pipelined with the copy: "
-            f"{span(pipelined)}; as its gather and copy: {span(plain)}",
-            cached and f"with a cache of 2 %, as raw rows with the same cache: {span(cached)}",
-            cached_bags(results),
-        ]
-    )
+    parts = [
+        "times as fast as raw rows by the same kernel, as the CPU's gather pipelined with the copy, as its gather:"
+    ]
+    for arm in SCHEMES:
+        gains = list(dlrm.gains(results.rows("dlrm"), arm))
+        spans = (span([getattr(gain, other) for gain in gains]) for other in ("raw", "pipelined", "plain"))
+        parts.append(f"{arm} {', '.join(spans)}")
+    cached = [gain.cached for gain in dlrm.gains(results.rows("dlrm")) if gain.cached]
+    parts.append(f"ibp with a cache of 2 %, as raw rows with the same cache: {span(cached)}")
+    return listed([*parts, cached_bags(results)])
 
 
 def bag_pairs(results, arm):
     """How many times as fast an arm with a cache is as ColossalAI's class, of each look-up that has both."""
-    both = (arm, dlrm.COLOSSALAI)
-    found = (arms for arms in by_arm(results.rows("dlrm"), same_rows).values() if arms.keys() >= {*both})
-    return [ours["gbps"] / theirs["gbps"] for ours, theirs in ([arms[name] for name in both] for arms in found)]
+    found = by_arm(results.rows("dlrm"), same_rows).values()
+    both = [arms for arms in found if {arm, dlrm.COLOSSALAI} <= arms.keys()]
+    return [arms[arm]["gbps"] / arms[dlrm.COLOSSALAI]["gbps"] for arms in both]
 
 
 def cached_bags(results):
@@ -1112,17 +1110,7 @@ def offload_gains(results):
             f"{span([arms['ibp'] / arms['plain'] for arms in steps.values()])} times the step without offload",
             f"{percent(statistics.median(gains), 0)} faster than without coding in the median, "
             f"{percent(statistics.mean(gains), 0)} on average, {slower} of {len(gains)} nets slower",
-            *(
-                f"{arm} {', '.join(texts)} in the median"
-                for arm, others in FURTHER_ARMS.items()
-                if (
-                    texts := [
-                        f"{statistics.median(found):.2f} times the rate of {other}"
-                        for other in others
-                        if (found := times_of_arms(results, arm, other))
-                    ]
-                )
-            ),
+            *further_rates(results),
         ]
     )
 
@@ -1132,6 +1120,14 @@ FURTHER_ARMS = {
     activations.IBP_FEW: (activations.IBP,),
     activations.ZERO_VALUES: (activations.RAW, activations.SAVE_ON_CPU),
 }
+
+
+def further_rates(results):
+    for arm, others in FURTHER_ARMS.items():
+        found = {other: times_of_arms(results, arm, other) for other in others}
+        texts = (f"{statistics.median(times):.2f} times the rate of {other}" for other, times in found.items() if times)
+        if text := ", ".join(texts):
+            yield f"{arm} {text} in the median"
 
 
 def times_of_arms(results, arm, other):

@@ -98,12 +98,13 @@ def test_nets_whose_peak_falls_on_the_device_and_nets_whose_peak_rises(tmp_path)
         tmp_path,
         "activations",
         "case,arm,step_ms,peak_gb,freed_gb",
-        *("VGG16,plain,10,4,0", "VGG16,on the device,15,3,1"),
-        *("AlexNet,plain,10,4,0", "AlexNet,on the device,25,4.5,-0.5"),
+        *("VGG16,plain,10,4,0", "VGG16,on the device,15,3,1", "VGG16,recomputed,13,2,2"),
+        *("AlexNet,plain,10,4,0", "AlexNet,on the device,25,4.5,-0.5", "AlexNet,recomputed,12,3.5,0.5"),
     )
     assert claims.on_the_device(results) == (
         "The peak falls for 1 of 2 measured nets, most and least: VGG16 3.00 GB instead of 4.00, steps 1.5 times as "
-        "long; AlexNet 4.50 GB instead of 4.00, steps 2.5 times as long."
+        "long (recomputed blocks 2.00 GB, 1.3 times); AlexNet 4.50 GB instead of 4.00, steps 2.5 times as long (recomputed "
+        "blocks 3.50 GB, 1.2 times)."
     )
 
 
