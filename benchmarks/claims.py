@@ -1086,8 +1086,8 @@ def on_the_device(results):
         plain, coded, recomputed = (of[arm] for arm in wanted)
         slower = [f"{row['step_ms'] / plain['step_ms']:.1f} times" for row in (coded, recomputed)]
         return (
-            f"{case} {coded['peak_gb']:.2f} GB instead of {plain['peak_gb']:.2f}, steps {slower[0]} as long (recomputed "
-            f"blocks {recomputed['peak_gb']:.2f} GB, {slower[1]})"
+            f"{case} {coded['peak_gb']:.2f} GB instead of {plain['peak_gb']:.2f}, steps {slower[0]} as long "
+            f"(recomputed blocks {recomputed['peak_gb']:.2f} GB, {slower[1]})"
         )
 
     num_lower = sum(of[activations.ON_DEVICE]["freed_gb"] > 0 for _, of in nets)
@@ -1417,8 +1417,8 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "and {flexgen_opt|host_bytes||FlexGen, ibp|dtype=float16} "
     "{from flexgen_opt}.",
     "spill": spilled_rates,
-    "profiles": "A small net in training takes {spill|target|training, the paper's ratios|profile, 30%} times less "
-    "memory at a threshold of 30 %, and its 15 tensors decode at "
+    "profiles": "A small net in training takes {spill|target|training, the paper's ratios|profile, 30%} times less of "
+    "the GPU's memory at a threshold of 30 %, and its 15 tensors decode at "
     "{spill|gbps|training, the paper's ratios|profile, 30%} GB/s one after the other. The ratio says little of other "
     "nets: ids name few rows of its embedding, and of the rows of that embedding's states "
     "{probes|value|AdamW's states of the embedding of spill.py's net, on a CPU; first snapshot|} % are zero in the "

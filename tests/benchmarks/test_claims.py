@@ -103,8 +103,8 @@ def test_nets_whose_peak_falls_on_the_device_and_nets_whose_peak_rises(tmp_path)
     )
     assert claims.on_the_device(results) == (
         "The peak falls for 1 of 2 measured nets, most and least: VGG16 3.00 GB instead of 4.00, steps 1.5 times as "
-        "long (recomputed blocks 2.00 GB, 1.3 times); AlexNet 4.50 GB instead of 4.00, steps 2.5 times as long (recomputed "
-        "blocks 3.50 GB, 1.2 times)."
+        "long (recomputed blocks 2.00 GB, 1.3 times); AlexNet 4.50 GB instead of 4.00, steps 2.5 times as long "
+        "(recomputed blocks 3.50 GB, 1.2 times)."
     )
 
 
