@@ -1087,7 +1087,7 @@ def on_the_device(results):
         slower = [f"{row['step_ms'] / plain['step_ms']:.1f} times" for row in (coded, recomputed)]
         return (
             f"{case} {coded['peak_gb']:.2f} GB instead of {plain['peak_gb']:.2f}, steps {slower[0]} as long "
-            f"(recomputed blocks {recomputed['peak_gb']:.2f} GB, {slower[1]})"
+            f"(recomputed {recomputed['peak_gb']:.2f} GB, {slower[1]})"
         )
 
     num_lower = sum(of[activations.ON_DEVICE]["freed_gb"] > 0 for _, of in nets)
@@ -1103,12 +1103,11 @@ def pinned_activations(results):
     least = min(rows, key=lambda row: row["pinned_gb"] / raw[row["case"]])
 
     def text(row):
-        return f"{row['case']} {row['pinned_gb']:.2f} GB instead of {raw[row['case']]:.2f}"
+        return f"{row['case']} {row['pinned_gb']:.2f} for {raw[row['case']]:.2f}"
 
     return (
-        f"Coded activations pin more host memory than raw ones (`coded=False`) in {len(more)} of {len(rows)} measured "
-        f"nets: {'; '.join(map(text, more))}. The net that gains most is {text(least)} "
-        f"{source(results, 'activations')}."
+        f"Coded activations pin more host memory than raw ones in {len(more)} of {len(rows)} measured nets, in GB: "
+        f"{', '.join(map(text, more))}; least of raw {text(least)}."
     )
 
 
@@ -1227,34 +1226,36 @@ def sent_pages(results):
 
 def choices(results):
     rows = [row for row in results.rows("choose") if row["chosen"]]
-    good = sum(row["loss"] <= row["wanted_loss"] for row in rows)
     return (
-        f"{good} of {len(rows)} choices of `ibp.codecs.choose`, over sets and links, take at most "
-        f"{percent(rows[0]['wanted_loss'], 0)} longer than the fastest candidate, the worst "
-        f"{percent(max(row['loss'] for row in rows))} longer {source(results, 'choose')}."
+        f"The {len(rows)} choices of `ibp.codecs.choose`, over sets and links, take at most "
+        f"{percent(max(row['loss'] for row in rows))} longer than the fastest candidate {source(results, 'choose')}."
     )
 
 
 def language_models(results):
-    """Steps of language models; empty before they are measured."""
-    if not STEPS.rows(results):
-        return ""
-    return f"{STEPS.text} {source(results, 'llm')}:\n\n{STEPS.markdown(results)}"
+    """Steps of language models in CUDA graphs; empty before they are measured."""
+    steps = replace(
+        STEPS,
+        text="Milliseconds in which each sequence of a batch gets a token, by transformers with a static cache, in a "
+        "CUDA graph; in brackets how many times as fast as plain",
+        where=lambda row: row["way"] == "step" and row["arm"] != "offloaded",
+        more={},
+    )
+    return f"{steps.text} {source(results, 'llm')}:\n\n{steps.markdown(results)}" if steps.rows(results) else ""
+
+
+SHOWN_VECTORS = (1, 16, 64, 512)  # of products, in docs/llm.md
 
 
 def products(results):
-    """`ibp.linear` alone, by matrix and number of vectors."""
-    lines = []
-    for table in (PRODUCTS, TOGETHER):
-        fused = replace(
-            table,
-            line={"vectors": cell("vectors")},
-            where=lambda row, table=table: row["arm"] == "ibp.linear" and table.where(row),
-            across=matrix_name,
-        )
-        if fused.rows(results):
-            lines.append(f"{table.text} {source(results, 'linear')}:\n\n{fused.markdown(results)}")
-    return "\n\n".join(lines)
+    """`ibp.linear` alone, by matrix and some numbers of vectors."""
+    fused = replace(
+        PRODUCTS,
+        line={"vectors": cell("vectors")},
+        where=lambda row: row["arm"] == "ibp.linear" and row["vectors"] in SHOWN_VECTORS and PRODUCTS.where(row),
+        across=matrix_name,
+    )
+    return f"{fused.text} {source(results, 'linear')}:\n\n{fused.markdown(results)}"
 
 
 def freed_memory(results):
@@ -1291,10 +1292,9 @@ def room(coded, gpu_gb, results):
 
 
 NO_GAIN = (
-    "Measured without a gain: BF16 weights in rows of 128 B, as `ibp.compress` coded them, came at "
-    "{transfers|gbps|LLM weights|auto} GB/s, raw rows at {transfers|gbps|LLM weights|raw rows}; an epoch of GraphSAGE "
-    "on FP32 rows of 400 B took {gnn|epoch_s|dense 100, batch 1024|ibp} s, with raw rows "
-    "{gnn|epoch_s|dense 100, batch 1024|raw rows}."
+    "No gain: an epoch of GraphSAGE on FP32 rows of 400 B, {gnn|epoch_s|dense 100, batch 1024|ibp} s, raw rows "
+    "{gnn|epoch_s|dense 100, batch 1024|raw rows}; BF16 weights in rows of 128 B, {transfers|gbps|LLM weights|auto}, "
+    "raw rows {transfers|gbps|LLM weights|raw rows}."
 )
 
 
@@ -1318,8 +1318,7 @@ def headline(results):
         ],
         [
             "random rows of Citeseer's features",
-            f"gathered by the CPU while it is copied {rate('cpu pipelined', case='citeseer')}, raw rows "
-            f"{rate('raw rows', case='citeseer')}",
+            f"raw rows {rate('raw rows', case='citeseer')}",
             rate("planes slots", case="citeseer"),
         ],
         [
@@ -1354,28 +1353,26 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{gnn_cache|held_rows|pubmed|ibp, cache of 1 % / raw rows, cache of 1 %} times as many of Pubmed's rows coded as "
     "raw, and {gnn_cache|held_rows|dense 768|ibp, cache of 1 % / raw rows, cache of 1 %} times as many dense BF16 "
     "rows. An epoch on Pubmed takes {gnn_cache|epoch_s|pubmed|ibp, cache of 1 %} s with it, "
-    "{gnn_cache|epoch_s|pubmed|raw rows, cache of 1 %} s with raw rows behind the same cache, and "
-    "{gnn_cache|epoch_s|pubmed|ibp} s with coded rows and no cache; on the dense rows "
+    "{gnn_cache|epoch_s|pubmed|raw rows, cache of 1 %} with raw rows and cache, "
+    "{gnn_cache|epoch_s|pubmed|ibp} with coded rows alone; on dense rows "
     "{gnn_cache|epoch_s|dense 768|ibp, cache of 1 %}, {gnn_cache|epoch_s|dense 768|raw rows, cache of 1 %} and "
     "{gnn_cache|epoch_s|dense 768|ibp} s {from gnn_cache}.",
     "lookups": "Look-ups in 26 BF16 tables of 40 GiB with rows of 2 KiB come at "
     "{dlrm|gbps|40 GiB, Zipf, batch 65,536|ibp} GB/s, as raw rows by the GPU at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|raw rows}, by the CPU's gather pipelined with the copy at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|cpu pipelined}, and by its gather and copy at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|cpu gather + copy} (Zipf's law, batches of 65,536); with a cache of 2 % of "
+    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|raw rows}, by the CPU's gather and copy at "
+    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|cpu gather + copy}, pipelined at "
+    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|cpu pipelined} (Zipf's law, batches of 65,536); with a cache of 2 % of "
     "the bytes at {dlrm|gbps|40 GiB, Zipf, batch 65,536|ibp + cache}, raw rows with the same cache at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|raw + cache}. Rows of 128 bytes gain nothing: in BF16 "
-    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=bfloat16} GB/s, raw rows by the GPU "
-    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|raw rows|row_bytes=128|dtype=bfloat16}; in FP16 "
-    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=float16}, by the CPU's pipelined gather "
+    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|raw + cache}. Rows of 128 bytes gain nothing: BF16 "
+    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=bfloat16} GB/s, raw "
+    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|raw rows|row_bytes=128|dtype=bfloat16}; FP16 "
+    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=float16}, by the CPU, pipelined, "
     "{dlrm|gbps|4 GiB, Zipf, batch 16,384|cpu pipelined|row_bytes=128|dtype=float16} {from dlrm}.",
     "dlrm_train": "A training step with row-wise Adagrad on 512-byte BF16 rows, ids by Zipf's law, takes "
     "{dlrm_train|us|Zipf 1.05|ibp|dtype=bfloat16|row_bytes=512} with coded rows, "
-    "{dlrm_train|us|Zipf 1.05|raw rows|dtype=bfloat16|row_bytes=512} with raw rows and "
-    "{dlrm_train|us|Zipf 1.05|raw rows + cache|dtype=bfloat16|row_bytes=512} with raw rows behind a cache of 5 %; with "
-    "coded rows behind that cache it takes {dlrm_train|us|Zipf 1.05|ibp + cache|dtype=bfloat16|row_bytes=512}, but "
-    "with rows of 2 KiB {dlrm_train|us|Zipf 1.05|ibp + cache|dtype=bfloat16|row_bytes=2048}, raw "
-    "{dlrm_train|us|Zipf 1.05|raw rows + cache|dtype=bfloat16|row_bytes=2048} {from dlrm_train}.",
+    "{dlrm_train|us|Zipf 1.05|raw rows|dtype=bfloat16|row_bytes=512} with raw ones, "
+    "{dlrm_train|us|Zipf 1.05|raw rows + cache|dtype=bfloat16|row_bytes=512} with raw ones behind a cache "
+    "{from dlrm_train}.",
     "kv_fetch": "All keys and values of a small language model, batch 20 and 32,768 tokens, come to the GPU layer by "
     "layer in {kv_fetch|ms|real, batch 20, 32,768 tokens|ibp} coded and in "
     "{kv_fetch|ms|real, batch 20, 32,768 tokens|raw blocks} raw; coded on the GPU, they are decoded in "
@@ -1386,8 +1383,8 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "kv_transfer": sent_pages,
     "served": "vLLM's GPU keeps a quarter of 16 prompts, and host memory has no room for all others raw: "
     "{serve_vllm|found|llama-8-layers-random|coded KV} of the tokens were found with coded pages, "
-    "{serve_vllm|found|llama-8-layers-random|raw KV} with raw ones. {serve_vllm|equal|llama-8-layers-random|coded KV} "
-    "of 28 answers are plain vLLM's with coded pages, {serve_vllm|equal|llama-8-layers-random|raw KV} with raw ones "
+    "{serve_vllm|found|llama-8-layers-random|raw KV} with raw ones; {serve_vllm|equal|llama-8-layers-random|coded KV} "
+    "of 28 answers are plain's with coded pages, {serve_vllm|equal|llama-8-layers-random|raw KV} with raw ones "
     "{from serve_vllm}.",
     "kv_rows": "One token in ten, chosen at random, comes at {kv_rows|gbps|8 x 128|ibp|sms=132} GB/s as rows of 256 "
     "bytes, raw by a kernel at {kv_rows|gbps|8 x 128|raw by kernel} and by the CPU's gather at "
@@ -1420,10 +1417,9 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "profiles": "A small net in training takes {spill|target|training, the paper's ratios|profile, 30%} times less of "
     "the GPU's memory at a threshold of 30 %, and its 15 tensors decode at "
     "{spill|gbps|training, the paper's ratios|profile, 30%} GB/s one after the other. The ratio says little of other "
-    "nets: ids name few rows of its embedding, and of the rows of that embedding's states "
-    "{probes|value|AdamW's states of the embedding of spill.py's net, on a CPU; first snapshot|} % are zero in the "
-    "first snapshot and {probes|value|AdamW's states of the embedding of spill.py's net, on a CPU; last snapshot|} % "
-    "in the last {from spill}.",
+    "nets: ids name few rows of its embedding, and "
+    "{probes|value|AdamW's states of the embedding of spill.py's net, on a CPU; last snapshot|} % of the rows of that "
+    "embedding's states are zero to the last {from spill}.",
     "activations": "A step of ResNet-50 has a peak of {activations|peak_gb|ResNet-50|plain} GB beyond weights and "
     "input, and takes {activations|step_ms|ResNet-50|plain}; with activations coded and offloaded "
     "{activations|peak_gb|ResNet-50|ibp} GB and {activations|step_ms|ResNet-50|ibp}; offloaded without coding "
@@ -1446,8 +1442,8 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "where it travels raw {from collectives}.",
     "deltas": "Where {deltas|changed|1.5 % changed|ibp|dtype=bfloat16} of BF16 weights changed, a delta takes "
     "{deltas|stored|1.5 % changed|ibp|dtype=bfloat16} of their bytes, an index and a value for each change "
-    "{deltas|stored|1.5 % changed|index and value|dtype=bfloat16}. On a GPU the delta is applied at "
-    "{deltas|gbps|1.5 % changed|ibp, apply|dtype=bfloat16} GB/s of weights, indices and values faster, at "
+    "{deltas|stored|1.5 % changed|index and value|dtype=bfloat16}; a GPU applies it at "
+    "{deltas|gbps|1.5 % changed|ibp, apply|dtype=bfloat16} GB/s, those at "
     "{deltas|gbps|1.5 % changed|index and value, apply|dtype=bfloat16} {from deltas}.",
     "checkpoints": "4 GiB of BF16 weights are compressed at {checkpoints|gbps||compress, two cores} GB/s with two "
     "cores and {checkpoints|peak_mib||compress, two cores} MiB of memory, at {checkpoints|gbps||compress, GPU} GB/s "

@@ -103,8 +103,8 @@ def test_nets_whose_peak_falls_on_the_device_and_nets_whose_peak_rises(tmp_path)
     )
     assert claims.on_the_device(results) == (
         "The peak falls for 1 of 2 measured nets, most and least: VGG16 3.00 GB instead of 4.00, steps 1.5 times as "
-        "long (recomputed blocks 2.00 GB, 1.3 times); AlexNet 4.50 GB instead of 4.00, steps 2.5 times as long "
-        "(recomputed blocks 3.50 GB, 1.2 times)."
+        "long (recomputed 2.00 GB, 1.3 times); AlexNet 4.50 GB instead of 4.00, steps 2.5 times as long "
+        "(recomputed 3.50 GB, 1.2 times)."
     )
 
 
@@ -124,11 +124,10 @@ def test_steps_of_language_models(tmp_path):
     text, table = claims.language_models(results).split(":\n\n")
     assert text.endswith("#language-models-from-coded-weights))")
     assert table.split("\n") == [
-        "| model | batch | context | plain | coded | tokens a second, coded |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| Small | 1 | 512 | 2.00 | 1.60 (1.25) | 625 |",
-        "| Small, compiled | 16 | 512 | 2.00 |  |  |",
-        "| Large | 8 | 512 |  | 20.0 | 400 |",
+        "| model | batch | context | plain | coded |",
+        "| --- | --- | --- | --- | --- |",
+        "| Small | 1 | 512 | 2.00 | 1.60 (1.25) |",
+        "| Large | 8 | 512 |  | 20.0 |",
     ]
 
 
@@ -155,8 +154,8 @@ def test_nets_that_pin_more_coded_are_named(tmp_path):
         *("A,raw,2,H", "A,ibp,3,H", "B,raw,4,H", "B,ibp,1,H", "C,raw,1,H", "C,ibp,1,H"),
     )
     assert claims.pinned_activations(results).startswith(
-        "Coded activations pin more host memory than raw ones (`coded=False`) in 1 of 3 measured nets: A 3.00 GB "
-        "instead of 2.00. The net that gains most is B 1.00 GB instead of 4.00 (H;"
+        "Coded activations pin more host memory than raw ones in 1 of 3 measured nets, in GB: A 3.00 for 2.00; least "
+        "of raw B 1.00 for 4.00."
     )
 
 
