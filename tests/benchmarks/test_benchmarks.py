@@ -384,8 +384,6 @@ def test_gather_is_judged():
 def test_paper_rates():
     rates = gather.paper_rates()
     assert len(rates) == 25 and rates[256, 0.125] == 43.9 and rates[4096, 0.9] == 367
-    assert {row["path"] for row in reading.read(reading.REFERENCE)} == {"rows", "tensor", "device"}
-    assert all(row["gbps"] > 0 for row in reading.read(reading.REFERENCE))
 
 
 # ---- codec ---------------------------------------------------------------------------------------------------------
