@@ -123,6 +123,11 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
 def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
     """Raises what is wrong with a delta that was not applied."""
     found = fingerprint(base if isinstance(base, torch.Tensor) else base.read())
+    if found == delta.result != delta.base:
+        raise DeltaMismatchError(
+            f"{name} is already what the delta makes (fingerprint {found:016x}): the delta has been applied before, or "
+            "new and base were exchanged in ibp.deltas.make(new, base)"
+        )
     if found != delta.base:
         raise DeltaMismatchError(
             f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
