@@ -18,6 +18,7 @@ from torch import nn
 from .._common import ops
 from .._common.arguments import whole_number
 from .._common.closing import Closing
+from .._common.locks import ForkLock
 from .._common.progress import tqdm
 from .._common.statistics import Statistics
 from .._machine import memory
@@ -330,7 +331,7 @@ class Offloaded(Closing):
     ) -> None:
         self._model, self._division, self._devices = model, division, devices
         self._max_sms, self._lookahead = max_sms, lookahead
-        self._lock, self._thread = threading.RLock(), threading.local()
+        self._lock, self._thread = ForkLock(), threading.local()
         self._fetchers: list[WeightFetcher] = []
         self._groups: list[Group] = []  # what is brought to the device for every use
         self._schedule: Schedule[Group] = Schedule([])

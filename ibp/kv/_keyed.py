@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from .._common.arguments import whole_number
+from .._common.locks import ForkLock
 from .._machine.memory import usual
 from .._rows.faults import CorruptTableError
 from .._schemes.registry import check_scheme
@@ -60,7 +60,7 @@ class KeyedPages:
         check_scheme("planes", level=level)
         self._pool_bytes, self._device = whole_number("pool_bytes", pool_bytes, 0), usual(device)
         self._level, self._on_drop = level, on_drop
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._page_bytes: int | None = None
         self.store: KVStore | None = None
         self._pages: OrderedDict[Hashable, int] = OrderedDict()  # those used last at the end
