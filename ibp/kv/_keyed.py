@@ -198,10 +198,7 @@ class KeyedPages:
         if not self._is_put(store, number, page.to(store.device)):
             free.append(number)
             return None
-        self.store, self._free = (
-            store,
-            free,
-        )  # only now: a first page that finds no room may be followed by another size
+        self.store, self._free = store, free  # not before: the next page may have another size if this one is refused
         return number
 
     def _drop_oldest(self) -> bool:

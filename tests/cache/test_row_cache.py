@@ -197,7 +197,7 @@ def test_a_cache_that_nothing_fills_warns():
         warnings.simplefilter("error")
         ibp.RowCache(table, 10_000, devices="cpu", policy="lru")
         ibp.RowCache(table, 0, devices="cpu")
-        assert ibp.RowCache(table, 10_000, [], devices="cpu").refill([5, 3]).cached_ids().tolist() == [3, 5]
+        assert ibp.RowCache(table, 10_000, [], devices="cpu").refill(range(NUM_ITEMS)).num_cached_rows > 0
 
 
 def test_out_of_any_strides():
