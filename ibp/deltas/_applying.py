@@ -123,14 +123,14 @@ def _batches(jobs: Sequence[Job]) -> Iterator[Batch]:
 def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
     """Raises what is wrong with a delta that was not applied."""
     found = fingerprint(base if isinstance(base, torch.Tensor) else base.read())
-    if found == delta.result != delta.base:
-        raise DeltaMismatchError(
-            f"{name} is already what the delta makes (fingerprint {found:016x}): the delta has been applied before, or "
-            "new and base were exchanged in ibp.deltas.make(new, base)"
-        )
     if found != delta.base:
+        is_made = (
+            ", and makes what is there: were new and base exchanged in ibp.deltas.make(new, base), or has the delta been "
+            "applied before?"
+        )
         raise DeltaMismatchError(
             f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
+            f"{is_made if found == delta.result else ''}"
         )
     raise CorruptTableError(
         f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"
