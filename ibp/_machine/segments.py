@@ -17,10 +17,12 @@ import torch
 
 from .. import _core
 from .._common import wire
+from .._common.locks import ForkLock
 from .._common.rounding import rounded_up
 from .memory import pinning
 
 _ALIGNMENT = 256  # bytes, of each tensor in the memory
+_pin_lock = ForkLock()  # threads may ask at once to pin what they share
 PART_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
 
 
@@ -104,7 +106,7 @@ class Segment:
 
     def pin_here(self) -> None:
         """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
-        with pinning(f"{self.num_bytes:,} bytes of shared memory"):
+        with _pin_lock, pinning(f"{self.num_bytes:,} bytes of shared memory"):
             self.pages.pin()
         self.pin = True
 
@@ -136,7 +138,7 @@ class FileRows:
 
     def pin_here(self) -> None:
         """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
-        with pinning("a mapped file"):
+        with _pin_lock, pinning("a mapped file"):
             for pages in self.pages:
                 pages.pin()
         self.pin = True

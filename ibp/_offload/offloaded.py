@@ -19,6 +19,7 @@ from .._common import ops
 from .._common.arguments import whole_number
 from .._common.closing import Closing
 from .._common.in_place import NotTheModel, check_model
+from .._common.locks import ForkLock
 from .._common.progress import tqdm
 from .._common.statistics import Statistics, shown_memory
 from .._machine import memory
@@ -337,7 +338,7 @@ class Offloaded(Closing, NotTheModel):
     ) -> None:
         self._model, self._division, self._devices = model, division, devices
         self._max_sms, self._lookahead = max_sms, lookahead
-        self._lock, self._thread = threading.RLock(), threading.local()
+        self._lock, self._thread = ForkLock(), threading.local()
         self._fetchers: list[WeightFetcher] = []
         self._groups: list[Group] = []  # what is brought to the device for every use
         self._schedule: Schedule[Group] = Schedule([])
