@@ -151,9 +151,9 @@ class File(Mapping[str, Value], Closing):
         if name not in self._owners:
             place = self._places[name]
             return place.file.tensor(name, place.file.mapped)
-        pages: list[_core.FilePages] = []
+        pages: list[_core.FilePages] | None = [] if self._pins else None
         table, fields = self._table(name, mapped_parts(pages))
-        table.lie_in_file(FileRows(pages, pin=self._pins))
+        table.lie_in_file(None if pages is None else FileRows(pages))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
         if self._memory == "pinned":

@@ -96,6 +96,10 @@ class OpenFile:
         self.tables = {key[len(_TABLE) :]: text for key, text in metadata.items() if key.startswith(_TABLE)}
         self.removed = [key[len(_REMOVED) :] for key in metadata if key.startswith(_REMOVED)]
         self._codebooks: dict[int, AnyCodebook] = {}
+        # The whole file, mapped when it is first needed: one map serves all tensors, however many there are, since a
+        # process has few descriptors and maps. The tensors keep a map alive.
+        self._private_map: mmap.mmap | None = None
+        self._shared_map: _core.FilePages | None = None
 
     def fields(self, name: str) -> TableFields:
         return table_fields(f"{self.path}: table {name!r}", self.tables[name])
@@ -147,22 +151,36 @@ class OpenFile:
         return hasher.intdigest()
 
     def mapped(self, start: int, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes], mapped: what is written to becomes memory of its own. It keeps the mapping alive."""
-        if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        skipped = start % mmap.ALLOCATIONGRANULARITY
-        pages = mmap.mmap(
-            self.fileno(),
-            num_bytes + skipped,
-            flags=mmap.MAP_PRIVATE | _NO_RESERVE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=start - skipped,
-        )
-        return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=skipped)
+        """Returns bytes of the file, uint8 [num_bytes], mapped. What is written to becomes memory of its own. The
+        tensor keeps the map alive. FileFormatError: the file has been cut since it was opened."""
+        if self._private_map is None:
+            self._private_map = mmap.mmap(
+                self.fileno(),
+                self._size(),
+                flags=mmap.MAP_PRIVATE | _NO_RESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+        return self._part_of(self._private_map, start, num_bytes)
+
+    def mapped_read_only(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Returns the same for bytes that are not written to: they stay those of the page cache."""
+        if self._shared_map is None:
+            self._shared_map = self.pages(0, self._size())
+        return self._part_of(self._shared_map, start, num_bytes)
 
     def pages(self, start: int, num_bytes: int) -> _core.FilePages:
-        """Bytes of the file, mapped to be read only."""
+        """Maps bytes of the file to be read only, apart from all other maps, so that they can be pinned."""
         return _core.FilePages(self.fileno(), start, num_bytes)
+
+    def _size(self) -> int:
+        return os.fstat(self.fileno()).st_size
+
+    def _part_of(self, pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> torch.Tensor:
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if start + num_bytes > memoryview(pages).nbytes:
+            raise FileFormatError(f"{self.path} has been cut since it was opened")
+        return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
 
     @property
     def identity(self) -> str:
@@ -171,9 +189,10 @@ class OpenFile:
         return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def close(self) -> None:
-        """What is mapped stays mapped."""
+        """Closes the descriptor. Tensors that were mapped keep their map."""
         self._close()
         self._codebooks.clear()
+        self._private_map = self._shared_map = None
 
     def tensor(self, name: str, take: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
         """A plain tensor. take: gives bytes of the file, by the place where they start and their number."""
@@ -312,14 +331,15 @@ def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, nu
 Take = Callable[["OpenFile", int, int, str], torch.Tensor]  # (file, start, bytes, part): the bytes of a table's part
 
 
-def mapped_parts(pages: list[_core.FilePages]) -> Take:
-    """Gives parts as they are in the page cache. pages: takes the memory of the rows, slots and overflow."""
+def mapped_parts(pages: list[_core.FilePages] | None) -> Take:
+    """Returns a function that gives parts as they are in the page cache. pages: takes the maps of slots and overflow,
+    which then have maps of their own, to be pinned; None: they are in the file's one map."""
 
     def take(file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
-        mapped = file.pages(start, num_bytes)
-        if part in _ROWS:
-            pages.append(mapped)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        if pages is None or part not in _ROWS:
+            return file.mapped_read_only(start, num_bytes)
+        pages.append(file.pages(start, num_bytes))
+        return torch.frombuffer(pages[-1], dtype=torch.uint8)
 
     return take
 

@@ -1,10 +1,12 @@
 """Files opened and saved: what can be asked of them, sets, URLs, whole files or none, and memory that is shared."""
 
 import errno
+import gc
 import json
 import multiprocessing
 import os
 import pickle
+import resource
 import tempfile
 import warnings
 
@@ -17,6 +19,7 @@ from helpers import assert_same_bits, bytes_of, spiky_rows
 from ibp._common import once
 from ibp._files import opened, shared, writer
 from ibp._files.writer import FileWriter, header_room, write_plain, write_table
+from ibp._inspect.collecting import inspect_path
 from ibp._machine.memory import PinningError
 from ibp._machine.segments import FileRows
 
@@ -105,6 +108,65 @@ def test_names_that_are_loaded(path):
         ibp.load(path, names="p")
     with pytest.raises(TypeError, match="names is the text 'p'"):
         ibp.open(path).verify("p")
+
+
+# ---- many tensors ----
+
+
+@pytest.fixture
+def few_descriptors():
+    """The process may open few files more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 30, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def maps_of(path):
+    with open("/proc/self/maps") as maps:
+        return sum(line.rstrip().endswith(str(path)) for line in maps)
+
+
+def test_one_map_serves_the_tensors_of_a_file(tmp_path, table, few_descriptors):
+    path = tmp_path / "many.safetensors"
+    plain = {f"p{number}": torch.full((3,), float(number)) for number in range(100)}
+    ibp.save(path, {**plain, **{f"t{number}": table for number in range(20)}})
+    with ibp.open(path, memory="host") as file:
+        held = dict(file)
+        assert maps_of(path) == 2  # one that tensors are written to, one of tables
+    held["p7"].zero_()
+    for name in ("p6", "p8"):
+        assert_same_bits(held[name], plain[name])
+    assert_same_bits(held["t19"].decompress(), ROWS)
+    assert not ibp.open(path)["p7"].equal(held["p7"])
+    del held
+    gc.collect()
+    assert maps_of(path) == 0
+
+
+def test_files_of_more_tensors_than_descriptors(tmp_path, few_descriptors):
+    path = tmp_path / "many.safetensors"
+    plain = {f"p{number}": torch.full((3,), float(number)) for number in range(100)}
+    weight = torch.randn(64, 64).bfloat16()
+    ibp.save(path, {**plain, "weight": weight})
+    assert len(inspect_path(path).tensors) == 101
+    assert not ibp.deltas.make(ibp.open(path), ibp.open(path))
+    ibp.checkpoints.decompress(path, tmp_path / "back.safetensors")
+    assert_same_bits(ibp.load(tmp_path / "back.safetensors")["p99"], plain["p99"])
+    model = torch.nn.Linear(64, 64, bias=False, device="meta", dtype=torch.bfloat16)
+    for name, tensor in plain.items():
+        model.register_buffer(name, tensor.to("meta"))
+    offloaded = ibp.offload(model.requires_grad_(False), "cpu", checkpoint=path, min_bytes=64)
+    assert_same_bits(model.p99, plain["p99"])
+    offloaded.close()
+
+
+def test_a_file_that_was_cut_after_it_was_opened(path):
+    file = ibp.open(path)
+    os.truncate(path, 200)
+    for name in ("t", "p"):
+        with pytest.raises(ibp.FileFormatError, match="x.safetensors has been cut since it was opened"):
+            file[name]
 
 
 # ---- checksums ----
