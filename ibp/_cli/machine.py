@@ -43,7 +43,8 @@ class Measured:
 def made(kind: str, num_bytes: int) -> torch.Tensor:
     """Rows of one kind on the CPU."""
     dtype = _KINDS[kind]
-    values = torch.randn(num_bytes // dtype.itemsize, generator=torch.Generator().manual_seed(0)) * 0.02
+    generator = torch.Generator().manual_seed(0)
+    values = 0.02 * torch.randn(num_bytes // dtype.itemsize, generator=generator, dtype=torch.float32, device="cpu")
     if "zeros" in kind:
         values.clamp_(min=0)
     return values.to(dtype).view(-1, ROW_BYTES // dtype.itemsize)
@@ -65,7 +66,7 @@ def of_cpu(seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
 def _on_cpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
     num_bytes, out = x.numel() * x.itemsize, torch.empty_like(x)
     table = ibp.compress(x, device="cpu", memory="host", layout="packed")
-    ids = torch.randint(len(x), (len(x) // 4,))
+    ids = torch.randint(len(x), (len(x) // 4,), device="cpu")
 
     def rate(call: Callable[[], object], of_bytes: int = num_bytes) -> float:
         return of_bytes / clock.wall_s(call) / 1e9
@@ -106,7 +107,7 @@ def _on_gpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
     raw, table = (ibp.compress(x, scheme=scheme, device=device) for scheme in ("raw", "auto"))
     packed = ibp.compress(x, layout="packed", device=device)
     near, pinned, out = packed.to(device), x.pin_memory(), torch.empty_like(x, device=device)
-    host_ids = torch.randint(len(x), (len(x) // 2,))
+    host_ids = torch.randint(len(x), (len(x) // 2,), device="cpu")
     ids, rows = host_ids.to(device), torch.empty_like(x[: len(x) // 2], device=device)
     taken = host_ids.numel() * ROW_BYTES
     gbps = {

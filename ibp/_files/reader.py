@@ -177,7 +177,7 @@ class OpenFile:
 
     def _part_of(self, pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> torch.Tensor:
         if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         if start + num_bytes > memoryview(pages).nbytes:
             raise FileFormatError(f"{self.path} has been cut since it was opened")
         return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
@@ -226,7 +226,7 @@ class OpenFile:
         if entry is None and count == 0:
             return np.empty(0, numpy_dtype)
         start = start_of_part(self, name, entry, dtype, count * numpy_dtype.itemsize)
-        data = self.read(start, torch.empty(count * numpy_dtype.itemsize, dtype=torch.uint8))
+        data = self.read(start, torch.empty(count * numpy_dtype.itemsize, dtype=torch.uint8, device="cpu"))
         return data.numpy().view(numpy_dtype)
 
     # ---- checksums ----
@@ -441,7 +441,7 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
 def _taken(file: OpenFile, place: BlockPlace | None, name: str, dtype: str, num_bytes: int, take: Take) -> torch.Tensor:
     """The bytes of a part, without padding. file: to which it belongs, wherever its place is."""
     if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     owner, entry = (file, None) if place is None else (place.file, place.entry)
     start = start_of_part(owner, name, entry, dtype, num_bytes)
     return take(owner, start, num_bytes, name.rpartition(":")[2])

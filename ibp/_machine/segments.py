@@ -116,7 +116,7 @@ class Segment:
             made[name] = (
                 torch.frombuffer(self.pages, dtype=dtype, count=count, offset=start)
                 if count
-                else torch.empty(0, dtype=dtype)
+                else torch.empty(0, dtype=dtype, device="cpu")
             )
             start += rounded_up(count * dtype.itemsize, _ALIGNMENT)
         return made
