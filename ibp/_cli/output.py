@@ -11,7 +11,7 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Union
+from typing import Any
 
 _WIDTH = 80  # of sentences in pipes; the least of a terminal, as narrower terminals fold lines
 _UNLIMITED = 1 << 20  # of tables in pipes
@@ -19,7 +19,7 @@ _GAP, _RULE = "  ", "\u2500"  # between columns; under their names
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 Table = Callable[[int], Iterator[str]]  # the lines of a table, for the cells that a line has
-Part = Union[str, Table]  # of what a command prints: a sentence or a table
+Part = str | Table  # of what a command prints: a sentence or a table
 
 
 class Failure(Exception):

@@ -175,7 +175,7 @@ def test_a_table_line_by_line(monkeypatch, encoding, rule):
     ]
     assert list(output.table(["", ""], [["a", "b"], ["cc", "d"]])(80)) == ["a   b", "cc  d"]
     if encoding == "utf-8":
-        assert list(output.table(["", ""], [["\u8868\u8868", "b"], ["e\u0301", "d"]])(6)) == [
+        assert list(output.table(["", ""], [["\u8868\u8868", "b"], ["e\u0301", "d"]])(5)) == [
             "\u8868  b", "\u8868", "e\u0301   d",
         ]  # fmt: skip
 
