@@ -162,7 +162,7 @@ def test_absent_packages(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name, None)
     _nvcomp._module.cache_clear()
     for scheme, package in (*PACKAGES.items(), ("nvcomp:ans", "nvidia-nvcomp-cu13")):
-        with pytest.raises(ImportError, match=f"the codec {scheme!r} needs the package {package} "):
+        with pytest.raises(ImportError, match=f"the codec {scheme!r} needs the package {package}: type `pip install {package}` ."):
             ibp.compress(x, scheme=scheme)
     with pytest.raises(ImportError, match="needs the package zstandard"):
         whole.decompress()
