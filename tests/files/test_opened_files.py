@@ -10,6 +10,7 @@ import resource
 import tempfile
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -159,6 +160,39 @@ def test_files_of_more_tensors_than_descriptors(tmp_path, few_descriptors):
     offloaded = ibp.offload(model.requires_grad_(False), "cpu", checkpoint=path, min_bytes=64)
     assert_same_bits(model.p99, plain["p99"])
     offloaded.close()
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("x.npy", "an array of numpy"),
+        ("x.npz", "an archive, as torch.save and numpy.savez write them"),
+        ("x.pt", "an archive, as torch.save and numpy.savez write them"),
+        ("old.pt", "a pickle, as torch.save once wrote them"),
+    ],
+)
+@pytest.mark.parametrize("read", [ibp.load, ibp.open])
+def test_files_of_other_formats(tmp_path, name, what, read):
+    array = np.arange(6.0)
+    np.save(tmp_path / "x.npy", array)
+    np.savez(tmp_path / "x.npz", a=array)
+    for file, is_archive in (("x.pt", True), ("old.pt", False)):
+        torch.save({"a": torch.ones(3)}, tmp_path / file, _use_new_zipfile_serialization=is_archive)
+    with pytest.raises(ibp.FileFormatError, match=f"{name} is {what}, no file of safetensors; ibp.checkpoints.comp"):
+        read(tmp_path / name)
+
+
+def test_a_header_as_long_as_a_pickle_begins(tmp_path):
+    """Its size is 640: the bytes with which a pickle begins."""
+    text = b"{}".ljust(0x280)
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    assert ibp.load(tmp_path / "x.safetensors") == {}
+
+
+def test_bytes_of_no_format(tmp_path):
+    (tmp_path / "x").write_bytes(b"RIFF" * 10)
+    with pytest.raises(ibp.FileFormatError, match="has 40 bytes, and the first eight are not the size of a header; "):
+        ibp.load(tmp_path / "x")
 
 
 def test_a_file_that_was_cut_after_it_was_opened(path):
