@@ -72,8 +72,8 @@ def header_of(file: BinaryIO, name: str) -> Header:
     header_bytes = int.from_bytes(start[:8], "little")
     if size < 10 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
         raise FileFormatError(
-            f"{name} is no file of safetensors: it has {size} bytes, and the first eight are not the size of a "
-            f"header; wanted 2 to {MAX_HEADER_BYTES} within the file"
+            f"{name} is no file of safetensors: it has {size} bytes and says that its header has {header_bytes}; "
+            f"wanted 2 to {MAX_HEADER_BYTES} within the file"
         )
     with refused(name):
         tensors, metadata, checks = _core.read_header(start + file.read(header_bytes - 1), size)
