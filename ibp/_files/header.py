@@ -16,6 +16,13 @@ from .regular import open_regular
 from .sets import INDEX_SUFFIX
 from .writer import FORMAT, MAX_HEADER_BYTES, PREFIX
 
+_OTHERS = {
+    "npy": "an array of numpy",
+    "archive": "an archive, as torch.save and numpy.savez write them",
+    "pickle": "a pickle, as torch.save once wrote them",
+}
+_PICKLE = re.compile(rb"\x80[\x02-\x05]")
+
 
 class Entry(NamedTuple):
     """A tensor in a file."""
@@ -79,14 +86,6 @@ def header_of(file: BinaryIO, name: str) -> Header:
         tensors, metadata, checks = _core.read_header(start + file.read(header_bytes - 1), size)
     entries = sorted(((name, Entry(*entry)) for name, entry in tensors.items()), key=lambda item: item[1][2:])
     return Header(8 + header_bytes, dict(entries), metadata, checks)
-
-
-_OTHERS = {
-    "npy": "an array of numpy",
-    "archive": "an archive, as torch.save and numpy.savez write them",
-    "pickle": "a pickle, as torch.save once wrote them",
-}
-_PICKLE = re.compile(rb"\x80[\x02-\x05]")
 
 
 def other_format(start: bytes) -> str | None:

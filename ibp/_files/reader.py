@@ -46,7 +46,7 @@ from .writer import CHECKS, PREFIX
 _TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX}removed."
 _ROWS = ("slots", "overflow")
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons lacks
-_SHOWN_NAMES = 6  # of tensors, in a message
+SHOWN_NAMES = 6  # of tensors, in a message
 _PIECE_BYTES = 8 << 20  # that a thread reads at once
 THREADS = min(16, os.cpu_count() or 1)  # that read at once
 
@@ -306,8 +306,8 @@ class Checks:
         entries = self._file.header.tensors.items()
         inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
         names = [name for name in inside if not name.startswith(f"{PREFIX}padding.")] or inside
-        shown = ", ".join(map(repr, names[:_SHOWN_NAMES]))
-        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+        shown = ", ".join(map(repr, names[:SHOWN_NAMES]))
+        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         return f"one of {shown}{more}" if len(names) > 1 else shown
 
 

@@ -47,13 +47,13 @@ def test_an_opened_file_is_a_mapping(path):
         assert list(file) == ["t", "p"] and len(file) == 2 and "t" in file and "t:slots" not in file and 5 not in file
         assert repr(file) == f"ibp.File({str(path)!r}, tables=1, tensors=2)"
         assert file.tables == ("t",) and file.removed == () and file.metadata == {} and file.path == path
-        with pytest.raises(KeyError, match="u"):
-            file["u"]
-        with pytest.raises(KeyError, match="u"):
-            file.info("u")
+        for ask in (file.__getitem__, file.info):
+            with pytest.raises(KeyError, match="x.safetensors has no tensor 'u'; it has 't', 'p'\""):
+                ask("u")
+        assert file.get("u") is None and file.get("u", 3) == 3 and file.get("t") is file["t"]
         table, tensor = file["t"], file["p"]
         assert dict(file)["t"] is table and not table.is_shared() and pickle.loads(pickle.dumps(file))["t"].shape
-    for ask in (lambda: file["t"], lambda: file.info("t"), file.verify):
+    for ask in (lambda: file["t"], lambda: file.get("u"), lambda: file.info("t"), file.verify):
         with pytest.raises(ValueError, match="x.safetensors is closed"):
             ask()
     assert "closed" in repr(file)
@@ -99,6 +99,31 @@ def test_a_table_of_a_file_can_be_shared_and_kept(path, tmp_path):
     assert_same_bits(table.decompress(), ROWS)
     assert_same_bits(ibp.load(path)["again"].decompress(), ROWS)
     assert ibp.distributed.open_shared(table.share()).is_shared()
+
+
+def test_names_that_are_not_there(tmp_path):
+    ibp.save(tmp_path / "x", {f"layers.{number}.weight": torch.ones(3) for number in range(8)})
+    wanted = (
+        r"""no tensor 'layers.3.wieght' \(did you mean 'layers.3.weight'.*; it has 'layers.0.weight', .* and 2 more"""
+    )
+    with pytest.raises(KeyError, match=wanted):
+        ibp.load(tmp_path / "x", names=["layers.3.wieght"])
+    ibp.save(tmp_path / "none", {})
+    with pytest.raises(KeyError, match="none has no tensor 'a'; it has no tensors"):
+        ibp.open(tmp_path / "none")["a"]
+
+
+def test_arguments_of_save_that_are_exchanged(tmp_path):
+    for path in (str(tmp_path / "x"), tmp_path / "x"):
+        with pytest.raises(
+            TypeError, match=r"tensors is the path '.*x'; wanted ibp.save\(path, tensors\), the path fir"
+        ):
+            ibp.save({"a": torch.ones(3)}, path)
+    for path, kind in (({}, "dict"), (None, "NoneType"), (b"x", "bytes"), (3, "int")):
+        with pytest.raises(TypeError, match=f"path is a {kind}; wanted text or a path"):
+            ibp.save(path, torch.ones(3))
+        with pytest.raises(TypeError, match=f"path is a {kind}; wanted text or a path"):
+            ibp.load(path)
 
 
 def test_names_that_are_loaded(path):
