@@ -82,8 +82,8 @@ def format_of(path: str) -> str:
         return "torch"
     if start[8:9] == b"{" or path.endswith((SUFFIX, ".ibp")):
         return "safetensors"
-    error = NotTensorsError if path.endswith(_OF_ANY_BYTES) else SourceFormatError
-    raise error(f"{path} has no format that is known; wanted one of {_READ}")
+    refusal = NotTensorsError if path.endswith(_OF_ANY_BYTES) else SourceFormatError
+    raise refusal(f"{path} has no format that is known; wanted one of {_READ}")
 
 
 def open_sources(inputs: PathLike | Iterable[PathLike]) -> Source:
