@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .. import _core
+from .._common import ops as _ops
 from .._common.arguments import near
 from .._common.closing import Closing
 from .._common.progress import tqdm
@@ -164,9 +165,9 @@ class File(Mapping[str, Value], Closing):
         if name not in self._owners:
             place = self._places[name]
             return place.file.tensor(name, place.file.mapped)
-        pages: list[_core.FilePages] | None = [] if self._pins else None
+        pages: list[_core.FilePages] | None = [] if _ops.cuda_is_available() else None
         table, fields = self._table(name, mapped_parts(pages))
-        table.lie_in_file(None if pages is None else FileRows(pages))
+        table.lie_in_file(None if pages is None else FileRows(pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
         if self._memory == "pinned":

@@ -333,7 +333,7 @@ Take = Callable[["OpenFile", int, int, str], torch.Tensor]  # (file, start, byte
 
 def mapped_parts(pages: list[_core.FilePages] | None) -> Take:
     """Returns a function that gives parts as they are in the page cache. pages: takes the maps of slots and overflow,
-    which then have maps of their own, to be pinned; None: they are in the file's one map."""
+    which then have maps of their own, so that a table's alone can be pinned; None: they are in the file's one map."""
 
     def take(file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
         if pages is None or part not in _ROWS:

@@ -133,11 +133,11 @@ class Segment:
 
 class FileRows:
     """The rows of a table in a mapped file, which are not to be written to: what a table has in place of a `Segment`.
-    pages: the maps of slots and of overflow, where there are any. They are pinned when a GPU first fetches from
-    them."""
+    pages: the maps of slots and of overflow, where there are any; pin: whether they are to be pinned, which is done
+    when a GPU first fetches from them."""
 
-    def __init__(self, pages: Sequence[_core.FilePages]) -> None:
-        self.pages, self.pin = tuple(pages), True
+    def __init__(self, pages: Sequence[_core.FilePages], pin: bool) -> None:
+        self.pages, self.pin = tuple(pages), pin
 
     @property
     def is_pinned(self) -> bool:

@@ -277,7 +277,7 @@ class Table(TensorManners, Saves):
 
     def lie_in_file(self, rows: FileRows | None) -> None:
         """Says that the table's memory is a mapped file, which is not written to: a change takes memory of its own.
-        rows: the maps that are pinned when a GPU fetches from them; None: nothing is pinned there."""
+        rows: what is pinned there; None: nothing can be."""
         self._is_aliased = True
         self._move({}, rows)
 
