@@ -88,6 +88,7 @@ class OpenFile:
         self.path, self._verify = path, verify
         self._file = open_regular(path)
         self._close = weakref.finalize(self, os.close, self._file)
+        self._num_bytes = os.fstat(self._file).st_size
         with os.fdopen(os.dup(self._file), "rb") as file:
             self.header = header_of(file, str(path))
         self._checks = Checks(self) if verify and not self.header.is_plain else None
@@ -153,34 +154,33 @@ class OpenFile:
     def mapped(self, start: int, num_bytes: int) -> torch.Tensor:
         """Returns bytes of the file, uint8 [num_bytes], mapped. What is written to becomes memory of its own. The
         tensor keeps the map alive. FileFormatError: the file has been cut since it was opened."""
-        if self._private_map is None:
-            self._private_map = mmap.mmap(
+        pages = self._private_map  # which another thread's `close` forgets
+        if pages is None:
+            pages = self._private_map = mmap.mmap(
                 self.fileno(),
-                self._size(),
+                self._whole_size(),
                 flags=mmap.MAP_PRIVATE | _NO_RESERVE,
                 prot=mmap.PROT_READ | mmap.PROT_WRITE,
             )
-        return self._part_of(self._private_map, start, num_bytes)
+        return _part_of(pages, start, num_bytes)
 
     def mapped_read_only(self, start: int, num_bytes: int) -> torch.Tensor:
         """Returns the same for bytes that are not written to: they stay those of the page cache."""
-        if self._shared_map is None:
-            self._shared_map = self.pages(0, self._size())
-        return self._part_of(self._shared_map, start, num_bytes)
+        pages = self._shared_map
+        if pages is None:
+            pages = self._shared_map = self.pages(0, self._whole_size())
+        return _part_of(pages, start, num_bytes)
 
     def pages(self, start: int, num_bytes: int) -> _core.FilePages:
         """Maps bytes of the file to be read only, apart from all other maps, so that they can be pinned."""
         return _core.FilePages(self.fileno(), start, num_bytes)
 
-    def _size(self) -> int:
-        return os.fstat(self.fileno()).st_size
-
-    def _part_of(self, pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> torch.Tensor:
-        if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8, device="cpu")
-        if start + num_bytes > memoryview(pages).nbytes:
+    def _whole_size(self) -> int:
+        """Returns the file's size. FileFormatError: it has been cut since it was opened."""
+        size = os.fstat(self.fileno()).st_size
+        if size < self._num_bytes:
             raise FileFormatError(f"{self.path} has been cut since it was opened")
-        return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
+        return size
 
     @property
     def identity(self) -> str:
@@ -237,6 +237,12 @@ class OpenFile:
         if self._checks is None and not self.header.is_plain:
             self._checks = Checks(self)
         return self._checks
+
+
+def _part_of(pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> torch.Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 class Checks:
