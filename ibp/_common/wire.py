@@ -171,7 +171,9 @@ class _Reader:
         data, kind = self._taken(size), _dtype(dtype)
         if not isinstance(shape, list) or any(type(length) is not int or length < 0 for length in shape):
             raise ValueError(f"{shape} is no shape")
-        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if size:
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return flat.view(kind).view(shape)
 
     def _object(self, name: Any, fields: Any) -> Any:

@@ -218,7 +218,7 @@ def _check_many(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tenso
     """Raises IndexError for the first of CPU ids that its table lacks."""
     if ids.is_cuda:
         return
-    sizes = torch.tensor([table.num_items for table in tables])[numbers.cpu()]
+    sizes = torch.tensor([table.num_items for table in tables], dtype=torch.int64, device="cpu")[numbers.cpu()]
     bad = ((ids < 0) | (ids >= sizes)).nonzero()
     if bad.numel():
         position = int(bad[0])

@@ -57,7 +57,7 @@ def select(
     Raises IndexError or CorruptTableError; positions count from the first of ids.
     """
     bases, lengths, rows = parts
-    taken, fault = torch.empty(2, dtype=torch.int64), new_record()
+    taken, fault = torch.empty(2, dtype=torch.int64, device="cpu"), new_record()
     torch.ops.ibp.select_rows.default(table.handle(_CPU).table, ids, first, lengths, bases, rows, taken, fault)
     table.raise_fault(fault)
     return taken.tolist()

@@ -242,10 +242,10 @@ def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
     """The rows of a sample, int64 [at most num_sampled], in order: one drawn from each of as many equal parts of the
     table. At equal distances all could be the same part of an image, or of a head."""
     if num_sampled >= num_rows:
-        return torch.arange(num_rows)
+        return torch.arange(num_rows, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     bounds = np.arange(num_sampled + 1) * num_rows // num_sampled
-    shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64).numpy()
+    shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64, device="cpu").numpy()
     return torch.from_numpy(bounds[:-1] + (shares * np.diff(bounds)).astype(np.int64))
 
 

@@ -482,7 +482,7 @@ class RowCache(TensorManners):
     def _made(self, items: torch.Tensor | None) -> Generation:
         """What the cache holds of these items, from the hottest on; None: nothing yet. Waits until it is there."""
         if items is None or self.view.item_bytes == 0:
-            items = torch.empty(0, dtype=torch.int64)
+            items = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._state.is_idle:
             nothing = SlabPlan(items[:0], items[:0], 0)
             slabs = tuple(filled_slab(self.view, nothing, *place) for place in enumerate(self._slab_devices))

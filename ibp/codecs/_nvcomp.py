@@ -230,7 +230,7 @@ def stream_number(device: torch.device) -> int:
 @functools.cache
 def _module(codec: str) -> ModuleType:
     """nvCOMP's package, whose device memory is from torch's allocator from now on."""
-    found = package("nvidia.nvcomp", NvComp.package, codec, "nvcomp")
+    found = package("nvidia.nvcomp", NvComp.package, codec)
     found.set_device_allocator(_NvcompMemory)
     return found
 

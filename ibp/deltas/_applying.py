@@ -54,7 +54,7 @@ class InPlace:
 
     def _add(self, subtracts: bool) -> tuple[int, bool]:
         """What that adds to the fingerprint, and whether no row is corrupt; corrupt rows change nothing."""
-        change, fault = torch.zeros(1, dtype=torch.int64), new_record()
+        change, fault = torch.zeros(1, dtype=torch.int64, device="cpu"), new_record()
         width = element_bytes_of(self._delta.dtype)
         table = self._table.handle(torch.device("cpu")).table
         torch.ops.ibp.add_rows.default(table, width, subtracts, self._base, change, fault)

@@ -238,7 +238,7 @@ class _CompressedGroup:
 def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """One element of memory in the shape of the parameter; NaN, so that what computes with it is seen to."""
     value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-    return torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
+    return torch.full((), value, dtype=parameter.dtype, device="cpu").expand(parameter.shape)
 
 
 def _decode_state(model: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
