@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from .writer import write_whole
+from .._common.whole_files import write_whole
 
 INDEX_SUFFIX = ".index.json"
 

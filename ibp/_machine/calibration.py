@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import typing
 import warnings
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 
 from .. import _core
 from .._common import ops
+from .._common.whole_files import write_whole
 from . import memory
 
 FEW_SMS = 8  # of a GPU's multiprocessors, where rates of few are named
@@ -281,10 +281,7 @@ def _write(device: torch.device, calibration: Calibration) -> None:
     content = {"key": _key(device), "calibration": dataclasses.asdict(calibration)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as beside:
-            written = Path(beside) / path.name
-            written.write_text(json.dumps(content, indent=1))
-            os.replace(written, path)
+        write_whole(path, json.dumps(content, indent=1).encode())
     except OSError as error:
         warnings.warn(f"ibp: the calibration is kept for this process only: {error}", stacklevel=3)
 

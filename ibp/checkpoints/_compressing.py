@@ -19,10 +19,11 @@ from .._common.arguments import whole_number
 from .._common.group import RankGroup, same_on_all
 from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
+from .._common.whole_files import sync_directory
 from .._files.fields import PLAIN_ITEM_BYTES, TableFields, dtype_name
 from .._files.paths import SUFFIX, PathLike, is_url, path_text, written_to
 from .._files.sets import index_of, write_index
-from .._files.writer import FileWriter, Sink, checked_metadata, sync_directory
+from .._files.writer import FileWriter, Sink, checked_metadata
 from .._schemes import AnyCodebook
 from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for

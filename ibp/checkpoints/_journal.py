@@ -8,7 +8,6 @@ lock on a file in it, which the system lets go of when its process ends, however
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -19,13 +18,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from .._common.whole_files import NO_LOCKS, write_whole
 from .._files.regular import open_locked
-from .._files.writer import write_whole
 from ._report import TensorReport
 
 _PLAN, RECORD, _LOCK = "plan.json", ".done.json", "lock"
-
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none
 
 
 def work_directory(target: Path) -> Path:
@@ -82,7 +79,7 @@ class Journal:
                 "or to wait until that call has ended"
             ) from None
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
             warnings.warn(
                 f"{self.directory}: the file system has no locks ({error.strerror}): wanted no other call that "

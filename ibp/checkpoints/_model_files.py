@@ -10,9 +10,9 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+from .._common.whole_files import write_whole
 from .._files.paths import PathLike, is_url, path_text, target_of
 from .._files.sets import INDEX_SUFFIX
-from .._files.writer import write_whole
 from ._sources import holds_something_else, is_named_as_tensors
 
 METHOD = "ibp"  # quant_method of quantization_config, by which transformers finds `ibp.integrations.transformers`

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from .._common.rounding import rounded_up
+from .._common.whole_files import replaced
 from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
-from .._files.writer import MAX_HEADER_BYTES, replaced
+from .._files.writer import MAX_HEADER_BYTES
 from ._nested import nested
 from ._source import SourceTensor
 

@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> None:
-    from ibp._files.writer import write_whole
+    from ibp._common.whole_files import write_whole
     from ibp._inspect import drawing, page
 
     tensors = [tensor for file in files for tensor in file.tensors]
