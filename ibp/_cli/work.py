@@ -13,10 +13,11 @@ import torch
 
 import ibp
 from ibp._common.progress import tqdm
-from ibp._files.paths import file_of, file_system, is_url, path_text, target_of
+from ibp._files import paths
+from ibp._files.paths import file_system, is_url, path_text, target_of
 from ibp._files.sets import INDEX_SUFFIX
 from ibp._machine import memory
-from ibp.checkpoints import _journal, _model_files, _outputs, _sources
+from ibp.checkpoints import _journal, _model_files, _sources
 from ibp.checkpoints import _source as source_names
 
 from . import inputs, output
@@ -59,27 +60,23 @@ def may_write(arguments: argparse.Namespace, target: str) -> bool:
         raise output.Failure("--json and -o - both write to stdout; wanted one of them")
     if target == inputs.STREAM or arguments.force:
         return True
-    there = [target] if _is_there(target) else [os.fspath(path) for path in copies(arguments, target) if path.exists()]
-    if not there:
+    there = _model_files.already_there(getattr(arguments, "inputs", []), target)
+    if there is None:
         return True
     if arguments.keep:
-        output.note(arguments, f"{there[0]} is there already, and is kept")
+        output.note(arguments, f"{there} is there already, and is kept")
         return False
-    raise output.Failure(f"{there[0]} is there already: --force replaces it, --keep leaves it as it is")
+    raise output.Failure(f"{there} is there already: --force replaces it, --keep leaves it as it is")
 
 
 def copies(arguments: argparse.Namespace, target: str) -> list[Path]:
     """Where files are copied to that lie beside the weights of a directory, if it becomes one."""
-    given = getattr(arguments, "inputs", [])
-    return [] if target == inputs.STREAM else list(_model_files.files_beside(given, target).values())
+    return [] if target == inputs.STREAM else list(_model_files.files_beside(arguments.inputs, target).values())
 
 
-def _is_there(target: str) -> bool:
-    """Whether what is to be written is: the file, or the index of the set."""
-    if is_url(target):
-        filesystem, remote = file_system(target)
-        return any(filesystem.exists(remote + suffix) for suffix in ("", INDEX_SUFFIX))
-    return any(os.path.lexists(file_of(target) + suffix) for suffix in ("", INDEX_SUFFIX))
+def output_of(arguments: argparse.Namespace, given: Sequence[str]) -> str:
+    """The output of these inputs: with a slash, where a directory becomes a directory."""
+    return arguments.output if arguments.output == inputs.STREAM else paths.output_of(list(given), arguments.output)
 
 
 def unfinished_files(target: str) -> int:
@@ -92,7 +89,7 @@ def unfinished_files(target: str) -> int:
 def has_other_format(path: str) -> bool:
     """Whether a file is one of tensors, and none of safetensors: by its bytes, of a URL by its suffix."""
     if is_url(path):
-        return _outputs.SUFFIXES.get(os.path.splitext(path)[1].lower(), "safetensors") != "safetensors"
+        return paths.format_of_name(path) not in (None, "safetensors")
     if not os.path.isfile(path) or path.endswith(INDEX_SUFFIX):
         return False
     try:

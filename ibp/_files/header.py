@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from .. import _core
 from .fields import FileFormatError, refused
 from .regular import open_regular
-from .sets import INDEX_SUFFIX
+from .sets import INDEX_SUFFIX, read_index
 from .writer import FORMAT, MAX_HEADER_BYTES, PREFIX
 
 
@@ -107,29 +106,3 @@ def find_files(path: Path) -> FileSet:
         if not file.exists():
             raise FileNotFoundError(f"{path.name} names the file {name!r}, which is not beside it")
     return FileSet(files, places)
-
-
-def read_index(path: Path) -> dict[str, str]:
-    with os.fdopen(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_HEADER_BYTES:
-            raise FileFormatError(f"{path} has {size} bytes; wanted an index of at most {MAX_HEADER_BYTES}")
-        try:
-            places = json.loads(file.read(), object_pairs_hook=_unique, parse_int=float)["weight_map"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise FileFormatError(f"{path} is no index of shards: {str(error)[:200]}") from None
-    if not isinstance(places, dict) or not places:
-        raise FileFormatError(f"{path} has no weight_map; wanted one from tensors to files")
-    for tensor, name in places.items():
-        if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\0" in name:
-            raise FileFormatError(f"{path}: {tensor!r} is in {str(name)[:80]!r}; wanted the name of a file beside it")
-    return places
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
-    for key in found:
-        key.encode()  # no half of a surrogate pair, which cannot be printed
-    return found

@@ -21,16 +21,15 @@ from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
 from .._common.whole_files import sync_directory
 from .._files.fields import PLAIN_ITEM_BYTES, TableFields, dtype_name
-from .._files.paths import SUFFIX, PathLike, is_url, path_text, written_to
-from .._files.sets import index_of, write_index
+from .._files.paths import PathLike, check_names_safetensors, is_url, output_of, path_text, written_to
+from .._files.sets import index_of, outputs_of, replacing, write_index
 from .._files.writer import FileWriter, Sink, checked_metadata
 from .._schemes import AnyCodebook
 from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
 from ._journal import Journal
 from ._learning import CheckpointLearning, Codebooks
-from ._model_files import copy_files_beside, weights_of
-from ._outputs import SUFFIXES
+from ._model_files import check_free, copy_files_beside, weights_of
 from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
 from ._source import Source, SourceTensor, chosen
@@ -59,6 +58,7 @@ def compress(
     group: dist.ProcessGroup | None = None,
     restart: bool = True,
     progress: bool = False,
+    force: bool = False,
 ) -> CheckpointReport:
     """Compresses a checkpoint of any size to a file, or a set of files, that `ibp.open` and `ibp.load` read.
 
@@ -84,7 +84,8 @@ def compress(
         inputs: paths, globs, directories, indices of sets or URLs of fsspec, one or many: safetensors, .npy, .npz,
             checkpoints of torch.save (read with weights_only), files of ibp.
         output: path of the file; a directory, for "model.safetensors" in it, or for the name that diffusers has for a
-            file of its own; or a URL of fsspec, which the files are copied to when they are whole.
+            file of its own; or a URL of fsspec, which the files are copied to when they are whole. A name without a
+            suffix is a directory's where a directory is compressed.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
         row_bytes: bytes of a row; None: 4,096 bytes of the flat tensor, or an item of an array of numpy that has 512
             bytes to 64 KiB.
@@ -100,22 +101,25 @@ def compress(
             rows of a checkpoint of one tensor are divided among them. They share codebooks. None: this process alone.
         restart: take over what an interrupted call has finished.
         progress: show a bar.
+        force: replace an output that is there, of one file or of a set.
 
     Returns:
         What was written; the same on all ranks but for its peak of memory.
 
     Raises:
-        FileNotFoundError: there is no such input.
+        FileNotFoundError: there is no such input, or no such directory for the output.
+        FileExistsError: the output is there, and force is not set.
         SourceFormatError, ibp.FileFormatError: an input is damaged, or no file of tensors.
         TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output ends as
             files of another format do (.npz, .pt), or two inputs have a tensor of one name.
-        OSError: a file cannot be read or written, or another call writes the same set of files at this moment.
+        OSError: a file cannot be read or written, or another call writes the same output at this moment.
     """
     ranks = None if group is None else RankGroup(group)
+    output = output_of(inputs, output)
     target_path = weights_of(inputs, output)
     with contextlib.ExitStack() as stack:
 
-        def prepare() -> tuple[_BlockJob, Source, Path, list[Shard]]:
+        def prepare() -> tuple[_BlockJob, Path, list[Shard]]:
             learning = CheckpointLearning(scheme, chunk_bytes, tau, None, clusters, level, row_bytes=row_bytes)
             learning = learning.checked(device)
             threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
@@ -124,26 +128,23 @@ def compress(
             shown = path_text(target_path)
             if ranks is not None and is_url(shown):
                 raise ValueError(f"output is {shown!r}; with a group wanted a path that all ranks see")
-            stem, suffix = os.path.splitext(shown)  # readers would take some for another format
-            if SUFFIXES.get(suffix.lower(), "safetensors") != "safetensors" and not os.path.isdir(shown):
-                raise ValueError(
-                    f"output is {shown!r}, but compressing writes safetensors, which readers of {suffix} files refuse; "
-                    f"wanted a name like {stem + SUFFIX!r}"
-                )
+            check_names_safetensors(shown)
             source = stack.enter_context(open_sources(inputs))
-            target = stack.enter_context(written_to(target_path))
             for name, tensor in source.tensors.items():
                 if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
                     raise ValueError(f"tensor {name!r} has {tensor.dtype}, which safetensors lacks")
             kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
+            check_free(inputs, output, force)
+            target = stack.enter_context(written_to(target_path))
             shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)
-            return _BlockJob(learning, kept, threads, progress, shown), source, target, shards
+            outputs_of(target, len(shards))
+            return _BlockJob(learning, kept, threads, progress, shown, source, force), target, shards
 
-        job, source, target, shards = _on_all(ranks, prepare)
+        job, target, shards = _on_all(ranks, prepare)
         if ranks is None and len(shards) == 1:
             report = job.one_file(target, shards[0])
         else:
-            report = job.files(source, target, shards, restart, ranks, stack)
+            report = job.files(target, shards, restart, ranks, stack)
         if ranks is None or ranks.rank == 0:
             copy_files_beside(inputs, output, is_coded=True)
         return report
@@ -159,26 +160,27 @@ def _on_all(ranks: RankGroup | None, work: Callable[[], _Made]) -> _Made:
 
 @dataclass(frozen=True)
 class _BlockJob:
-    """The work on each file. kept: names of the tensors that patterns leave as they are."""
+    """The work on each file. kept: names of the tensors that patterns leave as they are; force: what is there is
+    replaced."""
 
     learning: CheckpointLearning
     kept: frozenset[str]
     jobs: int
     progress: bool
     output: str
+    source: Source
+    force: bool
 
     def one_file(self, target: Path, shard: Shard) -> CheckpointReport:
-        target.parent.mkdir(parents=True, exist_ok=True)
         books = Codebooks(self.learning, shard.tensors, self._kept(shard.tensors))
-        with self._bar(shard.num_bytes) as bar:
+        with self._bar(shard.num_bytes) as bar, replacing(target, [target.name]):
             writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
-            fields = writing.write(target, shard)
+            fields = writing.write(target, shard, like=self.source.files, replace=self.force)
         record = {**fields, "file": target.name, "size": target.stat().st_size}
         return joined_report(self._shown(target), [record], 0, writing.peak.num_bytes)
 
     def files(
         self,
-        source: Source,
         target: Path,
         shards: list[Shard],
         restart: bool,
@@ -187,11 +189,11 @@ class _BlockJob:
     ) -> CheckpointReport:
         """Makes a set of files: on this rank its own, with the others' all of them. stack: is left afterwards."""
         rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
-        journal = Journal(target, plan_of(shards, state_of(source.files), self._options()))
+        journal = Journal(target, plan_of(shards, state_of(self.source.files), self._options()))
         stack.callback(journal.release)
         if ranks:
             same_on_all(_NAME, ranks.together(_NAME, lambda: {"what to do": journal.summary}))
-        _on_all(ranks, lambda: journal.open(restart) if rank == 0 else None)
+        _on_all(ranks, lambda: self._open(journal, target, restart) if rank == 0 else None)
         finished_before = _on_all(ranks, lambda: {shard.file: journal.finished(shard.file) for shard in shards})
         tensors = [tensor for shard in shards for tensor in shard.tensors]
         mine = [shard for shard in shares(shards, size)[rank] if finished_before[shard.file] is None]
@@ -200,11 +202,13 @@ class _BlockJob:
             with self._bar(sum(shard.num_bytes for shard in mine), rank) as bar:
                 writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
 
+                def write_one(shard: Shard) -> dict[str, Any]:
+                    place, earlier = journal.directory / shard.file, target.with_name(shard.file)
+                    like = [os.fspath(earlier)] if earlier.exists() else self.source.files
+                    return journal.finish(shard.file, writing.write(place, shard, like=like, replace=True))
+
                 def write_mine() -> dict[str, dict[str, Any]]:
-                    return {
-                        shard.file: journal.finish(shard.file, writing.write(journal.directory / shard.file, shard))
-                        for shard in mine
-                    }
+                    return {shard.file: write_one(shard) for shard in mine}
 
                 found = ranks.together(_NAME, write_mine) if ranks else [write_mine()]
         except BaseException:
@@ -219,6 +223,15 @@ class _BlockJob:
         _on_all(ranks, lambda: _finish(target, journal, ordered) if rank == 0 else None)
         opened = index_of(target) if len(ordered) > 1 else target
         return joined_report(self._shown(opened), ordered, kept_files, writing.peak.num_bytes)
+
+    def _open(self, journal: Journal, target: Path, restart: bool) -> None:
+        """Opens the journal, unless a call that had it until now has made the output."""
+        journal.open(restart)
+        try:
+            check_free((), target, self.force)
+        except FileExistsError:
+            journal.close_if_empty()
+            raise
 
     def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
         """Names of those of the tensors, or of the items of one, that are not to be coded."""
@@ -248,11 +261,14 @@ class _Writing:
         self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes
         self.peak = PeakMemory()
 
-    def write(self, path: Path, shard: Shard) -> dict[str, Any]:
-        """Writes a file. Returns the fields of its record."""
+    def write(self, path: Path, shard: Shard, *, like: Iterable[str], replace: bool) -> dict[str, Any]:
+        """Writes a file, which no other call writes meanwhile. Returns the fields of its record. like, replace: as of
+        `FileWriter`."""
         self._books.prepare(shard.tensors, self._jobs)
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
-        with FileWriter(path, metadata=shard.metadata, header_bytes=room) as writer:
+        with FileWriter(
+            path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace
+        ) as writer:
             coming = self._coder.coded(self._blocks(shard.tensors))
             with contextlib.closing(coming), ThreadPoolExecutor(1, "ibp-writer") as self._thread:
                 reports = [self._write_tensor(writer, tensor, coming, shard.file) for tensor in shard.tensors]
@@ -330,13 +346,11 @@ class _Writing:
 
 def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> None:
     """Moves the files of a set to their places, and writes their index."""
-    for record in records:
-        journal.move(record)
-    if len(records) > 1:
-        weight_map = {name: record["file"] for record in records for name in record["names"]}
-        total = sum(record["data_bytes"] for record in records)
-        made = journal.directory / target.name  # a later call removes what a killed one leaves of it there
-        write_index(made, weight_map, total)
-        os.replace(index_of(made), index_of(target))
-    sync_directory(target.parent)
+    with replacing(target, outputs_of(target, len(records))):
+        for record in records:
+            journal.move(record)
+        if len(records) > 1:
+            weight_map = {name: record["file"] for record in records for name in record["names"]}
+            write_index(target, weight_map, sum(record["data_bytes"] for record in records))
+        sync_directory(target.parent)
     journal.close()

@@ -11,10 +11,11 @@ import numpy as np
 
 from .._common.progress import tqdm
 from .._common.sequences import ahead
-from .._files.paths import PathLike, file_of, written_to
-from .._files.sets import index_of, names_of_set, write_index
-from ._model_files import copy_files_beside, weights_of
-from ._outputs import FORMATS, SUFFIXES
+from .._common.whole_files import replaced
+from .._files.paths import PathLike, file_of, output_of, written_to
+from .._files.sets import outputs_of, replacing, write_index
+from ._model_files import check_free, copy_files_beside, weights_of
+from ._outputs import FORMATS, Begin, format_of_output
 from ._source import Source, SourceTensor, chosen
 from ._sources import open_sources
 
@@ -30,6 +31,7 @@ def decompress(
     include: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     progress: bool = False,
+    force: bool = False,
 ) -> list[str]:
     """Writes the tensors of a checkpoint as they were: names, shapes, dtypes, bytes and metadata.
 
@@ -47,51 +49,65 @@ def decompress(
 
     Args:
         inputs: as of `ibp.checkpoints.compress`; usually a file of ibp, an index or a directory of them.
-        output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec.
-        format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all of it in memory).
-            None: by the suffix of the output.
+        output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec. A name without a
+            suffix is a directory's where a directory is decompressed, and else a safetensors file's.
+        format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all of it in memory), which
+            the suffix of the output does not contradict. None: by the suffix.
         include, exclude: patterns of names ("*.weight", as fnmatch has them): only tensors that match one of include,
             and none of exclude, are written.
         progress: show a bar.
+        force: replace an output that is there.
 
     Returns:
         Paths or URLs of the files that were written, the index of a set last.
 
     Raises:
-        FileNotFoundError: there is no such input.
+        FileNotFoundError: there is no such input, or no such directory for the output.
+        FileExistsError: the output is there, and force is not set.
         ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged.
-        ValueError: the format is none, or does not have a tensor's dtype; or the patterns leave no tensor.
-        OSError: a file cannot be read or written.
+        ValueError: the format is none, is not what the suffix says, or does not have a tensor's dtype; or the patterns
+            leave no tensor.
+        OSError: a file cannot be read or written, or another call writes the same output at this moment.
     """
+    output = output_of(inputs, output)
     with open_sources(inputs) as opened:
         source = opened.only(chosen(opened.tensors, include, exclude))
         if opened.tensors and not source.tensors:
             raise ValueError(f"{opened.path} has no tensor whose name the patterns choose")
-        written = write_source(source, weights_of(inputs, output), format, "decompress", progress)
+        check_free(inputs, output, force)
+        target = weights_of(inputs, output)
+        begin = functools.partial(replaced, like=opened.files, alone=True, replace=force)
+        written = write_source(source, target, format, "decompress", progress, begin)
     copy_files_beside(inputs, output, is_coded=False)
     return written
 
 
-def write_source(source: Source, output: PathLike, format: str | None, what: str, progress: bool) -> list[str]:
-    """Writes the tensors of a source. Returns the paths or URLs of the files; what: named by the bar, the others are
-    as of `decompress`."""
+def write_source(
+    source: Source, output: PathLike, format: str | None, what: str, progress: bool, begin: Begin
+) -> list[str]:
+    """Writes the tensors of a source. Returns the paths or URLs of the files; what: named by the bar; begin: begins each
+    file. The others are as of `decompress`."""
+    shown = file_of(output)
+    kind = format_of_output(Path(shown), format)
+    count = len(source.parts) if kind == "safetensors" else 1
     with written_to(output) as target:
-        kind = format or SUFFIXES.get(target.suffix.lower(), "safetensors")
-        if kind not in FORMATS:
-            raise ValueError(f"format is {kind!r}; wanted one of {sorted(FORMATS)}")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shown = file_of(output)
+        names = outputs_of(target, count)
         with (
             tqdm(total=source.num_bytes, desc=what, unit="B", unit_scale=True, disable=not progress) as bar,
             ThreadPoolExecutor(1, "ibp-decoder") as pool,
+            replacing(target, names),
         ):
             pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
-            if kind != "safetensors" or len(source.parts) == 1:
-                FORMATS[kind](target, list(source.tensors.values()), source.metadata, pieces)
-                return [shown]
-            names = _write_set(source, target, pieces)
-    folder = shown.rpartition("/")[0]
-    return [f"{folder}/{name}" if folder else name for name in names]
+            parts = [source] if count == 1 else source.parts
+            weight_map: dict[str, str] = {}
+            for name, part in zip(names, parts):
+                tensors = list(part.tensors.values())
+                FORMATS[kind](target.with_name(name), tensors, part.metadata, pieces, begin)
+                weight_map.update(dict.fromkeys(part.tensors, name))
+            if count > 1:
+                write_index(target, weight_map, source.num_bytes)
+    folder, slash, _ = shown.rpartition("/")
+    return [f"{folder}{slash}{name}" for name in names]
 
 
 def _pieces(
@@ -105,13 +121,3 @@ def _pieces(
     for piece in ahead(threads, read, range(0, tensor.num_bytes, _BLOCK_BYTES), _AHEAD):
         yield piece
         on_bytes(piece.size)
-
-
-def _write_set(source: Source, target: Path, pieces: Callable[[SourceTensor], Iterator[np.ndarray]]) -> list[str]:
-    """Writes a safetensors file for each file of a set, and their index. Returns their names."""
-    weight_map: dict[str, str] = {}
-    for name, part in zip(names_of_set(target, len(source.parts)), source.parts):
-        FORMATS["safetensors"](target.with_name(name), list(part.tensors.values()), part.metadata, pieces)
-        weight_map.update(dict.fromkeys(part.tensors, name))
-    write_index(target, weight_map, source.num_bytes)
-    return [*dict.fromkeys(weight_map.values()), index_of(target).name]

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .._common.whole_files import write_whole
-from .._files.paths import PathLike, is_url, path_text, target_of
+from .._files.paths import PathLike, file_of, is_there, is_url, path_text, target_of
 from .._files.sets import INDEX_SUFFIX
 from ._sources import holds_something_else, is_named_as_tensors
 
@@ -27,6 +27,21 @@ def weights_of(inputs: PathLike | Iterable[PathLike], output: PathLike) -> PathL
     folder, target = _directory(inputs), _target(output)
     is_there = folder is not None and any((folder / f"{_OF_DIFFUSERS}{end}").exists() for end in ("", INDEX_SUFFIX))
     return target / _OF_DIFFUSERS if is_there and target is not None else output
+
+
+def already_there(inputs: PathLike | Iterable[PathLike], output: PathLike) -> str | None:
+    """What is there already of an output of these inputs, or None."""
+    weights = weights_of(inputs, output)
+    if is_there(weights):
+        return file_of(weights)
+    return next((os.fspath(path) for path in files_beside(inputs, output).values() if path.exists()), None)
+
+
+def check_free(inputs: PathLike | Iterable[PathLike], output: PathLike, force: bool) -> None:
+    """FileExistsError if an output is there already, unless `force` is set."""
+    there = None if force else already_there(inputs, output)
+    if there is not None:
+        raise FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
 
 
 def files_beside(inputs: PathLike | Iterable[PathLike], output: PathLike) -> dict[Path, Path]:

@@ -247,8 +247,15 @@ def _open_if_tensors(path: str) -> Source | None:
 
 
 def _open_index(path: str) -> Source:
-    """The set of files that an index names."""
-    files = list(map(os.fspath, find_files(Path(path)).files.values()))
-    if format_of(files[0]) == "safetensors" and not read_header(Path(files[0])).is_plain:
+    """The set of files that an index names. ibp.FileFormatError: a file lacks a tensor that the index says it has."""
+    found = find_files(Path(path))
+    files = list(map(os.fspath, found.files.values()))
+    if any(format_of(file) == "safetensors" and not read_header(Path(file)).is_plain for file in files):
         return open_ibp(path)
-    return joined(path, list(map(open_source, files)))
+    source = joined(path, list(map(open_source, files)))
+    held = {name: set(part.tensors) for name, part in zip(found.files, source.parts)}
+    for tensor, name in found.places.items():
+        if tensor not in held[name]:
+            source.close()
+            raise FileFormatError(f"{found.files[name]} has no tensor {tensor!r}, which the index says it has")
+    return source

@@ -69,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .. import ranks, work
 
+    arguments.output = work.output_of(arguments, arguments.inputs)
     if not work.may_write(arguments, arguments.output):
         return 0
     with (
@@ -91,6 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
                 jobs=arguments.jobs,
                 group=group,
                 progress=output.show_bars(arguments),
+                force=arguments.force,
             )
         except KeyboardInterrupt:
             raise output.Failure(_how_to_go_on(arguments, work.unfinished_files(target)), INTERRUPTED) from None

@@ -37,6 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .. import work
 
+    arguments.output = work.output_of(arguments, arguments.inputs)
     if not work.may_write(arguments, arguments.output):
         return 0
     bars = output.show_bars(arguments)
@@ -53,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             include=arguments.include or None,
             exclude=arguments.exclude,
             progress=bars,
+            force=arguments.force,
         )
     work.report_files(arguments, {"verified_bytes": checked}, files)
     return 0
