@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any, Union
 
 from .header import read_index
-from .sets import INDEX_SUFFIX
+from .sets import INDEX_SUFFIX, SUFFIX
 
 PathLike = Union[str, "os.PathLike[str]"]
-SUFFIX = ".safetensors"
 _HERE = ("file", "local")  # protocols of fsspec for files of this machine
 
 

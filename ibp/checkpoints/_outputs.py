@@ -20,6 +20,7 @@ from ._nested import nested
 from ._source import SourceTensor
 
 Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]
+Writer = Callable[[Path, Sequence[SourceTensor], Mapping[str, str], Pieces], None]
 
 _ALIGNMENT = 8  # of the data of a safetensors file
 _METADATA = "__metadata__"
@@ -78,7 +79,7 @@ def write_torch(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[s
         torch.save(content, file)
 
 
-FORMATS: Mapping[str, Callable[[Path, Sequence[SourceTensor], Mapping[str, str], Pieces], None]] = {
+FORMATS: Mapping[str, Writer] = {
     "safetensors": write_safetensors,
     "npy": write_npy,
     "npz": write_npz,
