@@ -94,7 +94,9 @@ def test_pipelines_whose_models_are_coded(tmp_path):
     report = ibp.checkpoints.compress(tmp_path / "plain", f"{tmp_path}/small/", device="cpu")
     names = {f"{part}/diffusion_pytorch_model.ibp.safetensors" for part in ("transformer", "vae")}
     assert set(report.files) == names and "scheduler/scheduler_config.json" in report.other_files
-    loaded = diffusers.DiTPipeline.from_pretrained(tmp_path / "small", torch_dtype=torch.bfloat16)
-    assert_same_bits(outputs(loaded.transformer), outputs(model.eval()))
-    for name, value in vae.state_dict().items():
+    plain, loaded = (
+        diffusers.DiTPipeline.from_pretrained(tmp_path / name, torch_dtype=torch.bfloat16) for name in ("plain", "small")
+    )
+    assert_same_bits(outputs(loaded.transformer), outputs(plain.transformer))
+    for name, value in plain.vae.state_dict().items():
         assert_same_bits(loaded.vae.state_dict()[name], value)
