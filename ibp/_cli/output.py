@@ -43,7 +43,8 @@ def report(arguments: argparse.Namespace, document: object, *parts: object) -> N
         console = Console(width=at_most, height=24, highlight=False, emoji=False, markup=False)
         with console.capture() as captured:
             for part in parts:
-                if isinstance(part, str):  # words stay whole: paths are copied
+                # words stay whole: paths are copied; and so do lines of code, which four spaces begin
+                if isinstance(part, str) and not part.startswith("    "):
                     part = textwrap.fill(part, width, break_long_words=False, break_on_hyphens=False)
                 console.print(part, soft_wrap=isinstance(part, str))
         sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())

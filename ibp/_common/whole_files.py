@@ -1,8 +1,9 @@
 """Files that appear under their names when they are whole. Every file of the library is written in this way.
 
-A file is written under a temporary name beside its path, and renamed. The temporary name is made of the path's own name,
-and its writer holds a lock on it, which the system takes away when the writer's process ends, however it ends. So the
-next writer of the same path tells a file that is being written from one that a killed process left, and removes that.
+A file is written under a temporary name beside its path, and renamed. The temporary name is made of the path's own
+name, and its writer holds a lock on it, which the system takes away when the writer's process ends, however it ends. So
+the next writer of the same path tells a file that is being written from one that a killed process left, and removes the
+latter.
 
 What may stand at the path, and what becomes of it:
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -11,7 +11,7 @@ from typing import BinaryIO, NamedTuple
 from .. import _core
 from .fields import FileFormatError, refused
 from .regular import open_regular
-from .sets import INDEX_SUFFIX, read_index
+from .sets import INDEX_SUFFIX, SUFFIX, is_of_weights, read_index
 from .writer import FORMAT, MAX_HEADER_BYTES, PREFIX
 
 
@@ -86,14 +86,15 @@ class FileSet:
 
 
 def find_files(path: Path) -> FileSet:
-    """The files of a path: a file, an index of shards, or a directory of either. FileNotFoundError: there is none, or
-    an index names one that is not there. FileFormatError: the index is none, or a directory has several."""
+    """The files of a path: a file, an index of shards, or a directory of either, without the coded forms of files of
+    other kinds (`optimizer.pt.ibp.safetensors`) beside a model. FileNotFoundError: there is none, or an index names one
+    that is not there. FileFormatError: the index is none, or a directory has several."""
     if path.is_dir():
-        indices = sorted(path.glob(f"*.safetensors{INDEX_SUFFIX}"))
+        indices = _of_weights(path.glob(f"*{SUFFIX}{INDEX_SUFFIX}"))
         if len(indices) > 1:
             raise FileFormatError(f"{path} has {len(indices)} indexes of shards; wanted the path of one of them")
         if not indices:
-            files = {file.name: file for file in sorted(path.glob("*.safetensors"))}
+            files = {file.name: file for file in _of_weights(path.glob(f"*{SUFFIX}"))}
             if not files:
                 raise FileNotFoundError(f"{path} has no files *.safetensors")
             return FileSet(files, {})
@@ -106,3 +107,9 @@ def find_files(path: Path) -> FileSet:
         if not file.exists():
             raise FileNotFoundError(f"{path.name} names the file {name!r}, which is not beside it")
     return FileSet(files, places)
+
+
+def _of_weights(paths: Iterable[Path]) -> list[Path]:
+    """The files of weights among files of safetensors, sorted; all of them, where none is of weights."""
+    found = sorted(paths)
+    return [path for path in found if is_of_weights(path.name)] or found

@@ -2,10 +2,10 @@
 
 One policy holds for the outputs of `ibp.save`, `ibp.checkpoints` and the command line:
 
-- A name that ends in a slash, or is one of a directory, names a directory, which gets "model.safetensors". It is made if
-  it is not there; the directory that it lies in is there already.
+- A name that ends in a slash, or is one of a directory, names a directory; so does any name without the suffix of a
+  format where a directory is the input. The directory is made if it is not there; its parent has to be there.
 - What a file holds agrees with the suffix of its name: safetensors are not written under a name like "model.pt".
-- `ibp.save` replaces what is at its path, as torch.save does. `ibp.checkpoints` and the command line do with `force`.
+- `ibp.save` replaces what is at its path, as torch.save does; `ibp.checkpoints` and the command line, with `force`.
 - What an output replaces goes as a whole: a set of files with its index, where a file takes its place, and vice versa.
 """
 
@@ -28,6 +28,7 @@ SUFFIXES.update({suffix: suffix[1:] for suffix in (  # of others, which are not 
     ".csv", ".gguf", ".ggml", ".h5", ".hdf5", ".json", ".msgpack", ".onnx", ".onnx_data", ".ot", ".parquet", ".pb",
     ".pdparams", ".pickle", ".pkl", ".tflite", ".txt", ".yaml", ".zip",
 )})  # fmt: skip
+WEIGHTS = f"model{SUFFIX}"  # the file of a directory of a model
 _HERE = ("file", "local")  # protocols of fsspec for files of this machine
 
 
@@ -57,9 +58,9 @@ def format_of_name(path: PathLike) -> str | None:
     return SUFFIXES.get(os.path.splitext(path_text(path))[1].lower())
 
 
-def check_names_safetensors(path: PathLike) -> None:
+def check_names_safetensors(output: PathLike) -> None:
     """ValueError if an output, which is written as safetensors, has a name that readers take for another format."""
-    text = file_of(path)
+    text = file_of(output)
     stem, suffix = os.path.splitext(text)
     if format_of_name(text) not in (None, "safetensors"):
         raise ValueError(
@@ -91,50 +92,56 @@ def _is_directory(path: str) -> bool:
     return bool(system.isdir(remote))
 
 
-def target_of(output: PathLike) -> Path:
-    """The file of this machine that an output names: of a directory, "model.safetensors" in it."""
+def target_of(output: PathLike, name: str = WEIGHTS) -> Path:
+    """The file of this machine that an output names: of a directory, the one of this name in it."""
     text = path_text(output)
-    return Path(text) / f"model{SUFFIX}" if names_directory(text) else Path(text)
+    return Path(text) / name if names_directory(text) else Path(text)
 
 
-def is_there(output: PathLike) -> bool:
-    """Whether there is an output already: the file, or the index of the set."""
-    text = path_text(output)
+def is_there(output: PathLike, name: str = WEIGHTS) -> bool:
+    """Whether there is an output already: the file, or the index of the set. name: of the file in a directory."""
+    text = file_of(output, name)
+    folder, slash, file = text.rpartition("/")
+    texts = [text, f"{folder}{slash}{index_of(Path(file)).name}"]
     if not is_url(text):
-        return any(map(os.path.lexists, (target_of(text), index_of(target_of(text)))))
-    system, remote = file_system(text)
-    folder, _, name = remote.rpartition("/")
-    return any(system.exists(f"{folder}/{one}") for one in (name, index_of(Path(name or f"model{SUFFIX}")).name) if one)
+        return any(map(os.path.lexists, texts))
+    system, _ = file_system(text)
+    return any(map(system.exists, texts))
 
 
-def file_of(output: PathLike) -> str:
-    """The file that an output names, here or at a URL."""
+def file_of(output: PathLike, name: str = WEIGHTS) -> str:
+    """The file that an output names, here or at a URL: of a directory, the one of this name in it."""
     text = path_text(output)
-    return text if is_url(text) else os.fspath(target_of(text))
+    if is_url(text):
+        return f"{text}{name}" if names_directory(text) else text
+    return os.fspath(target_of(text, name))
+
+
+def check_other_sets(folder: Path, own: Iterable[Path]) -> None:
+    """FileExistsError if a directory has an index, by which its readers would go on finding another set of files than
+    what is written there. own: indices that are replaced or removed."""
+    others = sorted(set(folder.glob(f"*{SUFFIX}{INDEX_SUFFIX}")).difference(own))
+    if others:
+        raise FileExistsError(
+            f"{folder} has {others[0].name}, by which readers of the directory would go on finding another set; "
+            "wanted another directory, or that set removed"
+        )
 
 
 @contextlib.contextmanager
-def _directory_of(output: str) -> Iterator[Path]:
-    """The file that an output names. The directory is made that the output itself is, and removed again if nothing is
-    written. OSError: the directory that it lies in is not there, or readers of it would go on finding another set."""
-    target = target_of(output)
-    folder = target.parent
+def _made_directory(output: str, folder: Path) -> Iterator[None]:
+    """Makes the directory of an output, if the output itself names it, and removes it again if nothing is written.
+    OSError: there is no such directory, or none to make it in."""
     is_new = names_directory(output) and not os.path.lexists(folder)
     home = folder.parent if is_new else folder
     if not home.is_dir():
-        number = errno.ENOTDIR if os.path.lexists(home) else errno.ENOENT
-        raise OSError(number, "is no directory" if number == errno.ENOTDIR else "there is no such directory", str(home))
-    if names_directory(output):
-        others = set(folder.glob(f"*{SUFFIX}{INDEX_SUFFIX}")).difference([index_of(target)])
-        if others:
-            raise FileExistsError(
-                f"{folder} has {min(others).name}, by which readers of the directory would go on finding another set; "
-                "wanted another directory, or that set removed"
-            )
+        if os.path.lexists(home):
+            raise NotADirectoryError(errno.ENOTDIR, "is no directory", os.fspath(home))
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory", os.fspath(home))
     if is_new:
         folder.mkdir(exist_ok=True)  # another rank may have made it
     try:
-        yield target
+        yield
     except BaseException:
         if is_new:
             with contextlib.suppress(OSError):  # it is not empty, or another rank has removed it
@@ -180,19 +187,20 @@ def _fetched(url: str, folder: Path, suffixes: tuple[str, ...]) -> Path:
 
 
 @contextlib.contextmanager
-def written_to(output: PathLike) -> Iterator[Path]:
-    """Where to write an output. For a URL it is in a temporary directory, from which the files go there afterwards, the
-    index last; what `replacing` removes here goes there, too."""
+def written_to(output: PathLike, name: str = WEIGHTS) -> Iterator[Path]:
+    """Where to write an output: of a directory, a file of this name in it. For a URL it is in a temporary directory,
+    from which the files go there afterwards, the index last; what `replacing` removes here goes there, too."""
     text = path_text(output)
     if not is_url(text):
-        with _directory_of(text) as target:
+        target = target_of(text, name)
+        with _made_directory(text, target.parent):
             yield target
         return
     system, remote = file_system(text)
-    folder, slash, name = remote.rpartition("/")
+    folder, slash, file_name = remote.rpartition("/")
     with tempfile.TemporaryDirectory(prefix="ibp-") as made:
         near, away = Path(made), f"{folder}{slash}"
-        target = near / (name or f"model{SUFFIX}")
+        target = near / (file_name or name)
         index = index_of(target)
         if system.exists(away + index.name):
             system.get_file(away + index.name, os.fspath(index))

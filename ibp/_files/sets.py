@@ -1,4 +1,12 @@
-"""Sets of files: their names, the index that says which file each tensor is in, and what a new output replaces."""
+"""Names of files of tensors: of the files of a set, whose index says which file each tensor is in, and of coded files;
+and what a new output replaces.
+
+In a directory a coded file has a name of its own, so that a loader that does not know ibp finds no weights there,
+rather than weights that it cannot read. The name says which file the coded one was made of:
+
+    model.safetensors    model.ibp.safetensors
+    optimizer.pt         optimizer.pt.ibp.safetensors
+"""
 
 from __future__ import annotations
 
@@ -17,24 +25,49 @@ from .writer import MAX_HEADER_BYTES
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
-_OWN_SUFFIXES = (SUFFIX, ".ibp")  # of files of a set, which end in the first one
+_CODED_SUFFIX = f".ibp{SUFFIX}"
+_OTHER_SUFFIXES = (".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt", ".ibp")
+TENSOR_SUFFIXES = (SUFFIX, *_OTHER_SUFFIXES)
+
+
+def coded_name(name: str) -> str:
+    """The name of the coded form of a file of tensors; a coded file's own."""
+    if name.endswith(_CODED_SUFFIX):
+        return name
+    stem = name.removesuffix(SUFFIX)
+    return f"{name if stem.endswith(TENSOR_SUFFIXES) else stem}{_CODED_SUFFIX}"
+
+
+def plain_name(name: str) -> str:
+    """The name of the file that a coded one was made of; any other file's own."""
+    if not name.endswith(_CODED_SUFFIX):
+        return name
+    stem = name.removesuffix(_CODED_SUFFIX)
+    return stem if stem.endswith(TENSOR_SUFFIXES) else stem + SUFFIX
+
+
+def is_of_weights(name: str) -> bool:
+    """Whether a file, or an index, is one of safetensors, or the coded form of one."""
+    return plain_name(name.removesuffix(INDEX_SUFFIX)).endswith(SUFFIX)
 
 
 def names_of_set(path: Path, count: int) -> list[str]:
     """Names of the files of a set whose index belongs to `path`; of one file, its own."""
     if count == 1:
         return [path.name]
-    return [f"{_stem(path)}-{number:05d}-of-{count:05d}{SUFFIX}" for number in range(1, count + 1)]
+    stem, suffix = _split(path)
+    return [f"{stem}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)]
 
 
 def index_of(path: Path) -> Path:
     """The index of the set that belongs to `path`."""
-    return path.with_name(f"{_stem(path)}{SUFFIX}{INDEX_SUFFIX}")
+    return path.with_name("".join((*_split(path), INDEX_SUFFIX)))
 
 
-def _stem(path: Path) -> str:
-    """The part of a name that files of a set begin with: all of "llama-3.1", whose end is no suffix."""
-    return path.stem if path.suffix in _OWN_SUFFIXES else path.name
+def _split(path: Path) -> tuple[str, str]:
+    """What names of the files of a set begin and end with. The end of a name like "llama-3.1" is no suffix: its files
+    are "llama-3.1-00001-of-00002.safetensors" and so on, which readers of a directory find."""
+    return (path.stem, path.suffix) if path.suffix in TENSOR_SUFFIXES else (path.name, SUFFIX)
 
 
 def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
@@ -102,7 +135,8 @@ def replacing(path: Path, names: Collection[str]) -> Iterator[None]:
 
 def shards_of_index(path: Path) -> list[Path]:
     """The files that the index of `path` names, if their names are those of its set."""
-    own = re.compile(rf"{re.escape(_stem(path))}-\d{{5,}}-of-\d{{5,}}{re.escape(SUFFIX)}")
+    stem, suffix = map(re.escape, _split(path))
+    own = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}{suffix}")
     with contextlib.suppress(OSError, FileFormatError):  # nobody reads a set whose index is damaged
         names = dict.fromkeys(read_index(index_of(path)).values())
         return [path.with_name(name) for name in names if own.fullmatch(name)]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,18 +21,18 @@ from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
 from .._common.whole_files import sync_directory
 from .._files.fields import PLAIN_ITEM_BYTES, TableFields, dtype_name
-from .._files.paths import PathLike, check_names_safetensors, is_url, output_of, path_text, written_to
-from .._files.sets import index_of, outputs_of, replacing, write_index
+from .._files.paths import PathLike, check_names_safetensors, is_there, is_url, output_of, written_to
+from .._files.sets import index_of, is_of_weights, outputs_of, replacing, write_index
 from .._files.writer import FileWriter, Sink, checked_metadata
 from .._schemes import AnyCodebook
 from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
 from ._journal import Journal
 from ._learning import CheckpointLearning, Codebooks
-from ._model_files import check_free, copy_files_beside, weights_of
+from ._model_files import CODED_WEIGHTS, Conversion, check_output, conversion_of
 from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
-from ._source import Source, SourceTensor, chosen
+from ._source import SourceTensor, chosen
 from ._sources import open_sources
 
 _NAME = "compress"
@@ -66,8 +66,10 @@ def compress(
     their size. Names, shapes, dtypes, bytes and metadata are kept. Weights of a kind share a codebook. What does not
     get smaller, or is smaller than 4 KiB, is kept as it is. Each table has its fingerprint.
 
-    A directory that becomes a directory keeps its other files: they are copied, and a config.json of transformers says
-    that its weights are coded. Where `ibp.integrations.transformers` is imported, `from_pretrained` loads it.
+    Where a directory becomes a directory, each file of tensors becomes a file of its own, and a set stays a set: of
+    "model.safetensors" comes "model.ibp.safetensors", of "optimizer.pt" "optimizer.pt.ibp.safetensors". All other files
+    are copied, files that hold objects of Python too, and a config.json says that the weights beside it are coded.
+    Where ibp is imported, `from_pretrained` of transformers and diffusers loads them; without ibp it finds no weights.
 
     The output appears under its name when it is whole. Finished files of a set wait in a directory beside it,
     `.<name>.ibp-work`, where the same call finds them after an interruption, if the inputs have not changed.
@@ -83,9 +85,9 @@ def compress(
     Args:
         inputs: paths, globs, directories, indices of sets or URLs of fsspec, one or many: safetensors, .npy, .npz,
             checkpoints of torch.save (read with weights_only), files of ibp.
-        output: path of the file; a directory, for "model.safetensors" in it, or for the name that diffusers has for a
-            file of its own; or a URL of fsspec, which the files are copied to when they are whole. A name without a
-            suffix is a directory's where a directory is compressed.
+        output: path of the file; a directory, for "model.ibp.safetensors" in it unless a directory is compressed; or a
+            URL of fsspec, which the files are copied to when they are whole. Where a directory is compressed, a name
+            without a suffix is a directory's.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
         row_bytes: bytes of a row; None: 4,096 bytes of the flat tensor, or an item of an array of numpy that has 512
             bytes to 64 KiB.
@@ -111,43 +113,50 @@ def compress(
         FileExistsError: the output is there, and force is not set.
         SourceFormatError, ibp.FileFormatError: an input is damaged, or no file of tensors.
         TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output ends as
-            files of another format do (.npz, .pt), or two inputs have a tensor of one name.
+            files of another format do (.npz, .pt), two inputs have a tensor of one name, or a config.json beside
+            weights is no JSON.
         OSError: a file cannot be read or written, or another call writes the same output at this moment.
     """
     ranks = None if group is None else RankGroup(group)
     output = output_of(inputs, output)
-    target_path = weights_of(inputs, output)
     with contextlib.ExitStack() as stack:
 
-        def prepare() -> tuple[_BlockJob, Path, list[Shard]]:
+        def prepare() -> tuple[_BlockJob, Conversion | None]:
             learning = CheckpointLearning(scheme, chunk_bytes, tau, None, clusters, level, row_bytes=row_bytes)
             learning = learning.checked(device)
             threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
             most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
             checked = checked_metadata(metadata)
-            shown = path_text(target_path)
-            if ranks is not None and is_url(shown):
-                raise ValueError(f"output is {shown!r}; with a group wanted a path that all ranks see")
-            check_names_safetensors(shown)
-            source = stack.enter_context(open_sources(inputs))
-            for name, tensor in source.tensors.items():
+            if ranks is not None and is_url(output):
+                raise ValueError(f"output is {output!r}; with a group wanted a path that all ranks see")
+            check_names_safetensors(output)
+            conversion = conversion_of(inputs, output, True, stack)
+            opened = None if conversion is not None else stack.enter_context(open_sources(inputs))
+            check_output(output, CODED_WEIGHTS, conversion, force)
+            target = stack.enter_context(written_to(output, CODED_WEIGHTS))
+            sources = {Path(target.name): opened} if conversion is None else conversion.sources
+            tensors = [tensor for source in sources.values() for tensor in source.tensors.values()]
+            for tensor in tensors:
                 if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
-                    raise ValueError(f"tensor {name!r} has {tensor.dtype}, which safetensors lacks")
-            kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
-            check_free(inputs, output, force)
-            target = stack.enter_context(written_to(target_path))
-            shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)
-            outputs_of(target, len(shards))
-            return _BlockJob(learning, kept, threads, progress, shown, source, force), target, shards
+                    raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which safetensors lacks")
+            names = dict.fromkeys(tensor.name for tensor in tensors)
+            kept = frozenset(names).difference(chosen(names, include, exclude))
+            sets = {}
+            for path, source in sources.items():
+                # a file of another format comes back as one file, and stays one
+                is_cut = conversion is None or path in conversion.sets or is_of_weights(path.name)
+                num_ranks = ranks.size if ranks else 1
+                sets[path] = shards_of(source, path, most if is_cut else None, checked, num_ranks)
+                outputs_of(target.parent / path, len(sets[path]))
+            files = {path: source.files for path, source in sources.items()}
+            return _BlockJob(learning, kept, threads, progress, output, target, sets, files, force), conversion
 
-        job, target, shards = _on_all(ranks, prepare)
-        if ranks is None and len(shards) == 1:
-            report = job.one_file(target, shards[0])
-        else:
-            report = job.files(target, shards, restart, ranks, stack)
-        if ranks is None or ranks.rank == 0:
-            copy_files_beside(inputs, output, is_coded=True)
-        return report
+        job, conversion = _on_all(ranks, prepare)
+        report = job.one_file() if ranks is None and len(job.shards) == 1 else job.all_files(restart, ranks, stack)
+        if conversion is None:
+            return report
+        _on_all(ranks, lambda: conversion.finish() if ranks is None or ranks.rank == 0 else None)
+        return replace(report, other_files=conversion.other_files())
 
 
 _Made = TypeVar("_Made")
@@ -160,40 +169,48 @@ def _on_all(ranks: RankGroup | None, work: Callable[[], _Made]) -> _Made:
 
 @dataclass(frozen=True)
 class _BlockJob:
-    """The work on each file. kept: names of the tensors that patterns leave as they are; force: what is there is
-    replaced."""
+    """The work on each file.
+
+    kept: names of the tensors that patterns leave as they are. target: the output on this machine, or, where a
+    directory is compressed, a file in its directory. sets: the files that are written, by the path, within the
+    directory of the target, that each set is named after. inputs: paths of the files that each set is made of. force:
+    what is there is replaced.
+    """
 
     learning: CheckpointLearning
     kept: frozenset[str]
     jobs: int
     progress: bool
     output: str
-    source: Source
+    target: Path
+    sets: Mapping[Path, list[Shard]]
+    inputs: Mapping[Path, Sequence[str]]
     force: bool
 
-    def one_file(self, target: Path, shard: Shard) -> CheckpointReport:
-        books = Codebooks(self.learning, shard.tensors, self._kept(shard.tensors))
-        with self._bar(shard.num_bytes) as bar, replacing(target, [target.name]):
-            writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
-            fields = writing.write(target, shard, like=self.source.files, replace=self.force)
-        record = {**fields, "file": target.name, "size": target.stat().st_size}
-        return joined_report(self._shown(target), [record], 0, writing.peak.num_bytes)
+    @property
+    def shards(self) -> list[Shard]:
+        return [shard for shards in self.sets.values() for shard in shards]
 
-    def files(
-        self,
-        target: Path,
-        shards: list[Shard],
-        restart: bool,
-        ranks: RankGroup | None,
-        stack: contextlib.ExitStack,
-    ) -> CheckpointReport:
-        """Makes a set of files: on this rank its own, with the others' all of them. stack: is left afterwards."""
-        rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
-        journal = Journal(target, plan_of(shards, state_of(self.source.files), self._options()))
+    def one_file(self) -> CheckpointReport:
+        ((named, (shard,)),) = self.sets.items()
+        path = self.target.parent / shard.file
+        path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
+        books = Codebooks(self.learning, shard.tensors, self._kept(shard.tensors))
+        with self._bar(shard.num_bytes) as bar, replacing(path, [path.name]):
+            writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
+            fields = writing.write(path, shard, like=self.inputs[named], replace=self.force)
+        record = {**fields, "file": shard.file, "size": path.stat().st_size}
+        return joined_report(self._opened(), [record], 0, writing.peak.num_bytes)
+
+    def all_files(self, restart: bool, ranks: RankGroup | None, stack: contextlib.ExitStack) -> CheckpointReport:
+        """Makes all files: on this rank its own, with the others' all of them. stack: is left afterwards."""
+        (rank, size), shards = (ranks.rank, ranks.size) if ranks else (0, 1), self.shards
+        files = [file for of_set in self.inputs.values() for file in of_set]
+        journal = Journal(self.target, plan_of(shards, state_of(files), self._options()))
         stack.callback(journal.release)
         if ranks:
             same_on_all(_NAME, ranks.together(_NAME, lambda: {"what to do": journal.summary}))
-        _on_all(ranks, lambda: self._open(journal, target, restart) if rank == 0 else None)
+        _on_all(ranks, lambda: self._open(journal, restart) if rank == 0 else None)
         finished_before = _on_all(ranks, lambda: {shard.file: journal.finished(shard.file) for shard in shards})
         tensors = [tensor for shard in shards for tensor in shard.tensors]
         mine = [shard for shard in shares(shards, size)[rank] if finished_before[shard.file] is None]
@@ -203,9 +220,8 @@ class _BlockJob:
                 writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
 
                 def write_one(shard: Shard) -> dict[str, Any]:
-                    place, earlier = journal.directory / shard.file, target.with_name(shard.file)
-                    like = [os.fspath(earlier)] if earlier.exists() else self.source.files
-                    return journal.finish(shard.file, writing.write(place, shard, like=like, replace=True))
+                    path, like = journal.path_of(shard.file), self._like(shard)
+                    return journal.finish(shard.file, writing.write(path, shard, like=like, replace=True))
 
                 def write_mine() -> dict[str, dict[str, Any]]:
                     return {shard.file: write_one(shard) for shard in mine}
@@ -219,19 +235,47 @@ class _BlockJob:
         kept_files = len(records)
         for some in found:
             records.update(some)
+        _on_all(ranks, lambda: self._finish(journal, records) if rank == 0 else None)
         ordered = [records[shard.file] for shard in shards]
-        _on_all(ranks, lambda: _finish(target, journal, ordered) if rank == 0 else None)
-        opened = index_of(target) if len(ordered) > 1 else target
-        return joined_report(self._shown(opened), ordered, kept_files, writing.peak.num_bytes)
+        return joined_report(self._opened(), ordered, kept_files, writing.peak.num_bytes)
 
-    def _open(self, journal: Journal, target: Path, restart: bool) -> None:
+    def _open(self, journal: Journal, restart: bool) -> None:
         """Opens the journal, unless a call that had it until now has made the output."""
         journal.open(restart)
-        try:
-            check_free((), target, self.force)
-        except FileExistsError:
+        there = [self.target.parent / path for path in self.sets if is_there(self.target.parent / path)]
+        if there and not self.force:
             journal.close_if_empty()
-            raise
+            raise FileExistsError(f"another call has written {there[0]} meanwhile; wanted force=True, or that file")
+
+    def _like(self, shard: Shard) -> Sequence[str]:
+        """The file that one of a set replaces, or else the files that the set is made of."""
+        earlier = self.target.parent / shard.file
+        if earlier.exists():
+            return [os.fspath(earlier)]
+        return next(self.inputs[path] for path, shards in self.sets.items() if shard in shards)
+
+    def _finish(self, journal: Journal, records: Mapping[str, dict[str, Any]]) -> None:
+        """Moves the files to their places, and writes the index of each set."""
+        for path, shards in self.sets.items():
+            home, made = self.target.parent / path, [records[shard.file] for shard in shards]
+            with replacing(home, outputs_of(home, len(made))):
+                for record in made:
+                    journal.move(record)
+                if len(made) > 1:
+                    weight_map = {name: Path(record["file"]).name for record in made for name in record["names"]}
+                    write_index(home, weight_map, sum(record["data_bytes"] for record in made))
+            sync_directory(home.parent)
+        journal.close()
+
+    def _opened(self) -> str:
+        """What to open, as the caller knows it: the file, the index of the set, or the directory of several."""
+        (path, shards), *others = self.sets.items()
+        if others:
+            return os.fspath(self.target.parent)
+        file = index_of(path) if len(shards) > 1 else path
+        if is_url(self.output):
+            return f"{self.output.rpartition('/')[0]}/{file}"
+        return os.fspath(self.target.parent / file)
 
     def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
         """Names of those of the tensors, or of the items of one, that are not to be coded."""
@@ -247,12 +291,6 @@ class _BlockJob:
         hidden = not self.progress or rank != 0
         return tqdm(total=num_bytes, desc="compress", unit="B", unit_scale=True, disable=hidden)
 
-    def _shown(self, path: Path) -> str:
-        """The path of a file of the output, as the caller knows it."""
-        if not is_url(self.output):
-            return os.fspath(path)
-        return f"{self.output.rpartition('/')[0]}/{path.name}"
-
 
 class _Writing:
     """Writes files, block by block. peak: memory of the process's own, as seen after each block."""
@@ -266,9 +304,8 @@ class _Writing:
         `FileWriter`."""
         self._books.prepare(shard.tensors, self._jobs)
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
-        with FileWriter(
-            path, metadata=shard.metadata, header_bytes=room, like=like, alone=True, replace=replace
-        ) as writer:
+        options: dict[str, Any] = {"like": like, "alone": True, "replace": replace}
+        with FileWriter(path, metadata=shard.metadata, header_bytes=room, **options) as writer:
             coming = self._coder.coded(self._blocks(shard.tensors))
             with contextlib.closing(coming), ThreadPoolExecutor(1, "ibp-writer") as self._thread:
                 reports = [self._write_tensor(writer, tensor, coming, shard.file) for tensor in shard.tensors]
@@ -342,15 +379,3 @@ class _Writing:
                 self._on_bytes(block.end - block.start)
                 self.peak.passed(block.end - block.start)
         return parts, words
-
-
-def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> None:
-    """Moves the files of a set to their places, and writes their index."""
-    with replacing(target, outputs_of(target, len(records))):
-        for record in records:
-            journal.move(record)
-        if len(records) > 1:
-            weight_map = {name: record["file"] for record in records for name in record["names"]}
-            write_index(target, weight_map, sum(record["data_bytes"] for record in records))
-        sync_directory(target.parent)
-    journal.close()

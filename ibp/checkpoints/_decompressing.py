@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +13,9 @@ import numpy as np
 from .._common.progress import tqdm
 from .._common.sequences import ahead
 from .._common.whole_files import replaced
-from .._files.paths import PathLike, file_of, output_of, written_to
+from .._files.paths import WEIGHTS, PathLike, file_of, output_of, written_to
 from .._files.sets import outputs_of, replacing, write_index
-from ._model_files import check_free, copy_files_beside, weights_of
+from ._model_files import check_output, conversion_of, is_coded
 from ._outputs import FORMATS, Begin, format_of_output
 from ._source import Source, SourceTensor, chosen
 from ._sources import open_sources
@@ -36,8 +37,9 @@ def decompress(
     """Writes the tensors of a checkpoint as they were: names, shapes, dtypes, bytes and metadata.
 
     Tensors are decoded and written block by block. Each file appears under its name when it is whole. A set of files
-    becomes a set of as many safetensors files, and its index. A directory that becomes a directory keeps its other
-    files, and config.json says again what it said before it was compressed.
+    becomes a set of as many safetensors files, and its index. Where a directory becomes a directory, each coded file
+    becomes a file of the name and kind that it was made of, all other files are copied, and config.json says again what
+    it said before.
 
     Example:
         >>> torch.save({"w": torch.arange(100_000.0)}, "model.pt")
@@ -52,7 +54,8 @@ def decompress(
         output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec. A name without a
             suffix is a directory's where a directory is decompressed, and else a safetensors file's.
         format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all of it in memory), which
-            the suffix of the output does not contradict. None: by the suffix.
+            the suffix of the output must not contradict. None: by the suffix of the output; in a directory by the names
+            of the files.
         include, exclude: patterns of names ("*.weight", as fnmatch has them): only tensors that match one of include,
             and none of exclude, are written.
         progress: show a bar.
@@ -65,46 +68,78 @@ def decompress(
         FileNotFoundError: there is no such input, or no such directory for the output.
         FileExistsError: the output is there, and force is not set.
         ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged.
-        ValueError: the format is none, is not what the suffix says, or does not have a tensor's dtype; or the patterns
-            leave no tensor.
+        ValueError: the format is none, is not what the suffix says, does not have a tensor's dtype, or is given for a
+            directory; or the patterns leave no tensor.
         OSError: a file cannot be read or written, or another call writes the same output at this moment.
     """
     output = output_of(inputs, output)
-    with open_sources(inputs) as opened:
-        source = opened.only(chosen(opened.tensors, include, exclude))
-        if opened.tensors and not source.tensors:
-            raise ValueError(f"{opened.path} has no tensor whose name the patterns choose")
-        check_free(inputs, output, force)
-        target = weights_of(inputs, output)
-        begin = functools.partial(replaced, like=opened.files, alone=True, replace=force)
-        written = write_source(source, target, format, "decompress", progress, begin)
-    copy_files_beside(inputs, output, is_coded=False)
-    return written
+    with contextlib.ExitStack() as stack:
+        conversion = conversion_of(inputs, output, False, stack)
+        sources = (
+            [stack.enter_context(open_sources(inputs))] if conversion is None else list(conversion.sources.values())
+        )
+        names = list(dict.fromkeys(name for source in sources for name in source.tensors))
+        wanted = frozenset(chosen(names, include, exclude))
+        if names and not wanted:
+            given = sources[0].path if conversion is None else conversion.source
+            raise ValueError(f"{given} has no tensor whose name the patterns choose")
+        if conversion is not None and format is not None:
+            raise ValueError(f"format is {format!r}; wanted None for a directory, whose files keep their kinds")
+        check_output(output, WEIGHTS, conversion, force)
+
+        def write(source: Source, target: PathLike, as_set: bool = False) -> list[str]:
+            begin = functools.partial(replaced, like=source.files, alone=True, replace=force)
+            return write_source(source.only(wanted), target, format, "decompress", progress, begin, as_set)
+
+        if conversion is None:
+            return write(sources[0], output)
+        stack.enter_context(written_to(output))
+        written = []
+        for path, source in list(conversion.sources.items()):
+            if not is_coded(source) and wanted.issuperset(source.tensors):
+                conversion.keep(path)
+            elif not wanted.isdisjoint(source.tensors):
+                target = conversion.target / path
+                target.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
+                written += write(source, target, path in conversion.sets)
+        conversion.finish()
+        return written
 
 
 def write_source(
-    source: Source, output: PathLike, format: str | None, what: str, progress: bool, begin: Begin
+    source: Source,
+    output: PathLike,
+    format: str | None,
+    what: str,
+    progress: bool,
+    begin: Begin,
+    as_set: bool = False,
 ) -> list[str]:
-    """Writes the tensors of a source. Returns the paths or URLs of the files; what: named by the bar; begin: begins each
-    file. The others are as of `decompress`."""
+    """Writes the tensors of a source. Returns the paths or URLs of the files.
+
+    Args:
+        source, output, format, progress: as of `decompress`.
+        what: the name that the bar shows.
+        begin: begins each file.
+        as_set: whether a set of files becomes a set in other formats than safetensors, too.
+    """
     shown = file_of(output)
     kind = format_of_output(Path(shown), format)
-    count = len(source.parts) if kind == "safetensors" else 1
+    parts = source.parts if as_set or kind == "safetensors" else [source]
     with written_to(output) as target:
-        names = outputs_of(target, count)
+        names = outputs_of(target, len(parts))
         with (
             tqdm(total=source.num_bytes, desc=what, unit="B", unit_scale=True, disable=not progress) as bar,
             ThreadPoolExecutor(1, "ibp-decoder") as pool,
             replacing(target, names),
         ):
             pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
-            parts = [source] if count == 1 else source.parts
             weight_map: dict[str, str] = {}
             for name, part in zip(names, parts):
                 tensors = list(part.tensors.values())
                 FORMATS[kind](target.with_name(name), tensors, part.metadata, pieces, begin)
                 weight_map.update(dict.fromkeys(part.tensors, name))
-            if count > 1:
+            if len(parts) > 1:
                 write_index(target, weight_map, source.num_bytes)
     folder, slash, _ = shown.rpartition("/")
     return [f"{folder}{slash}{name}" for name in names]

@@ -118,9 +118,15 @@ class Journal:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def path_of(self, file: str) -> Path:
+        """Where a file of the output is written. file: its path within the directory of the output."""
+        path = self.directory / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
     def finish(self, file: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Notes that a file in the directory is whole. Returns its record: the fields, and what tells the file."""
-        found = (self.directory / file).lstat()
+        found = self.path_of(file).lstat()
         record = {**fields, "file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
         write_whole(self.directory / f"{file}{RECORD}", json.dumps(record).encode())
         return record
@@ -144,6 +150,7 @@ class Journal:
                 f"{self.directory / file} is not what was written there: it has been removed or replaced; wanted the "
                 "same call again, which writes it anew"
             )
+        (self._home / file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(place, self._home / file)
 
     def close(self) -> None:
@@ -155,5 +162,5 @@ class Journal:
 
     def close_if_empty(self) -> None:
         """Removes the directory of a call in which no file was finished."""
-        if not any(self.directory.glob(f"*{RECORD}")):
+        if not any(self.directory.rglob(f"*{RECORD}")):
             self.close()

@@ -97,7 +97,7 @@ class Codebooks:
             if self.is_coded(tensor):
                 self._kinds.setdefault(learning.kind_of(tensor), []).append(tensor)
         self._of_kinds: dict[tuple, Learner[AnyCodebook]] = {}
-        self._of_tensors: dict[str, tuple[AnyCodebook | None, float | None]] = {}
+        self._of_tensors: dict[SourceTensor, tuple[AnyCodebook | None, float | None]] = {}
         if group is not None:
             all_kinds, step = list(self._kinds), group.size * _KINDS_A_RANK
             for first in range(0, len(all_kinds), step):
@@ -128,9 +128,9 @@ class Codebooks:
         return tensor.name not in self._kept and self._learning.is_worth_coding(tensor)
 
     def _found(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
-        if tensor.name not in self._of_tensors:
-            self._of_tensors[tensor.name] = self._find(tensor)
-        return self._of_tensors[tensor.name]
+        if tensor not in self._of_tensors:
+            self._of_tensors[tensor] = self._find(tensor)
+        return self._of_tensors[tensor]
 
     def _find(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
         kind = self._learning.kind_of(tensor)

@@ -25,6 +25,7 @@ from ._source import SourceTensor
 
 Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]  # the bytes of a tensor, in order
 Begin = Callable[[Path, int], AbstractContextManager[IO[bytes]]]  # `replaced`, with its options
+Writer = Callable[[Path, Sequence[SourceTensor], Mapping[str, str], Pieces, Begin], None]
 
 _ALIGNMENT = 8  # of the data of a safetensors file
 _METADATA = "__metadata__"
@@ -91,7 +92,7 @@ def write_torch(
         torch.save(content, file)
 
 
-FORMATS: Mapping[str, Callable[[Path, Sequence[SourceTensor], Mapping[str, str], Pieces, Begin], None]] = {
+FORMATS: Mapping[str, Writer] = {
     "safetensors": write_safetensors,
     "npy": write_npy,
     "npz": write_npz,

@@ -438,11 +438,11 @@ def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkey
     path, tensors = checkpoint
     copied, target = tmp_path / "in.safetensors", tmp_path / "m.safetensors"
     copied.write_bytes(path.read_bytes())
-    move = _compressing._finish
-    monkeypatch.setattr(_compressing, "_finish", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
+    move = _compressing._BlockJob._finish
+    monkeypatch.setattr(_compressing._BlockJob, "_finish", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
     with pytest.raises(OSError, match="interrupted"):
         compress(copied, target, shard_bytes=50_000)
-    monkeypatch.setattr(_compressing, "_finish", move)
+    monkeypatch.setattr(_compressing._BlockJob, "_finish", move)
     options = {}
     if change == "input":
         os.utime(copied, (1, 1))

@@ -12,8 +12,8 @@ Write the tensors of compressed files as they were, bit for bit.
 
 The format is told by the suffix of OUT: .safetensors, .npy, .npz, .pt; a
 directory gets model.safetensors, and a set of files becomes a set again. From
-a directory to a directory, all other files are copied. Checksums are compared
-first."""
+a directory to a directory, each file comes back under its name and in its
+format, and all other files are copied. Checksums are compared first."""
 EPILOG = """\
 examples:
   ibp decompress model.ibp.safetensors -o model.safetensors
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .. import work
 
     arguments.output = work.output_of(arguments, arguments.inputs)
-    if not work.may_write(arguments, arguments.output):
+    if not work.may_write(arguments, arguments.output, to_coded=False):
         return 0
     bars = output.show_bars(arguments)
     with (
