@@ -139,10 +139,15 @@ def conversion_of(
 
 
 def already_there(output: PathLike, name: str, conversion: Conversion | None) -> str | None:
-    """What is there already of an output, or None. name: of the file in a directory, unless a directory becomes one."""
+    """What is there already of an output, or None. name: of the file in a directory, unless a directory becomes one.
+    OSError: what is there cannot be replaced."""
     if conversion is not None:
-        return next(map(os.fspath, conversion.paths()), None)
-    return file_of(output, name) if is_there(output, name) else None
+        there = next(map(os.fspath, conversion.paths()), None)
+    else:
+        there = file_of(output, name) if is_there(output, name) else None
+    if there is not None and not is_url(there):
+        check_replaceable(Path(there))
+    return there
 
 
 def check_output(output: PathLike, name: str, conversion: Conversion | None, force: bool) -> None:

@@ -10,6 +10,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import MappingProxyType
 
 from .._files.fields import FileFormatError, dtype_of
 from .._files.header import Header, find_files, read_header
@@ -233,15 +234,21 @@ def _open_if_tensors(path: str) -> Source | None:
 
 
 def _open_index(path: str) -> Source:
-    """The set of files that an index names. ibp.FileFormatError: a file lacks a tensor that the index says it has."""
+    """The set of files that an index names. Of two tensors of a name it is the one that the index names.
+    ibp.FileFormatError: a file lacks a tensor that the index says it has."""
     found = find_files(Path(path))
-    files = list(map(os.fspath, found.files.values()))
-    if any(format_of(file) == "safetensors" and not read_header(Path(file)).is_plain for file in files):
+    names = {os.fspath(file): name for name, file in found.files.items()}
+    if any(format_of(file) == "safetensors" and not read_header(Path(file)).is_plain for file in names):
         return open_ibp(path)
-    source = joined(path, list(map(open_source, files)))
-    held = {name: set(part.tensors) for name, part in zip(found.files, source.parts)}
-    for tensor, name in found.places.items():
-        if tensor not in held[name]:
-            source.close()
-            raise FileFormatError(f"{found.files[name]} has no tensor {tensor!r}, which the index says it has")
-    return source
+
+    def open_part(file: str) -> Source:
+        part, own = open_source(file), names[file]
+        for tensor, name in found.places.items():
+            if name == own and tensor not in part.tensors:
+                part.close()
+                raise FileFormatError(f"{file} has no tensor {tensor!r}, which the index says it has")
+        kept = {tensor: value for tensor, value in part.tensors.items() if found.places.get(tensor, own) == own}
+        part.tensors = MappingProxyType(kept)
+        return part
+
+    return _opened(path, list(names), open_part)

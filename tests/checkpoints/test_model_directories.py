@@ -61,7 +61,7 @@ def test_only_directories_take_files_along(model, tmp_path):
     inner = model / "inner"
     inner.mkdir()
     compress(model, inner)
-    compress(model, inner)
+    compress(model, inner, force=True)
     assert set(texts(inner)) == {"config.json", "model.ibp.safetensors", "templates/tool.jinja", "tokenizer.model"}
 
 
@@ -153,11 +153,14 @@ def test_sets_of_torch_come_back_as_sets(tmp_path):
 def test_a_directory_in_its_own_place(trainer):
     (trainer / "config.json").write_text(CONFIG, encoding="utf-8")
     before = texts(trainer)
-    compress(trainer, f"{trainer}/", shard_bytes=20_000)
+    with pytest.raises(FileExistsError, match="is there already; wanted another output, or force=True"):
+        compress(trainer, trainer)
+    assert texts(trainer) == before
+    compress(trainer, f"{trainer}/", shard_bytes=20_000, force=True)
     found = texts(trainer)
     assert "model.safetensors" not in found and "model.ibp.safetensors.index.json" in found
     assert b'"quant_method": "ibp"' in found["config.json"]
-    ibp.checkpoints.decompress(trainer, f"{trainer}/")
+    ibp.checkpoints.decompress(trainer, f"{trainer}/", force=True)
     again = texts(trainer)
     assert not any(".ibp" in name for name in again)
     assert set(before) - {"model.safetensors"} == {name for name in again if not name.startswith("model-0000")} - {
@@ -171,7 +174,7 @@ def test_a_new_form_takes_the_place_of_the_other(model, tmp_path):
     small.mkdir()
     ibp.save(small / "model.safetensors", {"old": torch.ones(9), "older": torch.ones(9)}, shard_bytes=1)
     assert len(texts(small)) == 3
-    compress(model, small)
+    compress(model, small, force=True)
     assert set(texts(small)) == {"config.json", "model.ibp.safetensors", "templates/tool.jinja", "tokenizer.model"}
     ibp.checkpoints.decompress(small, f"{tmp_path}/back/")
     compress(tmp_path / "back", f"{tmp_path}/back/inner/")
@@ -248,7 +251,7 @@ def test_what_links_of_the_output_lead_to_stays(model, tmp_path, link):
     for name in names:
         (store / name).write_text("of another model")
         link(store / name, small / name)
-    compress(model, small)
+    compress(model, small, force=True)
     assert set(texts(store).values()) == {b"of another model"} and len(texts(store)) == 4
     assert not any(path.is_symlink() for path in small.iterdir())
     assert set(texts(small)) == {"config.json", "model.ibp.safetensors", "templates/tool.jinja", "tokenizer.model"}
@@ -259,7 +262,7 @@ def test_links_to_the_input_do_not_keep_the_config_from_being_told(model, tmp_pa
     small.mkdir()
     for name in ("tokenizer.model", "config.json", "model.safetensors"):
         os.link(model / name, small / name)
-    compress(model, small)
+    compress(model, small, force=True)
     assert b'"quant_method": "ibp"' in (small / "config.json").read_bytes()
     assert (model / "config.json").read_bytes() == CONFIG.encode()
 

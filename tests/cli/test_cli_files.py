@@ -193,11 +193,11 @@ def test_interrupted(source, tmp_path, capsys, monkeypatch):
 def test_an_interrupted_set_goes_on(source, tensors, tmp_path, capsys, monkeypatch):
     write, written = _compressing._Writing.write, []
 
-    def interrupted(self, path, shard):
+    def interrupted(self, path, shard, **options):
         if written:
             raise KeyboardInterrupt
         written.append(shard.file)
-        return write(self, path, shard)
+        return write(self, path, shard, **options)
 
     command = ["compress", source, "-o", "a set.safetensors", "--shard-bytes", "100K", "--device", "cpu"]
     monkeypatch.setattr(_compressing._Writing, "write", interrupted)

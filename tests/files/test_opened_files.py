@@ -15,7 +15,7 @@ import ibp
 from golden.make_files import FILES
 from helpers import assert_same_bits, bytes_of, spiky_rows
 from ibp._common import once
-from ibp._files import opened, shared, writer
+from ibp._files import opened, shared
 from ibp._files.writer import FileWriter, header_room, write_plain, write_table
 from ibp._machine.memory import PinningError
 from ibp._machine.segments import FileRows
@@ -319,7 +319,7 @@ def test_names_that_parts_have(tmp_path, table, part):
 
 
 @pytest.mark.parametrize("shard_bytes", [None, 4096])
-@pytest.mark.parametrize("failing", ["write", "fsync"])
+@pytest.mark.parametrize("failing", ["pwrite", "fsync"])
 def test_a_full_disk_leaves_what_was_there(tmp_path, items, monkeypatch, failing, shard_bytes):
     ibp.save(tmp_path, items, shard_bytes=shard_bytes)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -332,7 +332,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, items, monkeypatch, failing
         return real(*arguments)
 
     real = getattr(os, failing)
-    monkeypatch.setattr(writer.os, failing, full)
+    monkeypatch.setattr(os, failing, full)
     changed = {name: value * 2 if isinstance(value, torch.Tensor) else value for name, value in items.items()}
     if shard_bytes is None and failing == "fsync":
         calls.append(())
