@@ -13,7 +13,7 @@ import torch
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
 from .._common.sequences import cut
-from .._layout.geometry import check_tensor, given_tensor
+from .._layout.geometry import KEPT_DTYPES, check_tensor, given_tensor
 from .._rows.protocols import CachedRows
 from .._schemes import AnyCodebook, with_clusters
 from .._tables.compressed_tensor import CompressedTensor
@@ -98,7 +98,7 @@ def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> 
                 "(ibp.deltas.make)"
             )
         if isinstance(value, torch.Tensor):
-            check_tensor(value, repr(name))
+            check_tensor(value, repr(name), KEPT_DTYPES)
     return items
 
 

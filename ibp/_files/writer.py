@@ -16,7 +16,7 @@ import torch
 
 from .. import _core
 from .._common.whole_files import NewFile, errors_of
-from .._layout.geometry import bytes_of, check_tensor
+from .._layout.geometry import KEPT_DTYPES, bytes_of, check_tensor
 from .._machine import staging
 from .._schemes import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
@@ -30,6 +30,7 @@ from .fields import (
     TableFields,
     codebook_record,
     dtype_name,
+    entry_of,
     write_fields,
 )
 
@@ -122,15 +123,12 @@ class FileWriter:
 
     # ---- what is in the file ----
 
-    def plain(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Sink:
-        """Begins a tensor that is kept as it is."""
-        text = dtype_name(dtype)
-        if text not in PLAIN_ITEM_BYTES:
-            raise ValueError(f"{name!r} has dtype {dtype}, which safetensors lacks: ibp.compress makes a table of it")
+    def plain(self, name: str, dtype: str, shape: tuple[int, ...]) -> Sink:
+        """Begins a tensor that is kept as it is. dtype: its name in the header, also one that torch lacks."""
         self._check_name(name, self._plain)
         self._plain.add(name)
         self._claim_header(repr(name), _json_bytes(name) + 2 * _ENTRY_BYTES + len(shape) * _SIZE_BYTES)
-        return self._begin(Sink(self, name, text, shape))
+        return self._begin(Sink(self, name, dtype, shape))
 
     def part(self, name: str, dtype: str) -> Sink:
         """Begins a part of a table, `<table>:<part>`, or of a codebook: one dimension, padded with zeros. One without
@@ -218,13 +216,14 @@ class FileWriter:
     def _close(self, sink: Sink) -> None:
         """Ends the tensor, and adds what makes the next one begin at a multiple of the alignment."""
         assert self._output is not None
-        end, item_bytes = self._output.data_bytes, PLAIN_ITEM_BYTES[sink.dtype]
+        end = self._output.data_bytes
         num_bytes, missing = end - sink.start, -end % ALIGNMENT
         if sink.shape is None:
             self._write(sink, _ZEROS[:missing])
             if num_bytes:
-                self._enter(sink.name, sink.dtype, ((num_bytes + missing) // item_bytes,), sink.start)
-        elif math.prod(sink.shape) * item_bytes != num_bytes:
+                num_items = (num_bytes + missing) // PLAIN_ITEM_BYTES[sink.dtype]
+                self._enter(sink.name, sink.dtype, (num_items,), sink.start)
+        elif sink.dtype in PLAIN_ITEM_BYTES and math.prod(sink.shape) * PLAIN_ITEM_BYTES[sink.dtype] != num_bytes:
             raise ValueError(
                 f"{sink.name!r} has {num_bytes} bytes; wanted {sink.dtype} {sink.shape and list(sink.shape)}"
             )
@@ -416,8 +415,11 @@ def _write_parts(writer: FileWriter, name: str, fields: TableFields, parts: Mapp
 
 def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
     """Writes a whole tensor from any device, block by block, as it is."""
-    check_tensor(tensor, repr(name))
-    with writer.plain(name, tensor.dtype, tuple(tensor.shape)) as sink:
+    check_tensor(tensor, repr(name), KEPT_DTYPES)
+    entry = entry_of(tensor.dtype, tuple(tensor.shape))
+    if entry is None:
+        raise ValueError(f"{name!r} has dtype {tensor.dtype}, which safetensors lacks: ibp.compress makes a table of it")
+    with writer.plain(name, *entry) as sink:
         _write_tensor(sink, tensor)
 
 

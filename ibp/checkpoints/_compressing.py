@@ -20,7 +20,7 @@ from .._common.group import RankGroup, same_on_all
 from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
 from .._common.whole_files import sync_directory
-from .._files.fields import PLAIN_ITEM_BYTES, TableFields, dtype_name
+from .._files.fields import TableFields, dtype_name
 from .._files.paths import PathLike, check_names_safetensors, is_there, is_url, output_of, written_to
 from .._files.sets import index_of, is_of_weights, outputs_of, replacing, write_index
 from .._files.writer import FileWriter, Sink, checked_metadata
@@ -137,8 +137,7 @@ def compress(
             sources = {Path(target.name): opened} if conversion is None else conversion.sources
             tensors = [tensor for source in sources.values() for tensor in source.tensors.values()]
             for tensor in tensors:
-                if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
-                    raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which safetensors lacks")
+                tensor.header_entry()  # ValueError: safetensors lacks its dtype
             names = dict.fromkeys(tensor.name for tensor in tensors)
             kept = frozenset(names).difference(chosen(names, include, exclude))
             sets = {}
@@ -323,7 +322,7 @@ class _Writing:
         scheme, number = (None, None) if codebook is None else (codebook.scheme, writer.codebook(codebook))
         start = writer.data_bytes
         if codebook is None:
-            with writer.plain(tensor.name, tensor.dtype, tensor.shape) as sink:
+            with writer.plain(tensor.name, *tensor.header_entry()) as sink:
                 self._write_blocks(tensor, coming, sink)
         else:
             self._write_table(writer, tensor, codebook, number, coming)

@@ -62,7 +62,8 @@ class CheckpointLearning(Learning):
 
     def is_worth_coding(self, tensor: SourceTensor) -> bool:
         """Whether a tensor is large enough for a table, and of a dtype that tables have."""
-        return self.scheme != "raw" and tensor.dtype in _rows.DTYPES and tensor.num_bytes >= LEAST_BYTES
+        has_dtype = tensor.dtype in _rows.DTYPES and tensor.entry is None
+        return self.scheme != "raw" and has_dtype and tensor.num_bytes >= LEAST_BYTES
 
     def kind_of(self, tensor: SourceTensor) -> tuple:
         """The kind of a tensor (see `_schemes/kinds.py`), and the bytes of its rows: such tensors share a codebook."""

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from .._common.rounding import rounded_up
-from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
 from .._files.paths import SUFFIXES, format_of_name
 from .._files.writer import MAX_HEADER_BYTES
 from ._nested import nested
@@ -40,11 +39,9 @@ def write_safetensors(
     for tensor in tensors:
         if tensor.name == _METADATA:
             raise ValueError(f"there is a tensor {_METADATA!r}, a name that safetensors has for other uses")
-        if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
-            raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which safetensors lacks")
         start, end = end, end + tensor.num_bytes
-        entry = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
-        header[tensor.name] = entry
+        dtype, shape = tensor.header_entry()
+        header[tensor.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text = text.ljust(rounded_up(len(text), _ALIGNMENT))
     if len(text) > MAX_HEADER_BYTES:

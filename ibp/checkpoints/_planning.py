@@ -127,7 +127,9 @@ def _files_of(source: Source) -> list[tuple[list[SourceTensor], Mapping[str, str
 def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[SourceTensor, str]]:
     """The items of each rank of a checkpoint of one tensor, and what metadata says of them; none where one rank takes
     all."""
-    if num_ranks == 1 or len(tensors) != 1 or not tensors[0].shape or tensors[0].shape[0] < num_ranks:
+    if num_ranks == 1 or len(tensors) != 1 or tensors[0].entry is not None:
+        return []
+    if not tensors[0].shape or tensors[0].shape[0] < num_ranks:
         return []
     items = tensors[0].shape[0]
     bounds = [items * rank // num_ranks for rank in range(num_ranks + 1)]

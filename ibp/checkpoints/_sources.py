@@ -12,14 +12,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import MappingProxyType
 
-from .._files.fields import FileFormatError, dtype_of
+from .._files.fields import FileFormatError, form_of
 from .._files.header import Header, find_files, read_header
 from .._files.paths import PathLike, file_system, is_url, path_text, read_here
 from .._files.regular import open_regular
 from .._files.sets import INDEX_SUFFIX, SUFFIX, TENSOR_SUFFIXES, is_of_weights
 from ._ibp_files import open_ibp
 from ._numpy_files import open_npy, open_npz
-from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor, map_file, mapped_tensor
+from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor, map_file, mapped_tensor, with_entry
 from ._torch_files import open_torch
 
 _OPENERS: dict[str, Callable[[PathLike], Source]] = {"npy": open_npy, "npz": open_npz, "torch": open_torch}
@@ -52,12 +52,13 @@ def open_source(path: PathLike) -> Source:
 
 
 def _open_safetensors(path: str, header: Header) -> Source:
-    """A safetensors file, whose tensors are read from its map. ibp.FileFormatError: it has a dtype that torch lacks."""
+    """A safetensors file, whose tensors are read from its map; of a dtype that torch lacks their bytes."""
     data, tensors = map_file(path), {}
     for name, entry in header.tensors.items():
         if entry.end > data.size:
             raise FileFormatError(f"{path} has changed since it was opened")
-        tensors[name] = mapped_tensor(name, dtype_of(entry.dtype), entry.shape, data[entry.start : entry.end])
+        dtype, shape = form_of(*entry[:2], entry.num_bytes)
+        tensors[name] = with_entry(mapped_tensor(name, dtype, shape, data[entry.start : entry.end]), *entry[:2])
     return Source(path, "safetensors", tensors, header.metadata)
 
 

@@ -247,7 +247,7 @@ class _CodedEntry:
         self.wanted: tuple[Loading, str] | None = None
 
     def get_dtype(self) -> str:
-        return dtype_name(self._tensor.dtype)
+        return dtype_name(self._tensor.dtype) if self._tensor.table is not None else self._tensor.header_entry()[0]
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)

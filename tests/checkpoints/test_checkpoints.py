@@ -1,6 +1,7 @@
 """Whole checkpoints compressed and decompressed: formats, sets of files, interruptions, and what is refused."""
 
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -701,3 +702,36 @@ def test_memory_is_bounded_whatever_the_size_of_a_tensor(tmp_path):
     assert peak < 80 << 20 and back < 100 << 20 and savings > 0.3
     whole = [np.memmap(path, np.uint8, "r")[-(160 << 20) :] for path in (paths[0], paths[2])]
     assert np.array_equal(*whole)
+
+
+KINDS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8, "F7_OF_LATER": 7}
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (8, 2, 512), (8192,), (0, 16)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_safetensors_that_torch_lacks_stay_as_they_are(kind, shape, tmp_path):
+    size = math.prod(shape) * KINDS[kind] // 8
+    data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
+    entries = {"a": {"dtype": kind, "shape": list(shape), "data_offsets": [0, size]}}
+    entries["w"] = {"dtype": "F32", "shape": [64, 128], "data_offsets": [size, size + 4 * 64 * 128]}
+    header = json.dumps({**entries, "__metadata__": {"format": "pt"}}).encode()
+    plain = tmp_path / "plain.safetensors"
+    weights = np.arange(64 * 128, dtype="<f4").tobytes()
+    plain.write_bytes(len(header).to_bytes(8, "little") + header + data + weights)
+    coded, back = tmp_path / "coded.safetensors", tmp_path / "back.safetensors"
+    report = compress(plain, coded)
+    assert [tensor.scheme for tensor in report.tensors] == [None, "planes"]  # the bytes are noise
+    ibp.checkpoints.decompress(coded, back)
+    text = back.read_bytes()
+    end = 8 + int.from_bytes(text[:8], "little")
+    assert json.loads(text[8:end]) == json.loads(header) and text[end:] == data + weights
+    for path in (plain, coded):
+        loaded, info = ibp.load(path, device="cpu")["a"], ibp.open(path).info("a")
+        assert loaded.dtype == info.dtype and loaded.shape == info.shape and loaded.shape[:-1] == shape[:-1]
+        assert loaded.view(torch.uint8).numpy().tobytes() == data
+        assert ibp.open(path)["a"].shape == loaded.shape
+    if kind == "F4" and size:
+        ibp.save(tmp_path / "saved.safetensors", ibp.load(plain, device="cpu"))
+        text = (tmp_path / "saved.safetensors").read_bytes()
+        found = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])["a"]
+        assert (found["dtype"], found["shape"]) == ("F4", list(shape))

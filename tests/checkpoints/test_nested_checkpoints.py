@@ -69,6 +69,8 @@ CASES = {
     "a state_dict": lambda: trained()[0].state_dict(),
     "an optimizer": lambda: trained()[1].state_dict(),
     "a flat dict": lambda: {"a.weight": torch.arange(2000.0), "b": torch.ones(2), "epoch": 3, "rates": [0.5, {"x": 1}]},
+    "values among tensors": lambda: {"epoch": 3, "w": torch.zeros(64, 64), "lr": 0.1, "b": torch.zeros(4)},
+    "values first": lambda: collections.OrderedDict(epoch=3, w=torch.zeros(64, 64)),
     "a tensor": lambda: torch.arange(5000),
     "a list": lambda: [torch.arange(5000), {"a": torch.ones(2)}, 3],
     "numbers": lambda: {"a": {"b": 1}},

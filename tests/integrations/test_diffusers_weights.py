@@ -95,7 +95,8 @@ def test_pipelines_whose_models_are_coded(tmp_path):
     names = {f"{part}/diffusion_pytorch_model.ibp.safetensors" for part in ("transformer", "vae")}
     assert set(report.files) == names and "scheduler/scheduler_config.json" in report.other_files
     plain, loaded = (
-        diffusers.DiTPipeline.from_pretrained(tmp_path / name, torch_dtype=torch.bfloat16) for name in ("plain", "small")
+        diffusers.DiTPipeline.from_pretrained(tmp_path / name, torch_dtype=torch.bfloat16)
+        for name in ("plain", "small")
     )
     assert_same_bits(outputs(loaded.transformer), outputs(plain.transformer))
     for name, value in plain.vae.state_dict().items():
