@@ -66,7 +66,7 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
         there = _model_files.already_there(
             target, _model_files.CODED_WEIGHTS if to_coded else paths.WEIGHTS, conversion
         )
-    if there is None:
+    if there is None or (to_coded and unfinished_files(target)):  # the call goes on, or says what is there
         return True
     if arguments.keep:
         output.note(arguments, f"{there} is there already, and is kept")

@@ -21,15 +21,15 @@ from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
 from .._common.whole_files import sync_directory
 from .._files.fields import TableFields, dtype_name
-from .._files.paths import PathLike, check_names_safetensors, is_there, is_url, output_of, written_to
+from .._files.paths import PathLike, check_names_safetensors, is_there, is_url, output_of, target_of, written_to
 from .._files.sets import index_of, is_of_weights, outputs_of, replacing, write_index
 from .._files.writer import FileWriter, Sink, checked_metadata
 from .._schemes import AnyCodebook
 from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
-from ._journal import Journal
+from ._journal import Journal, work_directory
 from ._learning import CheckpointLearning, Codebooks
-from ._model_files import CODED_WEIGHTS, Conversion, check_output, conversion_of
+from ._model_files import CODED_WEIGHTS, Conversion, already_there, check_output, conversion_of, exists
 from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
 from ._source import SourceTensor, chosen
@@ -132,7 +132,9 @@ def compress(
             check_names_safetensors(output)
             conversion = conversion_of(inputs, output, True, stack)
             opened = None if conversion is not None else stack.enter_context(open_sources(inputs))
-            check_output(output, CODED_WEIGHTS, conversion, force)
+            there = None if force else already_there(output, CODED_WEIGHTS, conversion)
+            is_unfinished = not is_url(output) and work_directory(target_of(output, CODED_WEIGHTS)).is_dir()
+            check_output(output, CODED_WEIGHTS, conversion, force or is_unfinished)
             target = stack.enter_context(written_to(output, CODED_WEIGHTS))
             sources = {Path(target.name): opened} if conversion is None else conversion.sources
             tensors = [tensor for source in sources.values() for tensor in source.tensors.values()]
@@ -148,7 +150,7 @@ def compress(
                 sets[path] = shards_of(source, path, most if is_cut else None, checked, num_ranks)
                 outputs_of(target.parent / path, len(sets[path]))
             files = {path: source.files for path, source in sources.items()}
-            return _BlockJob(learning, kept, threads, progress, output, target, sets, files, force), conversion
+            return _BlockJob(learning, kept, threads, progress, output, target, sets, files, force, there), conversion
 
         job, conversion = _on_all(ranks, prepare)
         report = job.one_file() if ranks is None and len(job.shards) == 1 else job.all_files(restart, ranks, stack)
@@ -173,7 +175,7 @@ class _BlockJob:
     kept: names of the tensors that patterns leave as they are. target: the output on this machine, or, where a
     directory is compressed, a file in its directory. sets: the files that are written, by the path, within the
     directory of the target, that each set is named after. inputs: paths of the files that each set is made of. force:
-    what is there is replaced.
+    what is there is replaced. there: what is there already, which only the call that began it goes on with.
     """
 
     learning: CheckpointLearning
@@ -185,12 +187,15 @@ class _BlockJob:
     sets: Mapping[Path, list[Shard]]
     inputs: Mapping[Path, Sequence[str]]
     force: bool
+    there: str | None
 
     @property
     def shards(self) -> list[Shard]:
         return [shard for shards in self.sets.values() for shard in shards]
 
     def one_file(self) -> CheckpointReport:
+        if self.there is not None:
+            raise exists(self.there)
         ((named, (shard,)),) = self.sets.items()
         path = self.target.parent / shard.file
         path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
@@ -239,12 +244,14 @@ class _BlockJob:
         return joined_report(self._opened(), ordered, kept_files, writing.peak.num_bytes)
 
     def _open(self, journal: Journal, restart: bool) -> None:
-        """Opens the journal, unless a call that had it until now has made the output."""
-        journal.open(restart)
-        there = [self.target.parent / path for path in self.sets if is_there(self.target.parent / path)]
-        if there and not self.force:
+        """Opens the journal. FileExistsError: the output is there, also if a call that had the journal until now made
+        it, and this call does not go on with it."""
+        goes_on = journal.open(restart)
+        made = (os.fspath(self.target.parent / path) for path in self.sets)
+        there = self.there or next(filter(is_there, made), None)
+        if there is not None and not (self.force or goes_on):
             journal.close_if_empty()
-            raise FileExistsError(f"another call has written {there[0]} meanwhile; wanted force=True, or that file")
+            raise exists(there)
 
     def _like(self, shard: Shard) -> Sequence[str]:
         """The file that one of a set replaces, or else the files that the set is made of."""

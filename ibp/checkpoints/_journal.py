@@ -44,13 +44,16 @@ class Journal:
         """A short text that differs where the plan does."""
         return hashlib.sha256(json.dumps(self._plan, sort_keys=True).encode()).hexdigest()[:16]
 
-    def open(self, restart: bool) -> None:
-        """Makes the directory, empty unless it is of the same plan and `restart` is set. No other call has it until
-        `release` is called. OSError: another call has it, or it is no directory."""
+    def open(self, restart: bool) -> bool:
+        """Makes the directory, empty unless it is of the same plan and `restart` is set. Returns whether it was of the
+        same plan, as an interrupted call left it. No other call has it until `release` is called. OSError: another call
+        has it, or it is no directory."""
         self._lock = self._locked()
-        if not (restart and self._is_same_plan()):
+        goes_on = self._is_same_plan()
+        if not (restart and goes_on):
             self._empty()
         write_whole(self.directory / _PLAN, json.dumps(self._plan, sort_keys=True).encode())
+        return goes_on
 
     def release(self) -> None:
         """Lets other calls have the directory, if this one has it."""

@@ -156,11 +156,16 @@ def check_output(output: PathLike, name: str, conversion: Conversion | None, for
     `already_there`."""
     there = None if force else already_there(output, name, conversion)
     if there is not None:
-        raise FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
+        raise exists(there)
     if conversion is not None:
         conversion.check()
     elif (target := _target(output)) is not None:
         check_other_sets(target, [index_of(target / name)])
+
+
+def exists(there: str) -> FileExistsError:
+    """The error that says that an output is there already."""
+    return FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
 
 
 def _target(output: PathLike) -> Path | None:

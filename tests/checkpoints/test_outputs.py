@@ -232,7 +232,7 @@ def test_saves_to_one_path_go_beside_each_other():
         thread.start()
         thread.join()
         assert_holds("out.safetensors", NEW)
-        with writer.plain("x", torch.uint8, (1,)) as sink:
+        with writer.plain("x", "U8", (1,)) as sink:
             sink.write(b"x")
     assert set(ibp.load("out.safetensors")) == {"x"} and os.listdir() == ["out.safetensors"]
 

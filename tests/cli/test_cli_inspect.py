@@ -201,7 +201,8 @@ def test_pages_that_are_there_or_are_none(file, tmp_path, capsys):
     assert run("inspect", file, "--html", page, "--force", "--quiet") == 0 and "<html" in page.read_text()
     for option, suffix in (("--html", ".html"), ("--plot", ".png")):
         assert run("inspect", file, option, file, "--force") == 2
-        assert re.fullmatch(rf"ibp inspect: {option} is .*; wanted a name that ends in {suffix}\n", capsys.readouterr().err)
+        said = capsys.readouterr().err
+        assert re.fullmatch(rf"ibp inspect: {option} is .*; wanted a name that ends in {suffix}\n", said)
     os.mkfifo(tmp_path / "pipe.html")
     assert run("inspect", file, "--html", tmp_path / "pipe.html", "--force") == 2
     assert "is a pipe, which is not replaced" in capsys.readouterr().err

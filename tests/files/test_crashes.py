@@ -3,6 +3,7 @@ one, whole, and nothing else that could be taken for a file."""
 
 import errno
 import fcntl
+import gc
 import itertools
 import os
 import random
@@ -222,11 +223,12 @@ def test_no_directory(tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("stride", [37, pytest.param(5, marks=pytest.mark.slow)])
 def test_saving_is_interrupted(path, stride):
-    """At moments of the library's code. One between the making of the temporary file and the `with` may leave it."""
+    """At moments of the library's code."""
     new = 0
     for moment in itertools.count(stride // 2, stride):
         _, raised = interrupt_at(moment, None, lambda: ibp.save(path, NEW_FILE))
-        is_new = assert_whole(path, may_leave=True)
+        gc.collect()
+        is_new = assert_whole(path)
         if not raised:
             break
         new += is_new
@@ -294,8 +296,8 @@ def test_compressing_a_checkpoint_is_killed(folder):
     safetensors.save_file(tensors, folder / "in" / "model.safetensors")
     target = folder / "model.safetensors"
 
-    def compress():
-        return ibp.checkpoints.compress(folder / "in", target, device="cpu", jobs=1, shard_bytes=20_000)
+    def compress(**options):
+        return ibp.checkpoints.compress(folder / "in", target, device="cpu", jobs=1, shard_bytes=20_000, **options)
 
     for at in itertools.count(0, 4):
 
@@ -307,7 +309,11 @@ def test_compressing_a_checkpoint_is_killed(folder):
         status = status_of(in_child(work))
         for file in folder.glob("*.safetensors"):
             ibp.load(file, verify=True, memory="host")
-        report = compress()
+        try:
+            report = compress()
+        except FileExistsError:  # it was killed after all was done
+            assert Path(f"{target}.index.json").exists() and not (folder / ".model.safetensors.ibp-work").exists()
+            report = compress(force=True)
         found = ibp.load(report.path, verify=True, memory="host")
         for name, tensor in tensors.items():
             assert_same_bits(plain(found[name]), tensor)
