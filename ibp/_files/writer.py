@@ -4,6 +4,7 @@ it. The file appears under its name when it is whole."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -108,7 +109,7 @@ class FileWriter:
         replace: bool = True,
     ) -> None:
         self.path, self._on_write, self._expected_bytes = Path(path), on_write, data_bytes
-        self._like, self._alone, self._replace = like, alone, replace
+        self._begin_file = functools.partial(NewFile, self.path, like=like, alone=alone, replace=replace)
         self._metadata = checked_metadata(metadata)
         self._room = min(rounded_up(header_bytes), (8 + MAX_HEADER_BYTES) // ALIGNMENT * ALIGNMENT)
         self._header_bytes = 0
@@ -253,8 +254,7 @@ class FileWriter:
     # ---- the file ----
 
     def __enter__(self) -> FileWriter:
-        new = NewFile(self.path, like=self._like, alone=self._alone, replace=self._replace)
-        self._output = _FileOutput(new, self.path, self._room, self._expected_bytes)
+        self._output = _FileOutput(self._begin_file(), self.path, self._room, self._expected_bytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

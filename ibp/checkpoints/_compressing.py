@@ -131,12 +131,13 @@ def compress(
                 raise ValueError(f"output is {output!r}; with a group wanted a path that all ranks see")
             check_names_safetensors(output)
             conversion = conversion_of(inputs, output, True, stack)
-            opened = None if conversion is not None else stack.enter_context(open_sources(inputs))
+            if conversion is None:
+                opened = stack.enter_context(open_sources(inputs))
             there = None if force else already_there(output, CODED_WEIGHTS, conversion)
             is_unfinished = not is_url(output) and work_directory(target_of(output, CODED_WEIGHTS)).is_dir()
             check_output(output, CODED_WEIGHTS, conversion, force or is_unfinished)
             target = stack.enter_context(written_to(output, CODED_WEIGHTS))
-            sources = {Path(target.name): opened} if conversion is None else conversion.sources
+            sources = conversion.sources if conversion is not None else {Path(target.name): opened}
             tensors = [tensor for source in sources.values() for tensor in source.tensors.values()]
             for tensor in tensors:
                 tensor.header_entry()  # ValueError: safetensors lacks its dtype

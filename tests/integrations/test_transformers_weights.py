@@ -329,7 +329,7 @@ def test_names_that_coded_weights_are_found_by(llama, tmp_path):
     wanted = outputs(plain)
     old = tmp_path / "old"  # as earlier versions named them
     shutil.copytree(folder, old)
-    ibp.checkpoints.compress(folder / "model.safetensors", old / "model.safetensors", device="cpu")
+    ibp.checkpoints.compress(folder / "model.safetensors", old / "model.safetensors", device="cpu", force=True)
     assert_same_bits(outputs(load(old)), wanted)
     (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
     ibp.checkpoints.compress(folder, f"{tmp_path}/small/", device="cpu")
@@ -338,7 +338,7 @@ def test_names_that_coded_weights_are_found_by(llama, tmp_path):
         load(tmp_path / "small")
     torch.save(plain.state_dict(), folder / "pytorch_model.bin")
     (folder / "model.fp16.safetensors").unlink()
-    ibp.checkpoints.compress(folder, f"{tmp_path}/small/", device="cpu")
+    ibp.checkpoints.compress(folder, f"{tmp_path}/small/", device="cpu", force=True)
     assert_same_bits(outputs(load(tmp_path / "small")), wanted)
 
 
