@@ -20,6 +20,7 @@ ibp.distributed      tables in several processes, and collectives whose tensors 
 ibp.integrations     bridges to frameworks
 """
 
+from contextlib import suppress as _suppress
 from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
@@ -35,6 +36,7 @@ from . import _core, cache, calibration, checkpoints, codecs, deltas, distribute
 from ._activations import ActivationOffload, ActivationStats, offload_activations
 from ._common import moved as _moved
 from ._common import ops
+from ._common.importing import after_import as _after_import
 from ._common.publishing import published as _published
 from ._fetch.bags import embedding_bag
 from ._fetch.gather import index_select
@@ -113,6 +115,17 @@ def __getattr__(name: str) -> _Any:
     if name == "integrations":  # its modules import their frameworks when they are first named
         return _import_module("ibp.integrations")
     return _moved.found(name)
+
+
+def _register(name: str) -> None:
+    # a release of the framework that lacks what this needs finds no coded weights, and says so
+    with _suppress(ImportError, AttributeError):
+        _import_module(f"ibp.integrations.{name}")
+
+
+# Directories of coded weights load where ibp is imported, before or after the framework.
+_after_import("transformers.modeling_utils", lambda: _register("_transformers_weights"))
+_after_import("diffusers.models.modeling_utils", lambda: _register("_diffusers_weights"))
 
 
 def cuda_is_available() -> bool:

@@ -39,7 +39,10 @@ def report(arguments: argparse.Namespace, document: object, *parts: Part) -> Non
         is_terminal = sys.stdout.isatty()
         width = max(_WIDTH, shutil.get_terminal_size().columns) if is_terminal else _WIDTH
         for part in parts:
-            if isinstance(part, str):  # words stay whole: paths are copied
+            # Words stay whole, because paths are copied; and so do lines of code, which four spaces begin.
+            if isinstance(part, str) and part.startswith("    "):
+                lines = iter([part])
+            elif isinstance(part, str):
                 lines = iter(textwrap.wrap(part, width, break_long_words=False, break_on_hyphens=False) or [""])
             else:
                 lines = part(width if is_terminal else _UNLIMITED)

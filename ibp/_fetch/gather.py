@@ -27,10 +27,11 @@ from .paths import Path, choose, named
 WINDOW_BYTES = 64 << 10  # at least, of a window
 MAX_WINDOWS = 1 << 16  # IBP_MAX_WINDOWS
 LEAST_STAGED_BYTES = 4 << 20  # of items: fewer do not fill the CPU path's pipeline
-# What the paths cost beside the rows themselves, by benchmarks/paths.py (an H100). To put ids in order takes
-# PARTITION_NS on a GPU and PARTITION_ID_NS for each id; ids that come from the CPU make a GPU wait for the launches, too
-# (LAUNCHES_NS). STAGING_NS: to begin and end the CPU's pipeline, which stages rows at STAGED_SHARE of what its threads and
-# the copy engine do alone. A path that prepares something must promise to be PROMISED times as fast as one that does not.
+# What the paths cost beside the rows themselves, by benchmarks/paths.py (an H100). To put ids in order takes a GPU
+# PARTITION_NS, and PARTITION_ID_NS for each id; it waits for the launches, too, if the ids come from the CPU
+# (LAUNCHES_NS). STAGING_NS is what it takes to begin and end the CPU's pipeline, which stages rows at STAGED_SHARE of
+# the rate of its threads and the copy engine alone. A path that prepares something must promise to be PROMISED times as
+# fast as one that does not.
 PARTITION_NS, PARTITION_ID_NS, LAUNCHES_NS = 16e3, 0.055, 90e3
 STAGING_NS, STAGED_SHARE = 100e3, 0.7
 PROMISED = 1.2

@@ -25,7 +25,7 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from ..deltas._fingerprint import fingerprint
-from .fields import ChecksumError, FileFormatError, TableFields, dtype_of
+from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, form_of
 from .header import FileSet, find_files
 from .paths import SUFFIX, PathLike, is_url, path_text, read_here
 from .reader import (
@@ -56,7 +56,8 @@ class TensorInfo:
 
     Attributes:
         name: of the tensor.
-        dtype: of the original tensor; None if this torch lacks it.
+        dtype: of the original tensor; None if this torch lacks it, of a plain tensor, which is read as its bytes then,
+            that of the bytes.
         shape: likewise.
         scheme: "ibp", "planes" or "raw" of a table; None of a tensor that is kept as it is, or coded by `codec`.
         codebook: of a table, or None.
@@ -250,24 +251,26 @@ class File(Mapping[str, Value], Closing):
         stored = sum(place.entry.num_bytes for place in parts)
         files = tuple(dict.fromkeys(place.file.path.name for place in parts))
         if name not in self._owners:
-            entry = parts[0].entry
-            return TensorInfo(
-                name, _dtype_or_none(entry.dtype), entry.shape, None, None, None, stored, stored, {}, files
-            )
+            dtype, shape = form_of(*parts[0].entry[:2], stored)
+            return TensorInfo(name, dtype, shape, None, None, None, stored, stored, {}, files)
         owner, fields = self._owners[name], self.fields(name)
-        dtype = _dtype_or_none(fields.dtype)
+        table_dtype = _dtype_or_none(fields.dtype)
         return TensorInfo(
             name,
-            dtype,
+            table_dtype,
             fields.shape,
             fields.scheme,
             None if fields.codebook is None else owner.codebook(fields.codebook),
             fields.codec,
-            None if dtype is None else torch.Size(fields.shape).numel() * dtype.itemsize,
+            None if table_dtype is None else torch.Size(fields.shape).numel() * table_dtype.itemsize,
             stored,
             dict(pair.split("=", 1) for pair in owner.tables[name].split(" ")),
             files,
         )
+
+    def entry(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The name of the dtype, and the shape, that the header has of a plain tensor."""
+        return self._places[name].entry[:2]
 
     def fields(self, name: str) -> TableFields:
         """The fields of a table, checked. KeyError, FileFormatError as `info`."""

@@ -35,6 +35,7 @@ from .fields import (
     FileFormatError,
     TableFields,
     dtype_of,
+    form_of,
     read_codebook,
     refused,
     table_fields,
@@ -195,15 +196,16 @@ class OpenFile:
         self._private_map = self._shared_map = None
 
     def tensor(self, name: str, take: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-        """A plain tensor. take: gives bytes of the file, by the place where they start and their number."""
+        """A plain tensor, in the form that `form_of` says. take: gives bytes of the file, by the place where they start
+        and their number."""
         entry = self.header.tensors[name]
-        dtype = dtype_of(entry.dtype)
-        if dtype.itemsize * math.prod(entry.shape) != entry.num_bytes:
+        dtype, shape = form_of(*entry[:2], entry.num_bytes)
+        if dtype.itemsize * math.prod(shape) != entry.num_bytes:
             raise FileFormatError(f"{self.path}: {name!r} is {entry.dtype}, of which torch has no such tensors")
         data = take(entry.start, entry.num_bytes)
         if entry.start % dtype.itemsize:
             data = data.clone()
-        return data.view(dtype).view(entry.shape)
+        return data.view(dtype).view(shape)
 
     # ---- codebooks ----
 

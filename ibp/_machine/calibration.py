@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import typing
 import warnings
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 
 from .. import _core
 from .._common import ops
+from .._common.whole_files import write_whole
 from . import memory
 
 FEW_SMS = 8  # of a GPU's multiprocessors, where rates of few are named
@@ -128,8 +128,8 @@ class Calibration:
 
     def random_ns(self, num_bytes: int) -> float:
         """Returns the time, in ns, that address translation takes for a row at a random place of a pinned table of
-        num_bytes bytes: random_row_ns, times how much more often such a row is out of reach than one of LARGE_BYTES, and
-        more of a larger table."""
+        num_bytes bytes. Up to LARGE_BYTES it grows with the share of the table that is out of reach, then by _GROWTH
+        each time that the table doubles."""
         out_of_reach, measured = (max(0.0, 1 - self.reach_bytes / size) for size in (num_bytes, LARGE_BYTES))
         if num_bytes <= LARGE_BYTES:
             return self.random_row_ns * out_of_reach / (measured or 1.0)
@@ -302,10 +302,7 @@ def _write(device: torch.device, calibration: Calibration) -> None:
     content = {"key": _key(device), "calibration": dataclasses.asdict(calibration)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as beside:
-            written = Path(beside) / path.name
-            written.write_text(json.dumps(content, indent=1))
-            os.replace(written, path)
+        write_whole(path, json.dumps(content, indent=1).encode())
     except OSError as error:
         warnings.warn(f"ibp: the calibration is kept for this process only: {error}", stacklevel=3)
 

@@ -16,7 +16,7 @@ from .._files.opened import open as open_file
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
-from ._source import Source, SourceFormatError, SourceTensor
+from ._source import Source, SourceFormatError, SourceTensor, with_entry
 from ._torch_files import loaded_tensor
 
 ROWS_KEY = "ibp_rows."  # of metadata: a table that holds some items of a tensor, with the fields first, last, items
@@ -33,7 +33,7 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
             if isinstance(value, (CompressedTensor, WholeTensor)):
                 tensors[name] = _coded_tensor(name, value)
             elif isinstance(value, torch.Tensor):
-                tensors[name] = loaded_tensor(name, value, path)
+                tensors[name] = with_entry(loaded_tensor(name, value, path), *file.entry(name))
             else:
                 raise SourceFormatError(f"{path}: {name!r} is a delta; wanted tensors: apply it to its base first")
         metadata = {key: text for key, text in file.metadata.items() if not key.startswith(ROWS_KEY)}

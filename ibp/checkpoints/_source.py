@@ -6,7 +6,7 @@ import fnmatch
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from .. import _core
 from .._common.closing import Closing
+from .._files.fields import entry_of
 from .._files.regular import open_regular
 from .._tables.compressed_tensor import CompressedTensor
 
@@ -62,10 +63,19 @@ class SourceTensor:
     has_items: bool = False
     whole: SourceTensor | None = None  # the tensor some of whose items these are, or None
     table: CompressedTensor | None = None  # that holds the tensor in a file of ibp, or None
+    # the dtype and shape that its file has of it, where torch lacks the dtype and the tensor is its bytes; else None
+    entry: tuple[str, tuple[int, ...]] | None = None
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def header_entry(self) -> tuple[str, tuple[int, ...]]:
+        """The dtype and shape of the plain tensor in the header of a file. ValueError: safetensors lacks the dtype."""
+        entry = self.entry or entry_of(self.dtype, self.shape)
+        if entry is None:
+            raise ValueError(f"tensor {self.name!r} has {self.dtype}, which safetensors lacks")
+        return entry
 
     def tensor(self) -> torch.Tensor:
         """The whole tensor, in memory of its own on the CPU."""
@@ -85,6 +95,12 @@ def mapped_tensor(
 ) -> SourceTensor:
     """A tensor that lies in a map of its file."""
     return SourceTensor(name, dtype, shape, lambda start, end: data[start:end], has_items)
+
+
+def with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
+    """The tensor of an entry in a header, which it keeps where that is another one than torch's tensor has."""
+    entry = dtype, shape
+    return tensor if entry_of(tensor.dtype, tensor.shape) == entry else replace(tensor, entry=entry)
 
 
 def map_file(path: str | os.PathLike[str]) -> np.ndarray:

@@ -4,6 +4,8 @@ import doctest
 import inspect
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -160,7 +162,7 @@ def test_directories_that_models_are_saved_to(saved, tmp_path, monkeypatch, shar
     name, folder, plain = saved
     model = type(plain).from_pretrained(folder, quantization_config=IbpConfig(min_bytes=LEAST))
     save_coded(model, tmp_path, shard_bytes=shard_bytes)
-    assert (tmp_path / "model.safetensors").exists() == (shard_bytes is None)
+    assert (tmp_path / "model.ibp.safetensors").exists() == (shard_bytes is None)
     del model
     if name not in ("gpt2", "gpt-oss", *(["llava"] if IS_OLD else [])):  # whose files have other rows, or names
         monkeypatch.setattr("ibp.nn._compressing.ModelPlan.table_of", refuse)
@@ -279,13 +281,72 @@ def test_models_that_were_compressed_are_saved(llama, tmp_path):
     assert not hasattr(plain.config, "quantization_config")
     save_coded(plain, tmp_path / "small", shard_bytes=300_000)
     files = {path.name for path in (tmp_path / "small").iterdir()}
-    assert "model.safetensors" not in files and "model.safetensors.index.json" in files
+    assert "model.ibp.safetensors" not in files and "model.ibp.safetensors.index.json" in files
     assert_same_bits(outputs(load(tmp_path / "small")), wanted)
     save_coded(plain, tmp_path / "small")
-    assert "model.safetensors.index.json" not in {path.name for path in (tmp_path / "small").iterdir()}
+    assert "model.ibp.safetensors.index.json" not in {path.name for path in (tmp_path / "small").iterdir()}
     assert_same_bits(outputs(load(tmp_path / "small")), wanted)
     with pytest.raises(TypeError, match="wanted a transformers.PreTrainedModel"):
         save_coded(torch.nn.Linear(2, 2), tmp_path / "other")
+
+
+IMPORTS = """
+import sys, {first}
+import torch, transformers
+folder, ids = sys.argv[1], torch.arange(12)[None]
+load = transformers.AutoModelForCausalLM.from_pretrained
+if "ibp" not in sys.modules:
+    try:
+        load(folder)
+    except OSError as error:
+        assert "no file named model.safetensors" in str(error), error
+    else:
+        raise AssertionError("loaded without ibp")
+import ibp
+assert not {is_lazy} or "ibp.integrations._transformers_weights" not in sys.modules
+torch.save(load(folder)(ids).logits, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("coded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", ["transformers", pytest.param("ibp", marks=pytest.mark.slow)])
+def test_coded_directories_load_where_ibp_is_imported_and_nowhere_else(llama, tmp_path, first, coded):
+    folder, plain = llama
+    if coded:
+        save_coded(load(folder, IbpConfig(min_bytes=LEAST)), tmp_path / "small")
+    else:
+        ibp.checkpoints.compress(folder, f"{tmp_path}/small/", device="cpu")
+    script = IMPORTS.format(first=first, is_lazy=first == "ibp")
+    command = [sys.executable, "-c", script, tmp_path / "small", tmp_path / "logits.pt"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        assert_same_bits(torch.load(tmp_path / "logits.pt"), plain(torch.arange(12)[None]).logits)
+
+
+def test_names_that_coded_weights_are_found_by(llama, tmp_path):
+    folder, plain = llama
+    wanted = outputs(plain)
+    old = tmp_path / "old"  # as earlier versions named them
+    shutil.copytree(folder, old)
+    ibp.checkpoints.compress(folder / "model.safetensors", old / "model.safetensors", device="cpu", force=True)
+    assert_same_bits(outputs(load(old)), wanted)
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    ibp.checkpoints.compress(folder, f"{tmp_path}/small/", device="cpu")
+    assert_same_bits(outputs(load(tmp_path / "small", variant="fp16")), wanted)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        load(tmp_path / "small")
+    torch.save(plain.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.fp16.safetensors").unlink()
+    ibp.checkpoints.compress(folder, f"{tmp_path}/small/", device="cpu", force=True)
+    assert_same_bits(outputs(load(tmp_path / "small")), wanted)
+
+
+def test_saving_coded_weights_says_how_to_load_them(llama, tmp_path, capsys):
+    save_coded(load(llama[0], IbpConfig(min_bytes=LEAST)), tmp_path / "small")
+    lines = capsys.readouterr().out.splitlines()
+    call = f"model = transformers.LlamaForCausalLM.from_pretrained({str(tmp_path / 'small')!r})"
+    assert lines == ["import ibp, transformers", call]
 
 
 def test_tied_weights_that_differ_in_the_checkpoint(tmp_path):

@@ -40,6 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     for argument in (plot, page):
         parsing.path(argument)
     parsing.add_names(parser)
+    parsing.add_force(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,9 +53,12 @@ def run(arguments: argparse.Namespace) -> int:
     def wanted(name: str) -> bool:
         return (not arguments.tensor or name in arguments.tensor) and work.is_chosen(arguments, name)
 
-    for picture in filter(None, (arguments.plot, arguments.html)):
-        if not Path(picture).absolute().parent.is_dir():
-            raise output.Failure(f"{picture}: there is no such directory")
+    for option, suffix in (("plot", ".png"), ("html", ".html")):
+        picture = getattr(arguments, option)
+        if picture is not None:
+            _check_picture(f"--{option}", picture, suffix)
+            if not work.may_write(arguments, picture):
+                setattr(arguments, option, None)
     status = 0
     if arguments.plot:
         try:
@@ -78,8 +82,19 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
+def _check_picture(option: str, path: str, suffix: str) -> None:
+    """Failure, OSError: a plot or a page cannot be written there."""
+    from ibp._common.whole_files import check_replaceable
+
+    if not Path(path).absolute().parent.is_dir():
+        raise output.Failure(f"{path}: there is no such directory")
+    if not path.lower().endswith(suffix):
+        raise output.Failure(f"{option} is {path}; wanted a name that ends in {suffix}")
+    check_replaceable(Path(path))
+
+
 def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> None:
-    from ibp._files.writer import write_whole
+    from ibp._common.whole_files import write_whole
     from ibp._inspect import drawing, page
 
     if arguments.html:

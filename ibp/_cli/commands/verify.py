@@ -33,12 +33,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ibp.checkpoints._sources import expand
-
     from .. import work
 
     with inputs.local(arguments.inputs) as given, work.threads(arguments.jobs):
-        found = [_checked(path, arguments) for path in expand(given)]
+        found = [_checked(path, arguments) for path in work.files_to_verify(given)]
     document = {"files": found, "good": all(one["status"] == GOOD for one in found)}
     output.report(arguments, document, *_parts(found))
     return 0 if document["good"] else 1
