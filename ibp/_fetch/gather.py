@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import _core
+from .._common.graphs import outside_of_graphs
 from .._machine import calibration, memory
 from .._machine.memory import is_capturing
 from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
 from . import host_gather
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
-from .ids import check_range, checked_ids, flat_ids
+from .ids import check_readable, checked_ids, flat_ids
 from .paths import Path, choose, named
 
 # A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128
@@ -117,10 +118,8 @@ def index_select(
     if path is not None:
         chosen = named(PATHS, path)
         refuse(chosen, GatherRequest(table, ids, target, worker, sms))
-    if not ids.is_cuda:
-        if not torch.compiler.is_compiling():
-            check_range(ids, table.num_items)
-    elif worker.type == "cpu":
+    check_readable(ids, table.num_items)
+    if ids.is_cuda and worker.type == "cpu":
         ids = ids.cpu()
     request = GatherRequest(table, ids, target, worker, sms)
     if chosen is None:
@@ -139,6 +138,7 @@ def index_select(
     )
 
 
+@outside_of_graphs
 def _select_of_many(
     tables: Any,
     ids: Ids,

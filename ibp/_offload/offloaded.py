@@ -18,6 +18,7 @@ from torch import nn
 from .._common import ops
 from .._common.arguments import whole_number
 from .._common.closing import Closing
+from .._common.graphs import cannot_record, outside_of_graphs
 from .._common.progress import tqdm
 from .._common.statistics import Statistics
 from .._machine import memory
@@ -225,6 +226,11 @@ class _CallHook(NotCopied):
 
     def after(self, module: nn.Module, args: tuple, output: Any) -> None:
         self._end()
+
+
+def _refuse_script() -> NoReturn:
+    """What torch.jit.script calls of a module before it compiles the module and its hooks."""
+    raise cannot_record("torch.jit.script")
 
 
 class _MoveHook(NotCopied):
@@ -563,7 +569,7 @@ class Offloaded(Closing):
             use.groups = [group for group in use.groups if group in streamed]
             if use.groups:
                 self._install_use(use)
-        look_up = torch.compiler.disable(_RowsForward.look_up)
+        look_up = outside_of_graphs(_RowsForward.look_up)
         for lookup in self._division.lookups:
             if lookup.weight.table is not None:
                 lookup.module.forward = _RowsForward(lookup, look_up)
@@ -604,9 +610,11 @@ class Offloaded(Closing):
         self._undo.append(functools.partial(vars(experts.module).pop, "forward"))
 
     def _hook_calls(self, module: nn.Module, start: Callable[[], None], end: Callable[[], None]) -> None:
-        hook = _CallHook(torch.compiler.disable(start), torch.compiler.disable(end))
+        hook = _CallHook(outside_of_graphs(start), outside_of_graphs(end))
         self._hook(module.register_forward_pre_hook(hook.before, prepend=True))
         self._hook(module.register_forward_hook(hook.after, always_call=True))
+        vars(module)["__prepare_scriptable__"] = _refuse_script
+        self._undo.append(functools.partial(vars(module).pop, "__prepare_scriptable__", None))
 
     def _install_moves(self) -> None:
         numbers, blocks = self._division.device_numbers, self._division.blocks

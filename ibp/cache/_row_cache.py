@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from .._common.arguments import whole_number
+from .._common.graphs import outside_of_graphs
 from .._common.statistics import Statistics
 from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import window_bits
-from .._fetch.ids import check_range, flat_ids
+from .._fetch.ids import check_range, check_readable, flat_ids
 from .._layout.geometry import rows_of
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
@@ -291,9 +292,8 @@ class RowCache(TensorManners):
         if worker is None:
             self._state.check(self._state.generation)
             return self.view.index_select(ids, device=device, out=out, check=check, max_sms=max_sms)
-        if not ids.is_cuda:
-            check_range(ids, self.view.num_items)
-        elif worker.type == "cpu":
+        check_readable(ids, self.view.num_items)
+        if ids.is_cuda and worker.type == "cpu":
             ids = ids.cpu()
             check_range(ids, self.view.num_items)
         if ids.device == worker == target and not torch.compiler.is_compiling():
@@ -332,6 +332,7 @@ class RowCache(TensorManners):
             taken = core.take(ids, given, sms_of(max_sms), generation.ready[worker], in_order)
         return taken if taken is None or out is None else out
 
+    @outside_of_graphs
     def _fetch(self, ids: torch.Tensor, sms: int, in_order: bool, result: torch.Tensor, fault: torch.Tensor) -> None:
         """Writes items to result, on the ids' device."""
         if result.numel() == 0:

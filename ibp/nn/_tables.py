@@ -6,10 +6,11 @@ import copy
 from collections.abc import Callable
 from contextvars import ContextVar
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from .._common.graphs import cannot_record
 from .._common.states import SavedTensor
 from .._fetch.escapes import gives_digits
 from .._fetch.linear import digits_for, linear, slot_bytes_for
@@ -86,6 +87,10 @@ class TableModule(torch.nn.Module):
     def share_table(self, other: TableModule) -> None:
         """Takes another module's table for its own, from now on."""
         self._shared = other._shared
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by torch.jit.script, also for modules within modules."""
+        raise cannot_record("torch.jit.script")
 
     def _apply(self, fn: Callable, recurse: bool = True) -> TableModule:
         super()._apply(fn, recurse)

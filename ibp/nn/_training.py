@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .._common.graphs import outside_of_graphs
 from .._fetch.bags import embedding_bag
+from .._fetch.ids import refuse_mapped
 from .._tables.changes import check_rows, put_items
 from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
@@ -72,8 +74,10 @@ class RowsModule(TableModule):
         """Rows at ids [K], as they are now."""
         return self._source.index_select(ids)
 
+    @outside_of_graphs
     def _look_up(self, ids: torch.Tensor, padding_idx: int | None) -> LookedUp:
         """The rows of ids of any shape. IndexError for ids out of range. Waits for ids on a GPU."""
+        refuse_mapped(ids)
         flat = ids.reshape(-1).to(torch.int64)
         if padding_idx is not None:
             flat = torch.cat((flat, flat.new_tensor([padding_idx])))
