@@ -19,6 +19,7 @@ from .._common import ops
 from .._common.arguments import whole_number
 from .._common.closing import Closing
 from .._common.graphs import cannot_record, outside_of_graphs
+from .._common.process import OfThisProcess
 from .._common.progress import tqdm
 from .._common.statistics import Statistics
 from .._machine import memory
@@ -316,7 +317,7 @@ class _SavedWeight:
         return self.weight.data(self.device).view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class Offloaded(Closing):
+class Offloaded(OfThisProcess, Closing):
     """A model whose weights are offloaded: made by `ibp.offload`. As a context manager it calls `close` at the end.
 
     Several threads may call the model at once; weights that are in use are never overwritten.
@@ -330,6 +331,8 @@ class Offloaded(Closing):
         >>> torch.equal(model(torch.ones(2, 1024, dtype=torch.bfloat16)), y)  # with its own weights again
         True
     """
+
+    _instead = "save the model's state_dict()"
 
     def __init__(
         self, model: nn.Module, division: Division, devices: list[torch.device], max_sms: int | None, lookahead: int
@@ -362,9 +365,6 @@ class Offloaded(Closing):
             f"{len(self._division.groups)} groups, bytes={stats.weight_bytes:,}, host_bytes={stats.host_bytes:,}, "
             f"device_bytes={stats.device_bytes:,}, on {where})"
         )
-
-    def __reduce__(self) -> NoReturn:
-        raise RuntimeError("an ibp.Offloaded cannot be pickled or copied: save the model's state_dict()")
 
     # ---- what the user asks ----
 

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._common.arguments import whole_number
 from .._common.graphs import outside_of_graphs
+from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
 from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import window_bits
@@ -88,7 +89,7 @@ class CacheStats(Statistics):
         return self.hits / asked if asked else 0.0
 
 
-class RowCache(TensorManners):
+class RowCache(OfThisProcess, TensorManners):
     """Hot rows of a table, kept as they are stored in the memory of one or more GPUs (Legion's cache in the paper's
     section 5). If rows compress to half their size, twice as many fit.
 
@@ -141,6 +142,11 @@ class RowCache(TensorManners):
     """
 
     __module__ = "ibp"
+
+    _instead = (
+        "its rows are in the memory of this process's devices. Send the table, which is shared, and make a cache of it "
+        "there"
+    )
 
     def __init__(
         self,
@@ -239,12 +245,6 @@ class RowCache(TensorManners):
         return (
             f"ibp.RowCache(shape={list(self.shape)}, dtype={self.dtype}, {kind}, budget_bytes={self.budget_bytes:,}, "
             f"capacity={self.capacity:,} of {self.view.num_rows:,} rows, devices=[{where}]{of_group})"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "an ibp.RowCache cannot be pickled or copied: its rows are in the memory of this process's devices. Send "
-            "the table, which is shared, and make a cache of it there"
         )
 
     # ---- reading ----

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from .._common.arguments import whole_number
+from .._common.process import OfThisProcess
 from .._machine.memory import usual
 from .._rows.faults import CorruptTableError
 from .._schemes.registry import check_scheme
@@ -20,7 +21,7 @@ from ._store import KVStore, KVStoreStats
 _KEY_BYTES = 256  # of host memory for a key: what a page without bytes counts as
 
 
-class KeyedPages:
+class KeyedPages(OfThisProcess):
     """Pages of one size by their keys, coded in a `KVStore`. Pages that were used longest ago make room.
 
     The first page that is put sets the size, the codebook and how many pages there are. A page for which the pool's
@@ -48,6 +49,8 @@ class KeyedPages:
     Raises:
         TypeError, ValueError: an argument is not as described.
     """
+
+    _instead = "get() its pages into tensors, which can be pickled"
 
     def __init__(
         self,

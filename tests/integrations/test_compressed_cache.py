@@ -401,8 +401,16 @@ def test_a_cache_answers_what_generation_asks(model, prompt):
     assert "CompressedCache(2 layers, tokens=70, coded=48" in repr(cache)
     with pytest.raises(AttributeError, match="cannot be set"):
         cache.layers[0].keys = prompt
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(cache)
+    for held in (cache, cache.layers[0]):
+        with pytest.raises(TypeError, match="cannot be pickled.*: .*pickle .* keys and values"):
+            pickle.dumps(held)
+    again = CompressedCache(model.config, **SMALL)  # what the message says
+    for number, layer in enumerate(cache.layers):
+        again.update(*pickle.loads(pickle.dumps((layer.keys, layer.values))), number)
+    assert again.get_seq_length() == 70
+    for layer, other in zip(cache.layers, again.layers):
+        assert_same_bits(other.keys, layer.keys)
+        assert_same_bits(other.values, layer.values)
     cache.early_initialization(2, HEADS, HEAD_DIM, torch.bfloat16, torch.device("cpu"))
     early = CompressedCache(model.config, **SMALL)
     early.early_initialization(2, HEADS, HEAD_DIM, torch.bfloat16, torch.device("cpu"))
