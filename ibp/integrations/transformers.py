@@ -9,7 +9,7 @@ Matrices become tables while the model is loaded; so do those of directories tha
     from ibp.integrations.transformers import CompressedCache
 
     cache = CompressedCache(config=model.config)
-    model.generate(**inputs, cache=cache)       # the tokens and logits of DynamicCache; before 5.24: past_key_values=cache
+    model.generate(**inputs, cache=cache)       # the tokens and logits of DynamicCache
     print(cache.stats())
 
 Blocks of older tokens are coded on the GPU and kept in pinned host memory, or on the GPU; while one layer computes, the
@@ -333,8 +333,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
 
 
 class CompressedCache(OfThisProcess, DynamicCache):
-    """A `transformers.DynamicCache` whose older tokens are compressed, to be passed as `cache` (before transformers 5.24
-    as `past_key_values`). What models compute with it has the same bits.
+    """A `transformers.DynamicCache` whose older tokens are compressed, to be passed as `cache` (before transformers
+    5.24: `past_key_values`). What models compute with it has the same bits.
 
     Of each layer of full attention the tokens older than `window` are coded in blocks, on the GPU, with codebooks for
     keys and values that are learned from the first blocks (the prompt's, as in section 6.4 of the paper) and again when

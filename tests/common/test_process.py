@@ -90,9 +90,7 @@ def test_what_cannot_be_pickled_or_copied(make, copied):
 @pytest.mark.parametrize("copied", [pickle.dumps, copy.copy], ids=["pickle", "copy"])
 def test_coded_rows_cannot_be_pickled_but_their_tables_can(copied):
     made = place()
-    with pytest.raises(
-        TypeError, match=r"an ibp\.CodedRows cannot be pickled: .* its table\(shape, dtype\) can be"
-    ):
+    with pytest.raises(TypeError, match=r"an ibp\.CodedRows cannot be pickled: .* its table\(shape, dtype\) can be"):
         copied(made)
     kept = pickle.loads(pickle.dumps(made.table(X.shape, X.dtype)))
     other = copy.deepcopy(made)
