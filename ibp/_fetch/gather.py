@@ -50,7 +50,7 @@ def index_select(
     check=True.
 
     Inside torch.compile, with fullgraph=True too, the call works after one call outside, but without check=True and
-    path="cpu". There, CPU ids are checked like CUDA ones.
+    path="cpu". There, CPU ids are checked like CUDA ones. A call with a list of tables ends the graph.
 
     One call can take items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]], for
     every k. The ids are put in the order of the tables; of every 32 tables, one kernel writes the items of all that
