@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from peft.tuners import lora  # type: ignore
-from peft.tuners.tuners_utils import BaseTunerLayer  # type: ignore
-from peft.utils.other import ModulesToSaveWrapper  # type: ignore
+from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
 
 from ..nn import Conv1D, Linear
 from ..nn._tables import TableModule, placed_like, rows_of_weight
@@ -29,6 +29,8 @@ __all__ = ["LoraLinear"]
 class LoraLinear(lora.Linear):
     """PEFT's `lora.Linear` over an `ibp.nn.Linear` or `ibp.nn.Conv1D`. Merging decodes the matrix, adds what the
     adapter adds, and codes the sum in the place of the matrix."""
+
+    base_layer: Any
 
     def merge(self, *args: Any, **options: Any) -> None:
         """Does what PEFT's does."""
@@ -46,11 +48,12 @@ class LoraLinear(lora.Linear):
         weight."""
         coded, plain = self.base_layer, torch.nn.Module()
         rows = coded.weight.decompress(device=next((one.device for one in self.lora_A.parameters()), None))
-        plain.weight, plain.bias = torch.nn.Parameter(coded.plain_of(rows), requires_grad=False), coded.bias
+        plain.weight = weight = torch.nn.Parameter(coded.plain_of(rows), requires_grad=False)
+        plain.bias = coded.bias
         self.base_layer = plain
         try:
             yield
-            coded.weight = placed_like(coded.weight, rows_of_weight(plain.weight.detach(), coded.transposed))
+            coded.weight = placed_like(coded.weight, rows_of_weight(weight.detach(), coded.transposed))
         finally:
             self.base_layer = coded
 

@@ -117,7 +117,7 @@ class _StandIn:
     """What a graph has in the place of a feature that `attach` took out. It has the feature's shape; PyG copies it to
     batches and moves it with them. What needs rows raises RuntimeError."""
 
-    __class__ = property(lambda self: torch.Tensor)  # type: ignore # convolutions ask whether they are given a tensor
+    __class__ = property(lambda self: torch.Tensor)  # convolutions ask whether they are given a tensor
     ndim = 0  # else loaders would take rows of it
     is_cuda = is_sparse = is_nested = requires_grad = False
     layout = torch.strided
