@@ -24,8 +24,8 @@ def cannot_record(tracer: str, operation: str = "") -> RuntimeError:
     """
     here = f" (here ibp::{operation})" if operation else ""
     return RuntimeError(
-        f"{tracer} cannot record ibp's operations{here}: trace the model with plain tensors, as ibp.decompress(table) "
-        "gives them, or use torch.compile"
+        f"{tracer} cannot record ibp's operations{here}: give it plain tensors, as ibp.decompress(table) and "
+        "ibp.nn.decompress(model) make them, or use torch.compile"
     )
 
 

@@ -19,9 +19,11 @@ from .._common import ops
 from .._common.arguments import whole_number
 from .._common.closing import Closing
 from .._common.graphs import cannot_record, outside_of_graphs
+from .._common.in_place import NotTheModel, check_model
+from .._common.locks import ForkLock
 from .._common.process import OfThisProcess
 from .._common.progress import tqdm
-from .._common.statistics import Statistics
+from .._common.statistics import Statistics, shown_memory
 from .._machine import memory
 from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
@@ -118,8 +120,7 @@ def offload(
         torch.OutOfMemoryError: the device has no room. The model is then as it was; so it is after every error, except
             for tensors on the meta device, which a checkpoint may have filled.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module")
+    check_model(model)
     if any(isinstance(tensor, Resting) for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError("the model, or a part of it, is offloaded already: close() that first")
     if resident != "raw":
@@ -203,6 +204,11 @@ class OffloadStats(Statistics):
     device_bytes: int
     expert_hits: int
     expert_misses: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that the offloaded weights take, on the host and on devices."""
+        return self.host_bytes + self.device_bytes
 
     @property
     def gb_per_s(self) -> float:
@@ -317,7 +323,7 @@ class _SavedWeight:
         return self.weight.data(self.device).view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class Offloaded(OfThisProcess, Closing):
+class Offloaded(OfThisProcess, Closing, NotTheModel):
     """A model whose weights are offloaded: made by `ibp.offload`. As a context manager it calls `close` at the end.
 
     Several threads may call the model at once; weights that are in use are never overwritten.
@@ -333,13 +339,14 @@ class Offloaded(OfThisProcess, Closing):
     """
 
     _instead = "save the model's state_dict()"
+    changed_by = "ibp.offload(model)"
 
     def __init__(
         self, model: nn.Module, division: Division, devices: list[torch.device], max_sms: int | None, lookahead: int
     ) -> None:
         self._model, self._division, self._devices = model, division, devices
         self._max_sms, self._lookahead = max_sms, lookahead
-        self._lock, self._thread = threading.RLock(), threading.local()
+        self._lock, self._thread = ForkLock(), threading.local()
         self._fetchers: list[WeightFetcher] = []
         self._groups: list[Group] = []  # what is brought to the device for every use
         self._schedule: Schedule[Group] = Schedule([])
@@ -362,8 +369,8 @@ class Offloaded(OfThisProcess, Closing):
         where = ", ".join(map(str, self._devices))
         return (
             f"ibp.Offloaded({type(self._model).__name__}, {len(self._division.weights)} weights in "
-            f"{len(self._division.groups)} groups, bytes={stats.weight_bytes:,}, host_bytes={stats.host_bytes:,}, "
-            f"device_bytes={stats.device_bytes:,}, on {where})"
+            f"{len(self._division.groups)} groups, {shown_memory(stats.nbytes, stats.weight_bytes)}, "
+            f"host_bytes={stats.host_bytes:,}, device_bytes={stats.device_bytes:,}, on {where})"
         )
 
     # ---- what the user asks ----

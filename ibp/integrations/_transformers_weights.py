@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter, Weig
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .._common.locks import ForkLock
 from .._common.rounding import rounded_up
 from .._files.fields import dtype_name
 from .._files.saving import save
@@ -39,7 +39,7 @@ _CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for t
 _INITIALIZED = "_is_hf_initialized"  # what transformers' functions of initialisation look for
 # Whether transformers says of each tensor of a checkpoint which parameter it becomes, before it is read: from 5.20 on.
 _SAYS_TARGETS = hasattr(HfQuantizer, "get_new_dtype")
-_LOCK = threading.Lock()  # transformers reads in several threads; one table at a time is decoded or coded
+_LOCK = ForkLock()  # transformers reads in several threads; one table at a time is decoded or coded
 _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)  # whether to save no weights
 
 
@@ -330,8 +330,8 @@ def _resize_plain(
         wanted = wanted if pad_to_multiple_of is None else rounded_up(wanted, pad_to_multiple_of)
         if wanted != num_rows:
             raise TypeError(
-                f"{name} is coded and has {num_rows} rows, which cannot become {wanted}: resize the plain model and "
-                f"code it then, or leave these modules plain by exclude={names}"
+                f"{name} is coded and has {num_rows} rows, which cannot become {wanted}: call ibp.nn.decompress(model) "
+                f"first, or leave these modules plain by exclude={names}"
             )
     return _resize_token_embeddings(model, new_num_tokens, pad_to_multiple_of, **options)
 

@@ -47,9 +47,10 @@ class LoraLinear(lora.Linear):
         """Puts a plain module in the place of the base layer, and codes its weight at the end. An error changes no
         weight."""
         coded, plain = self.base_layer, torch.nn.Module()
-        rows = coded.weight.decompress(device=next((one.device for one in self.lora_A.parameters()), None))
-        plain.weight = weight = torch.nn.Parameter(coded.plain_of(rows), requires_grad=False)
+        plain.weight = weight = coded.parameter()
         plain.bias = coded.bias
+        for adapter in self.lora_A.values():  # on a GPU, where the table may be in host memory
+            weight.data = weight.data.to(adapter.weight.device)
         self.base_layer = plain
         try:
             yield

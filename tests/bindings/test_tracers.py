@@ -81,8 +81,8 @@ def test_tracing_is_refused(table, name, is_used):
 
 
 NOT_SCRIPTED = re.escape(
-    "torch.jit.script cannot record ibp's operations: trace the model with plain tensors, as ibp.decompress(table) "
-    "gives them, or use torch.compile"
+    "torch.jit.script cannot record ibp's operations: give it plain tensors, as ibp.decompress(table) and "
+    "ibp.nn.decompress(model) make them, or use torch.compile"
 )
 NOT_EXPORTED = r"torch\.export cannot record ibp's operations"
 NOT_MAPPED = r"torch\.vmap cannot map ibp's operations: call them without torch\.vmap, with all ids or vectors at once"

@@ -371,6 +371,8 @@ def test_embeddings_are_not_resized(llama):
         assert model.resize_token_embeddings(**options) is model.get_input_embeddings()
     assert_same_bits(outputs(model), wanted)
     assert model.config.vocab_size == num_rows
+    ibp.nn.decompress(model).resize_token_embeddings(num_rows + 2)  # what the message says
+    assert outputs(model).shape[-1] == num_rows + 2
 
 
 def test_embeddings_that_are_plain_are_resized(llama):
