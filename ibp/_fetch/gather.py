@@ -28,10 +28,11 @@ from .paths import Path, choose, named
 WINDOW_BYTES = 64 << 10  # at least, of a window
 MAX_WINDOWS = 1 << 16  # IBP_MAX_WINDOWS
 LEAST_STAGED_BYTES = 4 << 20  # of items: fewer do not fill the CPU path's pipeline
-# What the paths cost beside the rows themselves, by benchmarks/paths.py (an H100): to put ids in order, and to begin
-# and end the CPU's pipeline. The CPU stages rows at this share of what its threads and the copy engine do alone. A path
-# that prepares something must promise to be PROMISED times as fast as one that does not.
-PARTITION_NS, PARTITION_ID_NS = 16e3, 0.055
+# What the paths cost beside the rows themselves, by benchmarks/paths.py (an H100). To put ids in order takes
+# PARTITION_NS on a GPU and PARTITION_ID_NS for each id; ids that come from the CPU make a GPU wait for the launches, too
+# (LAUNCHES_NS). STAGING_NS: to begin and end the CPU's pipeline, which stages rows at STAGED_SHARE of what its threads and
+# the copy engine do alone. A path that prepares something must promise to be PROMISED times as fast as one that does not.
+PARTITION_NS, PARTITION_ID_NS, LAUNCHES_NS = 16e3, 0.055, 90e3
 STAGING_NS, STAGED_SHARE = 100e3, 0.7
 PROMISED = 1.2
 
@@ -331,7 +332,7 @@ class _Bucketed(ItemPath):
             return 2.0
         if torch.compiler.is_compiling():
             return 0.5
-        pays = PROMISED * bucketed_ns(table, ids.numel(), machine) < fetched_ns(table, machine)
+        pays = PROMISED * bucketed_ns(table, ids.numel(), ids.is_cuda, machine) < fetched_ns(table, machine)
         return 0.5 if pays and (ids.is_cuda or not looks_sorted(ids)) else 2.0
 
     def run(self, request: GatherRequest, result: torch.Tensor, fault: torch.Tensor) -> None:
@@ -378,7 +379,7 @@ class _Cpu(ItemPath):
         num_threads, num_ids = torch.get_num_threads(), request.ids.numel()
         if num_threads < machine.least_staging_threads or table.resident_bytes < machine.reach_bytes:
             return 4.0
-        by_gpu = min(fetched_ns(table, machine), bucketed_ns(table, num_ids, machine))
+        by_gpu = min(fetched_ns(table, machine), bucketed_ns(table, num_ids, False, machine))
         return 0.25 if PROMISED * staged_ns(table, num_ids, machine, num_threads) < by_gpu else 4.0
 
     def worker(self, request: GatherRequest) -> torch.device:
@@ -429,10 +430,11 @@ def fetched_ns(table: Table, machine: Calibration, translation_ns: float | None 
     return max(math.hypot(link_ns, translation_ns), table.item_bytes / machine.device_copy_gbps)
 
 
-def bucketed_ns(table: Table, num_ids: int, machine: Calibration) -> float:
+def bucketed_ns(table: Table, num_ids: int, ids_on_gpu: bool, machine: Calibration) -> float:
     """Returns the same for num_ids items in the order of windows, with the time in which they are put in order."""
     translation_ns = machine.sorted_ns(table.resident_bytes, num_ids)
-    return fetched_ns(table, machine, translation_ns) + PARTITION_NS / num_ids + PARTITION_ID_NS
+    prepared_ns = PARTITION_NS if ids_on_gpu else PARTITION_NS + LAUNCHES_NS
+    return fetched_ns(table, machine, translation_ns) + prepared_ns / num_ids + PARTITION_ID_NS
 
 
 def staged_ns(table: Table, num_ids: int, machine: Calibration, num_threads: int) -> float:
