@@ -14,6 +14,7 @@ import torch
 
 from .._common.arguments import whole_number
 from .._common.locks import ForkLock
+from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._machine import memory as _memory
@@ -72,7 +73,7 @@ class ActivationStats(Statistics):
     outgrown_bytes: int = 0
 
 
-class ActivationOffload:
+class ActivationOffload(OfThisProcess):
     """The context that `offload_activations` makes, for the forward pass of every step.
 
     It keeps what it learns: codebooks, sizes, the order in which the backward pass asks, pinned memory. Some tensors
@@ -89,6 +90,8 @@ class ActivationOffload:
         >>> offload.stats().tensors, offload.is_settled
         (6, True)
     """
+
+    _instead = "call ibp.offload_activations() where another one is needed"
 
     def __init__(self, options: OffloadOptions, least_bytes: int, device: torch.device | None) -> None:
         self.least_bytes, self.device = least_bytes, device

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from .. import _core
+from .._common.graphs import outside_of_graphs
 from .._machine import calibration, memory
 from .._machine.calibration import Calibration
 from .._machine.memory import is_capturing
@@ -17,7 +18,7 @@ from .._rows.table import Table
 from .._schemes.choice import coder_rates, work_of
 from . import host_gather
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
-from .ids import check_range, checked_ids, flat_ids
+from .ids import check_readable, checked_ids, flat_ids
 from .paths import Path, choose, named
 
 # A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128
@@ -60,7 +61,7 @@ def index_select(
     check=True.
 
     Inside torch.compile, with fullgraph=True too, the call works after one call outside, but without check=True and
-    path="cpu". There, CPU ids are checked like CUDA ones.
+    path="cpu". There, CPU ids are checked like CUDA ones. A call with a list of tables ends the graph.
 
     One call can take items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]], for
     every k. The ids are put in the order of the tables; of every 32 tables, one kernel writes the items of all that
@@ -133,10 +134,8 @@ def index_select(
     if path is not None:
         chosen = named(PATHS, path)
         refuse(chosen, GatherRequest(table, ids, target, worker, sms))
-    if not ids.is_cuda:
-        if not torch.compiler.is_compiling():
-            check_range(ids, table.num_items)
-    elif worker.type == "cpu":
+    check_readable(ids, table.num_items)
+    if ids.is_cuda and worker.type == "cpu":
         ids = ids.cpu()
     request = GatherRequest(table, ids, target, worker, sms)
     if chosen is None:
@@ -155,6 +154,7 @@ def index_select(
     )
 
 
+@outside_of_graphs
 def _select_of_many(
     tables: Any,
     ids: Ids,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .._common import wire
 from .._common.group import RankGroup, same_on_all
+from .._common.process import OfThisProcess
 from .._fetch.calls import check_out, sms_of, target_of, worker_of
 from .._fetch.ids import check_range, list_of_ids
 from .._layout import geometry as _rows
@@ -35,7 +36,7 @@ _CANNOT_SEND = -1  # instead of a number of bytes: the shard's rows contradict e
 _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20  # of all shards, that a codebook is learned from
 
 
-class ShardedTable(TensorManners):
+class ShardedTable(OfThisProcess, TensorManners):
     """A table [N, ...] whose rows are spread over the ranks of a process group: first the rows of rank 0, then the rows
     of rank 1, and so on. Ranks may have different numbers of items, or none.
 
@@ -73,6 +74,8 @@ class ShardedTable(TensorManners):
     """
 
     shape: torch.Size
+
+    _instead = "it belongs to the processes of its group. Pickle its local_table"
 
     def __init__(self, local_table: CompressedTensor, group: dist.ProcessGroup | None = None) -> None:
         self._group = members = RankGroup(group)
@@ -182,9 +185,6 @@ class ShardedTable(TensorManners):
             f"ibp.distributed.ShardedTable(shape={list(self.shape)}, dtype={self.dtype}, rank {self._group.rank} of "
             f"{self._group.size} has {len(own):,} items from {own.start:,} on: {self.local_table!r})"
         )
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a ShardedTable belongs to the processes of its group: pickle its local_table")
 
     def check(self) -> None:
         """Waits for this rank's work on GPUs and raises what went wrong there: CorruptTableError."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -20,6 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .._common.locks import ForkLock
+from .._common.rounding import rounded_up
 from .._files.fields import dtype_name
 from .._files.saving import save
 from .._files.sets import INDEX_SUFFIX, coded_name, index_of
@@ -312,6 +314,30 @@ def _open_either(path: str, *args: Any, **options: Any) -> Any:
 
 
 transformers.modeling_utils.safe_open = _open_either
+
+_resize_token_embeddings = PreTrainedModel.resize_token_embeddings
+
+
+@functools.wraps(_resize_token_embeddings)
+def _resize_plain(
+    model: PreTrainedModel, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **options: Any
+) -> Any:
+    """Refuses to resize coded embeddings before transformers has resized one of two."""
+    held = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [name for name, module in model.named_modules() if isinstance(module, TableModule) and module in held]
+    for name in names:
+        num_rows = model.get_submodule(name).weight.shape[0]
+        wanted = num_rows if new_num_tokens is None else new_num_tokens
+        wanted = wanted if pad_to_multiple_of is None else rounded_up(wanted, pad_to_multiple_of)
+        if wanted != num_rows:
+            raise TypeError(
+                f"{name} is coded and has {num_rows} rows, which cannot become {wanted}: call ibp.nn.decompress(model) "
+                f"first, or leave these modules plain by exclude={names}"
+            )
+    return _resize_token_embeddings(model, new_num_tokens, pad_to_multiple_of, **options)
+
+
+PreTrainedModel.resize_token_embeddings = _resize_plain
 
 
 _resolve = transformers.modeling_utils._get_resolved_checkpoint_files

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .._common.arguments import whole_number
+from .._common.process import OfThisProcess
 from .._common.rounding import rounded_up
 from .._core import SECTOR_BYTES
 from .._rows.faults import CorruptTableError
@@ -128,7 +129,7 @@ class _Job:
         return None if self.events is None else self.events[0].elapsed_time(self.events[1]) * 1e-3
 
 
-class BlockStore:
+class BlockStore(OfThisProcess):
     """Blocks of groups of layers, kept as numbered pages in pools of `KVStore`, for engines that take no lost page.
 
     A page is a block of all layers of a group. Each size and kind of blocks has a pool, whose codebook is learned from
@@ -161,6 +162,8 @@ class BlockStore:
     Raises:
         TypeError, ValueError: a tensor is not of rows of bytes, or another argument is not as described.
     """
+
+    _instead = "load() its blocks into tensors, which can be pickled"
 
     def __init__(
         self,

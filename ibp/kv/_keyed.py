@@ -13,6 +13,7 @@ import torch
 
 from .._common.arguments import whole_number
 from .._common.locks import ForkLock
+from .._common.process import OfThisProcess
 from .._machine.memory import usual
 from .._rows.faults import CorruptTableError
 from .._schemes.registry import check_scheme
@@ -21,7 +22,7 @@ from ._store import KVStore, KVStoreStats
 _KEY_BYTES = 256  # of host memory for a key: what a page without bytes counts as
 
 
-class KeyedPages:
+class KeyedPages(OfThisProcess):
     """Pages of one size by their keys, coded in a `KVStore`. Pages that were used longest ago make room.
 
     The first page that is stored sets the size, the codebook and how many pages there are. A page for which the pool's
@@ -49,6 +50,8 @@ class KeyedPages:
     Raises:
         TypeError, ValueError: an argument is not as described.
     """
+
+    _instead = "get() its pages into tensors, which can be pickled"
 
     def __init__(
         self,

@@ -70,6 +70,10 @@ class PagedTensors:
         self._where = (near, addresses, stride, scratch.data_ptr(), len(offsets))
         self._used = (*_owners(self.tensors), near, scratch, *(() if addresses is None else (addresses,)))
 
+    def __reduce__(self) -> tuple[type[PagedTensors], tuple[tuple[torch.Tensor, ...]]]:
+        """A copy has the addresses of its own tensors."""
+        return PagedTensors, (self.tensors,)
+
     def __len__(self) -> int:
         return len(self.tensors)
 

@@ -147,6 +147,27 @@ def test_four_ranks(four, work, level):
     four(work, torch.bfloat16, level)
 
 
+def gather_by_torchs_name(rank, calls):
+    """Raw and coded, with warnings as errors; and by a torch that has the old name alone."""
+    size, x = dist.get_world_size(), tensor_of(rank)
+    assert ibp.distributed.all_gather_single is all_gather_into_tensor
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if calls == "old":
+            newer = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            patch.delattr(dist, "all_gather_single", raising=False)
+            patch.setattr(dist, "all_gather_into_tensor", newer)
+        for level in ("auto", "default"):
+            out = poisoned(size * COUNT, x.dtype)
+            all_gather_into_tensor(out, x, level=level, name=f"torch's {calls} name")
+            assert_same_bits(out, gathered(size, x.dtype))
+
+
+@pytest.mark.parametrize("calls", ["new", "old"])
+def test_no_name_of_torch_that_is_about_to_go(two, calls):
+    two(gather_by_torchs_name, calls)
+
+
 def gather_in_pieces(rank):
     """Many pieces, the last one short, and of all kinds of rows."""
     size, count = dist.get_world_size(), 200_001

@@ -13,7 +13,6 @@ import torch
 import ibp
 from helpers import assert_same_bits
 from ibp.nn._tables import TableModule
-from models import losses_of
 
 pytestmark = pytest.mark.frameworks
 transformers = pytest.importorskip("transformers")
@@ -422,17 +421,36 @@ def test_assisted_decoding(llama):
     assert torch.equal(model.generate(row, max_new_tokens=8, do_sample=False, assistant_model=assistant), wanted)
 
 
-def test_adapters_are_put_on_coded_weights(llama):
-    peft = pytest.importorskip("peft")
-    losses = []
-    for quantization_config in (None, IbpConfig(min_bytes=LEAST)):
-        model = load(llama[0], quantization_config).requires_grad_(False)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-        config._register_custom_module({ibp.nn.Linear: peft.tuners.lora.Linear})
-        torch.manual_seed(1)
-        model = peft.get_peft_model(model, config).train()
-        losses.append(losses_of(model, IDS, 3))
-    assert losses[0] == losses[1] and losses[0][0] != losses[0][-1]
+def test_embeddings_are_not_resized(llama):
+    """Nothing has changed; the number of rows that there are is taken."""
+    model = load(llama[0], IbpConfig(min_bytes=LEAST))
+    wanted, num_rows = outputs(model), model.config.vocab_size
+    for options in ({"new_num_tokens": num_rows + 2}, {"pad_to_multiple_of": num_rows - 1}):
+        with pytest.raises(TypeError, match=rf"embed_tokens is coded and has {num_rows} rows, .* plain by exclude=\["):
+            model.resize_token_embeddings(**options)
+    for options in ({"new_num_tokens": num_rows}, {"pad_to_multiple_of": num_rows // 2}, {}):
+        assert model.resize_token_embeddings(**options) is model.get_input_embeddings()
+    assert_same_bits(outputs(model), wanted)
+    assert model.config.vocab_size == num_rows
+    ibp.nn.decompress(model).resize_token_embeddings(num_rows + 2)  # what the message says
+    assert outputs(model).shape[-1] == num_rows + 2
+
+
+def test_embeddings_that_are_plain_are_resized(llama):
+    names = ["model.embed_tokens", "lm_head"]
+    model, plain = load(llama[0], IbpConfig(min_bytes=LEAST, exclude=names)), load(llama[0])
+    for each in (model, plain):
+        torch.manual_seed(0)
+        each.resize_token_embeddings(each.config.vocab_size + 3)
+    assert_same_bits(outputs(model), outputs(plain))
+
+
+def test_a_plain_embedding_stays_beside_a_coded_head(llama):
+    model = load(llama[0], IbpConfig(min_bytes=LEAST, exclude="model.embed_tokens"))
+    num_rows = model.config.vocab_size
+    with pytest.raises(TypeError, match="lm_head is coded"):
+        model.resize_token_embeddings(num_rows + 2)
+    assert model.get_input_embeddings().weight.shape[0] == num_rows
 
 
 def test_a_part_off_the_gpu(llama, cuda):
