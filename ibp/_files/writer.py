@@ -465,7 +465,9 @@ def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
     check_tensor(tensor, repr(name), KEPT_DTYPES)
     entry = entry_of(tensor.dtype, tuple(tensor.shape))
     if entry is None:
-        raise ValueError(f"{name!r} has dtype {tensor.dtype}, which safetensors lacks: ibp.compress makes a table of it")
+        raise ValueError(
+            f"{name!r} has dtype {tensor.dtype}, which safetensors lacks: ibp.compress makes a table of it"
+        )
     with writer.plain(name, *entry) as sink:
         _write_tensor(sink, tensor)
 

@@ -138,10 +138,10 @@ def compress(
                 sources = {Path(target.name): stack.enter_context(open_sources(inputs))}
             else:
                 sources = conversion.sources
-            tensors = [tensor for source in sources.values() for tensor in source.tensors.values()]
-            for tensor in tensors:
-                tensor.header_entry()  # ValueError: safetensors lacks its dtype
-            names = dict.fromkeys(tensor.name for tensor in tensors)
+            for source in sources.values():
+                for tensor in source.stored():
+                    tensor.header_entry()  # ValueError: safetensors lacks its dtype
+            names = dict.fromkeys(name for source in sources.values() for name in source.tensors)
             kept = frozenset(names).difference(chosen(names, include, exclude))
             sets = {}
             for path, source in sources.items():
