@@ -45,8 +45,9 @@ _DTYPE_NAMES = (
     "float8_e8m0fnu",
 )
 DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
-PAIRS_DTYPE = getattr(torch, "float4_e2m1fn_x2", None)  # two values in a byte; None in a torch that lacks it
-KEPT_DTYPES = DTYPES | {PAIRS_DTYPE}  # of plain tensors in files
+# two values in a byte; None in a torch that lacks it
+PAIRS_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # of plain tensors in files
 
 
 @dataclass(frozen=True)

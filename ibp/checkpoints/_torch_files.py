@@ -83,7 +83,7 @@ def _with_views(
             for name in names:
                 if name != base:
                     tensor = found[name]
-                    offset = tensor.storage_offset() - start
+                    offset = int(tensor.storage_offset()) - start
                     view = View(held.name, tuple(tensor.shape), tensor.stride(), offset)
                     viewed[name] = replace(tensors[name], base=held, view=view)
     return viewed
@@ -92,7 +92,8 @@ def _with_views(
 def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The first element of a tensor in its storage, and the end of the last."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-    return tensor.storage_offset(), tensor.storage_offset() + last + 1
+    start = int(tensor.storage_offset())
+    return start, start + last + 1
 
 
 def _overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list[str]]]:
