@@ -15,8 +15,7 @@ import warnings
 from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
-from .._files.fields import FileFormatError
-from .._files.header import find_files, read_index
+from .._files.header import read_index
 from .._files.paths import PathLike, is_url, path_text, target_of
 from .._files.regular import open_regular
 from .._files.sets import INDEX_SUFFIX, SUFFIX, TENSOR_SUFFIXES, coded_name, index_of, plain_name
@@ -151,15 +150,11 @@ def _target(output: PathLike) -> Path | None:
 
 
 def files_to_verify(folder: str) -> list[str]:
-    """What to open for all safetensors files in a directory, at any depth: the directory for those that are read as its
-    model, and the paths of the others; of a set the index."""
+    """Paths of the safetensors files in a directory, at any depth, a set by its index; of a single one, or none, the
+    path of the directory."""
     paths, _ = _units_of(Path(folder), _shown_files(Path(folder), None))
-    found = [Path(folder, path) for path in paths if path.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIX)]
-    try:
-        model = set(find_files(Path(folder)).files.values())
-    except (FileNotFoundError, FileFormatError):  # there is no model, or there are several
-        return list(map(os.fspath, found)) or [folder]
-    return [folder, *(os.fspath(path) for path in found if model.isdisjoint(find_files(path).files.values()))]
+    found = [os.path.join(folder, path) for path in paths if path.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIX)]
+    return found if len(found) > 1 else [folder]
 
 
 def is_coded(source: Source) -> bool:
