@@ -269,10 +269,6 @@ class File(Mapping[str, Value], Closing):
             files,
         )
 
-    def _entry(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The name of the dtype, and the shape, that the header has of a plain tensor."""
-        return self._places[name].entry[:2]
-
     def fields(self, name: str) -> TableFields:
         """The fields of a table, checked. KeyError, FileFormatError as `info`."""
         return self._owners[name].fields(name)
@@ -440,6 +436,17 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
     if is_url(text):
         raise ValueError(f"{text!r} is on no file system of this machine, so that it cannot be mapped: use ibp.load")
     return File(Path(text), verify=verify, memory=memory, share=share)
+
+
+def stored_in(file: File) -> Iterator[tuple[str, Value, tuple[str, tuple[int, ...]] | None]]:
+    """(name, value, dtype and shape of a plain one in the header) of all that a file stores, with bases of views."""
+    for name in file._stored:
+        yield name, file._value(name), None if name in file._owners else file._places[name].entry[:2]
+
+
+def views_in(file: File) -> Mapping[str, View]:
+    """The tensors that a file has as views of what it stores."""
+    return file._views
 
 
 def _reopened(path: str, verify: bool, memory: str | bool | None, share: bool) -> File:

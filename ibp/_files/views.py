@@ -30,16 +30,17 @@ class View(NamedTuple):
     strides: tuple[int, ...]
     offset: int
 
-    def of(self, base: torch.Tensor) -> torch.Tensor:
-        """The view of the base's values. FileFormatError: it lies outside of them, or is 1,000 times as large."""
-        values = base.contiguous().view(-1)
+    def check(self, num_elements: int) -> None:
+        """FileFormatError: a base of so many elements has no such view, or the view is 1,000 times as large."""
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
-        if math.prod(self.shape) > MOST_TIMES * values.numel() or (0 not in self.shape and last >= values.numel()):
-            raise FileFormatError(
-                f"a view of {self.base!r} has {math.prod(self.shape)} elements up to number {last}, the base "
-                f"{values.numel()}"
-            )
-        return values.as_strided(self.shape, self.strides, self.offset)
+        if math.prod(self.shape) > MOST_TIMES * num_elements or (0 not in self.shape and last >= num_elements):
+            elements = f"{math.prod(self.shape)} elements up to number {last}"
+            raise FileFormatError(f"a view of {self.base!r} has {elements}; the base has {num_elements}")
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """The view of the base's values. FileFormatError as `check`."""
+        self.check(base.numel())
+        return base.contiguous().view(-1).as_strided(self.shape, self.strides, self.offset)
 
     def is_whole(self, shape: tuple[int, ...]) -> bool:
         """Whether the view is all of a base of this shape."""

@@ -120,6 +120,8 @@ def test_views_that_are_none_are_refused(view, tmp_path):
     ibp.save(tmp_path / "x.safetensors", {"base": torch.ones(1000)}, metadata={"ibp_view.v": text})
     with pytest.raises(ibp.FileFormatError), ibp.open(tmp_path / "x.safetensors") as file:
         file["v"]
+    with pytest.raises(ibp.FileFormatError):
+        open_source(tmp_path / "x.safetensors")
     ibp.save(tmp_path / "y.safetensors", {"v": torch.ones(9)}, metadata={"ibp_view.v": '["v", [9], [1], 0]'})
     with pytest.raises(ibp.FileFormatError, match="'v' is a tensor already"):
         ibp.load(tmp_path / "y.safetensors")
