@@ -84,7 +84,9 @@ def decompress(
         for path, source in list(conversion.sources.items()):
             if not is_coded(source) and wanted.issuperset(source.tensors):
                 conversion.keep(path)
-            elif not wanted.isdisjoint(source.tensors):
+            elif wanted.isdisjoint(source.tensors):
+                conversion.skip(path)
+            else:
                 target = conversion.target / path
                 written += write_source(
                     source.only(wanted), target, None, "decompress", progress, path in conversion.sets
