@@ -5,21 +5,21 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-# Kernels are compiled for the GPUs of this machine. Where there is none, demo and test do without them, and the other
-# targets compile them for one GPU, to see that they do.
+# Kernels are compiled for the GPUs of this machine. Where there is none, demo and test do without them, and the targets
+# below compile them for one GPU, to see that they do.
 include csrc/gpus.mk
-ifeq ($(GPUS)$(wildcard /dev/nvidia[0-9]*),)
-demo test: export IBP_NO_CUDA ?= 1
-test-all test-slow test-gpu bench: export TORCH_CUDA_ARCH_LIST ?= 9.0
+ifeq ($(HAS_GPU),)
+test-all test-slow test-gpu sanitize-gpu bench: export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 
-.PHONY: help demo test test-all test-slow test-gpu bench reproduce docs lint format install uninstall clean FORCE
+.PHONY: help demo test test-all test-slow test-gpu sanitize-gpu bench reproduce docs lint format install uninstall clean FORCE
 
 help:
 	@echo "make demo    compress the shipped tensors, check every bit, print a table, draw build/demo.png"
 	@echo "make test    what to run after a change (PYTEST_ARGS=...)"
 	@echo "make test-all   every test that this machine can run; make test-slow: those of them that make test leaves out"
 	@echo "make test-gpu   every test, a process a file, on a machine with a GPU: none may skip for want of one"
+	@echo "make sanitize-gpu   every family of kernels under the tools of compute-sanitizer (SANITIZE_ARGS=...)"
 	@echo "make bench   python -m benchmarks (BENCH_ARGS=...)"
 	@echo "make reproduce   all measurements of docs/reproduction.md, and its tables (BENCH_ARGS=...)"
 	@echo "make docs    the site of the documentation, into build/site"
@@ -51,6 +51,10 @@ test-slow: $(VENV)/.ibp $(VENV)/.test $(VENV)/.frameworks
 
 test-gpu: $(VENV)/.ibp $(VENV)/.test
 	$(RUN) tools/test_gpu.py $(PYTEST_ARGS)
+
+# Needs compute-sanitizer, which comes with CUDA. Under five minutes of one GPU.
+sanitize-gpu: $(VENV)/.ibp
+	$(RUN) tools/sanitize_gpu.py $(SANITIZE_ARGS)
 
 bench: $(VENV)/.ibp $(VENV)/.demo $(VENV)/.bench
 	$(RUN) -m benchmarks $(BENCH_ARGS)

@@ -61,6 +61,7 @@ MODELS = {  # likewise, with options of the script
     "moe --deepseek": 90,
 }
 OTHERS = {  # likewise; they take long, or need packages or GPUs that are not everywhere
+    "paths": 200,
     "llm --qwen": 120,
     "llm --loading": 60,
     "checkpoints": 90,

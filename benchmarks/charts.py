@@ -25,14 +25,20 @@ except ImportError:
 RATE_LABEL = "GB/s of original bytes"
 ROW_BYTES = 2048  # of the rows that are shown
 IBP, PAPER, RAW_COPY, NVCOMP = "ibp", "the paper's code", "raw copy_", "nvCOMP, pipelined"
-KINDS = {"cpu pipelined": "cpu pipelined", "raw rows": "raw rows", "ibp slots": IBP, "planes slots": IBP}
+KINDS = {
+    **{"cpu pipelined": "cpu pipelined", "raw rows": "raw rows", PAPER: PAPER},
+    **{"ibp slots": IBP, "planes slots": IBP},
+}
 STYLE = {  # label and colour of each kind
     "cpu pipelined": ("CPU gather, pipelined with the copy", "#a5c78b"),
     "raw rows": ("raw rows by the same kernel", "#7a7a7a"),
-    PAPER: ("the paper's code (measured apart, same kind of GPU)", "#b5453c"),
+    PAPER: ("the paper's code", "#b5453c"),
     IBP: ("ibp, its better scheme", "#1f5fa8"),
 }
-BAR_COLORS = {RAW_COPY: "#7a7a7a", "copy_ of the tensor": "#7a7a7a", NVCOMP: "#5d8c3e", "nvCOMP ANS": "#5d8c3e"}
+BAR_COLORS = {
+    **{RAW_COPY: "#7a7a7a", "copy_ of the tensor": "#7a7a7a"},
+    **{NVCOMP: "#5d8c3e", "nvCOMP ANS": "#5d8c3e", IBP: STYLE[IBP][1]},
+}
 
 
 def best_by(rows, key):
@@ -46,24 +52,16 @@ def best_by(rows, key):
 
 def gathers(rows, label_of):
     """{label: {kind: GB/s}} of arms that may use the whole GPU, or none of it."""
-    most, groups = max((row["sms"] for row in rows), default=0), {}
-    shown = [row for row in rows if row["arm"] in KINDS and row["sms"] in (0, most)]
+    shown, groups = [row for row in reading.whole(rows) if row["arm"] in KINDS], {}
     for (label, kind), gbps in best_by(shown, lambda row: (label_of(row), KINDS[row["arm"]])).items():
         groups.setdefault(label, {})[kind] = gbps
     return groups
 
 
-def rows_by_savings(gather):
-    """Synthetic rows of one size; arms to which savings mean nothing stand at each."""
-    own = [row for row in gather if row["case"].startswith(SYNTHETIC.strip()) and row["row_bytes"] == ROW_BYTES]
-    groups = gathers(own, lambda row: row["case"].removeprefix(SYNTHETIC))
-    raw = groups.pop(SYNTHETIC.strip(), {})
-    paper = {row["savings"]: row["gbps"] for row in reading.paper_rates("rows") if row["row_bytes"] == ROW_BYTES}
-    for savings, group in groups.items():
-        group |= raw
-        if reading.savings_of(savings) in paper:
-            group[PAPER] = paper[reading.savings_of(savings)]
-    return {f"{savings} saved": group for savings, group in groups.items()}
+def rows_by_savings(reference):
+    """The paper's synthetic rows of one size: every rate is of the run in which both codes fetched the same rows."""
+    own = [row for row in reference if row["row_bytes"] == ROW_BYTES]
+    return gathers(own, lambda row: f"{row['case'].removeprefix(SYNTHETIC)} saved")
 
 
 def rows_of_tables(gather):
@@ -77,9 +75,7 @@ def tensor_rates(stream):
     own = [row for row in stream if row["dtype"] == "bfloat16" and row["case"].startswith(NORMAL)]
     largest = max((row["rows"] for row in own), default=0)
     best = best_by([row for row in own if row["rows"] == largest], lambda row: way_of(row["arm"]))
-    paper = (row["gbps"] for row in reading.paper_rates("tensor") if row["dtype"] == "bfloat16")
-    best[PAPER] = next(paper)
-    return {way: best[way] for way in (RAW_COPY, PAPER, NVCOMP, IBP) if way in best}
+    return {way: best[way] for way in (RAW_COPY, NVCOMP, IBP) if way in best}
 
 
 def way_of(arm):
@@ -94,7 +90,6 @@ def device_rates(codec):
     best = best_by([row for row in own if row["row_bytes"] == ROW_BYTES], lambda row: row["arm"])
     return {
         "copy_ of the tensor": next(row["gbps"] for row in codec if (row["case"], row["arm"]) == ("device", "copy_")),
-        "the paper's code, its best": reading.paper_rates("device")[0]["gbps"],
         "nvCOMP ANS": max(gbps for arm, gbps in best.items() if arm.startswith("nvcomp ANS decode")),
         IBP: max(best["planes decode"], best["planes decode packed"]),
     }
@@ -112,6 +107,7 @@ def draw_groups(panel, groups, title):
     panel.set_xticks(range(len(groups)), groups, fontsize=8)
     panel.set_ylabel(RATE_LABEL, fontsize=9)
     panel.set_title(title, fontsize=10, loc="left")
+    panel.margins(y=0.1)
     panel.grid(axis="y", alpha=0.3)
     panel.set_axisbelow(True)
 
@@ -127,7 +123,7 @@ def set_rate_axis(panel, groups):
 
 def draw_bars(panel, rates, title):
     """Horizontal bars from above with their numbers."""
-    colors = [BAR_COLORS.get(way) or STYLE[IBP if way == IBP else PAPER][1] for way in rates]
+    colors = [BAR_COLORS[way] for way in rates]
     bars = panel.barh(list(rates), list(rates.values()), 0.74, color=colors)
     panel.bar_label(bars, [reading.number(gbps) for gbps in rates.values()], padding=4, fontsize=8)
     panel.set_xlim(0, 1.18 * max(rates.values()))
@@ -142,23 +138,27 @@ def draw_bars(panel, rates, title):
 def draw(directory):
     """Writes overview.png; says so where matplotlib or measurements are missing."""
     results = reading.Results(Path(directory))
-    gather, stream, codec = (results.rows(name) for name in ("gather", "stream", "codec"))
+    gather, stream, codec, reference = (results.rows(name) for name in ("gather", "stream", "codec", "reference"))
+    by_savings = rows_by_savings(reference)
     is_full = any(row["row_bytes"] == ROW_BYTES for row in gather) and any(row["case"] == "device" for row in codec)
-    if plt is None or not (is_full and stream):
-        wanted = "full runs of gather.py, stream.py and codec.py on a GPU are missing"
+    if plt is None or not (is_full and stream and by_savings):
+        wanted = "full runs of gather.py, stream.py, codec.py and reference.py on a GPU are missing"
         print("no chart: " + (wanted if plt else "matplotlib is missing"))
         return
     size, real = reading.size_name(ROW_BYTES), rows_of_tables(gather)
     figure, panels = plt.subplots(2, 2, figsize=(13, 7.8), layout="constrained")
-    draw_groups(panels[0, 0], rows_by_savings(gather), f"Random rows of {size} from host memory, by savings")
+    draw_groups(panels[0, 0], by_savings, f"Random rows of {size} from host memory, by savings; scheme ibp")
     draw_groups(panels[0, 1], real, "Random rows of real tables from host memory (logarithmic)")
     set_rate_axis(panels[0, 1], real)
     draw_bars(panels[1, 0], tensor_rates(stream), "A whole BF16 tensor, N(0, 0.02), from host memory")
     draw_bars(panels[1, 1], device_rates(codec), f"Decoding BF16, N(0, 0.02), rows of {size}, in device memory")
-    labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(*labels, fontsize=8, ncols=4, loc="outside lower center", frameon=False)
+    shown = {label: bar for panel in panels[0] for bar, label in zip(*panel.get_legend_handles_labels())}
+    figure.legend(shown.values(), shown.keys(), fontsize=8, ncols=4, loc="outside lower center", frameon=False)
     commits = ", ".join(reading.in_order(row["commit"][:10] for row in gather))
-    figure.suptitle(f"What ibp gains ({gather[0]['gpu']}, torch {gather[0]['torch']}, commit {commits})", fontsize=10)
+    measured = (
+        f"{gather[0]['gpu']}, torch {gather[0]['torch']}, commit {commits}; by savings {reference[0]['commit'][:10]}"
+    )
+    figure.suptitle(f"What ibp gains ({measured})", fontsize=10)
     save(figure, directory, "overview", 130)
 
 

@@ -31,6 +31,7 @@ from .reading import (
     percent,
     size_name,
     value_of,
+    whole,
 )
 
 RESULTS = harness.ROOT / "benchmarks" / "RESULTS.md"
@@ -38,11 +39,14 @@ BLOCK = re.compile(r"<!-- ([^:>]+): written by python -m benchmarks\.claims -->\
 
 
 def machine(rows):
-    """Where the rows were measured, and at which commits."""
+    """Where the rows were measured, at which commits, and how many name none."""
     first, commits = rows[0], in_order(row["commit"][:10] for row in rows if row.get("commit"))
+    nameless = sum(not row.get("commit") for row in rows)
     parts = [first.get("gpu"), first.get("torch") and f"torch {first['torch']}, CUDA {first['cuda']}"]
     if commits:
         parts.append(f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}")
+    if nameless:
+        parts.append(f"{nameless} of {len(rows)} rows name no commit")
     return "".join(f", {part}" for part in parts if part)
 
 
@@ -383,7 +387,8 @@ TABLES = (
     Table(
         "",
         "transfers",
-        "Tables of real sets: how many times as fast as raw rows, or as `copy_`, they come to the GPU",
+        "Tables of real sets: how many times as fast as raw rows, or as `copy_`, they come to the GPU. Keys and values "
+        "in FP16 are BF16 ones that were cast",
         ROWS,
         cell("gain", real(2)),
         is_whole,
@@ -983,7 +988,8 @@ def targets(results):
             lines.append([f"`{path.stem}`", counts["yes"], counts["no"]])
     return (
         f"Of {sum(total.values())} targets {total['yes']} are met and {total['no']} are missed. "
-        "[README.md](README.md#what-falls-short) says why.\n\n" + markdown(["script", "met", "missed"], lines)
+        "The project set them for itself; [README.md](README.md#what-falls-short) says why they are missed.\n\n"
+        + markdown(["script", "met", "missed"], lines)
     )
 
 
@@ -1004,7 +1010,8 @@ def results_page(results):
         "# Results",
         "Written by `python -m benchmarks.claims` from the CSVs in [results/](results/). "
         "[README.md](README.md) says what each script measures and how. A table's commits are those of the code that "
-        "was measured; a row of its CSV names its own. CSVs that count bytes name no GPU.",
+        "was measured; a row of its CSV names its own, unless the table counts it among those that name none. CSVs "
+        "that count bytes name no GPU.",
         targets(results),
         memory(results),
     ]
@@ -1052,10 +1059,10 @@ def cited(results, text):
 
 def only(results, csv, **wanted):
     """The one row with these values. ValueError: there is none, or there are several."""
-    rows = results.rows(csv, **wanted)
-    if len(rows) != 1:
-        raise ValueError(f"{csv}.csv has {len(rows)} rows with {wanted}; wanted one")
-    return rows[0]
+    row = results.row(csv, **wanted)
+    if row is None:
+        raise ValueError(f"{csv}.csv has no row with {wanted}; wanted one")
+    return row
 
 
 def source(results, csv):
@@ -1070,20 +1077,39 @@ def source(results, csv):
 
 
 def on_the_device(results):
-    """For how many nets keeping coded activations on the GPU lowers the peak, and for which most and least."""
-    plain = {row["case"]: row for row in results.rows("activations", arm="plain")}
-    rows = sorted(results.rows("activations", arm="on the device"), key=lambda row: -row["freed_gb"])
+    """For how many nets keeping coded activations on the GPU lowers the peak, and for which most and least; beside
+    recomputed blocks."""
+    wanted = (activations.PLAIN, activations.ON_DEVICE, activations.RECOMPUTED)
+    arms = reproduction.by_arm(row for row in results.rows("activations") if row["arm"] in wanted)
+    nets = sorted(arms.items(), key=lambda net: -net[1][activations.ON_DEVICE]["freed_gb"])
 
-    def texts(chosen):
-        return "; ".join(
-            f"{row['case']} {row['peak_gb']:.2f} GB instead of {plain[row['case']]['peak_gb']:.2f}, steps "
-            f"{row['step_ms'] / plain[row['case']]['step_ms']:.1f} times as long"
-            for row in chosen
+    def text(case, of):
+        plain, coded, recomputed = (of[arm] for arm in wanted)
+        slower = [f"{row['step_ms'] / plain['step_ms']:.1f} times" for row in (coded, recomputed)]
+        return (
+            f"{case} {coded['peak_gb']:.2f} GB instead of {plain['peak_gb']:.2f}, steps {slower[0]} as long "
+            f"(recomputed {recomputed['peak_gb']:.2f} GB, {slower[1]})"
         )
 
-    num_lower = sum(row["freed_gb"] > 0 for row in rows)
-    ends = [rows[0], rows[-1]] if len(rows) > 1 else rows
-    return f"The peak falls for {num_lower} of {len(rows)} measured nets, most and least: {texts(ends)}."
+    num_lower = sum(of[activations.ON_DEVICE]["freed_gb"] > 0 for _, of in nets)
+    ends = "; ".join(text(*net) for net in dict([nets[0], nets[-1]]).items())
+    return f"The peak falls for {num_lower} of {len(nets)} measured nets, most and least: {ends}."
+
+
+def pinned_activations(results):
+    """Of how many nets coded activations pin more host memory than the same hooks with raw bytes."""
+    raw = {row["case"]: row["pinned_gb"] for row in results.rows("activations", arm=activations.RAW)}
+    rows = results.rows("activations", arm=activations.IBP)
+    more = [row for row in rows if row["pinned_gb"] > raw[row["case"]]]
+    least = min(rows, key=lambda row: row["pinned_gb"] / raw[row["case"]])
+
+    def text(row):
+        return f"{row['case']} {row['pinned_gb']:.2f} for {raw[row['case']]:.2f}"
+
+    return (
+        f"Coded activations pin more host memory than raw ones in {len(more)} of {len(rows)} measured nets, in GB: "
+        f"{', '.join(map(text, more))}; least of raw {text(least)}."
+    )
 
 
 def spilled_rates(results):
@@ -1201,34 +1227,36 @@ def sent_pages(results):
 
 def choices(results):
     rows = [row for row in results.rows("choose") if row["chosen"]]
-    good = sum(row["loss"] <= row["wanted_loss"] for row in rows)
     return (
-        f"{good} of {len(rows)} choices of `ibp.codecs.choose`, over sets and links, take at most "
-        f"{percent(rows[0]['wanted_loss'], 0)} longer than the fastest candidate, the worst "
-        f"{percent(max(row['loss'] for row in rows))} longer {source(results, 'choose')}."
+        f"The {len(rows)} choices of `ibp.codecs.choose`, over sets and links, take at most "
+        f"{percent(max(row['loss'] for row in rows))} longer than the fastest candidate {source(results, 'choose')}."
     )
 
 
 def language_models(results):
-    """Steps of language models; empty before they are measured."""
-    if not STEPS.rows(results):
-        return ""
-    return f"{STEPS.text} {source(results, 'llm')}:\n\n{STEPS.markdown(results)}"
+    """Steps of language models in CUDA graphs; empty before they are measured."""
+    steps = replace(
+        STEPS,
+        text="Milliseconds in which each sequence of a batch gets a token, by transformers with a static cache, in a "
+        "CUDA graph; in brackets how many times as fast as plain",
+        where=lambda row: row["way"] == "step" and row["arm"] != "offloaded",
+        more={},
+    )
+    return f"{steps.text} {source(results, 'llm')}:\n\n{steps.markdown(results)}" if steps.rows(results) else ""
+
+
+SHOWN_VECTORS = (1, 16, 64, 512)  # of products, in docs/llm.md
 
 
 def products(results):
-    """`ibp.linear` alone, by matrix and number of vectors."""
-    lines = []
-    for table in (PRODUCTS, TOGETHER):
-        fused = replace(
-            table,
-            line={"vectors": cell("vectors")},
-            where=lambda row, table=table: row["arm"] == "ibp.linear" and table.where(row),
-            across=matrix_name,
-        )
-        if fused.rows(results):
-            lines.append(f"{table.text} {source(results, 'linear')}:\n\n{fused.markdown(results)}")
-    return "\n\n".join(lines)
+    """`ibp.linear` alone, by matrix and some numbers of vectors."""
+    fused = replace(
+        PRODUCTS,
+        line={"vectors": cell("vectors")},
+        where=lambda row: row["arm"] == "ibp.linear" and row["vectors"] in SHOWN_VECTORS and PRODUCTS.where(row),
+        across=matrix_name,
+    )
+    return f"{fused.text} {source(results, 'linear')}:\n\n{fused.markdown(results)}"
 
 
 def freed_memory(results):
@@ -1264,14 +1292,19 @@ def room(coded, gpu_gb, results):
     return [f"{name}, {' and '.join(map(gigabytes, weights))}", gpu_gb, *texts, times]
 
 
+NO_GAIN = (
+    "No gain: an epoch of GraphSAGE on FP32 rows of 400 B, {gnn|epoch_s|dense 100, batch 1024|ibp} s, raw rows "
+    "{gnn|epoch_s|dense 100, batch 1024|raw rows}."
+)
+
+
 def headline(results):
     """The table of README.md: what people do without ibp, and ibp."""
     gather, normal = results.rows("gather"), {"case": "normal 0.02", "dtype": "bfloat16", "row_bytes": charts.ROW_BYTES}
-    saved, most = ratio.cells_of(results.rows("ratio"))["normal 0.02", "bfloat16"], max(row["sms"] for row in gather)
+    saved = ratio.cells_of(results.rows("ratio"))["normal 0.02", "bfloat16"]
 
     def rate(arm, **wanted):
-        rows = [row for row in results.rows("gather", arm=arm, **wanted) if row["sms"] in (0, most)]
-        return number(max(row["gbps"] for row in rows))
+        return number(max(row["gbps"] for row in whole(results.rows("gather", arm=arm, **wanted))))
 
     tensor = {way: number(gbps) for way, gbps in charts.tensor_rates(results.rows("stream")).items()}
     nvcomp = max(saving for method, saving in saved.items() if method.startswith(NVCOMP))
@@ -1297,7 +1330,8 @@ def headline(results):
     ]
     return (
         f"GB/s of original bytes, from pinned host memory ({machine(gather)[2:]}, whole tensors and nvCOMP of "
-        "[others](benchmarks/RESULTS.md)):\n\n" + markdown(["what", "without ibp", "with ibp"], lines)
+        f"[others](benchmarks/RESULTS.md)):\n\n{markdown(['what', 'without ibp', 'with ibp'], lines)}\n\n"
+        + cited(results, NO_GAIN)
     )
 
 
@@ -1317,19 +1351,28 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{gnn|epoch_s|dense 100, batch 1024|raw rows} s, coded {gnn|epoch_s|dense 100, batch 1024|ibp} s {from gnn}.",
     "gnn_cache": "A cache of 1 % of the features' bytes holds "
     "{gnn_cache|held_rows|pubmed|ibp, cache of 1 % / raw rows, cache of 1 %} times as many of Pubmed's rows coded as "
-    "raw, and {gnn_cache|held_rows|dense 768|ibp, cache of 1 % / raw rows, cache of 1 %} times as many dense BF16 rows "
-    "{from gnn_cache}.",
+    "raw, and {gnn_cache|held_rows|dense 768|ibp, cache of 1 % / raw rows, cache of 1 %} times as many dense BF16 "
+    "rows. An epoch on Pubmed takes {gnn_cache|epoch_s|pubmed|ibp, cache of 1 %} s with it, "
+    "{gnn_cache|epoch_s|pubmed|raw rows, cache of 1 %} with raw rows and cache, "
+    "{gnn_cache|epoch_s|pubmed|ibp} with coded rows alone; on dense rows "
+    "{gnn_cache|epoch_s|dense 768|ibp, cache of 1 %}, {gnn_cache|epoch_s|dense 768|raw rows, cache of 1 %} and "
+    "{gnn_cache|epoch_s|dense 768|ibp} s {from gnn_cache}.",
     "lookups": "Look-ups in 26 BF16 tables of 40 GiB with rows of 2 KiB come at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|ibp} GB/s, by the CPU's gather and copy at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|cpu gather + copy}, and as raw rows by the GPU at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|raw rows} (Zipf's law, batches of 65,536); with a cache of 2 % of the bytes "
-    "at {dlrm|gbps|40 GiB, Zipf, batch 65,536|ibp + cache}, raw rows with the same cache at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|raw + cache}. Rows of 128 bytes gain nothing: "
+    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|ibp} GB/s, as raw rows by the GPU at "
+    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|raw rows}, by the CPU's gather and copy at "
+    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|cpu gather + copy}, pipelined at "
+    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|cpu pipelined} (Zipf's law, batches of 65,536); with a cache of 2 % of "
+    "the bytes at {dlrm|gbps|40 GiB, Zipf, batch 65,536|ibp + cache}, raw rows with the same cache at "
+    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|raw + cache}. Rows of 128 bytes gain nothing: BF16 "
     "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=bfloat16} GB/s, raw "
-    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|raw rows|row_bytes=128|dtype=bfloat16} {from dlrm}.",
+    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|raw rows|row_bytes=128|dtype=bfloat16}; FP16 "
+    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=float16}, by the CPU, pipelined, "
+    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|cpu pipelined|row_bytes=128|dtype=float16} {from dlrm}.",
     "dlrm_train": "A training step with row-wise Adagrad on 512-byte BF16 rows, ids by Zipf's law, takes "
     "{dlrm_train|us|Zipf 1.05|ibp|dtype=bfloat16|row_bytes=512} with coded rows, "
-    "{dlrm_train|us|Zipf 1.05|raw rows|dtype=bfloat16|row_bytes=512} with raw ones {from dlrm_train}.",
+    "{dlrm_train|us|Zipf 1.05|raw rows|dtype=bfloat16|row_bytes=512} with raw ones, "
+    "{dlrm_train|us|Zipf 1.05|raw rows + cache|dtype=bfloat16|row_bytes=512} with raw ones behind a cache "
+    "{from dlrm_train}.",
     "kv_fetch": "All keys and values of a small language model, batch 20 and 32,768 tokens, come to the GPU layer by "
     "layer in {kv_fetch|ms|real, batch 20, 32,768 tokens|ibp} coded and in "
     "{kv_fetch|ms|real, batch 20, 32,768 tokens|raw blocks} raw; coded on the GPU, they are decoded in "
@@ -1339,9 +1382,10 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "page by page {kv_pages|gbps|load|copied page by page, alone} {from kv_pages}.",
     "kv_transfer": sent_pages,
     "served": "vLLM's GPU keeps a quarter of 16 prompts, and host memory has no room for all others raw: "
-    "{serve_vllm|found|llama-8-layers-random|coded KV} of the tokens were found coded, "
-    "{serve_vllm|found|llama-8-layers-random|raw KV} raw; {serve_vllm|equal|llama-8-layers-random|coded KV} and "
-    "{serve_vllm|equal|llama-8-layers-random|raw KV} of 28 answers are plain's {from serve_vllm}.",
+    "{serve_vllm|found|llama-8-layers-random|coded KV} of the tokens were found with coded pages, "
+    "{serve_vllm|found|llama-8-layers-random|raw KV} with raw ones; {serve_vllm|equal|llama-8-layers-random|coded KV} "
+    "of 28 answers are plain's with coded pages, {serve_vllm|equal|llama-8-layers-random|raw KV} with raw ones "
+    "{from serve_vllm}.",
     "kv_rows": "One token in ten, chosen at random, comes at {kv_rows|gbps|8 x 128|ibp|sms=132} GB/s as rows of 256 "
     "bytes, raw by a kernel at {kv_rows|gbps|8 x 128|raw by kernel} and by the CPU's gather at "
     "{kv_rows|gbps|8 x 128|cpu index + copy}; where a cache has nine of ten, at {kv_rows|gbps|8 x 128|ibp, cache}, of "
@@ -1370,20 +1414,21 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "and {flexgen_opt|host_bytes||FlexGen, ibp|dtype=float16} "
     "{from flexgen_opt}.",
     "spill": spilled_rates,
-    "profiles": "A small net in training takes {spill|target|training, the paper's ratios|profile, 30%} times less "
-    "memory at a threshold of 30 %, and its 15 tensors decode at "
+    "profiles": "A small net in training takes {spill|target|training, the paper's ratios|profile, 30%} times less of "
+    "the GPU's memory at a threshold of 30 %, and its 15 tensors decode at "
     "{spill|gbps|training, the paper's ratios|profile, 30%} GB/s one after the other. The ratio says little of other "
-    "nets: ids name few rows of its embedding, and of the rows of that embedding's states "
-    "{probes|value|AdamW's states of the embedding of spill.py's net, on a CPU; first snapshot|} % are zero in the "
-    "first snapshot and {probes|value|AdamW's states of the embedding of spill.py's net, on a CPU; last snapshot|} % "
-    "in the last {from spill}.",
+    "nets: ids name few rows of its embedding, and "
+    "{probes|value|AdamW's states of the embedding of spill.py's net, on a CPU; last snapshot|} % of the rows of that "
+    "embedding's states are zero to the last {from spill}.",
     "activations": "A step of ResNet-50 has a peak of {activations|peak_gb|ResNet-50|plain} GB beyond weights and "
     "input, and takes {activations|step_ms|ResNet-50|plain}; with activations coded and offloaded "
-    "{activations|peak_gb|ResNet-50|ibp} GB and {activations|step_ms|ResNet-50|ibp}; by torch's `save_on_cpu` "
+    "{activations|peak_gb|ResNet-50|ibp} GB and {activations|step_ms|ResNet-50|ibp}; offloaded without coding "
+    "{activations|peak_gb|ResNet-50|raw} GB and {activations|step_ms|ResNet-50|raw}; by torch's `save_on_cpu` "
     "{activations|peak_gb|ResNet-50|save_on_cpu} GB and {activations|step_ms|ResNet-50|save_on_cpu}; with recomputed "
     "blocks {activations|peak_gb|ResNet-50|recomputed} GB and {activations|step_ms|ResNet-50|recomputed} "
     "{from activations}.",
     "on the device": on_the_device,
+    "pinned activations": pinned_activations,
     "optimizer states": "In a model of Llama's shape in BF16 the states save "
     "{adamw|m_savings|Llama's shape, BF16|ibp} (exp_avg) and {adamw|v_savings|Llama's shape, BF16|ibp} (exp_avg_sq) of "
     "the GPU's memory, and a step takes {adamw|ratio|Llama's shape, BF16|ibp} times as long as torch's; at level "
@@ -1397,16 +1442,19 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "where it travels raw {from collectives}.",
     "deltas": "Where {deltas|changed|1.5 % changed|ibp|dtype=bfloat16} of BF16 weights changed, a delta takes "
     "{deltas|stored|1.5 % changed|ibp|dtype=bfloat16} of their bytes, an index and a value for each change "
-    "{deltas|stored|1.5 % changed|index and value|dtype=bfloat16} {from deltas}.",
+    "{deltas|stored|1.5 % changed|index and value|dtype=bfloat16}; a GPU applies it at "
+    "{deltas|gbps|1.5 % changed|ibp, apply|dtype=bfloat16} GB/s, those at "
+    "{deltas|gbps|1.5 % changed|index and value, apply|dtype=bfloat16} {from deltas}.",
     "checkpoints": "4 GiB of BF16 weights are compressed at {checkpoints|gbps||compress, two cores} GB/s with two "
     "cores and {checkpoints|peak_mib||compress, two cores} MiB of memory, at {checkpoints|gbps||compress, GPU} GB/s "
     "with a GPU and {checkpoints|peak_mib||compress, GPU} MiB {from checkpoints}.",
     "choices": choices,
     "scale": "Two GPUs that fetch at once, each with a cache of 1 % of the bytes, get "
     "{scale|gbps|pubmed|ibp, cache of 1 %, 2 GPUs} GB/s of Pubmed's rows coded, "
-    "{scale|gbps|pubmed|raw rows, cache of 1 %, 2 GPUs} raw {from scale}.",
+    "{scale|gbps|pubmed|raw rows, cache of 1 %, 2 GPUs} raw; of dense BF16 rows "
+    "{scale|gbps|dense 768|ibp, cache of 1 %, 2 GPUs} and "
+    "{scale|gbps|dense 768|raw rows, cache of 1 %, 2 GPUs} {from scale}.",
     **{f"reproduction of {name}": partial(reproduction.table, name) for name in reproduction.PAPERS},
-    "headlines of the paper": reproduction.headlines,
     "papers": papers.summary,
 }
 

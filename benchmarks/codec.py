@@ -256,16 +256,20 @@ def measure_host(case, codebook):
 
 
 def run_synthetic(run, rates):
-    for row_bytes in inputs.QUICK_ROW_BYTES if run.quick else SYNTHETIC_ROW_BYTES:
-        for savings in inputs.QUICK_SAVINGS if run.quick else SYNTHETIC_SAVINGS:
-            name = f"synthetic {100 * savings:g}%"
-            with run.cell(f"{name}, {row_bytes} B"):
-                mask, bitval = inputs.synthetic_mask(row_bytes, savings)
-                x = inputs.agreeing_rows(data_bytes(run) // row_bytes, mask, bitval, run.device)
-                case = Case(run, rates, name, x)
-                measure_codec(case, ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES))
-                if savings == ANALYZED_SAVINGS and row_bytes == ANALYZED_ROW_BYTES:
-                    measure_analysis(case)
+    sizes = (
+        itertools.product(inputs.QUICK_ROW_BYTES, inputs.QUICK_SAVINGS)
+        if run.quick
+        else itertools.product(SYNTHETIC_ROW_BYTES, SYNTHETIC_SAVINGS)
+    )
+    for row_bytes, savings in run.some(sizes):
+        name = f"synthetic {100 * savings:g}%"
+        with run.cell(f"{name}, {row_bytes} B"):
+            mask, bitval = inputs.synthetic_mask(row_bytes, savings)
+            x = inputs.agreeing_rows(data_bytes(run) // row_bytes, mask, bitval, run.device)
+            case = Case(run, rates, name, x)
+            measure_codec(case, ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES))
+            if savings == ANALYZED_SAVINGS and row_bytes == ANALYZED_ROW_BYTES:
+                measure_analysis(case)
 
 
 def column_codebook(codebook, x):
@@ -328,21 +332,19 @@ def measure_nvcomp_batch(case):
 
 def run_normal(run, rates):
     """Normal tables in rows of several sizes: decoding under every kind of codebook."""
-    for name, dtype, deviation in inputs.NORMAL:
-        for row_bytes in QUICK_ROW_BYTES if run.quick else ROW_BYTES:
-            with run.cell(f"{name} {harness.dtype_name(dtype)}, {row_bytes} B"):
-                x = inputs.normal_rows(
-                    data_bytes(run), dtype, deviation, run.device, columns=row_bytes // dtype.itemsize
-                )
-                case, is_analyzed = Case(run, rates, name, x), row_bytes == ANALYZED_ROW_BYTES
-                measure = measure_codec if is_analyzed else measure_decoding
-                measure(case, ibp.codecs.analyze(x, sample=SWEEP_SAMPLE))
-                if is_analyzed:
-                    measure_analysis(case)
-                dense = ibp.codecs.analyze(x, scheme="planes", sample=SWEEP_SAMPLE)
-                measure(case, dense)
-                if not dense.per_column:
-                    measure_decoding(case, column_codebook(dense, x))
+    cases = itertools.product(inputs.NORMAL, QUICK_ROW_BYTES if run.quick else ROW_BYTES)
+    for (name, dtype, deviation), row_bytes in run.some(cases):
+        with run.cell(f"{name} {harness.dtype_name(dtype)}, {row_bytes} B"):
+            x = inputs.normal_rows(data_bytes(run), dtype, deviation, run.device, columns=row_bytes // dtype.itemsize)
+            case, is_analyzed = Case(run, rates, name, x), row_bytes == ANALYZED_ROW_BYTES
+            measure = measure_codec if is_analyzed else measure_decoding
+            measure(case, ibp.codecs.analyze(x, sample=SWEEP_SAMPLE))
+            if is_analyzed:
+                measure_analysis(case)
+            dense = ibp.codecs.analyze(x, scheme="planes", sample=SWEEP_SAMPLE)
+            measure(case, dense)
+            if not dense.per_column:
+                measure_decoding(case, column_codebook(dense, x))
 
 
 def sized_rows(kind, dtype, mib, device):
@@ -378,7 +380,7 @@ def measure_sized(run, rates, kind, x):
 
 def run_large(run, rates):
     """What compression and analysis cost where a table is not small, on the GPU and from host memory."""
-    if run.quick or not run.on_gpu:
+    if run.quick or not run.on_gpu or run.every > 1:
         return
     name, dtype, deviation = inputs.NORMAL[0]
     with run.cell(f"{name} {harness.dtype_name(dtype)}, {LARGE_BYTES >> 30} GiB"):
@@ -395,7 +397,7 @@ def run_large(run, rates):
 
 def run_real(run, rates, data_dir):
     """Tables whose codebooks are found by analysis, as a user's are."""
-    for name, rows in inputs.real_sets(data_dir):
+    for name, rows in run.some(inputs.real_sets(data_dir)):
         with run.cell(f"{name} {harness.dtype_name(rows.dtype)}"):
             num_rows = data_bytes(run) // (rows.shape[1] * rows.dtype.itemsize)
             case = Case(run, rates, name, inputs.replicated(rows, num_rows, run.device))
@@ -405,6 +407,8 @@ def run_real(run, rates, data_dir):
 
 def run_nvcomp(run, rates, data_dir):
     """nvCOMP, which knows no rows, on one table of each kind."""
+    if run.every > 1:
+        return
     if not (nvcomp and run.on_gpu):
         print("nvCOMP: " + ("the package nvidia-nvcomp-cu13 is not installed" if run.on_gpu else "needs --device cuda"))
         return

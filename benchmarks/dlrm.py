@@ -311,7 +311,6 @@ class Gains(NamedTuple):
     """How many times as fast `ibp` is as other arms, of one cell; None where one of the two is missing. cached: with a
     cache, as raw rows with one of the same bytes."""
 
-    row: dict
     plain: float | None
     pipelined: float | None
     raw: float | None
@@ -330,7 +329,7 @@ def gains(rows, arm=IBP):
 
         if arm in arms:
             cached = factor(IBP_CACHE, RAW_CACHE) if arm == IBP else None
-            yield Gains(arms[arm], *(factor(arm, other) for other in ARMS[:3]), cached)
+            yield Gains(*(factor(arm, other) for other in ARMS[:3]), cached)
 
 
 def main(argv=None):

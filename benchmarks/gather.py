@@ -8,6 +8,7 @@ while it copies. Rates below what they should be are printed last, as BELOW.
 """
 
 import csv
+import itertools
 import sys
 from pathlib import Path
 
@@ -152,35 +153,39 @@ def row_sizes(run):
 
 
 def run_synthetic(run, buffer):
-    for row_bytes in row_sizes(run):
-        num_rows = table_bytes(run, row_bytes) // row_bytes
-        fetches = Fetches(run, num_rows, row_bytes // 4, torch.int32)
-        for i, savings in enumerate(inputs.QUICK_SAVINGS if run.quick else inputs.SAVINGS):
-            case = f"synthetic {100 * savings:g}%"
-            with run.cell(f"{case}, {row_bytes} B"):
-                mask, bitval = inputs.synthetic_mask(row_bytes, savings)
-                x = inputs.agreeing_rows(num_rows, mask, bitval, run.device)
-                host = buffer.hold(x)
-                if i == 0:
-                    measure_raw(run, "synthetic", x, host, fetches)
-                codebook = ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
-                for slot_bytes in (None, row_bytes) if savings == IN_PLACE_SAVINGS else (None,):
-                    measure_coded(run, case, x, host, codebook, fetches, slot_bytes)
+    every_savings = inputs.QUICK_SAVINGS if run.quick else inputs.SAVINGS
+    for row_bytes, savings in run.some(itertools.product(row_sizes(run), every_savings)):
+        case = f"synthetic {100 * savings:g}%"
+        with run.cell(f"{case}, {row_bytes} B"):
+            num_rows = table_bytes(run, row_bytes) // row_bytes
+            fetches = Fetches(run, num_rows, row_bytes // 4, torch.int32)
+            mask, bitval = inputs.synthetic_mask(row_bytes, savings)
+            x = inputs.agreeing_rows(num_rows, mask, bitval, run.device)
+            host = buffer.hold(x)
+            if savings == every_savings[0]:
+                measure_raw(run, "synthetic", x, host, fetches)
+            codebook = ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
+            for slot_bytes in (None, row_bytes) if savings == IN_PLACE_SAVINGS else (None,):
+                measure_coded(run, case, x, host, codebook, fetches, slot_bytes)
 
 
 def run_normal(run, buffer):
     """Weights as a network starts with them, in rows of every size."""
-    for name, dtype, deviation in inputs.NORMAL:
-        for row_bytes in row_sizes(run) if run.quick or dtype == MAIN_DTYPE else OTHER_ROW_BYTES:
-            with run.cell(f"{name} {harness.dtype_name(dtype)}, {row_bytes} B"):
-                x = inputs.normal_rows(
-                    table_bytes(run, row_bytes), dtype, deviation, run.device, columns=row_bytes // dtype.itemsize
-                )
-                measure_found(run, name, x, x, buffer.hold(x), Fetches(run, len(x), x.shape[1], x.dtype), SAMPLE)
+    cases = (
+        (*kind, row_bytes)
+        for kind in inputs.NORMAL
+        for row_bytes in (row_sizes(run) if run.quick or kind[1] == MAIN_DTYPE else OTHER_ROW_BYTES)
+    )
+    for name, dtype, deviation, row_bytes in run.some(cases):
+        with run.cell(f"{name} {harness.dtype_name(dtype)}, {row_bytes} B"):
+            x = inputs.normal_rows(
+                table_bytes(run, row_bytes), dtype, deviation, run.device, columns=row_bytes // dtype.itemsize
+            )
+            measure_found(run, name, x, x, buffer.hold(x), Fetches(run, len(x), x.shape[1], x.dtype), SAMPLE)
 
 
 def run_real(run, buffer, data_dir):
-    for name, rows in inputs.real_sets(data_dir):
+    for name, rows in run.some(inputs.real_sets(data_dir)):
         with run.cell(f"{name} {harness.dtype_name(rows.dtype)}"):
             row_bytes = rows.shape[1] * rows.dtype.itemsize
             num_rows = table_bytes(run, row_bytes) // row_bytes

@@ -14,9 +14,9 @@ Arms: `cpu plain`, x[ids].to("cuda"); `cpu pinned`, index_select into a pinned b
 memory; `ibp`, likewise from a compressed table, and `scheme ibp` from one of masks. In all of them the next batch is
 sampled and fetched on a stream beside the one that trains. The ids of a batch are unique and in order.
 
---dgl: Cora's rows and dense FP32 ones alone, with neighbours drawn by DGL on the CPU, whose way to features `cpu plain`
-is. --huge: Citeseer's rows alone, in a table of 64 GiB. Other rows of the CSV stay, as these do in runs without the
-options.
+--dgl: Cora's rows and dense FP32 ones alone, with neighbours drawn by DGL on the CPU. DGL's own loader, which can pin
+features or read them from the GPU, is not run. --huge: Citeseer's rows alone, in a table of 64 GiB. Other rows of the
+CSV stay, as these do in runs without the options.
 
 gnn.csv has the rate of a fetch alone (gbps) and, after the common columns: batch (seeds), batches (measured),
 sample_ms, fetch_ms and train_ms (each alone, with nothing beside it: the medians of several, and for fetches the mean

@@ -12,6 +12,7 @@ The core library allocates nothing by itself.
 import argparse
 import contextlib
 import csv
+import itertools
 import math
 import os
 import signal
@@ -74,7 +75,7 @@ def process_group(kind, store, rank, world):
 
 
 def parse_args(argv=None, description=None):
-    """--out, --device, --quick and --data, the same for every script."""
+    """Parses --out, --device, --quick, --data and --every, which are the same for every script."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--out",
@@ -85,6 +86,9 @@ def parse_args(argv=None, description=None):
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--quick", action="store_true", help="few cells and small tables: does it run?")
     parser.add_argument("--data", type=Path, default=inputs.DATA_DIR, help="directory of the real sets")
+    parser.add_argument(
+        "--every", type=int, default=1, metavar="N", help="every Nth case alone (tools/compare_commits.py)"
+    )
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device")
@@ -181,6 +185,7 @@ class Run:
 
     def __init__(self, benchmark, args, extra_columns=(), keep=lambda row: False):
         self.benchmark, self.quick, self.device = benchmark, args.quick, torch.device(args.device)
+        self.every = args.every
         self.on_gpu = args.device == "cuda"
         self.columns, self.rows, self.memory, self.failures = [*COLUMNS, *extra_columns], [], [], []
         self.started = time.perf_counter()
@@ -210,6 +215,10 @@ class Run:
         self.head_start = 1
         self.memset_gbps = self.scratch.numel() * 1e-9 / self.seconds([self.scratch.zero_])
         self.head_start = math.ceil(HEAD_START_S * self.memset_gbps * 1e9 / self.scratch.numel())
+
+    def some(self, cases):
+        """Returns the cases that are measured: all of them, or every Nth with --every N."""
+        return itertools.islice(cases, 0, None, self.every)
 
     def _is_of_this_machine(self, row):
         return all(row[name] == value for name, value in self.same.items() if name != "commit")

@@ -15,7 +15,7 @@ import torch
 
 import ibp
 from ibp._fetch import gather, host_gather
-from ibp._machine import memory
+from ibp._machine import calibration, memory
 
 from . import harness, ideal, inputs
 
@@ -131,7 +131,7 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
         return lambda k: ibp.index_select(table, ids[k], out=fetches.outs[k], path=path, max_sms=sms)
 
     few = (
-        gather.bucketed_sms(table, run.device) or None
+        gather.bucketed_sms(table, calibration.in_force(run.device), run.num_sms) or None
     )  # what the bucketed path takes by itself: the pre-sorted ids get as many, which is faster than with all
     arms = (
         {

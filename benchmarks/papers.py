@@ -30,7 +30,8 @@ INTRODUCTION = """# Papers
 
 Written by `python -m benchmarks.claims` from [papers.csv](papers.csv): what each paper has, whether it is here, and the
 script, CSV of [results/](results/) or test that shows it. *part*: an arm, a workload, data or a baseline is missing,
-because it is not feasible here or by choice, or the result is another one (not confirmed).
+because it is not feasible here, by choice, or because nobody has made it yet; or the result is another one (not
+confirmed).
 [reproduction.md](../docs/reproduction.md) has the figures of both."""
 
 

@@ -1,13 +1,11 @@
 """CSVs of measurements, read, and their numbers as text."""
 
 import csv
-from pathlib import Path
 
 SYNTHETIC = "synthetic "  # cases "synthetic 12.5%" and so on; raw rows and the CPU's gathers are the case "synthetic"
 NORMAL = "normal"
 NVCOMP = "nvcomp "  # methods of ratio.csv and arms of transfers.csv that are codecs of nvCOMP
 DTYPE_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64", "float8_e4m3fn": "FP8"}
-REFERENCE = Path(__file__).with_name("reference_rates.csv")
 # Columns whose values are names, even where a name looks like a number.
 NAMES = {
     *("benchmark", "case", "arm", "set", "net", "layer", "program", "sizes", "map", "dtype"),
@@ -36,11 +34,6 @@ def read(path):
     return [{name: value_of(name, text) for name, text in row.items()} for row in rows]
 
 
-def paper_rates(path):
-    """Rows of reference_rates.csv: "rows", "tensor" or "device"."""
-    return [row for row in read(REFERENCE) if row["path"] == path]
-
-
 class Results:
     """The CSVs of a directory, each read once."""
 
@@ -54,8 +47,17 @@ class Results:
         return [row for row in self.sheets[name] if all(row.get(key) == value for key, value in wanted.items())]
 
     def row(self, name, **wanted):
-        """The first of these rows, or None."""
-        return next(iter(self.rows(name, **wanted)), None)
+        """The row with these values, or None. ValueError: there are several, which may be unlike each other."""
+        rows = self.rows(name, **wanted)
+        if len(rows) > 1:
+            raise ValueError(f"{name}.csv has {len(rows)} rows with {wanted}; wanted one")
+        return rows[0] if rows else None
+
+
+def whole(rows):
+    """The rows of arms that may use the whole GPU, or none of it."""
+    most = max((row["sms"] for row in rows), default=0)
+    return [row for row in rows if row["sms"] in (0, most)]
 
 
 def in_order(values):

@@ -111,7 +111,7 @@ def main(argv=None):
         "ibp, device memory": ibp.compress(x, scheme="planes"),
     }
     lines = []
-    for num_rows in NUM_ROWS:
+    for num_rows in run.some(NUM_ROWS):
         ids = torch.randint(len(x), (num_rows,), device=run.device)
         out = torch.empty(num_rows, x.shape[1], dtype=DTYPE, device=run.device)
         calls = {

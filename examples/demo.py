@@ -154,6 +154,13 @@ def print_savings(console, results):
         "it saves over the link, counted in sectors of 32 bytes.",
         highlight=False,
     )
+    if any(result["auto"].nbytes > result["x"].nbytes for result in results.values()):
+        console.print(
+            "Memory below 0: the slots are as long as the rows, so that coded rows save\n"
+            "bytes over the link alone, and the index of the rows is added. With\n"
+            'layout="packed" the table takes less memory than the tensor.',
+            highlight=False,
+        )
 
 
 def print_rates(console, results):

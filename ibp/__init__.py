@@ -22,8 +22,15 @@ ibp.integrations     bridges to frameworks
 
 from contextlib import suppress as _suppress
 from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
 from typing import Any as _Any
+
+if _find_spec("ibp._core") is None:
+    raise ImportError(
+        f"{_Path(__file__).parent} is the source of ibp, and nothing is built in it for this Python: leave its "
+        "directory to import the ibp that is installed, or build it here by `pip install --no-build-isolation -e .`"
+    )
 
 from . import _core, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
 from ._activations import ActivationOffload, ActivationStats, offload_activations

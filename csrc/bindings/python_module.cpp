@@ -158,6 +158,7 @@ py::object call_keeping_table(const py::list &kept, const py::object &call)
 PYBIND11_MODULE(_core, m)
 {
     m.doc() = "The ibp core without torch: status, versions, pinned memory.";
+    ibp::PinnedPool::of_process(); // made before any thread could be at it while the process forks
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;

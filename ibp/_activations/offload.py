@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from .._common.arguments import whole_number
+from .._common.locks import ForkLock
 from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._machine import memory as _memory
@@ -94,7 +94,7 @@ class ActivationOffload:
         self.least_bytes, self.device = least_bytes, device
         self._options, self._policy = options, ActivationPolicy(options)
         self._stats = ActivationStats()
-        self._lock = threading.RLock()
+        self._lock = ForkLock()
         self._transfers: dict[torch.device, PieceTransfers] = {}
         self._seen: spans.SeenSpans[_SpanEntry] = spans.SeenSpans()
         self._order: list[int] = []

@@ -13,6 +13,13 @@ def share_saved(num_bytes: int, stored_bytes: int) -> float:
     return 1 - stored_bytes / num_bytes if num_bytes else 0.0
 
 
+def shown_memory(nbytes: int, original_bytes: int) -> str:
+    """The memory that coded bytes take with all that belongs to them, and its share of the plain tensors' bytes, as
+    every `repr` begins with it: what coded rows save is not the memory that is saved."""
+    share = f" ({nbytes / original_bytes:.1%} of {original_bytes:,})" if original_bytes else ""
+    return f"nbytes={nbytes:,}{share}"
+
+
 class Saves:
     """The savings of something that has `original_bytes` and `stored_bytes`."""
 

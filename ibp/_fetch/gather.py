@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from .. import _core
 from .._machine import calibration, memory
+from .._machine.calibration import Calibration
 from .._machine.memory import is_capturing
 from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
+from .._schemes.choice import coder_rates, work_of
 from . import host_gather
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
 from .ids import check_range, checked_ids, flat_ids
@@ -24,12 +27,19 @@ from .paths import Path, choose, named
 WINDOW_BYTES = 64 << 10  # at least, of a window
 MAX_WINDOWS = 1 << 16  # IBP_MAX_WINDOWS
 LEAST_STAGED_BYTES = 4 << 20  # of items: fewer do not fill the CPU path's pipeline
+# What the paths cost beside the rows themselves, by benchmarks/paths.py (an H100). To put ids in order takes
+# PARTITION_NS on a GPU and PARTITION_ID_NS for each id; ids that come from the CPU make a GPU wait for the launches, too
+# (LAUNCHES_NS). STAGING_NS: to begin and end the CPU's pipeline, which stages rows at STAGED_SHARE of what its threads and
+# the copy engine do alone. A path that prepares something must promise to be PROMISED times as fast as one that does not.
+PARTITION_NS, PARTITION_ID_NS, LAUNCHES_NS = 16e3, 0.055, 90e3
+STAGING_NS, STAGED_SHARE = 100e3, 0.7
+PROMISED = 1.2
 
 
 def index_select(
     table: Table | Rows | list[Table] | tuple[Table, ...],
     ids: Ids,
-    *,
+    *others: NoReturn,
     table_numbers: Ids | None = None,
     device: torch.device | str | int | None = None,
     out: torch.Tensor | None = None,
@@ -78,7 +88,7 @@ def index_select(
             straight to their places. With a list of tables: contiguous.
         check: wait for the result and raise here what went wrong.
         max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, except that path "bucketed" takes
-            few (16 on an H200) where few decode as fast as the link brings rows.
+            only as many as decode rows as fast as the link brings them (at least 16 on an H200).
         path: how items come from host memory to a GPU; None chooses by the sizes. All give the same bits.
             "gpu": the GPU fetches them in the order given.
             "bucketed": the GPU first puts the ids in the order of windows of the table, then fetches in that order: for
@@ -98,6 +108,11 @@ def index_select(
         IndexError: an id or a table number is out of range.
         CorruptTableError: the table's bytes contradict each other.
     """
+    if others:
+        raise TypeError(
+            "index_select takes a table and ids, without a dimension, and selects along dimension 0: call "
+            "ibp.index_select(table, ids), or torch.index_select(table, dim, ids) for another dimension"
+        )
     if device is None and path is table_numbers is None and not check and not torch.compiler.is_compiling():
         taken = _take_few(table, ids, out, max_sms)
         if taken is not None:
@@ -204,7 +219,7 @@ def _check_many(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tenso
     """Raises IndexError for the first of CPU ids that its table lacks."""
     if ids.is_cuda:
         return
-    sizes = torch.tensor([table.num_items for table in tables])[numbers.cpu()]
+    sizes = torch.tensor([table.num_items for table in tables], dtype=torch.int64, device="cpu")[numbers.cpu()]
     bad = ((ids < 0) | (ids >= sizes)).nonzero()
     if bad.numel():
         position = int(bad[0])
@@ -315,14 +330,18 @@ class _Bucketed(ItemPath):
         machine = calibration.in_force(request.worker)
         if ids.numel() < machine.least_bucketed_ids or table.resident_bytes < machine.reach_bytes:
             return 2.0
-        return 2.0 if not ids.is_cuda and not torch.compiler.is_compiling() and looks_sorted(ids) else 0.5
+        if torch.compiler.is_compiling():
+            return 0.5
+        pays = PROMISED * bucketed_ns(table, ids.numel(), ids.is_cuda, machine) < fetched_ns(table, machine)
+        return 0.5 if pays and (ids.is_cuda or not looks_sorted(ids)) else 2.0
 
     def run(self, request: GatherRequest, result: torch.Tensor, fault: torch.Tensor) -> None:
         table, ids, worker = request.table, request.ids.to(request.worker), request.worker
         if ids.numel() == 0:
             return
         order, positions = torch.ops.ibp.partition_ids.default(ids, table.num_items, window_bits(table))
-        sms = request.sms or bucketed_sms(table, worker)
+        all_sms = torch.cuda.get_device_properties(worker).multi_processor_count
+        sms = request.sms or bucketed_sms(table, calibration.in_force(worker), all_sms)
         torch.ops.ibp.gather_items.default(table.handle(worker).table, order, sms, result, fault, positions)
 
 
@@ -357,8 +376,11 @@ class _Cpu(ItemPath):
         if request.worker.type == "cpu":  # not pinned: the GPU cannot fetch
             return 0.25
         machine = calibration.in_force(request.target)
-        has_threads = torch.get_num_threads() >= machine.least_staging_threads
-        return 0.25 if has_threads and table.resident_bytes >= machine.reach_bytes else 4.0
+        num_threads, num_ids = torch.get_num_threads(), request.ids.numel()
+        if num_threads < machine.least_staging_threads or table.resident_bytes < machine.reach_bytes:
+            return 4.0
+        by_gpu = min(fetched_ns(table, machine), bucketed_ns(table, num_ids, False, machine))
+        return 0.25 if PROMISED * staged_ns(table, num_ids, machine, num_threads) < by_gpu else 4.0
 
     def worker(self, request: GatherRequest) -> torch.device:
         return request.target
@@ -392,10 +414,47 @@ def refuse(path: ItemPath, request: GatherRequest) -> None:
         )
 
 
-def bucketed_sms(table: Table, device: torch.device) -> int:
-    """How many SMs path "bucketed" takes by default: with more, the rows that are fetched at the same time lie farther
-    apart. 0: all, since the decoder on few SMs would be slower than the link."""
-    return calibration.in_force(device).bucketed_sms if table.codebook is None or table.codebook.is_fast else 0
+def stored_item_bytes(table: Table) -> float:
+    """Returns the bytes that the link brings for an item of a table, on average."""
+    return table.resident_bytes / max(1, table.num_items)
+
+
+def fetched_ns(table: Table, machine: Calibration, translation_ns: float | None = None) -> float:
+    """Returns the time, in ns, in which a GPU fetches an item of a pinned table, by a machine's rates: the link brings
+    its bytes while addresses are translated, and it is written to device memory.
+
+    translation_ns: the time that translation takes alone; None: that of items in any order."""
+    link_ns = max(stored_item_bytes(table) / machine.read_gbps, machine.least_row_ns)
+    if translation_ns is None:
+        translation_ns = machine.random_ns(table.resident_bytes)
+    return max(math.hypot(link_ns, translation_ns), table.item_bytes / machine.device_copy_gbps)
+
+
+def bucketed_ns(table: Table, num_ids: int, ids_on_gpu: bool, machine: Calibration) -> float:
+    """Returns the same for num_ids items in the order of windows, with the time in which they are put in order."""
+    translation_ns = machine.sorted_ns(table.resident_bytes, num_ids)
+    prepared_ns = PARTITION_NS if ids_on_gpu else PARTITION_NS + LAUNCHES_NS
+    return fetched_ns(table, machine, translation_ns) + prepared_ns / num_ids + PARTITION_ID_NS
+
+
+def staged_ns(table: Table, num_ids: int, machine: Calibration, num_threads: int) -> float:
+    """Returns the time, in ns, that an item takes which the CPU gathers and the copy engine moves."""
+    gbps = min(num_threads * machine.gather_gbps, machine.copy_in_gbps)
+    return stored_item_bytes(table) / (STAGED_SHARE * gbps) + STAGING_NS / num_ids
+
+
+def bucketed_sms(table: Table, machine: Calibration, all_sms: int) -> int:
+    """Returns how many of a GPU's SMs path "bucketed" takes by default, or 0 for all. Few are enough for raw rows, and
+    with more of them the rows that are fetched at the same time lie farther apart. Coded rows get as many as decode
+    and write them at the rate at which the link brings them."""
+    if table.codebook is None:
+        return machine.bucketed_sms
+    stored_bytes = table.resident_bytes / max(1, table.num_rows)
+    work = work_of(table.codebook, table.row_bytes, stored_bytes)
+    decode_ns = max(work / coder_rates(table.codebook, machine).work_per_ns, table.row_bytes / machine.memset_gbps)
+    link_ns = max(stored_bytes / machine.read_gbps, machine.least_row_ns)
+    sms = max(machine.bucketed_sms, math.ceil(all_sms * decode_ns / link_ns))
+    return sms if sms < all_sms else 0
 
 
 def window_bits(table: Table) -> int:

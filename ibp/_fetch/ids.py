@@ -18,7 +18,7 @@ def tensor_of(values: Any, name: str) -> torch.Tensor:
         )
     try:
         # A copy of an array: of any strides, and writable.
-        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)
+        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values, device="cpu")
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{name} is a {type(values).__name__} that is no array of integers: {error}") from error
     return tensor if tensor.numel() else tensor.to(torch.int64)

@@ -113,4 +113,4 @@ def _slice_of(table: Table, key: slice) -> torch.Tensor:
         raise ValueError(f"the slice has step {step}; wanted a step greater than zero")
     if step == 1:
         return decode_items(table, start, max(start, stop), check=table.device.type == "cuda")
-    return index_select(table, torch.arange(start, max(start, stop), step), device=table.device)
+    return index_select(table, torch.arange(start, max(start, stop), step, device="cpu"), device=table.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,13 @@ from .fields import FileFormatError, refused
 from .regular import open_regular
 from .sets import INDEX_SUFFIX, SUFFIX, is_of_weights
 from .writer import FORMAT, MAX_HEADER_BYTES, PREFIX
+
+_OTHERS = {
+    "npy": "an array of numpy",
+    "archive": "an archive, as torch.save and numpy.savez write them",
+    "pickle": "a pickle, as torch.save once wrote them",
+}
+_PICKLE = re.compile(rb"\x80[\x02-\x05]")
 
 
 class Entry(NamedTuple):
@@ -61,17 +69,35 @@ def read_header(path: Path) -> Header:
 
 def header_of(file: BinaryIO, name: str) -> Header:
     """The header of an open file, whose name is for messages."""
-    size, start = os.fstat(file.fileno()).st_size, file.read(8)
-    header_bytes = int.from_bytes(start, "little")
+    size, start = os.fstat(file.fileno()).st_size, file.read(9)
+    other = other_format(start)
+    if other is not None:
+        raise FileFormatError(
+            f"{name} is {_OTHERS[other]}, no file of safetensors; ibp.checkpoints.compress makes one of it, which "
+            "ibp.load and ibp.open read"
+        )
+    header_bytes = int.from_bytes(start[:8], "little")
     if size < 10 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
         raise FileFormatError(
             f"{name} is no file of safetensors: it has {size} bytes and says that its header has {header_bytes}; "
             f"wanted 2 to {MAX_HEADER_BYTES} within the file"
         )
     with refused(name):
-        tensors, metadata, checks = _core.read_header(start + file.read(header_bytes), size)
+        tensors, metadata, checks = _core.read_header(start + file.read(header_bytes - 1), size)
     entries = sorted(((name, Entry(*entry)) for name, entry in tensors.items()), key=lambda item: item[1][2:])
     return Header(8 + header_bytes, dict(entries), metadata, checks)
+
+
+def other_format(start: bytes) -> str | None:
+    """Returns what a file is that begins with these bytes, at least 9 of them, if it is no file of safetensors: "npy",
+    "archive" or "pickle"; None if they tell nothing of the kind."""
+    if start[8:9] == b"{":  # the sizes of some headers are the first bytes of pickles
+        return None
+    if start.startswith(b"\x93NUMPY"):
+        return "npy"
+    if start.startswith((b"PK\3\4", b"PK\5\6")):
+        return "archive"
+    return "pickle" if _PICKLE.match(start) else None
 
 
 # ---- sets of files ----

@@ -18,9 +18,9 @@ _HERE = ("file", "local")  # protocols of fsspec for files of this machine
 
 def path_text(path: PathLike) -> str:
     """A path or URL as text; of a URL of a file of this machine the path. TypeError for what is neither."""
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
-        raise TypeError(f"path is {text!r}; wanted text or a path")
+        raise TypeError(f"path is a {type(text).__name__}; wanted text or a path")
     protocol, is_split, rest = text.partition("://")
     return rest if is_split and protocol in _HERE else text
 

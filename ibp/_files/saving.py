@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,8 @@ def save(
         OSError: the file cannot be written; there is no new file then. The error names the file, and if the disk is
             full it says how many bytes are wanted.
     """
+    if isinstance(tensors, (str, os.PathLike)):
+        raise TypeError(f"tensors is the path {os.fspath(tensors)!r}; wanted ibp.save(path, tensors), the path first")
     items = _checked(tensors)
     removed = tensors.removed if isinstance(tensors, CheckpointDelta) else ()
     checked_metadata(metadata)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .report import TensorContents
+from .report import FileReport, TensorContents
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,10 +36,11 @@ FIELDS = {
 }
 
 
-def draw(reports: Sequence[TensorContents], title: str) -> bytes:
-    """A PNG of the reports. ImportError: matplotlib is not installed. ValueError: there is no tensor with elements."""
+def draw(files: Sequence[FileReport]) -> bytes:
+    """A PNG of the files' tensors. ImportError: matplotlib is not installed. ValueError: there is no tensor with
+    elements."""
     matplotlib = require_matplotlib()
-    reports = [report for report in reports if report.original_bytes]
+    reports = [tensor for file in files for tensor in file.tensors if tensor.original_bytes]
     groups = _groups(reports)
     if not reports or not groups:
         raise ValueError("there is nothing to plot: no tensor has elements")
@@ -47,12 +48,12 @@ def draw(reports: Sequence[TensorContents], title: str) -> bytes:
     rows = _rows(reports)
     heights = [_height(own) for own in (*panels, rows)]
     figure = matplotlib.figure.Figure((9.5, sum(heights) + 1.1 * len(heights) + 0.5), layout="constrained")
-    figure.suptitle(plain(title, 90), fontsize=_FONT + 2, parse_math=False)
+    figure.suptitle(plain(", ".join(file.path for file in files), 90), fontsize=_FONT + 2, parse_math=False)
     grid = figure.add_gridspec(len(heights), 2, width_ratios=(3, 2), height_ratios=heights)
     for at, (dtype, group) in enumerate(groups.items()):
         _draw_entropy(figure, figure.add_subplot(grid[at, 0]), dtype, panels[at])
         _draw_uses(figure.add_subplot(grid[at, 1]), dtype, group)
-    _draw_savings(figure.add_subplot(grid[-1, :]), rows)
+    _draw_savings(figure.add_subplot(grid[-1, :]), rows, files)
     buffer = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # names may have any characters
@@ -102,7 +103,7 @@ def _rows(reports: Sequence[TensorContents]) -> list[tuple[str, list[TensorConte
     return named + ([("others", [report for _, own in rest for report in own])] if rest else [])
 
 
-def _bytes(reports: Sequence[TensorContents]) -> tuple[int, int]:
+def _bytes(reports: Sequence[TensorContents | FileReport]) -> tuple[int, int]:
     """Before and after."""
     return sum(report.original_bytes for report in reports), sum(report.stored_bytes for report in reports)
 
@@ -180,8 +181,9 @@ def _draw_uses(axes: Axes, dtype: str, group: Sequence[TensorContents]) -> None:
     axes.legend(ncols=3, alignment="left", **title, **place, **_LEGEND)
 
 
-def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]]) -> None:
-    """A bar a row; where that is several tensors, a line from the one that saves least to the one that saves most."""
+def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]], files: Sequence[FileReport]) -> None:
+    """A bar a row; where that is several tensors, a line from the one that saves least to the one that saves most. The
+    title is of the files, headers included."""
     drawn: set[str] = set()
     highest = lowest = 0.0
     for at, (_, own) in enumerate(rows):
@@ -200,7 +202,7 @@ def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]]) 
     axes.set_yticks(range(len(rows)), _labels(rows), fontsize=_FONT - 1, parse_math=False)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(1.1 * lowest, 1.15 * max(10, highest))
-    before, after = _bytes([report for _, own in rows for report in own])
+    before, after = _bytes(files)
     several = "; line: from the least to the most of its tensors" if any(len(own) > 1 for _, own in rows) else ""
     axes.set_title(f"bytes saved: {100 * (1 - after / before):.1f} % of all", loc="left", fontsize=_FONT + 1)
     axes.set_xlabel(f"bytes saved, %{several}", fontsize=_FONT)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Container, Iterator
+import os
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +14,7 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._machine import memory, staging
+from .manners import TensorManners
 
 _Given = TypeVar("_Given")
 
@@ -48,6 +50,21 @@ DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torc
 # two values in a byte; None in a torch that lacks it
 PAIRS_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
 KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # of plain tensors in files
+
+# What takes things that are given in the place of a tensor, or makes tensors of them: by type, and by attribute.
+_WAYS: tuple[tuple[Any, str], ...] = (
+    ((str, os.PathLike), "ibp.checkpoints.compress(path, output) takes a file, ibp.load(path) reads one"),
+    (torch.nn.Module, "ibp.nn.compress(model) takes a model"),
+    (Mapping, "call this for each of its tensors; ibp.checkpoints.compress(path, output) takes a file of them"),
+    (TensorManners, "it is coded already, and ibp.decompress(table) gives its tensor"),
+    ((list, tuple, range, int, float, complex), "torch.tensor(x) makes one of numbers, torch.stack(x) of tensors"),
+    (np.ndarray, "torch.from_numpy(x) makes one of an array"),
+)
+_WAYS_BY_ATTRIBUTE = (
+    ("to_numpy", "x.to_numpy() gives an array, torch.from_numpy(array) a tensor"),
+    ("__dlpack__", "torch.from_dlpack(x) gives one over the same memory"),
+    ("__array__", "numpy.asarray(x) gives an array, torch.from_numpy(array) a tensor"),
+)
 
 
 @dataclass(frozen=True)
@@ -92,7 +109,7 @@ class Geometry:
 def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype] = DTYPES) -> None:
     """Raises TypeError for what cannot be compressed, or is not of one of the dtypes, by its name."""
     if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor")
+        raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor{_way_from(x)}")
     if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
         kind = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{name} is a {kind} tensor on {x.device}; wanted a dense tensor on the CPU or a CUDA device")
@@ -101,6 +118,17 @@ def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype
             f"{name} has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted 1, 2, 4 or 8 whole bytes, "
             "not quantized or packed: pass its int_repr() or view(torch.uint8)"
         )
+
+
+def _way_from(x: object) -> str:
+    """The end of a sentence about something that is no tensor: what takes it, or makes tensors of it."""
+    for kinds, way in _WAYS:
+        if isinstance(x, kinds):
+            return f": {way}"
+    for attribute, way in _WAYS_BY_ATTRIBUTE:
+        if hasattr(x, attribute):
+            return f": {way}"
+    return ""
 
 
 class _Memory:
@@ -217,10 +245,10 @@ def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
     """The rows of a sample, int64 [at most num_sampled], in order: one drawn from each of as many equal parts of the
     table. At equal distances all could be the same part of an image, or of a head."""
     if num_sampled >= num_rows:
-        return torch.arange(num_rows)
+        return torch.arange(num_rows, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     bounds = np.arange(num_sampled + 1) * num_rows // num_sampled
-    shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64).numpy()
+    shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64, device="cpu").numpy()
     return torch.from_numpy(bounds[:-1] + (shares * np.diff(bounds)).astype(np.int64))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -92,3 +92,50 @@ class TensorManners:
         if not self.shape:
             raise TypeError("len() of a 0-d tensor")
         return self.shape[0]
+
+
+class CodedManners(TensorManners):
+    """Where only a torch.Tensor can answer, a coded tensor says what to call.
+
+    Attributes:
+        _is, _instead: what the object is, and what to call, as messages put it.
+    """
+
+    _is: str
+    _instead: str
+
+    def __new__(cls, *values: object, **_: object) -> Any:
+        if values:
+            given = type(values[0]).__name__
+            raise TypeError(f"{cls.__name__}() takes no {given}: ibp.compress(x) makes a {cls.__name__} of a tensor")
+        return super().__new__(cls)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_") or not hasattr(torch.Tensor, name):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(f"{self._is} has no {name!r}: {self._instead}")
+
+    def _refuse_arithmetic(self, *_: object) -> NoReturn:
+        raise TypeError(f"{self._is} takes part in no arithmetic: {self._instead}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refuse_arithmetic
+    __pow__ = __rpow__ = __matmul__ = __rmatmul__ = __neg__ = __pos__ = __abs__ = __invert__ = __round__ = (
+        _refuse_arithmetic
+    )
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = _refuse_arithmetic
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refuse_arithmetic
+    __lt__ = __le__ = __gt__ = __ge__ = __contains__ = _refuse_arithmetic
+
+    def _refuse_assignment(self, *_: object) -> NoReturn:
+        raise TypeError(f"items of {self._is} cannot be assigned: {self._instead}")
+
+    __setitem__ = __delitem__ = _refuse_assignment
+
+    def __dlpack_device__(self) -> NoReturn:
+        """Refuses torch.from_dlpack, and torch.as_tensor and torch.tensor, which would read row by row without it."""
+        raise TypeError(f"{self._is} has no elements in memory: {self._instead}")
+
+    __dlpack__ = __dlpack_device__

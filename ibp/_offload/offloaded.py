@@ -18,8 +18,10 @@ from torch import nn
 from .._common import ops
 from .._common.arguments import whole_number
 from .._common.closing import Closing
+from .._common.in_place import NotTheModel, check_model
+from .._common.locks import ForkLock
 from .._common.progress import tqdm
-from .._common.statistics import Statistics
+from .._common.statistics import Statistics, shown_memory
 from .._machine import memory
 from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
@@ -116,8 +118,7 @@ def offload(
         torch.OutOfMemoryError: the device has no room. The model is then as it was; so it is after every error, except
             for tensors on the meta device, which a checkpoint may have filled.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module")
+    check_model(model)
     if any(isinstance(tensor, Resting) for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError("the model, or a part of it, is offloaded already: close() that first")
     if resident != "raw":
@@ -201,6 +202,11 @@ class OffloadStats(Statistics):
     device_bytes: int
     expert_hits: int
     expert_misses: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that the offloaded weights take, on the host and on devices."""
+        return self.host_bytes + self.device_bytes
 
     @property
     def gb_per_s(self) -> float:
@@ -310,7 +316,7 @@ class _SavedWeight:
         return self.weight.data(self.device).view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class Offloaded(Closing):
+class Offloaded(Closing, NotTheModel):
     """A model whose weights are offloaded: made by `ibp.offload`. As a context manager it calls `close` at the end.
 
     Several threads may call the model at once; weights that are in use are never overwritten.
@@ -325,12 +331,14 @@ class Offloaded(Closing):
         True
     """
 
+    changed_by = "ibp.offload(model)"
+
     def __init__(
         self, model: nn.Module, division: Division, devices: list[torch.device], max_sms: int | None, lookahead: int
     ) -> None:
         self._model, self._division, self._devices = model, division, devices
         self._max_sms, self._lookahead = max_sms, lookahead
-        self._lock, self._thread = threading.RLock(), threading.local()
+        self._lock, self._thread = ForkLock(), threading.local()
         self._fetchers: list[WeightFetcher] = []
         self._groups: list[Group] = []  # what is brought to the device for every use
         self._schedule: Schedule[Group] = Schedule([])
@@ -353,8 +361,8 @@ class Offloaded(Closing):
         where = ", ".join(map(str, self._devices))
         return (
             f"ibp.Offloaded({type(self._model).__name__}, {len(self._division.weights)} weights in "
-            f"{len(self._division.groups)} groups, bytes={stats.weight_bytes:,}, host_bytes={stats.host_bytes:,}, "
-            f"device_bytes={stats.device_bytes:,}, on {where})"
+            f"{len(self._division.groups)} groups, {shown_memory(stats.nbytes, stats.weight_bytes)}, "
+            f"host_bytes={stats.host_bytes:,}, device_bytes={stats.device_bytes:,}, on {where})"
         )
 
     def __reduce__(self) -> NoReturn:

@@ -74,19 +74,9 @@ class AnyCodebook(ABC):
         """What the operations are told besides the words: [number of the scheme, row_bytes, ...] (csrc/bindings)."""
 
     @property
-    @abstractmethod
-    def is_fast(self) -> bool:
-        """Whether a GPU decodes rows faster than any link brings them, with few multiprocessors."""
-
-    @property
     def level(self) -> str:
         """The level at which codebooks of this form are learned, see `ibp.compress`."""
         return "default"
-
-    @property
-    @abstractmethod
-    def is_fast_in_clusters(self) -> bool:
-        """The same of a table with several codebooks of this form."""
 
     @property
     @abstractmethod
@@ -222,7 +212,7 @@ def private_copy(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int
         or tensor.is_meta
     ):
         raise ValueError(f"{name} is {kind_of(tensor)}; wanted {dtype} {list(shape)}")
-    return torch.empty(shape, dtype=dtype).copy_(tensor.detach())
+    return torch.empty(shape, dtype=dtype, device="cpu").copy_(tensor.detach())
 
 
 def kind_of(value: object) -> str:

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from .._common import ipc, wire
+from .._common.statistics import shown_memory
 from .._fetch import escapes, gather, indexing, streaming
 from .._fetch import prefetch as prefetching
-from .._layout.manners import Movable
+from .._layout.manners import CodedManners, Movable
 from .._machine import memory
 from .._machine import numa as _numa
 from .._machine.segments import Segment, SharedHandle
@@ -25,7 +26,7 @@ from . import changes, coding, torch_functions
 _ITERATED_BYTES = 4 << 20  # of a block that iteration decodes at once: many rows, little memory
 
 
-class CompressedTensor(Movable, Table):
+class CompressedTensor(Movable, CodedManners, Table):
     """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress` and by unpickling; its
     constructor is internal.
 
@@ -44,6 +45,8 @@ class CompressedTensor(Movable, Table):
     Attributes (none can be set):
         shape, dtype: of the original tensor.
         device: where the coded rows are.
+        nbytes, stored_bytes: all memory that the table takes; the bytes of its coded rows and codebook, which `savings`
+            is about. Room between rows, the index and rows that have changed make the difference.
         scheme: "ibp", "planes", or "raw" where compression would have saved nothing.
         codebook: the `ibp.codecs.Codebook`, `ibp.codecs.PlanesCodebook` or `ibp.codecs.ClusteredCodebook`; None for
             scheme "raw".
@@ -54,6 +57,12 @@ class CompressedTensor(Movable, Table):
     Pickling and `torch.save` keep everything but pinning: call `pin_memory` after loading. Loading needs `import ibp`
     first.
     """
+
+    _is = "a compressed table"
+    _instead = (
+        "call ibp.decompress(table) for the tensor, table[ids] for some items, or table.update_(ids, rows) to change "
+        "rows"
+    )
 
     # ---- what it is, as a tensor ----
 
@@ -70,11 +79,10 @@ class CompressedTensor(Movable, Table):
         where = str(self.device) if self.device.type == "cuda" else "pinned" if self._is_pinned else "pageable"
         where += ", overflow in host memory" if self.spills_to_host else ""
         slots = f", slot_bytes={self.slot_bytes}" if self.slot_bytes else ""
-        share = f" ({self.nbytes / self.original_bytes:.1%} of the tensor)" if self.original_bytes else ""
         return (
             f"ibp.CompressedTensor(shape={list(self.shape)}, dtype={self.dtype}, scheme={self.scheme!r}, "
-            f"layout={self.layout!r}{slots}, bytes={self.original_bytes:,} -> {self.stored_bytes:,}, "
-            f"savings={self.savings:.1%}, nbytes={self.nbytes:,}{share}, {where})"
+            f"layout={self.layout!r}{slots}, {shown_memory(self.nbytes, self.original_bytes)}, "
+            f"stored_bytes={self.stored_bytes:,}, savings={self.savings:.1%}, {where})"
         )
 
     # ---- where it is ----
@@ -310,7 +318,7 @@ class CompressedTensor(Movable, Table):
     def index_select(
         self,
         ids: gather.Ids,
-        *,
+        *others: NoReturn,
         device: torch.device | str | int | None = None,
         out: torch.Tensor | None = None,
         check: bool = False,
@@ -318,7 +326,7 @@ class CompressedTensor(Movable, Table):
         path: str | None = None,
     ) -> torch.Tensor:
         """See `ibp.index_select`."""
-        return gather.index_select(self, ids, device=device, out=out, check=check, max_sms=max_sms, path=path)
+        return gather.index_select(self, ids, *others, device=device, out=out, check=check, max_sms=max_sms, path=path)
 
     def decompress(
         self,
@@ -410,7 +418,7 @@ class CompressedTensor(Movable, Table):
         if copy is False:
             raise ValueError("a compressed table cannot become an array without a copy")
         try:
-            torch.empty(0, dtype=self.dtype).numpy()
+            torch.empty(0, dtype=self.dtype, device="cpu").numpy()
         except TypeError:
             raise TypeError(
                 f"numpy has no {self.dtype}: call ibp.decompress(table), and convert the tensor, as by "
@@ -418,17 +426,6 @@ class CompressedTensor(Movable, Table):
             ) from None
         array = self.decompress(device="cpu").numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
-
-    def _refuse_arithmetic(self, *_: object) -> NoReturn:
-        raise TypeError(
-            "a compressed table takes part in no arithmetic: call ibp.decompress(table) for the tensor, or table[ids] "
-            "for some items, and calculate with these"
-        )
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse_arithmetic
-    __matmul__ = __rmatmul__ = __neg__ = __pos__ = __abs__ = __invert__ = _refuse_arithmetic
-    __lt__ = __le__ = __gt__ = __ge__ = _refuse_arithmetic
 
     @classmethod
     def __torch_function__(

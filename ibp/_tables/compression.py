@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from .. import _core
+from .._common.once import warn_once
 from .._common.progress import tqdm
 from .._layout import geometry as _rows
 from .._machine import memory as _memory
@@ -16,6 +17,16 @@ from .._machine import staging
 from .._schemes import AnyCodebook
 from .coding import Coding, Learning, check_faults, code, encode_block, geometry_of, table_of
 from .compressed_tensor import CompressedTensor
+
+
+def warn_of_gradient(x: torch.Tensor) -> None:
+    """Warns, once a process, that a table of a tensor that requires grad has no gradient."""
+    if x.requires_grad and torch.is_grad_enabled():
+        warn_once(
+            "x requires grad, and a table of it has no gradient: give x.detach() if its values alone are meant. Rows "
+            "of ibp.nn.Embedding and EmbeddingBag train, with trainable=True",
+            stacklevel=3,
+        )
 
 
 def compress_rows(

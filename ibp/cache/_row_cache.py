@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,8 +117,8 @@ class RowCache(TensorManners):
             more. The index that the table keeps on a GPU is not counted. Until `refill` is done it takes this much a
             second time.
         hotness: what to hold. Either a number for each item, [num_items], the larger the hotter (degrees,
-            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: nothing until `refill`, or until
-            rows are asked for with "lru".
+            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: nothing until `refill`, of which a
+            RuntimeWarning tells, or until rows are asked for with "lru". An empty list: nothing, and no warning.
         devices: one device or several, at most 8, with one slab each; the hash of a row's number says which slab holds
             it. None: the current GPU, or the device of the `ibp.CodedRows`; the CPU where there is no GPU.
         policy: "static": what `refill` puts there stays; "lru": rows that are asked for replace the rows used longest
@@ -176,6 +177,13 @@ class RowCache(TensorManners):
             self._peers.agree(self, set_up, hotness is not None)
         if hotness is not None:
             self.refill(hotness)
+        elif self.policy == "static" and self.budget_bytes:
+            warnings.warn(
+                "the cache holds no rows, so that all come from the table, until its refill(hotness): give hotness (a "
+                "number for each item, or a list of ids), or policy='lru'; hotness=[] begins without rows",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # ---- what it is ----
 
@@ -474,7 +482,7 @@ class RowCache(TensorManners):
     def _made(self, items: torch.Tensor | None) -> Generation:
         """What the cache holds of these items, from the hottest on; None: nothing yet. Waits until it is there."""
         if items is None or self.view.item_bytes == 0:
-            items = torch.empty(0, dtype=torch.int64)
+            items = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._state.is_idle:
             nothing = SlabPlan(items[:0], items[:0], 0)
             slabs = tuple(filled_slab(self.view, nothing, *place) for place in enumerate(self._slab_devices))

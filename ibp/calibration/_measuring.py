@@ -17,7 +17,7 @@ from .._fetch.gather import index_select
 from .._fetch.streaming import decompress
 from .._layout.geometry import Geometry
 from .._machine import memory as _memory
-from .._machine.calibration import FEW_SMS, H200, Calibration, CoderRates, in_force, keep
+from .._machine.calibration import FEW_SMS, H200, LARGE_BYTES, LARGE_IDS, Calibration, CoderRates, in_force, keep
 from .._machine.timing import Clock, free_host_bytes
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
 from .._schemes.choice import work_of
@@ -27,10 +27,9 @@ from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 
 _NEAR_BYTES = 128 << 20  # of pinned memory that address translation reaches on every GPU
-_LARGE_BYTES = 2 << 30  # pinned, to see how far it reaches
 _STREAMED_BYTES = 32 << 20  # of the tensor by which the start of a stream is timed
 _ROW_BYTES, _SHORT_ROW_BYTES, _MEDIUM_ROW_BYTES, _SECTOR_BYTES = 2048, 128, 256, _core.SECTOR_BYTES
-_NUM_IDS, _ID_SETS = 1 << 17, 16
+_ID_SETS = 16
 _BUCKETED_IDS = tuple(1 << bits for bits in range(12, 18))
 _BUCKETED_SMS = (8, 16, 32)
 _SMALLER, _AS_FAST = 0.8, 1.03  # of a rate that counts as less; of a time that counts as the same
@@ -150,7 +149,7 @@ def _row_ns(
     clock: Clock,
     table: CompressedTensor,
     *,
-    num_ids: int = _NUM_IDS,
+    num_ids: int = LARGE_IDS,
     in_order: bool = False,
     max_sms: int | None = None,
     path: str = "gpu",
@@ -169,7 +168,7 @@ def _row_ns(
 
 def _of_large_table(clock: Clock) -> dict[str, Any]:
     most_bytes = free_host_bytes() // 8
-    large_bytes = max(2 * _NEAR_BYTES, min(_LARGE_BYTES, most_bytes) // _ROW_BYTES * _ROW_BYTES)
+    large_bytes = max(2 * _NEAR_BYTES, min(LARGE_BYTES, most_bytes) // _ROW_BYTES * _ROW_BYTES)
     host = _memory.empty(large_bytes, _CPU, pin=True)
     reach_bytes = _reach_bytes(clock, host)
     sectors, rows = _raw_table(host, _SECTOR_BYTES), _raw_table(host, _SHORT_ROW_BYTES)
@@ -216,7 +215,7 @@ def _bucketed_sms(clock: Clock, table: CompressedTensor) -> int:
 def _gather_gbps(clock: Clock, host: torch.Tensor) -> float:
     """GB/s of rows that each of torch's threads gathers."""
     table = _raw_table(host, 512)
-    ids = torch.randint(table.num_rows, (host_gather.rows_at_once(table),))
+    ids = torch.randint(table.num_rows, (host_gather.rows_at_once(table),), device="cpu")
     parts = host_gather.parts_of(_memory.empty(host_gather.CHUNK_BYTES, _CPU, pin=True), ids.numel())
     taken = clock.wall_s(lambda: host_gather.select(table, ids, 0, parts))
     return ids.numel() * table.row_bytes / taken / 1e9 / torch.get_num_threads()
@@ -239,7 +238,7 @@ class _Family(NamedTuple):
 
 def _families(clock: Clock) -> dict[str, _Family]:
     def rows(dtype: torch.dtype) -> torch.Tensor:
-        values = torch.randn(clock.table_bytes // dtype.itemsize, device=clock.device)
+        values = torch.randn(clock.table_bytes // dtype.itemsize, dtype=torch.float32, device=clock.device)
         return values.to(dtype).view(-1, _ROW_BYTES // dtype.itemsize)
 
     floats, small = rows(torch.bfloat16), rows(torch.float8_e4m3fn)
@@ -266,7 +265,7 @@ def consecutive(rows: torch.Tensor, residual_bits: int) -> _Family:
     """Scheme planes at level "fast": the fifteen exponents in a row that come most often together."""
     counts = torch.nn.functional.pad(_exponents(rows, residual_bits, listed=False), (0, 15))
     first = int(counts.unfold(0, 15, 1).sum(1).argmax())
-    entries = torch.empty(1, 0, dtype=torch.int64)
+    entries = torch.empty(1, 0, dtype=torch.int64, device="cpu")
 
     def codebook(row_bytes: int) -> AnyCodebook:
         fields = (row_bytes, rows.itemsize, 1, residual_bits, (4,), False, False, 0, 0, entries)
@@ -279,7 +278,7 @@ def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...],
     """Scheme planes of floats with `residual_bits` bits of sign and mantissa: the most frequent exponents."""
     ranked = _exponents(rows, residual_bits, listed).argsort(descending=True)
     num_entries = sum(2**bits - 1 for bits in digit_bits)
-    entries = ranked[torch.arange(num_entries).clamp(max=len(ranked) - 1)].cpu().view(1, -1)
+    entries = ranked[torch.arange(num_entries, device="cpu").clamp(max=len(ranked) - 1)].cpu().view(1, -1)
 
     def codebook(row_bytes: int) -> AnyCodebook:
         return PlanesCodebook(row_bytes, rows.itemsize, 1, residual_bits, digit_bits, False, listed, 0, 0, entries)
@@ -293,7 +292,7 @@ def _masks(floats: torch.Tensor) -> _Family:
     rows = (floats.view(torch.int32) & ~fixed) | (fixed & 0x3F800001)
 
     def codebook(row_bytes: int) -> AnyCodebook:
-        words = torch.tensor([fixed, fixed & 0x3F800001], dtype=torch.int32)
+        words = torch.tensor([fixed, fixed & 0x3F800001], dtype=torch.int32, device="cpu")
         mask, bitval = words.view(2, 1).expand(2, row_bytes // chunk_bytes).contiguous().view(torch.uint8)
         return Codebook.from_masks(mask, bitval, chunk_bytes)
 

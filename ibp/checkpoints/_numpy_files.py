@@ -8,7 +8,6 @@ import io
 import lzma
 import math
 import os
-import threading
 import tokenize
 import zipfile
 import zlib
@@ -19,6 +18,7 @@ from typing import IO, cast
 import numpy as np
 import torch
 
+from .._common.locks import ForkLock
 from ._source import Source, SourceFormatError, SourceTensor, map_file, mapped_tensor
 
 _LOCAL_HEADER_BYTES = 30  # of a member of an archive, in front of its name; the lengths that follow are at 26 and 28
@@ -87,7 +87,7 @@ def _converted_tensor(
 ) -> SourceTensor:
     """An array whose memory is in another order than that of the contiguous little-endian tensor: ranges are put in
     order as they are read. load: returns the array; called once, when the tensor is first read."""
-    lock, loaded, size = threading.Lock(), list[np.ndarray](), dtype.itemsize
+    lock, loaded, size = ForkLock(), list[np.ndarray](), dtype.itemsize
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:
         with lock:
@@ -110,7 +110,7 @@ class _Stream:
     """
 
     def __init__(self, name: str, start: int, reopen: Callable[[], IO[bytes]]) -> None:
-        self._name, self._start, self._reopen, self._lock = name, start, reopen, threading.Lock()
+        self._name, self._start, self._reopen, self._lock = name, start, reopen, ForkLock()
         self._stream: IO[bytes] | None = None
         self._at = 0
 

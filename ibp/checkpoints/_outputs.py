@@ -100,7 +100,7 @@ def _total(tensors: Sequence[SourceTensor]) -> int:
 def _array_header(tensor: SourceTensor) -> bytes:
     """What stands before an array's data in an .npy file."""
     try:
-        dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        dtype = torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
     except TypeError:
         raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which numpy lacks; wanted .safetensors") from None
     header = io.BytesIO()

@@ -83,12 +83,12 @@ class SourceTensor:
 
     def tensor(self) -> torch.Tensor:
         """The whole tensor, in memory of its own on the CPU."""
-        data = torch.empty(self.num_bytes, dtype=torch.uint8)
+        data = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
         to = data.numpy()
         for start in range(0, self.num_bytes, _BLOCK_BYTES):
             end = min(start + _BLOCK_BYTES, self.num_bytes)
             to[start:end] = self.read(start, end)
-        return data.view(self.dtype).reshape(self.shape) if data.numel() else torch.empty(self.shape, dtype=self.dtype)
+        return data.view(self.dtype).reshape(self.shape)
 
     def __repr__(self) -> str:
         return f"SourceTensor({self.name!r}, {self.dtype}, {list(self.shape)})"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .._files.fields import FileFormatError, form_of
-from .._files.header import Header, find_files, read_header
+from .._files.header import Header, find_files, other_format, read_header
 from .._files.paths import PathLike, file_system, is_url, path_text, read_here
 from .._files.regular import open_regular
 from .._files.sets import INDEX_SUFFIX, SUFFIX, TENSOR_SUFFIXES, is_of_weights
@@ -25,7 +24,6 @@ _OPENERS: dict[str, Callable[[PathLike], Source]] = {"npy": open_npy, "npz": ope
 _OF_ANY_BYTES = ".bin"  # a suffix that tokenizers have for files of theirs, too
 _READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
 _START_BYTES = 16
-_PICKLE = re.compile(rb"\x80[\x02-\x05]")  # what torch.save wrote before it wrote archives
 
 
 def open_source(path: PathLike) -> Source:
@@ -66,9 +64,10 @@ def format_of(path: str) -> str:
     SourceFormatError: it is none of them. OSError: it cannot be read, or is no regular file."""
     with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(_START_BYTES)
-    if start.startswith(b"\x93NUMPY"):
+    kind = other_format(start)
+    if kind == "npy":
         return "npy"
-    if start.startswith((b"PK\3\4", b"PK\5\6")):
+    if kind == "archive":
         try:
             with zipfile.ZipFile(path) as archive:
                 names = archive.namelist()
@@ -79,12 +78,12 @@ def format_of(path: str) -> str:
         if all(name.endswith(".npy") for name in names):
             return "npz"
         raise SourceFormatError(f"{path} is an archive of neither numpy nor torch; wanted one of {_READ}")
+    if kind == "pickle":
+        return "torch"
     if start[8:9] == b"{" or path.endswith((SUFFIX, ".ibp")):
         return "safetensors"
-    if _PICKLE.match(start):
-        return "torch"
-    kind = NotTensorsError if path.endswith(_OF_ANY_BYTES) else SourceFormatError
-    raise kind(f"{path} has no format that is known; wanted one of {_READ}")
+    refusal = NotTensorsError if path.endswith(_OF_ANY_BYTES) else SourceFormatError
+    raise refusal(f"{path} has no format that is known; wanted one of {_READ}")
 
 
 def open_sources(inputs: PathLike | Iterable[PathLike]) -> Source:

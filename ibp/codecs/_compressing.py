@@ -12,7 +12,7 @@ from .._layout import geometry as _rows
 from .._machine import numa as _numa
 from .._schemes import SCHEMES, AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_in_place, compress_rows
+from .._tables.compression import compress_in_place, compress_rows, warn_of_gradient
 from ._whole import CODECS, WholeTensor, compress_whole, is_general
 
 if TYPE_CHECKING:
@@ -97,8 +97,9 @@ def compress(
 
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. Of a tensor
-            that requires grad the values are taken, as by `x.detach()`: no gradient flows through a table. Or a numpy
-            array, also of ml_dtypes' bfloat16 and float8, as the tensor of the same bytes.
+            that requires grad the values are taken, as by `x.detach()`: no gradient flows through a table, and a
+            RuntimeWarning says so, once a process. Or a numpy array, also of ml_dtypes' bfloat16 and float8, as the
+            tensor of the same bytes.
         scheme: "auto", the best for the layout on a sample of rows: for slots the scheme that fetches the fewest bytes,
             among the schemes that a GPU fetches and decodes faster than raw rows; for packed rows the scheme of fewest
             bytes. Or "ibp", invariant bits (the paper's); "planes", ranked symbols; or "raw", rows as they are (to
@@ -154,6 +155,8 @@ def compress(
         raise TypeError(f"x is a {type(x).__name__}; inplace=True wants a torch.Tensor, whose memory it takes")
     x = _rows.given_tensor(x)
     _rows.check_tensor(x)
+    if not inplace:
+        warn_of_gradient(x)
     place: dict[str, Any] = {"device": device, "memory": memory, "progress": progress}
     of_rows: dict[str, Any] = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters}
     of_rows |= {"level": level, "row_bytes": row_bytes}

@@ -9,10 +9,10 @@ import torch
 
 from .._common.arguments import near, whole_number
 from .._common.progress import tqdm
-from .._common.statistics import Saves
+from .._common.statistics import Saves, shown_memory
 from .._fetch.calls import check_out, target_of
 from .._layout.geometry import DTYPES, bytes_of, check_bytes, working_device
-from .._layout.manners import Movable, TensorManners
+from .._layout.manners import CodedManners, Movable
 from .._machine import memory as _memory
 from .._machine import staging
 from .._machine.numa import Numa, node_of
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offsets")
 
 
-class WholeTensor(Movable, TensorManners, Saves):
+class WholeTensor(Movable, CodedManners, Saves):
     """A tensor coded as a whole by a general codec, in blocks that decode alone. Made by `ibp.compress` with a scheme
     such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is internal.
 
@@ -49,6 +49,8 @@ class WholeTensor(Movable, TensorManners, Saves):
         blocks: uint8, the coded blocks one after the other.
         offsets: int64 [blocks + 1] in host memory: where each begins, and where the last one ends.
     """
+
+    _is, _instead = "a tensor that is coded as a whole", "call ibp.decompress(coded) for the tensor"
 
     shape: torch.Size
     dtype: torch.dtype
@@ -124,7 +126,8 @@ class WholeTensor(Movable, TensorManners, Saves):
         where = str(self.device) if self.is_cuda else "pinned" if self.is_pinned() else "pageable"
         return (
             f"ibp.codecs.WholeTensor(shape={list(self.shape)}, dtype={self.dtype}, codec={self.codec!r}, "
-            f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, {where})"
+            f"{shown_memory(self.nbytes, self.original_bytes)}, stored_bytes={self.stored_bytes:,}, "
+            f"savings={self.savings:.1%}, {where})"
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -296,7 +299,7 @@ def _joined(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(coded blocks one after the other where they are to lie, where each begins). The pieces are forgotten one by
     one."""
-    sizes = torch.tensor([0, *(piece.numel() for piece in pieces)], dtype=torch.int64)
+    sizes = torch.tensor([0, *(piece.numel() for piece in pieces)], dtype=torch.int64, device="cpu")
     offsets = sizes.cumsum(0)
     if len(pieces) == 1 and pieces[0].device == home and home.type == "cuda":
         return pieces[0], offsets

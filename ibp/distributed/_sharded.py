@@ -91,7 +91,7 @@ class ShardedTable(TensorManners):
         for shard in shards:
             self.starts.append(self.starts[-1] + shard.num_items)
         self.shape = torch.Size((self.starts[-1], *shards[0].item_shape))
-        self._starts = torch.tensor(self.starts, device=members.device)
+        self._starts = torch.tensor(self.starts, dtype=torch.int64, device=members.device)
         self._own_codebook = local_table.codebook
         self.rows_per_item = local_table.item_bytes // local_table.row_bytes
 
@@ -225,7 +225,7 @@ class ShardedTable(TensorManners):
             request = self._request(ids, device, out, max_sms)
         except (IndexError, TypeError, ValueError) as error:
             refused = error
-        received = self._fetched(torch.empty(0, dtype=torch.int64) if request is None else request.unique)
+        received = self._fetched(torch.empty(0, dtype=torch.int64, device="cpu") if request is None else request.unique)
         if request is None:
             assert refused is not None
             raise refused
@@ -368,7 +368,7 @@ class ShardedTable(TensorManners):
         worker = worker_of(table, device)
         parts = torch.arange(self.rows_per_item, device=worker)
         rows = (ids.to(worker).unsqueeze(1) * self.rows_per_item + parts).view(-1)
-        ends_of_parts = torch.tensor([0, *counts]).cumsum(0) * self.rows_per_item
+        ends_of_parts = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0) * self.rows_per_item
         entries = table.handle(worker).parts.lengths.view(torch.int16)
         found = entries[rows] if entries.numel() else torch.zeros_like(rows, dtype=torch.int16)
         lengths = found.view(torch.uint16)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .._common.locks import ForkLock
 from .._files.fields import dtype_name
 from .._files.saving import save
 from .._files.sets import INDEX_SUFFIX, coded_name, index_of
@@ -38,7 +38,7 @@ _CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for t
 _INITIALIZED = "_is_hf_initialized"  # what transformers' functions of initialisation look for
 # Whether transformers says of each tensor of a checkpoint which parameter it becomes, before it is read: from 5.20 on.
 _SAYS_TARGETS = hasattr(HfQuantizer, "get_new_dtype")
-_LOCK = threading.Lock()  # transformers reads in several threads; one table at a time is decoded or coded
+_LOCK = ForkLock()  # transformers reads in several threads; one table at a time is decoded or coded
 _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)  # whether to save no weights
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .._common.statistics import Saves
+from .._common.statistics import Saves, shown_memory
 from .._machine import memory
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
@@ -104,6 +104,11 @@ class CompressedWeights(Mapping[str, torch.Tensor], Saves):
         """Bytes of the coded rows, codebooks and raw tensors, counted likewise."""
         return sum(one.stored_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that the tables and raw tensors take, counted likewise."""
+        return sum(one.nbytes for one in self._each())
+
     def _each(self) -> list[CompressedTensor | torch.Tensor]:
         held = {id(stored): stored for stored in self._stored.values()}.values()
         return [stored.table if isinstance(stored, CodedWeight) else stored for stored in held]
@@ -111,5 +116,6 @@ class CompressedWeights(Mapping[str, torch.Tensor], Saves):
     def __repr__(self) -> str:
         return (
             f"ibp.integrations.accelerate.CompressedWeights({len(self)} names, {len(self._each())} tensors, "
-            f"bytes={self.original_bytes:,} -> {self.stored_bytes:,}, savings={self.savings:.1%}, device={self.device})"
+            f"{shown_memory(self.nbytes, self.original_bytes)}, stored_bytes={self.stored_bytes:,}, "
+            f"savings={self.savings:.1%}, device={self.device})"
         )

@@ -29,8 +29,10 @@ import torch
 from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
 from .._common.closing import Closing
-from .._common.statistics import Saves, Statistics
+from .._common.in_place import NotTheModel, check_model
+from .._common.statistics import Saves, Statistics, shown_memory
 from .._fetch.streaming import decompress
+from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 from ._diffusers_weights import IbpDiffusersConfig, IbpDiffusersQuantizer
 
@@ -47,20 +49,30 @@ class GroupBytes(Statistics, Saves):
     stored_bytes: int
 
 
-class CompressedGroups(Closing):
+class CompressedGroups(Closing, NotTheModel):
     """A model that `compress_groups` has compressed. `close()`, and the end of a `with` block, undo that.
 
     Attributes:
         model: as given.
     """
 
+    changed_by = "compress_groups(model)"
+
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
 
     def stats(self) -> GroupBytes:
         """The bytes of all compressed parameters that the model has now."""
-        tables = [coded.table for coded in _coded_of(_groups_of(self.model)).values()]
+        tables = self._tables()
         return GroupBytes(sum(table.original_bytes for table in tables), sum(table.stored_bytes for table in tables))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that the tables of these parameters take."""
+        return sum(table.nbytes for table in self._tables())
+
+    def _tables(self) -> list[CompressedTensor]:
+        return [coded.table for coded in _coded_of(_groups_of(self.model)).values()]
 
     def close(self) -> None:
         """The model's groups have raw parameters in host memory again. No-op the second time."""
@@ -75,8 +87,9 @@ class CompressedGroups(Closing):
     def __repr__(self) -> str:
         stats = self.stats()
         return (
-            f"ibp.integrations.diffusers.CompressedGroups({type(self.model).__name__}, bytes={stats.original_bytes:,} "
-            f"-> {stats.stored_bytes:,}, savings={stats.savings:.1%})"
+            f"ibp.integrations.diffusers.CompressedGroups({type(self.model).__name__}, "
+            f"{shown_memory(self.nbytes, stats.original_bytes)}, stored_bytes={stats.stored_bytes:,}, "
+            f"savings={stats.savings:.1%})"
         )
 
 
@@ -225,7 +238,7 @@ class _CompressedGroup:
 def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """One element of memory in the shape of the parameter; NaN, so that what computes with it is seen to."""
     value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-    return torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
+    return torch.full((), value, dtype=parameter.dtype, device="cpu").expand(parameter.shape)
 
 
 def _decode_state(model: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
@@ -242,10 +255,7 @@ def _decode_state(model: torch.nn.Module, state: dict[str, Any], prefix: str, me
 
 def _groups_of(model: torch.nn.Module) -> dict[ModuleGroup, list[Any]]:
     """diffusers' groups, each with the hooks that it is reached by."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(
-            f"model is a {type(model).__name__}; wanted a torch.nn.Module: of a pipeline each of its models"
-        )
+    check_model(model, "of a pipeline each of its models")
     groups: dict[ModuleGroup, list[Any]] = {}
     for module in model.modules():
         registry = getattr(module, "_diffusers_hook", None)

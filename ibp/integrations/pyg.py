@@ -82,7 +82,7 @@ def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, ca
         raise ValueError("cache_bytes are given, but no device; wanted the one that rows go to")
     if not table.geometry.has_whole_rows:
         return table
-    hotness = torch.zeros(store.num_nodes, dtype=torch.int64)
+    hotness = torch.zeros(store.num_nodes, dtype=torch.int64, device="cpu")
     for edges in data.edge_stores:
         is_from_here = not isinstance(data, HeteroData) or edges._key[0] == store._key
         if is_from_here and "edge_index" in edges:
@@ -273,7 +273,7 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
         if isinstance(index, np.ndarray):
             index = torch.from_numpy(np.ascontiguousarray(index))
         elif isinstance(index, slice):
-            index = torch.arange(*index.indices(len(table)))
+            index = torch.arange(*index.indices(len(table)), device="cpu")
         if isinstance(index, torch.Tensor) and index.dim() == 1 and index.dtype != torch.bool:
             return fetch(table, index, self._device, what)
         refuse_cuda_in_worker(table, self._device, what)

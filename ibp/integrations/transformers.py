@@ -27,7 +27,7 @@ import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .._common.arguments import whole_number
-from .._common.statistics import Saves, Statistics
+from .._common.statistics import Saves, Statistics, shown_memory
 from .._fetch.calls import sms_of
 from .._machine.memory import check_memory
 from .._schemes import AnyCodebook, check_scheme
@@ -55,6 +55,7 @@ class CompressedCacheStats(Statistics, Saves):
         fetched_bytes: that have gone from host memory to GPUs.
         sent_bytes: that have gone from GPUs to host memory.
         num_codebooks: that were learned.
+        plain_bytes: that all tokens would take uncompressed.
     """
 
     num_tokens: int
@@ -66,6 +67,12 @@ class CompressedCacheStats(Statistics, Saves):
     fetched_bytes: int
     sent_bytes: int
     num_codebooks: int
+    plain_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all memory that the cache takes, on the host and on GPUs."""
+        return self.host_bytes + self.device_bytes
 
 
 class _Decoders(dict[torch.device, TokenDecoder]):
@@ -418,20 +425,23 @@ class CompressedCache(DynamicCache):
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         histories = [layer.history for layer in layers if layer.history is not None]
         decoders, on_host = self._decoders.all(), self._options.memory == "pinned"
-        near = sum(tail.numel() * tail.element_size() for layer in layers for tail in layer.raw)
-        near += sum(history.index_bytes for history in histories) + sum(decoder.device_bytes for decoder in decoders)
+        raw = sum(tail.numel() * tail.element_size() for layer in layers for tail in layer.raw)
+        near = raw + sum(history.index_bytes for history in histories)
+        near += sum(decoder.device_bytes for decoder in decoders)
         arenas = sum(history.arena.nbytes for history in histories)
         in_host = sum(one.arena.nbytes for one in histories if on_host or one.device.type == "cpu")
+        coded = sum(history.original_bytes for history in histories)
         return CompressedCacheStats(
             num_tokens=max((layer.get_seq_length() for layer in layers), default=0),
             num_coded_tokens=max((history.num_tokens for history in histories), default=0),
-            original_bytes=sum(history.original_bytes for history in histories),
+            original_bytes=coded,
             stored_bytes=sum(history.arena.used for history in histories),
             host_bytes=in_host,
             device_bytes=near + arenas - in_host,
             fetched_bytes=sum(decoder.fetched_bytes for decoder in decoders),
             sent_bytes=sum(decoder.sent_bytes for decoder in decoders),
             num_codebooks=sum(codec.num_learned for one in histories for codec in (one.keys, one.values)),
+            plain_bytes=coded + raw,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
@@ -451,6 +461,6 @@ class CompressedCache(DynamicCache):
         stats = self.stats()
         return (
             f"CompressedCache({len(self.layers)} layers, tokens={stats.num_tokens}, coded={stats.num_coded_tokens}, "
-            f"bytes={stats.original_bytes:,} -> {stats.stored_bytes:,}, savings={stats.savings:.1%}, "
-            f"memory={self._options.memory!r})"
+            f"{shown_memory(stats.nbytes, stats.plain_bytes)}, stored_bytes={stats.stored_bytes:,}, "
+            f"savings={stats.savings:.1%}, memory={self._options.memory!r})"
         )

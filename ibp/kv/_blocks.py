@@ -343,9 +343,9 @@ class BlockStore:
     def _settle(self) -> None:
         """Ends the jobs that are done, in the order in which they were submitted: pages that found no room are copied
         while their blocks are still as they were, and raw copies that newer pages replace are dropped."""
-        for job in [job for job, entry in self._jobs.items() if entry.is_done()]:
-            entry = self._jobs.pop(job)
+        for job, entry in [(job, entry) for job, entry in self._jobs.items() if entry.is_done()]:
             success = self._settle_store(entry) if entry.stores else _settle_load(entry)
+            del self._jobs[job]  # not before: where this raises, the next call settles it
             self._finished.append((job, success, entry.seconds()))
         if not any(entry.stores for entry in self._jobs.values()):
             for pool in self._pools.values():

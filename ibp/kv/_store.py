@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._common.locks import ForkLock
 from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._fetch.ids import check_range, list_of_ids
@@ -271,7 +271,7 @@ class KVStore:
         self._under_way: list[Transfer] = []
         self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
         self._tables: dict[int, torch.Tensor] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._num_stored = 0  # pages since the last compaction
 
     # ---- what it is ----

@@ -1,6 +1,7 @@
 """Modules over compressed tables, which move, are saved and are loaded with their module.
 
     ibp.nn.compress(model)                                            # every matrix and embedding of a model, in place
+    ibp.nn.decompress(model)                                          # plain weights again
     embedding = ibp.nn.Embedding(ibp.compress(weight))                # fixed weights
     bags      = ibp.nn.EmbeddingBag(1_000_000, 64, mode="sum")        # trained by ibp.optim
     linear    = ibp.nn.Linear(ibp.compress(weight, layout="packed"), bias)
@@ -16,6 +17,7 @@ docs/embeddings.md says how they are trained.
 from .._common.publishing import published
 from ._collection import EmbeddingCollection
 from ._compressing import ModelReport, compress
+from ._decompressing import decompress
 from ._embedding import Embedding, EmbeddingBag
 from ._experts import Experts
 from ._tables import Conv1D, Linear, coded_state_dict, multiply_together
@@ -30,6 +32,7 @@ __all__ = [
     "ModelReport",
     "coded_state_dict",
     "compress",
+    "decompress",
     "multiply_together",
 ]
 

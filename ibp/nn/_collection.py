@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from .._fetch.ids import checked_ids, list_of_ids
 from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
 from ._embedding import check_mode
@@ -47,7 +48,7 @@ class _Group(RowsModule):
         self, table: CompressedTensor, sizes: Sequence[int], trainable: bool, cache: RowCache | int | None
     ) -> None:
         super().__init__(table, True, trainable, cache)
-        self._sizes = torch.tensor(sizes, dtype=torch.int64)
+        self._sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         self._firsts = self._sizes.cumsum(0) - self._sizes
         self._near: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._numbers: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
@@ -56,7 +57,7 @@ class _Group(RowsModule):
         """The parts' numbers on a device, kept there for the next call."""
         key = device, tuple(part.number for part in parts)
         if key not in self._numbers:
-            self._numbers[key] = torch.tensor(key[1], device=device)
+            self._numbers[key] = torch.tensor(key[1], dtype=torch.int64, device=device)
         return self._numbers[key]
 
     def rows_of(self, ids: torch.Tensor, numbers: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
@@ -119,7 +120,7 @@ def _ends_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """The sums of the first counts, without a copy to a GPU where all are the same."""
     if len(set(counts)) == 1:
         return torch.arange(1, len(counts) + 1, device=device) * counts[0]
-    return torch.tensor(counts, device=device).cumsum(0)
+    return torch.tensor(counts, dtype=torch.int64, device=device).cumsum(0)
 
 
 class EmbeddingCollection(torch.nn.Module):
@@ -213,7 +214,8 @@ class EmbeddingCollection(torch.nn.Module):
             KeyError: there is no table of that name.
             IndexError: an id is out of its table's range; on a GPU at once where rows train, else as
                 `ibp.index_select` says.
-            TypeError, ValueError: features is none of these, or its parts contradict each other.
+            TypeError, ValueError: features is none of these, its parts contradict each other, or ids, offsets or
+                lengths are no integers.
         """
         if isinstance(features, Mapping):
             return self._pool_dict(features)
@@ -232,15 +234,17 @@ class EmbeddingCollection(torch.nn.Module):
             table_numbers: int32 or int64 [K], on the same device.
 
         Raises:
+            TypeError: ids or table numbers are no integers.
             ValueError: the tables have several widths, or shapes differ.
             IndexError: an id or a table number is out of range; on a GPU as for `forward`.
         """
         if len(self.groups) != 1:
             raise ValueError(f"the tables are {sorted(set(self.embedding_dims.values()))} wide; wanted one width")
-        if ids.dim() != 1 or table_numbers.shape != ids.shape:
-            raise ValueError(f"ids have shape {list(ids.shape)}, table_numbers {list(table_numbers.shape)}; wanted [K]")
+        ids = checked_ids(ids).to(torch.int64)
+        numbers = checked_ids(table_numbers, "table_numbers").to(torch.int64)
+        if ids.dim() != 1 or numbers.shape != ids.shape:
+            raise ValueError(f"ids have shape {list(ids.shape)}, table_numbers {list(numbers.shape)}; wanted [K]")
         group, names = self._group(0), self._names[0]
-        numbers, ids = table_numbers.to(torch.int64), ids.to(torch.int64)
         is_bad = (numbers < 0) | (numbers >= len(names))
         if not ids.is_cuda and bool(is_bad.any()):
             at = int(is_bad.nonzero()[0])
@@ -270,9 +274,13 @@ class EmbeddingCollection(torch.nn.Module):
     ) -> torch.Tensor:
         keys = list(keys)
         parts = [self._part(key) for key in keys]
-        _check_keyed(keys, values, lengths, weights)
+        values, lengths = list_of_ids(values, "values"), list_of_ids(lengths, "lengths").to(torch.int64)
+        if not keys or lengths.numel() % len(keys):
+            raise ValueError(f"there are {lengths.numel()} lengths for {len(keys)} keys; wanted as many for each")
+        if weights is not None and (not isinstance(weights, torch.Tensor) or weights.shape != values.shape):
+            got = list(weights.shape) if isinstance(weights, torch.Tensor) else f"a {type(weights).__name__}"
+            raise ValueError(f"weights is {got}; wanted a tensor [{values.numel()}], one for each value")
         num_bags = lengths.numel() // len(keys)
-        lengths = lengths.to(torch.int64)
         by_group = [[at for at, part in enumerate(parts) if part.group == g] for g in range(len(self.groups))]
         whole = _Jagged(values, lengths, parts, [num_bags] * len(keys), weights)
         pieces = [whole] if sum(map(bool, by_group)) == 1 else _divided(whole, by_group)
@@ -383,33 +391,24 @@ def _source(weights: CompressedTensor | torch.Tensor | tuple[int, int], dtype: t
 
 
 def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [K], lengths [B]) of a table's bags."""
+    """(ids [K], lengths [B]) of a table's bags. TypeError: ids or offsets are no integers."""
+    what, of_offsets = (f"the {part} tensor of table {name!r}" for part in ("ids", "offsets"))
     if isinstance(bags, torch.Tensor) and bags.dim() == 2:
-        return bags.reshape(-1), torch.full((bags.shape[0],), bags.shape[1], device=bags.device)
+        lengths = torch.full((bags.shape[0],), bags.shape[1], dtype=torch.int64, device=bags.device)
+        return checked_ids(bags, what).reshape(-1), lengths
     is_pair = (
         isinstance(bags, (tuple, list)) and len(bags) == 2 and all(isinstance(part, torch.Tensor) for part in bags)
     )
     if not is_pair or bags[0].dim() != 1 or bags[1].dim() != 1:
         raise ValueError(f"the bags of table {name!r} are wrong; wanted ids [B, L], or (ids [K], offsets [B])")
-    ids, offsets = bags[0], bags[1].to(torch.int64)
+    ids, offsets = (
+        checked_ids(bags[0], what),
+        checked_ids(bags[1], of_offsets).to(torch.int64),
+    )
     ends = torch.cat((offsets[1:], offsets.new_tensor([ids.numel()])))[: offsets.numel()]
     if not ids.is_cuda and offsets.numel() and (int(offsets[0]) != 0 or bool((ends < offsets).any())):
         raise ValueError(f"the offsets of table {name!r} are not in order from 0 to {ids.numel()}")
     return ids, ends - offsets
-
-
-def _check_keyed(keys: Sequence[str], values: Any, lengths: Any, weights: Any) -> None:
-    for name, part in (("values", values), ("lengths", lengths)):
-        if not isinstance(part, torch.Tensor) or part.dim() != 1 or part.is_floating_point():
-            raise TypeError(f"{name} is {_described(part)}; wanted an integer tensor of one dimension")
-    if not keys or lengths.numel() % len(keys):
-        raise ValueError(f"there are {lengths.numel()} lengths for {len(keys)} keys; wanted as many for each")
-    if weights is not None and (not isinstance(weights, torch.Tensor) or weights.shape != values.shape):
-        raise ValueError(f"weights is {_described(weights)}; wanted a tensor [{values.numel()}], one for each value")
-
-
-def _described(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _divided(whole: _Jagged, by_group: Sequence[Sequence[int]]) -> list[_Jagged]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from .._common.arguments import whole_number
+from .._common.in_place import NotTheModel, check_model
 from .._common.progress import tqdm
-from .._common.statistics import share_saved
+from .._common.statistics import share_saved, shown_memory
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from .._tables.weights import is_worth_coding
@@ -40,13 +41,13 @@ _SHARED_STACK = "in several modules of experts"
 
 
 @dataclass(frozen=True)
-class ModelReport:
+class ModelReport(NotTheModel):
     """What `ibp.nn.compress` made of a model.
 
     Example:
         >>> layers = torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1)
         >>> ibp.nn.compress(torch.nn.Sequential(*layers).bfloat16().eval())
-        ibp.nn.ModelReport(1 module coded, 2,097,152 bytes to 1,6..., savings=0.23, plain: 1 smaller than min_bytes)
+        ibp.nn.ModelReport(1 module coded, nbytes=1,6... (76...% of 2,097,152), plain: 1 smaller than min_bytes)
 
     Attributes:
         coded: names of modules that hold tables now; of experts, those of the stacked weights.
@@ -56,6 +57,8 @@ class ModelReport:
         num_bytes: of the coded weights, uncompressed; a weight that modules share counts once.
         nbytes: of their tables.
     """
+
+    changed_by = "ibp.nn.compress(model)"
 
     coded: tuple[str, ...]
     plain: dict[str, str]
@@ -72,7 +75,7 @@ class ModelReport:
         plain = ", ".join(f"{reasons.count(reason)} {reason}" for reason in dict.fromkeys(reasons))
         return (
             f"ibp.nn.ModelReport({len(self.coded)} {'module' if len(self.coded) == 1 else 'modules'} coded, "
-            f"{self.num_bytes:,} bytes to {self.nbytes:,}, savings={self.savings:.2f}"
+            f"{shown_memory(self.nbytes, self.num_bytes)}"
             f"{f', plain: {plain}' if plain else ''})"
         )
 
@@ -153,8 +156,7 @@ def compress(
         ValueError: a weight is on the meta device; all weights train; a pattern of include or exclude matches no
             module; model is itself a module to be replaced; level is unknown. The model is then as it was.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module")
+    check_model(model)
     min_bytes = whole_number("min_bytes", min_bytes, 0)
     plan = ModelPlan(model, include=include, exclude=exclude, level=level, fused=fused, min_bytes=min_bytes)
     plan.check_values()
@@ -255,6 +257,7 @@ class ModelPlan:
                 if module not in made:
                     made[module] = _module_over(table, module, self._fused)
                     made[module].share_table(next(iter(made.values())))
+                    made[module]._shared.requires_grad = module.get_parameter("weight").requires_grad
                     made[module].train(module.training)
                 parent, _, attribute = name.rpartition(".")
                 setattr(self._model.get_submodule(parent), attribute, made[module])

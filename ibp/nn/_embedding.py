@@ -113,16 +113,17 @@ class Embedding(_Rows):
         """Rows at ids, int32 or int64 of any shape [...]: [..., embedding_dim].
 
         Raises:
+            TypeError: ids are no integers.
             IndexError: an id is out of range; on a GPU at once where rows train, else as `ibp.index_select` says.
         """
         if not self._trains_now and self.cache is None:
             return embedding_of(ids, self.weight)
         return self.rows_at(ids, self.padding_idx)
 
-    def to_torch(self) -> torch.nn.Embedding:
-        """torch's module of the same weights, uncompressed, where the table is."""
-        weight = self.current_table().decompress()
-        return torch.nn.Embedding.from_pretrained(weight, freeze=not self.trainable, padding_idx=self.padding_idx)
+    def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
+        made = torch.nn.Embedding(self.num_embeddings, self.embedding_dim, self.padding_idx, device="meta")
+        made.weight = weight
+        return made
 
 
 class EmbeddingBag(_Rows):
@@ -178,6 +179,7 @@ class EmbeddingBag(_Rows):
             per_sample_weights: in the shape of input, what each row is multiplied with; for mode "sum".
 
         Raises:
+            TypeError: ids or offsets are no integers.
             IndexError: an id is out of range.
             ValueError, NotImplementedError: as torch.nn.functional.embedding_bag.
         """
@@ -185,15 +187,12 @@ class EmbeddingBag(_Rows):
             input, offsets, self.mode, per_sample_weights, self.include_last_offset, padding_idx=self.padding_idx
         )
 
-    def to_torch(self) -> torch.nn.EmbeddingBag:
-        """torch's module of the same weights, uncompressed, where the table is."""
-        return torch.nn.EmbeddingBag.from_pretrained(
-            self.current_table().decompress(),
-            freeze=not self.trainable,
-            mode=self.mode,
-            padding_idx=self.padding_idx,
-            include_last_offset=self.include_last_offset,
-        )
+    def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
+        options: dict[str, Any] = {"include_last_offset": self.include_last_offset, "padding_idx": self.padding_idx}
+        sizes = self.num_embeddings, self.embedding_dim
+        made = torch.nn.EmbeddingBag(*sizes, mode=self.mode, device="meta", **options)
+        made.weight = weight
+        return made
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"

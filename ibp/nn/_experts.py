@@ -24,8 +24,9 @@ class CodedStack(TableModule):
     """The table of a stacked weight of `Experts`, whose name the module has. table: [experts, rows, columns], of rows
     that are table rows; transposed: whether plain weights are [experts, columns, rows]."""
 
-    def __init__(self, table: CompressedTensor, transposed: bool) -> None:
+    def __init__(self, table: CompressedTensor, transposed: bool, requires_grad: bool) -> None:
         super().__init__(by_rows(table), stays=False)
+        self._shared.requires_grad = requires_grad
         self.stacked, self.transposed, self.num_rows = table.shape[:1], transposed, table.shape[1]
 
     def all(self, device: torch.device) -> torch.Tensor:
@@ -113,7 +114,7 @@ class Experts(torch.nn.Module):
         held = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")}
         vars(self).update({**vars(module), **held})
         self.fused, self._kind = fused, cast(Any, type(module))
-        self._calls = Calls(self._kind, [])
+        self._calls, self._order = Calls(self._kind, []), tuple(self._parameters)
 
     @property
     def stacks(self) -> dict[str, CodedStack]:
@@ -122,11 +123,22 @@ class Experts(torch.nn.Module):
 
     def put(self, name: str, table: CompressedTensor) -> CodedStack:
         """Puts a table in the place of a stacked weight: as the plain weight, or its transposed matrices."""
+        stack = CodedStack(table, bool(self.is_transposed), self.get_parameter(name).requires_grad)
         del self._parameters[name]
-        stack = CodedStack(table, bool(self.is_transposed))
         self.add_module(name, stack)
         self._calls = Calls(self._kind, self.stacks)
         return stack
+
+    def turn_plain(self) -> None:
+        """Turns this module itself into the plain one, of the class that it was made of."""
+        plain = {name: stack.parameter() for name, stack in self.stacks.items()}
+        state = {
+            name: value for name, value in vars(self).items() if name not in ("fused", "_kind", "_calls", "_order")
+        }
+        held = {**self._parameters, **plain}
+        state["_parameters"] = {name: held[name] for name in (*self._order, *held)}
+        state["_modules"] = {name: module for name, module in self._modules.items() if name not in plain}
+        self.__dict__, self.__class__ = state, self._kind
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As the class's own forward.

@@ -24,6 +24,8 @@ from ._stacks import by_rows, reshaped
 
 _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that choose no slots
 TRANSPOSED = "_transposed"  # how names of transposed tables end in a coded state
+# Attributes of every module besides what it holds: its mode and its hooks.
+_OF_ANY_MODULE = vars(torch.nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
 _is_coded: ContextVar[bool] = ContextVar("is_coded", default=False)  # whether a state_dict() that is made holds tables
 
 
@@ -34,10 +36,11 @@ def saves_tables() -> bool:
 
 class SharedTable:
     """What modules that share a table hold, as others hold one parameter: a table that is loaded or moved replaces the
-    old one for all of them. It is ready for compiled code and for products."""
+    old one for all of them. It is ready for compiled code and for products. requires_grad: of the parameter that the
+    table has replaced."""
 
-    def __init__(self, table: CompressedTensor) -> None:
-        self.table, self.saved = table, SavedTensor()
+    def __init__(self, table: CompressedTensor, requires_grad: bool = False) -> None:
+        self.table, self.requires_grad, self.saved = table, requires_grad, SavedTensor()
 
     @property
     def table(self) -> CompressedTensor:
@@ -47,8 +50,8 @@ class SharedTable:
     def table(self, table: CompressedTensor) -> None:
         self._table = table.prepare_linear()
 
-    def __reduce__(self) -> tuple[type[SharedTable], tuple[CompressedTensor]]:
-        return SharedTable, (self.table,)
+    def __reduce__(self) -> tuple[type[SharedTable], tuple[CompressedTensor, bool]]:
+        return SharedTable, (self.table, self.requires_grad)
 
 
 class TableModule(torch.nn.Module):
@@ -86,6 +89,32 @@ class TableModule(torch.nn.Module):
     def share_table(self, other: TableModule) -> None:
         """Takes another module's table for its own, from now on."""
         self._shared = other._shared
+
+    # ---- the plain module ----
+
+    @property
+    def _requires_grad(self) -> bool:
+        """Whether the plain weights require grad."""
+        return self._shared.requires_grad
+
+    def parameter(self) -> torch.nn.Parameter:
+        """The plain weights, where the table is. CorruptTableError: the table is damaged."""
+        weight = self.plain_of(self.current_table().decompress(check=True))
+        return torch.nn.Parameter(weight, requires_grad=self._requires_grad)
+
+    def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
+        """The plain module over its weights."""
+        raise NotImplementedError
+
+    def to_torch(self) -> torch.nn.Module:
+        """The plain module of the same weights, uncompressed, where the table is; a bias is shared with it."""
+        return self._module_over(self.parameter())
+
+    def turn_plain(self, weight: torch.nn.Parameter) -> None:
+        """Turns this module itself into the plain one over its weights. It keeps its hooks and its mode."""
+        plain = self._module_over(weight)
+        self.__dict__ = {**vars(plain), **{name: vars(self)[name] for name in _OF_ANY_MODULE}}
+        self.__class__ = type(plain)  # type: ignore[assignment]
 
     def _apply(self, fn: Callable, recurse: bool = True) -> TableModule:
         super()._apply(fn, recurse)
@@ -292,6 +321,12 @@ class Linear(TableModule):
             return neighbours.product(number, x)
         return (linear if self.fused else linear_of)(x, self.weight, self.bias)
 
+    def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
+        made = torch.nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        made.weight = weight
+        made.register_parameter("bias", self.bias)
+        return made
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}{', fused=True' if self.fused else ''}"
 
@@ -363,6 +398,15 @@ class Conv1D(Linear):
         if self.fused and x.is_cuda:
             return linear(x, self.weight, self.bias)
         return differentiable(_transposed_product, x, self.weight, self.bias)
+
+    def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
+        from transformers.pytorch_utils import Conv1D as Plain
+
+        with torch.device("meta"):
+            made = Plain(self.out_features, self.in_features)
+        made.weight = weight
+        made.bias = torch.nn.Parameter(weight.new_zeros(self.out_features)) if self.bias is None else self.bias
+        return made
 
 
 def _transposed_product(x: torch.Tensor, table: CompressedTensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -9,11 +9,16 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .._common.once import warn_once
 from .._fetch.bags import embedding_bag
+from .._fetch.ids import checked_ids, list_of_ids
 from .._tables.changes import check_rows, put_items
 from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
 from ._tables import TableModule
+
+_MOST_KEPT = 64  # gradients that are kept apart: adding each to the sum at once would cost a pass over the sum
+_MOST_UNREAD = 64  # backward passes whose gradients nobody has read, before a warning
 
 
 class RowGradient(NamedTuple):
@@ -56,6 +61,7 @@ class RowsModule(TableModule):
         self.trainable = trainable
         self.cache = _checked_cache(cache, table, trainable)
         self._noted: list[_Noted] = []
+        self._num_unread, self._last_pass = 0, -1  # backward passes since gradients were read or forgotten
         self._num_writes = 0
 
     # ---- forward ----
@@ -73,8 +79,9 @@ class RowsModule(TableModule):
         return self._source.index_select(ids)
 
     def _look_up(self, ids: torch.Tensor, padding_idx: int | None) -> LookedUp:
-        """The rows of ids of any shape. IndexError for ids out of range. Waits for ids on a GPU."""
-        flat = ids.reshape(-1).to(torch.int64)
+        """The rows of ids of any shape. TypeError: the ids are no integers. IndexError: an id is out of range. Waits
+        for ids on a GPU."""
+        flat = checked_ids(ids).reshape(-1).to(torch.int64)
         if padding_idx is not None:
             flat = torch.cat((flat, flat.new_tensor([padding_idx])))
         unique, places = flat.unique(return_inverse=True)
@@ -122,7 +129,7 @@ class RowsModule(TableModule):
                 include_last_offset=include_last_offset,
             )
         if offsets is not None:
-            _check_offsets(offsets, ids.numel())
+            offsets = _checked_offsets(offsets, ids.numel())
         looked_up = self._look_up(ids, padding_idx)
         is_plain = per_sample_weights is None and looked_up.padding is None
         if ids.is_cuda and ids.dim() == 2 and ids.shape[1] == 1 and is_plain:  # eight times as fast as bags of one row
@@ -146,8 +153,34 @@ class RowsModule(TableModule):
             assert leaf.grad is not None
             self._noted.append(_Noted(RowGradient(ids, leaf.detach(), leaf.grad), num_writes))
             leaf.grad = None
+            if len(self._noted) == _MOST_KEPT:
+                self._sum_up()
+            self._count_pass()
 
         rows.register_post_accumulate_grad_hook(note)
+
+    def _count_pass(self) -> None:
+        """Counts the backward pass that is under way, and warns where nobody reads gradients."""
+        number = torch._C._current_graph_task_id()
+        if number == self._last_pass:
+            return
+        self._last_pass, self._num_unread = number, self._num_unread + 1
+        if self._num_unread != _MOST_UNREAD:
+            return
+        warn_once(
+            f"{_MOST_UNREAD} backward passes gave gradients to rows of an ibp.nn module {list(self.weight.shape)}, and "
+            "no optimizer has read them. An optimizer of torch does not train these rows, because parameters() does "
+            "not list them: give the model to one of ibp.optim too, such as ibp.optim.SGD(model), and call its step() "
+            "and zero_grad(). Make the module with trainable=False if its rows are not to train.",
+            key="unread gradients",
+        )
+
+    @torch.no_grad()
+    def _sum_up(self) -> _Noted:
+        """Puts the sum of all gradients, added in their order, in their place. Returns the sum."""
+        total = _sum_of([noted.gradient for noted in self._noted])
+        self._noted = [_Noted(total, min(noted.num_writes for noted in self._noted))]
+        return self._noted[0]
 
     # ---- what optimizers do ----
 
@@ -156,20 +189,23 @@ class RowsModule(TableModule):
         are now. None: there was none."""
         if not self._noted:
             return None
-        is_stale = any(noted.num_writes != self._num_writes for noted in self._noted)
-        total = _sum_of([noted.gradient for noted in self._noted])
-        if is_stale:
+        total, num_writes = self._sum_up()
+        if num_writes != self._num_writes:
             total = total._replace(rows=self._fetched(total.ids))
-        self._noted = [_Noted(total, self._num_writes)]
+        self._keep([_Noted(total, self._num_writes)])
         return total
 
     def set_gradient(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
         """Takes one gradient, of rows ids [U] in increasing order, in place of all."""
-        self._noted = [_Noted(RowGradient(ids, self._fetched(ids), grad), self._num_writes)]
+        self._keep([_Noted(RowGradient(ids, self._fetched(ids), grad), self._num_writes)])
 
     def drop_gradients(self) -> None:
         """Forgets all gradients."""
-        self._noted = []
+        self._keep([])
+
+    def _keep(self, noted: list[_Noted]) -> None:
+        """Keeps these gradients alone, as an optimizer has read or forgotten all others."""
+        self._noted, self._num_unread = noted, 0
 
     @torch.no_grad()
     def write_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
@@ -182,6 +218,10 @@ class RowsModule(TableModule):
         self._num_writes += 1
 
     # ---- the table ----
+
+    @property
+    def _requires_grad(self) -> bool:
+        return self.trainable or super()._requires_grad
 
     def flush(self) -> None:
         """Writes rows that have changed in the cache alone back to the table."""
@@ -227,7 +267,7 @@ class RowsModule(TableModule):
     def __getstate__(self) -> dict[str, Any]:
         """Copies have neither a cache, which is of this process's devices, nor gradients."""
         self.flush()
-        return {**super().__getstate__(), "cache": None, "_noted": []}
+        return {**super().__getstate__(), "cache": None, "_noted": [], "_num_unread": 0}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}{'' if self.cache is None else f', cache={self.cache!r}'}"
@@ -246,18 +286,19 @@ def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowC
     return cache
 
 
-def _check_offsets(offsets: torch.Tensor, num_ids: int) -> None:
-    """Raises ValueError for offsets that describe no bags, since torch's kernels trust them. Waits for a GPU."""
-    if offsets.dim() != 1:
-        raise ValueError(f"offsets has shape {list(offsets.shape)}; wanted one dimension")
+def _checked_offsets(offsets: torch.Tensor, num_ids: int) -> torch.Tensor:
+    """The offsets of bags, which torch's kernels trust. TypeError: they are no integers. ValueError: they describe no
+    bags. Waits for a GPU."""
+    offsets = list_of_ids(offsets, "offsets")
     if offsets.numel() == 0:
-        return
+        return offsets
     falls = (offsets[1:] < offsets[:-1]).any()
     first, last, has_fall = torch.stack((offsets[0], offsets[-1], falls.to(offsets.dtype))).tolist()
     if first != 0 or last > num_ids or has_fall:
         raise ValueError(
             f"offsets go from {first} to {last}; wanted 0 to at most {num_ids}, the ids, in ascending order"
         )
+    return offsets
 
 
 def _sum_of(parts: list[RowGradient]) -> RowGradient:

@@ -33,6 +33,7 @@ from ._calling import loss_of
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
 _VECTOR_ELEMENTS = 64  # torch's CPU loops round the last few elements of a tensor differently
+_GIVE_MODULES = "give the module itself, as in ibp.optim.SGD(model), because its parameters() does not list rows"
 _CONSTANT_ROWS = 1024  # enough to be stored in fewer bytes than they have
 
 
@@ -44,8 +45,7 @@ class RowOptimizer(torch.optim.Optimizer):
             if not float(value) >= 0:
                 raise ValueError(f"{name} is {value}; wanted at least 0")
         self._modules: dict[torch.Tensor, RowsModule] = {}
-        params: Any = [modules] if isinstance(modules, torch.nn.Module) else modules
-        super().__init__(params, defaults)
+        super().__init__(_listed(modules), defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds modules with options of their own.
@@ -61,7 +61,7 @@ class RowOptimizer(torch.optim.Optimizer):
         held = set(self._modules.values())
         if any(module in held for module in found):
             raise ValueError("a module is in the optimizer already")
-        stand_ins = {torch.empty(0): module for module in found}
+        stand_ins = {torch.empty(0, dtype=torch.float32, device="cpu"): module for module in found}
         self._modules.update(stand_ins)
         super().add_param_group({**param_group, "params": list(stand_ins)})
 
@@ -255,7 +255,7 @@ class RowWiseAdagrad(RowOptimizer):
         ids = gradient.ids
         sums = state.get("sum")
         if sums is None:
-            sums = torch.zeros(module.num_embeddings, device=ids.device)
+            sums = torch.zeros(module.num_embeddings, dtype=torch.float32, device=ids.device)
         elif sums.device != ids.device:
             sums = sums.to(ids.device)
         grad = gradient.grad
@@ -309,7 +309,8 @@ def _average(module: RowsModule, group: dist.ProcessGroup | None) -> None:
         grad = torch.empty(0, module.embedding_dim, dtype=module.weight.dtype, device=members.device)
     else:
         ids, grad = own.ids, own.grad / members.size
-    counts = [int(count) for count in members.gathered(torch.tensor([ids.numel()], device=members.device))]
+    count = torch.tensor([ids.numel()], dtype=torch.int64, device=members.device)
+    counts = list(map(int, members.gathered(count)))
     if not max(counts):
         return
     all_ids, all_grads = (
@@ -326,13 +327,20 @@ def _padded(part: torch.Tensor, num_rows: int) -> torch.Tensor:
     return padded
 
 
+def _listed(modules: Any) -> list[Any]:
+    """Modules, or groups of them, as a list. ValueError: there are none."""
+    listed = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
+    if not listed:
+        raise ValueError(f"there are no modules: {_GIVE_MODULES}")
+    return listed
+
+
 def _row_modules(modules: Any) -> list[RowsModule]:
     """The modules with rows that train, each once, in their order."""
-    given = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
     found: dict[RowsModule, None] = {}
-    for module in given:
+    for module in _listed(modules):
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"params has a {type(module).__name__}; wanted modules")
+            raise TypeError(f"params has a {type(module).__name__}; wanted modules: {_GIVE_MODULES}")
         own = [part for part in module.modules() if isinstance(part, RowsModule) and part.trainable]
         if not own:
             raise ValueError(f"a {type(module).__name__} has no ibp.nn module that trains: make it with trainable=True")
@@ -353,11 +361,11 @@ def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
 
 def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
     """A table of one value in the shape and memory of the weights, of default rows, which take no bytes."""
-    block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype)
+    block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype, device="cpu")
     one = compress_rows(block, layout="packed", scheme="planes", device="cpu", memory="host")
     num_rows = weight.num_rows
     lengths = one.lengths[:1].view(torch.int16).expand(num_rows).clone().view(torch.uint16)
-    bases = torch.zeros(-(-num_rows // 32), dtype=torch.int64)
+    bases = torch.zeros(-(-num_rows // 32), dtype=torch.int64, device="cpu")
     geometry, parts = replace(one.geometry, shape=weight.shape), (one.slots, one.codebook, lengths, one.overflow, bases)
     return placed_like(weight, table_of(CompressedTensor, geometry, one.scheme, 0, *parts))
 

@@ -12,6 +12,7 @@ from .._machine.staging import to_device
 from .._schemes import AnyCodebook
 from .._tables.coding import Coding, Learning, geometry_of, placed
 from .._tables.compressed_tensor import CompressedTensor
+from .._tables.compression import warn_of_gradient
 from . import _targets
 from ._profiling import TensorProfile
 
@@ -79,6 +80,7 @@ def place(
         codebook = x.codebook if codebook is None and x.codebook is not None else codebook
         x = decompress(x, check=x.is_cuda)
     _rows.check_tensor(x)
+    warn_of_gradient(x)
     if scheme == "raw":
         raise ValueError("scheme is 'raw'; wanted 'planes', 'ibp' or 'auto': raw rows need slots of their full size")
     learning = Learning.of(scheme, level=level, codebook=codebook)

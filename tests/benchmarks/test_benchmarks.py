@@ -4,6 +4,7 @@ import collections
 import contextlib
 import csv
 import ctypes
+import itertools
 import math
 import os
 import signal
@@ -38,6 +39,7 @@ from benchmarks import (
     linear,
     ndzip,
     overlap,
+    paths,
     profiles,
     ratio,
     reading,
@@ -384,8 +386,6 @@ def test_gather_is_judged():
 def test_paper_rates():
     rates = gather.paper_rates()
     assert len(rates) == 25 and rates[256, 0.125] == 43.9 and rates[4096, 0.9] == 367
-    assert {row["path"] for row in reading.read(reading.REFERENCE)} == {"rows", "tensor", "device"}
-    assert all(row["gbps"] > 0 for row in reading.read(reading.REFERENCE))
 
 
 # ---- codec ---------------------------------------------------------------------------------------------------------
@@ -661,6 +661,8 @@ def small(monkeypatch):
     monkeypatch.setattr(stream, "QUICK_SIZES_MIB", (1,))
     monkeypatch.setattr(stream, "MAX_TENSORS", 2)
     monkeypatch.setattr(families, "QUICK_CASES", (0, 11))
+    kinds = paths.kinds
+    monkeypatch.setattr(paths, "kinds", lambda run, data_dir: itertools.islice(kinds(run, data_dir), 2))
     monkeypatch.setattr(compress, "SETS", compress.SETS[:1])
     monkeypatch.setattr(encode_into, "CASES", encode_into.CASES[:2])
     monkeypatch.setattr(activations, "QUICK_CASES", activations.QUICK_CASES[2:])
@@ -669,6 +671,34 @@ def small(monkeypatch):
     monkeypatch.setattr(adamw, "MODELS", {name: adamw.MODELS[name] for name in ("one tensor", "embedding, 1 % alive")})
     yield
     torch.set_num_threads(threads)
+
+
+def test_every_nth_case_alone(small, tmp_path):
+    """--every N: what tools/compare_commits.py measures."""
+    assert small_calls.main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--every", "2"]) == 0
+    cases = [line[1] for line in lines_of(tmp_path / "small_calls.csv")[1:]]
+    wanted = small_calls.NUM_ROWS[::2]
+    assert list(dict.fromkeys(case.split(", ")[-1] for case in cases)) == [f"{rows:,} rows" for rows in wanted]
+
+
+def path_rows(monkeypatch, tmp_path, times):
+    """Runs one case of paths.py whose arms take times, {arm: [seconds of each measurement]}. Returns its rows."""
+    args = harness.parse_args(["--device", "cpu", "--quick", "--out", str(tmp_path)])
+    run = harness.Run("paths", args, harness.TARGET_COLUMNS)
+    case = paths.Case(run, "a case", torch.zeros(4, 8), types.SimpleNamespace(savings=0.5), 4, 100.0)
+    monkeypatch.setattr(case, "seconds", lambda arm, call, wanted: times[arm].pop(0))
+    named = {arm: (arm, None) for arm in times if arm != paths.CHOSEN}
+    case.compare(lambda path, sms: path, named, None)
+    return {row["arm"]: row for row in run.rows}
+
+
+def test_a_chosen_path_is_judged_by_the_fastest_named_one(monkeypatch, tmp_path):
+    rows = path_rows(monkeypatch, tmp_path, {"gpu": [1.0], "cpu": [2.0], paths.CHOSEN: [1.1]})
+    assert rows[paths.CHOSEN]["met"] == "yes" and "met" not in rows["gpu"]
+    rows = path_rows(monkeypatch, tmp_path, {"gpu": [1.0, 1.0], "cpu": [2.0, 2.0], paths.CHOSEN: [1.3, 1.05]})
+    assert rows[paths.CHOSEN]["met"] == "yes", "measured again"
+    rows = path_rows(monkeypatch, tmp_path, {"gpu": [1.0, 1.0], "cpu": [2.0, 2.0], paths.CHOSEN: [1.3, 1.2]})
+    assert rows[paths.CHOSEN]["met"] == "no"
 
 
 def test_models_that_take_long_get_fewer_steps(small, tmp_path, monkeypatch):
@@ -686,7 +716,7 @@ def test_models_that_take_long_get_fewer_steps(small, tmp_path, monkeypatch):
     "script",
     [
         *(stream, large_table, overlap, small_calls, families, compress, encode_into, changes, deltas, linear),
-        *(scattered, adamw, spill),
+        *(scattered, adamw, spill, paths),
         *(pytest.param(script, marks=pytest.mark.slow) for script in (gather, codec, activations, checkpoints)),
     ],
     ids=lambda script: script.__name__,

@@ -98,12 +98,13 @@ def test_nets_whose_peak_falls_on_the_device_and_nets_whose_peak_rises(tmp_path)
         tmp_path,
         "activations",
         "case,arm,step_ms,peak_gb,freed_gb",
-        *("VGG16,plain,10,4,0", "VGG16,on the device,15,3,1"),
-        *("AlexNet,plain,10,4,0", "AlexNet,on the device,25,4.5,-0.5"),
+        *("VGG16,plain,10,4,0", "VGG16,on the device,15,3,1", "VGG16,recomputed,13,2,2"),
+        *("AlexNet,plain,10,4,0", "AlexNet,on the device,25,4.5,-0.5", "AlexNet,recomputed,12,3.5,0.5"),
     )
     assert claims.on_the_device(results) == (
         "The peak falls for 1 of 2 measured nets, most and least: VGG16 3.00 GB instead of 4.00, steps 1.5 times as "
-        "long; AlexNet 4.50 GB instead of 4.00, steps 2.5 times as long."
+        "long (recomputed 2.00 GB, 1.3 times); AlexNet 4.50 GB instead of 4.00, steps 2.5 times as long "
+        "(recomputed 3.50 GB, 1.2 times)."
     )
 
 
@@ -123,11 +124,10 @@ def test_steps_of_language_models(tmp_path):
     text, table = claims.language_models(results).split(":\n\n")
     assert text.endswith("#language-models-from-coded-weights))")
     assert table.split("\n") == [
-        "| model | batch | context | plain | coded | tokens a second, coded |",
-        "| --- | --- | --- | --- | --- | --- |",
-        "| Small | 1 | 512 | 2.00 | 1.60 (1.25) | 625 |",
-        "| Small, compiled | 16 | 512 | 2.00 |  |  |",
-        "| Large | 8 | 512 |  | 20.0 | 400 |",
+        "| model | batch | context | plain | coded |",
+        "| --- | --- | --- | --- | --- |",
+        "| Small | 1 | 512 | 2.00 | 1.60 (1.25) |",
+        "| Large | 8 | 512 |  | 20.0 |",
     ]
 
 
@@ -146,6 +146,24 @@ def test_what_freed_memory_holds(tmp_path):
     ]
 
 
+def test_nets_that_pin_more_coded_are_named(tmp_path):
+    results = write(
+        tmp_path,
+        "activations",
+        "case,arm,pinned_gb,gpu",
+        *("A,raw,2,H", "A,ibp,3,H", "B,raw,4,H", "B,ibp,1,H", "C,raw,1,H", "C,ibp,1,H"),
+    )
+    assert claims.pinned_activations(results).startswith(
+        "Coded activations pin more host memory than raw ones in 1 of 3 measured nets, in GB: A 3.00 for 2.00; least "
+        "of raw B 1.00 for 4.00."
+    )
+
+
+def test_rows_without_a_commit_are_counted(tmp_path):
+    rows = write(tmp_path, "x", "case,commit,gpu", "a,0123456789abc,H", "b,,H").rows("x")
+    assert claims.machine(rows) == ", H, commit 0123456789, 1 of 2 rows name no commit"
+
+
 def test_tables_and_figures_wait_for_their_csv(tmp_path):
     empty = reading.Results(tmp_path)
     assert claims.language_models(empty) == "" == claims.freed_memory(empty)
@@ -159,7 +177,7 @@ def test_tables_and_figures_wait_for_their_csv(tmp_path):
 
 def test_the_chart(tmp_path):
     pytest.importorskip("matplotlib")
-    for name in ("gather", "stream", "codec", "moe_hits", "choose"):
+    for name in ("gather", "reference", "stream", "codec", "moe_hits", "choose"):
         (tmp_path / f"{name}.csv").write_text((harness.RESULTS / f"{name}.csv").read_text())
     charts.draw(tmp_path)
     assert (tmp_path / "overview.png").stat().st_size > 10_000
@@ -174,6 +192,18 @@ def test_the_chart(tmp_path):
     assert (tmp_path / "experts.png").stat().st_size > 10_000
     charts.draw_columns(tmp_path)
     assert (tmp_path / "columns.png").stat().st_size > 10_000
+
+
+def test_the_chart_compares_the_papers_code_within_one_run():
+    reference = RESULTS.rows("reference")
+    assert len({(row["commit"], row["reference"]) for row in reference}) == 1
+    rates = {row["arm"]: row["gbps"] for row in reference if (row["case"], row["row_bytes"]) == ("synthetic 25%", 2048)}
+    assert charts.rows_by_savings(reference)["25% saved"] == {
+        "raw rows": rates["raw rows"],
+        charts.IBP: rates["ibp slots"],
+        charts.PAPER: rates["the paper's code"],
+    }
+    assert charts.PAPER not in charts.tensor_rates(RESULTS.rows("stream"))
 
 
 def test_no_chart_without_measurements(tmp_path, capsys):
@@ -194,7 +224,7 @@ def test_no_chart_without_measurements(tmp_path, capsys):
 
 
 def test_no_chart_of_quick_runs(tmp_path, capsys):
-    for name in ("gather", "stream", "codec"):
+    for name in ("gather", "reference", "stream", "codec"):
         lines = (harness.RESULTS / f"{name}.csv").read_text().splitlines()
         few = [line for line in lines if f",{charts.ROW_BYTES}," not in line and ",device," not in line]
         (tmp_path / f"{name}.csv").write_text("\n".join(few))

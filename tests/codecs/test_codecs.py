@@ -91,7 +91,9 @@ def test_what_it_saves():
     assert (whole.size(), whole.size(0), whole.dim(), whole.ndim, len(whole), whole.element_size()) == (
         (x.shape), 64, 2, 2, 64, 8,
     )  # fmt: skip
-    assert "codec='zstd'" in repr(whole) and f"{x.nbytes:,} -> {whole.stored_bytes:,}" in repr(whole)
+    assert "codec='zstd'" in repr(whole) and f"of {x.nbytes:,}), stored_bytes={whole.stored_bytes:,}, savings=" in repr(
+        whole
+    )
     smaller = ibp.compress(x, scheme="zstd:19", **PAGEABLE)
     assert smaller.stored_bytes < ibp.compress(x, scheme="zstd:-50", **PAGEABLE).stored_bytes
     assert not whole.is_pinned() and whole.cpu() is whole
@@ -110,6 +112,18 @@ def test_copies():
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_they_are_no_tensors():
+    none = {"blocks": torch.empty(0, dtype=torch.uint8), "offsets": torch.zeros(1, dtype=torch.int64)}
+    coded = ibp.codecs.WholeTensor(shape=(0,), dtype=torch.int8, codec="zstd", block_bytes=8, options={}, **none)
+    for call, error, what in (
+        (lambda: coded + 1, TypeError, "takes part in no arithmetic"),
+        (lambda: coded.mean(), AttributeError, "has no 'mean'"),
+        (lambda: torch.as_tensor(coded), TypeError, "has no elements in memory"),
+    ):
+        with pytest.raises(error, match=rf"a tensor that is coded as a whole {what}: call ibp.decompress\(coded\) for"):
+            call()
 
 
 @needs("zstd")
@@ -153,17 +167,27 @@ def test_wrong_arguments(scheme, options, message):
         ibp.compress(torch.arange(10), scheme=scheme, **options)
 
 
-@needs("zstd")
-def test_absent_packages(monkeypatch, tmp_path):
-    x = torch.arange(1000)
-    whole = ibp.compress(x, scheme="zstd", **PAGEABLE)
-    ibp.save(tmp_path / "x.safetensors", whole)
+@pytest.fixture
+def no_packages(monkeypatch):
+    _nvcomp._module.cache_clear()
     for name in ("zstandard", "lz4.block", "nvidia.nvcomp"):
         monkeypatch.setitem(sys.modules, name, None)
+    yield
     _nvcomp._module.cache_clear()
-    for scheme, package in (*PACKAGES.items(), ("nvcomp:ans", "nvidia-nvcomp-cu13")):
-        with pytest.raises(ImportError, match=f"the codec {scheme!r} needs the package {package} "):
-            ibp.compress(x, scheme=scheme)
+
+
+@pytest.mark.parametrize("scheme, package", [*PACKAGES.items(), ("nvcomp:ans", "nvidia-nvcomp-cu13")])
+def test_absent_packages(no_packages, scheme, package):
+    wanted = f"the codec {scheme!r} needs the package {package}: type `pip install {package}` [(]"
+    with pytest.raises(ImportError, match=wanted):
+        ibp.compress(torch.arange(1000), scheme=scheme)
+
+
+@needs("zstd")
+def test_what_an_absent_package_has_coded(request, tmp_path):
+    whole = ibp.compress(torch.arange(1000), scheme="zstd", **PAGEABLE)
+    ibp.save(tmp_path / "x.safetensors", whole)
+    request.getfixturevalue("no_packages")
     with pytest.raises(ImportError, match="needs the package zstandard"):
         whole.decompress()
     with pytest.raises(ibp.FileFormatError, match="the codec 'zstd' needs the package zstandard"):

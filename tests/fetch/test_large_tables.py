@@ -1,6 +1,8 @@
 """Large tables: ids by windows, selections that the CPU gathers for a GPU, and the paths of index_select; on small
 tables, which know no difference."""
 
+import types
+
 import numpy as np
 import pytest
 import torch
@@ -320,18 +322,44 @@ def make_table(x, scheme, place, cuda, **arguments):
 
 @pytest.mark.parametrize("scheme", ["raw", "ibp", "planes"])
 def test_multiprocessors_of_bucketed_ids(scheme):
-    """Few, where a decoder keeps up with the link on few."""
+    """As many as decode at the rate of the link: few for rows that save little, all for rows of which little comes."""
+    machine = ibp.calibration.H200
     table = ibp.compress(embedding(2000, 256, torch.bfloat16), scheme=scheme, memory="host")
-    assert gather.bucketed_sms(table, CPU) == ibp.calibration.H200.bucketed_sms
-    if scheme == "planes":
-        assert table.codebook.is_fast
-        for codebook in (
-            ibp.codecs.analyze(one_hot_rows(500, 300), scheme="planes"),
-            ibp.codecs.analyze((torch.arange(64_000) % 5000).view(-1, 64), scheme="planes"),
-        ):
-            assert not codebook.is_fast, codebook
-            rows = torch.zeros(64, codebook.row_bytes, dtype=torch.uint8)
-            assert gather.bucketed_sms(ibp.compress(rows, codebook=codebook, memory="host"), CPU) == 0
+    sms = gather.bucketed_sms(table, machine, 132)
+    assert sms == machine.bucketed_sms if scheme == "raw" else machine.bucketed_sms < sms < 132 // 3
+    if scheme != "raw":
+        sparse = ibp.compress(one_hot_rows(500, 3000), scheme=scheme, memory="host")
+        assert gather.bucketed_sms(sparse, machine, 132) == 0
+        assert gather.bucketed_sms(table, machine, 8) == 0
+
+
+@pytest.mark.parametrize(
+    "gib, stored_bytes, item_bytes, num_ids, on_gpu, on_cpu",
+    [
+        (4, 128, 128, 1_000_000, "bucketed", "bucketed"),
+        (16, 512, 512, 1_000_000, "bucketed", "bucketed"),
+        (16, 512, 512, 100_000, "bucketed", "cpu"),
+        (16, 342, 512, 100_000, "bucketed", "cpu"),
+        (0.625, 128, 512, 65_536, "bucketed", "gpu"),
+        (0.625, 2048, 2048, 65_536, "gpu", "gpu"),
+        (0.625, 64, 14_812, 16_384, "gpu", "gpu"),
+    ],
+)
+def test_what_is_expected_of_paths(gib, stored_bytes, item_bytes, num_ids, on_gpu, on_cpu):
+    """The paths of ids on a GPU and on the CPU, as large_table.csv (an H200) and paths.csv measured them."""
+    num_items = int(gib * 2**30) // stored_bytes
+    table = types.SimpleNamespace(
+        num_items=num_items, item_bytes=item_bytes, resident_bytes=num_items * stored_bytes, device=CPU
+    )
+    machine = ibp.calibration.H200
+    for ids_on_gpu, expected in ((True, on_gpu), (False, on_cpu)):
+        promised = {
+            "gpu": gather.fetched_ns(table, machine),
+            "bucketed": gather.PROMISED * gather.bucketed_ns(table, num_ids, ids_on_gpu, machine),
+        }
+        if not ids_on_gpu:
+            promised["cpu"] = gather.PROMISED * gather.staged_ns(table, num_ids, machine, 16)
+        assert min(promised, key=promised.get) == expected, promised
 
 
 def test_choices(cuda, monkeypatch):
@@ -342,11 +370,13 @@ def test_choices(cuda, monkeypatch):
     assert choices(pinned, many, "cuda:0", "cuda:0") == "gpu", "a small table"
     assert choices(pageable, many, "cuda:0", "cpu") == "cpu" and choices(pageable, few, "cuda:0", "cpu") is None
     reckon_with(monkeypatch, reach_bytes=1 << 20)
-    assert choices(pinned, many, "cuda:0", "cuda:0") == "cpu" and choices(pinned, few, "cuda:0", "cuda:0") == "gpu"
-    assert (
-        choices(pinned, many.to(cuda), "cuda:0", "cuda:0") == "bucketed"
-        and choices(pinned, few.to(cuda), "cuda:0", "cuda:0") == "gpu"
-    )
+    for ids in (many, many.to(cuda)):
+        assert choices(pinned, ids, "cuda:0", "cuda:0") == "bucketed", "its ids are so near that they share addresses"
+    for ids in (few, few.to(cuda)):
+        assert choices(pinned, ids, "cuda:0", "cuda:0") == "gpu"
+    reckon_with(monkeypatch, reach_bytes=1 << 20, sorted_row_ns=1e4)
+    assert choices(pinned, many, "cuda:0", "cuda:0") == "cpu", "an order of places gains nothing"
+    reckon_with(monkeypatch, reach_bytes=1 << 20)
     assert choices(on_gpu, many.to(cuda), "cuda:0", "cuda:0") == "gpu"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert choices(pinned, many, "cuda:0", "cuda:0") == "bucketed"

@@ -39,8 +39,12 @@ def renamed(found, name):
     return report.TensorContents(**{**vars(found), "name": name})
 
 
+def report_of(reports, path="a<b>.safetensors"):
+    return report.FileReport(path, "ibp", False, 1000, {"by": HOSTILE}, reports, other_bytes=700)
+
+
 def page_of(reports):
-    return page.make_page([report.FileReport("a<b>.safetensors", "ibp", False, 1000, {"by": HOSTILE}, reports)])
+    return page.make_page([report_of(reports)])
 
 
 def data_text(value):
@@ -156,6 +160,10 @@ def test_a_browser_shows_the_tensors(browse, tmp_path):
     shown = browse(f"file://{path}#t0", "--dump-dom")
     rows = re.findall(r'<tr tabindex="0" data-at="(-?\d+)"', shown)
     assert rows == ["-1", "0", "1", "2", "3", "4", "5"] and "6 tensors" in shown
+    found = report_of(reports_of(6))
+    assert f"{100 * found.savings:.1f} % saved" in shown and found.stored_bytes > sum(
+        tensor.stored_bytes for tensor in found.tensors
+    )
     heading = re.search(r"<h2>(.*?)</h2>", shown, re.DOTALL)[1]
     assert heading.replace("<wbr>", "").startswith("&lt;/script&gt;&lt;img") and ".<wbr>" in shown
     assert "<title>a&lt;b&gt;.safetensors</title>" in shown
@@ -221,7 +229,7 @@ def test_a_browser_searches_sorts_and_follows_keys(browse, tmp_path):
     shown = browse(f"file://{path}", "--dump-dom", "--virtual-time-budget=5000", "--window-size=1200,800")
     noted = json.loads(base64.b64decode(re.search(r'<pre id="noted">([^<]+)<', shown)[1]))
     names, by_size = [found.name for found in reports], sorted(reports, key=lambda found: found.original_bytes)
-    ascending, every = [found.name for found in by_size], "all tensors"
+    ascending, every = [found.name for found in by_size], "in all, with headers"
     assert noted["start"] == {"names": [every, *names], "opened": "All tensors", "open": False}
     assert noted["focus"] == "search" and noted["search"]["names"] == [every, "layers.10.b"]
     assert noted["escape"]["names"] == [every, *names]
@@ -245,16 +253,26 @@ def size_of(png):
 def test_a_plot_has_a_panel_a_dtype():
     pytest.importorskip("matplotlib")
     reports = reports_of()
-    width, height = size_of(drawing.draw(reports, HOSTILE))
-    assert (
-        width == size_of(drawing.draw(reports[:1], "one"))[0] and height > size_of(drawing.draw(reports[:1], "one"))[1]
-    )
+    width, height = size_of(drawing.draw([report_of(reports, HOSTILE)]))
+    one = size_of(drawing.draw([report_of(reports[:1])]))
+    assert width == one[0] and height > one[1]
+
+
+@pytest.mark.slow
+def test_a_plot_has_the_savings_of_the_file(monkeypatch):
+    """As the command line and the page have them: headers count, as `ibp compress` says it."""
+    axes = pytest.importorskip("matplotlib.axes").Axes
+    titles, set_title = [], axes.set_title
+    monkeypatch.setattr(axes, "set_title", lambda self, text, **options: titles.append(text) or set_title(self, text))
+    found = report_of(reports_of())
+    drawing.draw([found, found])
+    assert titles[-1] == f"bytes saved: {100 * found.savings:.1f} % of all"
 
 
 @pytest.mark.slow
 def test_a_plot_of_many_tensors_is_one_page():
     pytest.importorskip("matplotlib")
-    width, height = size_of(drawing.draw(reports_of(500), "a model"))
+    width, height = size_of(drawing.draw([report_of(reports_of(500))]))
     assert width == 1045 and 400 < height < 3000
 
 
@@ -264,13 +282,13 @@ def test_nothing_is_plotted_of_empty_tensors():
     empty = report.report_table("empty", ibp.compress(torch.empty(0, 4), memory="host"))
     for reports in ([], [empty]):
         with pytest.raises(ValueError, match="nothing to plot"):
-            drawing.draw(reports, "empty")
+            drawing.draw([report_of(reports)])
 
 
 def test_a_plot_without_matplotlib_says_what_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match="pip install matplotlib"):
-        drawing.draw(reports_of(1), "x")
+        drawing.draw([report_of(reports_of(1))])
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,10 @@ def test_bytes():
     weights = CompressedWeights({"a": x, "b": x, "small": small}, **ON_CPU)
     assert weights.original_bytes == x.nbytes + small.nbytes
     assert weights.stored_bytes == weights.tables["a"].stored_bytes + small.nbytes < 0.7 * weights.original_bytes
+    assert weights.nbytes == weights.tables["a"].nbytes + small.nbytes
     assert repr(weights).startswith(
-        "ibp.integrations.accelerate.CompressedWeights(3 names, 2 tensors, bytes=65,576 -> "
+        f"ibp.integrations.accelerate.CompressedWeights(3 names, 2 tensors, nbytes={weights.nbytes:,} "
+        f"({weights.nbytes / 65576:.1%} of 65,576), stored_bytes={weights.stored_bytes:,}, savings="
     )
     assert "device=cpu" in repr(weights) and "savings=0.0%" in repr(CompressedWeights({}))
 

@@ -398,7 +398,13 @@ def test_a_cache_answers_what_generation_asks(model, prompt):
     cache.layers[0].offload()
     cache.layers[0].prefetch()
     assert "70 tokens, 48 of them coded" in repr(cache.layers[0])
-    assert "CompressedCache(2 layers, tokens=70, coded=48" in repr(cache)
+    stats = cache.stats()
+    plain_bytes = sum(2 * keys.nbytes for keys, _, _ in cache)
+    assert stats.nbytes == stats.host_bytes + stats.device_bytes and stats.plain_bytes == plain_bytes
+    assert (
+        f"CompressedCache(2 layers, tokens=70, coded=48, nbytes={stats.nbytes:,} "
+        f"({stats.nbytes / plain_bytes:.1%} of {plain_bytes:,}), stored_bytes={stats.stored_bytes:,}, savings="
+    ) in repr(cache)
     with pytest.raises(AttributeError, match="cannot be set"):
         cache.layers[0].keys = prompt
     with pytest.raises(TypeError, match="cannot be pickled"):

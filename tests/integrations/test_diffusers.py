@@ -198,7 +198,10 @@ def test_what_compress_groups_gives_undoes_it():
     model = offloaded(plain)
     with compress_groups(model, **ON_CPU) as groups:
         assert groups.model is model and tables_of(model)
-        assert 0 < groups.stats().savings < 1 and "UNet2DModel, bytes=" in repr(groups)
+        sizes = groups.stats()
+        assert 0 < sizes.savings < 1 and sizes.stored_bytes < groups.nbytes
+        share = groups.nbytes / sizes.original_bytes
+        assert f"UNet2DModel, nbytes={groups.nbytes:,} ({share:.1%} of {sizes.original_bytes:,}), st" in repr(groups)
         assert_same_bits(compute(model), compute(plain))
     assert not tables_of(model) and groups.stats() == adapter.GroupBytes(0, 0) and groups.stats().savings == 0
     for parameter, original in zip(model.parameters(), plain.parameters()):
@@ -226,6 +229,15 @@ def test_diffusers_removes_its_hooks():
     assert_same_bits(compute(model), compute(plain))
     assert compress_groups(model, **ON_CPU).stats() == sizes
     assert_same_bits(compute(model), compute(plain))
+
+
+def test_what_undoes_it_is_no_model():
+    groups = compress_groups(offloaded(Toy()), **ON_CPU)
+    where = r"compress_groups\(model\) returned it, and changed the model in place"
+    with pytest.raises(TypeError, match=f"'CompressedGroups' object is not callable: {where}"):
+        groups(torch.randn(8, 64))
+    with pytest.raises(TypeError, match=f"'CompressedGroups' object is no torch.nn.Module: {where}"):
+        compress_groups(groups)
 
 
 def test_what_is_refused(tmp_path):

@@ -224,7 +224,8 @@ def test_what_stays_plain(layer, reason):
     kept = model["kept"]
     report = compress(model)
     assert report.coded == ("coded",) and report.plain == {"kept": reason} and model["kept"] is kept
-    assert f"1 module coded, 262,144 bytes to {report.nbytes:,}, savings=0." in repr(report)
+    share = report.nbytes / 262144
+    assert f"1 module coded, nbytes={report.nbytes:,} ({share:.1%} of 262,144), plain" in repr(report)
     assert f"plain: 1 {reason})" in repr(report)
 
 
@@ -309,6 +310,22 @@ def test_neighbours_share_a_codebook():
 
 
 # ---- wrong arguments ----
+
+
+def test_reports_say_that_they_are_no_model():
+    model = Net()
+    report = compress(model)
+    where = r": ibp.nn.compress\(model\) returned it, and changed the model in place. Do not assign the result"
+    with pytest.raises(TypeError, match="'ModelReport' object is not callable" + where):
+        report(IDS)
+    for name in ("parameters", "eval", "generate", "config"):
+        with pytest.raises(AttributeError, match=f"'ModelReport' object has no attribute '{name}'" + where):
+            getattr(report, name)
+    for function in (compress, ibp.nn.decompress, ibp.offload):
+        with pytest.raises(TypeError, match="'ModelReport' object is no torch.nn.Module" + where):
+            function(report)
+    assert not hasattr(report, "_private")
+    assert copy.deepcopy(report) == pickle.loads(pickle.dumps(report)) == report
 
 
 @pytest.mark.parametrize(

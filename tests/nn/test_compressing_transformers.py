@@ -106,6 +106,26 @@ def test_models(name, dtype, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
+def test_models_are_decompressed(name):
+    """Classes, names in their order and ties are those of the plain model."""
+    plain, model = make(name), make(name)
+    compress(model)
+    assert ibp.nn.decompress(model) is model
+    assert repr(model) == repr(plain)
+    for ours, wanted in zip(model.modules(), plain.modules(), strict=True):
+        assert type(ours) is type(wanted)
+    named = [dict(net.named_parameters(remove_duplicate=False)) for net in (model, plain)]
+    assert [list(parameters) for parameters in named] == [list(named[1])] * 2
+    for key, parameter in named[0].items():
+        assert parameter.requires_grad == named[1][key].requires_grad
+        assert_same_bits(parameter, named[1][key])
+    ties = [[key for key in net if net[key] is not net[first]] for net in named for first in net]
+    assert ties[: len(named[0])] == ties[len(named[0]) :]
+    assert_same_bits(outputs(model), outputs(plain))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@torch.no_grad()
 def test_states(name):
     """Plain and coded states of one model are taken by another; what was tied stays tied."""
     model = make(name)

@@ -277,8 +277,12 @@ def test_ids_never_reach_the_next_table():
         ((["user", "page"], torch.tensor([1]), torch.tensor([2, -1])), ValueError, "none below 0"),
         ((["user", "ad"], torch.tensor([1, 2]), torch.tensor([1, 2])), ValueError, "add up to 3; wanted 2"),
         ((["user", "page"], torch.tensor([1]), torch.tensor([1])), ValueError, "1 lengths for 2 keys"),
-        ((["user"], torch.tensor([1.0]), torch.tensor([1])), TypeError, "values is torch.float32"),
-        ((["user"], torch.tensor([1]), torch.tensor([1]), torch.ones(2)), ValueError, "weights is torch.float32"),
+        ((["user"], torch.tensor([1.0]), torch.tensor([1])), TypeError, "values has dtype torch.float32"),
+        (
+            (["user"], torch.tensor([1]), torch.tensor([1]), torch.ones(2)),
+            ValueError,
+            r"weights is \[2\]; wanted a tensor \[1\]",
+        ),
         ({"nobody": torch.tensor([[1]])}, KeyError, "no table 'nobody'; the collection has"),
         ({"user": torch.tensor([1])}, ValueError, "bags of table 'user' are wrong"),
         ({"user": (torch.tensor([1]), torch.tensor([1]))}, ValueError, "offsets of table 'user' are not in order"),
@@ -286,6 +290,32 @@ def test_ids_never_reach_the_next_table():
     ):
         with pytest.raises(error, match=message):
             collection(features)
+
+
+NO_IDS = [torch.tensor([1.7, 2.2]), torch.tensor([True, False]), torch.tensor([1 + 0j, 2])]
+
+
+@pytest.mark.parametrize("wrong", NO_IDS, ids=lambda wrong: str(wrong.dtype))
+@pytest.mark.parametrize("trainable", [False, True])
+def test_what_is_no_integer_is_no_id(wrong, trainable):
+    """Every entrance refuses it, and nothing is truncated."""
+    table, good = ibp.compress(embedding(40, 16), **ON_CPU), torch.tensor([1, 2])
+    embeddings, bags = (kind(table, trainable=trainable) for kind in (ibp.nn.Embedding, ibp.nn.EmbeddingBag))
+    collection = ibp.nn.EmbeddingCollection({"user": table}, trainable=trainable)
+    for name, call in (
+        ("ids", lambda: embeddings(wrong)),
+        ("ids", lambda: bags(wrong[None])),
+        ("offsets", lambda: bags(good, wrong)),
+        ("the ids tensor of table 'user'", lambda: collection({"user": wrong[None]})),
+        ("the ids tensor of table 'user'", lambda: collection({"user": (wrong, torch.tensor([0]))})),
+        ("the offsets tensor of table 'user'", lambda: collection({"user": (good, wrong)})),
+        ("values", lambda: collection((["user"], wrong, torch.tensor([2])))),
+        ("lengths", lambda: collection((["user"], good, wrong))),
+        ("ids", lambda: collection.lookup(wrong, torch.tensor([0, 0]))),
+        ("table_numbers", lambda: collection.lookup(good, wrong)),
+    ):
+        with pytest.raises(TypeError, match=f"^{name} has dtype {wrong.dtype}; wanted torch.int32 or torch.int64"):
+            call()
 
 
 def test_collections_are_saved_and_loaded():

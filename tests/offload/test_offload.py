@@ -397,7 +397,10 @@ def test_remove():
     offloaded = offload(model, lookahead=1)
     with torch.no_grad():
         model(IDS)
-    assert "21" not in repr(offloaded) and "removed" not in repr(offloaded)
+    stats = offloaded.stats()
+    memory = f"nbytes={stats.nbytes:,} ({stats.nbytes / stats.weight_bytes:.1%} of {stats.weight_bytes:,})"
+    assert memory in repr(offloaded) and "closed" not in repr(offloaded)
+    assert stats.nbytes == stats.host_bytes + stats.device_bytes
     offloaded.close()
     offloaded.close()
     assert "closed" in repr(offloaded)
@@ -570,6 +573,18 @@ def test_wrong_arguments(arguments, error, message):
     model = arguments.pop("model", None) or Net()
     with pytest.raises(error, match=message):
         offload(model, **arguments)
+
+
+def test_offloaded_says_that_it_is_no_model():
+    model = Net()
+    where = r": ibp.offload\(model\) returned it, and changed the model in place. Do not assign the result"
+    with offload(model) as offloaded:
+        with pytest.raises(TypeError, match="'Offloaded' object is not callable" + where):
+            offloaded(IDS)
+        with pytest.raises(AttributeError, match="'Offloaded' object has no attribute 'generate'" + where):
+            offloaded.generate(IDS)
+        with pytest.raises(TypeError, match="'Offloaded' object is no torch.nn.Module" + where):
+            offload(offloaded)
 
 
 # ---- gradients ----

@@ -5,6 +5,7 @@ import copy
 import pickle
 import re
 import runpy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 import ibp
 from benchmarks import dlrm_train, harness
 from helpers import assert_same_bits, embedding, pairwise
+from ibp._common import once
 from ibp.nn._training import RowsModule
 from ranks import Ranks
 
@@ -149,6 +151,51 @@ def test_gradients_stay_until_they_are_dropped():
     assert ours.row_gradient() is None
 
 
+def unread_passes(module, count, calls=1):
+    """The warnings of so many backward passes, of several calls each, and the sum of torch's gradients."""
+    once.said.discard("unread gradients")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(count):
+            sum(loss_of(module, calls * number + call) for call in range(calls)).backward()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_nobody_reads_are_summed(dtype):
+    """Memory does not grow with the backward passes, and not a bit of their sum differs."""
+    torchs, ours = both(16, dtype, mode="sum")
+    torch.manual_seed(0)
+    assert len(unread_passes(ours, 63)) == 0
+    ours.drop_gradients()
+    torch.manual_seed(0)
+    (message,) = unread_passes(ours, 200)
+    assert message.startswith(
+        "64 backward passes gave gradients to rows of an ibp.nn module [120, 16], and no optimizer"
+    )
+    assert "ibp.optim" in message
+    assert len(ours._noted) < 64
+    torch.manual_seed(0)
+    unread_passes(torchs, 200)
+    gradient = ours.row_gradient()
+    assert_same_bits(gradient.grad, torchs.weight.grad[gradient.ids])
+    assert_same_bits(gradient.rows, torchs.weight.detach()[gradient.ids])
+
+
+def test_many_calls_are_one_backward_pass():
+    """A module that is called in a loop, as in a recurrent network, is read as often as its optimizer steps."""
+    torchs, ours = both(16, torch.float32, mode="sum")
+    torch.manual_seed(0)
+    assert unread_passes(ours, 2, calls=100) == []
+    torch.manual_seed(0)
+    unread_passes(torchs, 2, calls=100)
+    gradient = ours.row_gradient()
+    torch.testing.assert_close(gradient.grad, torchs.weight.grad[gradient.ids])
+    for _ in range(100):
+        assert unread_passes(ours, 1) == []
+        ours.row_gradient()  # reading is enough: gradients that are never dropped add up
+
+
 def test_gradients_of_weights_and_of_what_comes_after():
     torchs, ours = both(16, torch.float32, mode="sum")
     ids, offsets, _, _ = random_call(0, 16)
@@ -231,13 +278,17 @@ def test_schedulers_groups_and_closures():
 
 def test_optimizers_refuse():
     module, fixed = ibp.nn.Embedding(9, 4), ibp.nn.Embedding.from_pretrained(embedding(9, 4))
+    no_modules = r"there are no modules: give the module itself, as in ibp.optim.SGD\(model\), because its parameters"
     for error, message, make in (
         (ValueError, "Embedding has no ibp.nn module that trains", lambda: ibp.optim.SGD(fixed)),
-        (TypeError, "params has a Tensor; wanted modules", lambda: ibp.optim.SGD([torch.zeros(3)])),
+        (TypeError, "params has a Tensor; wanted modules: give", lambda: ibp.optim.SGD([torch.zeros(3)])),
+        (ValueError, no_modules, lambda: ibp.optim.SGD(module.parameters())),
+        (ValueError, no_modules, lambda: ibp.optim.SGD([{"params": module.parameters(), "lr": 0.1}])),
+        (ValueError, no_modules, lambda: ibp.optim.average_gradients(module.parameters())),
         (ValueError, "lr is -1; wanted at least 0", lambda: ibp.optim.SGD(module, lr=-1)),
         (ValueError, "eps is nan; wanted at least 0", lambda: ibp.optim.Adagrad(module, eps=float("nan"))),
         (ValueError, "in the optimizer already", lambda: ibp.optim.SGD(module).add_param_group({"params": module})),
-        (ValueError, "empty", lambda: ibp.optim.SGD([])),
+        (ValueError, no_modules, lambda: ibp.optim.SGD([])),
     ):
         with pytest.raises(error, match=message):
             make()
@@ -334,6 +385,16 @@ def test_states_of_rows_that_have_not_trained_take_no_bytes():
     assert torch.equal(sums[[0, 100]][:, 0], torch.tensor([1.1, 0.1]).bfloat16())
 
 
+def test_memory_is_said_after_a_step():
+    """Rows that have changed take more memory than their coded bytes say."""
+    bags = ibp.nn.EmbeddingBag(20_000, 64, mode="sum")
+    bags(torch.arange(20_000)[:, None]).sum().backward()
+    ibp.optim.SGD(bags, lr=0.1).step()
+    table, plain_bytes = bags.weight, 20_000 * 64 * 4
+    assert table.savings > 0.1 and table.nbytes > 0.95 * plain_bytes
+    assert f"nbytes={table.nbytes:,} ({table.nbytes / plain_bytes:.1%} of {plain_bytes:,})" in repr(bags)
+
+
 def test_refit_saves_again():
     """The codebook of weights that are all alike saves nothing of those that training makes of them."""
     module = ibp.nn.EmbeddingBag(ibp.compress(torch.zeros(400, 128, dtype=torch.bfloat16)), mode="sum", trainable=True)
@@ -351,7 +412,7 @@ def test_refit_saves_again():
 CACHES = {
     "writable": {"hotness": range(0, 60, 2), "writable": True},
     "writable, of two devices": {"hotness": range(0, 60, 2), "writable": True, "devices": ["cpu", "cpu"]},
-    "writable and empty": {"writable": True},
+    "writable and empty": {"hotness": [], "writable": True},
     "of fixed rows": {"hotness": range(30)},
     "lru": {"policy": "lru"},
 }
@@ -418,8 +479,10 @@ def test_caches_follow_their_tables():
 
 def test_caches_by_their_size():
     fixed = ibp.nn.EmbeddingBag.from_pretrained(embedding(50, 64, torch.bfloat16), mode="sum", cache=1 << 15)
-    trains = ibp.nn.EmbeddingBag(50, 64, mode="sum", cache=1 << 15)
-    many = ibp.nn.EmbeddingCollection({"a": (20, 8), "b": (20, 8), "c": (20, 16)}, cache_bytes=1 << 14)
+    with pytest.warns(RuntimeWarning, match="the cache holds no rows"):
+        trains = ibp.nn.EmbeddingBag(50, 64, mode="sum", cache=1 << 15)
+    with pytest.warns(RuntimeWarning, match="the cache holds no rows"):
+        many = ibp.nn.EmbeddingCollection({"a": (20, 8), "b": (20, 8), "c": (20, 16)}, cache_bytes=1 << 14)
     assert (fixed.cache.policy, trains.cache.writable, trains.cache.num_cached_rows) == ("lru", True, 0)
     assert [group.cache.budget_bytes for group in many.groups] == [1 << 14, 1 << 14]
     many({"a": torch.tensor([[3]])})["a"].sum().backward()

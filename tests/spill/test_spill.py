@@ -97,6 +97,7 @@ def test_noise_keeps_its_target():
     assert_same_bits(whole.decompress(), x)
 
 
+@pytest.mark.filterwarnings("ignore:x requires grad")
 @pytest.mark.parametrize(
     "x",
     [

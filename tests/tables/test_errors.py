@@ -1,5 +1,8 @@
 """Bad input raises ValueError, TypeError or IndexError that says what was wrong and what was wanted."""
 
+import warnings
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,8 @@ import torch
 import ibp
 from handles import BY_VALUES as OPS
 from handles import values_of
-from helpers import assert_same_bits, compress_in_place, make_tensor, one_hot_rows
+from helpers import assert_same_bits, compress_in_place, embedding, make_tensor, one_hot_rows
+from ibp._common import once
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +30,64 @@ def codebook(x, request):
 
 
 # ---- compress, analyze, estimate ----
+
+
+class Frame:
+    """What has `to_numpy`, as tables of pandas and polars."""
+
+    def to_numpy(self):
+        raise AssertionError
+
+
+class Picture:
+    """What has `__array__`, as pictures of Pillow."""
+
+    def __array__(self, *_, **__):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("function", [ibp.compress, ibp.estimate, ibp.codecs.analyze])
+@pytest.mark.parametrize(
+    "given, way",
+    [
+        ("m.safetensors", ": ibp.checkpoints.compress(path, output) takes a file, ibp.load(path) reads one"),
+        (Path("m.pt"), ": ibp.checkpoints.compress(path, output) takes a file, ibp.load(path) reads one"),
+        (torch.nn.Linear(2, 2), ": ibp.nn.compress(model) takes a model"),
+        (
+            {"a": torch.ones(2)},
+            ": call this for each of its tensors; ibp.checkpoints.compress(path, output) takes a file of them",
+        ),
+        ([1.0, 2.0], ": torch.tensor(x) makes one of numbers, torch.stack(x) of tensors"),
+        ((torch.ones(2),), ": torch.tensor(x) makes one of numbers, torch.stack(x) of tensors"),
+        (3, ": torch.tensor(x) makes one of numbers, torch.stack(x) of tensors"),
+        (Frame(), ": x.to_numpy() gives an array, torch.from_numpy(array) a tensor"),
+        (Picture(), ": numpy.asarray(x) gives an array, torch.from_numpy(array) a tensor"),
+        (ibp.compress(torch.ones(4, 4), memory="host"), ": it is coded already, and ibp.decompress(table) gives its t"),
+        (None, ""),
+    ],
+    ids=lambda given: type(given).__name__,
+)
+def test_what_is_no_tensor_is_told_what_takes_it(function, given, way):
+    with pytest.raises(TypeError) as caught:
+        function(given)
+    assert str(caught.value).startswith(f"x is a {type(given).__name__}; wanted a torch.Tensor{way}")
+    assert way or str(caught.value).endswith("wanted a torch.Tensor")
+
+
+@pytest.mark.parametrize("make_table", [ibp.compress, lambda x: ibp.spill.place(x, 1.25, device="cpu")])
+def test_tensors_that_require_grad_are_warned_of_once(make_table):
+    once.said.clear()
+    weight = torch.nn.Parameter(embedding(64, 64))
+    with pytest.warns(RuntimeWarning, match="^x requires grad, and a table of it has no gradient") as told:
+        for x in (weight, weight, 2 * weight):
+            assert_same_bits(make_table(x).decompress(), x.detach())
+    assert [Path(warning.filename) for warning in told] == [Path(__file__)]
+    once.said.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make_table(weight.detach())
+        with torch.no_grad():
+            make_table(weight)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -107,20 +107,80 @@ def test_other_functions(table, call):
         call(table)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda t: torch.ones(1, 100) @ t,
-        lambda t: torch.ones(100, 32) + t,
-        lambda t: t + 1,
-        lambda t: t * t,
-        lambda t: -t,
-    ],
-    ids=range(5),
+INSTEAD = (
+    "a compressed table {}: call ibp.decompress(table) for the tensor, table[ids] for some items, or "
+    "table.update_(ids, rows) to change rows"
 )
-def test_operators(table, call):
-    with pytest.raises(TypeError):
+
+
+def assign(t):
+    t[0] = 1
+
+
+def delete(t):
+    del t[0]
+
+
+def add_in_place(t):
+    t += 1
+
+
+@pytest.mark.parametrize(
+    "call, what",
+    [
+        (lambda t: torch.ones(1, 100) @ t, "takes part in no arithmetic"),
+        (lambda t: torch.ones(100, 32) + t, "takes part in no arithmetic"),
+        (lambda t: t + 1, "takes part in no arithmetic"),
+        (lambda t: t * t, "takes part in no arithmetic"),
+        (lambda t: -t, "takes part in no arithmetic"),
+        (lambda t: 1 | t, "takes part in no arithmetic"),
+        (lambda t: divmod(t, 2), "takes part in no arithmetic"),
+        (lambda t: 1 in t, "takes part in no arithmetic"),
+        (add_in_place, "takes part in no arithmetic"),
+        (torch.as_tensor, "has no elements in memory"),
+        (torch.tensor, "has no elements in memory"),
+        (torch.asarray, "has no elements in memory"),
+        (torch.from_dlpack, "has no elements in memory"),
+    ],
+    ids=range(13),
+)
+def test_operators_and_conversions(table, call, what):
+    with pytest.raises(TypeError) as caught:
         call(table)
+    assert str(caught.value) == INSTEAD.format(what)
+
+
+@pytest.mark.parametrize("call", [assign, delete])
+def test_assignments(table, call):
+    with pytest.raises(TypeError) as caught:
+        call(table)
+    assert str(caught.value) == "items of " + INSTEAD.format("cannot be assigned")
+
+
+def test_what_only_tensors_have(table):
+    """Every public name of torch.Tensor is one of the table's too, or says what to call."""
+    names = {name for name in dir(torch.Tensor) if not name.startswith("_")}
+    lacking = sorted(names - set(dir(table)))
+    assert {"mean", "view", "numpy", "data", "T", "grad", "copy_", "item"} <= set(lacking)
+    for name in lacking:
+        with pytest.raises(AttributeError) as caught:
+            getattr(table, name)
+        assert str(caught.value) == INSTEAD.format(f"has no {name!r}")
+        assert not hasattr(table, name)
+    for name in ("slot", "_version", "__index__"):
+        with pytest.raises(AttributeError, match=f"^'CompressedTensor' object has no attribute '{name}'"):
+            getattr(table, name)
+
+
+def test_the_constructor_is_not_for_tensors(x):
+    with pytest.raises(TypeError, match=r"^CompressedTensor\(\) takes no Tensor: ibp.compress\(x\) makes a Compress"):
+        ibp.CompressedTensor(x)
+
+
+@pytest.mark.parametrize("select", [ibp.index_select, ibp.CompressedTensor.index_select])
+def test_a_dimension_is_none_of_the_ids(table, select):
+    with pytest.raises(TypeError, match="takes a table and ids, without a dimension, and selects along dimension 0"):
+        select(table, 0, IDS)
 
 
 @pytest.mark.parametrize(

@@ -116,6 +116,7 @@ template <class Block> __device__ __forceinline__ void bring_vectors(const Linea
     publish_vectors();
 }
 
+// All threads of a block call this together.
 template <class Block> __device__ __forceinline__ void bring_all_vectors(const LinearJob &job, const Place &place)
 {
     await_work_before();
@@ -145,7 +146,6 @@ template <class Block> struct GroupMultiplier {
           piece(place.part * Block::kBlockPieces + own_piece), end(num_steps(job)), copied_tile(place.first_tile),
           copied_step(piece), copied_stage(0)
     {
-        find_rows();
     }
     __device__ __forceinline__ void find_rows()
     {
@@ -164,8 +164,10 @@ template <class Block> struct GroupMultiplier {
         copied_step = piece, copied_tile += place.tiles_apart;
         find_rows();
     }
-    __device__ __forceinline__ void begin_first_copies()
+    // Before the vectors are there.
+    __device__ __forceinline__ void begin()
     {
+        find_rows();
 #pragma unroll
         for (uint32_t i = 0; i < Block::kStages - 1u; i++) begin_copies();
     }
@@ -241,8 +243,6 @@ template <class Block> struct GroupMultiplier {
     }
     __device__ __forceinline__ void run()
     {
-        begin_first_copies();
-        bring_all_vectors<Block>(job, place);
         uint32_t stage = 0;
         for (uint32_t tile = place.first_tile, turn = 0; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
             float of_pieces[Block::kGroupPieces][kSums];
@@ -267,6 +267,7 @@ template <class Block> struct Finishers {
     const LinearJob &job;
     const Place &place;
     const uint32_t thread, row, first_vector;
+    RowEscapes escapes, next;
 
     __device__ __forceinline__ Finishers(const LinearJob &linear, const Place &of)
         : job(linear), place(of), thread(threadIdx.x - Block::kMultipliers), row(thread % Block::kTileRows),
@@ -281,6 +282,8 @@ template <class Block> struct Finishers {
         __syncwarp();
         Block::written().await_cluster(turn);
     }
+    // Tells the groups that write sums that this block has read them. A release: no group writes before the loads of
+    // read_sums() are done.
     __device__ __forceinline__ void say_read(bool is_last) const
     {
         if (Block::kParts == 1u) {
@@ -288,24 +291,30 @@ template <class Block> struct Finishers {
             return;
         }
         await_barrier<kFinishers, Block::kGroup>();
-        if (thread < Block::kParts) Block::read().arrive_after_reading(thread);
+        if (thread < Block::kParts) Block::read().arrive_in(thread);
     }
-    // A store waits for all that its sum was read from: only then is the room free.
-    __device__ __forceinline__ void store_sums(const LinearMatrix &matrix, uint32_t to_row, float bias,
-                                               const OwnCorrections &corrections) const
+    // Reads the sums of the thread's row from all blocks of the cluster, and adds up those of each vector.
+    __device__ __forceinline__ void read_sums(float (&sums)[Block::kFinished]) const
     {
-        float sums[Block::kFinished][Block::kParts];
+        float parts[Block::kFinished][Block::kParts];
 #pragma unroll
         for (uint32_t part = 0; part < Block::kParts; part++)
 #pragma unroll
             for (uint32_t i = 0; i < Block::kFinished; i++)
-                sums[i][part] = float_in(part, Block::sum_at(first_vector + Block::kVectorsApart * i, row));
+                parts[i][part] = float_in(part, Block::sum_at(first_vector + Block::kVectorsApart * i, row));
+#pragma unroll
+        for (uint32_t i = 0; i < Block::kFinished; i++) sums[i] = sum_in_pairs(parts[i]);
+    }
+    __device__ __forceinline__ void store_sums(const LinearMatrix &matrix, uint32_t to_row, float bias,
+                                               const OwnCorrections &corrections,
+                                               const float (&sums)[Block::kFinished]) const
+    {
 #pragma unroll
         for (uint32_t i = 0; i < Block::kFinished; i++) {
             const uint32_t vector = first_vector + Block::kVectorsApart * i;
             if (vector < job.num_vectors)
                 store_sum<Kind>(matrix, matrix.product.y + uint64_t{vector} * matrix.rows() + to_row,
-                                corrections.corrected(sum_in_pairs(sums[i]), i), bias);
+                                corrections.corrected(sums[i], i), bias);
         }
     }
     // The thread's row of a tile of a matrix.
@@ -314,21 +323,23 @@ template <class Block> struct Finishers {
         const uint32_t strip = (tile - matrix.first_tile) * (Block::kTileRows / kStripRows);
         return first_row(matrix, strip + row / kStripRows) + row % kStripRows;
     }
-    // Where there is no such tile, of the last one.
-    __device__ __forceinline__ void find(uint32_t tile, RowEscapes &escapes) const
+    // Finds the escapes of the thread's row of a tile; where there is no such tile, of the last one.
+    __device__ __forceinline__ void find(uint32_t tile, RowEscapes &found) const
     {
         const uint32_t known = ibp_min_u32(tile, job.num_tiles - 1u);
         const LinearMatrix &matrix = job.matrix_of(known);
-        escapes.find(matrix, row_of(matrix, known));
+        found.find(matrix, row_of(matrix, known));
+    }
+    // Before the vectors are there.
+    __device__ __forceinline__ void begin()
+    {
+        find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
+        escapes.load(job.num_columns);
     }
     // While a tile is multiplied, the escapes of the next tile are loaded, and for the tile after it where its escapes
     // begin.
     __device__ __forceinline__ void run()
     {
-        RowEscapes escapes, next;
-        find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
-        escapes.load(job.num_columns);
-        bring_all_vectors<Block>(job, place);
         uint32_t turn = 0;
         for (uint32_t tile = place.first_tile; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
             const LinearMatrix &matrix = job.matrix_of(tile);
@@ -339,8 +350,10 @@ template <class Block> struct Finishers {
             escapes = next, escapes.load(job.num_columns);
             find(tile + 2u * place.tiles_apart, next);
             say_written(turn);
-            store_sums(matrix, to_row, bias, corrections);
+            float sums[Block::kFinished];
+            read_sums(sums);
             say_read(tile + place.tiles_apart >= job.num_tiles);
+            store_sums(matrix, to_row, bias, corrections, sums);
         }
         if (Block::kParts > 1u) Block::read().await_cluster(turn - 1u); // others still read the sums of this block
     }
@@ -359,10 +372,17 @@ __global__ void __launch_bounds__(Block::kThreads, 1) many_kernel(const __grid_c
     }
     __syncwarp();
     arrive_at_cluster();
+    GroupMultiplier<Block> multiplier(job, place);
+    Finishers<Block> finishers(job, place);
     if (multiplies)
-        GroupMultiplier<Block>(job, place).run();
+        multiplier.begin();
     else
-        Finishers<Block>(job, place).run();
+        finishers.begin();
+    bring_all_vectors<Block>(job, place);
+    if (multiplies)
+        multiplier.run();
+    else
+        finishers.run();
 #endif
 }
 

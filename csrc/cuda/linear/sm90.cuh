@@ -55,20 +55,12 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Arrives at the barrier of a block of the cluster. All who wait there see what this thread has written, and what
-    // threads wrote that it has met at a barrier.
+    // Arrives at the barrier of a block of the cluster, as a release: threads that await_cluster() there see what this
+    // thread, and threads that it has met at a barrier, have written, and write only after these have read.
     __device__ __forceinline__ void arrive_in(uint32_t block) const
     {
 #ifdef __CUDACC__
         asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(block, byte))
-                     : "memory");
-#endif
-    }
-    // The same for a thread that has only read: the values are in its registers.
-    __device__ __forceinline__ void arrive_after_reading(uint32_t block) const
-    {
-#ifdef __CUDACC__
-        asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(address_in(block, byte))
                      : "memory");
 #endif
     }

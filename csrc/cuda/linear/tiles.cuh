@@ -517,7 +517,7 @@ template <class Block> struct SharedSums {
             Block::written().await_cluster(turn);
             add_parts(tile, round * Block::kRound);
             await_barrier<kAllMultipliers, Block::kMultipliers>();
-            if (threadIdx.x < tiles.parts) Block::read().arrive_after_reading(threadIdx.x);
+            if (threadIdx.x < tiles.parts) Block::read().arrive_in(threadIdx.x);
         }
     }
 };

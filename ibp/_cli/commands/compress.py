@@ -127,7 +127,7 @@ def _verified(path: str, arguments: argparse.Namespace) -> int:
     return checked
 
 
-def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: int | None) -> list[object]:
+def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: int | None) -> list[output.Part]:
     from ibp.checkpoints._model_files import lines_that_load
 
     columns: dict[str, Callable[[TensorReport], object]] = {
@@ -138,7 +138,7 @@ def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: in
         ">after": lambda tensor: output.show_size(tensor.stored_bytes),
         ">saved": lambda tensor: output.show_share(tensor.savings),
     }
-    parts: list[object] = [output.table_of(report.tensors, columns), ""] if arguments.verbose else []
+    parts: list[output.Part] = [output.table_of(report.tensors, columns), ""] if arguments.verbose else []
     coded = sum(tensor.scheme is not None for tensor in report.tensors)
     parts.append(
         f"{output.shown(report.path)}: {output.show_count(len(report.tensors), 'tensor')}, {coded:,} compressed; "

@@ -82,17 +82,16 @@ def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> N
     from ibp._files.writer import write_whole
     from ibp._inspect import drawing, page
 
-    tensors = [tensor for file in files for tensor in file.tensors]
     if arguments.html:
         write_whole(Path(arguments.html), page.make_page(files).encode("utf-8", "backslashreplace"))
     if arguments.plot:
-        write_whole(Path(arguments.plot), drawing.draw(tensors, ", ".join(file.path for file in files)))
+        write_whole(Path(arguments.plot), drawing.draw(files))
 
 
 # ---- what is printed ----
 
 
-def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[object]:
+def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[output.Part]:
     for number, file in enumerate(files):
         if number:
             yield ""
@@ -115,7 +114,7 @@ def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[o
         yield from (f"{tensor.name}: {tensor.note}" for tensor in file.tensors if tensor.note)
 
 
-def _list(file: FileReport) -> object:
+def _list(file: FileReport) -> output.Table:
     columns: dict[str, Callable[[TensorContents], object]] = {
         "tensor": lambda tensor: tensor.name,
         "dtype": output.show_dtype,
@@ -128,7 +127,7 @@ def _list(file: FileReport) -> object:
     return output.table_of(file.tensors, columns)
 
 
-def _all_parts(file: FileReport) -> object:
+def _all_parts(file: FileReport) -> output.Table:
     rows = []
     for tensor in file.tensors:
         names = [tensor.name, *[""] * (len(tensor.parts) - 1)]
@@ -139,7 +138,7 @@ def _all_parts(file: FileReport) -> object:
     return output.table(["tensor", "part", ">bytes", ">share"], rows)
 
 
-def _details(tensor: TensorContents) -> Iterator[object]:
+def _details(tensor: TensorContents) -> Iterator[output.Part]:
     yield tensor.name
     yield ""
     yield output.table(["", ""], _facts(tensor))

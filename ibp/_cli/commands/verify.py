@@ -96,11 +96,11 @@ def _is_what_it_was(file: ibp.File, name: str) -> bool | None:
         return False
 
 
-def _parts(found: list[dict[str, Any]]) -> list[object]:
+def _parts(found: list[dict[str, Any]]) -> list[output.Part]:
     rows = [
         [one["path"], one["tensors"], one["tables"], output.show_size(one["bytes"]), one["status"]] for one in found
     ]
-    parts: list[object] = [output.table(["file", ">tensors", ">tables", ">checked", "status"], rows)]
+    parts: list[output.Part] = [output.table(["file", ">tensors", ">tables", ">checked", "status"], rows)]
     for one in found:
         if one["status"] == DAMAGED:
             parts += ["", one["error"]]

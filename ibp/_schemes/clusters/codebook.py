@@ -94,14 +94,6 @@ class ClusteredCodebook(AnyCodebook):
         return self.codebooks[0].codec
 
     @property
-    def is_fast(self) -> bool:
-        return self.codebooks[0].is_fast_in_clusters
-
-    @property
-    def is_fast_in_clusters(self) -> bool:
-        return self.is_fast
-
-    @property
     def cluster_words(self) -> torch.Tensor:
         raise TypeError("clusters have no clusters")
 

@@ -272,8 +272,6 @@ class PlanesCodebook(AnyCodebook):
     def level(self) -> str:
         return "default" if self.first_symbol is None else "fast"
 
-    is_fast_in_clusters = False
-
     @property
     def is_partial(self) -> bool:
         return self.invariant_bits > 0 or self.num_constant > 0
@@ -340,7 +338,7 @@ def _checked_constants(
         raise ValueError(f"live_columns are not increasing columns from 0 to {columns - 1}")
     if len(live) == columns:
         return None, None
-    row_template.view(columns, len(default))[live] = torch.tensor(list(default), dtype=torch.uint8)
+    row_template.view(columns, len(default))[live] = torch.tensor(list(default), dtype=torch.uint8, device="cpu")
     return live, row_template
 
 

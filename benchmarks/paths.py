@@ -1,0 +1,212 @@
+"""Is the way that `index_select` and `decompress` choose by themselves ever slower than one that can be named?
+
+    python -m benchmarks.paths [--out DIR] [--device cpu] [--quick] [--every N]
+
+Every kind of rows of families.py, the real sets, and rows of which three quarters and 90 % of the bits are invariant:
+raw, by scheme planes, by scheme ibp, and by level "fast". Each is measured as a table that address translation reaches
+and as one that it does not reach (more than 512 MiB as coded), in pinned, device and pageable memory, with few and many
+ids, on the GPU and on the CPU. The arms of each case are `chosen`, the call without `path=` and `max_sms=`, and the
+calls that name a path, with all SMs and with some. `chosen` should reach 0.9 of the fastest of the others; a case in
+which it does not is measured again before it counts.
+"""
+
+import functools
+import math
+import sys
+
+import torch
+
+import ibp
+from ibp._machine import memory
+
+from . import families, harness, ideal, inputs
+from .large_table import tiled
+
+NEAR_BYTES, FAR_BYTES, QUICK_BYTES = 128 * inputs.MIB, 640 * inputs.MIB, inputs.MIB // 4  # original bytes, coded bytes
+FEW_IDS, MANY_IDS, LONG_IDS = 4096, 65536, 16384  # LONG_IDS: of rows of more than LONG_ROW_BYTES, in place of MANY_IDS
+LONG_ROW_BYTES = 4096
+SMS = (16, 32, 64, None)  # that a bucketed gather of a table out of reach is given; None: all
+SHARE = 0.9  # of the fastest call that names its path, which the chosen one should reach
+CHOSEN = "chosen"
+GROUP_ROWS = 32  # of a table, that have one base (FORMAT.md)
+NUM_SETS, WALL_ROUNDS = 2, 3  # of ids and results; medians of calls by the clock, of which the least counts
+SPARSE = (("synthetic 75%", 0.75), ("synthetic 90%", 0.9))  # and the savings
+SPARSE_ROW_BYTES = (512, 2048)
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+def kinds(run, data_dir):
+    """Yields (name, rows on the device, {scheme: the options of `ibp.compress` that give it})."""
+
+    def num_rows(row_bytes):
+        """Whole groups of rows that share a base, so that a table can be repeated."""
+        return max(1, (QUICK_BYTES if run.quick else NEAR_BYTES) // row_bytes // GROUP_ROWS) * GROUP_ROWS
+
+    for name, _, dtype, columns, make in families.CASES:
+        x = make(num_rows(columns * dtype.itemsize), columns, run.device).to(dtype)
+        yield name, x, {"raw": {"scheme": "raw"}, "planes": {"scheme": "planes"}, "ibp": {"scheme": "ibp"}}
+        if dtype == torch.bfloat16 and make is families.weights:
+            yield name, x, {"fast": {"level": "fast"}}
+    for row_bytes in SPARSE_ROW_BYTES:
+        for name, savings in SPARSE:
+            mask, bitval = inputs.synthetic_mask(row_bytes, savings)
+            codebook = ibp.codecs.Codebook.from_masks(mask, bitval, chunk_bytes=inputs.CHUNK_BYTES)
+            x = inputs.agreeing_rows(num_rows(row_bytes), mask, bitval, run.device)
+            yield name, x, {"ibp": {"codebook": codebook}}
+    for name, rows in inputs.real_sets(data_dir):
+        x = inputs.replicated(rows, num_rows(rows.shape[1] * rows.dtype.itemsize), run.device)
+        yield name, x, {"planes": {"scheme": "planes"}, "ibp": {"scheme": "ibp"}}
+
+
+def every_table(run, data_dir):
+    """Yields (name, rows, scheme, a function that compresses the rows by it)."""
+    for name, x, schemes in kinds(run, data_dir):
+        for scheme, options in schemes.items():
+            yield name, x, scheme, functools.partial(ibp.compress, x, layout="slots", **options)
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------
+
+
+class Case:
+    """Calls that do the same work in different ways, and what they should give."""
+
+    def __init__(self, run, what, x, table, num_rows, ideal_gbps, wall=False):
+        self.run, self.what, self.x, self.table, self.wall = run, what, x, table, wall
+        self.num_rows, self.ideal_gbps = num_rows, ideal_gbps
+        self.num_bytes = num_rows * x.shape[1] * x.dtype.itemsize
+        shape = num_rows, x.shape[1]
+        self.outs = [torch.empty(shape, dtype=x.dtype, device=run.device) for _ in range(NUM_SETS)]
+
+    def seconds(self, arm, call, wanted):
+        """Times call(k), which writes set k to self.outs[k], after it has checked set 0 against the rows wanted."""
+        harness.poison(self.outs[0])
+        call(0)
+        harness.check_bits(self.outs[0], wanted, f"{self.what}, {arm}")
+        calls = [functools.partial(call, k) for k in range(NUM_SETS)]
+        return min(self.run.seconds(calls, self.wall) for _ in range(WALL_ROUNDS if self.wall else 1))
+
+    def compare(self, make, arms, wanted):
+        """Times all arms, and once more where the chosen one falls short. make(path, sms): the call of an arm.
+        arms: {name: (path, sms)} of those that name a path."""
+        for is_last in (False, True):
+            named = {arm: self.seconds(arm, make(*of), wanted) for arm, of in arms.items()}
+            chosen = self.seconds(CHOSEN, make(None, None), wanted)
+            if is_last or SHARE * chosen <= min(named.values(), default=math.inf):
+                break
+        for arm, (_, sms) in arms.items():
+            self.add(arm, sms, named[arm], {})
+        best_s = min(named.values(), default=chosen)
+        target = SHARE * self.num_bytes * 1e-9 / best_s
+        self.add(CHOSEN, None, chosen, harness.judged(self.num_bytes * 1e-9 / chosen, target))
+
+    def add(self, arm, sms, seconds, judged):
+        self.run.add(
+            case=self.what,
+            arm=arm,
+            rows=self.num_rows,
+            row_bytes=self.x.shape[1] * self.x.dtype.itemsize,
+            dtype=self.x.dtype,
+            savings=self.table.savings,
+            gbps=self.num_bytes * 1e-9 / seconds,
+            ideal_gbps=self.ideal_gbps,
+            sms=sms,
+            **judged,
+        )
+
+
+def named_paths(run, place, ids_on_gpu, is_far):
+    """{arm: (path, max_sms)} of the calls that name a path which can be taken."""
+    if not run.on_gpu:
+        return {}
+    if place == "pageable":
+        return {"cpu": ("cpu", None)}
+    arms = {"gpu": ("gpu", None)}
+    if ids_on_gpu:
+        arms["gpu, 16 SMs"] = "gpu", 16
+        for sms in SMS if is_far and place == "pinned" else (16, None):
+            arms["bucketed, all SMs" if sms is None else f"bucketed, {sms} SMs"] = "bucketed", sms or run.num_sms
+        return arms
+    arms["bucketed"] = "bucketed", None
+    return arms | ({"cpu": ("cpu", None)} if place == "pinned" else {})
+
+
+def measure_gathers(run, what, x, small, table, place, num_ids, ids_on_gpu):
+    """index_select of num_ids random rows, at most as many as there are. small: the table that `table` repeats."""
+    num_ids = min(num_ids, table.shape[0])
+    sets = [torch.randint(table.shape[0], (num_ids,), device=run.device) for _ in range(NUM_SETS)]
+    distinct = torch.cat(sets) % len(x)
+    output_bytes = num_ids * x.shape[1] * x.dtype.itemsize
+    link_ns = ideal.row_link_ns(small, distinct)
+    of_link = ideal.gather_gbps(output_bytes * NUM_SETS, link_ns, run.memset_gbps)
+    ideal_gbps = run.memset_gbps if place == "device" else of_link
+    where = "GPU" if ids_on_gpu else "CPU"
+    case = Case(run, f"{what}, {num_ids:,} ids on the {where}", x, table, num_ids, ideal_gbps, wall=not ids_on_gpu)
+    ids = sets if ids_on_gpu else [some.cpu() for some in sets]
+
+    def make(path, sms):
+        return lambda k: ibp.index_select(table, ids[k], out=case.outs[k], path=path, max_sms=sms)
+
+    is_far = table.resident_bytes > NEAR_BYTES
+    case.compare(make, named_paths(run, place, ids_on_gpu, is_far), x[sets[0] % len(x)])
+
+
+def measure_whole(run, what, x, table, place):
+    """decompress of a whole table."""
+    case = Case(run, f"{what}, whole", x, table, len(x), ideal.LINK_COPY_GBPS / (1 - table.savings), wall=True)
+
+    def make(path, sms):
+        return lambda k: ibp.decompress(table, out=case.outs[k], path=path)
+
+    named = {path: (path, None) for path in ("gpu", "copy")} if run.on_gpu and place == "pinned" else {}
+    case.compare(make, named, x)
+
+
+def measure_table(run, name, x, scheme, compress, buffer):
+    """A table near and far, in every memory. Rows that the scheme cannot make smaller are left out."""
+    near = compress(memory="pinned" if run.on_gpu else "host")
+    if near.scheme == "raw" and scheme != "raw":
+        return
+    num_ids = LONG_IDS if x.shape[1] * x.dtype.itemsize > LONG_ROW_BYTES else MANY_IDS
+    few, many = (64, 256) if run.quick else (FEW_IDS, num_ids)
+    what = f"{name}, {scheme}"
+    far_bytes = QUICK_BYTES if run.quick else FAR_BYTES
+    far = tiled(near, -(-far_bytes // near.resident_bytes) * len(x), buffer(near, far_bytes))
+    for size, table in (("near", near), ("far", far)):
+        for ids_on_gpu, count in ((True, few), (True, many), (False, few), (False, many)):
+            with run.cell(f"{what}, {size}"):
+                measure_gathers(run, f"{what}, {size}, pinned", x, near, table, "pinned", count, ids_on_gpu)
+        if run.on_gpu:
+            with run.cell(f"{what}, {size}, device"):
+                measure_gathers(run, f"{what}, {size}, device", x, near, table.to(run.device), "device", many, True)
+    with run.cell(f"{what}, pageable"):
+        pageable = compress(memory="host")
+        measure_gathers(run, f"{what}, near, pageable", x, near, pageable, "pageable", many, False)
+    with run.cell(f"{what}, whole"):
+        measure_whole(run, f"{what}, near, pinned", x, near, "pinned")
+
+
+def main(argv=None):
+    args = harness.parse_args(argv, __doc__)
+    run = harness.Run("paths", args, harness.TARGET_COLUMNS)
+    torch.manual_seed(0)
+    held = memory.empty(0, torch.device("cpu"), pin=run.on_gpu)
+
+    def buffer(table, far_bytes):
+        """Pinned memory for the slots of a table that is repeated until it has far_bytes."""
+        nonlocal held
+        num_bytes = -(-far_bytes // table.resident_bytes) * table.slots.numel()
+        if held.numel() < num_bytes:
+            held = memory.empty(num_bytes, torch.device("cpu"), pin=run.on_gpu)
+        return held
+
+    for name, x, scheme, compress in run.some(every_table(run, args.data)):
+        with run.cell(f"{name} {harness.dtype_name(x.dtype)}, {scheme}"):
+            measure_table(run, name, x, scheme, compress, buffer)
+    return run.finish(harness.missed(run.rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Functions that change a model in place: their argument, and what they return."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+
+class NotTheModel:
+    """What such a function returns. Whoever takes it for the model is told where the model is.
+
+    Attributes:
+        changed_by: the call that returned it.
+    """
+
+    changed_by: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(self._sentence("is not callable"))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):  # what Python, pickle and copy ask of any object
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(self._sentence(f"has no attribute {name!r}"))
+
+    def _sentence(self, what: str) -> str:
+        return (
+            f"{type(self).__name__!r} object {what}: {self.changed_by} returned it, and changed the model in place. "
+            "Do not assign the result to the name of the model, and use the model as before"
+        )
+
+
+def check_model(model: Any, hint: str = "") -> None:
+    """Raises TypeError for what is no model. hint: which models are meant."""
+    if isinstance(model, NotTheModel):
+        raise TypeError(model._sentence("is no torch.nn.Module"))
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; wanted a torch.nn.Module{hint and f': {hint}'}")

@@ -1,0 +1,84 @@
+"""`decompress`: the modules of a model that hold tables become plain modules again."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+from .._common.in_place import check_model
+from ._compressing import join_neighbours
+from ._embedding import Embedding, EmbeddingBag
+from ._experts import Experts
+from ._tables import Conv1D, Linear, TableModule
+
+_KINDS = (Conv1D, Embedding, EmbeddingBag, Experts, Linear)
+
+_Model = TypeVar("_Model", bound=torch.nn.Module)
+
+
+def decompress(model: _Model) -> _Model:
+    """Gives the modules of a model their plain weights back, in place: undoes `compress`. Each table is gone before the
+    next one is decoded, so that memory holds at most one table more than the plain model.
+
+    Every `ibp.nn.Linear`, `Embedding` and `EmbeddingBag` becomes torch's module of that name, `Conv1D` and `Experts`
+    those of transformers. They stay the same objects, with their hooks, their mode and their biases. Weights lie where
+    their tables lay, a weight that several modules share is one parameter, and weights require grad as they did before
+    `compress`; those of modules that train do. Subclasses and `EmbeddingCollection`, which torch lacks, stay as
+    they are. An optimizer of `ibp.optim` that trained rows of the model has to be replaced by one of torch.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()
+        >>> plain = {name: weight.clone() for name, weight in model.state_dict().items()}
+        >>> report = ibp.nn.compress(model)
+        >>> ibp.nn.decompress(model)
+        Sequential(
+          (0): Embedding(4096, 512)
+          (1): Linear(in_features=512, out_features=4096, bias=True)
+        )
+        >>> all(torch.equal(weight, plain[name]) for name, weight in model.named_parameters())
+        True
+
+    Args:
+        model: any module; one without tables stays as it is.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: model is no module.
+        ValueError: the forward of a module with a table has been replaced. The model is then as it was.
+        CorruptTableError: a table is damaged. That one and those after it are still coded, and so they are where memory
+            runs out.
+    """
+    check_model(model)
+    by_table: dict[int, list[TableModule | Experts]] = {}
+    for name, module in model.named_modules():
+        if type(module) not in _KINDS:
+            continue
+        if "forward" in vars(module):
+            raise ValueError(
+                f"the forward of {name or 'model'} has been replaced, by a hook of accelerate or by ibp.offload for "
+                "example: undo that first"
+            )
+        by_table.setdefault(id(getattr(module, "_shared", module)), []).append(module)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.place = None  # modules multiply together while all of them hold tables
+    try:
+        for modules in by_table.values():
+            _turn_plain(modules)
+    finally:
+        join_neighbours(model)
+    return model
+
+
+def _turn_plain(modules: list[TableModule | Experts]) -> None:
+    """Turns modules that share a table into plain ones."""
+    weight = None
+    for module in modules:
+        if isinstance(module, Experts):
+            module.turn_plain()
+        else:
+            weight = module.parameter() if weight is None else weight
+            module.turn_plain(weight)

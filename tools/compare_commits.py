@@ -1,0 +1,158 @@
+#!/usr/bin/env python3
+"""Measures two commits in turn on one GPU, and says which cells became slower.
+
+    python tools/compare_commits.py BEFORE AFTER --out DIR [--every 3] [--scripts gather,codec] [--spreads FILE]
+
+BEFORE and AFTER are two trees with built libraries, or one tree twice. They are measured in the order before, after,
+before, after; each of the four passes is one process, which runs benchmarks of its tree (every third of their cases,
+see `python -m benchmarks.gather --help`) and writes CSVs to DIR/1 to DIR/4. Rows of CSVs go together as in
+compare_results.py.
+
+Of one tree twice, the spread of a cell is the standard deviation of its four rates, divided by their mean: it is
+written to DIR/spreads.csv, and a line a script is printed. Of two trees, a cell is slower if its mean rate fell by more
+than 2 % and by more than three times its spread: the larger one of what this run shows between passes of one tree and
+what --spreads has for this GPU. A cell counts as slower only if two runs say so: give the first run's DIR/slower.csv as
+--again to the second. The exit status is 1 if cells are slower.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import compare_results
+
+SCRIPTS = "gather,codec,families,linear,small_calls,paths"
+LEAST, TIMES = 0.02, 3  # a cell is slower from this share on, and from so many spreads on
+PASSES = 4
+COLUMNS = ("gpu", "benchmark", "cell", "mean", "spread")
+PROGRAM = """
+import gc, importlib, sys, torch
+failed = 0
+for name in sys.argv[3].split(","):
+    script = importlib.import_module("benchmarks." + name)
+    failed |= script.main(["--out", sys.argv[1], "--every", sys.argv[2], *sys.argv[4:]])
+    gc.collect()
+    torch.cuda.is_available() and torch.cuda.empty_cache()
+sys.exit(failed)
+"""
+
+
+def measure(tree, out, every, scripts, options):
+    """Runs the scripts of a tree in one process. @return whether all of their cells were measured."""
+    out.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-c", PROGRAM, str(out), str(every), scripts, *options]
+    with open(out / "log", "w") as log:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])}
+        return subprocess.run(command, cwd=tree, env=environment, stdout=log, stderr=log).returncode == 0
+
+
+def gpu_of(folder):
+    """The name of the GPU that the CSVs of a folder were measured on."""
+    for path in folder.glob("*.csv"):
+        with open(path, newline="") as file:
+            for row in csv.DictReader(file):
+                return row["gpu"]
+    sys.exit(f"{folder} has no rows: its file log says why")
+
+
+def cells_of(folder):
+    """{(script, text of the cell): rate} of a folder's CSVs."""
+    found = {}
+    for path in sorted(folder.glob("*.csv")):
+        if path.stem != "memory":
+            for name, speed in compare_results.cells_of(path).items():
+                found[path.stem, ", ".join(text for column, text in name if column != "benchmark")] = speed
+    return found
+
+
+def spread_of(speeds):
+    """The standard deviation of rates, divided by their mean."""
+    return statistics.stdev(speeds) / statistics.fmean(speeds)
+
+
+def write(path, rows):
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        writer.writerows(
+            (gpu, script, cell, f"{mean:.6g}", f"{spread:.4f}") for gpu, script, cell, mean, spread in rows
+        )
+
+
+def read(path, gpu):
+    """{(script, cell): spread} of a file of spreads, for one GPU."""
+    with open(path, newline="") as file:
+        return {
+            (row["benchmark"], row["cell"]): float(row["spread"]) for row in csv.DictReader(file) if row["gpu"] == gpu
+        }
+
+
+def report_spreads(out, gpu, passes):
+    common = [name for name in passes[0] if all(name in cells for cells in passes)]
+    rows = [
+        (gpu, *name, statistics.fmean(cells[name] for cells in passes), spread_of([cells[name] for cells in passes]))
+        for name in common
+    ]
+    write(out / "spreads.csv", rows)
+    print(f"{gpu}: spreads of {PASSES} passes, in per cent\n{'script':14} cells  median  95 % below  largest")
+    for script in sorted({row[1] for row in rows}):
+        found = sorted(100 * row[-1] for row in rows if row[1] == script)
+        most = found[max(0, -(-95 * len(found) // 100) - 1)]
+        print(f"{script:14} {len(found):5} {statistics.median(found):7.2f} {most:11.2f} {found[-1]:8.2f}")
+    return 0
+
+
+def report_slower(out, gpu, passes, known, again):
+    """Prints the cells that became slower. known: spreads measured before. again: cells of an earlier run, None for
+    any. @return the exit status."""
+    slower, ratios = [], {}
+    for name in passes[0]:
+        if not all(name in cells for cells in passes):
+            continue
+        before, after = ([cells[name] for cells in passes[of::2]] for of in (0, 1))
+        ratio = statistics.fmean(after) / statistics.fmean(before)
+        spread = max(known.get(name, 0.0), spread_of(before), spread_of(after))
+        ratios.setdefault(name[0], []).append(ratio)
+        if 1 - ratio > max(LEAST, TIMES * spread) and (again is None or name in again):
+            slower.append((gpu, *name, ratio, spread))
+    write(out / "slower.csv", slower)
+    for script, found in ratios.items():
+        mean = statistics.geometric_mean(found)
+        count = sum(row[1] == script for row in slower)
+        print(f"{script}: {len(found)} cells, geometric mean {mean:.3f}, {count} slower")
+    for _, script, cell, ratio, spread in sorted(slower, key=lambda row: row[3]):
+        print(f"    {ratio:.3f} (spread {100 * spread:.1f} %)  {script}: {cell}")
+    return 1 if slower else 0
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("before", type=Path)
+    parser.add_argument("after", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--every", type=int, default=3, help="every Nth case (3: under eight minutes)")
+    parser.add_argument("--scripts", default=SCRIPTS)
+    parser.add_argument("--spreads", type=Path, help="a spreads.csv of the same kind of GPU")
+    parser.add_argument("--again", type=Path, help="slower.csv of an earlier run: only its cells count")
+    parser.add_argument("--options", default="", help="further options of the scripts, such as '--device cpu --quick'")
+    options = parser.parse_args(argv)
+    trees = [options.before.resolve(), options.after.resolve()]
+    for number in range(PASSES):
+        out = options.out.resolve() / str(number + 1)
+        if not measure(trees[number % 2], out, options.every, options.scripts, options.options.split()):
+            print(f"pass {number + 1}: some cells failed; {out / 'log'} says which")
+    folders = [options.out / str(number + 1) for number in range(PASSES)]
+    gpu, passes = gpu_of(folders[0]), [cells_of(folder) for folder in folders]
+    if trees[0] == trees[1]:
+        return report_spreads(options.out, gpu, passes)
+    known = read(options.spreads, gpu) if options.spreads else {}
+    again = set(read(options.again, gpu)) if options.again else None
+    return report_slower(options.out, gpu, passes, known, again)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
