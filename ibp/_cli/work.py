@@ -101,7 +101,7 @@ def has_other_format(path: str) -> bool:
 
 
 def files_to_verify(paths: Sequence[str]) -> list[str]:
-    """The files that the inputs name: of a directory with several files of safetensors each of them."""
+    """What to open for the files that the inputs name: of a directory with several files of safetensors each one."""
     found = _sources.expand(paths)
     return [file for path in found for file in (_model_files.files_to_verify(path) if os.path.isdir(path) else [path])]
 

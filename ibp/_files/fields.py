@@ -104,8 +104,9 @@ def form_of(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.d
         return dtype_of(dtype), shape
     items = math.prod(shape[:-1])
     made = (*shape[:-1], num_bytes // max(items, 1)) if shape and num_bytes % max(items, 1) == 0 else (num_bytes,)
-    is_pairs = dtype == _PAIRS and PAIRS_DTYPE is not None and math.prod(made) * 2 == math.prod(shape)
-    return (PAIRS_DTYPE if is_pairs else torch.uint8), made
+    if dtype == _PAIRS and PAIRS_DTYPE is not None and math.prod(made) * 2 == math.prod(shape):
+        return PAIRS_DTYPE, made
+    return torch.uint8, made
 
 
 # ---- fields as text ----

@@ -47,8 +47,9 @@ _DTYPE_NAMES = (
     "float8_e8m0fnu",
 )
 DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
-PAIRS_DTYPE = getattr(torch, "float4_e2m1fn_x2", None)  # two values in a byte; None in a torch that lacks it
-KEPT_DTYPES = DTYPES | {PAIRS_DTYPE}  # of plain tensors in files
+# two values in a byte; None in a torch that lacks it
+PAIRS_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # of plain tensors in files
 
 # What takes things that are given in the place of a tensor, or makes tensors of them: by type, and by attribute.
 _WAYS: tuple[tuple[Any, str], ...] = (

@@ -138,10 +138,10 @@ def compress(
             check_output(output, CODED_WEIGHTS, conversion, force or is_unfinished)
             target = stack.enter_context(written_to(output, CODED_WEIGHTS))
             sources = conversion.sources if conversion is not None else {Path(target.name): opened}
-            tensors = [tensor for source in sources.values() for tensor in source.tensors.values()]
-            for tensor in tensors:
-                tensor.header_entry()  # ValueError: safetensors lacks its dtype
-            names = dict.fromkeys(tensor.name for tensor in tensors)
+            for source in sources.values():
+                for tensor in source.stored():
+                    tensor.header_entry()  # ValueError: safetensors lacks its dtype
+            names = dict.fromkeys(name for source in sources.values() for name in source.tensors)
             kept = frozenset(names).difference(chosen(names, include, exclude))
             sets = {}
             for path, source in sources.items():

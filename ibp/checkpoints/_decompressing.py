@@ -98,7 +98,9 @@ def decompress(
         for path, source in list(conversion.sources.items()):
             if not is_coded(source) and wanted.issuperset(source.tensors):
                 conversion.keep(path)
-            elif not wanted.isdisjoint(source.tensors):
+            elif wanted.isdisjoint(source.tensors):
+                conversion.skip(path)
+            else:
                 target = conversion.target / path
                 target.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
                 written += write(source, target, path in conversion.sets)

@@ -8,6 +8,7 @@ it are coded.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -37,13 +38,12 @@ class Conversion:
     Attributes:
         sources: the files of tensors, opened, by the path within the target that the new form is named after.
         sets: those of the paths that belong to a set of files.
-        others: paths, within the source, of all other files.
     """
 
     def __init__(self, source: Path, target: Path, to_coded: bool, stack: contextlib.ExitStack) -> None:
         self.source, self.target, self._to_coded = source, target, to_coded
         self._is_in_place = source.resolve() == target.resolve()
-        tensors, self.others = _contents_of(source, _shown_files(source, None if self._is_in_place else target), stack)
+        tensors, others = _contents_of(source, _shown_files(source, None if self._is_in_place else target), stack)
         self.sources: dict[Path, Source] = {}
         for path, opened in tensors.items():
             new = _form(path, coded_name if to_coded else plain_name)
@@ -51,14 +51,16 @@ class Conversion:
                 raise ValueError(f"{source} has {new.name} both plain and coded; wanted one of them")
             self.sources[new] = opened
         self.sets = {_form(path, coded_name if to_coded else plain_name) for path in tensors if is_index(path)}
-        self._beside = self._files_beside({path.parent for path in tensors})
-        self._replaced = [path for new in self.sources for path in self._files_replaced(new)]
+        self._beside = self._files_beside(others, {path.parent for path in tensors})
+        self._replaced = {new: self._files_replaced(new) for new in self.sources}
 
-    def _files_beside(self, homes: Container[Path]) -> dict[Path, Path | bytes]:
+    def _files_beside(self, others: Iterable[Path], homes: Container[Path]) -> dict[Path, Path | bytes]:
         """What is written beside the tensors, by its path: the file that is copied, or the text of a config.json.
-        homes: the directories, within the source, that have files of tensors."""
+
+        others: the other files of the source, homes: its directories that have files of tensors, as paths within it.
+        """
         written: dict[Path, Path | bytes] = {}
-        for path in self.others:
+        for path in others:
             source, copy = self.source / path, self.target / path
             os.close(open_regular(source))  # OSError: it cannot be read
             told = _told(source, self._to_coded) if path.name == _CONFIG and path.parent in homes else None
@@ -81,7 +83,12 @@ class Conversion:
     def paths(self) -> list[Path]:
         """The paths that are there and would be replaced or removed."""
         new = [self.target / path for path in self.sources]
-        return [path for path in (*new, *map(index_of, new), *self._beside, *self._replaced) if os.path.lexists(path)]
+        replaced = itertools.chain(*self._replaced.values())
+        return [path for path in (*new, *map(index_of, new), *self._beside, *replaced) if os.path.lexists(path)]
+
+    def skip(self, path: Path) -> None:
+        """Leaves out files of tensors: nothing takes their place. path: one of `sources`."""
+        del self.sources[path], self._replaced[path]
 
     def check(self) -> None:
         """OSError: something that is not replaced has the name of a file, or the target has another set."""
@@ -116,8 +123,8 @@ class Conversion:
                 size = content.stat().st_size
                 with open(content, "rb") as source, replaced(path, size, like=[content]) as file:
                     shutil.copyfileobj(source, file, _COPIED_BYTES)
-        for path in self._replaced:
-            path.unlink()
+        for path in itertools.chain(*self._replaced.values()):
+            path.unlink(missing_ok=True)
 
 
 def conversion_of(

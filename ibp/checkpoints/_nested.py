@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,11 +48,18 @@ def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], d
     made = _Flattening(most_bytes)
     structure = made.node(content, "")
     in_order = [*made.tensors, *(key.removeprefix(PREFIX) for key in made.texts)]  # as `nested` finds them
-    if _is_flat(structure) and [key for key, _ in structure[1]] == in_order:
+    is_in_order = _is_flat(structure) and [key for key, _ in structure[1]] == in_order
+    if is_in_order and not share_storages(made.tensors.values()):
         structure = [structure[0], None, *structure[2:]]
     if structure != ["dict", None]:
         made.texts[STRUCTURE] = json.dumps(structure, separators=(",", ":"))
     return made.tensors, made.texts
+
+
+def share_storages(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether two of the tensors lie in one storage."""
+    strided = [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided]
+    return len(set(strided)) < len(strided)
 
 
 def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any:

@@ -82,9 +82,16 @@ def write_npz(
 def write_torch(
     path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
 ) -> None:
-    """Writes a checkpoint by torch.save: nested as metadata says, else a dict from name to tensor. All of it is in
-    memory meanwhile."""
-    content = nested({tensor.name: tensor.tensor() for tensor in tensors}, metadata)
+    """Writes a checkpoint by torch.save: nested as metadata says, else a dict from name to tensor. Tensors that shared
+    memory share it again. All of it is in memory meanwhile."""
+    held: dict[SourceTensor, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
+    for tensor in tensors:
+        base = tensor.base or tensor
+        if base not in held:
+            held[base] = base.tensor()
+        values[tensor.name] = held[base] if tensor.view is None else tensor.view.of(held[base])
+    content = nested(values, metadata)
     with begin(path, _total(tensors)) as file:
         torch.save(content, file)
 

@@ -62,7 +62,8 @@ def shards_of(
     contents: list[tuple[list[SourceTensor], Mapping[str, str]]] = []
     for tensors, texts in _files_of(source):
         contents += [(part, texts) for part in cut(tensors, lambda tensor: tensor.num_bytes, shard_bytes)]
-    pieces = _pieces(contents[0][0], num_ranks) if len(contents) == 1 else []
+    is_one = len(contents) == 1 and not source.view_texts()
+    pieces = _pieces(contents[0][0], num_ranks) if is_one else []
     if pieces:
         texts = contents[0][1]
         contents = [([piece], {**texts, f"{ROWS_KEY}{piece.name}": entry}) for piece, entry in pieces]
@@ -120,8 +121,8 @@ def state_of(paths: Iterable[str]) -> list[list[Any]]:
 
 def _files_of(source: Source) -> list[tuple[list[SourceTensor], Mapping[str, str]]]:
     if len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts):
-        return [(list(part.tensors.values()), part.metadata) for part in source.parts]
-    return [(list(source.tensors.values()), source.metadata)]
+        return [(part.stored(), {**part.metadata, **part.view_texts()}) for part in source.parts]
+    return [(source.stored(), {**source.metadata, **source.view_texts()})]
 
 
 def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[SourceTensor, str]]:

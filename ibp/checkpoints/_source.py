@@ -16,6 +16,7 @@ from .. import _core
 from .._common.closing import Closing
 from .._files.fields import entry_of
 from .._files.regular import open_regular
+from .._files.views import VIEW_KEY, View
 from .._tables.compressed_tensor import CompressedTensor
 
 _BLOCK_BYTES = 16 << 20  # of what `tensor` reads at once
@@ -65,6 +66,9 @@ class SourceTensor:
     table: CompressedTensor | None = None  # that holds the tensor in a file of ibp, or None
     # the dtype and shape that its file has of it, where torch lacks the dtype and the tensor is its bytes; else None
     entry: tuple[str, tuple[int, ...]] | None = None
+    # the tensor in whose memory this one lies, and how; None of a tensor with memory of its own
+    base: SourceTensor | None = None
+    view: View | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -144,6 +148,15 @@ class Source(Closing):
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def stored(self) -> list[SourceTensor]:
+        """The tensors that a file has to hold: those with memory of their own, and the bases of the others."""
+        return list(dict.fromkeys(tensor.base or tensor for tensor in self.tensors.values()))
+
+    def view_texts(self) -> dict[str, str]:
+        """What the metadata of a file has to say of the others."""
+        views = {name: tensor.view for name, tensor in self.tensors.items()}
+        return {f"{VIEW_KEY}{name}": view.text() for name, view in views.items() if view is not None}
 
     def only(self, names: Iterable[str]) -> Source:
         """The same with these tensors alone, and without files that have none of them."""

@@ -183,6 +183,17 @@ def test_a_new_form_takes_the_place_of_the_other(model, tmp_path):
         compress(tmp_path / "back", f"{tmp_path}/again/")
 
 
+def test_what_is_not_coded_is_copied(trainer, tmp_path):
+    ibp.save(trainer / "set.safetensors", {"x": torch.ones(9), "y": torch.ones(9)}, shard_bytes=1)
+    first = ibp.checkpoints.decompress(trainer, f"{tmp_path}/plain/")
+    names = {"adapter_model.safetensors", "learned_embeds.safetensors", "model.safetensors"}
+    names |= {f"set-0000{number}-of-00002.safetensors" for number in (1, 2)} | {"set.safetensors.index.json"}
+    assert {os.path.basename(path) for path in first} == names  # files of ibp.save, which have its checksums
+    assert ibp.checkpoints.decompress(tmp_path / "plain", f"{tmp_path}/again/") == []
+    assert texts(tmp_path / "again") == texts(tmp_path / "plain")
+    assert set(texts(tmp_path / "again")) == set(texts(trainer))
+
+
 def test_patterns_choose_among_all_files(trainer, tmp_path):
     report = compress(trainer, f"{tmp_path}/small/", include=["state.*"])
     assert {tensor.name for tensor in report.tensors if tensor.scheme is not None} == {"state.0.exp_avg"}
@@ -196,6 +207,10 @@ def test_patterns_choose_among_all_files(trainer, tmp_path):
     others = {"rng_state.pth", "scheduler.pt", "training_args.bin"}
     assert found - others == {"learned_embeds.safetensors", "model.safetensors", "pytorch_model.bin"}
     assert list(ibp.load(tmp_path / "some" / "model.safetensors", device="cpu")) == ["b"]
+    ibp.checkpoints.decompress(tmp_path / "small", f"{tmp_path}/small/", include=["<token>"])
+    found = set(texts(tmp_path / "small"))
+    assert {"learned_embeds.safetensors", "model.ibp.safetensors", "optimizer.pt.ibp.safetensors"} < found
+    assert "learned_embeds.ibp.safetensors" not in found
 
 
 def test_directories_of_earlier_versions(model, tmp_path):

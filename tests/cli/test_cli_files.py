@@ -14,6 +14,7 @@ import ibp
 from helpers import bytes_of, torchrun
 from ibp._cli import inputs
 from ibp._cli.main import main
+from ibp._files.header import read_header
 from ibp._machine import timing
 from ibp.checkpoints import _compressing
 from ibp.checkpoints._sources import open_source
@@ -313,6 +314,10 @@ def test_a_set_of_which_a_file_has_no_checksums(source, compressed, tmp_path, ca
     pytest.importorskip("safetensors.torch").save_file({"other": torch.ones(3)}, tmp_path / "set" / "b.safetensors")
     found = document(capsys, "verify", tmp_path / "set", status=1)["files"]
     assert [file["status"] for file in found] == ["good", "no checksums"]
+    places = {name: "a.safetensors" for name in read_header(tmp_path / "set" / "a.safetensors").tensors}
+    index = json.dumps({"weight_map": {**places, "other": "b.safetensors"}})
+    (tmp_path / "set" / "model.safetensors.index.json").write_text(index)
+    assert document(capsys, "verify", tmp_path / "set", status=1)["files"][0]["status"] == "no checksums"
     assert re.search(
         "set has no checksums: only .* were verified", printed(capsys, "verify", tmp_path / "set", status=1)[-1]
     )
