@@ -65,9 +65,9 @@ def files(folder):
 
 def checkpoints(folder):
     torch.save({"w": WORDS, "b": FLOATS[0], "none": FLOATS[:0]}, folder / "c.pt")
-    ibp.checkpoints.compress(folder / "c.pt", folder / "c.safetensors")
+    ibp.checkpoints.compress(folder / "c.pt", folder / "c.safetensors", force=True)
     for name in ("back.pt", "back.safetensors"):
-        ibp.checkpoints.decompress(folder / "c.safetensors", folder / name)
+        ibp.checkpoints.decompress(folder / "c.safetensors", folder / name, force=True)
     estimate = ibp.checkpoints.estimate(folder / "c.pt")
     return [(folder / "c.safetensors").read_bytes(), (folder / "back.safetensors").read_bytes(), str(estimate)]
 
