@@ -74,7 +74,7 @@ def test_states_go_into_modules(release, monkeypatch):
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_states_go_into_optimizers(release):
-    """Those of Adam and AdamW, whose states earlier releases kept coded, into torch's."""
+    """States of `ibp.optim.Adam` and `AdamW`, which were removed, go into torch's."""
     for name, saved in loaded(f"{release}/optimizers.pt.xz").items():
         if name in ("Adam", "AdamW"):
             weight = torch.nn.Parameter(rows())
