@@ -44,9 +44,10 @@ class Pool:
             part = memory.empty(size, _CPU, True)
             self.held_bytes += size
             return part
-        part, used = self._free[size].pop()
+        part, used = self._free[size][-1]
         if used is not None:
-            writer.wait_event(used)
+            writer.wait_event(used)  # if it raises, the part is still free
+        self._free[size].pop()
         return part
 
     def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:
