@@ -18,6 +18,7 @@ from torch import nn
 from .._common import ops
 from .._common.arguments import whole_number
 from .._common.closing import Closing
+from .._common.modes import is_transformed, outside_of_modes
 from .._common.progress import tqdm
 from .._common.statistics import Statistics
 from .._machine import memory
@@ -150,7 +151,7 @@ def offload(
         )
     offloaded = Offloaded(model, division, devices, max_sms, lookahead)
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_of_modes():
             offloaded._fill(checkpoint, resident_bytes, scheme, progress)
     except BaseException:
         offloaded.close()
@@ -262,12 +263,12 @@ class _StateHook(NotCopied):
         for attribute, weight in self._holds:
             if weight.group is None or not weight.group.uses:
                 weight.rest()
-            if prefix + attribute in state and weight.table is not None:
+            if prefix + attribute in state and weight.table is not None and weight.is_held(module, attribute):
                 state[prefix + attribute] = weight.saved.of(state, functools.partial(weight.value, "cpu"))
 
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for attribute, weight in self._holds:
-            if prefix + attribute in state and weight.table is not None:
+            if prefix + attribute in state and weight.table is not None and weight.is_held(module, attribute):
                 raise RuntimeError(f"{prefix}{attribute} is offloaded and cannot be loaded: close() first")
 
 
@@ -408,7 +409,7 @@ class Offloaded(Closing):
         Raises:
             RuntimeError: called from within a call of the model.
         """
-        with self._lock:
+        with self._lock, outside_of_modes():
             if self._is_removed:
                 return
             if not _is_within([call.use.module for call in self._calls()]):
@@ -423,7 +424,7 @@ class Offloaded(Closing):
                 if weight.table is not None:
                     weight.bind(weight.value(weight.home))
                     weight.table = None
-                weight.release()
+                weight.wake()
             for weight in self._kept:
                 weight.bind(weight.tensors[0].data.to(weight.home))
             for other in self._division.others:
@@ -627,22 +628,34 @@ class Offloaded(Closing):
     # ---- while the model runs ----
 
     def _enter(self, use: Use) -> None:
-        """Brings a module's groups. After an error nothing is in use that was not before."""
+        """Brings a module's groups. After an error nothing is in use that was not before.
+
+        In a transform of torch.func the module computes with its resting weights, each decoded where it is read: the
+        memory of weights in use is given to others after the call, and autograd keeps no names of weights there."""
         with self._lock:
-            begun: list[Group] = []
-            try:
-                for group in use.groups:
-                    self._begin(group)
-                    begun.append(group)
-            except BaseException:
-                for group in begun:
-                    group.uses -= 1
-                raise
-            for group in begun:
-                for weight, value in zip(group.weights, self._fetchers[group.device_number].place_of(group).values):
-                    weight.bind(value)
+            if is_transformed():
+                self._calls().append(_Call(use, [], None))
+                return
+            with outside_of_modes():
+                begun = self._bring(use)
             self._calls().append(_Call(use, begun, self._saving()))
             self._fetch_ahead()
+
+    def _bring(self, use: Use) -> list[Group]:
+        """Binds the weights of a module's groups. Returns the groups."""
+        begun: list[Group] = []
+        try:
+            for group in use.groups:
+                self._begin(group)
+                begun.append(group)
+        except BaseException:
+            for group in begun:
+                group.uses -= 1
+            raise
+        for group in begun:
+            for weight, value in zip(group.weights, self._fetchers[group.device_number].place_of(group).values):
+                weight.bind(value)
+        return begun
 
     def _begin(self, group: Group) -> None:
         fetcher = self._fetchers[group.device_number]
@@ -688,6 +701,7 @@ class Offloaded(Closing):
                 if self._is_short:
                     self._fetch_ahead()
 
+    @outside_of_modes()
     def _end(self, call: _Call) -> None:
         if call.saving is not None:
             call.saving.__exit__()
@@ -727,7 +741,7 @@ class Offloaded(Closing):
         assert weight.blank is not None
         with self._lock:
             user, group = self._parents.get(self._users.get(weight, weight.holders[0][0])), weight.group
-            is_running = getattr(self._thread, "is_running", False)
+            is_running = getattr(self._thread, "is_running", False) and not is_transformed()
             if is_running and user not in (None, self._model) and group is not None and group in self._groups:
                 self._users[weight] = user
                 use = self._uses_of.get(user)
@@ -738,6 +752,7 @@ class Offloaded(Closing):
                     use.groups = [*use.groups, group]
         return weight.value(weight.blank.device)
 
+    @outside_of_modes()
     def _fetch_ahead(self) -> None:
         """Fetches what is expected next, as far as there is room: for every device the next few groups that it is to
         use."""

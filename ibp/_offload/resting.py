@@ -1,21 +1,34 @@
-"""Offloaded weights between uses: tensors with shape, dtype and device, whose values are decoded when they are asked
-for.
-"""
+"""Weights between uses: tensors with shape, dtype and device, whose values are decoded when they are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from .weights import Weight
+from .._common.modes import outside_of_modes
 
-_WEIGHT, _READ = "_ibp_weight", "_ibp_read"  # attributes of a resting tensor
+
+class Source(Protocol):
+    """The weight that a resting tensor stands for."""
+
+    @property
+    def name(self) -> str: ...
+
+    def like(self) -> torch.Tensor:
+        """A tensor without memory that lies as the weight does."""
+
+    def read(self) -> torch.Tensor:
+        """The values, in memory of their own."""
+
+
+_SOURCE, _NAME = "_ibp_source", "_ibp_name"  # attributes of a resting tensor, and of values that were read
 
 # What a tensor is asked about itself, and what is set of it, besides its values.
-_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag", "_base"}
 _ABOUT: set[Any] = {
     accessor
     for name, attribute in vars(torch._C.TensorBase).items()
@@ -43,15 +56,107 @@ def _changes_nothing(function: Callable, tensor: Any, args: tuple, kwargs: dict[
         return function(probe, *args, **kwargs) is probe
 
 
-def _read(value: Any) -> Any:
-    """A function's arguments with decoded tensors in the place of resting ones."""
-    if isinstance(value, Resting):
-        return getattr(value, _READ)(getattr(value, _WEIGHT))
-    if type(value) in (tuple, list):
-        return type(value)(map(_read, value))
-    if type(value) is dict:
-        return {key: _read(held) for key, held in value.items()}
-    return value
+def _refuse_to_write(tensor: Any) -> NoReturn:
+    """tensor: a resting one, or values that were read."""
+    raise RuntimeError(
+        f"{_name_of(tensor)} is offloaded and cannot be written to: close() first, or write to a clone() of its values"
+    )
+
+
+def _name_of(tensor: Any) -> str:
+    """The name of the weight that a resting tensor stands for, or whose values were read."""
+    held = vars(tensor)
+    return held[_SOURCE].name if isinstance(tensor, Resting) else held[_NAME]
+
+
+class _Reading(TorchDispatchMode):
+    """A call of a function with the values of resting tensors. No operation in it may write to these values, or to
+    values that were read before: they lie in memory that is not the model's, so that what is written would be lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._read: list[tuple[torch.Tensor, Any]] = []  # plain values, and the tensor that they are of
+
+    def values(self, given: Any) -> Any:
+        """A function's arguments with plain tensors in the place of resting ones, and of values that were read."""
+        if isinstance(given, _Refusing):
+            if isinstance(given, Resting):
+                with outside_of_modes():
+                    values = vars(given)[_SOURCE].read()
+            else:
+                values = given.as_subclass(torch.Tensor)
+            self._read.append((values, given))
+            return values
+        if type(given) in (tuple, list):
+            return type(given)(map(self.values, given))
+        if type(given) is dict:
+            return {key: self.values(held) for key, held in given.items()}
+        return given
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if operation._schema.is_mutable:
+            for number, argument in enumerate(operation._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written = args[number] if number < len(args) else kwargs.get(argument.name)
+                    for tensor in written if isinstance(written, (tuple, list)) else [written]:
+                        read = self._whole_of(tensor)
+                        if read is not None:
+                            _refuse_to_write(read)
+        return operation(*args, **kwargs)
+
+    def kept(self, result: Any) -> Any:
+        """What the function returned, with parts of the values that refuse to be written to."""
+        if type(result) is torch.Tensor:
+            read = self._whole_of(result)
+            if read is not None:
+                result.__class__ = ReadOnly
+                setattr(result, _NAME, _name_of(read))
+        elif type(result) in (tuple, list):
+            return type(result)(map(self.kept, result))
+        elif isinstance(result, Iterator):  # of the rows, which `iter()` gives
+            return map(self.kept, result)
+        elif isinstance(result, np.ndarray) and not result.flags.owndata:
+            result.flags.writeable = False
+        return result
+
+    def _whole_of(self, tensor: Any) -> Any:
+        """The argument whose values a tensor is a part of; None: it is a part of none."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        return next((given for values, given in self._read if torch._C._is_alias_of(tensor, values)), None)
+
+
+def _call(
+    cls: type, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """What a function of torch gives that is called with resting tensors, or with values that were read."""
+    kwargs = kwargs or {}
+    if function in _ABOUT:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+    first: Any = next(iter((*args, *kwargs.values())), None)
+    if isinstance(first, Resting):
+        if function in _OF_MEMORY:
+            return function(vars(first)[_SOURCE].like(), *args[1:], **kwargs)
+        if function == _SETS_DATA and args[1] is first:
+            return None
+    if isinstance(first, _Refusing):
+        if function in _MOVES and _changes_nothing(function, first, args[1:], kwargs):
+            return first
+        # Methods that write without an operation, as `apply_` and `share_memory_` do, are told by torch's names.
+        name = getattr(function, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") or name in ("__set__", "__delete__"):
+            _refuse_to_write(first)
+    reading = _Reading()
+    args, kwargs = reading.values(args), reading.values(kwargs)
+    with reading:
+        result = function(*args, **kwargs)
+    return reading.kept(result)
 
 
 class NotCopied:
@@ -64,35 +169,20 @@ class NotCopied:
         raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
 
 
-class Resting(NotCopied):
+class _Refusing:
+    """A tensor that refuses to be written to."""
+
+    __torch_function__ = classmethod(_call)
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # which asks no `__torch_function__`
+        _refuse_to_write(self)
+
+
+class Resting(NotCopied, _Refusing):
     """What the classes of resting tensors have in common."""
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in _ABOUT:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
-        first: Any = next(iter((*args, *kwargs.values())), None)
-        if isinstance(first, Resting):
-            if function in _OF_MEMORY:
-                return function(getattr(first, _WEIGHT).like(), *args[1:], **kwargs)
-            if function in _MOVES and _changes_nothing(function, first, args[1:], kwargs):
-                return first
-            if function == _SETS_DATA and args[1] is first:
-                return None
-        name = getattr(function, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__set__", "__delete__")
-        written = [first] if writes else []
-        written.append(kwargs.get("out"))
-        for tensor in written:
-            if isinstance(tensor, Resting):
-                raise RuntimeError(
-                    f"{getattr(tensor, _WEIGHT).name} is offloaded and cannot be written to: close() first"
-                )
-        return function(*_read(args), **_read(kwargs))
+    def as_subclass(self, cls: type) -> Any:  # which asks no `__torch_function__` either
+        return _call(type(self), torch.Tensor.as_subclass, (), (self, cls))
 
 
 class RestingParameter(Resting, torch.nn.Parameter):
@@ -103,28 +193,24 @@ class RestingTensor(Resting, torch.Tensor):
     pass
 
 
+class ReadOnly(_Refusing, torch.Tensor):
+    """Values of a resting tensor that were read, or a part of them."""
+
+
 _CLASSES: dict[type, type] = {torch.nn.Parameter: RestingParameter, torch.Tensor: RestingTensor}
 _AWAKE: dict[type, type] = {resting: awake for awake, resting in _CLASSES.items()}
 
 
-def prepare(tensor: torch.Tensor, weight: Weight, read: Callable[[Weight], torch.Tensor]) -> None:
-    """Says whose values a tensor of a model stands for, and what decodes them."""
-    setattr(tensor, _WEIGHT, weight)
-    setattr(tensor, _READ, read)
-
-
-def rest(tensor: torch.Tensor) -> None:
-    """Makes a prepared tensor ask for its values."""
-    tensor.__class__ = _CLASSES.get(type(tensor), type(tensor))
+def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
+    """Takes the content of a model's tensor away: its values are the source's from now on. blank: what its memory holds
+    meanwhile, of its shape, dtype and device."""
+    wake(tensor)
+    tensor.data = blank
+    setattr(tensor, _SOURCE, source)
+    tensor.__class__ = _CLASSES[type(tensor)]
 
 
 def wake(tensor: torch.Tensor) -> None:
-    """Makes a tensor what it was: its memory holds its values."""
+    """Makes a tensor what it was: its values are what its memory holds."""
     tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
-
-
-def release(tensor: torch.Tensor) -> None:
-    """Undoes `prepare` and `rest`."""
-    wake(tensor)
-    for name in (_WEIGHT, _READ):
-        vars(tensor).pop(name, None)
+    vars(tensor).pop(_SOURCE, None)

@@ -50,6 +50,7 @@ class Weight:
         self.blank: torch.Tensor | None = None
         self.group: Group | None = None  # that it is fetched with; None if its rows are looked up where they lie
         self.saved = SavedTensor()  # what state_dict() has of it
+        self._decode: Callable[[Weight], torch.Tensor] | None = None  # for those who ask for the values between uses
 
     @property
     def name(self) -> str:
@@ -92,16 +93,15 @@ class Weight:
             resting.wake(tensor)
             put(tensor, value)
 
-    def prepare(self, blank: torch.Tensor, read: Callable[[Weight], torch.Tensor]) -> None:
-        """Takes the content away for the first time. read: what decodes it for those who ask for it between uses."""
-        self.blank = blank
+    def prepare(self, blank: torch.Tensor, decode: Callable[[Weight], torch.Tensor]) -> None:
+        """Takes the content away for the first time. decode: gives it to those who ask for it between uses."""
+        self.blank, self._decode = blank, decode
         for tensor in self.tensors:
             put(tensor, blank)
-            resting.prepare(tensor, self, read)
-            resting.rest(tensor)
+        self.rest()
 
     def wake(self) -> None:
-        """Lets nobody be asked for values, whatever the tensors hold."""
+        """Makes the tensors ordinary ones, whatever they hold."""
         for tensor in self.tensors:
             resting.wake(tensor)
 
@@ -109,14 +109,17 @@ class Weight:
         """Takes the content away again."""
         assert self.blank is not None
         for tensor in self.tensors:
-            resting.wake(tensor)
-            tensor.data = self.blank
-            resting.rest(tensor)
+            resting.rest(tensor, self, self.blank)
 
-    def release(self) -> None:
-        """Makes the model's tensors ordinary ones again."""
-        for tensor in self.tensors:
-            resting.release(tensor)
+    def read(self) -> torch.Tensor:
+        """The values for someone who asks for them between uses, in memory of their own."""
+        assert self._decode is not None
+        return self._decode(self)
+
+    def is_held(self, module: torch.nn.Module, attribute: str) -> bool:
+        """Whether an attribute of a module still is one of the tensors: it may have been replaced by another one."""
+        held = module._parameters.get(attribute, module._buffers.get(attribute))
+        return any(held is tensor for tensor in self.tensors)
 
     def freeze(self) -> None:
         for tensor in self.tensors:

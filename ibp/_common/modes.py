@@ -1,0 +1,26 @@
+"""Tensors that are kept, whatever mode of torch the call is in that makes them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+
+def is_transformed() -> bool:
+    """Whether functions of torch.func, such as `grad` and `vmap`, are computing."""
+    return torch._C._are_functorch_transforms_active()
+
+
+@contextlib.contextmanager
+def outside_of_modes() -> Iterator[None]:
+    """Lets operations compute plain tensors, as outside of all modes: no tensors of a transform of torch.func, which
+    end with it, of inference mode, or of a mode that takes operations itself, as FakeTensorMode does. No gradients."""
+    with (
+        torch._C._DisableFuncTorch(),
+        torch._C._DisableTorchDispatch(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
