@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._common.graphs import outside_of_graphs
 from .._common.modes import outside_of_modes
 
 
@@ -28,7 +29,7 @@ class Source(Protocol):
 _SOURCE, _NAME = "_ibp_source", "_ibp_name"  # attributes of a resting tensor, and of values that were read
 
 # What a tensor is asked about itself, and what is set of it, besides its values.
-_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag", "_base"}
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _ABOUT: set[Any] = {
     accessor
     for name, attribute in vars(torch._C.TensorBase).items()
@@ -38,12 +39,13 @@ _ABOUT: set[Any] = {
 _ABOUT |= {
     getattr(torch.Tensor, name)
     for name in (
-        "__hash__ __len__ data_ptr dim element_size get_device is_complex is_conj is_floating_point is_inference "
+        "__hash__ __len__ _is_view data_ptr dim element_size get_device is_complex is_conj is_floating_point is_inference "
         "is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel register_hook "
         "register_post_accumulate_grad_hook requires_grad_ size storage_offset"
     ).split()
 }
 _ABOUT |= {torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type}
+_ABOUT |= {torch.autograd.grad, torch.Tensor.backward}
 _OF_MEMORY = {torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.dim_order}
 _MOVES = {getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double")}
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
@@ -131,6 +133,7 @@ class _Reading(TorchDispatchMode):
         return next((given for values, given in self._read if torch._C._is_alias_of(tensor, values)), None)
 
 
+@outside_of_graphs
 def _call(
     cls: type, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
