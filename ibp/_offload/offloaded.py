@@ -18,6 +18,7 @@ from torch import nn
 from .._common import ops
 from .._common.arguments import whole_number
 from .._common.closing import Closing
+from .._common.conversions import guard_conversions
 from .._common.modes import is_transformed, outside_of_modes
 from .._common.progress import tqdm
 from .._common.statistics import Statistics
@@ -589,6 +590,8 @@ class Offloaded(Closing):
             self._hook(module.register_state_dict_pre_hook(state.before_save))
             self._hook(module.register_state_dict_post_hook(state))
             self._hook(module.register_load_state_dict_pre_hook(state.before_load))
+        guard_conversions(self._model)
+        self._undo.append(functools.partial(guard_conversions, self._model))
 
     def _install_use(self, use: Use) -> None:
         self._uses_of[use.module] = use

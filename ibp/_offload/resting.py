@@ -51,7 +51,7 @@ _MOVES = {getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "half", 
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
-def _changes_nothing(function: Callable, tensor: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _changes_nothing(function: Callable, tensor: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether a conversion, as of `module.to()`, would return the tensor itself."""
     with torch._C.DisableTorchFunctionSubclass():
         probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -149,7 +149,7 @@ def _call(
         if function == _SETS_DATA and args[1] is first:
             return None
     if isinstance(first, _Refusing):
-        if function in _MOVES and _changes_nothing(function, first, args[1:], kwargs):
+        if function in _MOVES and _changes_nothing(function, first, *args[1:], **kwargs):
             return first
         # Methods that write without an operation, as `apply_` and `share_memory_` do, are told by torch's names.
         name = getattr(function, "__name__", "")
@@ -186,6 +186,12 @@ class Resting(NotCopied, _Refusing):
 
     def as_subclass(self, cls: type) -> Any:  # which asks no `__torch_function__` either
         return _call(type(self), torch.Tensor.as_subclass, (), (self, cls))
+
+    def check_conversion(self, convert: Callable) -> None:
+        """Raises RuntimeError for a conversion of the model, to another dtype or device, that the tensor would have to
+        be written for."""
+        if not _changes_nothing(convert, self):
+            raise RuntimeError(f"{_name_of(self)} is offloaded and keeps its dtype and device: close() first")
 
 
 class RestingParameter(Resting, torch.nn.Parameter):

@@ -29,6 +29,7 @@ import torch
 from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
 from .._common.closing import Closing
+from .._common.conversions import guard_conversions
 from .._common.statistics import Saves, Statistics
 from .._fetch.streaming import decompress
 from .._offload import resting
@@ -67,6 +68,7 @@ class CompressedGroups(Closing):
             compressed = _compressed(group)
             if compressed is not None:
                 compressed.restore()
+        guard_conversions(self.model)
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -128,6 +130,7 @@ def compress_groups(
                     coded = compressor.code(names.get(parameter, ""), parameter.data, device=device)
                     known[parameter] = _Weight(names.get(parameter, "a parameter"), coded, group.offload_device)
             _CompressedGroup(group, hooks, known, {"path": path, "max_sms": max_sms})
+    guard_conversions(model)
     return CompressedGroups(model)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._common.arguments import whole_number
+from .._common.conversions import guard_conversions
 from .._common.progress import tqdm
 from .._common.statistics import share_saved
 from .._tables.compressed_tensor import CompressedTensor
@@ -160,6 +161,7 @@ def compress(
     plan.check_values()
     plan.code_all(progress=progress)
     join_neighbours(model)
+    guard_conversions(model)
     return plan.report()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._common.conversions import check_conversion
 from .._common.states import SavedTensor
 from .._fetch.escapes import gives_digits
 from .._fetch.linear import digits_for, linear, slot_bytes_for
@@ -87,7 +88,13 @@ class TableModule(torch.nn.Module):
         """Takes another module's table for its own, from now on."""
         self._shared = other._shared
 
+    def check_conversion(self, convert: Callable) -> None:
+        """Raises TypeError for what a table does not do, such as a conversion to another dtype."""
+        if not self.stays:
+            convert(compress_rows(torch.empty(0, self.weight.shape[1], dtype=self.weight.dtype, device="cpu")))
+
     def _apply(self, fn: Callable, recurse: bool = True) -> TableModule:
+        check_conversion(self, fn)
         super()._apply(fn, recurse)
         if not self.stays:
             moved = fn(self.weight)
