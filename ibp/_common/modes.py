@@ -16,7 +16,11 @@ def is_transformed() -> bool:
 @contextlib.contextmanager
 def outside_of_modes() -> Iterator[None]:
     """Lets operations compute plain tensors, as outside of all modes: no tensors of a transform of torch.func, which
-    end with it, of inference mode, or of a mode that takes operations itself, as FakeTensorMode does. No gradients."""
+    end with it, of inference mode, or of a mode that takes operations itself, as FakeTensorMode does. No gradients.
+    While torch.compile traces the code, the block is as if it were not there."""
+    if torch.compiler.is_dynamo_compiling():
+        yield
+        return
     with (
         torch._C._DisableFuncTorch(),
         torch._C._DisableTorchDispatch(),

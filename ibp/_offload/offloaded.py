@@ -284,6 +284,8 @@ class _RowsForward(NotCopied):
 
     def look_up(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._lookup.module
+        if is_transformed():  # `vmap` may have made one tensor of many ids, which no table takes
+            return type(module).forward(module, *args, **kwargs)
         table = {self._lookup.attribute: self._lookup.weight.table}
         return type(module).forward(stand_in(module, table, type(module)), *args, **kwargs)
 

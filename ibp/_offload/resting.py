@@ -39,8 +39,8 @@ _ABOUT: set[Any] = {
 _ABOUT |= {
     getattr(torch.Tensor, name)
     for name in (
-        "__hash__ __len__ _is_view data_ptr dim element_size get_device is_complex is_conj is_floating_point is_inference "
-        "is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel register_hook "
+        "__hash__ __len__ _is_view data_ptr dim element_size get_device is_complex is_conj is_floating_point "
+        "is_inference is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel register_hook "
         "register_post_accumulate_grad_hook requires_grad_ size storage_offset"
     ).split()
 }
@@ -134,9 +134,7 @@ class _Reading(TorchDispatchMode):
 
 
 @outside_of_graphs
-def _call(
-    cls: type, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
-) -> Any:
+def _call(cls: type, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
     """What a function of torch gives that is called with resting tensors, or with values that were read."""
     kwargs = kwargs or {}
     if function in _ABOUT:

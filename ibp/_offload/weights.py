@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .._common.modes import outside_of_modes
 from .._common.states import SavedTensor
 from .._files.opened import open as open_file
 from .._layout.geometry import DTYPES
@@ -141,6 +142,7 @@ class Weight:
             return self.tensors[0].detach().to(device).permute(self.order).reshape(-1).view(torch.uint8)
         return self.table.decompress(device=device).reshape(-1).view(torch.uint8)
 
+    @outside_of_modes()
     def value(self, device: torch.device | str) -> torch.Tensor:
         """The tensor again, in memory of its own on a device."""
         return self.view(self.data(device))

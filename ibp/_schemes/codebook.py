@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from .._common import wire
+from .._common.modes import outside_of_modes
 from .._machine import staging
 
 _CPU = torch.device("cpu")
@@ -107,7 +108,8 @@ class AnyCodebook(ABC):
         """The working form that the coders read, on the device; kept once made, and not to be written to."""
         device = torch.device(device)
         if device not in self._words:
-            self._words[device] = self._words[_CPU].to(device)
+            with outside_of_modes():
+                self._words[device] = self._words[_CPU].to(device)
         return self._words[device]
 
     def queue_words(self, device: torch.device) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._common.conversions import check_conversion
+from .._common.modes import outside_of_modes
 from .._common.states import SavedTensor
 from .._fetch.escapes import gives_digits
 from .._fetch.linear import digits_for, linear, slot_bytes_for
@@ -132,6 +133,7 @@ class TableModule(torch.nn.Module):
         matrices = rows.view(-1, *self._shape[1:]) if self.stacked else rows
         return matrices.mT.contiguous() if self.transposed else matrices
 
+    @outside_of_modes()
     def _plain(self) -> torch.Tensor:
         """The weights on the CPU."""
         return self.plain_of(self.weight.decompress(device="cpu"))

@@ -171,6 +171,21 @@ def test_state_dict_of_a_model_at_rest(level, tmp_path):
 
 
 @levels
+def test_a_conversion_is_refused_before_it_changes_anything(level):
+    plain = Toy()
+    model = offloaded(plain, level)
+    with compress_groups(model, **ON_CPU):
+        for convert in (model.half, model.double, lambda: model.to(torch.bfloat16), model.blocks.half):
+            with pytest.raises(RuntimeError, match="is offloaded and keeps its dtype and device"):
+                convert()
+        assert {name: x.dtype for name, x in model.state_dict().items()} == {
+            name: x.dtype for name, x in plain.state_dict().items()
+        }
+        assert_same_bits(compute(model), compute(plain))
+    assert not any("_apply" in vars(module) for module in model.modules())
+
+
+@levels
 def test_a_parameter_at_rest(level):
     """Its values are decoded for those who ask, and it refuses to be written to."""
     plain = Toy()
