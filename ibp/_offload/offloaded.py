@@ -70,8 +70,14 @@ def offload(
 
     The model is used as before, by calling it. `state_dict()` gives plain tensors on the CPU. Between calls a weight
     has its shape, dtype and device. A user who asks for its values gets a decoded copy, and so does a module that does
-    not own it; if such a module asks while the model runs, the weight is brought to it from the next call on. Offloaded
-    weights are frozen and cannot be written to; gradients flow through them to inputs and to other parameters.
+    not own it; if such a module asks while the model runs, the weight is brought to it from the next call on. In
+    transforms of `torch.func` each module decodes its weights where it reads them, and nothing is fetched ahead.
+
+    Offloaded weights are frozen; gradients flow through them to inputs and to other parameters. Between calls, whatever
+    would write to a weight, or to values that were read from it, raises RuntimeError: write to a `clone()`, or call
+    `close()` first. A conversion of the model to another dtype or device raises it before anything has changed.
+    Functions that take a tensor's memory without asking torch, such as `torch.tensor(weight)` and pointers, find no
+    values there: pass them `weight.detach()`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024)).bfloat16().eval()
@@ -427,7 +433,7 @@ class Offloaded(Closing):
                 if weight.table is not None:
                     weight.bind(weight.value(weight.home))
                     weight.table = None
-                weight.wake()
+                weight.release()
             for weight in self._kept:
                 weight.bind(weight.tensors[0].data.to(weight.home))
             for other in self._division.others:

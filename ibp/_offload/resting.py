@@ -54,7 +54,8 @@ _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 def _changes_nothing(function: Callable, tensor: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether a conversion, as of `module.to()`, would return the tensor itself."""
     with torch._C.DisableTorchFunctionSubclass():
-        probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        shape = (0, *tensor.shape[1:]) if tensor.dim() else ()
+        probe = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         return function(probe, *args, **kwargs) is probe
 
 
@@ -77,17 +78,18 @@ class _Reading(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._read: list[tuple[torch.Tensor, Any]] = []  # plain values, and the tensor that they are of
+        self._given: list[tuple[torch.Tensor, Any]] = []  # plain values, and the argument that they are of
 
     def values(self, given: Any) -> Any:
         """A function's arguments with plain tensors in the place of resting ones, and of values that were read."""
-        if isinstance(given, _Refusing):
-            if isinstance(given, Resting):
-                with outside_of_modes():
-                    values = vars(given)[_SOURCE].read()
-            else:
-                values = given.as_subclass(torch.Tensor)
-            self._read.append((values, given))
+        if isinstance(given, Resting):
+            with outside_of_modes():
+                values = vars(given)[_SOURCE].read()
+            self._given.append((values, given))
+            return values
+        if isinstance(given, ReadOnly):
+            values = given.as_subclass(torch.Tensor)
+            self._given.append((values, given))
             return values
         if type(given) in (tuple, list):
             return type(given)(map(self.values, given))
@@ -130,7 +132,8 @@ class _Reading(TorchDispatchMode):
             return None
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
-        return next((given for values, given in self._read if torch._C._is_alias_of(tensor, values)), None)
+        is_alias_of: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+        return next((given for values, given in self._given if is_alias_of(tensor, values)), None)
 
 
 @outside_of_graphs
@@ -173,7 +176,7 @@ class NotCopied:
 class _Refusing:
     """A tensor that refuses to be written to."""
 
-    __torch_function__ = classmethod(_call)
+    __torch_function__: Any = classmethod(_call)
 
     def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # which asks no `__torch_function__`
         _refuse_to_write(self)
@@ -218,6 +221,12 @@ def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
 
 
 def wake(tensor: torch.Tensor) -> None:
-    """Makes a tensor what it was: its values are what its memory holds."""
+    """Makes a tensor an ordinary one: its values are what its memory holds. It keeps its source, which another thread
+    may be about to ask."""
     tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
+
+
+def release(tensor: torch.Tensor) -> None:
+    """Makes a tensor what it was before it first rested."""
+    wake(tensor)
     vars(tensor).pop(_SOURCE, None)

@@ -117,6 +117,11 @@ class Weight:
         assert self._decode is not None
         return self._decode(self)
 
+    def release(self) -> None:
+        """Makes the tensors what they were before."""
+        for tensor in self.tensors:
+            resting.release(tensor)
+
     def is_held(self, module: torch.nn.Module, attribute: str) -> bool:
         """Whether an attribute of a module still is one of the tensors: it may have been replaced by another one."""
         held = module._parameters.get(attribute, module._buffers.get(attribute))

@@ -222,7 +222,7 @@ class _CompressedGroup:
         self.offload()
         for parameter, weight in self.weights.items():
             values = weight.read()
-            resting.wake(parameter)
+            resting.release(parameter)
             parameter.data = values
             if group.stream is not None:
                 parameter.data = group.cpu_param_dict[parameter] = group._to_cpu(parameter, group.low_cpu_mem_usage)

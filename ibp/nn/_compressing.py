@@ -126,6 +126,10 @@ def compress(
     plain model, on the CPU; `load_state_dict` takes them and codes them. `ibp.nn.coded_state_dict` gives the tables.
     For weights that do not fit the GPU even so, call `ibp.offload` afterwards: it leaves tables where they are.
 
+    Tables keep their dtype. `model.half()` and other conversions to another dtype raise TypeError before they change
+    anything: convert the plain model, and compress it then. A conversion of a module that the model is a part of may
+    have changed other parts of that module when it raises.
+
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()
         >>> wanted = model(torch.tensor([7]))
