@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+_APPLY = "_apply"  # the method of torch.nn.Module by which torch converts a module
+
 
 def check_conversion(module: torch.nn.Module, convert: Callable) -> None:
     """Raises the error of the first part of a module that refuses a conversion."""
@@ -25,20 +27,20 @@ def guard_conversions(model: torch.nn.Module) -> None:
     A module around the model is not guarded, since torch tells nobody that the model has been put there."""
     for module in model.modules():
         if next(_refusing(module), None) is not None:
-            vars(module)["_apply"] = _GuardedApply(module)
-        elif isinstance(vars(module).get("_apply"), _GuardedApply):
-            del vars(module)["_apply"]
+            vars(module)[_APPLY] = _GuardedApply(module)
+        elif isinstance(vars(module).get(_APPLY), _GuardedApply):
+            del vars(module)[_APPLY]
 
 
 class _GuardedApply:
-    """Takes the place of `torch.nn.Module._apply`, by which torch converts a module."""
+    """Takes the place of a module's method that converts it."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module: Any = module
 
     def __call__(self, convert: Callable, recurse: bool = True) -> torch.nn.Module:
         check_conversion(self._module, convert)
-        return type(self._module)._apply(self._module, convert, recurse)
+        return getattr(type(self._module), _APPLY)(self._module, convert, recurse)
 
 
 def _refusing(module: torch.nn.Module) -> Iterator[Any]:
