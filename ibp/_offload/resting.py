@@ -189,10 +189,11 @@ class Resting(NotCopied, _Refusing):
         return _call(type(self), torch.Tensor.as_subclass, (), (self, cls))
 
     def check_conversion(self, convert: Callable) -> None:
-        """Raises RuntimeError for a conversion of the model, to another dtype or device, that the tensor would have to
-        be written for."""
+        """Raises RuntimeError for a conversion of the model that the tensor would have to be written for."""
         if not _changes_nothing(convert, self):
-            raise RuntimeError(f"{_name_of(self)} is offloaded and keeps its dtype and device: close() first")
+            raise RuntimeError(
+                f"{_name_of(self)} is offloaded and keeps its dtype, device and memory format: close() first"
+            )
 
 
 class RestingParameter(Resting, torch.nn.Parameter):

@@ -176,7 +176,7 @@ def test_a_conversion_is_refused_before_it_changes_anything(level):
     model = offloaded(plain, level)
     with compress_groups(model, **ON_CPU):
         for convert in (model.half, model.double, lambda: model.to(torch.bfloat16), model.blocks.half):
-            with pytest.raises(RuntimeError, match="is offloaded and keeps its dtype and device"):
+            with pytest.raises(RuntimeError, match="is offloaded and keeps its dtype, device and memory format"):
                 convert()
         assert {name: x.dtype for name, x in model.state_dict().items()} == {
             name: x.dtype for name, x in plain.state_dict().items()

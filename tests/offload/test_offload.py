@@ -507,7 +507,7 @@ def test_a_conversion_is_refused_before_it_changes_anything(convert):
     offloaded = offload(model, group_bytes=1)
     for module in (model, model[1], model[1][4], model[1][4].up):
         with pytest.raises(
-            RuntimeError, match=r"up.weight is offloaded and keeps its dtype and device: close\(\) first"
+            RuntimeError, match=r"up.weight is offloaded and keeps its dtype, device and memory format: close\(\) first"
         ):
             convert(module)
         assert module.float() is module and module.to("cpu", torch.float32) is module
