@@ -1288,6 +1288,17 @@ def test_gpu_gradients(cuda):
     offloaded.close()
 
 
+def test_gpu_transforms(cuda):
+    """The first use of all weights is in a transform."""
+    plain, model = (Net().requires_grad_(False) for _ in range(2))
+    plain.to(cuda)
+    x = torch.randn(3, WIDTH, device=cuda)
+    ibp.offload(model, cuda, min_bytes=1000, group_bytes=20000)
+    grads = [torch.func.grad(lambda y, net=net: net.blocks[0](y).square().sum())(x) for net in (plain, model)]
+    torch.testing.assert_close(*grads)
+    assert_same_bits(model(IDS.to(cuda)), plain(IDS.to(cuda)))
+
+
 @torch.no_grad()
 def test_gpu_memory(cuda):
     """The device holds the arena, the ring and the index, whatever the model weighs; the host the coded rows."""
