@@ -16,15 +16,14 @@ def is_transformed() -> bool:
 @contextlib.contextmanager
 def outside_of_modes() -> Iterator[None]:
     """Lets operations compute plain tensors, as outside of all modes: no tensors of a transform of torch.func, which
-    end with it, of inference mode, or of a mode that takes operations itself, as FakeTensorMode does. No gradients.
-    While torch.compile traces the code, the block is as if it were not there."""
+    end with it, of inference mode, or of a mode that takes operations itself, as FakeTensorMode does. While
+    torch.compile traces the code, the block is as if it were not there."""
     if torch.compiler.is_dynamo_compiling():
         yield
         return
-    with (
-        torch._C._DisableFuncTorch(),
-        torch._C._DisableTorchDispatch(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-    ):
-        yield
+    with torch.inference_mode(False):
+        if is_transformed() or torch._C._len_torch_dispatch_stack():
+            with torch._C._DisableFuncTorch(), torch._C._DisableTorchDispatch():
+                yield
+        else:  # Ctrl-C before the end of a block would leave dispatch disabled for as long as its traceback lives
+            yield

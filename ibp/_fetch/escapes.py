@@ -100,7 +100,7 @@ def escapes_of(table: Table) -> Escapes | None:
         return None
     escapes = None
     if takes(table):
-        with outside_of_modes():
+        with outside_of_modes(), torch.no_grad():
             escapes = list_escapes(table)
         torch.cuda.current_stream(table.device).synchronize()  # other streams may use them next
     table._escapes = state, escapes

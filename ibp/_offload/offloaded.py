@@ -158,7 +158,7 @@ def offload(
         )
     offloaded = Offloaded(model, division, devices, max_sms, lookahead)
     try:
-        with outside_of_modes():
+        with outside_of_modes(), torch.no_grad():
             offloaded._fill(checkpoint, resident_bytes, scheme, progress)
     except BaseException:
         offloaded.close()
