@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .._common.modes import outside_of_modes
 from .._common.once import warn_once
 from .._machine.memory import is_capturing
 from .._rows.table import Table
@@ -99,7 +100,7 @@ def escapes_of(table: Table) -> Escapes | None:
         return None
     escapes = None
     if takes(table):
-        with torch.inference_mode(False), torch.no_grad():  # calls in other modes use them, too
+        with outside_of_modes(), torch.no_grad():
             escapes = list_escapes(table)
         torch.cuda.current_stream(table.device).synchronize()  # other streams may use them next
     table._escapes = state, escapes

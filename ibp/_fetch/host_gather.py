@@ -13,6 +13,7 @@ import torch
 
 from .. import _core
 from .._common.locks import ForkLock
+from .._common.modes import outside_of_modes
 from .._machine import memory as _memory
 from .._machine.ring import Ring
 from .._rows.faults import new_record
@@ -93,9 +94,10 @@ class _Stage:
 
     def __init__(self, device: torch.device) -> None:
         self.lock = ForkLock()
-        pinned = _memory.empty(RING_BYTES, _CPU, pin=True)
-        with torch.cuda.device(device):
+        with outside_of_modes():
+            pinned = _memory.empty(RING_BYTES, _CPU, pin=True)
             near = torch.empty(RING_BYTES, dtype=torch.uint8, device=device)
+        with torch.cuda.device(device):
             torch.cuda.current_stream(device).synchronize()  # the memory may be another tensor's on this stream
             self.stager = _core.Stager(pinned.data_ptr(), near.data_ptr(), RING_BYTES, (pinned, near))
 

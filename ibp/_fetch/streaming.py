@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from .. import _core
+from .._common.modes import outside_of_modes
 from .._layout.geometry import bytes_of
 from .._machine import calibration, memory
 from .._machine.calibration import FEW_SMS
@@ -433,7 +434,8 @@ class TensorStream(Decoder):
             if self._continues:
                 self._streamer.continue_stream()
         if ring is None or not self._continues:
-            ring = torch.empty(self.ring_bytes, dtype=torch.uint8, device=device)
+            with outside_of_modes():
+                ring = torch.empty(self.ring_bytes, dtype=torch.uint8, device=device)
         self._ring = ring
 
     def prepare(

@@ -32,6 +32,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from .._common.modes import outside_of_modes
+
 Copies = Iterable[tuple[torch.Tensor, torch.Tensor]]  # (to, from)
 
 
@@ -65,7 +67,7 @@ class Turn:
         """Makes the buffer large enough. Its bytes are lost where it grows."""
         if self.memory.numel() >= num_bytes:
             return
-        with torch.inference_mode(False), torch.cuda.device(self._device):
+        with outside_of_modes(), torch.cuda.device(self._device):
             if self._empty_host is not None:
                 self.host = self._empty_host(num_bytes)
             self.memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .._common.graphs import outside_of_graphs
+from .._common.modes import is_transformed
 from .._fetch.streaming import STREAM_SMS
 from ..cache import RowCache
 from ..nn._stacks import Calls, are_few, slots_for
@@ -82,7 +83,7 @@ class ExpertsForward(NotCopied):
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         calls, module, num_experts = self._calls, self._experts.module, self._experts.num_experts
         ids = calls.ids_of(args, kwargs)
-        if not are_few(ids, num_experts):
+        if is_transformed() or not are_few(ids, num_experts):
             with self._use_group():
                 return calls.kind.forward(module, *args, **kwargs)
         calls.check(ids, num_experts, self._experts.group.name)

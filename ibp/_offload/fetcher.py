@@ -133,13 +133,12 @@ class WeightFetcher:
         self._loaded.append(group)
 
     def _new_place(self, group: Group, region: Region | None) -> Place:
-        with torch.inference_mode(False), torch.no_grad():
-            if region is None:
-                memory = torch.empty(group.num_bytes, dtype=torch.uint8, device=self.device)
-            else:
-                memory = self.memory[slice(*region)]
-            data = [memory[start : start + weight.num_bytes] for weight, start in zip(group.weights, group.offsets)]
-            return Place(region, memory, data, [weight.view(part) for weight, part in zip(group.weights, data)])
+        if region is None:
+            memory = torch.empty(group.num_bytes, dtype=torch.uint8, device=self.device)
+        else:
+            memory = self.memory[slice(*region)]
+        data = [memory[start : start + weight.num_bytes] for weight, start in zip(group.weights, group.offsets)]
+        return Place(region, memory, data, [weight.view(part) for weight, part in zip(group.weights, data)])
 
     # ---- decoding ----
 

@@ -18,9 +18,11 @@ from torch import nn
 from .._common import ops
 from .._common.arguments import whole_number
 from .._common.closing import Closing
+from .._common.conversions import guard_conversions
 from .._common.graphs import cannot_record, outside_of_graphs
 from .._common.in_place import NotTheModel, check_model
 from .._common.locks import ForkLock
+from .._common.modes import is_transformed, outside_of_modes
 from .._common.process import OfThisProcess
 from .._common.progress import tqdm
 from .._common.statistics import Statistics, shown_memory
@@ -72,8 +74,14 @@ def offload(
 
     The model is used as before, by calling it. `state_dict()` gives plain tensors on the CPU. Between calls a weight
     has its shape, dtype and device. A user who asks for its values gets a decoded copy, and so does a module that does
-    not own it; if such a module asks while the model runs, the weight is brought to it from the next call on. Offloaded
-    weights are frozen and cannot be written to; gradients flow through them to inputs and to other parameters.
+    not own it; if such a module asks while the model runs, the weight is brought to it from the next call on. In
+    transforms of `torch.func` each module decodes its weights where it reads them, and nothing is fetched ahead.
+
+    Offloaded weights are frozen; gradients flow through them to inputs and to other parameters. Between calls, whatever
+    would write to a weight, or to values that were read from it, raises RuntimeError: write to a `clone()`, or call
+    `close()` first. A conversion of the model to another dtype or device raises it before anything has changed.
+    Functions that take a tensor's memory without asking torch, such as `torch.tensor(weight)` and pointers, find no
+    values there: pass them `weight.detach()`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024)).bfloat16().eval()
@@ -153,7 +161,7 @@ def offload(
         )
     offloaded = Offloaded(model, division, devices, max_sms, lookahead)
     try:
-        with torch.inference_mode(False), torch.no_grad():
+        with outside_of_modes(), torch.no_grad():
             offloaded._fill(checkpoint, resident_bytes, scheme, progress)
     except BaseException:
         offloaded.close()
@@ -275,12 +283,12 @@ class _StateHook(NotCopied):
         for attribute, weight in self._holds:
             if weight.group is None or not weight.group.uses:
                 weight.rest()
-            if prefix + attribute in state and weight.table is not None:
+            if prefix + attribute in state and weight.table is not None and weight.is_held(module, attribute):
                 state[prefix + attribute] = weight.saved.of(state, functools.partial(weight.value, "cpu"))
 
     def before_load(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         for attribute, weight in self._holds:
-            if prefix + attribute in state and weight.table is not None:
+            if prefix + attribute in state and weight.table is not None and weight.is_held(module, attribute):
                 raise RuntimeError(f"{prefix}{attribute} is offloaded and cannot be loaded: close() first")
 
 
@@ -295,6 +303,8 @@ class _RowsForward(NotCopied):
 
     def look_up(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._lookup.module
+        if is_transformed():  # `vmap` may have made one tensor of many ids, which no table takes
+            return type(module).forward(module, *args, **kwargs)
         table = {self._lookup.attribute: self._lookup.weight.table}
         return type(module).forward(stand_in(module, table, type(module)), *args, **kwargs)
 
@@ -421,7 +431,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
         Raises:
             RuntimeError: called from within a call of the model.
         """
-        with self._lock:
+        with self._lock, outside_of_modes():
             if self._is_removed:
                 return
             if not _is_within([call.use.module for call in self._calls()]):
@@ -601,6 +611,8 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             self._hook(module.register_state_dict_pre_hook(state.before_save))
             self._hook(module.register_state_dict_post_hook(state))
             self._hook(module.register_load_state_dict_pre_hook(state.before_load))
+        guard_conversions(self._model)
+        self._undo.append(functools.partial(guard_conversions, self._model))
 
     def _install_use(self, use: Use) -> None:
         self._uses_of[use.module] = use
@@ -642,22 +654,34 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
     # ---- while the model runs ----
 
     def _enter(self, use: Use) -> None:
-        """Brings a module's groups. After an error nothing is in use that was not before."""
+        """Brings a module's groups. After an error nothing is in use that was not before.
+
+        In a transform of torch.func the module computes with its resting weights, each decoded where it is read: the
+        memory of weights in use is given to others after the call, and autograd keeps no names of weights there."""
         with self._lock:
-            begun: list[Group] = []
-            try:
-                for group in use.groups:
-                    self._begin(group)
-                    begun.append(group)
-            except BaseException:
-                for group in begun:
-                    group.uses -= 1
-                raise
-            for group in begun:
-                for weight, value in zip(group.weights, self._fetchers[group.device_number].place_of(group).values):
-                    weight.bind(value)
+            if is_transformed():
+                self._calls().append(_Call(use, [], None))
+                return
+            with outside_of_modes():
+                begun = self._bring(use)
             self._calls().append(_Call(use, begun, self._saving()))
             self._fetch_ahead()
+
+    def _bring(self, use: Use) -> list[Group]:
+        """Binds the weights of a module's groups. Returns the groups."""
+        begun: list[Group] = []
+        try:
+            for group in use.groups:
+                self._begin(group)
+                begun.append(group)
+        except BaseException:
+            for group in begun:
+                group.uses -= 1
+            raise
+        for group in begun:
+            for weight, value in zip(group.weights, self._fetchers[group.device_number].place_of(group).values):
+                weight.bind(value)
+        return begun
 
     def _begin(self, group: Group) -> None:
         fetcher = self._fetchers[group.device_number]
@@ -703,6 +727,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
                 if self._is_short:
                     self._fetch_ahead()
 
+    @outside_of_modes()
     def _end(self, call: _Call) -> None:
         if call.saving is not None:
             call.saving.__exit__()
@@ -742,7 +767,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
         assert weight.blank is not None
         with self._lock:
             user, group = self._parents.get(self._users.get(weight, weight.holders[0][0])), weight.group
-            is_running = getattr(self._thread, "is_running", False)
+            is_running = getattr(self._thread, "is_running", False) and not is_transformed()
             if is_running and user not in (None, self._model) and group is not None and group in self._groups:
                 self._users[weight] = user
                 use = self._uses_of.get(user)
@@ -753,6 +778,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
                     use.groups = [*use.groups, group]
         return weight.value(weight.blank.device)
 
+    @outside_of_modes()
     def _fetch_ahead(self) -> None:
         """Fetches what is expected next, as far as there is room: for every device the next few groups that it is to
         use."""

@@ -1,18 +1,32 @@
-"""Offloaded weights between uses: tensors with shape, dtype and device, whose values are decoded when they are asked
-for.
-"""
+"""Weights between uses: tensors with shape, dtype and device, whose values are decoded when they are asked for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol
 
+import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-if TYPE_CHECKING:
-    from .weights import Weight
+from .._common.graphs import outside_of_graphs
+from .._common.modes import outside_of_modes
 
-_WEIGHT, _READ = "_ibp_weight", "_ibp_read"  # attributes of a resting tensor
+
+class Source(Protocol):
+    """The weight that a resting tensor stands for."""
+
+    @property
+    def name(self) -> str: ...
+
+    def like(self) -> torch.Tensor:
+        """A tensor without memory that lies as the weight does."""
+
+    def read(self) -> torch.Tensor:
+        """The values, in memory of their own."""
+
+
+_SOURCE, _NAME = "_ibp_source", "_ibp_name"  # attributes of a resting tensor, and of values that were read
 
 # What a tensor is asked about itself, and what is set of it, besides its values.
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -25,33 +39,128 @@ _ABOUT: set[Any] = {
 _ABOUT |= {
     getattr(torch.Tensor, name)
     for name in (
-        "__hash__ __len__ data_ptr dim element_size get_device is_complex is_conj is_floating_point is_inference "
-        "is_neg is_pinned _is_view is_same_size is_shared is_signed ndimension nelement numel register_hook "
+        "__hash__ __len__ _is_view data_ptr dim element_size get_device is_complex is_conj is_floating_point "
+        "is_inference is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel register_hook "
         "register_post_accumulate_grad_hook requires_grad_ size storage_offset"
     ).split()
 }
 _ABOUT |= {torch.is_floating_point, torch.is_complex, torch.numel, torch._has_compatible_shallow_copy_type}
+_ABOUT |= {torch.autograd.grad, torch.Tensor.backward}
 _OF_MEMORY = {torch.Tensor.stride, torch.Tensor.is_contiguous, torch.Tensor.dim_order}
 _MOVES = {getattr(torch.Tensor, name) for name in ("to", "cpu", "cuda", "half", "bfloat16", "float", "double")}
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
-def _changes_nothing(function: Callable, tensor: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+def _changes_nothing(function: Callable, tensor: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether a conversion, as of `module.to()`, would return the tensor itself."""
     with torch._C.DisableTorchFunctionSubclass():
-        probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        shape = (0, *tensor.shape[1:]) if tensor.dim() else ()
+        probe = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
         return function(probe, *args, **kwargs) is probe
 
 
-def _read(value: Any) -> Any:
-    """A function's arguments with decoded tensors in the place of resting ones."""
-    if isinstance(value, Resting):
-        return getattr(value, _READ)(getattr(value, _WEIGHT))
-    if type(value) in (tuple, list):
-        return type(value)(map(_read, value))
-    if type(value) is dict:
-        return {key: _read(held) for key, held in value.items()}
-    return value
+def _refuse_to_write(tensor: Any) -> NoReturn:
+    """tensor: a resting one, or values that were read."""
+    raise RuntimeError(
+        f"{_name_of(tensor)} is offloaded and cannot be written to: close() first, or write to a clone() of its values"
+    )
+
+
+def _name_of(tensor: Any) -> str:
+    """The name of the weight that a resting tensor stands for, or whose values were read."""
+    held = vars(tensor)
+    return held[_SOURCE].name if isinstance(tensor, Resting) else held[_NAME]
+
+
+class _Reading(TorchDispatchMode):
+    """A call of a function with the values of resting tensors. No operation in it may write to these values, or to
+    values that were read before: they lie in memory that is not the model's, so that what is written would be lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._given: list[tuple[torch.Tensor, Any]] = []  # plain values, and the argument that they are of
+
+    def values(self, given: Any) -> Any:
+        """A function's arguments with plain tensors in the place of resting ones, and of values that were read."""
+        if isinstance(given, Resting):
+            with outside_of_modes():
+                values = vars(given)[_SOURCE].read()
+            self._given.append((values, given))
+            return values
+        if isinstance(given, ReadOnly):
+            values = given.as_subclass(torch.Tensor)
+            self._given.append((values, given))
+            return values
+        if type(given) in (tuple, list):
+            return type(given)(map(self.values, given))
+        if type(given) is dict:
+            return {key: self.values(held) for key, held in given.items()}
+        return given
+
+    def __torch_dispatch__(
+        self, operation: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if operation._schema.is_mutable:
+            for number, argument in enumerate(operation._schema.arguments):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written = args[number] if number < len(args) else kwargs.get(argument.name)
+                    for tensor in written if isinstance(written, (tuple, list)) else [written]:
+                        read = self._whole_of(tensor)
+                        if read is not None:
+                            _refuse_to_write(read)
+        return operation(*args, **kwargs)
+
+    def kept(self, result: Any) -> Any:
+        """What the function returned, with parts of the values that refuse to be written to."""
+        if type(result) is torch.Tensor:
+            read = self._whole_of(result)
+            if read is not None:
+                result.__class__ = ReadOnly
+                setattr(result, _NAME, _name_of(read))
+        elif type(result) in (tuple, list):
+            return type(result)(map(self.kept, result))
+        elif isinstance(result, Iterator):  # of the rows, which `iter()` gives
+            return map(self.kept, result)
+        elif isinstance(result, np.ndarray) and not result.flags.owndata:
+            result.flags.writeable = False
+        return result
+
+    def _whole_of(self, tensor: Any) -> Any:
+        """The argument whose values a tensor is a part of; None: it is a part of none."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        is_alias_of: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+        return next((given for values, given in self._given if is_alias_of(tensor, values)), None)
+
+
+@outside_of_graphs
+def _call(cls: type, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+    """What a function of torch gives that is called with resting tensors, or with values that were read."""
+    kwargs = kwargs or {}
+    if function in _ABOUT:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+    first: Any = next(iter((*args, *kwargs.values())), None)
+    if isinstance(first, Resting):
+        if function in _OF_MEMORY:
+            return function(vars(first)[_SOURCE].like(), *args[1:], **kwargs)
+        if function == _SETS_DATA and args[1] is first:
+            return None
+    if isinstance(first, _Refusing):
+        if function in _MOVES and _changes_nothing(function, first, *args[1:], **kwargs):
+            return first
+        # Methods that write without an operation, as `apply_` and `share_memory_` do, are told by torch's names.
+        name = getattr(function, "__name__", "")
+        if name.endswith("_") and not name.endswith("__") or name in ("__set__", "__delete__"):
+            _refuse_to_write(first)
+    reading = _Reading()
+    args, kwargs = reading.values(args), reading.values(kwargs)
+    with reading:
+        result = function(*args, **kwargs)
+    return reading.kept(result)
 
 
 class NotCopied:
@@ -64,35 +173,27 @@ class NotCopied:
         raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
 
 
-class Resting(NotCopied):
+class _Refusing:
+    """A tensor that refuses to be written to."""
+
+    __torch_function__: Any = classmethod(_call)
+
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # which asks no `__torch_function__`
+        _refuse_to_write(self)
+
+
+class Resting(NotCopied, _Refusing):
     """What the classes of resting tensors have in common."""
 
-    @classmethod
-    def __torch_function__(
-        cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function in _ABOUT:
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
-        first: Any = next(iter((*args, *kwargs.values())), None)
-        if isinstance(first, Resting):
-            if function in _OF_MEMORY:
-                return function(getattr(first, _WEIGHT).like(), *args[1:], **kwargs)
-            if function in _MOVES and _changes_nothing(function, first, args[1:], kwargs):
-                return first
-            if function == _SETS_DATA and args[1] is first:
-                return None
-        name = getattr(function, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__") or name in ("__setitem__", "__set__", "__delete__")
-        written = [first] if writes else []
-        written.append(kwargs.get("out"))
-        for tensor in written:
-            if isinstance(tensor, Resting):
-                raise RuntimeError(
-                    f"{getattr(tensor, _WEIGHT).name} is offloaded and cannot be written to: close() first"
-                )
-        return function(*_read(args), **_read(kwargs))
+    def as_subclass(self, cls: type) -> Any:  # which asks no `__torch_function__` either
+        return _call(type(self), torch.Tensor.as_subclass, (), (self, cls))
+
+    def check_conversion(self, convert: Callable) -> None:
+        """Raises RuntimeError for a conversion of the model that the tensor would have to be written for."""
+        if not _changes_nothing(convert, self):
+            raise RuntimeError(
+                f"{_name_of(self)} is offloaded and keeps its dtype, device and memory format: close() first"
+            )
 
 
 class RestingParameter(Resting, torch.nn.Parameter):
@@ -103,28 +204,30 @@ class RestingTensor(Resting, torch.Tensor):
     pass
 
 
+class ReadOnly(_Refusing, torch.Tensor):
+    """Values of a resting tensor that were read, or a part of them."""
+
+
 _CLASSES: dict[type, type] = {torch.nn.Parameter: RestingParameter, torch.Tensor: RestingTensor}
 _AWAKE: dict[type, type] = {resting: awake for awake, resting in _CLASSES.items()}
 
 
-def prepare(tensor: torch.Tensor, weight: Weight, read: Callable[[Weight], torch.Tensor]) -> None:
-    """Says whose values a tensor of a model stands for, and what decodes them."""
-    setattr(tensor, _WEIGHT, weight)
-    setattr(tensor, _READ, read)
-
-
-def rest(tensor: torch.Tensor) -> None:
-    """Makes a prepared tensor ask for its values."""
-    tensor.__class__ = _CLASSES.get(type(tensor), type(tensor))
+def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
+    """Takes the content of a model's tensor away: its values are the source's from now on. blank: what its memory holds
+    meanwhile, of its shape, dtype and device."""
+    wake(tensor)
+    tensor.data = blank
+    setattr(tensor, _SOURCE, source)
+    tensor.__class__ = _CLASSES[type(tensor)]
 
 
 def wake(tensor: torch.Tensor) -> None:
-    """Makes a tensor what it was: its memory holds its values."""
+    """Makes a tensor an ordinary one: its values are what its memory holds. It keeps its source, which another thread
+    may be about to ask."""
     tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Undoes `prepare` and `rest`."""
+    """Makes a tensor what it was before it first rested."""
     wake(tensor)
-    for name in (_WEIGHT, _READ):
-        vars(tensor).pop(name, None)
+    vars(tensor).pop(_SOURCE, None)

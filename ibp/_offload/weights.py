@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .._common.modes import outside_of_modes
 from .._common.states import SavedTensor
 from .._files.opened import open as open_file
 from .._layout.geometry import DTYPES
@@ -52,6 +53,7 @@ class Weight:
         self.blank: torch.Tensor | None = None
         self.group: Group | None = None  # that it is fetched with; None if its rows are looked up where they lie
         self.saved = SavedTensor()  # what state_dict() has of it
+        self._decode: Callable[[Weight], torch.Tensor] | None = None  # for those who ask for the values between uses
 
     @property
     def name(self) -> str:
@@ -94,16 +96,15 @@ class Weight:
             resting.wake(tensor)
             put(tensor, value)
 
-    def prepare(self, blank: torch.Tensor, read: Callable[[Weight], torch.Tensor]) -> None:
-        """Takes the content away for the first time. read: what decodes it for those who ask for it between uses."""
-        self.blank = blank
+    def prepare(self, blank: torch.Tensor, decode: Callable[[Weight], torch.Tensor]) -> None:
+        """Takes the content away for the first time. decode: gives it to those who ask for it between uses."""
+        self.blank, self._decode = blank, decode
         for tensor in self.tensors:
             put(tensor, blank)
-            resting.prepare(tensor, self, read)
-            resting.rest(tensor)
+        self.rest()
 
     def wake(self) -> None:
-        """Lets nobody be asked for values, whatever the tensors hold."""
+        """Makes the tensors ordinary ones, whatever they hold."""
         for tensor in self.tensors:
             resting.wake(tensor)
 
@@ -111,14 +112,22 @@ class Weight:
         """Takes the content away again."""
         assert self.blank is not None
         for tensor in self.tensors:
-            resting.wake(tensor)
-            tensor.data = self.blank
-            resting.rest(tensor)
+            resting.rest(tensor, self, self.blank)
+
+    def read(self) -> torch.Tensor:
+        """The values for someone who asks for them between uses, in memory of their own."""
+        assert self._decode is not None
+        return self._decode(self)
 
     def release(self) -> None:
-        """Makes the model's tensors ordinary ones again."""
+        """Makes the tensors what they were before."""
         for tensor in self.tensors:
             resting.release(tensor)
+
+    def is_held(self, module: torch.nn.Module, attribute: str) -> bool:
+        """Whether an attribute of a module still is one of the tensors: it may have been replaced by another one."""
+        held = module._parameters.get(attribute, module._buffers.get(attribute))
+        return any(held is tensor for tensor in self.tensors)
 
     def freeze(self) -> None:
         for tensor in self.tensors:
@@ -140,6 +149,7 @@ class Weight:
             return self.tensors[0].detach().to(device).permute(self.order).reshape(-1).view(torch.uint8)
         return self.table.decompress(device=device).reshape(-1).view(torch.uint8)
 
+    @outside_of_modes()
     def value(self, device: torch.device | str) -> torch.Tensor:
         """The tensor again, in memory of its own on a device."""
         return self.view(self.data(device))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from .. import _core
+from .._common.modes import outside_of_modes
 from .._machine import memory
 
 _INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE = 1, 2  # ibp_status
@@ -89,10 +90,11 @@ class Faults:
         if device not in self._records:
             refuse_capture(device)
             on_gpu, kinds = device.type == "cuda", len(self._words)
-            host = memory.empty(8 * kinds * ENTRIES, _CPU, on_gpu).view(torch.int64).zero_().view(kinds, ENTRIES)
-            self._noted[device] = list(host.numpy())
-            near = memory.device_view(host, device) if on_gpu else host
-            self._records[device] = tuple(near[number] for number in range(kinds))
+            with outside_of_modes():
+                host = memory.empty(8 * kinds * ENTRIES, _CPU, on_gpu).view(torch.int64).zero_().view(kinds, ENTRIES)
+                self._noted[device] = list(host.numpy())
+                near = memory.device_view(host, device) if on_gpu else host
+                self._records[device] = tuple(near[number] for number in range(kinds))
         return self._records[device][kind]
 
     def addresses(self, device: torch.device) -> list[int]:

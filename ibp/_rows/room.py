@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
+from .._common.modes import outside_of_modes
 from .._common.rounding import rounded_up
 from .._layout import slots as _layout
 from .._layout.geometry import Geometry
@@ -86,7 +87,8 @@ class Room:
         if device not in self.copies:
             self.settle()
             lengths, bases, rooms, used = self.index
-            self.copies[device] = Index(lengths.to(device), bases.to(device), rooms.to(device), used.to(device))
+            with outside_of_modes():
+                self.copies[device] = Index(lengths.to(device), bases.to(device), rooms.to(device), used.to(device))
         return self.copies[device]
 
     def begin_change(self, device: torch.device) -> Index:

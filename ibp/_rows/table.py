@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import _core
+from .._common.modes import outside_of_modes
 from .._common.rounding import rounded_up
 from .._common.statistics import Saves
 from .._layout import slots as _layout
@@ -409,8 +410,9 @@ class Table(TensorManners, Saves):
         if device != self.device and self._segment is not None:
             with torch.cuda.device(device):
                 self._pin_segment()
-        handle = self._handles[device] = Handle(self.parts(device, self.geometry))
-        self.faults.on(device)  # compiled code and graphs find it made
+        with outside_of_modes():
+            handle = self._handles[device] = Handle(self.parts(device, self.geometry))
+            self.faults.on(device)  # compiled code and graphs find it made
         return handle
 
     def parts(self, device: torch.device, geometry: Geometry) -> Parts:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from .._common import wire
+from .._common.modes import outside_of_modes
 
 _CPU = torch.device("cpu")
 _Class = TypeVar("_Class", bound=type)
@@ -96,7 +97,8 @@ class AnyCodebook(ABC):
         """The working form that the coders read, on the device; kept once made, and not to be written to."""
         device = torch.device(device)
         if device not in self._words:
-            self._words[device] = self._words[_CPU].to(device)
+            with outside_of_modes():
+                self._words[device] = self._words[_CPU].to(device)
         return self._words[device]
 
     def with_savings(self: _Book, expected_savings: float | None) -> _Book:

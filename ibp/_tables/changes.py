@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import _core
+from .._common.modes import outside_of_modes
 from .._common.rounding import rounded_up
 from .._fetch.ids import check_range, list_of_ids
 from .._layout.geometry import Geometry, bytes_of, rows_of
@@ -254,7 +255,7 @@ def _make_room(table: Table) -> None:
 @functools.cache
 def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(counts, fault) of coding on a device, where there is nothing to read: ids are checked, and there is room."""
-    with torch.inference_mode(False):  # for calls outside it, too
+    with outside_of_modes():
         return torch.zeros(2, dtype=torch.int64, device=device), new_record(device)
 
 

@@ -57,7 +57,7 @@ class WeightCompressor:
         if unknown := sorted(set(options) - _OF_A_MODEL):
             raise TypeError(f"{', '.join(unknown)}: no such option; wanted some of {', '.join(sorted(_OF_A_MODEL))}")
         self._options = dict(options)
-        self._learned: dict[Kind, Learner[AnyCodebook]] = {}
+        self._learned: dict[tuple[Kind, int | None], Learner[AnyCodebook]] = {}
 
     def code(self, name: str, x: torch.Tensor, **defaults: Any) -> CodedWeight:
         """As `compress`, for a weight that may have any strides."""
@@ -68,8 +68,8 @@ class WeightCompressor:
 
     def compress(self, name: str, x: torch.Tensor, **defaults: Any) -> CompressedTensor:
         """A table of the weight x, called `name` in its model. defaults: options where none were given for all."""
-        kind = kind_of(name, x.shape, x.dtype)
         options = {"layout": "packed", "row_bytes": ROW_BYTES, **defaults, **self._options}
+        kind = kind_of(name, x.shape, x.dtype), options["row_bytes"]  # a codebook is for rows of one length
         if kind in self._learned:
             learned = self._learned[kind]
             of_memory = {key: value for key, value in options.items() if key not in _OF_LEARNING}

@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 
 from .._common.arguments import whole_number
+from .._common.conversions import guard_conversions
 from .._files.header import FORMAT
 from .._files.paths import SUFFIX
 from .._tables.compressed_tensor import CompressedTensor
@@ -116,6 +117,7 @@ class Loading:
         rest = self._fields.plan(self._model)
         rest.code_all(self._tables, but=self._is_away)
         join_neighbours(self._model)
+        guard_conversions(self._model)
         first, second = self._plan.report(), rest.report()
         coded = (*first.coded, *second.coded)
         plain = {name: why for name, why in (first.plain | second.plain).items() if name not in set(coded)}

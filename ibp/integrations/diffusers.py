@@ -31,10 +31,12 @@ import diffusers
 import torch
 
 from .._common.closing import Closing
+from .._common.conversions import guard_conversions
 from .._common.in_place import NotTheModel, check_model
 from .._common.process import OfThisProcess
 from .._common.statistics import Saves, Statistics, shown_memory
 from .._fetch.streaming import decompress
+from .._offload import resting
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 from ._releases import check_release
@@ -46,8 +48,6 @@ from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup  # n
 from ._diffusers_weights import IbpDiffusersConfig, IbpDiffusersQuantizer  # noqa: E402
 
 __all__ = ["CompressedGroups", "GroupBytes", "IbpDiffusersConfig", "IbpDiffusersQuantizer", "close", "compress_groups"]
-
-_STATE_HOOK = "_ibp_state_hook"  # attribute of a model: what removes its hook
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class CompressedGroups(OfThisProcess, Closing, NotTheModel):
         return sum(table.nbytes for table in self._tables())
 
     def _tables(self) -> list[CompressedTensor]:
-        return [coded.table for coded in _coded_of(_groups_of(self.model)).values()]
+        return [weight.coded.table for weight in _weights_of(_groups_of(self.model)).values()]
 
     def close(self) -> None:
         """The model's groups have raw parameters in host memory again. No-op the second time."""
@@ -90,9 +90,7 @@ class CompressedGroups(OfThisProcess, Closing, NotTheModel):
             compressed = _compressed(group)
             if compressed is not None:
                 compressed.restore()
-        if hasattr(self.model, _STATE_HOOK):
-            getattr(self.model, _STATE_HOOK).remove()
-            delattr(self.model, _STATE_HOOK)
+        guard_conversions(self.model)
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -110,9 +108,10 @@ def compress_groups(
 
     Parameters of less than 4 KiB, those of subclasses of torch.Tensor (as quantised ones are) and buffers stay with
     diffusers. Tables are in host memory, pinned if there is a GPU, whatever low_cpu_mem_usage says: that is about
-    pinned copies besides. While a group is offloaded its parameters keep their shape, dtype and device, but take no
-    memory and are NaN (integers 0); `model.state_dict()` has their values nevertheless, decoded. Called again, it
-    compresses groups that are not compressed yet. When diffusers removes its hooks, as it does to load LoRAs, the
+    pinned copies besides. While a group is offloaded its parameters keep their shape, dtype and device and take no
+    memory. Whoever asks for their values gets a decoded copy: `model.state_dict()`, and a module that is called while
+    its group is not on the onload device. They cannot be written to. Called again, it compresses groups that are not
+    compressed yet. When diffusers removes its hooks, as it does to load LoRAs, the
     parameters come back uncompressed: call it again afterwards.
 
     Args:
@@ -139,17 +138,22 @@ def compress_groups(
         if torch.device(group.offload_device).type != "cpu":
             raise ValueError(f"a group is offloaded to {group.offload_device}; wanted the CPU")
     names = {parameter: name for name, parameter in model.named_parameters()}
-    known = _coded_of(groups)
+    known = _weights_of(groups)
     for group, hooks in groups.items():
         if _compressed(group) is None:
+            at_rest = {parameter: known[parameter] for parameter in _parameters_of(group) if parameter in known}
+            for parameter in at_rest:  # it is another group's, too
+                resting.wake(parameter)
             group._offload_to_memory()  # the values may still be on the onload device
+            for parameter, weight in at_rest.items():
+                resting.rest(parameter, weight, weight.blank)
             device = group.onload_device if torch.device(group.onload_device).type == "cuda" else None
             for parameter in _parameters_of(group):
-                if parameter not in known and is_worth_coding(parameter.data):
-                    known[parameter] = compressor.code(names.get(parameter, ""), parameter.data, device=device)
+                if type(parameter) is torch.nn.Parameter and parameter not in known and is_worth_coding(parameter.data):
+                    coded = compressor.code(names.get(parameter, ""), parameter.data, device=device)
+                    known[parameter] = _Weight(names.get(parameter, "a parameter"), coded, group.offload_device)
             _CompressedGroup(group, hooks, known, {"path": path, "max_sms": max_sms})
-    if not hasattr(model, _STATE_HOOK):
-        setattr(model, _STATE_HOOK, model.register_state_dict_post_hook(_decode_state))
+    guard_conversions(model)
     return CompressedGroups(model)
 
 
@@ -162,34 +166,48 @@ def close(model: torch.nn.Module) -> None:
     CompressedGroups(model).close()
 
 
+class _Weight:
+    """The weight that a parameter stands for while its group is offloaded. device: of the parameter meanwhile."""
+
+    def __init__(self, name: str, coded: CodedWeight, device: torch.device) -> None:
+        self.name, self.coded, self._device = name, coded, device
+        # What the parameter's memory holds meanwhile: one element, and that is NaN in every floating-point dtype.
+        element = torch.full((coded.table.dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device)
+        self.blank = element.view(coded.table.dtype)[0].expand(coded.shape)
+
+    def like(self) -> torch.Tensor:
+        return torch.empty_strided(self.coded.shape, self.coded.stride, dtype=self.coded.table.dtype, device="meta")
+
+    def read(self) -> torch.Tensor:
+        return self.coded.decoded(self._device)
+
+
 class _CompressedGroup:
     """A group of diffusers whose parameters come from tables. Puts itself in the place of the group's two functions.
-    coded, placeholders: by parameter, the weights, and what takes their place at rest; rest: diffusers' own group of
-    all other tensors."""
+    weights: by parameter, those that are coded; rest: diffusers' own group of all other tensors."""
 
     def __init__(
         self,
         group: ModuleGroup,
         hooks: list[Any],
-        known: dict[torch.nn.Parameter, CodedWeight],
+        known: dict[torch.nn.Parameter, _Weight],
         fetching: dict[str, Any],
     ) -> None:
         self.group, self.hooks, self.fetching = group, hooks, fetching
-        self.coded = {parameter: known[parameter] for parameter in _parameters_of(group) if parameter in known}
-        self.placeholders = {parameter: _placeholder(parameter) for parameter in self.coded}
+        self.weights = {parameter: known[parameter] for parameter in _parameters_of(group) if parameter in known}
         self.rest = ModuleGroup(
             modules=[],
             offload_device=group.offload_device,
             onload_device=group.onload_device,
             offload_leader=group.offload_leader,
-            parameters=[parameter for parameter in _parameters_of(group) if parameter not in self.coded],
+            parameters=[parameter for parameter in _parameters_of(group) if parameter not in self.weights],
             buffers=_buffers_of(group),
             non_blocking=group.non_blocking,
             stream=group.stream,
             record_stream=group.record_stream,
             low_cpu_mem_usage=group.low_cpu_mem_usage,
         )
-        for parameter in self.coded:
+        for parameter in self.weights:
             group.cpu_param_dict.pop(parameter, None)
         vars(group).update(_onload_from_memory=self.onload, _offload_to_memory=self.offload)
         for hook in hooks:
@@ -204,10 +222,11 @@ class _CompressedGroup:
         backend = group._torch_accelerator_module
         current: Any = None if group.stream is None else backend.current_stream()
         with contextlib.nullcontext() if group.stream is None else backend.stream(group.stream):
-            tables = [coded.table for coded in self.coded.values()]
+            tables = [weight.coded.table for weight in self.weights.values()]
             decoded = decompress(tables, device=group.onload_device, **self.fetching)
-            for (parameter, coded), values in zip(self.coded.items(), decoded):
-                parameter.data = coded.as_it_was(values)
+            for (parameter, weight), values in zip(self.weights.items(), decoded):
+                resting.wake(parameter)
+                parameter.data = weight.coded.as_it_was(values)
                 if group.record_stream:
                     values.record_stream(current)
         if group.stream is not None and group.onload_self:  # what no other group prefetches is needed at once
@@ -224,8 +243,10 @@ class _CompressedGroup:
         if _compressed(group) is not self:
             return
         self.offload()
-        for parameter, coded in self.coded.items():
-            parameter.data = coded.decoded(group.offload_device)
+        for parameter, weight in self.weights.items():
+            values = weight.read()
+            resting.release(parameter)
+            parameter.data = values
             if group.stream is not None:
                 parameter.data = group.cpu_param_dict[parameter] = group._to_cpu(parameter, group.low_cpu_mem_usage)
         del vars(group)["_onload_from_memory"], vars(group)["_offload_to_memory"]
@@ -233,31 +254,13 @@ class _CompressedGroup:
             del hook.deinitalize_hook
 
     def _let_go(self) -> None:
-        for parameter, placeholder in self.placeholders.items():
-            parameter.data = placeholder
+        for parameter, weight in self.weights.items():
+            resting.rest(parameter, weight, weight.blank)
 
     def _on_removal(self, module: torch.nn.Module) -> torch.nn.Module:
         """Takes the place of a hook's `deinitalize_hook` (so spelled there)."""
         self.restore()
         return module
-
-
-# ---- a parameter at rest ---------------------------------------------------------------------------------------------
-
-
-def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
-    """One element of memory in the shape of the parameter; NaN, so that what computes with it is seen to."""
-    value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-    return torch.full((), value, dtype=parameter.dtype, device="cpu").expand(parameter.shape)
-
-
-def _decode_state(model: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """Gives a state dict the values of the parameters that are at rest."""
-    coded = _coded_of(_groups_of(model))
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        is_at_rest = parameter.untyped_storage().nbytes() < parameter.nbytes
-        if is_at_rest and prefix + name in state and parameter in coded:
-            state[prefix + name] = coded[parameter].decoded(parameter.device)
 
 
 # ---- a model's groups ------------------------------------------------------------------------------------------------
@@ -289,10 +292,11 @@ def _compressed(group: ModuleGroup) -> _CompressedGroup | None:
     return owner if isinstance(owner, _CompressedGroup) else None
 
 
-def _coded_of(groups: Iterable[ModuleGroup]) -> dict[torch.nn.Parameter, CodedWeight]:
-    found: dict[torch.nn.Parameter, CodedWeight] = {}
+def _weights_of(groups: Iterable[ModuleGroup]) -> dict[torch.nn.Parameter, _Weight]:
+    """The weights that are coded, by parameter."""
+    found: dict[torch.nn.Parameter, _Weight] = {}
     for group in groups:
         compressed = _compressed(group)
         if compressed is not None:
-            found |= compressed.coded
+            found |= compressed.weights
     return found

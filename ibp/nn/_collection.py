@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from .._common.modes import outside_of_modes
 from .._fetch.ids import checked_ids, list_of_ids
 from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
@@ -57,7 +58,8 @@ class _Group(RowsModule):
         """The parts' numbers on a device, kept there for the next call."""
         key = device, tuple(part.number for part in parts)
         if key not in self._numbers:
-            self._numbers[key] = torch.tensor(key[1], dtype=torch.int64, device=device)
+            with outside_of_modes():
+                self._numbers[key] = torch.tensor(key[1], dtype=torch.int64, device=device)
         return self._numbers[key]
 
     def rows_of(self, ids: torch.Tensor, numbers: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
@@ -65,7 +67,8 @@ class _Group(RowsModule):
         a GPU it becomes one that the group lacks, which whatever reads rows refuses, rather than a row of the next
         part."""
         if ids.device not in self._near:
-            self._near[ids.device] = self._firsts.to(ids.device), self._sizes.to(ids.device)
+            with outside_of_modes():
+                self._near[ids.device] = self._firsts.to(ids.device), self._sizes.to(ids.device)
         firsts, sizes = self._near[ids.device]
         is_bad = (ids < 0) | (ids >= sizes[numbers])
         if not ids.is_cuda and bool(is_bad.any()):

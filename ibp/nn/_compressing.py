@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._common.arguments import whole_number
+from .._common.conversions import guard_conversions
 from .._common.in_place import NotTheModel, check_model
 from .._common.progress import tqdm
 from .._common.statistics import share_saved, shown_memory
@@ -128,6 +129,10 @@ def compress(
     plain model, on the CPU; `load_state_dict` takes them and codes them. `ibp.nn.coded_state_dict` gives the tables.
     For weights that do not fit the GPU even so, call `ibp.offload` afterwards: it leaves tables where they are.
 
+    Tables keep their dtype. `model.half()` and other conversions to another dtype raise TypeError before they change
+    anything: convert the plain model, and compress it then. A conversion of a module that the model is a part of may
+    have changed other parts of that module when it raises.
+
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()
         >>> wanted = model(torch.tensor([7]))
@@ -162,6 +167,7 @@ def compress(
     plan.check_values()
     plan.code_all(progress=progress)
     join_neighbours(model)
+    guard_conversions(model)
     return plan.report()
 
 

@@ -10,7 +10,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from .._common.conversions import check_conversion
 from .._common.graphs import cannot_record
+from .._common.modes import outside_of_modes
 from .._common.states import SavedTensor
 from .._fetch.escapes import gives_digits
 from .._fetch.linear import digits_for, linear, slot_bytes_for
@@ -91,6 +93,11 @@ class TableModule(torch.nn.Module):
         """Takes another module's table for its own, from now on."""
         self._shared = other._shared
 
+    def check_conversion(self, convert: Callable) -> None:
+        """Raises TypeError for what a table does not do, such as a conversion to another dtype."""
+        if not self.stays:
+            convert(compress_rows(torch.empty(0, self.weight.shape[1], dtype=self.weight.dtype, device="cpu")))
+
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
         """Called by torch for `module.name = param` too. RuntimeError: the name is the table's."""
         if name == "weight":
@@ -131,6 +138,7 @@ class TableModule(torch.nn.Module):
         self.__class__ = type(plain)  # type: ignore[assignment]
 
     def _apply(self, fn: Callable, recurse: bool = True) -> TableModule:
+        check_conversion(self, fn)
         super()._apply(fn, recurse)
         if not self.stays:
             moved = fn(self.weight)
@@ -168,6 +176,7 @@ class TableModule(torch.nn.Module):
         matrices = rows.view(-1, *self._shape[1:]) if self.stacked else rows
         return matrices.mT.contiguous() if self.transposed else matrices
 
+    @outside_of_modes()
     def _plain(self) -> torch.Tensor:
         """The weights on the CPU."""
         return self.plain_of(self.weight.decompress(device="cpu"))

@@ -15,6 +15,7 @@ from diffusers.hooks import apply_group_offloading  # noqa: E402
 from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_offloading  # noqa: E402
 
 from helpers import assert_same_bits  # noqa: E402
+from ibp._offload.resting import Resting  # noqa: E402
 from ibp.integrations import diffusers as adapter  # noqa: E402
 from ibp.integrations.diffusers import close, compress_groups  # noqa: E402
 
@@ -78,12 +79,13 @@ def compute(model, device=CPU):
 
 
 def tables_of(model):
-    return {parameter: coded.table for parameter, coded in adapter._coded_of(adapter._groups_of(model)).items()}
+    weights = adapter._weights_of(adapter._groups_of(model))
+    return {parameter: weight.coded.table for parameter, weight in weights.items()}
 
 
 def memory_of(model):
-    storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
-    return sum(storages.values())
+    """Bytes of the parameters that are not at rest."""
+    return sum(p.nbytes for p in model.parameters() if not isinstance(p, Resting))
 
 
 def test_what_to_save_instead_of_compressed_groups():
@@ -176,12 +178,81 @@ def test_state_dict_of_a_model_at_rest(level, tmp_path):
     assert_same_bits(compute(loaded.eval()), compute(plain))
 
 
-def test_at_rest_a_mistake_shows():
-    model = offloaded(Toy())
+@levels
+def test_a_conversion_is_refused_before_it_changes_anything(level):
+    plain = Toy()
+    model = offloaded(plain, level)
+    with compress_groups(model, **ON_CPU):
+        for convert in (model.half, model.double, lambda: model.to(torch.bfloat16), model.blocks.half):
+            with pytest.raises(RuntimeError, match="is offloaded and keeps its dtype, device and memory format"):
+                convert()
+        assert {name: x.dtype for name, x in model.state_dict().items()} == {
+            name: x.dtype for name, x in plain.state_dict().items()
+        }
+        assert_same_bits(compute(model), compute(plain))
+    assert not any("_apply" in vars(module) for module in model.modules())
+
+
+@levels
+def test_a_parameter_at_rest(level):
+    """Its values are decoded for those who ask, and it refuses to be written to."""
+    plain = Toy()
+    model = offloaded(plain, level)
+    with compress_groups(model, **ON_CPU):
+        weight = model.blocks[1].weight
+        for _ in range(2):
+            for name, parameter in model.named_parameters():
+                assert_same_bits(parameter.detach(), plain.get_parameter(name).detach())
+            assert_same_bits(model.top[3] * 2, plain.top[3] * 2)
+            for write in (weight.zero_, weight.data.zero_, lambda: torch._foreach_mul_([weight], 2)):
+                with pytest.raises(RuntimeError, match="blocks.1.weight is offloaded and cannot be written to"):
+                    with torch.no_grad():
+                        write()
+            with pytest.raises(RuntimeError, match="blocks.1.weight is offloaded and cannot be written to"):
+                model.load_state_dict(Toy().state_dict())
+            compute(model)
+    assert_same_bits(weight, plain.blocks[1].weight)
+    assert type(weight) is torch.nn.Parameter
+
+
+class Norm(torch.nn.Module):
+    """A module whose parts its block calls, as DiT's blocks do with the embedding of their norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.emb = torch.nn.Linear(64, 64)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = Norm(), torch.nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+class CallsParts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x + self.blocks[0].norm.emb(x)))
+        return x
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2])
+@torch.no_grad()
+def test_parts_of_a_block_that_is_at_rest(num_blocks):
+    plain = CallsParts()
+    model = offloaded(plain, {"offload_type": "block_level", "num_blocks_per_group": num_blocks})
     compress_groups(model, **ON_CPU)
-    assert model.top.isnan().all() and not model.whole.any() and not model.small.isnan().any()
-    with pytest.raises(RuntimeError):
-        model.load_state_dict(Toy().state_dict())
+    x = torch.randn(2, 64)
+    for _ in range(2):
+        assert_same_bits(model(x), plain(x))
 
 
 def test_again_and_undone():
@@ -195,8 +266,7 @@ def test_again_and_undone():
     assert_same_bits(compute(model), compute(plain))
     for _ in range(2):
         close(model)
-    assert not tables_of(model) and not hasattr(model, adapter._STATE_HOOK)
-    assert not model._state_dict_hooks
+    assert not tables_of(model)
     assert compress_groups(model, scheme="planes", **ON_CPU).stats() == sizes
     assert_same_bits(compute(model), compute(plain))
 
@@ -320,7 +390,7 @@ def test_the_order_of_a_stream(onload_self, record_stream, monkeypatch):
     assert log[decoded + 1 :] == [*recorded, "back", *["current waits for side"] * onload_self]
     log.clear()
     group.offload_()
-    assert log == ["current is waited for"] * (not record_stream) and model.top.isnan().all()
+    assert log == ["current is waited for"] * (not record_stream) and isinstance(model.top, Resting)
     close(model)
     assert_same_bits(model.top.data, expected)
     assert group.cpu_param_dict[model.top] is not None and not model.top.isnan().any()

@@ -46,6 +46,30 @@ def tables_of(model):
     return {name: module.weight for name, module in model.named_modules() if isinstance(module, TableModule)}
 
 
+@pytest.mark.parametrize("convert", ["half", "double", "bfloat16", "to", "to_empty", "type"])
+def test_a_conversion_is_refused_before_it_changes_anything(convert):
+    model = nn.Sequential(nn.LayerNorm(WIDTH), Net().blocks)
+    compress(model)
+    arguments = {"to": (torch.float16,), "type": (torch.float16,)}.get(convert, ())
+    options = {"device": "cpu"} if convert == "to_empty" else {}
+    for root in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        before = {name: value.clone() for name, value in root.state_dict().items()}
+        for module in (root, root[1], root[1][4], root[1][4].up):
+            with pytest.raises((TypeError, AttributeError), match="a table keeps its own|empty_like|'type'"):
+                getattr(module, convert)(*arguments, **options)
+            assert module.float() is module
+        for name, value in root.state_dict().items():
+            assert_same_bits(value, before[name])
+
+
+def test_a_state_that_was_taken_in_inference_mode():
+    model = Net()
+    compress(model)
+    with torch.inference_mode():
+        state = model.state_dict()
+    assert not any(value.is_inference() for value in state.values())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("tie", [False, True])
 @torch.no_grad()

@@ -96,6 +96,21 @@ def test_results(number, cache_bytes, options, is_transposed):
     assert all("forward" not in vars(layer.experts) for layer in model.layers)
 
 
+@pytest.mark.parametrize("cache_bytes", [0, CACHED])
+def test_transforms(cache_bytes):
+    """Of torch.func, which may make one tensor of the choices of many calls."""
+    model, x = Mixture(), tokens(6)
+    transforms = (
+        lambda: torch.func.grad(lambda y: model(y).sum())(x),
+        lambda: torch.func.vmap(model)(x.view(3, 2, WIDTH)),
+    )
+    outputs, wanted = model(x), [transform() for transform in transforms]
+    offload(model, resident_bytes=cache_bytes, lookahead=2)
+    for transform, value in zip(transforms, wanted):
+        assert_same_bits(transform(), value)
+        assert_same_bits(model(x), outputs)
+
+
 def test_weights_that_stay():
     """Where all weights stay on the device, experts stay as they are."""
     model, x = Mixture(), tokens(3)

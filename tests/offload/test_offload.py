@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import ibp
 from helpers import assert_same_bits, in_threads
@@ -354,7 +355,6 @@ def test_weights_at_rest():
         lambda: torch.add(weight.data, 1, out=weight),
         lambda: setattr(weight, "data", before["blocks.2.up.weight"]),
         lambda: nn.init.normal_(weight),
-        lambda: model.half(),
     ):
         with pytest.raises(RuntimeError, match="is offloaded and cannot be written to"):
             write()
@@ -362,6 +362,160 @@ def test_weights_at_rest():
     for name, weight in model.named_parameters():
         assert type(weight) is nn.Parameter and not vars(weight)
         assert_same_bits(weight, before[name])
+
+
+def _step(optimizer):
+    def write(weight):
+        weight.grad = torch.ones_like(weight)
+        optimizer([weight]).step()
+
+    return write
+
+
+def _in_inference_mode(weight):
+    with torch.inference_mode():
+        weight.detach().zero_()
+
+
+ONES, IDS_OF_ROWS = torch.ones(2 * WIDTH, WIDTH), torch.tensor([1, 3])
+WRITES = {
+    "values": lambda weight: weight.data.add_(5),
+    "detached": lambda weight: weight.detach().zero_(),
+    "foreach": lambda weight: torch._foreach_mul_([weight], 2),
+    "foreach, the second": lambda weight: torch._foreach_add_([ONES.clone(), weight], [ONES, ONES]),
+    "foreach_lerp": lambda weight: torch._foreach_lerp_([weight], [ONES], 0.5),
+    "SGD": _step(functools.partial(torch.optim.SGD, lr=1.0, foreach=False)),
+    "SGD, foreach": _step(functools.partial(torch.optim.SGD, lr=1.0, foreach=True)),
+    "SGD, fused": _step(functools.partial(torch.optim.SGD, lr=1.0, fused=True)),
+    "AdamW, fused": _step(functools.partial(torch.optim.AdamW, lr=1.0, fused=True)),
+    "set": lambda weight: weight.set_(ONES),
+    "set data": lambda weight: setattr(weight, "data", ONES),
+    "set data of values": lambda weight: setattr(weight.detach(), "data", ONES),
+    "copy": lambda weight: weight.copy_(ONES),
+    "item": lambda weight: weight.__setitem__(0, 1.0),
+    "item of values": lambda weight: weight.data.__setitem__(0, 1.0),
+    "out": lambda weight: torch.mul(ONES, 2, out=weight),
+    "out of values": lambda weight: torch.mul(ONES, 2, out=weight.data),
+    "out, a tuple": lambda weight: torch.max(ONES, 1, out=(weight.data[:, 0], torch.zeros(2 * WIDTH).long())),
+    "out, a resting tuple": lambda weight: torch.aminmax(ONES, out=(weight, weight)),
+    "init": lambda weight: nn.init.xavier_uniform_(weight),
+    "init of values": lambda weight: nn.init.normal_(weight.data),
+    "row": lambda weight: weight[0].zero_(),
+    "rows": lambda weight: [row.zero_() for row in weight],
+    "view": lambda weight: weight.view(-1).add_(1),
+    "views": lambda weight: weight.split(8)[1].zero_(),
+    "transposed": lambda weight: weight.T.mul_(2),
+    "diagonal": lambda weight: weight.diagonal().fill_(0),
+    "itself": lambda weight: weight.contiguous().zero_(),
+    "operator": lambda weight: weight.data.__iadd__(1),
+    "masked": lambda weight: weight.masked_fill_(weight > 0, 0),
+    "index_copy": lambda weight: weight.index_copy_(0, IDS_OF_ROWS, ONES[:2]),
+    "max_norm": lambda weight: nn.functional.embedding(IDS_OF_ROWS, weight.detach(), max_norm=1e-3),
+    "operation": lambda weight: torch.ops.aten.mul_.Tensor(weight, ONES),
+    "resize": lambda weight: weight.detach().resize_(3),
+    "by a function": lambda weight: weight.detach().apply_(lambda value: 0.0),
+    "parameter of values": lambda weight: nn.Parameter(weight.data).data.zero_(),
+    "vector_to_parameters": lambda weight: nn.utils.vector_to_parameters(ONES.view(-1), [weight]),
+    "inference mode": _in_inference_mode,
+    "transform": lambda weight: torch.func.grad(lambda x: weight.detach().zero_().sum() * x)(torch.ones(())),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+@torch.no_grad()
+def test_nothing_that_is_written_is_lost(write):
+    model = Net()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with offload(model):
+        with pytest.raises(RuntimeError, match="blocks.2.up.weight is offloaded and cannot be written to: close"):
+            write(model.blocks[2].up.weight)
+        assert_same_bits(model.blocks[2].up.weight.detach(), before["blocks.2.up.weight"])
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, before[name])
+
+
+def test_values_that_were_read():
+    """They are as any other tensor, but for writes."""
+    model = Net()
+    before = model.blocks[2].up.weight.detach().clone()
+    offloaded = offload(model)
+    values = model.blocks[2].up.weight.detach()
+    for other in (values, values.to("cpu"), values.contiguous(), values.view(-1).view_as(values), nn.Parameter(values)):
+        assert_same_bits(other.detach(), before)
+    assert values.to("cpu") is values and values.stride() == before.stride() and values.grad is None
+    assert repr(values) == repr(before)
+    file = io.BytesIO()
+    torch.save({"values": values, "row": values[3]}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert_same_bits(loaded["row"], before[3])
+    for copied in (values.clone(), values + 0, copy.deepcopy(values), loaded["values"], torch.stack(list(values))):
+        assert type(copied) is torch.Tensor
+        assert_same_bits(copied, before)
+        copied.zero_()
+    assert_same_bits(values, before)
+    assert_same_bits(ibp.compress(values).decompress(), before)
+    array = values.numpy()
+    assert_same_bits(torch.from_numpy(array.copy()), before)
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 0
+    leaf = model.blocks[2].up.weight.detach().requires_grad_()
+    (leaf * 2).sum().backward()
+    assert_same_bits(leaf.grad, torch.full_like(before, 2))
+    (grad,) = torch.autograd.grad((leaf * 3).sum(), leaf)
+    assert_same_bits(grad, torch.full_like(before, 3))
+    target = torch.zeros_like(before)
+    target.copy_(model.blocks[2].up.weight)
+    assert_same_bits(target, before)
+    offloaded.close()
+    with pytest.raises(RuntimeError, match="write to a clone"):
+        values.zero_()
+
+
+def test_a_weight_that_was_replaced():
+    """Another parameter in the place of an offloaded one is what the model has, computes with and loads."""
+    model = Net()
+    offloaded = offload(model)
+    model.head.weight = nn.Parameter(torch.ones(64, WIDTH), requires_grad=False)
+    with torch.no_grad():
+        assert_same_bits(model(IDS)[..., 0], model(IDS)[..., 1])
+    assert_same_bits(model.state_dict()["head.weight"], torch.ones(64, WIDTH))
+    model.head.load_state_dict({"weight": torch.zeros(64, WIDTH)})
+    assert not model.head.weight.any()
+    offloaded.close()
+    assert not model.head.weight.any()
+
+
+CONVERSIONS = {
+    "half": lambda module: module.half(),
+    "double": lambda module: module.double(),
+    "bfloat16": lambda module: module.bfloat16(),
+    "to dtype": lambda module: module.to(torch.float16),
+    "to device": lambda module: module.to("meta"),
+    "to device and dtype": lambda module: module.to("cpu", torch.float16),
+    "to_empty": lambda module: module.to_empty(device="cpu"),
+    "type": lambda module: module.type(torch.float64),
+}
+
+
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
+@torch.no_grad()
+def test_a_conversion_is_refused_before_it_changes_anything(convert):
+    model = nn.Sequential(nn.LayerNorm(WIDTH), Net().blocks)
+    model.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    offloaded = offload(model, group_bytes=1)
+    for module in (model, model[1], model[1][4], model[1][4].up):
+        with pytest.raises(
+            RuntimeError, match=r"up.weight is offloaded and keeps its dtype, device and memory format: close\(\) first"
+        ):
+            convert(module)
+        assert module.float() is module and module.to("cpu", torch.float32) is module
+    for name, value in model.state_dict().items():
+        assert_same_bits(value, before[name])
+    offloaded.close()
+    assert not any("_apply" in vars(module) for module in model.modules())
+    assert model.half()[1][4].up.weight.dtype == torch.float16
 
 
 @pytest.mark.parametrize("tie", [False, True])
@@ -683,6 +837,89 @@ def test_results_under_inference_mode_and_then_with_gradients():
         assert_same_bits(model(IDS).clone(), plain(IDS).clone())
     out = model.blocks[0](torch.ones(1, WIDTH, requires_grad=True))
     out.sum().backward()
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda y: f(y).square().sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](f(x))[0],
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x[0, 0]),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x + 1,))[1],
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x[0, 0]),
+    "hessian": lambda f, x: torch.func.hessian(lambda y: f(y).square().sum())(x[0, 0]),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "gradients of samples": lambda f, x: torch.func.vmap(torch.func.grad(lambda y: f(y).square().sum()))(x),
+}
+
+
+@pytest.mark.parametrize("lookahead", [0, 2])
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms(transform, lookahead):
+    """Results are the plain model's, and calls before and after have the same bits."""
+    model = Net().requires_grad_(False)
+    x = torch.randn(2, 3, WIDTH)
+
+    def layers(y):
+        for block in model.blocks:
+            y = block(y)
+        return model.head(y)
+
+    wanted, outputs = transform(layers, x), model(IDS)
+    offloaded = offload(model, lookahead=lookahead)
+    for _ in range(2):
+        torch.testing.assert_close(transform(layers, x), wanted)
+        assert_same_bits(model(IDS), outputs)
+        assert_same_bits(torch.func.vmap(model)(IDS), outputs)
+    offloaded.close()
+    assert_same_bits(model(IDS), outputs)
+
+
+def test_a_model_that_differentiates_itself():
+    class Force(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def energy(self, x):
+            return self.outer(self.inner(x).tanh()).sum()
+
+        def forward(self, x):
+            return torch.func.vmap(torch.func.grad(self.energy))(x)
+
+    model, x = Force().eval().requires_grad_(False), torch.randn(2, WIDTH)
+    wanted = model(x)
+    with offload(model) as offloaded:
+        for _ in range(2):
+            torch.testing.assert_close(model(x), wanted)
+        assert not any(group.uses for group in offloaded._groups)
+
+
+@torch.no_grad()
+def test_a_call_without_data_fetches_real_weights():
+    """FakeTensorMode, which gives shapes alone, takes no part in the fetches that later calls rely on."""
+    model = Net()
+    wanted = model(IDS)
+    offload(model, lookahead=1)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert model.blocks[0](mode.from_tensor(torch.randn(2, WIDTH))).shape == (2, WIDTH)
+    assert_same_bits(model(IDS), wanted)
+
+
+def test_closed_in_inference_mode():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH)).eval()
+    offloaded = offload(model)
+    with torch.inference_mode():
+        state = model.state_dict()
+        offloaded.close()
+    model(torch.randn(2, WIDTH)).sum().backward()
+    assert model[0].weight.grad is not None and not state["0.weight"].is_inference()
+
+
+def test_an_embedding_of_the_shape_of_a_matrix():
+    """Weights of one kind share a codebook only if their rows have one length."""
+    model = nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64)).eval().requires_grad_(False)
+    wanted = model(IDS)
+    offload(model)
+    assert_same_bits(model(IDS), wanted)
 
 
 def test_saved_hooks_of_the_caller_are_kept():
@@ -1064,6 +1301,17 @@ def test_gpu_gradients(cuda):
         if one.requires_grad:
             assert_same_bits(one.grad, other.grad)
     offloaded.close()
+
+
+def test_gpu_transforms(cuda):
+    """The first use of all weights is in a transform."""
+    plain, model = (Net().requires_grad_(False) for _ in range(2))
+    plain.to(cuda)
+    x = torch.randn(3, WIDTH, device=cuda)
+    ibp.offload(model, cuda, min_bytes=1000, group_bytes=20000)
+    grads = [torch.func.grad(lambda y, net=net: net.blocks[0](y).square().sum())(x) for net in (plain, model)]
+    torch.testing.assert_close(*grads)
+    assert_same_bits(model(IDS.to(cuda)), plain(IDS.to(cuda)))
 
 
 @torch.no_grad()

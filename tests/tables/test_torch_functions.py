@@ -1,6 +1,8 @@
 """torch's own functions of a table: torch.index_select, F.embedding, F.embedding_bag, F.linear; what is no function of
 tables says so."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -227,3 +229,38 @@ def test_on_a_gpu(cuda, x, place):
     assert_same_bits(rows.cpu(), x[IDS] * 2)
     torch.testing.assert_close(product, F.linear(given, x.to(cuda)))
     table.check()
+
+
+def _collection(rows):
+    module = ibp.nn.EmbeddingCollection({"a": rows, "b": rows}, device="cpu", trainable=False)
+    return lambda: module({"a": IDS[None], "b": IDS[None]})["b"]
+
+
+FIRST_USES = {
+    "decompress": lambda rows: ibp.compress(rows, **ON_CPU).decompress,
+    "index_select": lambda rows: functools.partial(ibp.index_select, ibp.compress(rows, **ON_CPU), IDS),
+    "bags": lambda rows: functools.partial(ibp.embedding_bag, ibp.compress(rows, **ON_CPU), IDS[None]),
+    "linear": lambda rows: functools.partial(ibp.linear, torch.ones(2, 32), ibp.compress(rows, **ON_CPU)),
+    "cache": lambda rows: functools.partial(ibp.RowCache(ibp.compress(rows, **ON_CPU), 4096).index_select, IDS),
+    "collection": _collection,
+}
+MODES = {
+    "grad": lambda call: torch.func.grad(lambda y: (call() * y).sum())(torch.ones(())),
+    "jvp": lambda call: torch.func.jvp(lambda y: call() * y, (torch.ones(()),), (torch.ones(()),))[1],
+    "vmap": lambda call: torch.func.vmap(lambda y: call() * y)(torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("make", FIRST_USES.values(), ids=FIRST_USES)
+@pytest.mark.parametrize("mode", [*MODES, "inference mode"])
+def test_a_first_use_in_a_mode_of_torch(make, mode, x):
+    """What a table makes on its first use and keeps, it makes as outside of transforms and modes."""
+    wanted = make(x)()
+    call = make(x)
+    if mode == "inference mode":
+        with torch.inference_mode():
+            assert_same_bits(call(), wanted)
+    else:
+        torch.testing.assert_close(MODES[mode](call), MODES[mode](lambda: wanted))
+    assert_same_bits(call(), wanted)
+    assert not call().is_inference()

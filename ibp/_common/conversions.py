@@ -1,0 +1,51 @@
+"""Conversions of modules, as by `module.half()` and `module.to("cuda")`, that are refused before they change anything.
+
+A module or a tensor that refuses some of them has a method `check_conversion(convert)`, which raises. convert is what
+torch would do to each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+_APPLY = "_apply"  # the method of torch.nn.Module by which torch converts a module
+
+
+def check_conversion(module: torch.nn.Module, convert: Callable) -> None:
+    """Raises the error of the first part of a module that refuses a conversion."""
+    for part in _refusing(module):
+        part.check_conversion(convert)
+
+
+def guard_conversions(model: torch.nn.Module) -> None:
+    """Lets a model, and every module in it, check the parts below before it converts the first one: torch goes depth
+    first, and would leave some of the modules converted. Modules without such parts become as torch made them.
+
+    A module around the model is not guarded, since torch tells nobody that the model has been put there."""
+    for module in model.modules():
+        if next(_refusing(module), None) is not None:
+            vars(module)[_APPLY] = _GuardedApply(module)
+        elif isinstance(vars(module).get(_APPLY), _GuardedApply):
+            del vars(module)[_APPLY]
+
+
+class _GuardedApply:
+    """Takes the place of a module's method that converts it."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module: Any = module
+
+    def __call__(self, convert: Callable, recurse: bool = True) -> torch.nn.Module:
+        check_conversion(self._module, convert)
+        return getattr(type(self._module), _APPLY)(self._module, convert, recurse)
+
+
+def _refusing(module: torch.nn.Module) -> Iterator[Any]:
+    """The parts of a module that refuse conversions."""
+    for part in module.modules():
+        for held in (part, *part._parameters.values(), *part._buffers.values()):
+            if hasattr(type(held), "check_conversion"):
+                yield held
