@@ -96,8 +96,9 @@ __all__ = [
 ]
 _published(__name__)
 
-# ibp 0.2 had these classes at the root, and pickle looks a class up by the name that was written: pickles and torch.save
-# files of 0.2 load because the root still answers to these names. Programs take the classes from their modules.
+# ibp 0.2 had these classes at the root, and pickle looks a class up by the name that was written: pickles and
+# torch.save files of 0.2 load because the root still answers to these names. Programs take the classes from their
+# modules.
 _PICKLED_BY_0_2 = {
     **dict.fromkeys(("Choice", "ClusteredCodebook", "Codebook", "CodingCost", "PlanesCodebook", "WholeTensor"), codecs),
     **dict.fromkeys(("CheckpointDelta", "Delta"), deltas),
