@@ -5,11 +5,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-# Kernels are compiled for the GPUs of this machine. Where there is none, demo and test do without them, and the other
-# targets compile them for one GPU, to see that they do.
+# Kernels are compiled for the GPUs of this machine. Where there is none, demo and test do without them, and the targets
+# below compile them for one GPU, to see that they do.
 include csrc/gpus.mk
-ifeq ($(GPUS)$(wildcard /dev/nvidia[0-9]*),)
-demo test: export IBP_NO_CUDA ?= 1
+ifeq ($(HAS_GPU),)
 test-all test-slow test-gpu sanitize-gpu bench: export TORCH_CUDA_ARCH_LIST ?= 9.0
 endif
 

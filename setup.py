@@ -7,10 +7,10 @@ The package gets three shared libraries, and the headers for C programs:
     ibp/_core.<abi>.so          pybind11 module; tied to one Python version
 
 Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS; CUDA_HOME or CUDA_PATH; TORCH_CUDA_ARCH_LIST (default: the GPUs of
-this machine, and without one "8.0 9.0+PTX"); IBP_ONLY_PTX=1 leaves machine code out; IBP_NO_CUDA=1 builds without
-CUDA even where nvcc is found; MAX_JOBS limits parallel compilers; V=1 shows their commands. IBP_TORCH_DIR is the
-folder of a torch whose headers and libraries are used in place of those of the torch that is imported, so that wheels
-are built for Pythons that have none.
+this machine; where there is none, no kernels are built); IBP_ONLY_PTX=1 leaves machine code out; IBP_NO_CUDA=1 builds
+without CUDA even where nvcc and a GPU are found; MAX_JOBS limits parallel compilers; V=1 shows their commands.
+IBP_TORCH_DIR is the folder of a torch whose headers and libraries are used in place of those of the torch that is
+imported, so that wheels are built for Pythons that have none.
 
 IBP_BUILD_DIR (default build/native) is where objects are kept from one build to the next. A second build
 beside the first one, here one with the address sanitizer, which is used with PYTHONPATH=build/asan/lib:

@@ -1,8 +1,8 @@
 """Trains GraphSAGE with DGL on plain features, then on compressed ones: the losses have the same bits.
 
 The features are Cora's. The graph is not: it joins each row to the 5 most like it, and the 7 classes are those of the
-rows most like the first 7. GPUs add in any order, so there features are compared, not losses. PyPI's DGL
-is not built for them.
+rows most like the first 7. On the CPU one thread adds: several add in any order, as GPUs do, so that on a GPU only
+features are compared, not losses. PyPI's DGL is not built for GPUs.
 """
 
 from pathlib import Path
@@ -15,6 +15,7 @@ import ibp.integrations.dgl  # before DGL, which it leaves GraphBolt out of wher
 
 import dgl  # isort: skip
 
+torch.set_num_threads(1)
 try:
     device = dgl.graph(([0], [0])).to("cuda" if ibp.cuda_is_available() else "cpu").device
 except dgl.DGLError:  # not built for GPUs

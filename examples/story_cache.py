@@ -2,8 +2,9 @@
 
     python examples/story_cache.py
 
-The model is small and real (data/README.md). Needs the package transformers. Where there is a GPU, older tokens stay in
-host memory, compressed, and each layer's are decoded on the GPU while the layer before it computes.
+The model is small and real (data/README.md). Needs transformers 5.24 or newer; before, the argument `cache` was called
+`past_key_values`. Where there is a GPU, older tokens stay in host memory, compressed, and each layer's are decoded on
+the GPU while the layer before it computes.
 """
 
 import torch
@@ -19,7 +20,7 @@ NEW_TOKENS = 250
 def tell(model, cache, device):
     """Token ids [tokens] of a story, each the most likely one."""
     first = {name: tensor.to(device) for name, tensor in FIRST.items()}
-    return model.generate(**first, past_key_values=cache, max_new_tokens=NEW_TOKENS, do_sample=False)[0].cpu()
+    return model.generate(**first, cache=cache, max_new_tokens=NEW_TOKENS, do_sample=False)[0].cpu()
 
 
 def main():

@@ -20,13 +20,22 @@ ibp.distributed      tables in several processes, and collectives whose tensors 
 ibp.integrations     bridges to frameworks
 """
 
+from contextlib import suppress as _suppress
 from importlib import import_module as _import_module
+from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
 from typing import Any as _Any
+
+if _find_spec("ibp._core") is None:
+    raise ImportError(
+        f"{_Path(__file__).parent} is the source of ibp, and nothing is built in it for this Python: leave its "
+        "directory to import the ibp that is installed, or build it here by `pip install --no-build-isolation -e .`"
+    )
 
 from . import _core, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
 from ._activations import ActivationOffload, ActivationStats, offload_activations
 from ._common import ops
+from ._common.importing import after_import as _after_import
 from ._common.publishing import published as _published
 from ._fetch.bags import embedding_bag
 from ._fetch.gather import index_select
@@ -116,6 +125,17 @@ def __getattr__(name: str) -> _Any:
     if name in _PICKLED_BY_0_2:
         return getattr(_PICKLED_BY_0_2[name], name)
     raise AttributeError(f"module 'ibp' has no attribute {name!r}")
+
+
+def _register(name: str) -> None:
+    # a release of the framework that lacks what this needs finds no coded weights, and says so
+    with _suppress(ImportError, AttributeError):
+        _import_module(f"ibp.integrations.{name}")
+
+
+# Directories of coded weights load where ibp is imported, before or after the framework.
+_after_import("transformers.modeling_utils", lambda: _register("_transformers_weights"))
+_after_import("diffusers.models.modeling_utils", lambda: _register("_diffusers_weights"))
 
 
 def cuda_is_available() -> bool:

@@ -60,7 +60,7 @@ def main() -> None:
         write_file(path)
         with ibp.open(path) as file:
             number = list(file).index(SHOWN)
-        drawn = ["--plot", str(images / "inspect_plot.png"), "--html", str(page), "--quiet"]
+        drawn = ["--plot", str(images / "inspect_plot.png"), "--html", str(page), "--quiet", "--force"]
         if command_line.main(["inspect", str(path), *drawn]) != 0:
             sys.exit(1)
         photograph(page, number, images / "inspect_page.png")

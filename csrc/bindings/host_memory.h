@@ -7,7 +7,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cerrno>
-#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -100,13 +99,14 @@ class MappedPages {
 
     bool is_pinned() const { return pinned_in_ == getpid(); }
 
-    // Once a process, and not yet in a child of the one that has.
+    // Once a process, and not yet in a child of the one that has. One thread at a time may call it.
     void pin()
     {
-        const py::gil_scoped_release release;
-        const std::lock_guard<std::mutex> lock(mutex_);
         if (is_pinned()) return;
-        check_without_gil(pin_(mapped_, mapped_bytes_));
+        {
+            const py::gil_scoped_release release;
+            check_without_gil(pin_(mapped_, mapped_bytes_));
+        }
         pinned_in_ = getpid();
     }
 
@@ -131,7 +131,6 @@ class MappedPages {
   private:
     const size_t skipped_bytes_, mapped_bytes_;
     ibp_status (*const pin_)(void *host, size_t num_bytes);
-    std::mutex mutex_;
     pid_t pinned_in_ = 0;
 };
 

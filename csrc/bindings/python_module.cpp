@@ -9,10 +9,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <cerrno>
 #include <memory>
 #include <utility>
 #include <vector>
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -31,6 +33,22 @@ void ask_for_huge_pages(uintptr_t address, size_t num_bytes)
     const uintptr_t first = (address + page_bytes - 1) / page_bytes * page_bytes,
                     end = (address + num_bytes) / page_bytes * page_bytes;
     if (first < end) madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
+}
+
+// Waits until the names in a directory are on disk. No handler of a signal runs while its descriptor is open.
+void sync_directory(const char *path)
+{
+    int error = 0;
+    {
+        const py::gil_scoped_release released;
+        const int directory = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (directory < 0 || fsync(directory) != 0) error = errno;
+        if (directory >= 0) close(directory);
+    }
+    if (!error) return;
+    errno = error;
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, path);
+    throw py::error_already_set();
 }
 
 // What DLPack's C interface hands an array over with (struct DLManagedTensor of dlpack.h, version 0.8).
@@ -158,6 +176,7 @@ py::object call_keeping_table(const py::list &kept, const py::object &call)
 PYBIND11_MODULE(_core, m)
 {
     m.doc() = "The ibp core without torch: status, versions, pinned memory.";
+    ibp::PinnedPool::of_process(); // made before any thread could be at it while the process forks
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;
@@ -227,6 +246,9 @@ PYBIND11_MODULE(_core, m)
         .def_property_readonly("is_pinned", &ibp::FilePages::is_pinned)
         .def("pin", &ibp::FilePages::pin, "Pins the memory for this process, unless it is already.")
         .def_buffer([](ibp::FilePages &self) { return self.buffer(); });
+
+    m.def("sync_directory", [](const py::bytes &path) { sync_directory(PyBytes_AS_STRING(path.ptr())); },
+          py::arg("path"), "Waits until the names in a directory are on disk; path as os.fsencode gives it.");
 
     m.def(
         "enable_peer", [](int device, int peer) { check(ibp_cuda_enable_peer(device, peer)); }, py::arg("device"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import threading
 import warnings
 import weakref
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from typing import NamedTuple
 import torch
 
 from .._common.arguments import whole_number
+from .._common.locks import ForkLock
+from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._machine import memory as _memory
@@ -72,7 +73,7 @@ class ActivationStats(Statistics):
     outgrown_bytes: int = 0
 
 
-class ActivationOffload:
+class ActivationOffload(OfThisProcess):
     """The context that `offload_activations` makes, for the forward pass of every step.
 
     It keeps what it learns: codebooks, sizes, the order in which the backward pass asks, pinned memory. Some tensors
@@ -90,11 +91,13 @@ class ActivationOffload:
         (6, True)
     """
 
+    _instead = "call ibp.offload_activations() where another one is needed"
+
     def __init__(self, options: OffloadOptions, least_bytes: int, device: torch.device | None) -> None:
         self.least_bytes, self.device = least_bytes, device
         self._options, self._policy = options, ActivationPolicy(options)
         self._stats = ActivationStats()
-        self._lock = threading.RLock()
+        self._lock = ForkLock()
         self._transfers: dict[torch.device, PieceTransfers] = {}
         self._seen: spans.SeenSpans[_SpanEntry] = spans.SeenSpans()
         self._order: list[int] = []

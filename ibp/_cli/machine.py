@@ -15,7 +15,7 @@ import ibp
 from ibp._machine.timing import Clock
 
 ROW_BYTES = 2048
-PAYS = 1.05  # times as fast: less is within what measurements differ by
+PAYS = 1.05  # times as fast: less is within what measurements differ by, unless something else uses the machine
 _NUM_CALLS = 24  # that share the time given
 _KINDS = {
     "BF16 weights": torch.bfloat16,
@@ -38,12 +38,14 @@ class Measured:
     # a GPU
     rows: float | None = None
     whole: float | None = None
+    uncertainty: float = 0.0  # the largest share by which a rate may be off, since its repetitions differ
 
 
 def made(kind: str, num_bytes: int) -> torch.Tensor:
     """Rows of one kind on the CPU."""
     dtype = _KINDS[kind]
-    values = torch.randn(num_bytes // dtype.itemsize, generator=torch.Generator().manual_seed(0)) * 0.02
+    generator = torch.Generator().manual_seed(0)
+    values = 0.02 * torch.randn(num_bytes // dtype.itemsize, generator=generator, dtype=torch.float32, device="cpu")
     if "zeros" in kind:
         values.clamp_(min=0)
     return values.to(dtype).view(-1, ROW_BYTES // dtype.itemsize)
@@ -63,9 +65,10 @@ def of_cpu(seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
 
 
 def _on_cpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
+    clock.uncertainty = 0.0
     num_bytes, out = x.numel() * x.itemsize, torch.empty_like(x)
     table = ibp.compress(x, device="cpu", memory="host", layout="packed")
-    ids = torch.randint(len(x), (len(x) // 4,))
+    ids = torch.randint(len(x), (len(x) // 4,), device="cpu")
 
     def rate(call: Callable[[], object], of_bytes: int = num_bytes) -> float:
         return of_bytes / clock.wall_s(call) / 1e9
@@ -80,7 +83,7 @@ def _on_cpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
         "rows": rate(lambda: ibp.index_select(table, ids, out=rows), taken),
     }
     lossless = same_bits(ibp.decompress(table), x) and same_bits(rows, x.view(torch.uint8)[ids])
-    return Measured(kind, table.savings, lossless, gbps)
+    return Measured(kind, table.savings, lossless, gbps, uncertainty=clock.uncertainty)
 
 
 def _again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
@@ -102,11 +105,12 @@ def of_gpu(device: torch.device, seconds: float, kinds: Callable[[list[str]], An
 
 
 def _on_gpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
+    clock.uncertainty = 0.0
     device, num_bytes = clock.device, x.numel() * x.itemsize
     raw, table = (ibp.compress(x, scheme=scheme, device=device) for scheme in ("raw", "auto"))
     packed = ibp.compress(x, layout="packed", device=device)
     near, pinned, out = packed.to(device), x.pin_memory(), torch.empty_like(x, device=device)
-    host_ids = torch.randint(len(x), (len(x) // 2,))
+    host_ids = torch.randint(len(x), (len(x) // 2,), device="cpu")
     ids, rows = host_ids.to(device), torch.empty_like(x[: len(x) // 2], device=device)
     taken = host_ids.numel() * ROW_BYTES
     gbps = {
@@ -120,23 +124,32 @@ def _on_gpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
     gbps = {name: rate / 1e9 for name, rate in gbps.items()}
     lossless = same_bits(ibp.decompress(packed, device=device), x)
     lossless &= same_bits(ibp.index_select(table, ids, device=device), x.view(torch.uint8)[host_ids])
-    return Measured(kind, packed.savings, lossless, gbps, gbps["rows"] / gbps["raw_rows"], gbps["whole"] / gbps["copy"])
+    times = gbps["rows"] / gbps["raw_rows"], gbps["whole"] / gbps["copy"]
+    return Measured(kind, packed.savings, lossless, gbps, *times, clock.uncertainty)
 
 
 # ---- what follows ----
 
 
 def verdict(found: list[Measured], threads: int) -> str:
-    """Whether compression pays here, in plain words, by the first kind."""
-    first = found[0]
+    """Says whether compression pays here, by the first kind, or that repetitions differ too much to tell."""
+    first, noise = found[0], max(measured.uncertainty for measured in found)
+    warning = (
+        f" Repetitions of a measurement differ so much that its rate may be off by {100 * noise:.0f} %: something else "
+        "uses this machine. Measure again without it, or longer (--seconds)."
+        if noise > PAYS - 1
+        else ""
+    )
     if first.rows is None or first.whole is None:
         return (
             f"There is no GPU here. {first.kind} take {100 * first.saved:.0f} % less memory and storage, and are "
             f"decoded at {first.gbps['decompress']:.1f} GB/s by {threads} thread{'s' * (threads > 1)}: compression "
-            "pays where they come from storage, or over a network, that is slower than that."
+            f"pays where they come from storage, or over a network, that is slower than that.{warning}"
         )
     speeds = f"rows come {first.rows:.2f} times as fast as raw ones, whole tensors {first.whole:.2f} times"
     pays = [what for what, speed in (("rows", first.rows), ("whole tensors", first.whole)) if speed > PAYS]
+    if warning:
+        return f"Whether compression pays here is not certain: of {first.kind} {speeds}.{warning}"
     if pays:
         where = f" for {pays[0]}" if len(pays) == 1 else ""
         return f"Compression pays here{where}: of {first.kind} {speeds}."

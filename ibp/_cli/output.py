@@ -10,15 +10,16 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 _WIDTH = 80  # of sentences in pipes; the least of a terminal, as narrower terminals fold lines
 _UNLIMITED = 1 << 20  # of tables in pipes
+_GAP, _RULE = "  ", "\u2500"  # between columns; under their names
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+Table = Callable[[int], Iterator[str]]  # the lines of a table, for the cells that a line has
+Part = str | Table  # of what a command prints: a sentence or a table
 
 
 class Failure(Exception):
@@ -29,24 +30,23 @@ class Failure(Exception):
         self.status = status
 
 
-def report(arguments: argparse.Namespace, document: object, *parts: object) -> None:
+def report(arguments: argparse.Namespace, document: object, *parts: Part) -> None:
     """Prints the result of a command: the document with --json, else the parts, which are sentences and tables."""
     if arguments.json:
         json.dump(document, sys.stdout, indent=1, allow_nan=False)
         sys.stdout.write("\n")
     elif not arguments.quiet:
-        from rich.console import Console
-
         is_terminal = sys.stdout.isatty()
         width = max(_WIDTH, shutil.get_terminal_size().columns) if is_terminal else _WIDTH
-        at_most = width if is_terminal else _UNLIMITED
-        console = Console(width=at_most, height=24, highlight=False, emoji=False, markup=False)
-        with console.capture() as captured:
-            for part in parts:
-                if isinstance(part, str):  # words stay whole: paths are copied
-                    part = textwrap.fill(part, width, break_long_words=False, break_on_hyphens=False)
-                console.print(part, soft_wrap=isinstance(part, str))
-        sys.stdout.writelines(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+        for part in parts:
+            # Words stay whole, because paths are copied; and so do lines of code, which four spaces begin.
+            if isinstance(part, str) and part.startswith("    "):
+                lines = iter([part])
+            elif isinstance(part, str):
+                lines = iter(textwrap.wrap(part, width, break_long_words=False, break_on_hyphens=False) or [""])
+            else:
+                lines = part(width if is_terminal else _UNLIMITED)
+            sys.stdout.writelines(f"{line.rstrip()}\n" for line in lines)
 
 
 def note(arguments: argparse.Namespace, sentence: str) -> None:
@@ -61,19 +61,48 @@ def warn(arguments: argparse.Namespace, sentence: str) -> None:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """A table. Columns whose names begin with ">" stand to the right; the first one folds where a terminal's line is
-    full. Without names there is no head."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+    """Returns a table. Columns whose names begin with ">" stand to the right; the first one folds where a line of the
+    terminal is full. Without names there is no head."""
+    heads = [name.lstrip(">") for name in columns]
+    cells = [heads, *([shown(str(value)) for value in row] for row in rows)]
 
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), show_header=any(columns))
-    for number, name in enumerate(columns):
-        justify: Literal["left", "right"] = "right" if name.startswith(">") else "left"
-        made.add_column(name.lstrip(">"), justify=justify, overflow="fold", no_wrap=number > 0)
-    for row in rows:
-        made.add_row(*(Text(shown(str(value))) for value in row))
-    return made
+    def lines(width: int) -> Iterator[str]:
+        widths = [max(map(_cells_of, column)) for column in zip(*cells)]
+        others = sum(widths[1:]) + len(_GAP) * len(widths[1:])
+        widths[0] = max(1, min(widths[0], width - others))
+        for row in cells if any(heads) else cells[1:]:
+            first, *more = _folded(row[0], widths[0])
+            filled = zip((first, *row[1:]), widths, columns)
+            yield _GAP.join(_padded(text, room, name.startswith(">")) for text, room, name in filled)
+            yield from more
+            if row is heads:
+                yield (_RULE if shown(_RULE) == _RULE else "-") * (widths[0] + others)
+
+    return lines
+
+
+def _cells_of(text: str) -> int:
+    """How many cells of a terminal a text takes: wide characters take two, and combining ones none."""
+    if text.isascii():
+        return len(text)
+    return sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text)
+
+
+def _padded(text: str, width: int, stands_right: bool) -> str:
+    blanks = " " * (width - _cells_of(text))
+    return blanks + text if stands_right else text + blanks
+
+
+def _folded(text: str, width: int) -> list[str]:
+    """A text in lines of at most so many cells."""
+    if _cells_of(text) <= width:
+        return [text]
+    found = [""]
+    for c in text:
+        if found[-1] and _cells_of(found[-1]) + _cells_of(c) > width:
+            found.append("")
+        found[-1] += c
+    return found
 
 
 def table_of(items: Iterable[Any], columns: Mapping[str, Callable[[Any], object]]) -> Table:
@@ -83,6 +112,8 @@ def table_of(items: Iterable[Any], columns: Mapping[str, Callable[[Any], object]
 
 def shown(name: str) -> str:
     """Text of a file, a tensor's name for instance, as a terminal may have it: what controls one is escaped."""
+    if name.isascii() and name.isprintable():
+        return name
     are_safe = ((c, unicodedata.category(c)[0] not in "CZ" or c == " ") for c in name)
     safe = "".join(c if is_safe else c.encode("unicode_escape").decode("ascii") for c, is_safe in are_safe)
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"

@@ -6,17 +6,17 @@ import argparse
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 import ibp
 from ibp._common.progress import tqdm
-from ibp._files.paths import file_of, file_system, is_url, path_text, target_of
+from ibp._files import paths
+from ibp._files.paths import file_system, is_url, path_text
 from ibp._files.sets import INDEX_SUFFIX
 from ibp._machine import memory
-from ibp.checkpoints import _journal, _model_files, _outputs, _sources
+from ibp.checkpoints import _journal, _model_files, _sources
 from ibp.checkpoints import _source as source_names
 
 from . import inputs, output
@@ -52,47 +52,46 @@ def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterabl
 # ---- inputs and outputs ----
 
 
-def may_write(arguments: argparse.Namespace, target: str) -> bool:
+def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None = None) -> bool:
     """Whether the output is to be written: not where it is there and is to be kept. Failure where it is there, and
-    nothing says what becomes of it."""
+    nothing says what becomes of it. to_coded: whether directories are compressed or decompressed; None: neither."""
     if target == inputs.STREAM and arguments.json:
         raise output.Failure("--json and -o - both write to stdout; wanted one of them")
     if target == inputs.STREAM or arguments.force:
         return True
-    there = [target] if _is_there(target) else [os.fspath(path) for path in copies(arguments, target) if path.exists()]
-    if not there:
+    with contextlib.ExitStack() as stack:
+        conversion = None
+        if to_coded is not None:
+            conversion = _model_files.conversion_of(arguments.inputs, target, to_coded, stack)
+        there = _model_files.already_there(
+            target, _model_files.CODED_WEIGHTS if to_coded else paths.WEIGHTS, conversion
+        )
+    if there is None or (to_coded and unfinished_files(target)):  # the call goes on, or says what is there
         return True
     if arguments.keep:
-        output.note(arguments, f"{there[0]} is there already, and is kept")
+        output.note(arguments, f"{there} is there already, and is kept")
         return False
-    raise output.Failure(f"{there[0]} is there already: --force replaces it, --keep leaves it as it is")
+    raise output.Failure(f"{there} is there already: --force replaces it, --keep leaves it as it is")
 
 
-def copies(arguments: argparse.Namespace, target: str) -> list[Path]:
-    """Where files are copied to that lie beside the weights of a directory, if it becomes one."""
-    given = getattr(arguments, "inputs", [])
-    return [] if target == inputs.STREAM else list(_model_files.files_beside(given, target).values())
-
-
-def _is_there(target: str) -> bool:
-    """Whether what is to be written is: the file, or the index of the set."""
-    if is_url(target):
-        filesystem, remote = file_system(target)
-        return any(filesystem.exists(remote + suffix) for suffix in ("", INDEX_SUFFIX))
-    return any(os.path.lexists(file_of(target) + suffix) for suffix in ("", INDEX_SUFFIX))
+def output_of(arguments: argparse.Namespace, given: Sequence[str]) -> str:
+    """The output of these inputs: with a slash, where a directory becomes a directory."""
+    return arguments.output if arguments.output == inputs.STREAM else paths.output_of(list(given), arguments.output)
 
 
 def unfinished_files(target: str) -> int:
     """How many files of a set an interrupted run has finished, which its next one takes over."""
     if is_url(target):
         return 0
-    return len(list(_journal.work_directory(target_of(target)).glob(f"*{_journal.RECORD}")))
+    return len(
+        list(_journal.work_directory(paths.target_of(target, _model_files.CODED_WEIGHTS)).rglob(f"*{_journal.RECORD}"))
+    )
 
 
 def has_other_format(path: str) -> bool:
     """Whether a file is one of tensors, and none of safetensors: by its bytes, of a URL by its suffix."""
     if is_url(path):
-        return _outputs.SUFFIXES.get(os.path.splitext(path)[1].lower(), "safetensors") != "safetensors"
+        return paths.format_of_name(path) not in (None, "safetensors")
     if not os.path.isfile(path) or path.endswith(INDEX_SUFFIX):
         return False
     try:
@@ -101,10 +100,16 @@ def has_other_format(path: str) -> bool:
         return False
 
 
+def files_to_verify(paths: Sequence[str]) -> list[str]:
+    """What to open for the files that the inputs name: of a directory with several files of safetensors each one."""
+    found = _sources.expand(paths)
+    return [file for path in found for file in (_model_files.files_to_verify(path) if os.path.isdir(path) else [path])]
+
+
 def verify_inputs(paths: Sequence[str], bars: bool) -> int:
     """Compares the checksums of those files of ibp among the inputs that are on this machine; bytes compared."""
     total = 0
-    for path in _sources.expand(paths):
+    for path in files_to_verify(paths):
         if not is_url(path) and not has_other_format(path):
             with ibp.open(path) as file:
                 total += file.verify(progress=bars)

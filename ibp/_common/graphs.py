@@ -1,4 +1,5 @@
-"""Functions that torch.compile leaves out of its graphs."""
+"""What ibp tells torch's compiler, tracers and transforms: which functions its graphs leave out, and what they cannot
+record."""
 
 from __future__ import annotations
 
@@ -11,14 +12,41 @@ import torch
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
+_OUTSIDE = "ibp runs it outside of graphs: compile the code around it, or without fullgraph=True"
+
+
+def cannot_record(tracer: str, operation: str = "") -> RuntimeError:
+    """Returns the error of a tracer that would leave a table's rows, or what is written to tensors, out of its graph.
+
+    Args:
+        tracer: what users call it.
+        operation: the operation that it met; "": it met a module.
+    """
+    here = f" (here ibp::{operation})" if operation else ""
+    return RuntimeError(
+        f"{tracer} cannot record ibp's operations{here}: give it plain tensors, as ibp.decompress(table) and "
+        "ibp.nn.decompress(model) make them, or use torch.compile"
+    )
+
+
+def cannot_map(operation: str = "") -> RuntimeError:
+    """Returns the error of torch.vmap, which has no rule for operations that write to tensors."""
+    here = f" (here ibp::{operation})" if operation else ""
+    return RuntimeError(
+        f"torch.vmap cannot map ibp's operations{here}: call them without torch.vmap, with all ids or vectors at once"
+    )
+
 
 def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """A function that compiled code calls as it is: torch.compile's graph ends before it."""
+    """A function that compiled code calls as it is: torch.compile's graph ends before it. torch.export, whose graph
+    cannot end, raises RuntimeError."""
 
     @functools.wraps(function)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
+        if torch.compiler.is_exporting():
+            raise cannot_record("torch.export")
         if not made:  # not before the first call: it loads torch's compiler
-            made.append(torch.compiler.disable(function))
+            made.append(torch.compiler.disable(function, reason=_OUTSIDE))
         return made[0](*args, **kwargs)
 
     made: list[Callable[_Given, _Result]] = []

@@ -91,7 +91,7 @@ class RankGroup:
     def gather(self, content: bytes) -> list[bytes]:
         """The bytes of each rank, at least one of each, by rank. A collective call."""
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        sizes = torch.cat(self.gathered(torch.tensor([mine.numel()], device=self.device))).tolist()
+        sizes = torch.cat(self.gathered(torch.tensor([mine.numel()], dtype=torch.int64, device=self.device))).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
         padded[: mine.numel()] = mine
         return [part[:size].cpu().numpy().tobytes() for part, size in zip(self.gathered(padded), sizes)]

@@ -100,6 +100,7 @@ from pathlib import Path
 import torch
 
 from .. import _core
+from .graphs import cannot_map, cannot_record
 
 _lib = torch.library.Library("ibp", "FRAGMENT")
 _ON_THE_CPU = {"table", "host_bases", "host_slots", "host_ids"}  # tensors that always are
@@ -113,14 +114,17 @@ def _define(schema, shaped=lambda *args, **options: None):
     name = _lib.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if " table," in schema else ())
     called = [argument.name for argument in getattr(torch.ops.ibp, name).default._schema.arguments]
 
-    def refuse(*args, **kwargs):
-        raise RuntimeError(
-            f"torch.jit.trace, and exporters that use it, cannot record ibp's operations (here ibp::{name}): trace the "
-            "model with plain tensors, as ibp.decompress(table) gives them, or use torch.compile"
-        )
+    def refuse_trace(*args, **kwargs):
+        raise cannot_record("torch.jit.trace, and exporters that use it,", name)
+
+    def refuse_map(*args, **kwargs):
+        raise cannot_map(name)
 
     def fake(*args, **kwargs):
-        """All tensors are on one device, as the real one requires."""
+        """All tensors are on one device, as the real one requires. An exported program would hold the address in a
+        handle, which another process cannot read."""
+        if torch.compiler.is_exporting():
+            raise cannot_record("torch.export", name)
         given = dict(zip(called, args)) | kwargs
         tensors = {key: value for key, value in given.items() if isinstance(value, torch.Tensor)}
         devices = {tensor.device for key, tensor in tensors.items() if key not in _ON_THE_CPU}
@@ -132,7 +136,8 @@ def _define(schema, shaped=lambda *args, **options: None):
                 raise RuntimeError(f"ibp: {key} given to {name} must be on the CPU")
         return shaped(*args, **kwargs)
 
-    _lib.impl(name, refuse, "Tracer")
+    _lib.impl(name, refuse_trace, "Tracer")
+    _lib.impl(name, refuse_map, "FuncTorchBatched")
     torch.library.register_fake(f"ibp::{name}", fake, lib=_lib)
 
 

@@ -1,28 +1,32 @@
 """Values as bytes for other processes, and back: JSON, and behind it the bytes of tensors.
 
-Bytes of a peer are read as data: what they name is one of a few kinds of values, or a class that is registered here,
-whose constructor checks its fields. Nothing that they hold is run, as it could be by pickle.
+Bytes of a peer are read as data: what they name is one of a few kinds of values, or a class that is registered here.
+The fields of named tuples are compared with their annotations; other classes check theirs. Nothing that the bytes hold
+is run, as it could be by pickle.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import numbers
 import struct
 from collections.abc import Callable
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import torch
 
 _Class = TypeVar("_Class", bound=type)
+_Record = TypeVar("_Record", bound=tuple[Any, ...])
 
 _LENGTH = struct.Struct("<Q")  # of the JSON, in front of it
 _classes: dict[str, tuple[type, tuple[str, ...]]] = {}  # and the names of their constructors' arguments
 
 
 def sent(kind: _Class) -> _Class:
-    """Registers a class whose objects consist of the arguments of its constructor: named tuples, dataclasses and
+    """Registers a class whose objects consist of the arguments of its constructor: named tuples, and dataclasses and
     codebooks, whose constructors must withstand any values."""
     is_record = dataclasses.is_dataclass(kind)
     names = [field.name for field in dataclasses.fields(kind)] if is_record else kind._fields  # type: ignore[attr-defined]
@@ -54,6 +58,33 @@ def read(content: bytes) -> Any:
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError, struct.error) as error:
         raise ValueError(f"the message is damaged, or no message of ibp's: {error}") from error
     return value
+
+
+def checked(record: _Record) -> _Record:
+    """Returns a named tuple. ValueError: a field is not what its annotation says."""
+    for (name, hint), value in zip(_hints_of(type(record)).items(), record, strict=True):
+        if not _is_of(value, hint):
+            raise ValueError(f"{name} of a {type(record).__name__} is a {type(value).__name__}; wanted {hint}")
+    return record
+
+
+_hints_of = functools.cache(get_type_hints)
+
+
+def _is_of(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotation: a class, Any, a union, or a tuple, list or dict of these."""
+    kind, parts = get_origin(hint), get_args(hint)
+    if hint is Any:
+        return True
+    if kind is UnionType:
+        return any(_is_of(value, part) for part in parts)
+    if not isinstance(value, kind or hint):
+        return False
+    if kind is dict:
+        return all(_is_of(key, parts[0]) and _is_of(held, parts[1]) for key, held in value.items())
+    if kind is tuple and parts[-1] is not ...:
+        return len(value) == len(parts) and all(map(_is_of, value, parts))
+    return kind is None or all(_is_of(held, parts[0]) for held in value)
 
 
 def _form_of(value: Any, parts: list[bytes]) -> Any:
@@ -140,11 +171,14 @@ class _Reader:
         data, kind = self._taken(size), _dtype(dtype)
         if not isinstance(shape, list) or any(type(length) is not int or length < 0 for length in shape):
             raise ValueError(f"{shape} is no shape")
-        flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+        flat = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if size:
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return flat.view(kind).view(shape)
 
     def _object(self, name: Any, fields: Any) -> Any:
         if not isinstance(name, str) or name not in _classes:
             raise ValueError(f"{name!r} is no class of ibp's that is sent")
         kind, names = _classes[name]
-        return kind(**dict(zip(names, self._values(fields), strict=True)))
+        found = kind(**dict(zip(names, self._values(fields), strict=True)))
+        return checked(found) if isinstance(found, tuple) else found

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from .. import _core
+from .._common.graphs import outside_of_graphs
 from .._machine import calibration, memory
 from .._machine.calibration import Calibration
 from .._machine.memory import is_capturing
@@ -17,7 +18,7 @@ from .._rows.table import Table
 from .._schemes.choice import coder_rates, work_of
 from . import host_gather
 from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
-from .ids import check_range, checked_ids, flat_ids
+from .ids import check_readable, checked_ids, flat_ids
 from .paths import Path, choose, named
 
 # A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128
@@ -27,10 +28,12 @@ from .paths import Path, choose, named
 WINDOW_BYTES = 64 << 10  # at least, of a window
 MAX_WINDOWS = 1 << 16  # IBP_MAX_WINDOWS
 LEAST_STAGED_BYTES = 4 << 20  # of items: fewer do not fill the CPU path's pipeline
-# What the paths cost beside the rows themselves, by benchmarks/paths.py (an H100): to put ids in order, and to begin
-# and end the CPU's pipeline. The CPU stages rows at this share of what its threads and the copy engine do alone. A path
-# that prepares something must promise to be PROMISED times as fast as one that does not.
-PARTITION_NS, PARTITION_ID_NS = 16e3, 0.055
+# What the paths cost beside the rows themselves, by benchmarks/paths.py (an H100). To put ids in order takes a GPU
+# PARTITION_NS, and PARTITION_ID_NS for each id; it waits for the launches, too, if the ids come from the CPU
+# (LAUNCHES_NS). STAGING_NS is what it takes to begin and end the CPU's pipeline, which stages rows at STAGED_SHARE of
+# the rate of its threads and the copy engine alone. A path that prepares something must promise to be PROMISED times as
+# fast as one that does not.
+PARTITION_NS, PARTITION_ID_NS, LAUNCHES_NS = 16e3, 0.055, 90e3
 STAGING_NS, STAGED_SHARE = 100e3, 0.7
 PROMISED = 1.2
 
@@ -58,7 +61,7 @@ def index_select(
     check=True.
 
     Inside torch.compile, with fullgraph=True too, the call works after one call outside, but without check=True and
-    path="cpu". There, CPU ids are checked like CUDA ones.
+    path="cpu". There, CPU ids are checked like CUDA ones. A call with a list of tables ends the graph.
 
     One call can take items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]], for
     every k. The ids are put in the order of the tables; of every 32 tables, one kernel writes the items of all that
@@ -131,10 +134,8 @@ def index_select(
     if path is not None:
         chosen = named(PATHS, path)
         refuse(chosen, GatherRequest(table, ids, target, worker, sms))
-    if not ids.is_cuda:
-        if not torch.compiler.is_compiling():
-            check_range(ids, table.num_items)
-    elif worker.type == "cpu":
+    check_readable(ids, table.num_items)
+    if ids.is_cuda and worker.type == "cpu":
         ids = ids.cpu()
     request = GatherRequest(table, ids, target, worker, sms)
     if chosen is None:
@@ -153,6 +154,7 @@ def index_select(
     )
 
 
+@outside_of_graphs
 def _select_of_many(
     tables: Any,
     ids: Ids,
@@ -218,7 +220,7 @@ def _check_many(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tenso
     """Raises IndexError for the first of CPU ids that its table lacks."""
     if ids.is_cuda:
         return
-    sizes = torch.tensor([table.num_items for table in tables])[numbers.cpu()]
+    sizes = torch.tensor([table.num_items for table in tables], dtype=torch.int64, device="cpu")[numbers.cpu()]
     bad = ((ids < 0) | (ids >= sizes)).nonzero()
     if bad.numel():
         position = int(bad[0])
@@ -331,7 +333,7 @@ class _Bucketed(ItemPath):
             return 2.0
         if torch.compiler.is_compiling():
             return 0.5
-        pays = PROMISED * bucketed_ns(table, ids.numel(), machine) < fetched_ns(table, machine)
+        pays = PROMISED * bucketed_ns(table, ids.numel(), ids.is_cuda, machine) < fetched_ns(table, machine)
         return 0.5 if pays and (ids.is_cuda or not looks_sorted(ids)) else 2.0
 
     def run(self, request: GatherRequest, result: torch.Tensor, fault: torch.Tensor) -> None:
@@ -378,7 +380,7 @@ class _Cpu(ItemPath):
         num_threads, num_ids = torch.get_num_threads(), request.ids.numel()
         if num_threads < machine.least_staging_threads or table.resident_bytes < machine.reach_bytes:
             return 4.0
-        by_gpu = min(fetched_ns(table, machine), bucketed_ns(table, num_ids, machine))
+        by_gpu = min(fetched_ns(table, machine), bucketed_ns(table, num_ids, False, machine))
         return 0.25 if PROMISED * staged_ns(table, num_ids, machine, num_threads) < by_gpu else 4.0
 
     def worker(self, request: GatherRequest) -> torch.device:
@@ -429,10 +431,11 @@ def fetched_ns(table: Table, machine: Calibration, translation_ns: float | None 
     return max(math.hypot(link_ns, translation_ns), table.item_bytes / machine.device_copy_gbps)
 
 
-def bucketed_ns(table: Table, num_ids: int, machine: Calibration) -> float:
+def bucketed_ns(table: Table, num_ids: int, ids_on_gpu: bool, machine: Calibration) -> float:
     """Returns the same for num_ids items in the order of windows, with the time in which they are put in order."""
     translation_ns = machine.sorted_ns(table.resident_bytes, num_ids)
-    return fetched_ns(table, machine, translation_ns) + PARTITION_NS / num_ids + PARTITION_ID_NS
+    prepared_ns = PARTITION_NS if ids_on_gpu else PARTITION_NS + LAUNCHES_NS
+    return fetched_ns(table, machine, translation_ns) + prepared_ns / num_ids + PARTITION_ID_NS
 
 
 def staged_ns(table: Table, num_ids: int, machine: Calibration, num_threads: int) -> float:

@@ -9,11 +9,10 @@ table in packed layout (FORMAT.md section 3) of the chosen items only, which the
 
 from __future__ import annotations
 
-import threading
-
 import torch
 
 from .. import _core
+from .._common.locks import ForkLock
 from .._machine import memory as _memory
 from .._machine.ring import Ring
 from .._rows.faults import new_record
@@ -58,7 +57,7 @@ def select(
     Raises IndexError or CorruptTableError; positions count from the first of ids.
     """
     bases, lengths, rows = parts
-    taken, fault = torch.empty(2, dtype=torch.int64), new_record()
+    taken, fault = torch.empty(2, dtype=torch.int64, device="cpu"), new_record()
     torch.ops.ibp.select_rows.default(table.handle(_CPU).table, ids, first, lengths, bases, rows, taken, fault)
     table.raise_fault(fault)
     return taken.tolist()
@@ -93,7 +92,7 @@ class _Stage:
     """The rings of a device, and what gathers through them, used by one call at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self.lock = threading.Lock()
+        self.lock = ForkLock()
         pinned = _memory.empty(RING_BYTES, _CPU, pin=True)
         with torch.cuda.device(device):
             near = torch.empty(RING_BYTES, dtype=torch.uint8, device=device)
@@ -108,9 +107,9 @@ def _gathers_slots(table: Table) -> bool:
 
 
 _stages: dict[torch.device, _Stage] = {}
-_rings: dict[torch.device, tuple[Ring, threading.Lock]] = {}  # each used by one call at a time
+_rings: dict[torch.device, tuple[Ring, ForkLock]] = {}  # each used by one call at a time
 _refused: set[torch.device] = set()
-_lock = threading.Lock()
+_lock = ForkLock()
 
 
 def _stage_of(device: torch.device) -> _Stage:
@@ -120,14 +119,14 @@ def _stage_of(device: torch.device) -> _Stage:
         return _stages[device]
 
 
-def _ring_of(device: torch.device) -> tuple[Ring, threading.Lock]:
+def _ring_of(device: torch.device) -> tuple[Ring, ForkLock]:
     def empty_host(num_bytes: int) -> torch.Tensor:
         return _memory.empty(num_bytes, _CPU, pin=True)
 
     with _lock:
         if device not in _rings:
             worker = torch.cuda.current_stream(device)
-            _rings[device] = Ring(device, worker, CHUNK_BYTES, NUM_CHUNKS, empty_host), threading.Lock()
+            _rings[device] = Ring(device, worker, CHUNK_BYTES, NUM_CHUNKS, empty_host), ForkLock()
         return _rings[device]
 
 

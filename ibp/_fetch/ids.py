@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._common.graphs import cannot_map
+
 _WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
@@ -18,7 +20,7 @@ def tensor_of(values: Any, name: str) -> torch.Tensor:
         )
     try:
         # A copy of an array: of any strides, and writable.
-        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values)
+        tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values, device="cpu")
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{name} is a {type(values).__name__} that is no array of integers: {error}") from error
     return tensor if tensor.numel() else tensor.to(torch.int64)
@@ -28,11 +30,18 @@ def checked_ids(ids: Any, name: str = "ids") -> torch.Tensor:
     """ids, a tensor or what `tensor_of` takes, as int32 or int64; TypeError if they are no integers."""
     if not isinstance(ids, torch.Tensor):
         ids = tensor_of(ids, name)
+    refuse_mapped(ids)
     if ids.dtype == torch.int64 or ids.dtype == torch.int32:
         return ids
     if ids.dtype in _WIDENED:
         return ids.to(torch.int64)
     raise TypeError(f"{name} has dtype {ids.dtype}; wanted torch.int32 or torch.int64 (shorter integers are widened)")
+
+
+def refuse_mapped(ids: torch.Tensor) -> None:
+    """Raises RuntimeError for ids inside torch.vmap, which have no values that can be read."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(ids):
+        raise cannot_map()
 
 
 def list_of_ids(ids: Any, name: str = "ids") -> torch.Tensor:
@@ -47,6 +56,13 @@ def flat_ids(ids: Any) -> torch.Tensor:
     """The same, contiguous; one id may be a tensor of no dimension."""
     ids = checked_ids(ids)
     return list_of_ids(ids if ids.dim() else ids.reshape(-1)).contiguous()
+
+
+def check_readable(ids: torch.Tensor, num_items: int, least: int = 0) -> None:
+    """Raises IndexError for the first of CPU ids to read that is not in [least, num_items). The operations check ids on
+    a GPU, which the host would wait for, and ids in compiled code, which has no values yet."""
+    if not ids.is_cuda and not torch.compiler.is_compiling():
+        check_range(ids, num_items, least)
 
 
 def check_range(ids: torch.Tensor, num_items: int, least: int = 0, name: str = "ids") -> None:

@@ -11,7 +11,7 @@ import torch
 
 from .._rows.table import Table
 from .gather import index_select
-from .ids import check_range, checked_ids, tensor_of
+from .ids import check_readable, checked_ids, refuse_mapped, tensor_of
 from .streaming import decode_items, decompress
 
 _WANTED = "wanted an int, a slice, ..., None, or an integer or bool tensor, array or list"
@@ -65,6 +65,7 @@ def _checked(element: Any) -> Any:
         if isinstance(element, (bool, np.bool_)) or not hasattr(element, "__index__"):
             raise TypeError(f"index is a {type(element).__name__}; {_WANTED}")
         return operator.index(element)
+    refuse_mapped(element)
     if element.dtype == torch.bool and element.dim():
         return element
     if element.dtype == torch.uint8:
@@ -97,8 +98,7 @@ def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Ten
             return (rows[masks], None) if is_alone else (rows, masks)
         index = index.nonzero().reshape(-1)
     flat = index.reshape(-1)
-    if not flat.is_cuda:
-        check_range(flat, num_items, least=-num_items)
+    check_readable(flat, num_items, least=-num_items)
     if num_items > torch.iinfo(flat.dtype).max:
         flat = flat.to(torch.int64)
     rows = index_select(table, torch.where(flat < 0, flat + num_items, flat))
@@ -113,4 +113,4 @@ def _slice_of(table: Table, key: slice) -> torch.Tensor:
         raise ValueError(f"the slice has step {step}; wanted a step greater than zero")
     if step == 1:
         return decode_items(table, start, max(start, stop), check=table.device.type == "cuda")
-    return index_select(table, torch.arange(start, max(start, stop), step), device=table.device)
+    return index_select(table, torch.arange(start, max(start, stop), step, device="cpu"), device=table.device)

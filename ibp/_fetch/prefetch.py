@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .._common.process import OfThisProcess
 from .._machine import memory
 from .._rows.protocols import Ids
 from .._rows.table import Table
@@ -13,7 +14,7 @@ from .gather import index_select
 from .streaming import decompress
 
 
-class Prefetch:
+class Prefetch(OfThisProcess):
     """What has been started to come to a device, on a stream of its own.
 
     `wait` lets the current stream wait for it, and not the host; `close` says that the current stream has been given
@@ -26,6 +27,8 @@ class Prefetch:
         ...     torch.equal(rows, x[[3, 1, 3]])
         True
     """
+
+    _instead = "wait() gives its tensor, which can be pickled"
 
     def __init__(self, result: torch.Tensor, stream: torch.cuda.Stream | None, owned: bool) -> None:
         self._result: torch.Tensor | None = result

@@ -238,7 +238,7 @@ class HostDecoder(Decoder):
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
         table, start, end, out = prepared
-        data, fault = torch.empty(end - start, dtype=torch.uint8), new_record()
+        data, fault = torch.empty(end - start, dtype=torch.uint8, device="cpu"), new_record()
         KERNEL.decode(table, start, end, data.device, 0, data, fault)
         table.raise_fault(fault)
         bytes_of(out).copy_(data)

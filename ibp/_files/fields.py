@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from .. import _core
+from .._layout.geometry import PAIRS_DTYPE
 from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from .._schemes.planes.codebook import num_entries, symbol_bytes
 
@@ -43,6 +45,7 @@ _DTYPES = {
 }
 _NAMES = {name: text for text, name in _DTYPES.items()}
 PLAIN_ITEM_BYTES = {text: getattr(torch, name).itemsize for text, name in _DTYPES.items() if hasattr(torch, name)}
+_PAIRS = "F4"  # of which an item of torch's tensors has two values
 
 
 class FileFormatError(ValueError):
@@ -84,6 +87,26 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name:
         raise FileFormatError(f"the dtype {name!r} is none of torch {torch.__version__}")
     return dtype
+
+
+def entry_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """The name of the dtype, and the shape, that a header has of a plain tensor; None: safetensors lacks the dtype."""
+    if dtype == PAIRS_DTYPE and shape:
+        return _PAIRS, (*shape[:-1], 2 * shape[-1])
+    text = dtype_name(dtype)
+    return (text, shape) if text in PLAIN_ITEM_BYTES else None
+
+
+def form_of(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The dtype and shape of the tensor that a plain entry of a header becomes. Where torch lacks the dtype these are
+    uint8 and the shape in bytes: the last dimension has as many bytes as its values take, or the only one has all."""
+    with contextlib.suppress(FileFormatError):
+        return dtype_of(dtype), shape
+    items = math.prod(shape[:-1])
+    made = (*shape[:-1], num_bytes // max(items, 1)) if shape and num_bytes % max(items, 1) == 0 else (num_bytes,)
+    if dtype == _PAIRS and PAIRS_DTYPE is not None and math.prod(made) * 2 == math.prod(shape):
+        return PAIRS_DTYPE, made
+    return torch.uint8, made
 
 
 # ---- fields as text ----

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from .. import _core
 from .fields import FileFormatError, refused
 from .regular import open_regular
-from .sets import INDEX_SUFFIX
+from .sets import INDEX_SUFFIX, SUFFIX, is_of_weights, read_index
 from .writer import FORMAT, MAX_HEADER_BYTES, PREFIX
+
+_OTHERS = {
+    "npy": "an array of numpy",
+    "archive": "an archive, as torch.save and numpy.savez write them",
+    "pickle": "a pickle, as torch.save once wrote them",
+}
+_PICKLE = re.compile(rb"\x80[\x02-\x05]")
 
 
 class Entry(NamedTuple):
@@ -61,17 +68,35 @@ def read_header(path: Path) -> Header:
 
 def header_of(file: BinaryIO, name: str) -> Header:
     """The header of an open file, whose name is for messages."""
-    size, start = os.fstat(file.fileno()).st_size, file.read(8)
-    header_bytes = int.from_bytes(start, "little")
+    size, start = os.fstat(file.fileno()).st_size, file.read(9)
+    other = other_format(start)
+    if other is not None:
+        raise FileFormatError(
+            f"{name} is {_OTHERS[other]}, no file of safetensors; ibp.checkpoints.compress makes one of it, which "
+            "ibp.load and ibp.open read"
+        )
+    header_bytes = int.from_bytes(start[:8], "little")
     if size < 10 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
         raise FileFormatError(
             f"{name} is no file of safetensors: it has {size} bytes and says that its header has {header_bytes}; "
             f"wanted 2 to {MAX_HEADER_BYTES} within the file"
         )
     with refused(name):
-        tensors, metadata, checks = _core.read_header(start + file.read(header_bytes), size)
+        tensors, metadata, checks = _core.read_header(start + file.read(header_bytes - 1), size)
     entries = sorted(((name, Entry(*entry)) for name, entry in tensors.items()), key=lambda item: item[1][2:])
     return Header(8 + header_bytes, dict(entries), metadata, checks)
+
+
+def other_format(start: bytes) -> str | None:
+    """Returns what a file is that begins with these bytes, at least 9 of them, if it is no file of safetensors: "npy",
+    "archive" or "pickle"; None if they tell nothing of the kind."""
+    if start[8:9] == b"{":  # the sizes of some headers are the first bytes of pickles
+        return None
+    if start.startswith(b"\x93NUMPY"):
+        return "npy"
+    if start.startswith((b"PK\3\4", b"PK\5\6")):
+        return "archive"
+    return "pickle" if _PICKLE.match(start) else None
 
 
 # ---- sets of files ----
@@ -87,14 +112,15 @@ class FileSet:
 
 
 def find_files(path: Path) -> FileSet:
-    """The files of a path: a file, an index of shards, or a directory of either. FileNotFoundError: there is none, or
-    an index names one that is not there. FileFormatError: the index is none, or a directory has several."""
+    """The files of a path: a file, an index of shards, or a directory of either, without the coded forms of files of
+    other kinds (`optimizer.pt.ibp.safetensors`) beside a model. FileNotFoundError: there is none, or an index names one
+    that is not there. FileFormatError: the index is none, or a directory has several."""
     if path.is_dir():
-        indices = sorted(path.glob(f"*.safetensors{INDEX_SUFFIX}"))
+        indices = _of_weights(path.glob(f"*{SUFFIX}{INDEX_SUFFIX}"))
         if len(indices) > 1:
             raise FileFormatError(f"{path} has {len(indices)} indexes of shards; wanted the path of one of them")
         if not indices:
-            files = {file.name: file for file in sorted(path.glob("*.safetensors"))}
+            files = {file.name: file for file in _of_weights(path.glob(f"*{SUFFIX}"))}
             if not files:
                 raise FileNotFoundError(f"{path} has no files *.safetensors")
             return FileSet(files, {})
@@ -109,27 +135,7 @@ def find_files(path: Path) -> FileSet:
     return FileSet(files, places)
 
 
-def read_index(path: Path) -> dict[str, str]:
-    with os.fdopen(open_regular(path), "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size > MAX_HEADER_BYTES:
-            raise FileFormatError(f"{path} has {size} bytes; wanted an index of at most {MAX_HEADER_BYTES}")
-        try:
-            places = json.loads(file.read(), object_pairs_hook=_unique, parse_int=float)["weight_map"]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise FileFormatError(f"{path} is no index of shards: {str(error)[:200]}") from None
-    if not isinstance(places, dict) or not places:
-        raise FileFormatError(f"{path} has no weight_map; wanted one from tensors to files")
-    for tensor, name in places.items():
-        if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\0" in name:
-            raise FileFormatError(f"{path}: {tensor!r} is in {str(name)[:80]!r}; wanted the name of a file beside it")
-    return places
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key is there twice")
-    for key in found:
-        key.encode()  # no half of a surrogate pair, which cannot be printed
-    return found
+def _of_weights(paths: Iterable[Path]) -> list[Path]:
+    """The files of weights among files of safetensors, sorted; all of them, where none is of weights."""
+    found = sorted(paths)
+    return [path for path in found if is_of_weights(path.name)] or found

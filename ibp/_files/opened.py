@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 
 from .. import _core
+from .._common import ops as _ops
+from .._common.arguments import near
 from .._common.closing import Closing
 from .._common.progress import tqdm
 from .._machine import memory as _memory
@@ -22,10 +26,11 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from ..deltas._fingerprint import fingerprint
-from .fields import ChecksumError, FileFormatError, TableFields, dtype_of
+from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, form_of
 from .header import FileSet, find_files
 from .paths import SUFFIX, PathLike, is_url, path_text, read_here
 from .reader import (
+    SHOWN_NAMES,
     BlockPlace,
     Checks,
     OpenFile,
@@ -40,6 +45,9 @@ from .reader import (
 )
 from .sets import INDEX_SUFFIX
 from .shared import can_pin, segment_of
+from .views import STORAGE, VIEW_KEY, View, views_of
+
+_COMPARED_NAMES = 4096  # with an unknown one, which takes 0.1 ms for each
 
 Value = CompressedTensor | WholeTensor | torch.Tensor | Delta
 
@@ -50,13 +58,15 @@ class TensorInfo:
 
     Attributes:
         name: of the tensor.
-        dtype: of the original tensor; None if this torch lacks it.
+        dtype: of the original tensor; None if this torch lacks it, of a plain tensor, which is read as its bytes then,
+            that of the bytes.
         shape: likewise.
         scheme: "ibp", "planes" or "raw" of a table; None of a tensor that is kept as it is, or coded by `codec`.
         codebook: of a table, or None.
         codec: name of the external codec of a table, or None.
         num_bytes: of the original tensor; None where its dtype is unknown.
-        stored_bytes: bytes of the file that it takes, index and padding included, codebook apart.
+        stored_bytes: bytes of the file that it takes, index and padding included, codebook apart; 0 of a tensor that
+            is stored as a view of another one's memory.
         fields: of a table, as the file has them; else empty.
         files: names of the files that hold its bytes.
     """
@@ -111,10 +121,15 @@ class File(Mapping[str, Value], Closing):
             if name in self._places:
                 raise FileFormatError(f"{self._owners[name].path}: there are a table and a tensor of the name {name!r}")
             self._names[name] = None
-        self.tables = tuple(name for name in self._names if name in self._owners)
-        self.metadata: dict[str, str] = {}
+        metadata: dict[str, str] = {}
         for file in reversed(self._files.values()):
-            self.metadata.update(file.header.user_metadata)
+            metadata.update(file.header.user_metadata)
+        self._views = views_of(metadata, self._names)
+        self.metadata = {key: text for key, text in metadata.items() if not key.startswith(VIEW_KEY)}
+        self._stored = tuple(self._names)  # names of what the file holds, bases of views as well
+        storages = {view.base for view in self._views.values() if view.base.startswith(STORAGE)}
+        self._names = {name: None for name in (*self._names, *self._views) if name not in storages}
+        self.tables = tuple(name for name in self._names if name in self._owners)
         self.removed = tuple(name for file in self._files.values() for name in file.removed)
         self._pins = _memory.pins(memory) is not False
         self._made: dict[str, Value] = {}
@@ -132,6 +147,10 @@ class File(Mapping[str, Value], Closing):
             ValueError: the file is closed.
         """
         self._check_name(name)
+        return self._value(name)
+
+    def _value(self, name: str) -> Value:
+        """The same, also of a base that is no tensor of its own."""
         if name not in self._made:
             self._made.setdefault(name, self._map(name))  # of several threads the first one's
         return self._made[name]
@@ -139,11 +158,21 @@ class File(Mapping[str, Value], Closing):
     def _check_name(self, name: str) -> None:
         self._check_open()
         if name not in self._names:
-            raise KeyError(name)
+            raise self._unknown(name)
+
+    def _unknown(self, name: object) -> KeyError:
+        """Returns the error that says which names there are."""
+        names = ", ".join(map(repr, itertools.islice(self._names, SHOWN_NAMES)))
+        more = f" and {len(self._names) - SHOWN_NAMES} more" if len(self._names) > SHOWN_NAMES else ""
+        there = f"it has {names}{more}" if names else "it has no tensors"
+        alike = itertools.islice(self._names, _COMPARED_NAMES)
+        return KeyError(f"{self.path} has no tensor {name!r}{near(name, alike)}; {there}")
 
     def _map(self, name: str) -> Value:
         """The table or tensor of a name, over the mapped file, whose checksums are compared first; an external codec's
         are while it is read."""
+        if name in self._views:
+            return _viewed(self._views[name], self._value(self._views[name].base))
         if name in self._owners and self.fields(name).codec is not None:
             return self._whole(name, self._memory == "pinned")
         if self._verify:
@@ -151,9 +180,9 @@ class File(Mapping[str, Value], Closing):
         if name not in self._owners:
             place = self._places[name]
             return place.file.tensor(name, place.file.mapped)
-        pages: list[_core.FilePages] = []
+        pages: list[_core.FilePages] | None = [] if _ops.cuda_is_available() else None
         table, fields = self._table(name, mapped_parts(pages))
-        table.lie_in_file(FileRows(pages, pin=self._pins))
+        table.lie_in_file(None if pages is None else FileRows(pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
         if self._memory == "pinned":
@@ -174,7 +203,8 @@ class File(Mapping[str, Value], Closing):
 
     def _load(self, name: str, device: torch.device, pin: bool | None) -> Value:
         """The same in memory of its own, see `load`."""
-        self._check_name(name)
+        if name in self._views:
+            return _viewed(self._views[name], self._load(self._views[name].base, device, pin))
         if device.type == "cuda":
             value = self._map(name)
             return to_device(value, device) if isinstance(value, torch.Tensor) else value.to(device)
@@ -195,6 +225,11 @@ class File(Mapping[str, Value], Closing):
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Returns the table or tensor of a name, or the default without looking for names that are spelt nearly so."""
+        self._check_open()
+        return self[name] if name in self else default
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -230,21 +265,24 @@ class File(Mapping[str, Value], Closing):
         parts = self._parts(name)
         stored = sum(place.entry.num_bytes for place in parts)
         files = tuple(dict.fromkeys(place.file.path.name for place in parts))
+        if name in self._views:
+            view = self._views[name]
+            base = self.info(view.base).dtype
+            num_bytes = None if base is None else math.prod(view.shape) * base.itemsize
+            return TensorInfo(name, base, view.shape, None, None, None, num_bytes, 0, {}, files)
         if name not in self._owners:
-            entry = parts[0].entry
-            return TensorInfo(
-                name, _dtype_or_none(entry.dtype), entry.shape, None, None, None, stored, stored, {}, files
-            )
+            dtype, shape = form_of(*parts[0].entry[:2], stored)
+            return TensorInfo(name, dtype, shape, None, None, None, stored, stored, {}, files)
         owner, fields = self._owners[name], self.fields(name)
-        dtype = _dtype_or_none(fields.dtype)
+        table_dtype = _dtype_or_none(fields.dtype)
         return TensorInfo(
             name,
-            dtype,
+            table_dtype,
             fields.shape,
             fields.scheme,
             None if fields.codebook is None else owner.codebook(fields.codebook),
             fields.codec,
-            None if dtype is None else torch.Size(fields.shape).numel() * dtype.itemsize,
+            None if table_dtype is None else torch.Size(fields.shape).numel() * table_dtype.itemsize,
             stored,
             dict(pair.split("=", 1) for pair in owner.tables[name].split(" ")),
             files,
@@ -256,8 +294,10 @@ class File(Mapping[str, Value], Closing):
 
     def _parts(self, name: str) -> list[BlockPlace]:
         """Where the bytes of a tensor are, those of its codebook apart."""
-        if name not in self._names:
-            raise KeyError(name)
+        if name in self._views:
+            name = self._views[name].base
+        elif name not in self._names and name not in self._stored:
+            raise self._unknown(name)
         if name in self._owners:
             return [self._places[part] for part in part_names(name) if part in self._places]
         return [self._places[name]]
@@ -290,7 +330,8 @@ class File(Mapping[str, Value], Closing):
         """
         self._check_open()
         _check_names(names)
-        chosen = list(self if names is None else names)
+        given = self if names is None else names
+        chosen = list(dict.fromkeys(self._views[name].base if name in self._views else name for name in given))
         if names is None:
             of_files = [file.checks for file in self._files.values() if file.checks is not None]
             blocks: dict[Checks, Sequence[int]] = {checks: range(checks.num_blocks) for checks in of_files}
@@ -325,7 +366,7 @@ class File(Mapping[str, Value], Closing):
         if name not in self._owners:
             return
         wanted = self.fields(name).content
-        value = self[name]
+        value = self._value(name)
         if isinstance(value, (CompressedTensor, WholeTensor)) and wanted is not None and fingerprint(value) != wanted:
             raise ChecksumError(f"{self._owners[name].path}: {name!r} decodes to other bytes than were compressed")
 
@@ -341,6 +382,15 @@ class File(Mapping[str, Value], Closing):
     def _check_open(self) -> None:
         if self._is_closed:
             raise ValueError(f"{self.path} is closed")
+
+
+def _viewed(view: View, base: Value) -> Value:
+    """A view of its base: the base itself where it is all of it; else a tensor, for which a table is decoded."""
+    if isinstance(base, Delta):
+        raise FileFormatError(f"there is a view of {view.base!r}, which is a delta")
+    if view.is_whole(base.shape):
+        return base
+    return view.of(base if isinstance(base, torch.Tensor) else base.decompress(device=base.device))
 
 
 def _with_fields(table: CompressedTensor, fields: TableFields) -> CompressedTensor | Delta:
@@ -407,6 +457,17 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
     return File(Path(text), verify=verify, memory=memory, share=share)
 
 
+def stored_in(file: File) -> Iterator[tuple[str, Value, tuple[str, tuple[int, ...]] | None]]:
+    """(name, value, dtype and shape of a plain one in the header) of all that a file stores, with bases of views."""
+    for name in file._stored:
+        yield name, file._value(name), None if name in file._owners else file._places[name].entry[:2]
+
+
+def views_in(file: File) -> Mapping[str, View]:
+    """The tensors that a file has as views of what it stores."""
+    return file._views
+
+
 def _reopened(path: str, verify: bool, memory: str | bool | None, share: bool) -> File:
     """memory: ibp 0.2 pickled whether tables are pinned."""
     if isinstance(memory, bool):
@@ -460,7 +521,10 @@ def load(
         raise ValueError(f"memory is {memory!r}, of the host, but device is {target}")
     pin = False if target.type == "cuda" or is_near else _memory.pins(memory)
     with read_here(path_text(path), (SUFFIX, INDEX_SUFFIX)) as near, open(near, verify=verify) as file:
-        return {name: file._load(name, target, pin) for name in (file if names is None else names)}
+        wanted = list(file if names is None else names)
+        for name in wanted:
+            file._check_name(name)
+        return {name: file._load(name, target, pin) for name in wanted}
 
 
 def _check_names(names: Iterable[str] | None) -> None:

@@ -1,27 +1,42 @@
-"""Paths and URLs: what fsspec reads and writes goes by way of files of this machine."""
+"""Paths and URLs of inputs and outputs. What fsspec reads and writes goes by way of files of this machine.
+
+One policy holds for the outputs of `ibp.save`, `ibp.checkpoints` and the command line:
+
+- A name that ends in a slash, or is one of a directory, names a directory; so does any name without the suffix of a
+  format where a directory is the input. The directory is made if it is not there; its parent has to be there.
+- What a file holds agrees with the suffix of its name: safetensors are not written under a name like "model.pt".
+- `ibp.save` replaces what is at its path, as torch.save does; `ibp.checkpoints` and the command line, with `force`.
+- What an output replaces goes as a whole: a set of files with its index, where a file takes its place, and vice versa.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Union
 
-from .header import read_index
-from .sets import INDEX_SUFFIX
+from .sets import INDEX_SUFFIX, SUFFIX, index_of, read_index, shards_of_index
 
 PathLike = Union[str, "os.PathLike[str]"]
-SUFFIX = ".safetensors"
+SUFFIXES = {SUFFIX: "safetensors", ".ibp": "safetensors", ".npy": "npy", ".npz": "npz"}  # of files, by their suffixes
+SUFFIXES.update(dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"))
+SUFFIXES.update({suffix: suffix[1:] for suffix in (  # of others, which are not written
+    ".csv", ".gguf", ".ggml", ".h5", ".hdf5", ".json", ".msgpack", ".onnx", ".onnx_data", ".ot", ".parquet", ".pb",
+    ".pdparams", ".pickle", ".pkl", ".tflite", ".txt", ".yaml", ".zip",
+)})  # fmt: skip
+WEIGHTS = f"model{SUFFIX}"  # the file of a directory of a model
 _HERE = ("file", "local")  # protocols of fsspec for files of this machine
 
 
 def path_text(path: PathLike) -> str:
     """A path or URL as text; of a URL of a file of this machine the path. TypeError for what is neither."""
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
-        raise TypeError(f"path is {text!r}; wanted text or a path")
+        raise TypeError(f"path is a {type(text).__name__}; wanted text or a path")
     protocol, is_split, rest = text.partition("://")
     return rest if is_split and protocol in _HERE else text
 
@@ -38,16 +53,100 @@ def file_system(url: str) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(url)
 
 
-def target_of(output: PathLike) -> Path:
-    """The file of this machine that an output names: of a directory, "model.safetensors" in it."""
-    text = path_text(output)
-    return Path(text) / f"model{SUFFIX}" if text.endswith(os.sep) or os.path.isdir(text) else Path(text)
+def format_of_name(path: PathLike) -> str | None:
+    """The format that the suffix of a name says, or None."""
+    return SUFFIXES.get(os.path.splitext(path_text(path))[1].lower())
 
 
-def file_of(output: PathLike) -> str:
-    """The file that an output names, here or at a URL."""
+def check_names_safetensors(output: PathLike) -> None:
+    """ValueError if an output, which is written as safetensors, has a name that readers take for another format."""
+    text = file_of(output)
+    stem, suffix = os.path.splitext(text)
+    if format_of_name(text) not in (None, "safetensors"):
+        raise ValueError(
+            f"the output is {text!r}, but what is written is safetensors, which readers of {suffix} files refuse; "
+            f"wanted a name like {stem + SUFFIX!r}"
+        )
+
+
+def names_directory(output: PathLike) -> bool:
+    """Whether an output is a directory, here or at a URL."""
     text = path_text(output)
-    return text if is_url(text) else os.fspath(target_of(text))
+    return text.endswith("/") or (not is_url(text) and os.path.isdir(text))
+
+
+def output_of(inputs: PathLike | Iterable[PathLike], output: PathLike) -> str:
+    """An output as text, with a slash where a directory is the only input and the output has no suffix of a format: a
+    directory becomes a directory."""
+    text = path_text(output)
+    given = [inputs] if isinstance(inputs, (str, os.PathLike)) else inputs
+    if names_directory(text) or format_of_name(text) or not isinstance(given, (list, tuple)) or len(given) != 1:
+        return text
+    return f"{text}/" if _is_directory(path_text(given[0])) else text
+
+
+def _is_directory(path: str) -> bool:
+    if not is_url(path):
+        return os.path.isdir(path)
+    system, remote = file_system(path)
+    return bool(system.isdir(remote))
+
+
+def target_of(output: PathLike, name: str = WEIGHTS) -> Path:
+    """The file of this machine that an output names: of a directory, the one of this name in it."""
+    text = path_text(output)
+    return Path(text) / name if names_directory(text) else Path(text)
+
+
+def is_there(output: PathLike, name: str = WEIGHTS) -> bool:
+    """Whether there is an output already: the file, or the index of the set. name: of the file in a directory."""
+    text = file_of(output, name)
+    folder, slash, file = text.rpartition("/")
+    texts = [text, f"{folder}{slash}{index_of(Path(file)).name}"]
+    if not is_url(text):
+        return any(map(os.path.lexists, texts))
+    system, _ = file_system(text)
+    return any(map(system.exists, texts))
+
+
+def file_of(output: PathLike, name: str = WEIGHTS) -> str:
+    """The file that an output names, here or at a URL: of a directory, the one of this name in it."""
+    text = path_text(output)
+    if is_url(text):
+        return f"{text}{name}" if names_directory(text) else text
+    return os.fspath(target_of(text, name))
+
+
+def check_other_sets(folder: Path, own: Iterable[Path]) -> None:
+    """FileExistsError if a directory has an index, by which its readers would go on finding another set of files than
+    what is written there. own: indices that are replaced or removed."""
+    others = sorted(set(folder.glob(f"*{SUFFIX}{INDEX_SUFFIX}")).difference(own))
+    if others:
+        raise FileExistsError(
+            f"{folder} has {others[0].name}, by which readers of the directory would go on finding another set; "
+            "wanted another directory, or that set removed"
+        )
+
+
+@contextlib.contextmanager
+def _made_directory(output: str, folder: Path) -> Iterator[None]:
+    """Makes the directory of an output, if the output itself names it, and removes it again if nothing is written.
+    OSError: there is no such directory, or none to make it in."""
+    is_new = names_directory(output) and not os.path.lexists(folder)
+    home = folder.parent if is_new else folder
+    if not home.is_dir():
+        if os.path.lexists(home):
+            raise NotADirectoryError(errno.ENOTDIR, "is no directory", os.fspath(home))
+        raise FileNotFoundError(errno.ENOENT, "there is no such directory", os.fspath(home))
+    if is_new:
+        folder.mkdir(exist_ok=True)  # another rank may have made it
+    try:
+        yield
+    except BaseException:
+        if is_new:
+            with contextlib.suppress(OSError):  # it is not empty, or another rank has removed it
+                folder.rmdir()
+        raise
 
 
 @contextlib.contextmanager
@@ -88,17 +187,28 @@ def _fetched(url: str, folder: Path, suffixes: tuple[str, ...]) -> Path:
 
 
 @contextlib.contextmanager
-def written_to(output: PathLike) -> Iterator[Path]:
-    """Where to write an output: for a URL in a temporary directory, from which the files go there afterwards, the index
-    last."""
+def written_to(output: PathLike, name: str = WEIGHTS) -> Iterator[Path]:
+    """Where to write an output: of a directory, a file of this name in it. For a URL it is in a temporary directory,
+    from which the files go there afterwards, the index last; what `replacing` removes here goes there, too."""
     text = path_text(output)
     if not is_url(text):
-        yield target_of(text)
+        target = target_of(text, name)
+        with _made_directory(text, target.parent):
+            yield target
         return
     system, remote = file_system(text)
-    folder, _, name = remote.rpartition("/")
-    with tempfile.TemporaryDirectory(prefix="ibp-") as near:
-        yield Path(near) / (name or f"model{SUFFIX}")
-        files = [file for file in sorted(Path(near).iterdir()) if not file.name.startswith(".")]
-        for file in sorted(files, key=lambda file: file.name.endswith(INDEX_SUFFIX)):
-            system.put_file(os.fspath(file), f"{folder}/{file.name}" if folder else file.name)
+    folder, slash, file_name = remote.rpartition("/")
+    with tempfile.TemporaryDirectory(prefix="ibp-") as made:
+        near, away = Path(made), f"{folder}{slash}"
+        target = near / (file_name or name)
+        index = index_of(target)
+        if system.exists(away + index.name):
+            system.get_file(away + index.name, os.fspath(index))
+        earlier = [file.name for file in (index, target, *shards_of_index(target))]
+        yield target
+        files = [file.name for file in sorted(near.iterdir()) if not file.name.startswith(".")]
+        for file in sorted(files, key=lambda file: file.endswith(INDEX_SUFFIX)):
+            system.put_file(os.fspath(near / file), away + file)
+        for file in earlier:
+            if file not in files and system.exists(away + file):
+                system.rm_file(away + file)

@@ -35,6 +35,7 @@ from .fields import (
     FileFormatError,
     TableFields,
     dtype_of,
+    form_of,
     read_codebook,
     refused,
     table_fields,
@@ -46,7 +47,7 @@ from .writer import CHECKS, PREFIX
 _TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX}removed."
 _ROWS = ("slots", "overflow")
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons lacks
-_SHOWN_NAMES = 6  # of tensors, in a message
+SHOWN_NAMES = 6  # of tensors, in a message
 _PIECE_BYTES = 8 << 20  # that a thread reads at once
 THREADS = min(16, os.cpu_count() or 1)  # that read at once
 
@@ -88,6 +89,7 @@ class OpenFile:
         self.path, self._verify = path, verify
         self._file = open_regular(path)
         self._close = weakref.finalize(self, os.close, self._file)
+        self._num_bytes = os.fstat(self._file).st_size
         with os.fdopen(os.dup(self._file), "rb") as file:
             self.header = header_of(file, str(path))
         self._checks = Checks(self) if verify and not self.header.is_plain else None
@@ -96,6 +98,10 @@ class OpenFile:
         self.tables = {key[len(_TABLE) :]: text for key, text in metadata.items() if key.startswith(_TABLE)}
         self.removed = [key[len(_REMOVED) :] for key in metadata if key.startswith(_REMOVED)]
         self._codebooks: dict[int, AnyCodebook] = {}
+        # The whole file, mapped when it is first needed: one map serves all tensors, however many there are, since a
+        # process has few descriptors and maps. The tensors keep a map alive.
+        self._private_map: mmap.mmap | None = None
+        self._shared_map: _core.FilePages | None = None
 
     def fields(self, name: str) -> TableFields:
         return table_fields(f"{self.path}: table {name!r}", self.tables[name])
@@ -147,22 +153,35 @@ class OpenFile:
         return hasher.intdigest()
 
     def mapped(self, start: int, num_bytes: int) -> torch.Tensor:
-        """uint8 [num_bytes], mapped: what is written to becomes memory of its own. It keeps the mapping alive."""
-        if num_bytes == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        skipped = start % mmap.ALLOCATIONGRANULARITY
-        pages = mmap.mmap(
-            self.fileno(),
-            num_bytes + skipped,
-            flags=mmap.MAP_PRIVATE | _NO_RESERVE,
-            prot=mmap.PROT_READ | mmap.PROT_WRITE,
-            offset=start - skipped,
-        )
-        return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=skipped)
+        """Returns bytes of the file, uint8 [num_bytes], mapped. What is written to becomes memory of its own. The
+        tensor keeps the map alive. FileFormatError: the file has been cut since it was opened."""
+        pages = self._private_map  # which another thread's `close` forgets
+        if pages is None:
+            pages = self._private_map = mmap.mmap(
+                self.fileno(),
+                self._whole_size(),
+                flags=mmap.MAP_PRIVATE | _NO_RESERVE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+        return _part_of(pages, start, num_bytes)
+
+    def mapped_read_only(self, start: int, num_bytes: int) -> torch.Tensor:
+        """Returns the same for bytes that are not written to: they stay those of the page cache."""
+        pages = self._shared_map
+        if pages is None:
+            pages = self._shared_map = self.pages(0, self._whole_size())
+        return _part_of(pages, start, num_bytes)
 
     def pages(self, start: int, num_bytes: int) -> _core.FilePages:
-        """Bytes of the file, mapped to be read only."""
+        """Maps bytes of the file to be read only, apart from all other maps, so that they can be pinned."""
         return _core.FilePages(self.fileno(), start, num_bytes)
+
+    def _whole_size(self) -> int:
+        """Returns the file's size. FileFormatError: it has been cut since it was opened."""
+        size = os.fstat(self.fileno()).st_size
+        if size < self._num_bytes:
+            raise FileFormatError(f"{self.path} has been cut since it was opened")
+        return size
 
     @property
     def identity(self) -> str:
@@ -171,20 +190,22 @@ class OpenFile:
         return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def close(self) -> None:
-        """What is mapped stays mapped."""
+        """Closes the descriptor. Tensors that were mapped keep their map."""
         self._close()
         self._codebooks.clear()
+        self._private_map = self._shared_map = None
 
     def tensor(self, name: str, take: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-        """A plain tensor. take: gives bytes of the file, by the place where they start and their number."""
+        """A plain tensor, in the form that `form_of` says. take: gives bytes of the file, by the place where they start
+        and their number."""
         entry = self.header.tensors[name]
-        dtype = dtype_of(entry.dtype)
-        if dtype.itemsize * math.prod(entry.shape) != entry.num_bytes:
+        dtype, shape = form_of(*entry[:2], entry.num_bytes)
+        if dtype.itemsize * math.prod(shape) != entry.num_bytes:
             raise FileFormatError(f"{self.path}: {name!r} is {entry.dtype}, of which torch has no such tensors")
         data = take(entry.start, entry.num_bytes)
         if entry.start % dtype.itemsize:
             data = data.clone()
-        return data.view(dtype).view(entry.shape)
+        return data.view(dtype).view(shape)
 
     # ---- codebooks ----
 
@@ -207,7 +228,7 @@ class OpenFile:
         if entry is None and count == 0:
             return np.empty(0, numpy_dtype)
         start = start_of_part(self, name, entry, dtype, count * numpy_dtype.itemsize)
-        data = self.read(start, torch.empty(count * numpy_dtype.itemsize, dtype=torch.uint8))
+        data = self.read(start, torch.empty(count * numpy_dtype.itemsize, dtype=torch.uint8, device="cpu"))
         return data.numpy().view(numpy_dtype)
 
     # ---- checksums ----
@@ -218,6 +239,12 @@ class OpenFile:
         if self._checks is None and not self.header.is_plain:
             self._checks = Checks(self)
         return self._checks
+
+
+def _part_of(pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> torch.Tensor:
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 class Checks:
@@ -287,8 +314,8 @@ class Checks:
         entries = self._file.header.tensors.items()
         inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
         names = [name for name in inside if not name.startswith(f"{PREFIX}padding.")] or inside
-        shown = ", ".join(map(repr, names[:_SHOWN_NAMES]))
-        more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+        shown = ", ".join(map(repr, names[:SHOWN_NAMES]))
+        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         return f"one of {shown}{more}" if len(names) > 1 else shown
 
 
@@ -312,14 +339,15 @@ def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, nu
 Take = Callable[["OpenFile", int, int, str], torch.Tensor]  # (file, start, bytes, part): the bytes of a table's part
 
 
-def mapped_parts(pages: list[_core.FilePages]) -> Take:
-    """Gives parts as they are in the page cache. pages: takes the memory of the rows, slots and overflow."""
+def mapped_parts(pages: list[_core.FilePages] | None) -> Take:
+    """Returns a function that gives parts as they are in the page cache. pages: takes the maps of slots and overflow,
+    which then have maps of their own, so that a table's alone can be pinned; None: they are in the file's one map."""
 
     def take(file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
-        mapped = file.pages(start, num_bytes)
-        if part in _ROWS:
-            pages.append(mapped)
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        if pages is None or part not in _ROWS:
+            return file.mapped_read_only(start, num_bytes)
+        pages.append(file.pages(start, num_bytes))
+        return torch.frombuffer(pages[-1], dtype=torch.uint8)
 
     return take
 
@@ -421,7 +449,7 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
 def _taken(file: OpenFile, place: BlockPlace | None, name: str, dtype: str, num_bytes: int, take: Take) -> torch.Tensor:
     """The bytes of a part, without padding. file: to which it belongs, wherever its place is."""
     if not num_bytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     owner, entry = (file, None) if place is None else (place.file, place.entry)
     start = start_of_part(owner, name, entry, dtype, num_bytes)
     return take(owner, start, num_bytes, name.rpartition(":")[2])

@@ -7,13 +7,7 @@ import os
 import stat
 from collections.abc import Callable
 
-_KINDS = {
-    stat.S_IFIFO: "a pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-    stat.S_IFDIR: "a directory",
-}
+from .._common.whole_files import KINDS
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
@@ -23,7 +17,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
     try:
         kind = stat.S_IFMT(os.fstat(file).st_mode)
         if kind != stat.S_IFREG:
-            raise OSError(f"{os.fspath(path)} is {_KINDS.get(kind, 'no file')}; wanted a regular file")
+            raise OSError(f"{os.fspath(path)} is {KINDS.get(kind, 'no file')}; wanted a regular file")
         return file
     except BaseException:
         os.close(file)

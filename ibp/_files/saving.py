@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
 from .._common.sequences import cut
-from .._layout.geometry import check_tensor, given_tensor
+from .._layout.geometry import KEPT_DTYPES, check_tensor, given_tensor
 from .._rows.protocols import CachedRows
 from .._schemes import AnyCodebook, with_clusters
 from .._tables.compressed_tensor import CompressedTensor
@@ -21,8 +22,8 @@ from ..codecs._whole import WholeTensor
 from ..deltas import CheckpointDelta, Delta
 from ..deltas._fingerprint import fingerprint
 from .opened import Value
-from .paths import PathLike, written_to
-from .sets import names_of_set, write_index
+from .paths import PathLike, check_names_safetensors, check_other_sets, names_directory, written_to
+from .sets import index_of, outputs_of, replacing, write_index
 from .writer import FileWriter, checked_metadata, header_room, write_plain, write_table, write_whole_tensor
 
 
@@ -38,8 +39,8 @@ def save(
     """Writes tables and tensors to a file. `ibp.load` and `ibp.open` read it, and readers of safetensors list its
     contents.
 
-    The file appears under its name when it is whole and on disk, and only then replaces an earlier file. Bytes on a GPU
-    come from there block by block.
+    The file appears under its name when it is whole and on disk, and only then replaces an earlier file or set of that
+    name, whose permissions it keeps. Bytes on a GPU come from there block by block.
 
     Example:
         >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16())
@@ -49,6 +50,7 @@ def save(
 
     Args:
         path: of the file, "model.safetensors" in a directory, or a URL that fsspec knows ("s3://...", "memory://...").
+            A directory is made if its name ends in a slash and it is not there.
         tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name; a single one
             without a name gets the name "tensor". Tensors are kept as they are, and may have any dtype that safetensors
             has; arrays are read as tensors. For an `ibp.deltas.CheckpointDelta` the file also keeps the names of
@@ -61,15 +63,21 @@ def save(
         progress: show a bar.
 
     Raises:
-        TypeError, ValueError: a name, a tensor, metadata or shard_bytes is none that a file can have.
+        TypeError, ValueError: a name, a tensor, metadata or shard_bytes is none that a file can have, or path ends as
+            files of another format do (.pt, .npz, .gguf).
         OSError: the file cannot be written; there is no new file then. The error names the file, and if the disk is
             full it says how many bytes are wanted.
     """
+    if isinstance(tensors, (str, os.PathLike)):
+        raise TypeError(f"tensors is the path {os.fspath(tensors)!r}; wanted ibp.save(path, tensors), the path first")
     items = _checked(tensors)
     removed = tensors.removed if isinstance(tensors, CheckpointDelta) else ()
     checked_metadata(metadata)
+    check_names_safetensors(path)
     most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
     with written_to(path) as target:
+        if names_directory(path):
+            check_other_sets(target.parent, [index_of(target)])
         shards = [dict(shard) for shard in cut(items.items(), lambda item: _stored(item[1]), most)]
         total = sum(map(_stored, items.values()))
         with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=not progress) as bar:
@@ -93,7 +101,7 @@ def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> 
                 "(ibp.deltas.make)"
             )
         if isinstance(value, torch.Tensor):
-            check_tensor(value, repr(name))
+            check_tensor(value, repr(name), KEPT_DTYPES)
     return items
 
 
@@ -157,13 +165,15 @@ def _write_files(
     """Writes a file a shard, and names them when all are whole; the index of several last."""
     weight_map: dict[str, str] = {}
     total = 0
-    with contextlib.ExitStack() as stack:
-        for name, items in zip(names_of_set(path, len(shards)), shards):
-            gone = () if weight_map else removed  # the first file says it
-            writer = stack.enter_context(_writer(path.with_name(name), items, gone, metadata, on_write))
-            _write(writer, items, content)
-            writer.finish()
-            weight_map.update(dict.fromkeys(writer.names, name))
-            total += writer.data_bytes
-    if len(shards) > 1:
-        write_index(path, weight_map, total)
+    names = outputs_of(path, len(shards))
+    with replacing(path, names):
+        with contextlib.ExitStack() as stack:
+            for name, items in zip(names, shards):
+                gone = () if weight_map else removed  # the first file says it
+                writer = stack.enter_context(_writer(path.with_name(name), items, gone, metadata, on_write))
+                _write(writer, items, content)
+                writer.finish()
+                weight_map.update(dict.fromkeys(writer.names, name))
+                total += writer.data_bytes
+        if len(shards) > 1:
+            write_index(path, weight_map, total)

@@ -4,20 +4,20 @@ it. The file appears under its name when it is whole."""
 from __future__ import annotations
 
 import contextlib
-import errno
+import functools
 import json
 import math
 import os
-import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from .. import _core
-from .._layout.geometry import bytes_of, check_tensor
+from .._common.whole_files import NewFile, errors_of
+from .._layout.geometry import KEPT_DTYPES, bytes_of, check_tensor
 from .._machine import staging
 from .._schemes import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
@@ -31,6 +31,7 @@ from .fields import (
     TableFields,
     codebook_record,
     dtype_name,
+    entry_of,
     write_fields,
 )
 
@@ -43,9 +44,6 @@ _BUFFER_BYTES = 1 << 20
 _ENTRY_BYTES = 128  # of a tensor's entry in the header, without its name and shape
 _SIZE_BYTES = 21  # of a size in a shape
 _FIXED_BYTES = 1024  # of the header besides: format, release, checksums
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # there is no room, on the disk or for the user
-
-
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
@@ -81,15 +79,16 @@ class FileWriter:
     """Writes a file as a stream. A context manager: left normally, the file is whole under its name; left by an
     exception, there is no new file, and one that was there before is as it was.
 
-    One tensor is written at a time, from its first byte to its last. The data goes to a temporary file beside `path`,
-    with the permissions of any new file.
+    One tensor is written at a time, from its first byte to its last. The data goes to a temporary file beside `path`.
 
     Args:
-        path: of the file; one that is there is replaced.
+        path: of the file.
         metadata: of the user, text for text; no key begins with "ibp.".
         header_bytes: room for the header, see `header_room`.
         data_bytes: how many bytes of data there will be at least, where that is known: a full disk's message says it.
         on_write: called with the number of bytes of data after each piece that is written.
+        like, alone, replace: as of `NewFile`: where permissions come from, whether another call may write the same
+            path meanwhile, and whether a file that is there is replaced.
 
     Raises:
         ValueError: a name is there twice or is reserved, the header does not fit its room, or the data of a tensor
@@ -105,8 +104,12 @@ class FileWriter:
         header_bytes: int = 1 << 20,
         data_bytes: int = 0,
         on_write: Callable[[int], object] | None = None,
+        like: Iterable[str | os.PathLike[str]] = (),
+        alone: bool = False,
+        replace: bool = True,
     ) -> None:
         self.path, self._on_write, self._expected_bytes = Path(path), on_write, data_bytes
+        self._begin_file = functools.partial(NewFile, self.path, like=like, alone=alone, replace=replace)
         self._metadata = checked_metadata(metadata)
         self._room = min(rounded_up(header_bytes), (8 + MAX_HEADER_BYTES) // ALIGNMENT * ALIGNMENT)
         self._header_bytes = 0
@@ -121,15 +124,12 @@ class FileWriter:
 
     # ---- what is in the file ----
 
-    def plain(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Sink:
-        """Begins a tensor that is kept as it is."""
-        text = dtype_name(dtype)
-        if text not in PLAIN_ITEM_BYTES:
-            raise ValueError(f"{name!r} has dtype {dtype}, which safetensors lacks: ibp.compress makes a table of it")
+    def plain(self, name: str, dtype: str, shape: tuple[int, ...]) -> Sink:
+        """Begins a tensor that is kept as it is. dtype: its name in the header, also one that torch lacks."""
         self._check_name(name, self._plain)
         self._plain.add(name)
         self._claim_header(repr(name), _json_bytes(name) + 2 * _ENTRY_BYTES + len(shape) * _SIZE_BYTES)
-        return self._begin(Sink(self, name, text, shape))
+        return self._begin(Sink(self, name, dtype, shape))
 
     def part(self, name: str, dtype: str) -> Sink:
         """Begins a part of a table, `<table>:<part>`, or of a codebook: one dimension, padded with zeros. One without
@@ -217,13 +217,14 @@ class FileWriter:
     def _close(self, sink: Sink) -> None:
         """Ends the tensor, and adds what makes the next one begin at a multiple of the alignment."""
         assert self._output is not None
-        end, item_bytes = self._output.data_bytes, PLAIN_ITEM_BYTES[sink.dtype]
+        end = self._output.data_bytes
         num_bytes, missing = end - sink.start, -end % ALIGNMENT
         if sink.shape is None:
             self._write(sink, _ZEROS[:missing])
             if num_bytes:
-                self._enter(sink.name, sink.dtype, ((num_bytes + missing) // item_bytes,), sink.start)
-        elif math.prod(sink.shape) * item_bytes != num_bytes:
+                num_items = (num_bytes + missing) // PLAIN_ITEM_BYTES[sink.dtype]
+                self._enter(sink.name, sink.dtype, (num_items,), sink.start)
+        elif sink.dtype in PLAIN_ITEM_BYTES and math.prod(sink.shape) * PLAIN_ITEM_BYTES[sink.dtype] != num_bytes:
             raise ValueError(
                 f"{sink.name!r} has {num_bytes} bytes; wanted {sink.dtype} {sink.shape and list(sink.shape)}"
             )
@@ -253,7 +254,7 @@ class FileWriter:
     # ---- the file ----
 
     def __enter__(self) -> FileWriter:
-        self._output = _FileOutput(self.path, self._room, self._expected_bytes)
+        self._output = _FileOutput(self._begin_file(), self.path, self._room, self._expected_bytes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -307,24 +308,16 @@ class Sink:
 
 
 class _FileOutput:
-    """The temporary file: data behind the header's room, buffered and hashed. An OSError of it names the file that it
-    becomes."""
+    """The file while it is written: data behind the header's room, buffered and hashed."""
 
-    def __init__(self, path: Path, room: int, expected_bytes: int) -> None:
-        self._path, self._room, self._expected_bytes = path, room, expected_bytes
-        self._temporary = path.parent / f".ibp-{secrets.token_hex(8)}.tmp"
+    def __init__(self, new: NewFile, path: Path, room: int, expected_bytes: int) -> None:
+        self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes
+        assert new.file is not None
+        self._file = new.file.fileno()
         self.hasher, self._buffer = checks.BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
-        try:
-            self.file = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(error.errno, error.strerror, str(path.parent)) from None
-        try:
-            os.lseek(self.file, room, os.SEEK_SET)
-        except BaseException:
-            self.discard()
-            raise
+        self._end = room  # of what is in the file
 
     def write(self, data: memoryview) -> None:
         self.data_bytes += len(data)
@@ -335,86 +328,45 @@ class _FileOutput:
         self._flush()
         hashing = self._hashers.submit(self.hasher.update, data)  # beside the system's copy of the same bytes
         try:
-            self._write_all(data)
+            self._append(data)
         finally:
             hashing.result()
 
     def _flush(self) -> None:
-        self._write_all(memoryview(bytes(self._buffer)))
+        self._append(memoryview(bytes(self._buffer)))
         self._buffer.clear()
 
-    def _write_all(self, data: memoryview) -> None:
-        with self.named_errors():
+    def _append(self, data: memoryview) -> None:
+        self._write_at(self._end, data)
+        self._end += len(data)
+
+    def _write_at(self, start: int, data: memoryview) -> None:
+        with self._errors():
             while data:
-                data = data[os.write(self.file, data) :]
+                written = os.pwrite(self._file, data, start)
+                start, data = start + written, data[written:]
 
-    @contextlib.contextmanager
-    def named_errors(self) -> Iterator[None]:
-        """An OSError that names no file names the one that is written, and of a full disk how many bytes it takes at
-        least."""
-        num_bytes = self._room + max(self.data_bytes, self._expected_bytes)
-        try:
-            yield
-        except OSError as error:
-            if error.filename is not None:
-                raise
-            why = error.strerror
-            if error.errno in _FULL:
-                why = f"{why}: wanted room for at least {num_bytes:,} bytes"
-            raise OSError(error.errno, why, str(self._path)) from error
+    def _errors(self) -> contextlib.AbstractContextManager[None]:
+        return errors_of(self._path, self._room + max(self.data_bytes, self._expected_bytes))
 
-    def finish(self, header: bytes = b"") -> None:
+    def finish(self, header: bytes) -> None:
         """Writes what is left, and the header into its room, and waits for the disk."""
         self._flush()
-        os.lseek(self.file, 0, os.SEEK_SET)
-        self._write_all(memoryview(header))
-        with self.named_errors():
-            os.fsync(self.file)
+        self._write_at(0, memoryview(header))
+        with self._errors():
+            os.fsync(self._file)
         self.is_finished = True
 
     def commit(self) -> None:
         """Gives the file its name."""
-        os.replace(self._temporary, self._path)
-        sync_directory(self._path.parent)
+        self._new.commit()
 
     def discard(self) -> None:
         """Removes the temporary file, if it exists, and closes it."""
-        self._hashers.shutdown()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._temporary)
-        if self.file >= 0:
-            os.close(self.file)
-            self.file = -1
-
-
-def sync_directory(path: Path) -> None:
-    """Waits until the names in a directory are on disk."""
-    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-@contextlib.contextmanager
-def replaced(path: Path, num_bytes: int) -> Iterator[IO[bytes]]:
-    """A temporary file beside `path`, which takes that name, whole and on disk, when the context is left normally; else
-    it is removed. An OSError names `path`, and of a full disk num_bytes, which are written."""
-    output = _FileOutput(path, 0, num_bytes)
-    try:
-        with output.named_errors():
-            with os.fdopen(os.dup(output.file), "wb") as file:
-                yield file
-            output.finish()
-            output.commit()
-    finally:
-        output.discard()
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file of any kind that appears under its name when it is whole and on disk."""
-    with replaced(path, len(data)) as file:
-        file.write(data)
+        try:
+            self._hashers.shutdown()
+        finally:
+            self._new.discard()
 
 
 def write_table(
@@ -463,8 +415,13 @@ def _write_parts(writer: FileWriter, name: str, fields: TableFields, parts: Mapp
 
 def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
     """Writes a whole tensor from any device, block by block, as it is."""
-    check_tensor(tensor, repr(name))
-    with writer.plain(name, tensor.dtype, tuple(tensor.shape)) as sink:
+    check_tensor(tensor, repr(name), KEPT_DTYPES)
+    entry = entry_of(tensor.dtype, tuple(tensor.shape))
+    if entry is None:
+        raise ValueError(
+            f"{name!r} has dtype {tensor.dtype}, which safetensors lacks: ibp.compress makes a table of it"
+        )
+    with writer.plain(name, *entry) as sink:
         _write_tensor(sink, tensor)
 
 

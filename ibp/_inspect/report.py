@@ -127,8 +127,8 @@ def read_rows(read: Read, geometry: Geometry) -> np.ndarray:
     """A sample of the rows of a tensor, uint8 [n, row_bytes]; a short last row is extended with zeros."""
     row_bytes, runs = geometry.row_bytes, sample_runs(geometry.num_rows, geometry.row_bytes)
     parts = [read(first * row_bytes, min(last * row_bytes, geometry.num_bytes)) for first, last in runs]
-    data = np.concatenate(parts) if parts else np.empty(0, np.uint8)
-    return np.pad(data, (0, -len(data) % row_bytes)).reshape(-1, row_bytes)
+    missing = -sum(map(len, parts)) % row_bytes
+    return np.concatenate([*parts, np.zeros(missing, np.uint8)]).reshape(-1, row_bytes)
 
 
 # ---- reports ----

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,6 +47,9 @@ _DTYPE_NAMES = (
     "float8_e8m0fnu",
 )
 DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
+# two values in a byte; None in a torch that lacks it
+PAIRS_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # of plain tensors in files
 
 # What takes things that are given in the place of a tensor, or makes tensors of them: by type, and by attribute.
 _WAYS: tuple[tuple[Any, str], ...] = (
@@ -103,14 +106,14 @@ class Geometry:
         return -(-self.num_bytes // self.row_bytes)
 
 
-def check_tensor(x: torch.Tensor, name: str = "x") -> None:
-    """Raises TypeError for what cannot be compressed, by its name."""
+def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype] = DTYPES) -> None:
+    """Raises TypeError for what cannot be compressed, or is not of one of the dtypes, by its name."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor{_way_from(x)}")
     if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
         kind = "nested" if x.is_nested else str(x.layout)
         raise TypeError(f"{name} is a {kind} tensor on {x.device}; wanted a dense tensor on the CPU or a CUDA device")
-    if x.dtype not in DTYPES:
+    if x.dtype not in dtypes:
         raise TypeError(
             f"{name} has dtype {x.dtype} with elements of {x.dtype.itemsize} bytes; wanted 1, 2, 4 or 8 whole bytes, "
             "not quantized or packed: pass its int_repr() or view(torch.uint8)"
@@ -242,10 +245,10 @@ def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
     """The rows of a sample, int64 [at most num_sampled], in order: one drawn from each of as many equal parts of the
     table. At equal distances all could be the same part of an image, or of a head."""
     if num_sampled >= num_rows:
-        return torch.arange(num_rows)
+        return torch.arange(num_rows, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     bounds = np.arange(num_sampled + 1) * num_rows // num_sampled
-    shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64).numpy()
+    shares = torch.rand(num_sampled, generator=generator, dtype=torch.float64, device="cpu").numpy()
     return torch.from_numpy(bounds[:-1] + (shares * np.diff(bounds)).astype(np.int64))
 
 

@@ -105,7 +105,7 @@ def default_length(row_bytes: int) -> int:
 def survey(lengths: torch.Tensor, geometry: Geometry) -> Survey:
     """The survey of a table's rows; lengths on any device, empty: all rows raw."""
     if lengths.numel() == 0:
-        lengths = torch.zeros(geometry.num_rows, dtype=torch.uint16)
+        lengths = torch.zeros(geometry.num_rows, dtype=torch.uint16, device="cpu")
     found = torch.ops.ibp.survey_rows.default(lengths, geometry.num_bytes, geometry.row_bytes).cpu()
     return Survey(geometry.row_bytes, int(found.numpy()[0]), found[1:])
 

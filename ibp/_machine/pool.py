@@ -54,15 +54,17 @@ class Pool:
             part, used = memory.empty(block_bytes, _CPU, True), None
             self.held_bytes += block_bytes
         else:
-            part, used = self._free[found].pop()
+            part, used = self._free[found][-1]
+        if used is not None:
+            assert writer is not None
+            writer.wait_event(used)  # it may raise: the part is still free then
+        if found is not None:
+            self._free[found].pop()
             if not self._free[found]:
                 del self._free[found]
         if part.numel() > size:
             self.give(part[size:], used)
             part = part[:size]
-        if used is not None:
-            assert writer is not None
-            writer.wait_event(used)
         return part
 
     def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:

@@ -57,7 +57,7 @@ class Turn:
     ) -> None:
         self._device, self._streams, self._empty_host = device, tuple(streams), empty_host
         self.memory = torch.empty(0, dtype=torch.uint8, device=device)
-        self.host = torch.empty(0, dtype=torch.uint8)
+        self.host = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.filled, self.free = torch.cuda.Event(), torch.cuda.Event()
         self.reserve(num_bytes)
 

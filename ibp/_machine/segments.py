@@ -11,16 +11,19 @@ import os
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
 from .. import _core
 from .._common import wire
+from .._common.arguments import whole_number
+from .._common.locks import ForkLock
 from .._common.rounding import rounded_up
 from .memory import pinning
 
 _ALIGNMENT = 256  # bytes, of each tensor in the memory
+_pin_lock = ForkLock()  # threads may ask at once to pin what they share
 PART_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
 
 
@@ -50,6 +53,14 @@ class SharedHandle:
     _pin: bool = field(repr=False)
     _fields: bytes = field(repr=False)
     _tensors: bytes = field(repr=False)  # how each is opened; of shared memory its number of elements
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if type(value).__name__ != each.type:
+                raise TypeError(f"{each.name} of a SharedHandle is a {type(value).__name__}; wanted {each.type}")
+            if isinstance(value, int) and value < 0:
+                raise ValueError(f"{each.name} of a SharedHandle is {value}; wanted 0 or more")
 
 
 class Segment:
@@ -104,28 +115,28 @@ class Segment:
 
     def pin_here(self) -> None:
         """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
-        with pinning(f"{self.num_bytes:,} bytes of shared memory"):
+        with _pin_lock, pinning(f"{self.num_bytes:,} bytes of shared memory"):
             self.pages.pin()
         self.pin = True
 
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """A table's tensors in the memory. sizes: how many elements each has; 0 where it is not named."""
+        """Returns a table's tensors in the memory. sizes: how many elements each has; 0 where it is not named.
+        TypeError, ValueError: a size is no int, or the memory has no room for it."""
         made, start = {}, 0
         for name, dtype in PART_DTYPES.items():
-            count = sizes.get(name, 0)
-            made[name] = (
-                torch.frombuffer(self.pages, dtype=dtype, count=count, offset=start)
-                if count
-                else torch.empty(0, dtype=dtype)
-            )
+            most = max(0, self.num_bytes - start) // dtype.itemsize
+            count = whole_number(f"the size of {name} in shared memory", sizes.get(name, 0), 0, most)
+            made[name] = torch.empty(0, dtype=dtype, device="cpu")
+            if count:
+                made[name] = torch.frombuffer(self.pages, dtype=dtype, count=count, offset=start)
             start += rounded_up(count * dtype.itemsize, _ALIGNMENT)
         return made
 
 
 class FileRows:
     """The rows of a table in a mapped file, which are not to be written to: what a table has in place of a `Segment`.
-    pages: the mapped memory of slots and of overflow, where there are any; pin: whether it is to be pinned, which is
-    done where a GPU first fetches from it."""
+    pages: the maps of slots and of overflow, where there are any; pin: whether they are to be pinned, which is done
+    when a GPU first fetches from them."""
 
     def __init__(self, pages: Sequence[_core.FilePages], pin: bool) -> None:
         self.pages, self.pin = tuple(pages), pin
@@ -136,7 +147,7 @@ class FileRows:
 
     def pin_here(self) -> None:
         """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
-        with pinning("a mapped file"):
+        with _pin_lock, pinning("a mapped file"):
             for pages in self.pages:
                 pages.pin()
         self.pin = True
@@ -157,9 +168,18 @@ def _file_of(handle: SharedHandle) -> int:
 
 
 def _checked(file: int, handle: SharedHandle) -> int:
-    """The descriptor, if it is that of the handle's memory: another process of that number may have anything there."""
-    is_it = os.readlink(f"/proc/self/fd/{file}") == f"/memfd:{handle._name} (deleted)"
-    if is_it and os.fstat(file).st_size == handle.num_bytes:
+    """Returns the descriptor, if it is that of the handle's memory: another process of that number may have anything
+    there. RuntimeError: it is not, or it can be cut short, which would end its readers (SIGBUS)."""
+    try:
+        is_it = os.readlink(f"/proc/self/fd/{file}") == f"/memfd:{handle._name} (deleted)"
+        if not is_it or os.fstat(file).st_size != handle.num_bytes:
+            raise RuntimeError(f"process {handle.process} has ended, or no longer has the table that it shared")
+        if not fcntl.fcntl(file, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise RuntimeError(
+                f"process {handle.process} can still cut the memory that it shares (it lacks F_SEAL_SHRINK); wanted "
+                "memory that table.share() has made"
+            )
         return file
-    os.close(file)
-    raise RuntimeError(f"process {handle.process} has ended, or no longer has the table that it shared")
+    except BaseException:
+        os.close(file)
+        raise

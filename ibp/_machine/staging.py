@@ -24,10 +24,10 @@ _MOST_OF_FREE = 0.25  # of a GPU's free memory, that pinned bytes take there as 
 def empty_pinned(num_bytes: int) -> torch.Tensor:
     """From torch's allocator, which keeps pinned memory for the next call; pageable where the system refuses."""
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
     except RuntimeError as error:
         memory.warn_of_pageable(memory.PinningError(f"{num_bytes:,} bytes of memory cannot be pinned ({error})"))
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 def pinned_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,6 +41,8 @@ class Clock:
 
     Attributes:
         table_bytes: of a table to time calls on.
+        uncertainty: the largest standard error of the medians so far, as a share of the median. Seconds of repetitions
+            differ where something else uses the machine.
     """
 
     def __init__(self, device: torch.device, budget_s: float) -> None:
@@ -49,6 +51,7 @@ class Clock:
         most_bytes, part = _TABLE_BYTES[device.type]
         free_bytes = torch.cuda.mem_get_info(device)[0] if on_gpu else free_host_bytes()
         self.table_bytes = max(1 << 20, min(most_bytes, free_bytes // part))
+        self.uncertainty = 0.0
         self._zeros = 0  # of the scratch, for the head start
         if on_gpu:
             self._scratch = torch.empty(self.table_bytes, dtype=torch.uint8, device=device)
@@ -56,7 +59,7 @@ class Clock:
 
     def wall_s(self, call: Callable[[], object]) -> float:
         """Median of the seconds until a call's work is done, its host part too."""
-        return statistics.median(timed_once(call, self.device)[1] for _ in range(self._repeats(call)))
+        return self._median([timed_once(call, self.device)[1] for _ in range(self._repeats(call))])
 
     def gpu_s(self, call: Callable[[], object]) -> float:
         """Median of the seconds that a call's work takes on the GPU, behind a head start that hides how long the calls
@@ -69,7 +72,13 @@ class Clock:
             call()
             end.record()
         torch.cuda.synchronize(self.device)
-        return statistics.median(start.elapsed_time(end) for start, end in events) * 1e-3
+        return self._median([start.elapsed_time(end) * 1e-3 for start, end in events])
+
+    def _median(self, seconds: list[float]) -> float:
+        first, median, third = statistics.quantiles(seconds, n=4, method="inclusive")
+        error = 0.93 * (third - first) / len(seconds) ** 0.5  # of a median of normally distributed seconds
+        self.uncertainty = max(self.uncertainty, error / median)
+        return median
 
     def _repeats(self, call: Callable[[], object]) -> int:
         """How often the budget lets a call be timed, by its second run."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from .._common.graphs import outside_of_graphs
 from .._fetch.streaming import STREAM_SMS
 from ..cache import RowCache
 from ..nn._stacks import Calls, are_few, slots_for
@@ -73,7 +74,7 @@ class ExpertsForward(NotCopied):
         }
         self._num_rows = [stack.num_rows for stack in self.stacks.values()]
         self.num_spare = torch.zeros(1, dtype=torch.int64, device=device)  # slots left over, all in all
-        self._compute = torch.compiler.disable(ExpertsForward._called)
+        self._compute = outside_of_graphs(ExpertsForward._called)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compute(self, *args, **kwargs)

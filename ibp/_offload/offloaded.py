@@ -18,7 +18,10 @@ from torch import nn
 from .._common import ops
 from .._common.arguments import whole_number
 from .._common.closing import Closing
+from .._common.graphs import cannot_record, outside_of_graphs
 from .._common.in_place import NotTheModel, check_model
+from .._common.locks import ForkLock
+from .._common.process import OfThisProcess
 from .._common.progress import tqdm
 from .._common.statistics import Statistics, shown_memory
 from .._machine import memory
@@ -232,6 +235,11 @@ class _CallHook(NotCopied):
         self._end()
 
 
+def _refuse_script() -> NoReturn:
+    """What torch.jit.script calls of a module before it compiles the module and its hooks."""
+    raise cannot_record("torch.jit.script")
+
+
 class _MoveHook(NotCopied):
     """Brings a module's arguments to the device that it is on."""
 
@@ -315,7 +323,7 @@ class _SavedWeight:
         return self.weight.data(self.device).view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
 
-class Offloaded(Closing, NotTheModel):
+class Offloaded(OfThisProcess, Closing, NotTheModel):
     """A model whose weights are offloaded: made by `ibp.offload`. As a context manager it calls `close` at the end.
 
     Several threads may call the model at once; weights that are in use are never overwritten.
@@ -330,6 +338,7 @@ class Offloaded(Closing, NotTheModel):
         True
     """
 
+    _instead = "save the model's state_dict()"
     changed_by = "ibp.offload(model)"
 
     def __init__(
@@ -337,7 +346,7 @@ class Offloaded(Closing, NotTheModel):
     ) -> None:
         self._model, self._division, self._devices = model, division, devices
         self._max_sms, self._lookahead = max_sms, lookahead
-        self._lock, self._thread = threading.RLock(), threading.local()
+        self._lock, self._thread = ForkLock(), threading.local()
         self._fetchers: list[WeightFetcher] = []
         self._groups: list[Group] = []  # what is brought to the device for every use
         self._schedule: Schedule[Group] = Schedule([])
@@ -363,9 +372,6 @@ class Offloaded(Closing, NotTheModel):
             f"{len(self._division.groups)} groups, {shown_memory(stats.nbytes, stats.weight_bytes)}, "
             f"host_bytes={stats.host_bytes:,}, device_bytes={stats.device_bytes:,}, on {where})"
         )
-
-    def __reduce__(self) -> NoReturn:
-        raise RuntimeError("an ibp.Offloaded cannot be pickled or copied: save the model's state_dict()")
 
     # ---- what the user asks ----
 
@@ -570,7 +576,7 @@ class Offloaded(Closing, NotTheModel):
             use.groups = [group for group in use.groups if group in streamed]
             if use.groups:
                 self._install_use(use)
-        look_up = torch.compiler.disable(_RowsForward.look_up)
+        look_up = outside_of_graphs(_RowsForward.look_up)
         for lookup in self._division.lookups:
             if lookup.weight.table is not None:
                 lookup.module.forward = _RowsForward(lookup, look_up)
@@ -611,9 +617,11 @@ class Offloaded(Closing, NotTheModel):
         self._undo.append(functools.partial(vars(experts.module).pop, "forward"))
 
     def _hook_calls(self, module: nn.Module, start: Callable[[], None], end: Callable[[], None]) -> None:
-        hook = _CallHook(torch.compiler.disable(start), torch.compiler.disable(end))
+        hook = _CallHook(outside_of_graphs(start), outside_of_graphs(end))
         self._hook(module.register_forward_pre_hook(hook.before, prepend=True))
         self._hook(module.register_forward_hook(hook.after, always_call=True))
+        vars(module)["__prepare_scriptable__"] = _refuse_script
+        self._undo.append(functools.partial(vars(module).pop, "__prepare_scriptable__", None))
 
     def _install_moves(self) -> None:
         numbers, blocks = self._division.device_numbers, self._division.blocks

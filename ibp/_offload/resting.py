@@ -26,7 +26,7 @@ _ABOUT |= {
     getattr(torch.Tensor, name)
     for name in (
         "__hash__ __len__ data_ptr dim element_size get_device is_complex is_conj is_floating_point is_inference "
-        "is_neg is_pinned is_same_size is_shared is_signed ndimension nelement numel register_hook "
+        "is_neg is_pinned _is_view is_same_size is_shared is_signed ndimension nelement numel register_hook "
         "register_post_accumulate_grad_hook requires_grad_ size storage_offset"
     ).split()
 }

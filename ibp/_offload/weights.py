@@ -40,7 +40,9 @@ class Weight:
         self.order = memory_order(tensor)
         is_dense = tensor.permute(self.order).is_contiguous()
         # How the values lie in memory: as the weight's did; of a weight that left gaps, as if it were contiguous.
-        self.stride = tensor.stride() if is_dense else torch.empty(tensor.shape, device="meta").stride()
+        self.stride = (
+            tensor.stride() if is_dense else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").stride()
+        )
         # The device before it was offloaded; the CPU for tensors that a checkpoint brings.
         self.home = torch.device("cpu") if tensor.is_meta else tensor.device
         self.requires_grad: list[bool] = []  # of each tensor before it was offloaded

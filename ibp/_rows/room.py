@@ -139,7 +139,7 @@ def room_of(
     trusted: what is wrong in it stays so, and harms no row that changes."""
     device, num_rows, used = slots.device, geometry.num_rows, overflow.numel()
     none = torch.empty(0, dtype=torch.uint16, device=device)
-    index = Index(lengths.clone(), bases[:0], none, torch.tensor([used], device=device))
+    index = Index(lengths.clone(), bases[:0], none, torch.tensor([used], dtype=torch.int64, device=device))
     if slot_bytes < geometry.row_bytes:
         index = index._replace(**_own_bases(geometry, slot_bytes, used, lengths, bases))
     capacity = num_rows if slot_bytes < geometry.row_bytes else slots.numel() // slot_bytes  # no short slots
@@ -156,7 +156,7 @@ def _own_bases(
     entries = lengths.view(torch.int16).to(torch.int64) & 0xFFFF
     parts = (_layout.stored_sizes(entries, geometry.row_bytes, valid) - slot_bytes).clamp(min=0)
     if not bases.numel():
-        own = torch.full((num_rows,), _NO_BASE, device=device)
+        own = torch.full((num_rows,), _NO_BASE, dtype=torch.int64, device=device)
     elif bases.numel() == num_rows:
         own = bases.clone()
     else:

@@ -275,8 +275,9 @@ class Table(TensorManners, Saves):
             memory.warn_of_copy(error)
             self._move(pinned)
 
-    def lie_in_file(self, rows: FileRows) -> None:
-        """Says that the table's memory is a mapped file, which is not written to: a change takes memory of its own."""
+    def lie_in_file(self, rows: FileRows | None) -> None:
+        """Says that the table's memory is a mapped file, which is not written to: a change takes memory of its own.
+        rows: what is pinned there; None: nothing can be."""
         self._is_aliased = True
         self._move({}, rows)
 

@@ -212,7 +212,7 @@ def private_copy(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int
         or tensor.is_meta
     ):
         raise ValueError(f"{name} is {kind_of(tensor)}; wanted {dtype} {list(shape)}")
-    return torch.empty(shape, dtype=dtype).copy_(tensor.detach())
+    return torch.empty(shape, dtype=dtype, device="cpu").copy_(tensor.detach())
 
 
 def kind_of(value: object) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import _core
+from .._common.process import OfThisProcess
 from .._common.rounding import rounded_up
 from .._fetch.calls import sms_of
 from .._layout.geometry import Geometry, check_bytes, layout_of
@@ -43,7 +45,7 @@ class RowCounts(NamedTuple):
     used_bytes: int
 
 
-class CodedRows:
+class CodedRows(OfThisProcess):
     """Memory for coded rows. `ibp.encode_into` codes rows into it, in any order and as often as needed.
 
     Every row has a slot of fixed size; bytes that do not fit go to a part of `overflow`, which the device hands out.
@@ -84,6 +86,8 @@ class CodedRows:
         RuntimeError: the system does not pin memory.
     """
 
+    _instead = "copy.deepcopy copies it, and its table(shape, dtype) can be pickled"
+
     def __init__(
         self,
         codebook: AnyCodebook,
@@ -100,6 +104,11 @@ class CodedRows:
         sizes = (slot_bytes, overflow_bytes)
         self._lay_out(codebook, num_rows, *sizes, device, memory, overflow_memory, buffer, host_buffer)
         self.clear()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CodedRows:
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     @classmethod
     def over(
@@ -339,6 +348,10 @@ class Buffers:
                 )
         addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=first.device)
+
+    def __reduce__(self) -> tuple[type[Buffers], tuple[tuple[torch.Tensor, ...]]]:
+        """A copy has the addresses of its own tensors."""
+        return Buffers, (self.tensors,)
 
 
 def encode_into(

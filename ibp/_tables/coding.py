@@ -307,7 +307,7 @@ def placed(
         coding = learning.coding_in_slots(request) if geometry.num_bytes else None
         slot_bytes = geometry.row_bytes if coding is None else slots_for(coding)
         if coding is None or (slot_bytes == geometry.row_bytes and coding.stored_bytes >= geometry.num_bytes):
-            overflow = torch.empty(0, dtype=torch.uint8)
+            overflow = torch.empty(0, dtype=torch.uint8, device="cpu")
             return table_of(kind, geometry, "raw", geometry.row_bytes, data.to(device, copy=True), None, None, overflow)
         is_near = device.type == "cpu"
         slots_bytes, overflow_bytes = sizes_of(coding, geometry, slot_bytes)

@@ -418,7 +418,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         if copy is False:
             raise ValueError("a compressed table cannot become an array without a copy")
         try:
-            torch.empty(0, dtype=self.dtype).numpy()
+            torch.empty(0, dtype=self.dtype, device="cpu").numpy()
         except TypeError:
             raise TypeError(
                 f"numpy has no {self.dtype}: call ibp.decompress(table), and convert the tensor, as by "

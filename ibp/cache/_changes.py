@@ -144,7 +144,7 @@ class _CodedChanges(NamedTuple):
         """data: [rows, row_bytes]. Default rows, which have no bytes, fit no slot."""
         (num_rows, row_bytes), device = data.shape, data.device
         if codebook is None:
-            fits = torch.full((num_rows,), slot_bytes >= row_bytes, device=device)
+            fits = torch.full((num_rows,), slot_bytes >= row_bytes, dtype=torch.bool, device=device)
             return cls(data, torch.zeros(num_rows, dtype=torch.int16, device=device), fits)
         inner = min(slot_bytes, row_bytes)
         num_parts = num_rows if inner < row_bytes else 0

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .._common.arguments import whole_number
+from .._common.graphs import outside_of_graphs
+from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
 from .._fetch.calls import produce, sms_of, target_of
 from .._fetch.gather import window_bits
-from .._fetch.ids import check_range, flat_ids
+from .._fetch.ids import check_range, check_readable, flat_ids
 from .._layout.geometry import rows_of
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
@@ -87,7 +90,7 @@ class CacheStats(Statistics):
         return self.hits / asked if asked else 0.0
 
 
-class RowCache(TensorManners):
+class RowCache(OfThisProcess, TensorManners):
     """Hot rows of a table, kept as they are stored in the memory of one or more GPUs (Legion's cache in the paper's
     section 5). If rows compress to half their size, twice as many fit.
 
@@ -116,8 +119,8 @@ class RowCache(TensorManners):
             more. The index that the table keeps on a GPU is not counted. Until `refill` is done it takes this much a
             second time.
         hotness: what to hold. Either a number for each item, [num_items], the larger the hotter (degrees,
-            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: nothing until `refill`, or until
-            rows are asked for with "lru".
+            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: nothing until `refill`, of which a
+            RuntimeWarning tells, or until rows are asked for with "lru". An empty list: nothing, and no warning.
         devices: one device or several, at most 8, with one slab each; the hash of a row's number says which slab holds
             it. None: the current GPU, or the device of the `ibp.CodedRows`; the CPU where there is no GPU.
         policy: "static": what `refill` puts there stays; "lru": rows that are asked for replace the rows used longest
@@ -140,6 +143,11 @@ class RowCache(TensorManners):
     """
 
     __module__ = "ibp"
+
+    _instead = (
+        "its rows are in the memory of this process's devices. Send the table, which is shared, and make a cache of it "
+        "there"
+    )
 
     def __init__(
         self,
@@ -176,6 +184,13 @@ class RowCache(TensorManners):
             self._peers.agree(self, set_up, hotness is not None)
         if hotness is not None:
             self.refill(hotness)
+        elif self.policy == "static" and self.budget_bytes:
+            warnings.warn(
+                "the cache holds no rows, so that all come from the table, until its refill(hotness): give hotness (a "
+                "number for each item, or a list of ids), or policy='lru'; hotness=[] begins without rows",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     # ---- what it is ----
 
@@ -240,12 +255,6 @@ class RowCache(TensorManners):
             f"capacity={self.capacity:,} of {self.view.num_rows:,} rows, devices=[{where}]{of_group})"
         )
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(
-            "an ibp.RowCache cannot be pickled or copied: its rows are in the memory of this process's devices. Send "
-            "the table, which is shared, and make a cache of it there"
-        )
-
     # ---- reading ----
 
     def serves(self, device: torch.device) -> bool:
@@ -291,9 +300,8 @@ class RowCache(TensorManners):
         if worker is None:
             self._state.check(self._state.generation)
             return self.view.index_select(ids, device=device, out=out, check=check, max_sms=max_sms)
-        if not ids.is_cuda:
-            check_range(ids, self.view.num_items)
-        elif worker.type == "cpu":
+        check_readable(ids, self.view.num_items)
+        if ids.is_cuda and worker.type == "cpu":
             ids = ids.cpu()
             check_range(ids, self.view.num_items)
         if ids.device == worker == target and not torch.compiler.is_compiling():
@@ -332,6 +340,7 @@ class RowCache(TensorManners):
             taken = core.take(ids, given, sms_of(max_sms), generation.ready[worker], in_order)
         return taken if taken is None or out is None else out
 
+    @outside_of_graphs
     def _fetch(self, ids: torch.Tensor, sms: int, in_order: bool, result: torch.Tensor, fault: torch.Tensor) -> None:
         """Writes items to result, on the ids' device."""
         if result.numel() == 0:
@@ -474,7 +483,7 @@ class RowCache(TensorManners):
     def _made(self, items: torch.Tensor | None) -> Generation:
         """What the cache holds of these items, from the hottest on; None: nothing yet. Waits until it is there."""
         if items is None or self.view.item_bytes == 0:
-            items = torch.empty(0, dtype=torch.int64)
+            items = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._state.is_idle:
             nothing = SlabPlan(items[:0], items[:0], 0)
             slabs = tuple(filled_slab(self.view, nothing, *place) for place in enumerate(self._slab_devices))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
 
+from .._common.locks import ForkLock
 from .._tables.compressed_tensor import CompressedTensor
 from ._order import StreamOrder, key_of
 from ._slabs import COUNTERS, Generation, Slab
@@ -30,8 +30,8 @@ class CacheState:
         self.rows_per_item = max(1, view.item_bytes // view.row_bytes)
         # Of each device, what lookups have met.
         self.counts = {device: torch.zeros(COUNTERS, dtype=torch.int64, device=device) for device in self.workers}
-        self.lock = threading.Lock()  # held while lookups and changes are issued
-        self.change_lock = threading.RLock()  # held from the beginning of a change to its end; taken before `lock`
+        self.change_lock = ForkLock()  # held from the beginning of a change to its end; taken before `lock`
+        self.lock = ForkLock()  # held while lookups and changes are issued
         self.order = StreamOrder()  # of the streams that read and write the slabs
         self.captured: list[Generation] = []  # that CUDA graphs read
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}

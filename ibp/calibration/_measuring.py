@@ -215,7 +215,7 @@ def _bucketed_sms(clock: Clock, table: CompressedTensor) -> int:
 def _gather_gbps(clock: Clock, host: torch.Tensor) -> float:
     """GB/s of rows that each of torch's threads gathers."""
     table = _raw_table(host, 512)
-    ids = torch.randint(table.num_rows, (host_gather.rows_at_once(table),))
+    ids = torch.randint(table.num_rows, (host_gather.rows_at_once(table),), device="cpu")
     parts = host_gather.parts_of(_memory.empty(host_gather.CHUNK_BYTES, _CPU, pin=True), ids.numel())
     taken = clock.wall_s(lambda: host_gather.select(table, ids, 0, parts))
     return ids.numel() * table.row_bytes / taken / 1e9 / torch.get_num_threads()
@@ -238,7 +238,7 @@ class _Family(NamedTuple):
 
 def _families(clock: Clock) -> dict[str, _Family]:
     def rows(dtype: torch.dtype) -> torch.Tensor:
-        values = torch.randn(clock.table_bytes // dtype.itemsize, device=clock.device)
+        values = torch.randn(clock.table_bytes // dtype.itemsize, dtype=torch.float32, device=clock.device)
         return values.to(dtype).view(-1, _ROW_BYTES // dtype.itemsize)
 
     floats, small = rows(torch.bfloat16), rows(torch.float8_e4m3fn)
@@ -265,7 +265,7 @@ def consecutive(rows: torch.Tensor, residual_bits: int) -> _Family:
     """Scheme planes at level "fast": the fifteen exponents in a row that come most often together."""
     counts = torch.nn.functional.pad(_exponents(rows, residual_bits, listed=False), (0, 15))
     first = int(counts.unfold(0, 15, 1).sum(1).argmax())
-    entries = torch.empty(1, 0, dtype=torch.int64)
+    entries = torch.empty(1, 0, dtype=torch.int64, device="cpu")
 
     def codebook(row_bytes: int) -> AnyCodebook:
         fields = (row_bytes, rows.itemsize, 1, residual_bits, (4,), False, False, 0, 0, entries)
@@ -278,7 +278,7 @@ def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...],
     """Scheme planes of floats with `residual_bits` bits of sign and mantissa: the most frequent exponents."""
     ranked = _exponents(rows, residual_bits, listed).argsort(descending=True)
     num_entries = sum(2**bits - 1 for bits in digit_bits)
-    entries = ranked[torch.arange(num_entries).clamp(max=len(ranked) - 1)].cpu().view(1, -1)
+    entries = ranked[torch.arange(num_entries, device="cpu").clamp(max=len(ranked) - 1)].cpu().view(1, -1)
 
     def codebook(row_bytes: int) -> AnyCodebook:
         return PlanesCodebook(row_bytes, rows.itemsize, 1, residual_bits, digit_bits, False, listed, 0, 0, entries)
@@ -292,7 +292,7 @@ def _masks(floats: torch.Tensor) -> _Family:
     rows = (floats.view(torch.int32) & ~fixed) | (fixed & 0x3F800001)
 
     def codebook(row_bytes: int) -> AnyCodebook:
-        words = torch.tensor([fixed, fixed & 0x3F800001], dtype=torch.int32)
+        words = torch.tensor([fixed, fixed & 0x3F800001], dtype=torch.int32, device="cpu")
         mask, bitval = words.view(2, 1).expand(2, row_bytes // chunk_bytes).contiguous().view(torch.uint8)
         return Codebook.from_masks(mask, bitval, chunk_bytes)
 

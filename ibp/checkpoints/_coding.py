@@ -89,8 +89,8 @@ class CpuCoder:
             return _kept(data)
         size = data.size
         buffer = self._buffer(size)
-        lengths = torch.empty(-(-size // block.codebook.row_bytes), dtype=torch.uint16)
-        counts = torch.zeros(2, dtype=torch.int64)
+        lengths = torch.empty(-(-size // block.codebook.row_bytes), dtype=torch.uint16, device="cpu")
+        counts = torch.zeros(2, dtype=torch.int64, device="cpu")
         rows, words = as_tensor(data), block.codebook.words(_CPU)
         torch.ops.ibp.encode_packed.default(rows, words, block.codebook.codec, buffer[:size], lengths, counts[:1])
         _sum_words(rows, block.start, counts[1:])
@@ -102,7 +102,7 @@ class CpuCoder:
             buffer = self._free.pop()
             if buffer.numel() >= num_bytes:
                 return buffer
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 # ---- on a GPU ----
@@ -113,8 +113,9 @@ class _Slot:
 
     def __init__(self, raw: Turn, coded: Turn) -> None:
         self.raw, self.coded = raw, coded
-        self.facts = torch.empty(6, dtype=torch.int64, pin_memory=True)  # bytes as coded, sum of words, fault of coder
-        self.lengths = torch.empty(0, dtype=torch.uint16)  # pinned
+        # Bytes as coded, sum of words, fault of the coder.
+        self.facts = torch.empty(6, dtype=torch.int64, pin_memory=True, device="cpu")
+        self.lengths = torch.empty(0, dtype=torch.uint16, device="cpu")  # pinned
 
 
 class _Passing(NamedTuple):
@@ -198,7 +199,7 @@ class CudaCoder:
         slot.coded.claim(self._coder)
         with torch.cuda.stream(self._coder):
             lengths, facts = self._code(near, block.codebook, slot.coded.memory[:num_bytes], block.start)
-            slot.lengths = torch.empty(lengths.shape, dtype=lengths.dtype, pin_memory=True)
+            slot.lengths = torch.empty(lengths.shape, dtype=lengths.dtype, pin_memory=True, device="cpu")
             slot.lengths.copy_(lengths, non_blocking=True)
             slot.facts.copy_(facts, non_blocking=True)
         slot.raw.release(self._coder)

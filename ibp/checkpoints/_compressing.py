@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,20 +19,20 @@ from .._common.arguments import whole_number
 from .._common.group import RankGroup, same_on_all
 from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
-from .._files.fields import PLAIN_ITEM_BYTES, TableFields, dtype_name
-from .._files.paths import SUFFIX, PathLike, is_url, path_text, written_to
-from .._files.sets import index_of, write_index
-from .._files.writer import FileWriter, Sink, checked_metadata, sync_directory
+from .._common.whole_files import sync_directory
+from .._files.fields import TableFields, dtype_name
+from .._files.paths import PathLike, check_names_safetensors, is_there, is_url, output_of, target_of, written_to
+from .._files.sets import index_of, is_of_weights, outputs_of, replacing, write_index
+from .._files.writer import FileWriter, Sink, checked_metadata
 from .._schemes import AnyCodebook
 from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
-from ._journal import Journal
+from ._journal import Journal, work_directory
 from ._learning import CheckpointLearning, Codebooks
-from ._model_files import copy_files_beside, weights_of
-from ._outputs import SUFFIXES
+from ._model_files import CODED_WEIGHTS, Conversion, already_there, check_output, conversion_of, exists
 from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, shares, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
-from ._source import Source, SourceTensor, chosen
+from ._source import SourceTensor, chosen
 from ._sources import open_sources
 
 _NAME = "compress"
@@ -58,6 +58,7 @@ def compress(
     group: dist.ProcessGroup | None = None,
     restart: bool = True,
     progress: bool = False,
+    force: bool = False,
 ) -> CheckpointReport:
     """Compresses a checkpoint of any size to a file, or a set of files, that `ibp.open` and `ibp.load` read.
 
@@ -65,8 +66,10 @@ def compress(
     their size. Names, shapes, dtypes, bytes and metadata are kept. Weights of a kind share a codebook. What does not
     get smaller, or is smaller than 4 KiB, is kept as it is. Each table has its fingerprint.
 
-    A directory that becomes a directory keeps its other files: they are copied, and a config.json of transformers says
-    that its weights are coded. Where `ibp.integrations.transformers` is imported, `from_pretrained` loads it.
+    Where a directory becomes a directory, each file of tensors becomes a file of its own, and a set stays a set: of
+    "model.safetensors" comes "model.ibp.safetensors", of "optimizer.pt" "optimizer.pt.ibp.safetensors". All other files
+    are copied, files that hold objects of Python too, and a config.json says that the weights beside it are coded.
+    Where ibp is imported, `from_pretrained` of transformers and diffusers loads them; without ibp it finds no weights.
 
     The output appears under its name when it is whole. Finished files of a set wait in a directory beside it,
     `.<name>.ibp-work`, where the same call finds them after an interruption, if the inputs have not changed.
@@ -82,8 +85,9 @@ def compress(
     Args:
         inputs: paths, globs, directories, indices of sets or URLs of fsspec, one or many: safetensors, .npy, .npz,
             checkpoints of torch.save (read with weights_only), files of ibp.
-        output: path of the file; a directory, for "model.safetensors" in it, or for the name that diffusers has for a
-            file of its own; or a URL of fsspec, which the files are copied to when they are whole.
+        output: path of the file; a directory, for "model.ibp.safetensors" in it unless a directory is compressed; or a
+            URL of fsspec, which the files are copied to when they are whole. Where a directory is compressed, a name
+            without a suffix is a directory's.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
         row_bytes: bytes of a row; None: 4,096 bytes of the flat tensor, or an item of an array of numpy that has 512
             bytes to 64 KiB.
@@ -99,53 +103,62 @@ def compress(
             rows of a checkpoint of one tensor are divided among them. They share codebooks. None: this process alone.
         restart: take over what an interrupted call has finished.
         progress: show a bar.
+        force: replace an output that is there, of one file or of a set.
 
     Returns:
         What was written; the same on all ranks but for its peak of memory.
 
     Raises:
-        FileNotFoundError: there is no such input.
+        FileNotFoundError: there is no such input, or no such directory for the output.
+        FileExistsError: the output is there, and force is not set.
         SourceFormatError, ibp.FileFormatError: an input is damaged, or no file of tensors.
         TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output ends as
-            files of another format do (.npz, .pt), or two inputs have a tensor of one name.
-        OSError: a file cannot be read or written, or another call writes the same set of files at this moment.
+            files of another format do (.npz, .pt), two inputs have a tensor of one name, or a config.json beside
+            weights is no JSON.
+        OSError: a file cannot be read or written, or another call writes the same output at this moment.
     """
     ranks = None if group is None else RankGroup(group)
-    target_path = weights_of(inputs, output)
+    output = output_of(inputs, output)
     with contextlib.ExitStack() as stack:
 
-        def prepare() -> tuple[_BlockJob, Source, Path, list[Shard]]:
+        def prepare() -> tuple[_BlockJob, Conversion | None]:
             learning = CheckpointLearning(scheme, chunk_bytes, tau, None, clusters, level, row_bytes=row_bytes)
             learning = learning.checked(device)
             threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
             most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
             checked = checked_metadata(metadata)
-            shown = path_text(target_path)
-            if ranks is not None and is_url(shown):
-                raise ValueError(f"output is {shown!r}; with a group wanted a path that all ranks see")
-            stem, suffix = os.path.splitext(shown)  # readers would take some for another format
-            if SUFFIXES.get(suffix.lower(), "safetensors") != "safetensors" and not os.path.isdir(shown):
-                raise ValueError(
-                    f"output is {shown!r}, but compressing writes safetensors, which readers of {suffix} files refuse; "
-                    f"wanted a name like {stem + SUFFIX!r}"
-                )
-            source = stack.enter_context(open_sources(inputs))
-            target = stack.enter_context(written_to(target_path))
-            for name, tensor in source.tensors.items():
-                if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
-                    raise ValueError(f"tensor {name!r} has {tensor.dtype}, which safetensors lacks")
-            kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
-            shards = shards_of(source, target, most, checked, ranks.size if ranks else 1)
-            return _BlockJob(learning, kept, threads, progress, shown), source, target, shards
+            if ranks is not None and is_url(output):
+                raise ValueError(f"output is {output!r}; with a group wanted a path that all ranks see")
+            check_names_safetensors(output)
+            conversion = conversion_of(inputs, output, True, stack)
+            if conversion is None:
+                opened = stack.enter_context(open_sources(inputs))
+            there = None if force else already_there(output, CODED_WEIGHTS, conversion)
+            is_unfinished = not is_url(output) and work_directory(target_of(output, CODED_WEIGHTS)).is_dir()
+            check_output(output, CODED_WEIGHTS, conversion, force or is_unfinished)
+            target = stack.enter_context(written_to(output, CODED_WEIGHTS))
+            sources = conversion.sources if conversion is not None else {Path(target.name): opened}
+            for source in sources.values():
+                for tensor in source.stored():
+                    tensor.header_entry()  # ValueError: safetensors lacks its dtype
+            names = dict.fromkeys(name for source in sources.values() for name in source.tensors)
+            kept = frozenset(names).difference(chosen(names, include, exclude))
+            sets = {}
+            for path, source in sources.items():
+                # a file of another format comes back as one file, and stays one
+                is_cut = conversion is None or path in conversion.sets or is_of_weights(path.name)
+                num_ranks = ranks.size if ranks else 1
+                sets[path] = shards_of(source, path, most if is_cut else None, checked, num_ranks)
+                outputs_of(target.parent / path, len(sets[path]))
+            files = {path: source.files for path, source in sources.items()}
+            return _BlockJob(learning, kept, threads, progress, output, target, sets, files, force, there), conversion
 
-        job, source, target, shards = _on_all(ranks, prepare)
-        if ranks is None and len(shards) == 1:
-            report = job.one_file(target, shards[0])
-        else:
-            report = job.files(source, target, shards, restart, ranks, stack)
-        if ranks is None or ranks.rank == 0:
-            copy_files_beside(inputs, output, is_coded=True)
-        return report
+        job, conversion = _on_all(ranks, prepare)
+        report = job.one_file() if ranks is None and len(job.shards) == 1 else job.all_files(restart, ranks, stack)
+        if conversion is None:
+            return report
+        _on_all(ranks, lambda: conversion.finish() if ranks is None or ranks.rank == 0 else None)
+        return replace(report, other_files=conversion.other_files())
 
 
 _Made = TypeVar("_Made")
@@ -158,39 +171,51 @@ def _on_all(ranks: RankGroup | None, work: Callable[[], _Made]) -> _Made:
 
 @dataclass(frozen=True)
 class _BlockJob:
-    """The work on each file. kept: names of the tensors that patterns leave as they are."""
+    """The work on each file.
+
+    kept: names of the tensors that patterns leave as they are. target: the output on this machine, or, where a
+    directory is compressed, a file in its directory. sets: the files that are written, by the path, within the
+    directory of the target, that each set is named after. inputs: paths of the files that each set is made of. force:
+    what is there is replaced. there: what is there already, which only the call that began it goes on with.
+    """
 
     learning: CheckpointLearning
     kept: frozenset[str]
     jobs: int
     progress: bool
     output: str
+    target: Path
+    sets: Mapping[Path, list[Shard]]
+    inputs: Mapping[Path, Sequence[str]]
+    force: bool
+    there: str | None
 
-    def one_file(self, target: Path, shard: Shard) -> CheckpointReport:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    @property
+    def shards(self) -> list[Shard]:
+        return [shard for shards in self.sets.values() for shard in shards]
+
+    def one_file(self) -> CheckpointReport:
+        if self.there is not None:
+            raise exists(self.there)
+        ((named, (shard,)),) = self.sets.items()
+        path = self.target.parent / shard.file
+        path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
         books = Codebooks(self.learning, shard.tensors, self._kept(shard.tensors))
-        with self._bar(shard.num_bytes) as bar:
+        with self._bar(shard.num_bytes) as bar, replacing(path, [path.name]):
             writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
-            fields = writing.write(target, shard)
-        record = {**fields, "file": target.name, "size": target.stat().st_size}
-        return joined_report(self._shown(target), [record], 0, writing.peak.num_bytes)
+            fields = writing.write(path, shard, like=self.inputs[named], replace=self.force)
+        record = {**fields, "file": shard.file, "size": path.stat().st_size}
+        return joined_report(self._opened(), [record], 0, writing.peak.num_bytes)
 
-    def files(
-        self,
-        source: Source,
-        target: Path,
-        shards: list[Shard],
-        restart: bool,
-        ranks: RankGroup | None,
-        stack: contextlib.ExitStack,
-    ) -> CheckpointReport:
-        """Makes a set of files: on this rank its own, with the others' all of them. stack: is left afterwards."""
-        rank, size = (ranks.rank, ranks.size) if ranks else (0, 1)
-        journal = Journal(target, plan_of(shards, state_of(source.files), self._options()))
+    def all_files(self, restart: bool, ranks: RankGroup | None, stack: contextlib.ExitStack) -> CheckpointReport:
+        """Makes all files: on this rank its own, with the others' all of them. stack: is left afterwards."""
+        (rank, size), shards = (ranks.rank, ranks.size) if ranks else (0, 1), self.shards
+        files = [file for of_set in self.inputs.values() for file in of_set]
+        journal = Journal(self.target, plan_of(shards, state_of(files), self._options()))
         stack.callback(journal.release)
         if ranks:
             same_on_all(_NAME, ranks.together(_NAME, lambda: {"what to do": journal.summary}))
-        _on_all(ranks, lambda: journal.open(restart) if rank == 0 else None)
+        _on_all(ranks, lambda: self._open(journal, restart) if rank == 0 else None)
         finished_before = _on_all(ranks, lambda: {shard.file: journal.finished(shard.file) for shard in shards})
         tensors = [tensor for shard in shards for tensor in shard.tensors]
         mine = [shard for shard in shares(shards, size)[rank] if finished_before[shard.file] is None]
@@ -199,11 +224,12 @@ class _BlockJob:
             with self._bar(sum(shard.num_bytes for shard in mine), rank) as bar:
                 writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
 
+                def write_one(shard: Shard) -> dict[str, Any]:
+                    path, like = journal.path_of(shard.file), self._like(shard)
+                    return journal.finish(shard.file, writing.write(path, shard, like=like, replace=True))
+
                 def write_mine() -> dict[str, dict[str, Any]]:
-                    return {
-                        shard.file: journal.finish(shard.file, writing.write(journal.directory / shard.file, shard))
-                        for shard in mine
-                    }
+                    return {shard.file: write_one(shard) for shard in mine}
 
                 found = ranks.together(_NAME, write_mine) if ranks else [write_mine()]
         except BaseException:
@@ -214,10 +240,49 @@ class _BlockJob:
         kept_files = len(records)
         for some in found:
             records.update(some)
+        _on_all(ranks, lambda: self._finish(journal, records) if rank == 0 else None)
         ordered = [records[shard.file] for shard in shards]
-        _on_all(ranks, lambda: _finish(target, journal, ordered) if rank == 0 else None)
-        opened = index_of(target) if len(ordered) > 1 else target
-        return joined_report(self._shown(opened), ordered, kept_files, writing.peak.num_bytes)
+        return joined_report(self._opened(), ordered, kept_files, writing.peak.num_bytes)
+
+    def _open(self, journal: Journal, restart: bool) -> None:
+        """Opens the journal. FileExistsError: the output is there, also if a call that had the journal until now made
+        it, and this call does not go on with it."""
+        goes_on = journal.open(restart)
+        made = (os.fspath(self.target.parent / path) for path in self.sets)
+        there = self.there or next(filter(is_there, made), None)
+        if there is not None and not (self.force or goes_on):
+            journal.close_if_empty()
+            raise exists(there)
+
+    def _like(self, shard: Shard) -> Sequence[str]:
+        """The file that one of a set replaces, or else the files that the set is made of."""
+        earlier = self.target.parent / shard.file
+        if earlier.exists():
+            return [os.fspath(earlier)]
+        return next(self.inputs[path] for path, shards in self.sets.items() if shard in shards)
+
+    def _finish(self, journal: Journal, records: Mapping[str, dict[str, Any]]) -> None:
+        """Moves the files to their places, and writes the index of each set."""
+        for path, shards in self.sets.items():
+            home, made = self.target.parent / path, [records[shard.file] for shard in shards]
+            with replacing(home, outputs_of(home, len(made))):
+                for record in made:
+                    journal.move(record)
+                if len(made) > 1:
+                    weight_map = {name: Path(record["file"]).name for record in made for name in record["names"]}
+                    write_index(home, weight_map, sum(record["data_bytes"] for record in made))
+            sync_directory(home.parent)
+        journal.close()
+
+    def _opened(self) -> str:
+        """What to open, as the caller knows it: the file, the index of the set, or the directory of several."""
+        (path, shards), *others = self.sets.items()
+        if others:
+            return os.fspath(self.target.parent)
+        file = index_of(path) if len(shards) > 1 else path
+        if is_url(self.output):
+            return f"{self.output.rpartition('/')[0]}/{file}"
+        return os.fspath(self.target.parent / file)
 
     def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
         """Names of those of the tensors, or of the items of one, that are not to be coded."""
@@ -233,12 +298,6 @@ class _BlockJob:
         hidden = not self.progress or rank != 0
         return tqdm(total=num_bytes, desc="compress", unit="B", unit_scale=True, disable=hidden)
 
-    def _shown(self, path: Path) -> str:
-        """The path of a file of the output, as the caller knows it."""
-        if not is_url(self.output):
-            return os.fspath(path)
-        return f"{self.output.rpartition('/')[0]}/{path.name}"
-
 
 class _Writing:
     """Writes files, block by block. peak: memory of the process's own, as seen after each block."""
@@ -247,11 +306,13 @@ class _Writing:
         self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes
         self.peak = PeakMemory()
 
-    def write(self, path: Path, shard: Shard) -> dict[str, Any]:
-        """Writes a file. Returns the fields of its record."""
+    def write(self, path: Path, shard: Shard, *, like: Iterable[str], replace: bool) -> dict[str, Any]:
+        """Writes a file, which no other call writes meanwhile. Returns the fields of its record. like, replace: as of
+        `FileWriter`."""
         self._books.prepare(shard.tensors, self._jobs)
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
-        with FileWriter(path, metadata=shard.metadata, header_bytes=room) as writer:
+        options: dict[str, Any] = {"like": like, "alone": True, "replace": replace}
+        with FileWriter(path, metadata=shard.metadata, header_bytes=room, **options) as writer:
             coming = self._coder.coded(self._blocks(shard.tensors))
             with contextlib.closing(coming), ThreadPoolExecutor(1, "ibp-writer") as self._thread:
                 reports = [self._write_tensor(writer, tensor, coming, shard.file) for tensor in shard.tensors]
@@ -269,7 +330,7 @@ class _Writing:
         scheme, number = (None, None) if codebook is None else (codebook.scheme, writer.codebook(codebook))
         start = writer.data_bytes
         if codebook is None:
-            with writer.plain(tensor.name, tensor.dtype, tensor.shape) as sink:
+            with writer.plain(tensor.name, *tensor.header_entry()) as sink:
                 self._write_blocks(tensor, coming, sink)
         else:
             self._write_table(writer, tensor, codebook, number, coming)
@@ -325,17 +386,3 @@ class _Writing:
                 self._on_bytes(block.end - block.start)
                 self.peak.passed(block.end - block.start)
         return parts, words
-
-
-def _finish(target: Path, journal: Journal, records: list[dict[str, Any]]) -> None:
-    """Moves the files of a set to their places, and writes their index."""
-    for record in records:
-        journal.move(record)
-    if len(records) > 1:
-        weight_map = {name: record["file"] for record in records for name in record["names"]}
-        total = sum(record["data_bytes"] for record in records)
-        made = journal.directory / target.name  # a later call removes what a killed one leaves of it there
-        write_index(made, weight_map, total)
-        os.replace(index_of(made), index_of(target))
-    sync_directory(target.parent)
-    journal.close()

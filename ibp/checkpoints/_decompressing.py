@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,11 @@ import numpy as np
 
 from .._common.progress import tqdm
 from .._common.sequences import ahead
-from .._files.paths import PathLike, file_of, written_to
-from .._files.sets import index_of, names_of_set, write_index
-from ._model_files import copy_files_beside, weights_of
-from ._outputs import FORMATS, SUFFIXES
+from .._common.whole_files import replaced
+from .._files.paths import WEIGHTS, PathLike, file_of, output_of, written_to
+from .._files.sets import outputs_of, replacing, write_index
+from ._model_files import check_output, conversion_of, is_coded
+from ._outputs import FORMATS, Begin, format_of_output
 from ._source import Source, SourceTensor, chosen
 from ._sources import open_sources
 
@@ -30,12 +32,14 @@ def decompress(
     include: Iterable[str] | None = None,
     exclude: Iterable[str] = (),
     progress: bool = False,
+    force: bool = False,
 ) -> list[str]:
     """Writes the tensors of a checkpoint as they were: names, shapes, dtypes, bytes and metadata.
 
     Tensors are decoded and written block by block. Each file appears under its name when it is whole. A set of files
-    becomes a set of as many safetensors files, and its index. A directory that becomes a directory keeps its other
-    files, and config.json says again what it said before it was compressed.
+    becomes a set of as many safetensors files, and its index. Where a directory becomes a directory, each coded file
+    becomes a file of the name and kind that it was made of, all other files are copied, and config.json says again what
+    it said before.
 
     Example:
         >>> torch.save({"w": torch.arange(100_000.0)}, "model.pt")
@@ -47,51 +51,100 @@ def decompress(
 
     Args:
         inputs: as of `ibp.checkpoints.compress`; usually a file of ibp, an index or a directory of them.
-        output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec.
-        format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all of it in memory).
-            None: by the suffix of the output.
+        output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec. A name without a
+            suffix is a directory's where a directory is decompressed, and else a safetensors file's.
+        format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all of it in memory), which
+            the suffix of the output must not contradict. None: by the suffix of the output; in a directory by the names
+            of the files.
         include, exclude: patterns of names ("*.weight", as fnmatch has them): only tensors that match one of include,
             and none of exclude, are written.
         progress: show a bar.
+        force: replace an output that is there.
 
     Returns:
         Paths or URLs of the files that were written, the index of a set last.
 
     Raises:
-        FileNotFoundError: there is no such input.
+        FileNotFoundError: there is no such input, or no such directory for the output.
+        FileExistsError: the output is there, and force is not set.
         ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged.
-        ValueError: the format is none, or does not have a tensor's dtype; or the patterns leave no tensor.
-        OSError: a file cannot be read or written.
+        ValueError: the format is none, is not what the suffix says, does not have a tensor's dtype, or is given for a
+            directory; or the patterns leave no tensor.
+        OSError: a file cannot be read or written, or another call writes the same output at this moment.
     """
-    with open_sources(inputs) as opened:
-        source = opened.only(chosen(opened.tensors, include, exclude))
-        if opened.tensors and not source.tensors:
-            raise ValueError(f"{opened.path} has no tensor whose name the patterns choose")
-        written = write_source(source, weights_of(inputs, output), format, "decompress", progress)
-    copy_files_beside(inputs, output, is_coded=False)
-    return written
+    output = output_of(inputs, output)
+    with contextlib.ExitStack() as stack:
+        conversion = conversion_of(inputs, output, False, stack)
+        sources = (
+            [stack.enter_context(open_sources(inputs))] if conversion is None else list(conversion.sources.values())
+        )
+        names = list(dict.fromkeys(name for source in sources for name in source.tensors))
+        wanted = frozenset(chosen(names, include, exclude))
+        if names and not wanted:
+            given = sources[0].path if conversion is None else conversion.source
+            raise ValueError(f"{given} has no tensor whose name the patterns choose")
+        if conversion is not None and format is not None:
+            raise ValueError(f"format is {format!r}; wanted None for a directory, whose files keep their kinds")
+        check_output(output, WEIGHTS, conversion, force)
+
+        def write(source: Source, target: PathLike, as_set: bool = False) -> list[str]:
+            begin = functools.partial(replaced, like=source.files, alone=True, replace=force)
+            return write_source(source.only(wanted), target, format, "decompress", progress, begin, as_set)
+
+        if conversion is None:
+            return write(sources[0], output)
+        stack.enter_context(written_to(output))
+        written = []
+        for path, source in list(conversion.sources.items()):
+            if not is_coded(source) and wanted.issuperset(source.tensors):
+                conversion.keep(path)
+            elif wanted.isdisjoint(source.tensors):
+                conversion.skip(path)
+            else:
+                target = conversion.target / path
+                target.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
+                written += write(source, target, path in conversion.sets)
+        conversion.finish()
+        return written
 
 
-def write_source(source: Source, output: PathLike, format: str | None, what: str, progress: bool) -> list[str]:
-    """Writes the tensors of a source. Returns the paths or URLs of the files; what: named by the bar, the others are
-    as of `decompress`."""
+def write_source(
+    source: Source,
+    output: PathLike,
+    format: str | None,
+    what: str,
+    progress: bool,
+    begin: Begin,
+    as_set: bool = False,
+) -> list[str]:
+    """Writes the tensors of a source. Returns the paths or URLs of the files.
+
+    Args:
+        source, output, format, progress: as of `decompress`.
+        what: the name that the bar shows.
+        begin: begins each file.
+        as_set: whether a set of files becomes a set in other formats than safetensors, too.
+    """
+    shown = file_of(output)
+    kind = format_of_output(Path(shown), format)
+    parts = source.parts if as_set or kind == "safetensors" else [source]
     with written_to(output) as target:
-        kind = format or SUFFIXES.get(target.suffix.lower(), "safetensors")
-        if kind not in FORMATS:
-            raise ValueError(f"format is {kind!r}; wanted one of {sorted(FORMATS)}")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shown = file_of(output)
+        names = outputs_of(target, len(parts))
         with (
             tqdm(total=source.num_bytes, desc=what, unit="B", unit_scale=True, disable=not progress) as bar,
             ThreadPoolExecutor(1, "ibp-decoder") as pool,
+            replacing(target, names),
         ):
             pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
-            if kind != "safetensors" or len(source.parts) == 1:
-                FORMATS[kind](target, list(source.tensors.values()), source.metadata, pieces)
-                return [shown]
-            names = _write_set(source, target, pieces)
-    folder = shown.rpartition("/")[0]
-    return [f"{folder}/{name}" if folder else name for name in names]
+            weight_map: dict[str, str] = {}
+            for name, part in zip(names, parts):
+                tensors = list(part.tensors.values())
+                FORMATS[kind](target.with_name(name), tensors, part.metadata, pieces, begin)
+                weight_map.update(dict.fromkeys(part.tensors, name))
+            if len(parts) > 1:
+                write_index(target, weight_map, source.num_bytes)
+    folder, slash, _ = shown.rpartition("/")
+    return [f"{folder}{slash}{name}" for name in names]
 
 
 def _pieces(
@@ -105,13 +158,3 @@ def _pieces(
     for piece in ahead(threads, read, range(0, tensor.num_bytes, _BLOCK_BYTES), _AHEAD):
         yield piece
         on_bytes(piece.size)
-
-
-def _write_set(source: Source, target: Path, pieces: Callable[[SourceTensor], Iterator[np.ndarray]]) -> list[str]:
-    """Writes a safetensors file for each file of a set, and their index. Returns their names."""
-    weight_map: dict[str, str] = {}
-    for name, part in zip(names_of_set(target, len(source.parts)), source.parts):
-        FORMATS["safetensors"](target.with_name(name), list(part.tensors.values()), part.metadata, pieces)
-        weight_map.update(dict.fromkeys(part.tensors, name))
-    write_index(target, weight_map, source.num_bytes)
-    return [*dict.fromkeys(weight_map.values()), index_of(target).name]

@@ -124,14 +124,12 @@ def estimate(
     learning = CheckpointLearning("auto", level=level, row_bytes=row_bytes).checked("cpu")
     with open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
-        kinds = _Kinds(learning, list(source.tensors.values()), kept)
-        found, books = {}, {}
-        for name in tqdm(source.tensors, desc="estimate", unit="tensor", disable=not progress):
-            books[name] = kinds.codebook(source.tensors[name])
-            found[name] = kinds.estimate(source.tensors[name], books[name])
-        stored = {}
-        for name, estimate in found.items():
-            tensor = source.tensors[name]
+        kinds = _Kinds(learning, source.stored(), kept)
+        found, books, stored = {}, {}, {}
+        for tensor in tqdm(source.stored(), desc="estimate", unit="tensor", disable=not progress):
+            name = tensor.name
+            books[name] = kinds.codebook(tensor)
+            found[name] = estimate = kinds.estimate(tensor, books[name])
             num_rows = learning.geometry_of(tensor).num_rows
             stored[name] = table_bytes(estimate.stored_bytes, num_rows) if estimate.best else tensor.num_bytes
         file_bytes = compressed_bytes(source, stored, books)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +13,13 @@ import torch
 
 from .._files.fields import FileFormatError
 from .._files.header import find_files, read_header
-from .._files.opened import File
+from .._files.opened import File, stored_in, views_in
 from .._files.opened import open as open_file
+from .._files.views import STORAGE, View
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
-from ._source import Source, SourceFormatError, SourceTensor
+from ._source import Source, SourceFormatError, SourceTensor, with_entry
 from ._torch_files import loaded_tensor
 
 ROWS_KEY = "ibp_rows."  # of metadata: a table that holds some items of a tensor, with the fields first, last, items
@@ -29,15 +32,20 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
     file = open_file(path, memory="host")
     try:
         tensors: dict[str, SourceTensor] = {}
-        for name, value in file.items():
+        for name, value, entry in stored_in(file):
             if isinstance(value, (CompressedTensor, WholeTensor)):
                 tensors[name] = _coded_tensor(name, value)
-            elif isinstance(value, torch.Tensor):
-                tensors[name] = loaded_tensor(name, value, path)
+            elif isinstance(value, torch.Tensor) and entry is not None:
+                tensors[name] = with_entry(loaded_tensor(name, value, path), *entry)
             else:
                 raise SourceFormatError(f"{path}: {name!r} is a delta; wanted tensors: apply it to its base first")
         metadata = {key: text for key, text in file.metadata.items() if not key.startswith(ROWS_KEY)}
         tensors = _with_whole(tensors, file.metadata, path)
+        for name, view in views_in(file).items():
+            if view.base not in tensors:
+                raise FileFormatError(f"{path}: {name!r} is a view of {view.base!r}, some items of a tensor")
+            tensors[name] = _view_tensor(name, view, tensors[view.base])
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(STORAGE) or name in file}
     except BaseException:
         file.close()
         raise
@@ -87,6 +95,20 @@ def _joined_tensor(name: str, parts: list[SourceTensor]) -> SourceTensor:
         return found[0] if len(found) == 1 else np.concatenate([np.empty(0, np.uint8), *found])
 
     return SourceTensor(name, parts[0].dtype, (sum(part.shape[0] for part in parts), *parts[0].shape[1:]), read)
+
+
+def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
+    """A tensor that is stored as a view of another one's memory. Where its elements do not lie one after the other, the
+    base is decoded as a whole when the tensor is first read."""
+    view.check(math.prod(base.shape))
+    start = view.offset * base.dtype.itemsize
+    loaded = functools.cache(lambda: loaded_tensor(name, view.of(base.tensor()), base.name))
+    is_contiguous = torch.empty(0, device="meta").as_strided(view.shape, view.strides).is_contiguous()
+
+    def read(first: int, last: int) -> np.ndarray:
+        return base.read(start + first, start + last) if is_contiguous else loaded().read(first, last)
+
+    return SourceTensor(name, base.dtype, view.shape, read, base=base, view=view)
 
 
 def rows_entry(first: int, last: int, items: int) -> str:

@@ -8,7 +8,6 @@ lock on a file in it, which the system lets go of when its process ends, however
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import hashlib
 import json
@@ -19,13 +18,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from .._common.whole_files import NO_LOCKS, write_whole
 from .._files.regular import open_locked
-from .._files.writer import write_whole
 from ._report import TensorReport
 
 _PLAN, RECORD, _LOCK = "plan.json", ".done.json", "lock"
-
-_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none
 
 
 def work_directory(target: Path) -> Path:
@@ -47,13 +44,16 @@ class Journal:
         """A short text that differs where the plan does."""
         return hashlib.sha256(json.dumps(self._plan, sort_keys=True).encode()).hexdigest()[:16]
 
-    def open(self, restart: bool) -> None:
-        """Makes the directory, empty unless it is of the same plan and `restart` is set. No other call has it until
-        `release` is called. OSError: another call has it, or it is no directory."""
+    def open(self, restart: bool) -> bool:
+        """Makes the directory, empty unless it is of the same plan and `restart` is set. Returns whether it was of the
+        same plan, as an interrupted call left it. No other call has it until `release` is called. OSError: another call
+        has it, or it is no directory."""
         self._lock = self._locked()
-        if not (restart and self._is_same_plan()):
+        goes_on = self._is_same_plan()
+        if not (restart and goes_on):
             self._empty()
         write_whole(self.directory / _PLAN, json.dumps(self._plan, sort_keys=True).encode())
+        return goes_on
 
     def release(self) -> None:
         """Lets other calls have the directory, if this one has it."""
@@ -82,7 +82,7 @@ class Journal:
                 "or to wait until that call has ended"
             ) from None
         except OSError as error:
-            if error.errno not in _NO_LOCKS:
+            if error.errno not in NO_LOCKS:
                 raise
             warnings.warn(
                 f"{self.directory}: the file system has no locks ({error.strerror}): wanted no other call that "
@@ -121,9 +121,15 @@ class Journal:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
+    def path_of(self, file: str) -> Path:
+        """Where a file of the output is written. file: its path within the directory of the output."""
+        path = self.directory / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
     def finish(self, file: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Notes that a file in the directory is whole. Returns its record: the fields, and what tells the file."""
-        found = (self.directory / file).lstat()
+        found = self.path_of(file).lstat()
         record = {**fields, "file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
         write_whole(self.directory / f"{file}{RECORD}", json.dumps(record).encode())
         return record
@@ -147,6 +153,7 @@ class Journal:
                 f"{self.directory / file} is not what was written there: it has been removed or replaced; wanted the "
                 "same call again, which writes it anew"
             )
+        (self._home / file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(place, self._home / file)
 
     def close(self) -> None:
@@ -158,5 +165,5 @@ class Journal:
 
     def close_if_empty(self) -> None:
         """Removes the directory of a call in which no file was finished."""
-        if not any(self.directory.glob(f"*{RECORD}")):
+        if not any(self.directory.rglob(f"*{RECORD}")):
             self.close()

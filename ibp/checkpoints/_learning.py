@@ -62,7 +62,8 @@ class CheckpointLearning(Learning):
 
     def is_worth_coding(self, tensor: SourceTensor) -> bool:
         """Whether a tensor is large enough for a table, and of a dtype that tables have."""
-        return self.scheme != "raw" and tensor.dtype in _rows.DTYPES and tensor.num_bytes >= LEAST_BYTES
+        has_dtype = tensor.dtype in _rows.DTYPES and tensor.entry is None
+        return self.scheme != "raw" and has_dtype and tensor.num_bytes >= LEAST_BYTES
 
     def kind_of(self, tensor: SourceTensor) -> tuple:
         """The kind of a tensor (see `_schemes/kinds.py`), and the bytes of its rows: such tensors share a codebook."""
@@ -97,7 +98,7 @@ class Codebooks:
             if self.is_coded(tensor):
                 self._kinds.setdefault(learning.kind_of(tensor), []).append(tensor)
         self._of_kinds: dict[tuple, Learner[AnyCodebook]] = {}
-        self._of_tensors: dict[str, tuple[AnyCodebook | None, float | None]] = {}
+        self._of_tensors: dict[SourceTensor, tuple[AnyCodebook | None, float | None]] = {}
         if group is not None:
             all_kinds, step = list(self._kinds), group.size * _KINDS_A_RANK
             for first in range(0, len(all_kinds), step):
@@ -128,9 +129,9 @@ class Codebooks:
         return tensor.name not in self._kept and self._learning.is_worth_coding(tensor)
 
     def _found(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
-        if tensor.name not in self._of_tensors:
-            self._of_tensors[tensor.name] = self._find(tensor)
-        return self._of_tensors[tensor.name]
+        if tensor not in self._of_tensors:
+            self._of_tensors[tensor] = self._find(tensor)
+        return self._of_tensors[tensor]
 
     def _find(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
         kind = self._learning.kind_of(tensor)

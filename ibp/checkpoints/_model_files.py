@@ -1,81 +1,178 @@
-"""Directories of models: the files beside the weights, and what config.json says of coded weights."""
+"""Directories of models and of trainers: their files of tensors, the files beside these, and config.json.
+
+Where a directory becomes a directory, each file of tensors becomes a file of its own (names are those of
+`_files/sets.py`), a set of files stays a set, and all other files are copied. config.json says that the weights beside
+it are coded.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
-from .._files.paths import PathLike, is_url, path_text, target_of
-from .._files.sets import INDEX_SUFFIX
-from .._files.writer import write_whole
-from ._sources import holds_something_else, is_named_as_tensors
+from .._common.whole_files import check_replaceable, replaced, write_whole
+from .._files.paths import WEIGHTS, PathLike, check_other_sets, file_of, is_there, is_url, path_text, target_of
+from .._files.regular import open_regular
+from .._files.sets import INDEX_SUFFIX, SUFFIX, TENSOR_SUFFIXES, coded_name, index_of, plain_name, read_index
+from ._source import NotTensorsError, Source
+from ._sources import open_source
 
 METHOD = "ibp"  # quant_method of quantization_config, by which transformers finds `ibp.integrations.transformers`
-WEIGHTS, _OF_DIFFUSERS = "model.safetensors", "diffusion_pytorch_model.safetensors"
+CODED_WEIGHTS = coded_name(WEIGHTS)
 _CONFIG, _FIELD = "config.json", "quantization_config"
+_COPIED_BYTES = 1 << 20
 _INSERTED = f',\n  "{_FIELD}": {{\n    "quant_method": "{METHOD}"\n  }}'
-_OF_OTHERS = (".gguf", ".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".pdparams", ".tflite")  # weights, too
 
 
-def weights_of(inputs: PathLike | Iterable[PathLike], output: PathLike) -> PathLike:
-    """The output; where a directory of a model of diffusers becomes a directory, the file that diffusers looks for."""
-    folder, target = _directory(inputs), _target(output)
-    is_there = folder is not None and any((folder / f"{_OF_DIFFUSERS}{end}").exists() for end in ("", INDEX_SUFFIX))
-    return target / _OF_DIFFUSERS if is_there and target is not None else output
+class Conversion:
+    """A directory of this machine that becomes another one, or is rewritten in its place: compressed or decompressed.
+
+    All of it is read and checked when the conversion is made; nothing is written before `finish`.
+
+    Attributes:
+        sources: the files of tensors, opened, by the path within the target that the new form is named after.
+        sets: those of the paths that belong to a set of files.
+    """
+
+    def __init__(self, source: Path, target: Path, to_coded: bool, stack: contextlib.ExitStack) -> None:
+        self.source, self.target, self._to_coded = source, target, to_coded
+        self._is_in_place = source.resolve() == target.resolve()
+        tensors, others = _contents_of(source, _shown_files(source, None if self._is_in_place else target), stack)
+        self.sources: dict[Path, Source] = {}
+        for path, opened in tensors.items():
+            new = _form(path, coded_name if to_coded else plain_name)
+            if new in self.sources:
+                raise ValueError(f"{source} has {new.name} both plain and coded; wanted one of them")
+            self.sources[new] = opened
+        self.sets = {_form(path, coded_name if to_coded else plain_name) for path in tensors if is_index(path)}
+        self._beside = self._files_beside(others, {path.parent for path in tensors})
+        self._replaced = {new: self._files_replaced(new) for new in self.sources}
+
+    def _files_beside(self, others: Iterable[Path], homes: Container[Path]) -> dict[Path, Path | bytes]:
+        """What is written beside the tensors, by its path: the file that is copied, or the text of a config.json.
+
+        others: the other files of the source, homes: its directories that have files of tensors, as paths within it.
+        """
+        written: dict[Path, Path | bytes] = {}
+        for path in others:
+            source, copy = self.source / path, self.target / path
+            os.close(open_regular(source))  # OSError: it cannot be read
+            told = _told(source, self._to_coded) if path.name == _CONFIG and path.parent in homes else None
+            if told is not None:
+                written[copy] = told
+            elif not self._is_in_place:
+                written[copy] = source
+        return written
+
+    def _files_replaced(self, new: Path) -> list[Path]:
+        """The files in the target that hold the other form of what is named after the path: they go when the new form
+        has been written. Of a set the index goes first."""
+        other = self.target / _form(new, plain_name if self._to_coded else coded_name)
+        if other == self.target / new:
+            return []
+        index = index_of(other)
+        names = sorted(set(read_index(index).values())) if index.is_file() else []
+        return [found for found in (index, *map(other.with_name, names), other) if os.path.lexists(found)]
+
+    def paths(self) -> list[Path]:
+        """The paths that are there and would be replaced or removed."""
+        new = [self.target / path for path in self.sources]
+        replaced = itertools.chain(*self._replaced.values())
+        return [path for path in (*new, *map(index_of, new), *self._beside, *replaced) if os.path.lexists(path)]
+
+    def skip(self, path: Path) -> None:
+        """Leaves out files of tensors: nothing takes their place. path: one of `sources`."""
+        del self.sources[path], self._replaced[path]
+
+    def check(self) -> None:
+        """OSError: something that is not replaced has the name of a file, or the target has another set."""
+        for path in self._beside:
+            check_replaceable(path)
+        indices = [index_of(self.target / path) for path in self.sources]
+        check_other_sets(self.target, [*indices, *self._replaced])
+
+    def keep(self, path: Path) -> None:
+        """Leaves files of tensors as they are: they are copied like the other files. path: one of `sources`."""
+        files = self.sources.pop(path).files
+        home = self.target / path.parent
+        names = [os.path.basename(file) for file in files]
+        if path in self.sets:
+            index = index_of(self.source / path)
+            files, names = (*files, os.fspath(index)), [*names, index.name]
+        if not self._is_in_place:
+            self._beside.update({home / name: Path(file) for name, file in zip(names, files)})
+
+    def other_files(self) -> tuple[str, ...]:
+        """The paths, within the target, of the files that `finish` writes."""
+        return tuple(os.fspath(path.relative_to(self.target)) for path in self._beside)
+
+    def finish(self) -> None:
+        """Writes the other files, when the tensors are in place, and removes what these replace. Each file is written
+        anew and takes its name when it is whole: where the name is a link, the file that it leads to stays as it is."""
+        for path, content in self._beside.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, bytes):
+                write_whole(path, content)
+            else:
+                size = content.stat().st_size
+                with open(content, "rb") as source, replaced(path, size, like=[content]) as file:
+                    shutil.copyfileobj(source, file, _COPIED_BYTES)
+        for path in itertools.chain(*self._replaced.values()):
+            path.unlink(missing_ok=True)
 
 
-def files_beside(inputs: PathLike | Iterable[PathLike], output: PathLike) -> dict[Path, Path]:
-    """Which files are copied where, if one directory becomes another on this machine: all but weights, hidden files
-    and links to nothing. Empty where anything else is compressed or decompressed."""
-    folder, target = _directory(inputs), _target(output)
-    if folder is None or target is None or folder.resolve() == target.resolve():
-        return {}
-    files = [path for path in _shown_files(folder, target) if not _are_weights(path)]
-    return {path: target / path.relative_to(folder) for path in files}
+def conversion_of(
+    inputs: PathLike | Iterable[PathLike], output: PathLike, to_coded: bool, stack: contextlib.ExitStack
+) -> Conversion | None:
+    """The conversion of the only input to the output, if both are directories of this machine; else None.
 
-
-def copy_files_beside(inputs: PathLike | Iterable[PathLike], output: PathLike, *, is_coded: bool) -> None:
-    """Copies these files. config.json of the copy says whether weights are coded, for transformers. A warning names
-    weights that stay behind: in formats that `ibp.checkpoints` does not read, and in directories inside."""
-    for source, copy in files_beside(inputs, output).items():
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, copy)
-        if copy.name == _CONFIG and copy.parent == _target(output):
-            _say_in_config(copy, is_coded)
-    folder, target = _directory(inputs), _target(output)
-    if folder is not None and target is not None:
-        left = [
-            str(path.relative_to(folder))
-            for path in _shown_files(folder, target)
-            if path.name.endswith(_OF_OTHERS) or (path.parent != folder and _are_weights(path))
-        ]
-        if left:
-            warnings.warn(f"left out: {', '.join(left)} of {folder}, weights that are not read", stacklevel=3)
-
-
-def _shown_files(folder: Path, target: Path) -> list[Path]:
-    """The files in a directory, of any depth, that are neither hidden nor in the output."""
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and target.resolve() not in (path.parent.resolve(), *path.parent.resolve().parents)
-    ]
-
-
-def _directory(inputs: PathLike | Iterable[PathLike]) -> Path | None:
-    """The directory of this machine that is the only input."""
+    Raises:
+        FileNotFoundError: the directory has no file of tensors.
+        SourceFormatError, ibp.FileFormatError: a file of tensors is damaged.
+        ValueError: a config.json beside tensors is no JSON, or tensors are there both plain and coded.
+    """
     given = inputs[0] if isinstance(inputs, (list, tuple)) and len(inputs) == 1 else inputs
-    if not isinstance(given, (str, os.PathLike)):
+    target = _target(output)
+    if target is None or not isinstance(given, (str, os.PathLike)):
         return None
     text = path_text(given)
-    return Path(text) if not is_url(text) and os.path.isdir(text) else None
+    return None if is_url(text) or not os.path.isdir(text) else Conversion(Path(text), target, to_coded, stack)
+
+
+def already_there(output: PathLike, name: str, conversion: Conversion | None) -> str | None:
+    """What is there already of an output, or None. name: of the file in a directory, unless a directory becomes one.
+    OSError: what is there cannot be replaced."""
+    if conversion is not None:
+        there = next(map(os.fspath, conversion.paths()), None)
+    else:
+        there = file_of(output, name) if is_there(output, name) else None
+    if there is not None and not is_url(there):
+        check_replaceable(Path(there))
+    return there
+
+
+def check_output(output: PathLike, name: str, conversion: Conversion | None, force: bool) -> None:
+    """OSError if an output cannot be written: it is there already, and `force` is not set; something that is not
+    replaced has its name; or readers of its directory would go on finding another set. The arguments are as of
+    `already_there`."""
+    there = None if force else already_there(output, name, conversion)
+    if there is not None:
+        raise exists(there)
+    if conversion is not None:
+        conversion.check()
+    elif (target := _target(output)) is not None:
+        check_other_sets(target, [index_of(target / name)])
+
+
+def exists(there: str) -> FileExistsError:
+    """The error that says that an output is there already."""
+    return FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
 
 
 def _target(output: PathLike) -> Path | None:
@@ -86,34 +183,98 @@ def _target(output: PathLike) -> Path | None:
     return target_of(text).parent
 
 
-def _are_weights(path: Path) -> bool:
-    if path.name.endswith((INDEX_SUFFIX, *_OF_OTHERS)):
-        return True
-    return is_named_as_tensors(path.name) and not holds_something_else(os.fspath(path))
+# ---- files of tensors ----
+
+
+def files_to_verify(folder: str) -> list[str]:
+    """Paths of the safetensors files in a directory, at any depth, a set by its index; of a single one, or none, the
+    path of the directory."""
+    paths, _ = _units_of(Path(folder), _shown_files(Path(folder), None))
+    found = [os.path.join(folder, path) for path in paths if path.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIX)]
+    return found if len(found) > 1 else [folder]
+
+
+def is_coded(source: Source) -> bool:
+    """Whether a file, or one of a set, is of ibp."""
+    return any(part.format == "ibp" for part in source.parts)
+
+
+def is_index(path: Path) -> bool:
+    """Whether a file is named as the index of a set of files of tensors."""
+    return path.name.endswith(tuple(suffix + INDEX_SUFFIX for suffix in TENSOR_SUFFIXES))
+
+
+def _units_of(folder: Path, files: list[Path]) -> tuple[list[Path], set[Path]]:
+    """(the files that are named as files of tensors, a set by its index; the files of sets), by their paths in the
+    folder."""
+    paths, parts = {path for path in files if path.name.endswith(TENSOR_SUFFIXES)}, set[Path]()
+    for path in filter(is_index, files):
+        named = {path.with_name(name) for name in read_index(folder / path).values()}
+        if not named.isdisjoint(files):  # an index may lie there alone, where its files were left out of a download
+            paths.add(path)
+            parts |= named
+    return sorted(paths - parts), parts
+
+
+def _contents_of(folder: Path, files: list[Path], stack: contextlib.ExitStack) -> tuple[dict[Path, Source], list[Path]]:
+    """(the files of tensors, opened, with a set by its index; all other files), by their paths in the folder."""
+    paths, parts = _units_of(folder, files)
+    tensors: dict[Path, Source] = {}
+    for path in paths:
+        with contextlib.suppress(NotTensorsError):
+            source = stack.enter_context(open_source(folder / path))
+            if source.tensors:
+                tensors[path] = source
+    if not tensors:
+        raise FileNotFoundError(f"{folder}: the directory has no file of tensors ({', '.join(TENSOR_SUFFIXES)})")
+    return tensors, [path for path in files if path not in parts.union(tensors)]
+
+
+def _form(path: Path, name_of: Callable[[str], str]) -> Path:
+    """The path that the coded or the plain form of a file, or of the set of an index, is named after."""
+    return path.with_name(name_of(path.name.removesuffix(INDEX_SUFFIX)))
+
+
+def _shown_files(folder: Path, target: Path | None) -> list[Path]:
+    """The files in a folder, of any depth, as paths within it, that are neither hidden nor in the target."""
+    apart = None if target is None else target.resolve()
+    return [
+        path.relative_to(folder)
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+        and apart not in (path.parent.resolve(), *path.parent.resolve().parents)
+    ]
 
 
 # ---- config.json ----
 
 
-def _say_in_config(path: Path, is_coded: bool) -> None:
-    """Adds what transformers is to know to config.json, or takes it away. Other text stays as it is, byte for byte."""
-    text = path.read_text(encoding="utf-8")
-    with contextlib.suppress(ValueError):
+def _told(path: Path, is_coded: bool) -> bytes | None:
+    """The text of a config.json that says to transformers and diffusers whether weights are coded; None where it needs
+    no change. Other text stays as it is, byte for byte."""
+    try:
+        text = path.read_bytes().decode()
         config = json.loads(text)
-        if not isinstance(config, dict) or not config:
-            return
-        held = config.get(_FIELD)
-        if is_coded and held is None:
-            end = len(text[: text.rindex("}")].rstrip())
-            write_whole(path, (text[:end] + _INSERTED + text[end:]).encode())
-        elif is_coded and not _is_ours(held):
-            warnings.warn(
-                f"{path} has a {_FIELD} of its own, which stays: its weights load where ibp.integrations.transformers "
-                "is imported, and are decoded then",
-                stacklevel=4,
-            )
-        elif not is_coded and _is_ours(held):
-            write_whole(path, _without_field(text, config).encode())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} cannot be told whether the weights beside it are coded, since it is no JSON in UTF-8: {error}"
+        ) from None
+    if not isinstance(config, dict) or not config:
+        return None
+    held = config.get(_FIELD)
+    if is_coded and held is None:
+        end = len(text[: text.rindex("}")].rstrip())
+        return (text[:end] + _INSERTED + text[end:]).encode()
+    if is_coded and not _is_ours(held):
+        warnings.warn(
+            f"{path} has a {_FIELD} of its own, which stays: its weights load where ibp is imported, and are decoded "
+            "then",
+            stacklevel=4,
+        )
+    if not is_coded and _is_ours(held):
+        return _without_field(text, config).encode()
+    return None
 
 
 def _is_ours(field: object) -> bool:
@@ -124,3 +285,16 @@ def _without_field(text: str, config: dict) -> str:
     if text.count(_INSERTED) == 1:
         return text.replace(_INSERTED, "")
     return json.dumps({key: value for key, value in config.items() if key != _FIELD}, indent=2) + "\n"
+
+
+def lines_that_load(folder: str | os.PathLike[str]) -> str | None:
+    """The two lines of Python that load a directory of coded weights; None where it is none of transformers or
+    diffusers."""
+    for name in (_CONFIG, "model_index.json"):  # of a model, and of a pipeline
+        with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
+            config = json.loads(Path(folder, name).read_bytes())
+            package, kind = "diffusers", config.get("_class_name")
+            if kind is None:
+                package, kind = "transformers", config["architectures"][0]
+            return f"import ibp, {package}\nmodel = {package}.{kind}.from_pretrained({os.fspath(folder)!r})"
+    return None

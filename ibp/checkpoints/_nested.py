@@ -5,7 +5,8 @@ metadata, as JSON. What names do not say is one more text of the metadata, "torc
 
     null                            is the tensor or the value of the path that leads there,
     [kind, children]                is a container of one of `_KINDS`: children are [key, node] pairs of a mapping,
-                                    nodes of a list; null of a mapping at the root whose keys are the names,
+                                    nodes of a list; null of a mapping at the root whose keys are the names, those
+                                    of tensors first,
     ["OrderedDict", children, x]    has an attribute _metadata, as the state_dict of a module has.
 
 Keys, and what _metadata holds, are nodes with their values in place of null.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -46,11 +47,19 @@ def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], d
     two values have one name, containers are nested too deeply, or there are too many."""
     made = _Flattening(most_bytes)
     structure = made.node(content, "")
-    if _is_flat(structure):
+    in_order = [*made.tensors, *(key.removeprefix(PREFIX) for key in made.texts)]  # as `nested` finds them
+    is_in_order = _is_flat(structure) and [key for key, _ in structure[1]] == in_order
+    if is_in_order and not share_storages(made.tensors.values()):
         structure = [structure[0], None, *structure[2:]]
     if structure != ["dict", None]:
         made.texts[STRUCTURE] = json.dumps(structure, separators=(",", ":"))
     return made.tensors, made.texts
+
+
+def share_storages(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether two of the tensors lie in one storage."""
+    strided = [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided]
+    return len(set(strided)) < len(strided)
 
 
 def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any:

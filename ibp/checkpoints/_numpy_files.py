@@ -6,7 +6,6 @@ from __future__ import annotations
 import lzma
 import math
 import os
-import threading
 import tokenize
 import zipfile
 import zlib
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from .._common.locks import ForkLock
 from ._source import Source, SourceFormatError, SourceTensor
 
 _LOCAL_HEADER_BYTES, _LENGTHS_AT = 30, 26  # of a member of an archive: name and extra field of these lengths follow
@@ -90,7 +90,7 @@ def _member(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: 
             loaded.append(np.asarray(np.memmap(path, dtype, "r", start, shape, "F" if is_fortran else "C")))
     except _UNREADABLE as error:
         raise _unreadable(path, name, error) from None
-    lock = threading.Lock()
+    lock = ForkLock()
 
     def load() -> np.ndarray:
         try:

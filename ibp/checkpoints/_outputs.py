@@ -5,64 +5,73 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 
 from .._common.rounding import rounded_up
-from .._files.fields import PLAIN_ITEM_BYTES, dtype_name
-from .._files.writer import MAX_HEADER_BYTES, replaced
+from .._files.paths import SUFFIXES, format_of_name
+from .._files.writer import MAX_HEADER_BYTES
 from ._nested import nested
 from ._source import SourceTensor
 
-Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]
+Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]  # the bytes of a tensor, in order
+Begin = Callable[[Path, int], AbstractContextManager[IO[bytes]]]  # `replaced`, with its options
+Writer = Callable[[Path, Sequence[SourceTensor], Mapping[str, str], Pieces, Begin], None]
 
 _ALIGNMENT = 8  # of the data of a safetensors file
 _METADATA = "__metadata__"
 
 
-def write_safetensors(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+def write_safetensors(
+    path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
+) -> None:
     """Writes an ordinary safetensors file."""
     header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
     end = 0
     for tensor in tensors:
         if tensor.name == _METADATA:
             raise ValueError(f"there is a tensor {_METADATA!r}, a name that safetensors has for other uses")
-        if dtype_name(tensor.dtype) not in PLAIN_ITEM_BYTES:
-            raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which safetensors lacks")
         start, end = end, end + tensor.num_bytes
-        entry = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
-        header[tensor.name] = entry
+        dtype, shape = tensor.header_entry()
+        header[tensor.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text = text.ljust(rounded_up(len(text), _ALIGNMENT))
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"the header of {path.name} has {len(text)} bytes; readers take at most {MAX_HEADER_BYTES}")
-    with replaced(path, _total(tensors)) as file:
+    with begin(path, _total(tensors)) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:
             for piece in pieces(tensor):
                 file.write(piece.data)
 
 
-def write_npy(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+def write_npy(
+    path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
+) -> None:
     """Writes an .npy file of one tensor. ValueError if there are several, or numpy lacks the dtype."""
     if len(tensors) != 1:
         raise ValueError(f"{path} holds one array, and there are {len(tensors)} tensors; wanted a name with .npz")
     header = _array_header(tensors[0])
-    with replaced(path, _total(tensors)) as file:
+    with begin(path, _total(tensors)) as file:
         file.write(header)
         for piece in pieces(tensors[0]):
             file.write(piece.data)
 
 
-def write_npz(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+def write_npz(
+    path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
+) -> None:
     """Writes an .npz archive, whose members are not deflated. ValueError if numpy lacks a dtype."""
     headers = [_array_header(tensor) for tensor in tensors]
-    with replaced(path, _total(tensors)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+    with begin(path, _total(tensors)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for tensor, header in zip(tensors, headers):
             with archive.open(f"{tensor.name}.npy", "w", force_zip64=True) as member:
                 member.write(header)
@@ -70,22 +79,48 @@ def write_npz(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str
                     member.write(piece.data)
 
 
-def write_torch(path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
-    """Writes a checkpoint by torch.save: nested as metadata says, else a dict from name to tensor. All of it is in
-    memory meanwhile."""
-    content = nested({tensor.name: tensor.tensor() for tensor in tensors}, metadata)
-    with replaced(path, _total(tensors)) as file:
+def write_torch(
+    path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
+) -> None:
+    """Writes a checkpoint by torch.save: nested as metadata says, else a dict from name to tensor. Tensors that shared
+    memory share it again. All of it is in memory meanwhile."""
+    held: dict[SourceTensor, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
+    for tensor in tensors:
+        base = tensor.base or tensor
+        if base not in held:
+            held[base] = base.tensor()
+        values[tensor.name] = held[base] if tensor.view is None else tensor.view.of(held[base])
+    content = nested(values, metadata)
+    with begin(path, _total(tensors)) as file:
         torch.save(content, file)
 
 
-FORMATS: Mapping[str, Callable[[Path, Sequence[SourceTensor], Mapping[str, str], Pieces], None]] = {
+FORMATS: Mapping[str, Writer] = {
     "safetensors": write_safetensors,
     "npy": write_npy,
     "npz": write_npz,
     "torch": write_torch,
 }
-SUFFIXES = {".safetensors": "safetensors", ".npy": "npy", ".npz": "npz"}
-SUFFIXES.update(dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"))
+_A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # which the end of "llama-3.1" is not
+
+
+def format_of_output(target: Path, format: str | None) -> str:
+    """The format in which a file is written: what the caller says, or else the suffix; of a name without one,
+    safetensors. ValueError: the format is not written, or the suffix says another one."""
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format is {format!r}; wanted one of {sorted(FORMATS)}")
+    named = format_of_name(target)
+    if format is None and named is None and _A_SUFFIX.fullmatch(target.suffix):
+        named = target.suffix
+    kind = format or named or "safetensors"
+    if kind not in FORMATS or named not in (None, kind):
+        wanted = FORMATS if format is None else (format,)
+        raise ValueError(
+            f"the output is {os.fspath(target)!r}, whose suffix does not say {format or 'a format that is written'}; "
+            f"wanted a name that ends in {', '.join(end for end, told in SUFFIXES.items() if told in wanted)}"
+        )
+    return kind
 
 
 def _total(tensors: Sequence[SourceTensor]) -> int:
@@ -95,7 +130,7 @@ def _total(tensors: Sequence[SourceTensor]) -> int:
 def _array_header(tensor: SourceTensor) -> bytes:
     """What stands before an array's data in an .npy file."""
     try:
-        dtype = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        dtype = torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
     except TypeError:
         raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which numpy lacks; wanted .safetensors") from None
     header = io.BytesIO()

@@ -26,7 +26,7 @@ _FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of checkpoints in seve
 class Shard:
     """A file of the output."""
 
-    file: str  # its name
+    file: str  # its path within the directory of the output
     tensors: tuple[SourceTensor, ...]  # of the file, in order
     metadata: Mapping[str, str]  # of the file
 
@@ -57,16 +57,19 @@ def shards_of(
     source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str], num_ranks: int
 ) -> list[Shard]:
     """The files that a checkpoint becomes. Files of a set stay files of their own; what is larger than shard_bytes is
-    cut between tensors, and one tensor that ranks share between items."""
+    cut between tensors, and one tensor that ranks share between items. target: that they are named after, within the
+    directory of the output."""
     contents: list[tuple[list[SourceTensor], Mapping[str, str]]] = []
     for tensors, texts in _files_of(source):
         contents += [(part, texts) for part in cut(tensors, lambda tensor: tensor.num_bytes, shard_bytes)]
-    pieces = _pieces(contents[0][0], num_ranks) if len(contents) == 1 else []
+    is_one = len(contents) == 1 and not source.view_texts()
+    pieces = _pieces(contents[0][0], num_ranks) if is_one else []
     if pieces:
         texts = contents[0][1]
         contents = [([piece], {**texts, f"{ROWS_KEY}{piece.name}": entry}) for piece, entry in pieces]
     names = names_of_set(target, len(contents))
-    return [Shard(name, tuple(tensors), {**texts, **metadata}) for name, (tensors, texts) in zip(names, contents)]
+    files = [os.fspath(target.with_name(name)) for name in names]
+    return [Shard(file, tuple(tensors), {**texts, **metadata}) for file, (tensors, texts) in zip(files, contents)]
 
 
 def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]) -> int:
@@ -118,14 +121,16 @@ def state_of(paths: Iterable[str]) -> list[list[Any]]:
 
 def _files_of(source: Source) -> list[tuple[list[SourceTensor], Mapping[str, str]]]:
     if len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts):
-        return [(list(part.tensors.values()), part.metadata) for part in source.parts]
-    return [(list(source.tensors.values()), source.metadata)]
+        return [(part.stored(), {**part.metadata, **part.view_texts()}) for part in source.parts]
+    return [(source.stored(), {**source.metadata, **source.view_texts()})]
 
 
 def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[SourceTensor, str]]:
     """The items of each rank of a checkpoint of one tensor, and what metadata says of them; none where one rank takes
     all."""
-    if num_ranks == 1 or len(tensors) != 1 or not tensors[0].shape or tensors[0].shape[0] < num_ranks:
+    if num_ranks == 1 or len(tensors) != 1 or tensors[0].entry is not None:
+        return []
+    if not tensors[0].shape or tensors[0].shape[0] < num_ranks:
         return []
     items = tensors[0].shape[0]
     bounds = [items * rank // num_ranks for rank in range(num_ranks + 1)]

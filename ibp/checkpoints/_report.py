@@ -30,7 +30,7 @@ class TensorReport:
         scheme: "ibp" or "planes"; None of a tensor that is kept as it is.
         num_bytes: of the tensor.
         stored_bytes: of the file that it takes, index and padding included, codebook apart.
-        file: name of its file.
+        file: path of its file, within the directory of the output.
     """
 
     name: str
@@ -67,13 +67,15 @@ class CheckpointReport:
         ('model.ibp', 1025024, '16%')
 
     Attributes:
-        path: what to open: the file, or the index of a set of files; text, of a URL the URL.
-        files: names of the files with tensors.
+        path: what to open: the file, the index of a set of files, or the directory of several files that are no set;
+            text, of a URL the URL.
+        files: paths of the files with tensors, within their directory.
         tensors: a `TensorReport` for each tensor, in the order of the files.
         num_bytes: of all tensors.
         file_bytes: of all files, headers and checksums included.
         kept_files: how many files an earlier, interrupted call had finished.
         peak_bytes: the most memory of its own (RssAnon of Linux) that this process was seen to have meanwhile.
+        other_files: paths of the files that were copied, or written anew, beside them where a directory was compressed.
     """
 
     path: str
@@ -83,6 +85,7 @@ class CheckpointReport:
     file_bytes: int
     kept_files: int
     peak_bytes: int
+    other_files: tuple[str, ...] = ()
 
     @property
     def savings(self) -> float:
@@ -91,7 +94,7 @@ class CheckpointReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON has them."""
-        own = {**vars(self), "savings": self.savings, "files": list(self.files)}
+        own = {**vars(self), "savings": self.savings, "files": list(self.files), "other_files": list(self.other_files)}
         return {**own, "tensors": [tensor.as_dict() for tensor in self.tensors]}
 
     def __repr__(self) -> str:

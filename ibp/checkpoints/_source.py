@@ -6,7 +6,7 @@ import fnmatch
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import numpy as np
@@ -14,7 +14,9 @@ import torch
 
 from .. import _core
 from .._common.closing import Closing
+from .._files.fields import entry_of
 from .._files.regular import open_regular
+from .._files.views import VIEW_KEY, View
 from .._tables.compressed_tensor import CompressedTensor
 
 _BLOCK_BYTES = 16 << 20  # of what `tensor` reads at once
@@ -62,19 +64,31 @@ class SourceTensor:
     has_items: bool = False
     whole: SourceTensor | None = None  # the tensor some of whose items these are, or None
     table: CompressedTensor | None = None  # that holds the tensor in a file of ibp, or None
+    # the dtype and shape that its file has of it, where torch lacks the dtype and the tensor is its bytes; else None
+    entry: tuple[str, tuple[int, ...]] | None = None
+    # the tensor in whose memory this one lies, and how; None of a tensor with memory of its own
+    base: SourceTensor | None = None
+    view: View | None = None
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def header_entry(self) -> tuple[str, tuple[int, ...]]:
+        """The dtype and shape of the plain tensor in the header of a file. ValueError: safetensors lacks the dtype."""
+        entry = self.entry or entry_of(self.dtype, self.shape)
+        if entry is None:
+            raise ValueError(f"tensor {self.name!r} has {self.dtype}, which safetensors lacks")
+        return entry
+
     def tensor(self) -> torch.Tensor:
         """The whole tensor, in memory of its own on the CPU."""
-        data = torch.empty(self.num_bytes, dtype=torch.uint8)
+        data = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
         to = data.numpy()
         for start in range(0, self.num_bytes, _BLOCK_BYTES):
             end = min(start + _BLOCK_BYTES, self.num_bytes)
             to[start:end] = self.read(start, end)
-        return data.view(self.dtype).reshape(self.shape) if data.numel() else torch.empty(self.shape, dtype=self.dtype)
+        return data.view(self.dtype).reshape(self.shape)
 
     def __repr__(self) -> str:
         return f"SourceTensor({self.name!r}, {self.dtype}, {list(self.shape)})"
@@ -85,6 +99,12 @@ def mapped_tensor(
 ) -> SourceTensor:
     """A tensor that lies in a map of its file."""
     return SourceTensor(name, dtype, shape, lambda start, end: data[start:end], has_items)
+
+
+def with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
+    """The tensor of an entry in a header, which it keeps where that is another one than torch's tensor has."""
+    entry = dtype, shape
+    return tensor if entry_of(tensor.dtype, tensor.shape) == entry else replace(tensor, entry=entry)
 
 
 def map_file(path: str | os.PathLike[str]) -> np.ndarray:
@@ -128,6 +148,15 @@ class Source(Closing):
     @property
     def num_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
+
+    def stored(self) -> list[SourceTensor]:
+        """The tensors that a file has to hold: those with memory of their own, and the bases of the others."""
+        return list(dict.fromkeys(tensor.base or tensor for tensor in self.tensors.values()))
+
+    def view_texts(self) -> dict[str, str]:
+        """What the metadata of a file has to say of the others."""
+        views = {name: tensor.view for name, tensor in self.tensors.items()}
+        return {f"{VIEW_KEY}{name}": view.text() for name, view in views.items() if view is not None}
 
     def only(self, names: Iterable[str]) -> Source:
         """The same with these tensors alone, and without files that have none of them."""

@@ -5,28 +5,26 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
-import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import MappingProxyType
 
-from .._files.fields import FileFormatError, dtype_of
-from .._files.header import Header, find_files, read_header
-from .._files.paths import SUFFIX, PathLike, file_system, is_url, path_text, read_here
+from .._files.fields import FileFormatError, form_of
+from .._files.header import Header, find_files, other_format, read_header
+from .._files.paths import PathLike, file_system, is_url, path_text, read_here
 from .._files.regular import open_regular
-from .._files.sets import INDEX_SUFFIX
+from .._files.sets import INDEX_SUFFIX, SUFFIX, TENSOR_SUFFIXES, is_of_weights
 from ._ibp_files import open_ibp
 from ._numpy_files import open_npy, open_npz
-from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor, map_file, mapped_tensor
+from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor, map_file, mapped_tensor, with_entry
 from ._torch_files import open_torch
 
 _OPENERS: dict[str, Callable[[PathLike], Source]] = {"npy": open_npy, "npz": open_npz, "torch": open_torch}
-_SUFFIXES = (SUFFIX, ".ibp", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt")
 _OF_ANY_BYTES = ".bin"  # a suffix that tokenizers have for files of theirs, too
 _READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
 _START_BYTES = 16
-_PICKLE = re.compile(rb"\x80[\x02-\x05]")  # what torch.save wrote before it wrote archives
 
 
 def open_source(path: PathLike) -> Source:
@@ -52,12 +50,13 @@ def open_source(path: PathLike) -> Source:
 
 
 def _open_safetensors(path: str, header: Header) -> Source:
-    """A safetensors file, whose tensors are read from its map. ibp.FileFormatError: it has a dtype that torch lacks."""
+    """A safetensors file, whose tensors are read from its map; of a dtype that torch lacks their bytes."""
     data, tensors = map_file(path), {}
     for name, entry in header.tensors.items():
         if entry.end > data.size:
             raise FileFormatError(f"{path} has changed since it was opened")
-        tensors[name] = mapped_tensor(name, dtype_of(entry.dtype), entry.shape, data[entry.start : entry.end])
+        dtype, shape = form_of(*entry[:2], entry.num_bytes)
+        tensors[name] = with_entry(mapped_tensor(name, dtype, shape, data[entry.start : entry.end]), *entry[:2])
     return Source(path, "safetensors", tensors, header.metadata)
 
 
@@ -66,9 +65,10 @@ def format_of(path: str) -> str:
     SourceFormatError: it is none of them. OSError: it cannot be read, or is no regular file."""
     with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(_START_BYTES)
-    if start.startswith(b"\x93NUMPY"):
+    kind = other_format(start)
+    if kind == "npy":
         return "npy"
-    if start.startswith((b"PK\3\4", b"PK\5\6")):
+    if kind == "archive":
         try:
             with zipfile.ZipFile(path) as archive:
                 names = archive.namelist()
@@ -79,12 +79,12 @@ def format_of(path: str) -> str:
         if all(name.endswith(".npy") for name in names):
             return "npz"
         raise SourceFormatError(f"{path} is an archive of neither numpy nor torch; wanted one of {_READ}")
+    if kind == "pickle":
+        return "torch"
     if start[8:9] == b"{" or path.endswith((SUFFIX, ".ibp")):
         return "safetensors"
-    if _PICKLE.match(start):
-        return "torch"
-    kind = NotTensorsError if path.endswith(_OF_ANY_BYTES) else SourceFormatError
-    raise kind(f"{path} has no format that is known; wanted one of {_READ}")
+    refusal = NotTensorsError if path.endswith(_OF_ANY_BYTES) else SourceFormatError
+    raise refusal(f"{path} has no format that is known; wanted one of {_READ}")
 
 
 def open_sources(inputs: PathLike | Iterable[PathLike]) -> Source:
@@ -125,7 +125,7 @@ def expand(inputs: PathLike | Iterable[PathLike]) -> list[str]:
 
 def local_path(path: str) -> contextlib.AbstractContextManager[str]:
     """The path; of a URL that of a file, or a set of files, here with its content, for as long as the context lasts."""
-    return read_here(path, (*_SUFFIXES, INDEX_SUFFIX))
+    return read_here(path, (*TENSOR_SUFFIXES, INDEX_SUFFIX))
 
 
 def joined(path: str, parts: list[Source]) -> Source:
@@ -183,12 +183,15 @@ def _open_url(url: str) -> Source:
 
 
 def _open_directory(path: str) -> Source:
-    """All files of tensors in a directory, or the files that its index names, if it has one."""
+    """The model in a directory: the files that its index names, if it has one; else all files of tensors, without those
+    whose tensors the safetensors files have."""
     names = sorted(os.listdir(path))
+    named = [name for name in names if name.endswith(TENSOR_SUFFIXES) and not name.startswith(".")]
     indices = [name for name in names if name.endswith(f"{SUFFIX}{INDEX_SUFFIX}")]
+    indices = list(filter(is_of_weights, indices)) or indices
     if len(indices) > 1:
         raise SourceFormatError(f"{path} has {len(indices)} indices; wanted the path of one of them")
-    files = [os.path.join(path, name) for name in names if name.endswith(_SUFFIXES) and not name.startswith(".")]
+    files = [os.path.join(path, name) for name in named]
     if indices:
         source = _open_index(os.path.join(path, indices[0]))
         others = set(files).difference(source.files)
@@ -196,39 +199,23 @@ def _open_directory(path: str) -> Source:
             warnings.warn(f"left out: {', '.join(sorted(others))}, which {indices[0]} does not name", stacklevel=2)
         return source
     if not files:
-        raise FileNotFoundError(f"{path}: the directory has no file of tensors ({', '.join(_SUFFIXES)})")
+        raise FileNotFoundError(f"{path}: the directory has no file of tensors ({', '.join(TENSOR_SUFFIXES)})")
     seen: set[str] = set()
 
     def open_new(file: str) -> Source | None:
         source = _open_if_tensors(file)
         if source is None:
             return None
-        if source.format in ("safetensors", "ibp") or not seen.issuperset(source.tensors):
+        if is_of_weights(file) or not seen.issuperset(source.tensors):
             seen.update(source.tensors)
             return source
         source.close()
         warnings.warn(f"left out: {file}, whose tensors the safetensors files beside it have", stacklevel=2)
         return None
 
-    source = _opened(path, sorted(files, key=lambda file: (not file.endswith(SUFFIX), file)), open_new)
+    source = _opened(path, sorted(files, key=lambda file: (not is_of_weights(file), file)), open_new)
     source.path = path
     return source
-
-
-def is_named_as_tensors(name: str) -> bool:
-    """Whether a file of a directory is opened, by its name."""
-    return name.endswith(_SUFFIXES)
-
-
-def holds_something_else(path: str) -> bool:
-    """Whether a file that is named as one of tensors holds none, such as the state of random numbers."""
-    try:
-        with open_source(path) as source:
-            return not source.tensors
-    except NotTensorsError:
-        return True
-    except (OSError, ValueError):
-        return False
 
 
 def _open_if_tensors(path: str) -> Source | None:
@@ -247,8 +234,21 @@ def _open_if_tensors(path: str) -> Source | None:
 
 
 def _open_index(path: str) -> Source:
-    """The set of files that an index names."""
-    files = list(map(os.fspath, find_files(Path(path)).files.values()))
-    if format_of(files[0]) == "safetensors" and not read_header(Path(files[0])).is_plain:
+    """The set of files that an index names. Of two tensors of a name it is the one that the index names.
+    ibp.FileFormatError: a file lacks a tensor that the index says it has."""
+    found = find_files(Path(path))
+    names = {os.fspath(file): name for name, file in found.files.items()}
+    if any(format_of(file) == "safetensors" and not read_header(Path(file)).is_plain for file in names):
         return open_ibp(path)
-    return joined(path, list(map(open_source, files)))
+
+    def open_part(file: str) -> Source:
+        part, own = open_source(file), names[file]
+        for tensor, name in found.places.items():
+            if name == own and tensor not in part.tensors:
+                part.close()
+                raise FileFormatError(f"{file} has no tensor {tensor!r}, which the index says it has")
+        kept = {tensor: value for tensor, value in part.tensors.items() if found.places.get(tensor, own) == own}
+        part.tensors = MappingProxyType(kept)
+        return part
+
+    return _opened(path, list(names), open_part)

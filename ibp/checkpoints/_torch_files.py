@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import zipfile
+from collections.abc import Mapping
+from dataclasses import replace
 from pickle import UnpicklingError
 from typing import Any
 
@@ -12,12 +14,12 @@ import numpy as np
 import torch
 
 from .._files.regular import open_regular
+from .._files.views import MOST_TIMES, STORAGE, View
 from .._files.writer import MAX_HEADER_BYTES
 from .._layout import geometry
 from ._nested import flattened
 from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor
 
-_MOST_TIMES = 1000  # that tensors, or names and values, are larger than their file, in which they may be shared
 _WHY = re.compile(r"WeightsUnpickler error: (.*)")
 _UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in what torch says of a class or function that weights_only does not take
 
@@ -28,7 +30,7 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
     SourceFormatError: it is none, or its tensors are more than 1,000 times as large as the file."""
     try:
         content = _load(os.fspath(path))
-        found, metadata = flattened(content, min(MAX_HEADER_BYTES, _MOST_TIMES * os.path.getsize(path)))
+        found, metadata = flattened(content, min(MAX_HEADER_BYTES, MOST_TIMES * os.path.getsize(path)))
     except (OSError, MemoryError):
         raise
     except SourceFormatError as error:
@@ -43,14 +45,70 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
     except Exception as error:  # of damaged bytes torch raises errors of any kind
         raise SourceFormatError(f"{path}: torch.load refuses it: {_reason(error)}") from None
     tensors = {name: loaded_tensor(name, tensor, path) for name, tensor in found.items()}
-    total, most = sum(tensor.num_bytes for tensor in tensors.values()), _MOST_TIMES * os.path.getsize(path)
+    total, most = sum(tensor.num_bytes for tensor in tensors.values()), MOST_TIMES * os.path.getsize(path)
     if total > most:
         largest = max(tensors.values(), key=lambda tensor: tensor.num_bytes)
         raise SourceFormatError(
-            f"{path}: its tensors have {total:,} bytes, more than {_MOST_TIMES:,} times those of the file, and "
+            f"{path}: its tensors have {total:,} bytes, more than {MOST_TIMES:,} times those of the file, and "
             f"{largest.name!r} has {largest.num_bytes:,}; wanted tensors that are stored whole, not expanded ones"
         )
-    return Source(os.fspath(path), "torch", tensors, metadata)
+    return Source(os.fspath(path), "torch", _with_views(tensors, found, path), metadata)
+
+
+# ---- tensors that share memory ----
+
+
+def _with_views(
+    tensors: dict[str, SourceTensor], found: Mapping[str, torch.Tensor], path: object
+) -> dict[str, SourceTensor]:
+    """The tensors; those whose memory others have a part in, or that have an element in several places, as views of a
+    base."""
+    of_storages: dict[tuple[int, torch.dtype], list[tuple[int, int, str]]] = {}
+    for name, tensor in found.items():
+        if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
+            storage = tensor.untyped_storage().data_ptr(), tensor.dtype  # torch.save refuses several dtypes in one
+            of_storages.setdefault(storage, []).append((*_span_of(tensor), name))
+    viewed = dict(tensors)
+    for spans in of_storages.values():
+        for start, end, names in _overlapping(sorted(spans)):
+            if len(names) == 1 and found[names[0]].numel() <= end - start:
+                continue
+            whole = {name for name in names if found[name].is_contiguous() and _span_of(found[name]) == (start, end)}
+            base = next((name for name in tensors if name in whole and not name.startswith(STORAGE)), None)
+            if base is None:
+                memory = found[names[0]].as_strided((end - start,), (1,), start)
+                held = loaded_tensor(f"{STORAGE}{names[0]}", memory, path)
+            else:
+                held = tensors[base]
+            for name in names:
+                if name != base:
+                    tensor = found[name]
+                    offset = int(tensor.storage_offset()) - start
+                    view = View(held.name, tuple(tensor.shape), tensor.stride(), offset)
+                    viewed[name] = replace(tensors[name], base=held, view=view)
+    return viewed
+
+
+def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first element of a tensor in its storage, and the end of the last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    start = int(tensor.storage_offset())
+    return start, start + last + 1
+
+
+def _overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list[str]]]:
+    """Spans, sorted, that overlap, joined: (start, end, names)."""
+    joined: list[tuple[int, int, list[str]]] = []
+    for start, end, name in spans:
+        if joined and start < joined[-1][1]:
+            first, last, names = joined[-1]
+            joined[-1] = first, max(last, end), [*names, name]
+        else:
+            joined.append((start, end, [name]))
+    return joined
+
+
+# ---- one file ----
 
 
 def _reason(error: Exception) -> str:

@@ -86,13 +86,13 @@ class GeneralCodec(ABC):
 _CPU = torch.device("cpu")
 
 
-def package(name: str, pip_name: str, codec: str, extra: str) -> ModuleType:
-    """A package that codecs are in. ImportError, in a sentence, where it is not installed."""
+def package(name: str, pip_name: str, codec: str) -> ModuleType:
+    """Imports the package that a codec is in. ImportError, with the command that installs it, where it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
         raise ImportError(
-            f"the codec {codec!r} needs the package {pip_name} (pip install 'ibp[{extra}]'): {error}"
+            f"the codec {codec!r} needs the package {pip_name}: type `pip install {pip_name}` ({error})"
         ) from error
 
 

@@ -30,7 +30,7 @@ class HostCodec(GeneralCodec):
     levels: range
 
     def require(self) -> ModuleType:
-        return package(self.module, self.package, self.name, "codecs")
+        return package(self.module, self.package, self.name)
 
     def options(self, dtype: torch.dtype, level: int | None, chunk_bytes: int | None) -> dict[str, str]:
         if level is not None and level not in self.levels:

@@ -4,13 +4,13 @@ and configurations that are made once."""
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from .._common.locks import ForkLock
 from .._layout.geometry import INTEGERS
 from .._machine import staging
 from ._codec import BlockCoding, GeneralCodec, OnBytes, package
@@ -149,7 +149,7 @@ class Coder:
         stream: int,
         **policies: Any,
     ) -> None:
-        self._nvcomp, self._stream, self._lock = nvcomp, stream, threading.Lock()
+        self._nvcomp, self._stream, self._lock = nvcomp, stream, ForkLock()
         typed = {} if kind in ("deflate", "gdeflate", "snappy", "zstd") else {"data_type": data_type}
         self._words = INTEGERS[int(data_type[-1])] if kind in _TYPED else torch.uint8
         self._codec = nvcomp.Codec(
@@ -230,7 +230,7 @@ def stream_number(device: torch.device) -> int:
 @functools.cache
 def _module(codec: str) -> ModuleType:
     """nvCOMP's package, whose device memory is from torch's allocator from now on."""
-    found = package("nvidia.nvcomp", NvComp.package, codec, "nvcomp")
+    found = package("nvidia.nvcomp", NvComp.package, codec)
     found.set_device_allocator(_NvcompMemory)
     return found
 

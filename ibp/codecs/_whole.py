@@ -299,7 +299,7 @@ def _joined(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(coded blocks one after the other where they are to lie, where each begins). The pieces are forgotten one by
     one."""
-    sizes = torch.tensor([0, *(piece.numel() for piece in pieces)], dtype=torch.int64)
+    sizes = torch.tensor([0, *(piece.numel() for piece in pieces)], dtype=torch.int64, device="cpu")
     offsets = sizes.cumsum(0)
     if len(pieces) == 1 and pieces[0].device == home and home.type == "cuda":
         return pieces[0], offsets

@@ -54,7 +54,7 @@ class InPlace:
 
     def _add(self, subtracts: bool) -> tuple[int, bool]:
         """What that adds to the fingerprint, and whether no row is corrupt; corrupt rows change nothing."""
-        change, fault = torch.zeros(1, dtype=torch.int64), new_record()
+        change, fault = torch.zeros(1, dtype=torch.int64, device="cpu"), new_record()
         width = element_bytes_of(self._delta.dtype)
         table = self._table.handle(torch.device("cpu")).table
         torch.ops.ibp.add_rows.default(table, width, subtracts, self._base, change, fault)
@@ -124,8 +124,10 @@ def _refuse(name: str, delta: Delta, base: Base) -> NoReturn:
     """Raises what is wrong with a delta that was not applied."""
     found = fingerprint(base if isinstance(base, torch.Tensor) else base.read())
     if found != delta.base:
+        advice = "were new and base exchanged in ibp.deltas.make(new, base), or has the delta been applied before?"
         raise DeltaMismatchError(
             f"{name} has fingerprint {found:016x}; the delta is for a tensor with fingerprint {delta.base:016x}"
+            + (f", and makes what is there: {advice}" if found == delta.result else "")
         )
     raise CorruptTableError(
         f"{name} would not become the tensor with fingerprint {delta.result:016x}: the delta is damaged"

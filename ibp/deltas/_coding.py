@@ -44,7 +44,8 @@ def known_codebook(element_bytes: int) -> PlanesCodebook:
     width = 8 * element_bytes
     numbers = [number for size in range(1, _NUM_ENTRIES // 2 + 1) for number in (-size, size)]
     symbols = [number % 2**width if width < 64 else number for number in numbers]
-    return PlanesCodebook(ROW_BYTES, element_bytes, 0, 0, _DIGIT_BITS, False, True, 0, 1, torch.tensor([symbols]))
+    entries = torch.tensor([symbols], dtype=torch.int64, device="cpu")
+    return PlanesCodebook(ROW_BYTES, element_bytes, 0, 0, _DIGIT_BITS, False, True, 0, 1, entries)
 
 
 def is_well_coded(differences: torch.Tensor) -> bool:

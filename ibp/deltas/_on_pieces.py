@@ -44,7 +44,7 @@ class TableRows(NamedTuple):
 
     def write(self, items: torch.Tensor) -> None:
         """Codes items with the table's codebook, all or none."""
-        put_items(self.table, torch.arange(self.first, self.last), items)
+        put_items(self.table, torch.arange(self.first, self.last, device="cpu"), items)
 
 
 Memory = torch.Tensor | TableRows

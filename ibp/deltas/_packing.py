@@ -79,17 +79,27 @@ def pack(changes: Iterable[Change], starts: Sequence[int], data: torch.Tensor) -
 
 
 def opened(heads: Sequence[ChangeHead], data: torch.Tensor) -> list[Change]:
-    """The changes whose parts are in data, which they share."""
-    changes, places = [], iter(starts_of(heads))
+    """Returns the changes whose parts are in data, which they share. CorruptTableError: a head is not that of its
+    parts."""
+    *places, end = starts_of(heads)
+    if min((size for head in heads for size in head.sizes), default=0) < 0 or end != data.numel():
+        raise CorruptTableError(f"the message has {data.numel()} bytes of changes; its head says {end}")
+    changes, starts = [], iter(places)
     for head in heads:
-        parts = [data[start : start + size] for size, start in zip(head.sizes, places)]
-        changes.append(_change(head, parts))
+        parts = [data[start : start + size] for size, start in zip(head.sizes, starts)]
+        try:
+            changes.append(_change(head, parts))
+        except torch.OutOfMemoryError:
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CorruptTableError(f"a change of the message is not what its head says: {error}") from error
     return changes
 
 
 def _change(head: ChangeHead, parts: Sequence[torch.Tensor]) -> Change:
     if head.fields is None:
-        return parts[0].view(head.dtype).view(head.shape)
+        (part,) = parts
+        return part.view(head.dtype).view(head.shape)
     slots, overflow, lengths, bases = parts
     table = CompressedTensor(
         shape=head.shape,
@@ -143,4 +153,7 @@ def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
         raise CorruptTableError("the message is damaged: its bytes do not have the fingerprint that it names")
     if first > _BEGIN_BYTES:
         begin = message[:first].cpu().numpy().tobytes()
-    return wire.read(begin[_PREFIX.size : _PREFIX.size + length]), message[first:]
+    try:
+        return wire.read(begin[_PREFIX.size : _PREFIX.size + length]), message[first:]
+    except ValueError as error:
+        raise CorruptTableError(str(error)) from error

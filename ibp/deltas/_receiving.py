@@ -22,8 +22,8 @@ _WANTED = "the weights are as they were, and are wanted whole unless what is mis
 
 
 class OutOfSyncError(DeltaMismatchError):
-    """A message was lost or came again, or its changes are for other weights. The weights are as they
-    were. `Sender.push(weights, full=True)` makes messages that any receiver takes."""
+    """A message was lost or came again, contradicts the other messages of its push, or is for other weights. The
+    weights are as they were. `Sender.push(weights, full=True)` makes messages that any receiver takes."""
 
 
 class _Pieces(NamedTuple):
@@ -38,7 +38,8 @@ class Receiver:
 
     All changes of a push are applied at once, in the memory of the weights, when its last message is there: the weights
     are one version or the next, never a mixture, also where the call is interrupted. The messages of a push may come in
-    any order; they are kept until then, on the device where they came.
+    any order. The receiver copies each message but the last one, where it came, so that its memory may be used for the
+    next message.
 
     Example:
         >>> there, here = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
@@ -81,8 +82,8 @@ class Receiver:
             Whether the weights have become the version that the message is of; False: more messages of it are wanted.
 
         Raises:
-            OutOfSyncError: a message before this one is lost, this one came before, or the weights are other ones than
-                those it is for.
+            OutOfSyncError: a message before this one is lost, this one came before or contradicts the other messages of
+                its push, or the weights are other ones than those it is for.
             CorruptTableError: the message is damaged; it may be sent again.
             KeyError, TypeError, ValueError: a name, dtype or shape is not that of the weights.
         In each case the weights are as they were.
@@ -90,15 +91,18 @@ class Receiver:
         head, data = read_message(message)
         if not isinstance(head, PushHead):
             raise CorruptTableError(f"the message begins with a {type(head).__name__}; wanted a PushHead")
+        self._check_agreement(head)
         self._check_order(head)
         part, (number, _) = head.part[0], head.piece
         pieces = self._pending.get(part)
         if pieces is None or pieces.head.version != head.version or pieces.head.sender != head.sender:
             self._pending = {of: each for of, each in self._pending.items() if each.head.version == head.version}
             pieces = self._pending[part] = _Pieces(head, {})
-        pieces.came[number] = head, data
         all_parts = self._pending.values()
-        if len(all_parts) < head.part[1] or not all(len(each.came) == each.head.piece[1] for each in all_parts):
+        num_wanted = sum(each.head.piece[1] - len(each.came) for each in all_parts)
+        is_last = len(all_parts) == head.part[1] and num_wanted == 1
+        pieces.came[number] = head, data if is_last else data.clone()  # the caller may write to its own
+        if not is_last:
             return False
         try:
             self._become([came for each in all_parts for came in each.came.values()])
@@ -130,12 +134,34 @@ class Receiver:
                 f"and now one of version {head.version}: messages are lost; {_WANTED}"
             )
 
+    def _check_agreement(self, head: PushHead) -> None:
+        """CorruptTableError for a message whose numbers contradict each other; OutOfSyncError where they contradict
+        those of other messages of the push."""
+        if not all(0 <= number < count for number, count in (head.part, head.piece)):
+            raise CorruptTableError(
+                f"the message is damaged: it says that it is number {head.piece[0]} of {head.piece[1]}, of sender "
+                f"{head.part[0]} of {head.part[1]}"
+            )
+        for other in (each.head for each in self._pending.values() if each.head.version == head.version):
+            if other.part[1] != head.part[1]:
+                raise OutOfSyncError(
+                    f"the message is of one of {head.part[1]} senders, and others of version {head.version} are of one "
+                    f"of {other.part[1]}; {_WANTED}"
+                )
+            if other.sender == head.sender and (other.piece[1], other.base) != (head.piece[1], head.base):
+                raise OutOfSyncError(
+                    f"the message is one of {head.piece[1]} that make version {head.version} of version {head.base}, "
+                    f"and others are of {other.piece[1]}, and of version {other.base}; {_WANTED}"
+                )
+
     def _become(self, came: list[tuple[PushHead, torch.Tensor]]) -> None:
         """Makes the weights what all messages of a push say, or leaves them."""
         jobs: list[tuple[str, Delta, Base]] = []
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         results: dict[bytes, int] = {}
+        _check_whole([region for head, _ in came for region in head.regions])
         for region, change, bases in self._changes(came):
+            _check_result(region, change)
             if results.setdefault(region.rows, region.result) != region.result:
                 raise ValueError(f"two senders have sent {_name(region)}, and not the same")
             for base in bases:
@@ -197,7 +223,7 @@ class Receiver:
             raise TypeError(f"{name} has dtype {weight.dtype}; the message is for {region.dtype}")
         if weight.shape != rows.full_shape:
             raise ValueError(f"{name} has shape {list(weight.shape)}; the message is for {list(rows.full_shape)}")
-        memory = rows_of(weight, rows.start, rows.start + (rows.shape[0] if rows.shape else 1))
+        memory = rows_of(weight, rows.start, rows.end)
         return memory, (slice(None),) * len(rows.shape)
 
     def _check_before(self, region: Region, base: Base) -> None:
@@ -221,11 +247,34 @@ def _name(region: Region) -> str:
     return names[0] if len(names) == 1 else f"{names[0]}, joined with {len(names) - 1} others,"
 
 
+def _check_whole(regions: Sequence[Region]) -> None:
+    """OutOfSyncError unless the regions of a push have all rows of each of their tensors."""
+    found: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    for rows in (rows for region in regions for rows in region.tensor_rows()):
+        for name in rows.names:
+            found.setdefault((name, rows.num_tensor_rows), []).append((rows.start, rows.end))
+    for (name, num_rows), ranges in found.items():
+        end = 0
+        for first, last in sorted(ranges):
+            end = max(end, last) if first <= end else end
+        if end < num_rows:
+            raise OutOfSyncError(f"the messages have the first {end} of {num_rows} rows of {name} alone; {_WANTED}")
+
+
+def _check_result(region: Region, change: Change | None) -> None:
+    """CorruptTableError for a change that makes something else of a region than its head says."""
+    if isinstance(change, torch.Tensor):
+        result = fingerprint(change)
+    else:
+        result = change.result if isinstance(change, Delta) else region.result
+    if result != region.result:
+        raise CorruptTableError(
+            f"{_name(region)} would not become the tensor with fingerprint {region.result:016x}: the message is damaged"
+        )
+
+
 def rows_of(weight: torch.Tensor | CompressedTensor, first: int, last: int) -> Memory:
-    """Rows first to last - 1, or a tensor of no dimension. ValueError: there are fewer."""
-    num_rows = weight.shape[0] if weight.dim() else 1
-    if not 0 <= first <= last <= num_rows:
-        raise ValueError(f"the message changes rows {first} to {last} of {num_rows}")
+    """Rows first to last - 1, or a tensor of no dimension."""
     if isinstance(weight, CompressedTensor):
         return TableRows(weight, first, last)
     return weight.detach()[first:last] if weight.dim() else weight.detach()

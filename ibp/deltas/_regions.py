@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._common import wire
+from .._rows.faults import CorruptTableError
 from ._checkpoints import memory_of
 from ._coding import bits_of
 from ._fingerprint import check_source
@@ -33,6 +34,21 @@ class TensorRows(NamedTuple):
     start: int
     shape: torch.Size
 
+    @property
+    def end(self) -> int:
+        """The row behind the last one."""
+        return self.start + (self.shape[0] if self.shape else 1)
+
+    @property
+    def num_tensor_rows(self) -> int:
+        """Rows of the whole tensor; a tensor of no dimension is one row."""
+        return self.full_shape[0] if self.full_shape else 1
+
+    def are_in_tensor(self) -> bool:
+        """Whether the tensor has such rows."""
+        is_like_rows = len(self.shape) == len(self.full_shape) and self.shape[1:] == self.full_shape[1:]
+        return is_like_rows and 0 <= self.start <= self.end <= self.num_tensor_rows
+
 
 @wire.sent
 class Region(NamedTuple):
@@ -52,10 +68,17 @@ class Region(NamedTuple):
 
 @functools.lru_cache(4096)  # they are the same in each push
 def _rows_in(text: bytes) -> list[TensorRows]:
-    return [
-        TensorRows(tuple(names), torch.Size(full_shape), start, torch.Size(shape))
-        for names, full_shape, start, shape in json.loads(text)
-    ]
+    """CorruptTableError: no `OwnRegion` has this text."""
+    try:
+        found = [
+            wire.checked(TensorRows(tuple(names), torch.Size(full_shape), start, torch.Size(shape)))
+            for names, full_shape, start, shape in json.loads(text)
+        ]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CorruptTableError(f"the message is damaged: it names no rows of tensors ({error})") from error
+    if not found or not all(rows.names and rows.are_in_tensor() for rows in found):
+        raise CorruptTableError("the message is damaged: it names rows that their tensors do not have")
+    return found
 
 
 @wire.sent

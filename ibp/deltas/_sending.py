@@ -178,4 +178,4 @@ class Sender:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if self._is_pinned:
             return staging.pinned_like(tensor)
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

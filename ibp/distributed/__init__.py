@@ -5,7 +5,7 @@ ibp.distributed.share_table        one table in host memory for all processes of
 ibp.distributed.open_shared        a table that another process shares by `table.share()`
 ibp.distributed.ShardedTable       a table whose rows are spread over machines
 ibp.distributed.broadcast_delta    what changed in weights, from one process to the others
-ibp.distributed.all_gather_into_tensor, all_to_all_single, broadcast, send, recv
+ibp.distributed.all_gather_into_tensor (or all_gather_single), all_to_all_single, broadcast, send, recv
                                    as in torch.distributed, with tensors coded where that is faster
 ibp.distributed.compress_all_gather
                                    FSDP2, whose all-gathers do the same
@@ -14,7 +14,7 @@ ibp.distributed.compress_all_gather
 from .._common.publishing import published
 from .._machine.segments import SharedHandle
 from ..deltas._broadcasting import broadcast_delta
-from ._calls import all_gather_into_tensor, all_to_all_single, broadcast
+from ._calls import all_gather_into_tensor, all_gather_single, all_to_all_single, broadcast
 from ._codec import Codec
 from ._fsdp import compress_all_gather
 from ._links import Link
@@ -29,6 +29,7 @@ __all__ = [
     "ShardedTable",
     "SharedHandle",
     "all_gather_into_tensor",
+    "all_gather_single",
     "all_to_all_single",
     "broadcast",
     "broadcast_delta",

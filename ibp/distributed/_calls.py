@@ -73,6 +73,9 @@ def all_gather_into_tensor(
     return gather(output_tensor, input_tensor, group, async_op, async_op, options)
 
 
+all_gather_single = all_gather_into_tensor  # what torch 2.13 calls it
+
+
 def gather(
     output_tensor: torch.Tensor,
     input_tensor: torch.Tensor,

@@ -102,8 +102,16 @@ class CodedWork(Work):
 
     def _start(self, job: Job, piece: ExchangePiece) -> None:
         """Codes a piece and sends it off."""
+        slot = self._slots.take(piece.messages.num_bytes)
+        try:
+            self._pending.append((piece, slot, self._sent(job, piece, slot)))
+        except BaseException:
+            self._slots.give_up(slot)
+            raise
+
+    def _sent(self, job: Job, piece: ExchangePiece, slot: Slot) -> dist.Work | None:
+        """Codes a piece into a slot and sends it off. Returns the work to wait for."""
         messages = piece.messages
-        slot = self._slots.take(messages.num_bytes)
         # The link begins with the piece before this one meanwhile, and needs some multiprocessors for that.
         max_sms = 0 if piece is job.pieces[0] else self._slots.coding_sms
         for part in piece.sent:
@@ -112,15 +120,17 @@ class CodedWork(Work):
         tells = self._slots.on_gpu and not self._is_known and piece is job.pieces[-1]
         with all_taking_part():
             told = job.tell(self._status) if tells else None
-            self._pending.append((piece, slot, job.move(messages, messages.of(slot))))
+            work = job.move(messages, messages.of(slot))
             if told is not None:
                 told.wait()
         if tells:
             self._status.record()
+        return work
 
     def _finish_piece(self, job: Job, until: float | None = None) -> None:
-        """Decodes the oldest piece once it has arrived. until: by the clock, at most."""
-        piece, slot, work = self._pending.popleft()
+        """Decodes the oldest piece once it has arrived. until: by the clock, at most. Interrupted, it may be called
+        again."""
+        piece, slot, work = self._pending[0]
         max_sms = 0 if piece is job.pieces[-1] else self._slots.decoding_sms
         if work is not None:
             with all_taking_part():  # backends take a timeout of 0 for none
@@ -134,6 +144,7 @@ class CodedWork(Work):
         if self._slots.on_gpu and piece.sent:
             piece.messages.clean(slot, piece.sent[0].message)
         self._slots.leave(slot)
+        self._pending.popleft()
 
     def _finish_pieces(self, job: Job, until: float | None = None) -> None:
         while self._pending:
@@ -188,7 +199,10 @@ class CodedWork(Work):
             self._abandon(job)
 
     def _abandon(self, job: Job) -> None:
-        """Of a call that may not have ended, tensors stay until the GPU is done with them."""
+        """Of a call that may not have ended, tensors stay until the GPU is done with them, and slots are not used
+        again."""
+        for _, slot, _ in self._pending:
+            self._slots.give_up(slot)
         stream = self._stream
         if stream is not None:
             for tensor in (*job.tensors, self._status.data):

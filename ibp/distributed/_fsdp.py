@@ -178,8 +178,10 @@ class Shards:
         for span in spans_of(x.numel(), self.plan.num_pieces):
             messages = messages_of(self.plan, [span.payload] * self.state.size, x.device)
             slot = slots.take(messages.num_bytes)
-            messages.code(slot, Part(self.state.rank, x[span.bytes]), status, 0)
-            slots.leave(slot)
+            try:
+                messages.code(slot, Part(self.state.rank, x[span.bytes]), status, 0)
+            finally:
+                slots.leave(slot)
 
     def decide(self, is_lost: bool) -> None:
         """How all-gathers travel until the next forward pass. is_lost: rows had no room, on some rank."""

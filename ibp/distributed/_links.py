@@ -148,8 +148,8 @@ def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
     if not len(rows):
         return Rates(1.0, 1.0)
     messages = Messages(codec, [rows.numel()], 0, rows.device)
-    slot, status = Slot(torch.empty(messages.num_bytes, dtype=torch.uint8)), messages.status()
-    part, out = Part(0, rows.reshape(-1)), Part(0, torch.empty(rows.numel(), dtype=torch.uint8))
+    slot, status = Slot(torch.empty(messages.num_bytes, dtype=torch.uint8, device="cpu")), messages.status()
+    part, out = Part(0, rows.reshape(-1)), Part(0, torch.empty(rows.numel(), dtype=torch.uint8, device="cpu"))
     times = []
     for _ in range(_REPEATS):
         start = time.perf_counter()

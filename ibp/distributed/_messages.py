@@ -79,7 +79,9 @@ class Status:
         self.heads.fill_(fingerprint)
         is_pinned = self.data.is_cuda and data is None
         self._empty = self.data.clone() if data is None else None
-        self._on_host = torch.empty(entries, dtype=torch.int64, pin_memory=True) if is_pinned else self.data
+        self._on_host = (
+            torch.empty(entries, dtype=torch.int64, pin_memory=True, device="cpu") if is_pinned else self.data
+        )
         self.seen = torch.cuda.Event() if is_pinned else None
         self._values: list[int] = []
         self._was_lost = False

@@ -225,7 +225,7 @@ def _num_pieces(tensor: torch.Tensor) -> int:
 def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
     """Its length and the bytes of the kind and the codec, uint8 [_NOTE_BYTES]; a length of 0 where it is too long."""
     content = wire.written((kind, codec))
-    note = torch.zeros(_NOTE_BYTES, dtype=torch.uint8)
+    note = torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
     if len(content) <= _NOTE_BYTES - _LENGTH_BYTES:
         note[:_LENGTH_BYTES].view(torch.int64).fill_(len(content))
         note[_LENGTH_BYTES : _LENGTH_BYTES + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)

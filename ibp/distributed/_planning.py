@@ -190,7 +190,7 @@ class State:
             mine = 0
         numbers = torch.empty(self.size, dtype=torch.int64, device=members.device)
         with _group.all_taking_part():
-            sent = torch.tensor([mine], device=members.device)
+            sent = torch.tensor([mine], dtype=torch.int64, device=members.device)
             _links.raw_all_gather(numbers, sent, group=members.process_group)
         if mine and numbers.tolist() == [mine] * self.size:
             return

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from .._common import wire
 from .._common.group import RankGroup, same_on_all
+from .._common.process import OfThisProcess
 from .._fetch.calls import check_out, sms_of, target_of, worker_of
 from .._fetch.ids import check_range, list_of_ids
 from .._layout import geometry as _rows
@@ -35,7 +36,7 @@ _CANNOT_SEND = -1  # instead of a number of bytes: the shard's rows contradict e
 _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20  # of all shards, that a codebook is learned from
 
 
-class ShardedTable(TensorManners):
+class ShardedTable(OfThisProcess, TensorManners):
     """A table [N, ...] whose rows are spread over the ranks of a process group: first the rows of rank 0, then the rows
     of rank 1, and so on. Ranks may have different numbers of items, or none.
 
@@ -74,6 +75,8 @@ class ShardedTable(TensorManners):
 
     shape: torch.Size
 
+    _instead = "it belongs to the processes of its group. Pickle its local_table"
+
     def __init__(self, local_table: CompressedTensor, group: dist.ProcessGroup | None = None) -> None:
         self._group = members = RankGroup(group)
         shards = members.together("ShardedTable", lambda: _Shard.of(local_table))
@@ -91,7 +94,7 @@ class ShardedTable(TensorManners):
         for shard in shards:
             self.starts.append(self.starts[-1] + shard.num_items)
         self.shape = torch.Size((self.starts[-1], *shards[0].item_shape))
-        self._starts = torch.tensor(self.starts, device=members.device)
+        self._starts = torch.tensor(self.starts, dtype=torch.int64, device=members.device)
         self._own_codebook = local_table.codebook
         self.rows_per_item = local_table.item_bytes // local_table.row_bytes
 
@@ -183,9 +186,6 @@ class ShardedTable(TensorManners):
             f"{self._group.size} has {len(own):,} items from {own.start:,} on: {self.local_table!r})"
         )
 
-    def __reduce__(self) -> Any:
-        raise TypeError("a ShardedTable belongs to the processes of its group: pickle its local_table")
-
     def check(self) -> None:
         """Waits for this rank's work on GPUs and raises what went wrong there: CorruptTableError."""
         self.local_table.check()
@@ -225,7 +225,7 @@ class ShardedTable(TensorManners):
             request = self._request(ids, device, out, max_sms)
         except (IndexError, TypeError, ValueError) as error:
             refused = error
-        received = self._fetched(torch.empty(0, dtype=torch.int64) if request is None else request.unique)
+        received = self._fetched(torch.empty(0, dtype=torch.int64, device="cpu") if request is None else request.unique)
         if request is None:
             assert refused is not None
             raise refused
@@ -368,7 +368,7 @@ class ShardedTable(TensorManners):
         worker = worker_of(table, device)
         parts = torch.arange(self.rows_per_item, device=worker)
         rows = (ids.to(worker).unsqueeze(1) * self.rows_per_item + parts).view(-1)
-        ends_of_parts = torch.tensor([0, *counts]).cumsum(0) * self.rows_per_item
+        ends_of_parts = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0) * self.rows_per_item
         entries = table.handle(worker).parts.lengths.view(torch.int16)
         found = entries[rows] if entries.numel() else torch.zeros_like(rows, dtype=torch.int16)
         lengths = found.view(torch.uint16)

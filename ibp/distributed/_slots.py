@@ -69,6 +69,11 @@ class MessageSlots:
         """The slot is free for what is queued from now on."""
         slot.is_taken = False
 
+    def give_up(self, slot: Slot) -> None:
+        """Forgets a slot of a call that has failed: work that nobody waits for may still use its memory."""
+        if slot in self._slots:
+            self._slots.remove(slot)
+
     def _larger(self, slot: Slot | None, num_bytes: int) -> Slot:
         """A slot that has grown, or a new one."""
         if slot is None:

@@ -3,17 +3,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.configuration_utils import FrozenDict
+from diffusers.models import modeling_utils
 from diffusers.quantizers import auto
 from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 
 from .._files.reader import part_names
+from .._files.sets import INDEX_SUFFIX, coded_name
 from ..checkpoints._ibp_files import open_ibp
 from ..checkpoints._model_files import METHOD
 from ..checkpoints._source import SourceTensor
@@ -30,7 +34,7 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
 
     Of a pipeline, load the model so and give it to the pipeline. Memory holds the coded model and one file of plain
     weights, mapped. `model.save_pretrained` writes plain weights and a plain config.json. A directory that
-    `ibp compress` wrote needs no argument once this module is imported. `model.hf_quantizer.report` names the
+    `ibp compress` wrote needs no argument where ibp is imported. `model.hf_quantizer.report` names the
     coded weights.
 
     Example:
@@ -153,3 +157,35 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
 # diffusers has no function to register a quantizer, but reads these when it loads a model.
 auto.AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = IbpDiffusersConfig
 auto.AUTO_QUANTIZER_MAPPING[METHOD] = IbpDiffusersQuantizer
+
+
+# ---- names of coded files ----
+
+
+_get_file, _fetch_index = modeling_utils._get_model_file, modeling_utils._fetch_index_file
+
+
+def _get_either(pretrained: Any, *, weights_name: str, **options: Any) -> Any:
+    """In place of the function by which diffusers finds a file of weights: where there is no plain one, finds the coded
+    one, which has a name of its own."""
+    try:
+        return _get_file(pretrained, weights_name=weights_name, **options)
+    except OSError:
+        with contextlib.suppress(OSError):
+            return _get_file(pretrained, weights_name=coded_name(weights_name), **options)
+        raise
+
+
+def _fetch_either(**options: Any) -> Path | None:
+    """Likewise of the index of a set."""
+    found: Path | None = _fetch_index(**options)
+    if found is None or not found.is_file():
+        plain = modeling_utils._add_variant(modeling_utils.SAFETENSORS_WEIGHTS_NAME, options["variant"])
+        given = {key: value for key, value in options.items() if key not in ("is_local", "use_safetensors", "variant")}
+        pretrained = given.pop("pretrained_model_name_or_path")
+        with contextlib.suppress(OSError):
+            return Path(_get_file(pretrained, weights_name=coded_name(plain) + INDEX_SUFFIX, **given))
+    return found
+
+
+modeling_utils._get_model_file, modeling_utils._fetch_index_file = _get_either, _fetch_either

@@ -7,7 +7,6 @@ import importlib
 import importlib.metadata
 import logging
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,8 @@ from typing import Any
 import torch
 
 import ibp
+
+from ._releases import numbers
 
 _logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ def check_engine(package: str, missing: ImportError | None, since: str | None = 
     if missing is not None:
         what = f"{installed} is installed: {missing}" if installed else "none is installed"
         raise ImportError(f"ibp.integrations.{package} needs {name} {first} to {last}; {what}") from missing
-    if installed and not _numbers(first) <= _numbers(installed) <= _numbers(last):
+    if installed and not numbers(first) <= numbers(installed) <= numbers(last):
         warnings.warn(
             f"ibp.integrations.{package} was tried with {name} {first} to {last}; {installed} is installed",
             stacklevel=3,
@@ -60,10 +61,6 @@ def register_host_pool() -> None:
     does nothing, and imports nothing of SGLang, unless `SGLANG_PLUGINS` names it."""
     if "ibp_host_pool" in os.environ.get("SGLANG_PLUGINS", "").replace(" ", "").split(","):
         importlib.import_module("ibp.integrations.sglang_pool").register()
-
-
-def _numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
 
 
 def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.KeyedPages]:

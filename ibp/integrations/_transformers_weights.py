@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
-import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -17,16 +17,19 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, revert_weight_conversion
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from .._common.locks import ForkLock
+from .._common.rounding import rounded_up
 from .._files.fields import dtype_name
 from .._files.saving import save
-from .._files.sets import index_of
+from .._files.sets import INDEX_SUFFIX, coded_name, index_of
 from .._offload.offloaded import Offloaded, offload
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from ..checkpoints._ibp_files import open_ibp
-from ..checkpoints._model_files import METHOD, WEIGHTS
+from ..checkpoints._model_files import CODED_WEIGHTS, METHOD, WEIGHTS, lines_that_load
 from ..checkpoints._planning import SHARD_BYTES
 from ..checkpoints._source import SourceTensor
 from ..nn import coded_state_dict
@@ -37,7 +40,7 @@ _CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for t
 _INITIALIZED = "_is_hf_initialized"  # what transformers' functions of initialisation look for
 # Whether transformers says of each tensor of a checkpoint which parameter it becomes, before it is read: from 5.20 on.
 _SAYS_TARGETS = hasattr(HfQuantizer, "get_new_dtype")
-_LOCK = threading.Lock()  # transformers reads in several threads; one table at a time is decoded or coded
+_LOCK = ForkLock()  # transformers reads in several threads; one table at a time is decoded or coded
 _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)  # whether to save no weights
 
 
@@ -53,8 +56,8 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
     coded afterwards. Results on the CPU have the bits of the plain model. `model.hf_quantizer.report` says what is
     coded, and what stays plain and why.
 
-    A directory of coded weights, as `ibp compress model/ -o small/` and `save_coded` write it, needs no argument once
-    this module is imported: `from_pretrained("small/")`. Its config.json has these fields, which are in force then.
+    A directory of coded weights, as `ibp compress model/ -o small/` and `save_coded` write it, needs no argument where
+    ibp is imported: `from_pretrained("small/")`. Its config.json has these fields, which are in force then.
     Tables go to the device as coded bytes. What `save_coded` wrote at this level stays as it is; tables of other forms,
     as `ibp compress` writes them, are decoded there and coded again.
 
@@ -246,7 +249,7 @@ class _CodedEntry:
         self.wanted: tuple[Loading, str] | None = None
 
     def get_dtype(self) -> str:
-        return dtype_name(self._tensor.dtype)
+        return dtype_name(self._tensor.dtype) if self._tensor.table is not None else self._tensor.header_entry()[0]
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)
@@ -312,14 +315,61 @@ def _open_either(path: str, *args: Any, **options: Any) -> Any:
 
 transformers.modeling_utils.safe_open = _open_either
 
+_resize_token_embeddings = PreTrainedModel.resize_token_embeddings
+
+
+@functools.wraps(_resize_token_embeddings)
+def _resize_plain(
+    model: PreTrainedModel, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **options: Any
+) -> Any:
+    """Refuses to resize coded embeddings before transformers has resized one of two."""
+    held = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [name for name, module in model.named_modules() if isinstance(module, TableModule) and module in held]
+    for name in names:
+        num_rows = model.get_submodule(name).weight.shape[0]
+        wanted = num_rows if new_num_tokens is None else new_num_tokens
+        wanted = wanted if pad_to_multiple_of is None else rounded_up(wanted, pad_to_multiple_of)
+        if wanted != num_rows:
+            raise TypeError(
+                f"{name} is coded and has {num_rows} rows, which cannot become {wanted}: call ibp.nn.decompress(model) "
+                f"first, or leave these modules plain by exclude={names}"
+            )
+    return _resize_token_embeddings(model, new_num_tokens, pad_to_multiple_of, **options)
+
+
+PreTrainedModel.resize_token_embeddings = _resize_plain
+
+
+_resolve = transformers.modeling_utils._get_resolved_checkpoint_files
+
+
+def _resolve_either(**options: Any) -> Any:
+    """In place of the function by which transformers finds the files of a checkpoint: where there are no plain ones,
+    finds coded ones, which have names of their own."""
+    try:
+        return _resolve(**options)
+    except OSError:
+        for plain in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+            name = coded_name(transformers.modeling_utils._add_variant(plain, options.get("variant")))
+            for explicit in (name, name + INDEX_SUFFIX):
+                with contextlib.suppress(OSError, ValueError):
+                    files, index = _resolve(**{**options, "transformers_explicit_filename": explicit})
+                    if all(map(os.path.isfile, files)):
+                        return files, index
+        raise
+
+
+transformers.modeling_utils._get_resolved_checkpoint_files = _resolve_either
+
 
 def save_coded(
     model: PreTrainedModel, directory: str | os.PathLike[str], *, shard_bytes: int | None = SHARD_BYTES
 ) -> None:
     """Writes a model to a directory, its tables as they are: `from_pretrained(directory)` takes them without coding.
 
-    The directory has what `model.save_pretrained` writes, with a file of ibp, or a set of them, for its weights:
-    `ibp decompress` makes plain ones. Parameters that are plain in the model stay plain.
+    The directory has what `model.save_pretrained` writes, with a file of ibp, "model.ibp.safetensors", or a set of
+    them, for its weights: `ibp decompress` makes plain ones. Parameters that are plain in the model stay plain. The
+    lines of Python that load the model are printed; without `import ibp` transformers finds no weights there.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -328,6 +378,8 @@ def save_coded(
         >>> model = LlamaForCausalLM(config).bfloat16().eval()
         >>> report = ibp.nn.compress(model)
         >>> save_coded(model, "small")
+        import ibp, transformers
+        model = transformers.LlamaForCausalLM.from_pretrained('small')
         >>> loaded = LlamaForCausalLM.from_pretrained("small")
         >>> sorted(loaded.hf_quantizer.report.coded) == sorted(report.coded)
         True
@@ -345,12 +397,14 @@ def save_coded(
         raise TypeError(f"model is a {type(model).__name__}; wanted a transformers.PreTrainedModel")
     quantizer = getattr(model, "hf_quantizer", None)
     config = quantizer.quantization_config if isinstance(quantizer, IbpQuantizer) else IbpConfig()
-    target = Path(directory) / WEIGHTS
+    target = Path(directory) / CODED_WEIGHTS
     with _set(model.config, quantization_config=config.to_dict()), _no_weights():
         model.save_pretrained(directory, state_dict={})
-    for stale in (target, index_of(target)):
+    for stale in (target, Path(directory) / WEIGHTS):
+        index_of(stale).unlink(missing_ok=True)
         stale.unlink(missing_ok=True)
     save(target, _in_file(model), metadata={"format": "pt"}, shard_bytes=shard_bytes)
+    print(lines_that_load(directory))
 
 
 def _in_file(model: PreTrainedModel) -> dict[str, Any]:

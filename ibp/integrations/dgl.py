@@ -27,6 +27,7 @@ import torch
 import ibp
 
 from .._common.closing import Closing
+from .._common.process import OfThisProcess
 from ._features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
 
@@ -50,12 +51,14 @@ __all__ = ["AttachedFeature", "NotAttachedError", "attach", "close"]
 _EdgeType = str | tuple[str, str, str]
 
 
-class AttachedFeature(Closing):
+class AttachedFeature(OfThisProcess, Closing):
     """A feature that `attach` keeps in a table. `close()`, and the end of a `with` block, put the plain tensor back.
 
     Attributes:
         table: the table, or its cache.
     """
+
+    _instead = "pickle its table, or the graph, which keeps the table"
 
     def __init__(self, table: Table, undo: Callable[[], torch.Tensor]) -> None:
         self.table, self._undo = table, undo

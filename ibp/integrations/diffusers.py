@@ -14,6 +14,8 @@ Matrices become tables while the model is loaded. Or they rest in host memory:
 
 Hooks, prefetching and streams stay diffusers' own. What changes is where a group's parameters come from: instead of raw
 copies in host memory, tables that are decoded on the onload device, all of a group in one call.
+
+Works with diffusers 0.39 and newer; checked up to 0.42.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -25,16 +27,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import diffusers
 import torch
-from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
 from .._common.closing import Closing
 from .._common.in_place import NotTheModel, check_model
+from .._common.process import OfThisProcess
 from .._common.statistics import Saves, Statistics, shown_memory
 from .._fetch.streaming import decompress
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
-from ._diffusers_weights import IbpDiffusersConfig, IbpDiffusersQuantizer
+from ._releases import check_release
+
+check_release(diffusers, "0.39")  # before names are imported that older releases lack
+
+from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup  # noqa: E402
+
+from ._diffusers_weights import IbpDiffusersConfig, IbpDiffusersQuantizer  # noqa: E402
 
 __all__ = ["CompressedGroups", "GroupBytes", "IbpDiffusersConfig", "IbpDiffusersQuantizer", "close", "compress_groups"]
 
@@ -49,13 +58,14 @@ class GroupBytes(Statistics, Saves):
     stored_bytes: int
 
 
-class CompressedGroups(Closing, NotTheModel):
+class CompressedGroups(OfThisProcess, Closing, NotTheModel):
     """A model that `compress_groups` has compressed. `close()`, and the end of a `with` block, undo that.
 
     Attributes:
         model: as given.
     """
 
+    _instead = "save the model's state_dict()"
     changed_by = "compress_groups(model)"
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -238,7 +248,7 @@ class _CompressedGroup:
 def _placeholder(parameter: torch.Tensor) -> torch.Tensor:
     """One element of memory in the shape of the parameter; NaN, so that what computes with it is seen to."""
     value = float("nan") if parameter.is_floating_point() or parameter.is_complex() else 0
-    return torch.full((), value, dtype=parameter.dtype).expand(parameter.shape)
+    return torch.full((), value, dtype=parameter.dtype, device="cpu").expand(parameter.shape)
 
 
 def _decode_state(model: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:

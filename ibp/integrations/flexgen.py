@@ -67,7 +67,7 @@ class CompressedWeight(TorchTensor):
 
     def load_from_np(self, np_array: np.ndarray) -> None:
         """Takes the values of an array that broadcasts to the weight's shape."""
-        x = torch.empty(self.shape, dtype=self.dtype)
+        x = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.data = self._compress(x.copy_(torch.from_numpy(np_array)))
 
     def copy(self, dst: Any, src_indices: Sequence[slice] | None = None) -> TorchTensor:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import torch
 
 import ibp
 
+from .._common.locks import ForkLock
 from ._engines import Tasks, check_engine, pages_by
 
 try:
@@ -59,7 +59,7 @@ class IBPL2Adapter(L2AdapterInterface):
         super().__init__()
         self._pools: dict[int, ibp.kv.KeyedPages] = {}  # by bytes of an object
         self._dropped: list[tuple[ObjectKey, int]] = []  # keys that LMCache has not been told of, and bytes
-        self._lock = threading.Lock()  # of self._dropped
+        self._lock = ForkLock()  # of self._dropped
         self._notifiers = [create_event_notifier() for _ in range(3)]
         numbers = itertools.count()
         self._stores, self._lookups, self._loads = (Tasks(numbers, each.notify) for each in self._notifiers)

@@ -1,6 +1,6 @@
 """Features of PyTorch Geometric's graphs in compressed tables.
 
-    fetch = pyg.attach(data, "x", device="cuda")            # data.x is compressed and taken out of data
+    fetch = pyg.attach(data, "x", device="cuda")            # the rows of data.x are in a table from now on
     loader = NeighborLoader(data, [25, 10], transform=fetch, filter_per_worker=False, ...)
     for batch in loader:                                    # batch.x is on the GPU, the bits of data.x[batch.n_id]
 
@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -40,10 +40,12 @@ def attach(
 ) -> FetchFeatures:
     """Compresses features of a graph, takes them out of it, and returns the transform that fetches them for batches.
 
-    A name is looked for among the attributes of nodes and of edges; in a HeteroData, of every type that has it.
+    A name is looked for among the attributes of nodes and of edges; in a HeteroData, of every type that has it. Where a
+    feature was, the graph has a stand-in: using it as a tensor raises RuntimeError, which names the transform.
 
     Args:
-        data: the graph, which is changed: the features are removed, num_nodes is set where it followed from them.
+        data: the graph, which is changed: stand-ins take the place of the features, and num_nodes is set where it
+            followed from them.
         names: attributes, tensors of one row a node or edge.
         device: where rows go; None: where a batch's ids are, which is the CPU for most loaders.
         cache_bytes: memory of the device for an `ibp.RowCache` of each feature of nodes, 0: none. A node is the hotter
@@ -69,10 +71,10 @@ def attach(
         if isinstance(data, HeteroData):
             kind = kind.setdefault(store._key, {})
         kind[name] = _cached(table, data, store, device, cache_bytes) if cache_bytes and not is_edge else table
-    for store, name, is_edge, _ in found:
+    for (store, name, is_edge, what), table in zip(found, tables):
         if not is_edge:
             store.num_nodes = store.num_nodes  # PyG counts nodes by their features where this is not set
-        del store[name]
+        store[name] = _StandIn(what, table.shape)
     return FetchFeatures(nodes, edges, device=device)
 
 
@@ -82,7 +84,7 @@ def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, ca
         raise ValueError("cache_bytes are given, but no device; wanted the one that rows go to")
     if not table.geometry.has_whole_rows:
         return table
-    hotness = torch.zeros(store.num_nodes, dtype=torch.int64)
+    hotness = torch.zeros(store.num_nodes, dtype=torch.int64, device="cpu")
     for edges in data.edge_stores:
         is_from_here = not isinstance(data, HeteroData) or edges._key[0] == store._key
         if is_from_here and "edge_index" in edges:
@@ -99,6 +101,8 @@ def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[An
         for store in stores:
             key = getattr(store, "_key", None)
             what = repr(name) if key is None else f"{name!r} of {key!r}"
+            if isinstance(store[name], _StandIn):
+                store[name].refuse()
             if not isinstance(store[name], (torch.Tensor, np.ndarray)):
                 raise TypeError(f"{what} is a {type(store[name]).__name__}; wanted a tensor of one row a node or edge")
             is_edge = store.is_edge_attr(name)
@@ -107,6 +111,57 @@ def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[An
                     f"{what} has shape {list(store[name].shape)}; wanted a row for each node or edge in dimension 0"
                 )
             yield store, name, is_edge, what
+
+
+class _StandIn:
+    """What a graph has in the place of a feature that `attach` took out. It has the feature's shape; PyG copies it to
+    batches and moves it with them. What needs rows raises RuntimeError."""
+
+    __class__ = property(lambda self: torch.Tensor)  # convolutions ask whether they are given a tensor
+    ndim = 0  # else loaders would take rows of it
+    is_cuda = is_sparse = is_nested = requires_grad = False
+    layout = torch.strided
+
+    def __init__(self, what: str, shape: torch.Size) -> None:
+        self._what, self.shape = what, shape
+
+    def __reduce__(self) -> tuple[type, tuple[str, torch.Size]]:
+        return _StandIn, (self._what, self.shape)
+
+    def _itself(self, *_: Any, **__: Any) -> _StandIn:
+        return self
+
+    to = cpu = cuda = pin_memory = share_memory_ = clone = contiguous = detach = detach_ = record_stream = _itself
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __repr__(self) -> str:
+        return f"{list(self.shape)} in a table"
+
+    def refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(
+            f"{self._what} is in a table: give what attach returned to the loader as its transform=, and batches have "
+            "the rows of their nodes and edges; its nodes and edges hold the tables"
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # Python asks for what an object may lack
+            raise AttributeError(name)
+        self.refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> NoReturn:
+        given = [*args, *(kwargs or {}).values()]
+        given += [inner for value in given if isinstance(value, (list, tuple)) for inner in value]  # as of torch.stack
+        next(value for value in given if isinstance(value, _StandIn)).refuse()
+
+    __getitem__ = __setitem__ = __len__ = __iter__ = __array__ = refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = refuse
+    __neg__ = __pow__ = __lt__ = __le__ = __gt__ = __ge__ = refuse
 
 
 class FetchFeatures(BaseTransform, Closing):
@@ -185,7 +240,7 @@ class FetchFeatures(BaseTransform, Closing):
                     f"the batch has no {ids_name} to fetch {what} by: for a loader that gives none, set "
                     f"{where}.{ids_name} = torch.arange({where}.{count}) before it is made"
                 )
-            if name in store and store[name] is not None:
+            if not isinstance(store[name] if name in store else None, (_StandIn, type(None))):
                 raise ValueError(f"the batch has {what} already: take it out of the data that the loader is given")
             store[name] = fetch(table, ids, self.device, what)
 
@@ -273,7 +328,7 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
         if isinstance(index, np.ndarray):
             index = torch.from_numpy(np.ascontiguousarray(index))
         elif isinstance(index, slice):
-            index = torch.arange(*index.indices(len(table)))
+            index = torch.arange(*index.indices(len(table)), device="cpu")
         if isinstance(index, torch.Tensor) and index.dim() == 1 and index.dtype != torch.bool:
             return fetch(table, index, self._device, what)
         refuse_cuda_in_worker(table, self._device, what)

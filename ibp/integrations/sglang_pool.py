@@ -104,7 +104,7 @@ class IBPHostPool(MHATokenToKVPoolHost):
         self.token_stride_size = self.head_num * self.head_dim * self.dtype.itemsize
         self.layout_dim = self.token_stride_size * self.layer_num
         self.pin_memory = False  # nobody registers or unregisters it
-        return torch.zeros(1, dtype=self.dtype).expand(2, self.layer_num, self.layer_num)
+        return torch.zeros(1, dtype=self.dtype, device="cpu").expand(2, self.layer_num, self.layer_num)
 
     def destroy(self) -> None:
         """Waits for all transfers, and frees the pool."""

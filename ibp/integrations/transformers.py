@@ -9,11 +9,11 @@ Matrices become tables while the model is loaded; so do those of directories tha
     from ibp.integrations.transformers import CompressedCache
 
     cache = CompressedCache(config=model.config)
-    model.generate(**inputs, past_key_values=cache)         # the tokens and logits of DynamicCache
+    model.generate(**inputs, cache=cache)       # the tokens and logits of DynamicCache
     print(cache.stats())
 
 Blocks of older tokens are coded on the GPU and kept in pinned host memory, or on the GPU; while one layer computes, the
-next one's are brought back and decoded. Checked with transformers 5.23.
+next one's are brought back and decoded. Works with transformers 5.17 and newer; checked up to 5.24.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache, DynamicLayer
+import transformers
 
 from .._common.arguments import whole_number
+from .._common.process import OfThisProcess
 from .._common.statistics import Saves, Statistics, shown_memory
 from .._fetch.calls import sms_of
 from .._machine.memory import check_memory
@@ -34,7 +35,13 @@ from .._schemes import AnyCodebook, check_scheme
 from ..kv._coding import Form, Options
 from ..kv._decoder import Fetch, TokenDecoder, decoder_for
 from ..kv._history import History, Pending
-from ._transformers_weights import IbpConfig, IbpQuantizer, save_coded
+from ._releases import check_release
+
+check_release(transformers, "5.17")  # before names are imported that older releases lack
+
+from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
+
+from ._transformers_weights import IbpConfig, IbpQuantizer, save_coded  # noqa: E402
 
 __all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer", "IbpConfig", "IbpQuantizer", "save_coded"]
 
@@ -101,7 +108,7 @@ def _decoded(number: int, what: str) -> property:
     return property(decode, refuse, doc=what)
 
 
-class CompressedLayer(DynamicLayer):
+class CompressedLayer(OfThisProcess, DynamicLayer):
     """One layer of full attention of a `CompressedCache`: whole blocks of the oldest tokens coded, the others raw.
 
     `update` gives keys and values of all tokens as new tensors, contiguous [B, heads, tokens, head_dim] as those of
@@ -112,6 +119,8 @@ class CompressedLayer(DynamicLayer):
         raw: the raw keys and values behind the coded ones; () before the first call.
         last_query: tokens that came with the last call of `update`.
     """
+
+    _instead = "pickle its keys and values, or copy the cache"
 
     def __init__(self, decoders: _Decoders) -> None:
         self._decoders, self._options = decoders, decoders.options
@@ -330,9 +339,9 @@ class CompressedLayer(DynamicLayer):
         return f"CompressedLayer({self.get_seq_length()} tokens, {coded} of them coded)"
 
 
-class CompressedCache(DynamicCache):
-    """A `transformers.DynamicCache` whose older tokens are compressed, to be passed as `past_key_values`. What models
-    compute with it has the same bits.
+class CompressedCache(OfThisProcess, DynamicCache):
+    """A `transformers.DynamicCache` whose older tokens are compressed, to be passed as `cache` (before transformers
+    5.24: `past_key_values`). What models compute with it has the same bits.
 
     Of each layer of full attention the tokens older than `window` are coded in blocks, on the GPU, with codebooks for
     keys and values that are learned from the first blocks (the prompt's, as in section 6.4 of the paper) and again when
@@ -361,6 +370,11 @@ class CompressedCache(DynamicCache):
     Raises:
         TypeError, ValueError: an argument is not as described.
     """
+
+    _instead = (
+        "copy.deepcopy copies it; to keep it, pickle the keys and values of its layers, and give them to update() of a "
+        "new cache"
+    )
 
     layers: list[Any]
     layer_class_to_replicate: Any
@@ -453,9 +467,6 @@ class CompressedCache(DynamicCache):
             for layer in self.layers
         ]
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("a CompressedCache cannot be pickled: copy.deepcopy copies it, layer.keys and values decode it")
 
     def __repr__(self) -> str:
         stats = self.stats()

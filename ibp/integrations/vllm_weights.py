@@ -22,7 +22,7 @@ from .._files.sets import INDEX_SUFFIX
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.torch_functions import embedding_of
 from ..checkpoints._ibp_files import open_ibp
-from ..checkpoints._model_files import METHOD, WEIGHTS
+from ..checkpoints._model_files import CODED_WEIGHTS, METHOD, WEIGHTS
 from ..nn._compressing import LEAST_SAVINGS, is_included
 from ..nn._tables import matrix_table
 from ._engines import check_engine
@@ -264,8 +264,8 @@ class IBPModelLoader(DefaultModelLoader):
         if not any(is_coded(file) for file in files):
             yield from super()._get_weights_iterator(source)
             return
-        index = os.path.join(folder, WEIGHTS + INDEX_SUFFIX)
-        for path in [index] if os.path.exists(index) else files:
+        indices = [os.path.join(folder, name + INDEX_SUFFIX) for name in (CODED_WEIGHTS, WEIGHTS)]
+        for path in list(filter(os.path.exists, indices))[:1] or files:
             with open_ibp(path) as opened:
                 for name, tensor in opened.tensors.items():
                     table = tensor.table

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .._common.arguments import whole_number
+from .._common.process import OfThisProcess
 from .._common.rounding import rounded_up
 from .._core import SECTOR_BYTES
 from .._rows.faults import CorruptTableError
@@ -128,7 +129,7 @@ class _Job:
         return None if self.events is None else self.events[0].elapsed_time(self.events[1]) * 1e-3
 
 
-class BlockStore:
+class BlockStore(OfThisProcess):
     """Blocks of groups of layers, kept as numbered pages in pools of `KVStore`, for engines that take no lost page.
 
     A page is a block of all layers of a group. Each size and kind of blocks has a pool, whose codebook is learned from
@@ -161,6 +162,8 @@ class BlockStore:
     Raises:
         TypeError, ValueError: a tensor is not of rows of bytes, or another argument is not as described.
     """
+
+    _instead = "load() its blocks into tensors, which can be pickled"
 
     def __init__(
         self,
@@ -343,9 +346,9 @@ class BlockStore:
     def _settle(self) -> None:
         """Ends the jobs that are done, in the order in which they were submitted: pages that found no room are copied
         while their blocks are still as they were, and raw copies that newer pages replace are dropped."""
-        for job in [job for job, entry in self._jobs.items() if entry.is_done()]:
-            entry = self._jobs.pop(job)
+        for job, entry in [(job, entry) for job, entry in self._jobs.items() if entry.is_done()]:
             success = self._settle_store(entry) if entry.stores else _settle_load(entry)
+            del self._jobs[job]  # not before: where this raises, the next call settles it
             self._finished.append((job, success, entry.seconds()))
         if not any(entry.stores for entry in self._jobs.values()):
             for pool in self._pools.values():

@@ -103,7 +103,7 @@ class Pending:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
         self.sequences: torch.Tensor | None = None  # which of the coded ones each sequence is by now
         states = [coded.state for coded in (keys, values) if coded.state is not None]
-        self._states = Coming(torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64))
+        self._states = Coming(torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64, device="cpu"))
 
     def is_ready(self) -> bool:
         """Whether their sizes are known without waiting."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from .._common.arguments import whole_number
+from .._common.locks import ForkLock
+from .._common.process import OfThisProcess
 from .._machine.memory import usual
 from .._rows.faults import CorruptTableError
 from .._schemes.registry import check_scheme
@@ -20,10 +22,10 @@ from ._store import KVStore, KVStoreStats
 _KEY_BYTES = 256  # of host memory for a key: what a page without bytes counts as
 
 
-class KeyedPages:
+class KeyedPages(OfThisProcess):
     """Pages of one size by their keys, coded in a `KVStore`. Pages that were used longest ago make room.
 
-    The first page that is put sets the size, the codebook and how many pages there are. A page for which the pool's
+    The first page that is stored sets the size, the codebook and how many pages there are. A page for which the pool's
     overflow has no room is refused. Calls come back when they are done; threads may call at the same time.
 
     Example:
@@ -43,11 +45,13 @@ class KeyedPages:
             call the pages.
 
     Attributes:
-        store: the `KVStore`; None before the first page that has bytes.
+        store: the `KVStore`; None until a page that has bytes is stored.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
     """
+
+    _instead = "get() its pages into tensors, which can be pickled"
 
     def __init__(
         self,
@@ -60,8 +64,7 @@ class KeyedPages:
         check_scheme("planes", level=level)
         self._pool_bytes, self._device = whole_number("pool_bytes", pool_bytes, 0), usual(device)
         self._level, self._on_drop = level, on_drop
-        self._lock = threading.Lock()
-        self._page_bytes: int | None = None
+        self._lock = ForkLock()
         self.store: KVStore | None = None
         self._pages: OrderedDict[Hashable, int] = OrderedDict()  # those used last at the end
         self._pins: Counter[Hashable] = Counter()
@@ -74,15 +77,14 @@ class KeyedPages:
         return len(self._pages)
 
     def put(self, key: Hashable, page: torch.Tensor) -> bool:
-        """Stores a page, unless its key is there. False where it finds no room, or has another size."""
-        with self._lock:
+        """Stores a page, unless its key is there. False where it finds no room, or has another size. Where it raises,
+        or returns False, the page is not there, and its room is free for others."""
+        with self._changing():
             if key in self._pages:
                 self._pages.move_to_end(key)
                 return True
             page = page.detach().contiguous().view(1, -1)
-            if self._page_bytes is None:
-                self._page_bytes = page.nbytes
-            if page.nbytes != self._page_bytes:
+            if self._page_bytes not in (None, page.nbytes):
                 return False
             number = self._number_for(page)
             if number is None:
@@ -92,7 +94,7 @@ class KeyedPages:
 
     def get(self, key: Hashable, out: torch.Tensor) -> bool:
         """Loads a page into a contiguous tensor. False where it is not there."""
-        with self._lock:
+        with self._changing():
             if key not in self._pages or out.nbytes != self._page_bytes:
                 return False
             if self.store is not None and not self._is_got(self.store, key, out):
@@ -124,7 +126,7 @@ class KeyedPages:
 
     def delete(self, key: Hashable) -> bool:
         """Forgets a page, pinned or not. False where it is not there."""
-        with self._lock:
+        with self._changing():
             if key not in self._pages:
                 return False
             self._forget(key)
@@ -152,31 +154,55 @@ class KeyedPages:
 
     def clear(self) -> None:
         """Forgets all pages."""
-        with self._lock:
+        with self._changing():
             self._pages.clear()
             self._pins.clear()
             if self.store is not None:
                 self.store.clear()
-                self._free = list(range(self.store.num_pages))[::-1]
+                self._count_free()
 
     # ---- how ----
+
+    @property
+    def _page_bytes(self) -> int | None:
+        """Bytes of a page; None before the first one."""
+        if self.store is not None:
+            return self.store.page_bytes
+        return 0 if self._pages else None
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """A call that takes numbers of pages or gives them back. It may be interrupted between any two steps."""
+        with self._lock:
+            try:
+                yield
+            except BaseException:
+                self._count_free()
+                raise
+
+    def _count_free(self) -> None:
+        """Finds the numbers that no page has."""
+        taken, count = set(self._pages.values()), 0 if self.store is None else self.store.num_pages
+        self._free = [number for number in reversed(range(count)) if number not in taken]
 
     def _number_for(self, page: torch.Tensor) -> int | None:
         """The number under which a page is stored now; None where it finds no room."""
         if not page.nbytes:  # its key is all there is to keep
             return 0 if len(self._pages) < self._pool_bytes // _KEY_BYTES or self._drop_oldest() else None
-        if self.store is None:
-            self.store = KVStore(
+        store, free = self.store, self._free
+        if store is None:
+            store = KVStore(
                 page, page_bytes=page.nbytes, pool_bytes=self._pool_bytes, level=self._level, device=self._device
             )
-            self._free = list(range(self.store.num_pages))[::-1]
-        if not (self._free or self._drop_oldest()):
+            free = list(range(store.num_pages))[::-1]
+        if not (free or self._drop_oldest()):
             return None
-        number = self._free.pop()
-        if self._is_put(self.store, number, page.to(self.store.device)):
-            return number
-        self._free.append(number)
-        return None
+        number = free.pop()
+        if not self._is_put(store, number, page.to(store.device)):
+            free.append(number)
+            return None
+        self.store, self._free = store, free  # not before: the next page may have another size if this one is refused
+        return number
 
     def _drop_oldest(self) -> bool:
         """Forgets the page that was used longest ago and is not pinned. False where there is none."""

@@ -62,12 +62,17 @@ class PagedTensors:
         """Takes where blocks begin: at starts and each `stride` bytes behind them, counted from addresses if given."""
         self.device, self.block_bytes = block.device, block.nbytes
         offsets, self.piece_bytes = _pieces(block)
-        near = torch.tensor([start + offset for start in starts for offset in offsets], device=self.device)
+        places = [start + offset for start in starts for offset in offsets]
+        near = torch.tensor(places, dtype=torch.int64, device=self.device)
         self.layout = block.as_strided((self.piece_bytes // block.element_size(),), (1,))
         scratch = torch.empty(self.piece_bytes, dtype=torch.uint8, device=block.device)
         # As torch.ops.ibp.plan_pages takes it.
         self._where = (near, addresses, stride, scratch.data_ptr(), len(offsets))
         self._used = (*_owners(self.tensors), near, scratch, *(() if addresses is None else (addresses,)))
+
+    def __reduce__(self) -> tuple[type[PagedTensors], tuple[tuple[torch.Tensor, ...]]]:
+        """A copy has the addresses of its own tensors."""
+        return PagedTensors, (self.tensors,)
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -169,8 +174,8 @@ def _pieces(block: torch.Tensor) -> tuple[list[int], int]:
     run, dims = 1, [(size, stride) for size, stride in zip(block.shape, block.stride()) if size != 1]
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]
-    offsets = torch.zeros((), dtype=torch.int64)
+    offsets = torch.zeros((), dtype=torch.int64, device="cpu")
     for size, stride in dims:
-        offsets = offsets.unsqueeze(-1) + torch.arange(size) * stride
+        offsets = offsets.unsqueeze(-1) + torch.arange(size, device="cpu") * stride
     itemsize = block.element_size()
     return (offsets * itemsize).flatten().tolist(), run * itemsize

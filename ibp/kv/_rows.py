@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from .._common.arguments import whole_number
+from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._fetch.ids import check_range, checked_ids
@@ -51,7 +52,7 @@ class KVRowsStats(Statistics):
     used_overflow_bytes: int
 
 
-class KVRows:
+class KVRows(OfThisProcess):
     """Keys or values of tokens, one row for each head, coded in pinned host memory: for attention that looks at few
     tokens, chosen anew for every generated token (top-k sparse attention; InfiniGen). A cache of given size keeps the
     rows that were loaded last, coded too, on the GPU.
@@ -89,6 +90,8 @@ class KVRows:
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
     """
+
+    _instead = "load() its rows into tensors, which can be pickled"
 
     def __init__(
         self,

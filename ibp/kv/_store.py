@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._common.locks import ForkLock
+from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._fetch.ids import check_range, list_of_ids
@@ -67,7 +68,7 @@ class KVStoreStats(Statistics):
     lost_rows: int
 
 
-class Transfer:
+class Transfer(OfThisProcess):
     """Pages on their way, on a stream beside the current one.
 
     Example:
@@ -81,6 +82,8 @@ class Transfer:
     Attributes:
         num_bytes: original bytes of the pages.
     """
+
+    _instead = "wait() for it in the process that began it"
 
     def __init__(self, store: KVStore, stores: bool, call: _StoreCall, num_bytes: int) -> None:
         self._store, self._stores, self.num_bytes = store, stores, num_bytes
@@ -143,7 +146,7 @@ class Transfer:
         return f"ibp.kv.Transfer({what} of {self._near.numel()} pages, {self.num_bytes} bytes, {state})"
 
 
-class KVStore:
+class KVStore(OfThisProcess):
     """A pool of pages of a KV-cache, coded in pinned host memory or on the GPU. Serving engines offload to it.
 
     A page is block b of a paged cache: of one tensor, or of several of the same shape at once, such as the tensors of
@@ -189,6 +192,8 @@ class KVStore:
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
     """
+
+    _instead = "load() its pages into tensors, which can be pickled"
 
     def __init__(
         self,
@@ -271,7 +276,7 @@ class KVStore:
         self._under_way: list[Transfer] = []
         self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
         self._tables: dict[int, torch.Tensor] = {}
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._num_stored = 0  # pages since the last compaction
 
     # ---- what it is ----

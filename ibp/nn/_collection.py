@@ -48,7 +48,7 @@ class _Group(RowsModule):
         self, table: CompressedTensor, sizes: Sequence[int], trainable: bool, cache: RowCache | int | None
     ) -> None:
         super().__init__(table, True, trainable, cache)
-        self._sizes = torch.tensor(sizes, dtype=torch.int64)
+        self._sizes = torch.tensor(sizes, dtype=torch.int64, device="cpu")
         self._firsts = self._sizes.cumsum(0) - self._sizes
         self._near: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
         self._numbers: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
@@ -57,7 +57,7 @@ class _Group(RowsModule):
         """The parts' numbers on a device, kept there for the next call."""
         key = device, tuple(part.number for part in parts)
         if key not in self._numbers:
-            self._numbers[key] = torch.tensor(key[1], device=device)
+            self._numbers[key] = torch.tensor(key[1], dtype=torch.int64, device=device)
         return self._numbers[key]
 
     def rows_of(self, ids: torch.Tensor, numbers: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
@@ -120,7 +120,7 @@ def _ends_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
     """The sums of the first counts, without a copy to a GPU where all are the same."""
     if len(set(counts)) == 1:
         return torch.arange(1, len(counts) + 1, device=device) * counts[0]
-    return torch.tensor(counts, device=device).cumsum(0)
+    return torch.tensor(counts, dtype=torch.int64, device=device).cumsum(0)
 
 
 class EmbeddingCollection(torch.nn.Module):
@@ -394,7 +394,8 @@ def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids [K], lengths [B]) of a table's bags. TypeError: ids or offsets are no integers."""
     what, of_offsets = (f"the {part} tensor of table {name!r}" for part in ("ids", "offsets"))
     if isinstance(bags, torch.Tensor) and bags.dim() == 2:
-        return checked_ids(bags, what).reshape(-1), torch.full((bags.shape[0],), bags.shape[1], device=bags.device)
+        lengths = torch.full((bags.shape[0],), bags.shape[1], dtype=torch.int64, device=bags.device)
+        return checked_ids(bags, what).reshape(-1), lengths
     is_pair = (
         isinstance(bags, (tuple, list)) and len(bags) == 2 and all(isinstance(part, torch.Tensor) for part in bags)
     )

@@ -29,7 +29,7 @@ class NormalRows:
         self._num_columns, self._padding_idx = num_columns, padding_idx
 
     def block(self, first: int, last: int) -> torch.Tensor:
-        rows = torch.empty(last - first, self._num_columns, dtype=self.dtype).normal_()
+        rows = torch.empty(last - first, self._num_columns, dtype=self.dtype, device="cpu").normal_()
         if self._padding_idx is not None and first <= self._padding_idx < last:
             rows[self._padding_idx - first] = 0
         return rows
@@ -37,7 +37,7 @@ class NormalRows:
     def sample(self, num_rows: int) -> torch.Tensor:
         """Rows like those to come; the generator stays as it is."""
         with torch.random.fork_rng(devices=[]):
-            return torch.empty(num_rows, self._num_columns, dtype=self.dtype).normal_()
+            return torch.empty(num_rows, self._num_columns, dtype=self.dtype, device="cpu").normal_()
 
 
 class GivenRows:

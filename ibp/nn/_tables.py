@@ -6,10 +6,11 @@ import copy
 from collections.abc import Callable
 from contextvars import ContextVar
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from .._common.graphs import cannot_record
 from .._common.states import SavedTensor
 from .._fetch.escapes import gives_digits
 from .._fetch.linear import digits_for, linear, slot_bytes_for
@@ -89,6 +90,19 @@ class TableModule(torch.nn.Module):
     def share_table(self, other: TableModule) -> None:
         """Takes another module's table for its own, from now on."""
         self._shared = other._shared
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Called by torch for `module.name = param` too. RuntimeError: the name is the table's."""
+        if name == "weight":
+            raise RuntimeError(
+                f"the weight of an ibp.nn.{type(self).__name__} is a table, which no parameter can replace: "
+                "load_state_dict() codes a plain tensor, and weight takes an ibp.CompressedTensor"
+            )
+        super().register_parameter(name, param)
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by torch.jit.script, also for modules within modules."""
+        raise cannot_record("torch.jit.script")
 
     # ---- the plain module ----
 

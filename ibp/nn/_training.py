@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .._common.graphs import outside_of_graphs
 from .._common.once import warn_once
 from .._fetch.bags import embedding_bag
 from .._fetch.ids import checked_ids, list_of_ids
@@ -78,6 +79,7 @@ class RowsModule(TableModule):
         """Rows at ids [K], as they are now."""
         return self._source.index_select(ids)
 
+    @outside_of_graphs
     def _look_up(self, ids: torch.Tensor, padding_idx: int | None) -> LookedUp:
         """The rows of ids of any shape. TypeError: the ids are no integers. IndexError: an id is out of range. Waits
         for ids on a GPU."""

@@ -53,7 +53,7 @@ class _Measured:
     def __init__(self, rows: torch.Tensor, sections: Sequence[Section], codebook: AnyCodebook) -> None:
         self._lengths = measure(geometry.bytes_of(rows), codebook, rows.device)
         sums = slots.stored_sizes(self._lengths, ROW_BYTES, ROW_BYTES).cumsum(0)
-        ends = torch.tensor([section.stop - 1 for section in sections], device=rows.device)
+        ends = torch.tensor([section.stop - 1 for section in sections], dtype=torch.int64, device=rows.device)
         totals = [0, *sums[ends].tolist()]
         self.means = [
             (stop - start) / (section.stop - section.start)

@@ -73,7 +73,7 @@ def _has_digits_of_pairs(codebook: AnyCodebook) -> bool:
 
 def _pairs(sample: torch.Tensor, element_bytes: int) -> Iterator[PlanesCodebook]:
     """Codebooks whose symbols are the highest byte of an element, with its sign and without."""
-    blank = torch.zeros(1, num_entries(_PAIRS), dtype=torch.int64)
+    blank = torch.zeros(1, num_entries(_PAIRS), dtype=torch.int64, device="cpu")
     data = staging.to_host(geometry.bytes_of(sample))
     for rotate in (0, 1):
         codebook = PlanesCodebook(

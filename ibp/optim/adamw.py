@@ -246,7 +246,7 @@ class Adam(torch.optim.Adam):
         for param in grads:
             if local(param).device == device:
                 step = self.state[param].get("step") if param in self.state else None
-                plan.steps[param] = torch.zeros((), device=device) if step is None else step
+                plan.steps[param] = torch.zeros((), dtype=torch.float32, device=device) if step is None else step
         options = {
             "lr": _near(group["lr"], device),
             "beta1": float(group["betas"][0]),

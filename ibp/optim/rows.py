@@ -61,7 +61,7 @@ class RowOptimizer(torch.optim.Optimizer):
         held = set(self._modules.values())
         if any(module in held for module in found):
             raise ValueError("a module is in the optimizer already")
-        stand_ins = {torch.empty(0): module for module in found}
+        stand_ins = {torch.empty(0, dtype=torch.float32, device="cpu"): module for module in found}
         self._modules.update(stand_ins)
         super().add_param_group({**param_group, "params": list(stand_ins)})
 
@@ -255,7 +255,7 @@ class RowWiseAdagrad(RowOptimizer):
         ids = gradient.ids
         sums = state.get("sum")
         if sums is None:
-            sums = torch.zeros(module.num_embeddings, device=ids.device)
+            sums = torch.zeros(module.num_embeddings, dtype=torch.float32, device=ids.device)
         elif sums.device != ids.device:
             sums = sums.to(ids.device)
         grad = gradient.grad
@@ -309,7 +309,8 @@ def _average(module: RowsModule, group: dist.ProcessGroup | None) -> None:
         grad = torch.empty(0, module.embedding_dim, dtype=module.weight.dtype, device=members.device)
     else:
         ids, grad = own.ids, own.grad / members.size
-    counts = [int(count) for count in members.gathered(torch.tensor([ids.numel()], device=members.device))]
+    count = torch.tensor([ids.numel()], dtype=torch.int64, device=members.device)
+    counts = list(map(int, members.gathered(count)))
     if not max(counts):
         return
     all_ids, all_grads = (
@@ -360,11 +361,11 @@ def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
 
 def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
     """A table of one value in the shape and memory of the weights, of default rows, which take no bytes."""
-    block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype)
+    block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype, device="cpu")
     one = compress_rows(block, layout="packed", scheme="planes", device="cpu", memory="host")
     num_rows = weight.num_rows
     lengths = one.lengths[:1].view(torch.int16).expand(num_rows).clone().view(torch.uint16)
-    bases = torch.zeros(-(-num_rows // 32), dtype=torch.int64)
+    bases = torch.zeros(-(-num_rows // 32), dtype=torch.int64, device="cpu")
     geometry, parts = replace(one.geometry, shape=weight.shape), (one.slots, one.codebook, lengths, one.overflow, bases)
     return placed_like(weight, table_of(CompressedTensor, geometry, one.scheme, 0, *parts))
 

@@ -90,7 +90,7 @@ class TensorProfile:
     def _survey(self, sectors: tuple[int, ...]) -> slots.Survey:
         """Of rows that take k sectors each, as `histograms` counts them."""
         stored = slots.SECTOR_BYTES * sum(k * count for k, count in enumerate(sectors))
-        return slots.Survey(self.row_bytes, stored, torch.tensor(sectors))
+        return slots.Survey(self.row_bytes, stored, torch.tensor(sectors, dtype=torch.int64, device="cpu"))
 
 
 @dataclass(frozen=True)

@@ -120,6 +120,45 @@ def test_bad_ids(compiled, place, device):
     assert_same_bits(table.index_select(torch.tensor([1], device=device)).cpu(), x[1:2])
 
 
+def test_indices(compiled, place, device):
+    """table[ids], with negative ids too. Ids out of range are noted, as those of index_select."""
+    x = embedding(500, 64)
+    table = make_table(x, "planes", place, device)
+    table[torch.tensor([0], device=device)]
+    function = compiled(lambda ids: table[ids] * 2)
+    for ids in (torch.tensor([[3, -1, 499], [-500, 0, 7]]), torch.arange(-500, 500)):
+        assert_same_bits(function(ids.to(device)).cpu(), x[ids] * 2)
+    items = function(torch.tensor([[4, 500, -501]], device=device)).cpu()
+    assert_same_bits(items[0], torch.stack([x[4] * 2, torch.zeros(64), torch.zeros(64)]))
+    with pytest.raises(IndexError, match=r"ids\[1\] is 500; wanted 0 to 499"):
+        table.check()
+
+
+OUTSIDE = {
+    "several tables": lambda table: lambda ids: ibp.index_select([table, table], ids, table_numbers=ids % 2),
+    "RowCache": lambda table: ibp.RowCache(table, 20_000, torch.rand(500), devices="cpu").index_select,
+    "trainable": lambda table: ibp.nn.Embedding(table.clone(), trainable=True),
+    "offload": lambda table: offloaded(torch.nn.Sequential(ibp.nn.Embedding(table), torch.nn.Linear(64, 64))),
+}
+
+
+def offloaded(model):
+    ibp.offload(model.eval(), device="cpu", min_bytes=1)
+    return model
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_calls_outside_of_graphs(name):
+    """A graph ends before them, and fullgraph=True, which allows no end, says so."""
+    x, ids = embedding(500, 64), torch.tensor([5, 499, 5])
+    call = OUTSIDE[name](make_table(x, "planes", "cpu", CPU))
+    wanted = call(ids)
+    assert_same_bits(torch.compile(lambda ids: call(ids) + 0, backend="eager")(ids), wanted + 0)
+    torch.compiler.reset()
+    with pytest.raises(RuntimeError, match=r"ibp runs it outside of graphs: .* without fullgraph=True"):
+        torch.compile(lambda ids: call(ids) + 0, backend="eager", fullgraph=True)(ids)
+
+
 @pytest.mark.parametrize("path", ["gpu", "bucketed"])
 def test_paths(cuda, path):
     x = embedding(500, 64)

@@ -4,6 +4,7 @@ the CPU all of it runs on the host's twins of the kernels."""
 import copy
 import pickle
 import threading
+import warnings
 from pathlib import Path
 
 import hypothesis
@@ -172,7 +173,7 @@ def test_dtypes(dtype):
 
 def test_empty():
     x = tensor()
-    cache = ibp.RowCache(table_of(x), 10_000, devices="cpu")
+    cache = ibp.RowCache(table_of(x), 10_000, [], devices="cpu")
     assert cache.capacity == cache.num_cached_rows == 0 and cache.stats().hit_rate == 0
     assert_same_bits(cache.index_select([]), x[:0])
     assert_same_bits(cache.index_select([3, 1]), x[[3, 1]])
@@ -184,6 +185,19 @@ def test_empty():
             )
             ids = torch.arange(shape[0])
             assert_same_bits(cache.index_select(ids), empty)
+
+
+def test_a_cache_that_nothing_fills_warns():
+    table = table_of(tensor())
+    match = r"holds no rows, so that all come from the table, until its refill\(hotness\): give hotness .* hotness=\[\]"
+    with pytest.warns(RuntimeWarning, match=match) as warned:
+        ibp.RowCache(table, 10_000, devices="cpu")
+    assert warned[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ibp.RowCache(table, 10_000, devices="cpu", policy="lru")
+        ibp.RowCache(table, 0, devices="cpu")
+        assert ibp.RowCache(table, 10_000, [], devices="cpu").refill(range(NUM_ITEMS)).num_cached_rows > 0
 
 
 def test_out_of_any_strides():
@@ -595,7 +609,7 @@ def test_places(policy):
     x = embedding(200, 64, torch.bfloat16)
     codebook = ibp.codecs.analyze(x, scheme="planes")
     place = ibp.CodedRows(codebook, 200, slot_bytes=96, overflow_bytes=1 << 16, device="cpu")
-    cache = ibp.RowCache(place, 10_000, devices="cpu", policy=policy)
+    cache = ibp.RowCache(place, 10_000, [], devices="cpu", policy=policy)
     assert (cache.shape, cache.dtype) == ((200, 128), torch.uint8)
     assert_same_bits(cache.index_select([5]), torch.zeros(1, 128, dtype=torch.uint8))
     ibp.encode_into(x, place)

@@ -1,6 +1,7 @@
 """Whole checkpoints compressed and decompressed: formats, sets of files, interruptions, and what is refused."""
 
 import json
+import math
 import os
 import pathlib
 import subprocess
@@ -223,6 +224,7 @@ def test_a_gpu_codes_what_a_cpu_codes(cuda, tmp_path):
 
 def test_large_checkpoints_become_sets_of_files(checkpoint, tmp_path):
     path, tensors = checkpoint
+    (tmp_path / "out").mkdir()
     report = compress(path, tmp_path / "out" / "m.safetensors", shard_bytes=50_000)
     assert len(report.files) > 2 and report.path.endswith("m.safetensors.index.json")
     assert sorted(os.listdir(tmp_path / "out")) == sorted([*report.files, "m.safetensors.index.json"])
@@ -416,11 +418,11 @@ def test_finished_files_are_kept_when_a_call_is_made_again(checkpoint, tmp_path,
     target = tmp_path / "m.safetensors"
     written, write = [], _compressing._Writing.write
 
-    def interrupted(self, to, shard):
+    def interrupted(self, to, shard, **options):
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(shard.file)
-        return write(self, to, shard)
+        return write(self, to, shard, **options)
 
     monkeypatch.setattr(_compressing._Writing, "write", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -438,11 +440,11 @@ def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkey
     path, tensors = checkpoint
     copied, target = tmp_path / "in.safetensors", tmp_path / "m.safetensors"
     copied.write_bytes(path.read_bytes())
-    move = _compressing._finish
-    monkeypatch.setattr(_compressing, "_finish", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
+    move = _compressing._BlockJob._finish
+    monkeypatch.setattr(_compressing._BlockJob, "_finish", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
     with pytest.raises(OSError, match="interrupted"):
         compress(copied, target, shard_bytes=50_000)
-    monkeypatch.setattr(_compressing, "_finish", move)
+    monkeypatch.setattr(_compressing._BlockJob, "_finish", move)
     options = {}
     if change == "input":
         os.utime(copied, (1, 1))
@@ -460,13 +462,13 @@ def test_a_failure_leaves_what_was_there(checkpoint, tmp_path, monkeypatch):
     path, _ = checkpoint
     (tmp_path / "old.safetensors").write_bytes(b"old")
     monkeypatch.setattr(_compressing._Writing, "_write_table", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    for target, options in (("old.safetensors", {}), ("new.safetensors", {"shard_bytes": 50_000})):
+    for target, options in (("old.safetensors", {"force": True}), ("new.safetensors", {"shard_bytes": 50_000})):
         with pytest.raises(OSError, match="full"):
             compress(path, tmp_path / target, **options)
     monkeypatch.undo()
-    monkeypatch.setattr(ibp._files.writer.os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
-        ibp.checkpoints.decompress(path, tmp_path / "old.safetensors")
+        ibp.checkpoints.decompress(path, tmp_path / "old.safetensors", force=True)
     assert os.listdir(tmp_path) == ["old.safetensors"] and (tmp_path / "old.safetensors").read_bytes() == b"old"
 
 
@@ -692,3 +694,36 @@ def test_memory_is_bounded_whatever_the_size_of_a_tensor(tmp_path):
     assert peak < 80 << 20 and back < 100 << 20 and savings > 0.3
     whole = [np.memmap(path, np.uint8, "r")[-(160 << 20) :] for path in (paths[0], paths[2])]
     assert np.array_equal(*whole)
+
+
+KINDS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E8M0": 8, "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8, "F7_OF_LATER": 7}
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (8, 2, 512), (8192,), (0, 16)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_of_safetensors_that_torch_lacks_stay_as_they_are(kind, shape, tmp_path):
+    size = math.prod(shape) * KINDS[kind] // 8
+    data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
+    entries = {"a": {"dtype": kind, "shape": list(shape), "data_offsets": [0, size]}}
+    entries["w"] = {"dtype": "F32", "shape": [64, 128], "data_offsets": [size, size + 4 * 64 * 128]}
+    header = json.dumps({**entries, "__metadata__": {"format": "pt"}}).encode()
+    plain = tmp_path / "plain.safetensors"
+    weights = np.arange(64 * 128, dtype="<f4").tobytes()
+    plain.write_bytes(len(header).to_bytes(8, "little") + header + data + weights)
+    coded, back = tmp_path / "coded.safetensors", tmp_path / "back.safetensors"
+    report = compress(plain, coded)
+    assert [tensor.scheme for tensor in report.tensors] == [None, "planes"]  # the bytes are noise
+    ibp.checkpoints.decompress(coded, back)
+    text = back.read_bytes()
+    end = 8 + int.from_bytes(text[:8], "little")
+    assert json.loads(text[8:end]) == json.loads(header) and text[end:] == data + weights
+    for path in (plain, coded):
+        loaded, info = ibp.load(path, device="cpu")["a"], ibp.open(path).info("a")
+        assert loaded.dtype == info.dtype and loaded.shape == info.shape and loaded.shape[:-1] == shape[:-1]
+        assert loaded.view(torch.uint8).numpy().tobytes() == data
+        assert ibp.open(path)["a"].shape == loaded.shape
+    if kind == "F4" and size:
+        ibp.save(tmp_path / "saved.safetensors", ibp.load(plain, device="cpu"))
+        text = (tmp_path / "saved.safetensors").read_bytes()
+        found = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])["a"]
+        assert (found["dtype"], found["shape"]) == ("F4", list(shape))

@@ -69,6 +69,8 @@ CASES = {
     "a state_dict": lambda: trained()[0].state_dict(),
     "an optimizer": lambda: trained()[1].state_dict(),
     "a flat dict": lambda: {"a.weight": torch.arange(2000.0), "b": torch.ones(2), "epoch": 3, "rates": [0.5, {"x": 1}]},
+    "values among tensors": lambda: {"epoch": 3, "w": torch.zeros(64, 64), "lr": 0.1, "b": torch.zeros(4)},
+    "values first": lambda: collections.OrderedDict(epoch=3, w=torch.zeros(64, 64)),
     "a tensor": lambda: torch.arange(5000),
     "a list": lambda: [torch.arange(5000), {"a": torch.ones(2)}, 3],
     "numbers": lambda: {"a": {"b": 1}},
@@ -166,13 +168,13 @@ def trainer(tmp_path):
 def test_a_directory_of_a_trainer(trainer, tmp_path):
     directory, weights = trainer
     with pytest.warns(UserWarning, match="left out") as warned:
-        report = ibp.checkpoints.compress(directory, tmp_path / "small" / "model.safetensors", device="cpu", jobs=1)
+        report = ibp.checkpoints.compress(directory, tmp_path / "model.safetensors", device="cpu", jobs=1)
     said = [str(warning.message).partition("checkpoint-1/")[2] for warning in warned]
     assert [text.split()[0] for text in said] == ["rng_state.pth", "scheduler.pt", "training_args.bin"]
     assert "numpy" in said[0] and "holds no tensor" in said[1] and "torch.nn.modules.container.Sequential" in said[2]
     found = ibp.load(report.path)
     assert set(weights) < set(found) and "state.0.exp_avg" in found and len(report.files) == 2
-    optimizer = tmp_path / "small" / report.files[1]
+    optimizer = tmp_path / report.files[1]
     ibp.checkpoints.decompress(optimizer, tmp_path / "optimizer.pt")
     states = torch.load(directory / "optimizer.pt", weights_only=True)
     assert_same(torch.load(tmp_path / "optimizer.pt", weights_only=True), states)

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import io
 import os
 import re
 import subprocess
@@ -158,6 +159,26 @@ def test_tables_and_sentences_fill_a_terminal(capsys, monkeypatch, columns, widt
 
 def test_names_cannot_control_the_terminal():
     assert output.shown("a\x1b[31m\n\u202eb c") == "a\\x1b[31m\\n\\u202eb c"
+
+
+@pytest.mark.parametrize("encoding, rule", [("utf-8", "─"), ("ascii", "-")])
+def test_a_table_line_by_line(monkeypatch, encoding, rule):
+    """Without rich, which takes a third of a millisecond for each cell. Wide characters take two cells."""
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding, "strict"))
+    lines = output.table(["tensor", ">bytes", "kind"], [["a" * 10, "1,000", "x"], ["b" * 25, "7", "yy"]])
+    assert list(lines(33)) == [
+        f"{'tensor':20}  bytes  kind",
+        rule * 33,
+        f"{'a' * 10:20}  1,000  x   ",
+        f"{'b' * 20}      7  yy  ",
+        "b" * 5,
+    ]
+    assert list(output.table(["", ""], [["a", "b"], ["cc", "d"]])(80)) == ["a   b", "cc  d"]
+    if encoding == "utf-8":
+        assert list(output.table(["", ""], [["\u8868\u8868", "b"], ["e\u0301", "d"]])(5)) == [
+            "\u8868  b", "\u8868", "e\u0301   d",
+        ]  # fmt: skip
 
 
 def test_markup_in_names_is_text(capsys):

@@ -1,5 +1,6 @@
 """`ibp bench`."""
 
+import dataclasses
 import json
 
 import pytest
@@ -65,6 +66,32 @@ def measured(rows, whole):
 )
 def test_the_verdict_follows_from_what_was_measured(rows, whole, start):
     assert machine.verdict(measured(rows, whole), 2).startswith(start)
+
+
+def test_no_verdict_follows_from_noise():
+    found = [*measured(1.46, 1.45), machine.Measured("FP8 weights", 0.1, True, {}, 1.1, 1.0, 0.12)]
+    assert machine.verdict(found, 2) == (
+        "Whether compression pays here is not certain: of BF16 weights rows come 1.46 times as fast as raw ones, whole "
+        "tensors 1.45 times. Repetitions of a measurement differ so much that its rate may be off by 12 %: something "
+        "else uses this machine. Measure again without it, or longer (--seconds)."
+    )
+    on_cpu = machine.Measured("BF16 weights", 0.33, True, {"decompress": 1.0}, uncertainty=0.3)
+    said = machine.verdict([on_cpu], 1)
+    assert said.startswith("There is no GPU here.") and "off by 30 %: something else uses this machine" in said
+    quiet = dataclasses.replace(on_cpu, uncertainty=0.04)
+    assert machine.verdict([quiet], 1).endswith("slower than that.")
+
+
+@pytest.mark.parametrize(
+    "seconds, median, uncertainty",
+    [([2.0] * 9, 2.0, 0.0), ([1.0, 2.0, 3.0], 2.0, 0.93 / 3**0.5 / 2), ([1.0] * 14 + [9.0], 1.0, 0.0)],
+)
+def test_repetitions_that_differ(monkeypatch, seconds, median, uncertainty):
+    clock, times = timing.Clock(torch.device("cpu"), 1.0), iter(seconds)
+    monkeypatch.setattr(clock, "_repeats", lambda call: len(seconds))
+    monkeypatch.setattr(timing, "timed_once", lambda call, device: (None, next(times)))
+    assert clock.wall_s(lambda: None) == median
+    assert clock.uncertainty == pytest.approx(uncertainty)
 
 
 @pytest.mark.parametrize("value", ["0", "121", "nan", "x"])

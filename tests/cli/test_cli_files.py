@@ -14,6 +14,7 @@ import ibp
 from helpers import bytes_of, torchrun
 from ibp._cli import inputs
 from ibp._cli.main import main
+from ibp._files.header import read_header
 from ibp._machine import timing
 from ibp.checkpoints import _compressing
 from ibp.checkpoints._sources import open_source
@@ -193,11 +194,11 @@ def test_interrupted(source, tmp_path, capsys, monkeypatch):
 def test_an_interrupted_set_goes_on(source, tensors, tmp_path, capsys, monkeypatch):
     write, written = _compressing._Writing.write, []
 
-    def interrupted(self, path, shard):
+    def interrupted(self, path, shard, **options):
         if written:
             raise KeyboardInterrupt
         written.append(shard.file)
-        return write(self, path, shard)
+        return write(self, path, shard, **options)
 
     command = ["compress", source, "-o", "a set.safetensors", "--shard-bytes", "100K", "--device", "cpu"]
     monkeypatch.setattr(_compressing._Writing, "write", interrupted)
@@ -221,7 +222,7 @@ def test_names_of_other_formats_are_refused(suffix, source, tmp_path, capsys):
     assert "wanted a name like 'out.safetensors'" in capsys.readouterr().err and not out.exists()
     out.mkdir()
     assert run("compress", source, "-o", out, "--quiet") == 0  # a directory may have any name
-    assert (out / "model.safetensors").exists()
+    assert (out / "model.ibp.safetensors").exists()
 
 
 @pytest.mark.parametrize("name", ["x.npz", "x.pt", "x"])
@@ -311,6 +312,11 @@ def test_a_set_of_which_a_file_has_no_checksums(source, compressed, tmp_path, ca
     os.makedirs(tmp_path / "set")
     os.rename(compressed, tmp_path / "set" / "a.safetensors")
     pytest.importorskip("safetensors.torch").save_file({"other": torch.ones(3)}, tmp_path / "set" / "b.safetensors")
+    found = document(capsys, "verify", tmp_path / "set", status=1)["files"]
+    assert [file["status"] for file in found] == ["good", "no checksums"]
+    places = {name: "a.safetensors" for name in read_header(tmp_path / "set" / "a.safetensors").tensors}
+    index = json.dumps({"weight_map": {**places, "other": "b.safetensors"}})
+    (tmp_path / "set" / "model.safetensors.index.json").write_text(index)
     assert document(capsys, "verify", tmp_path / "set", status=1)["files"][0]["status"] == "no checksums"
     assert re.search(
         "set has no checksums: only .* were verified", printed(capsys, "verify", tmp_path / "set", status=1)[-1]

@@ -1,6 +1,7 @@
 """`ibp inspect`: what it says of files of ibp and of others, and what it writes."""
 
 import json
+import os
 import re
 import sys
 
@@ -171,7 +172,7 @@ def test_a_failing_plot_leaves_what_is_there(file, tmp_path, monkeypatch):
     plot = tmp_path / "out.png"
     plot.write_text("before")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert run("inspect", file, "--plot", plot) == 2 and plot.read_text() == "before"
+    assert run("inspect", file, "--plot", plot, "--force") == 2 and plot.read_text() == "before"
 
 
 def test_a_missing_matplotlib_is_said_before_the_work(file, tmp_path, capsys, monkeypatch):
@@ -190,6 +191,22 @@ def test_a_missing_matplotlib_is_said_before_the_work(file, tmp_path, capsys, mo
     assert run("inspect", file, "--plot", plot, "--html", page, "--quiet") == 2
     assert len(said) == 1 and re.fullmatch(r"ibp inspect: [^\n]+ pip install matplotlib\n", said[0])
     assert not plot.exists() and "layers.0.weight" in page.read_text(encoding="utf-8")
+
+
+def test_pages_that_are_there_or_are_none(file, tmp_path, capsys):
+    page = tmp_path / "out.html"
+    page.write_text("before")
+    assert run("inspect", file, "--html", page) == 2 and "--force replaces it" in capsys.readouterr().err
+    assert run("inspect", file, "--html", page, "--keep", "--quiet") == 0 and page.read_text() == "before"
+    assert run("inspect", file, "--html", page, "--force", "--quiet") == 0 and "<html" in page.read_text()
+    for option, suffix in (("--html", ".html"), ("--plot", ".png")):
+        assert run("inspect", file, option, file, "--force") == 2
+        said = capsys.readouterr().err
+        assert re.fullmatch(rf"ibp inspect: {option} is .*; wanted a name that ends in {suffix}\n", said)
+    os.mkfifo(tmp_path / "pipe.html")
+    assert run("inspect", file, "--html", tmp_path / "pipe.html", "--force") == 2
+    assert "is a pipe, which is not replaced" in capsys.readouterr().err
+    assert ibp.load(file)
 
 
 @pytest.mark.parametrize("option", ["--plot", "--html"])

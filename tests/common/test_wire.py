@@ -14,6 +14,8 @@ import ibp
 from helpers import assert_same_bits, embedding, spiky_rows
 from ibp._common import wire
 from ibp._common.group import RankGroup
+from ibp.deltas._packing import ChangeHead
+from ibp.deltas._regions import Region
 from ibp.distributed import _pairs, _planning
 from ranks import Ranks
 
@@ -73,6 +75,28 @@ def test_tensors_come_back(dtype):
         found = wire.read(wire.written([b"odd", x]))[1]
         assert found.is_contiguous() and not found.requires_grad
         assert_same_bits(found, x)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("rows", "text", "rows of a Region is a str; wanted <class 'bytes'>"),
+        ("dtype", None, "dtype of a Region is a NoneType"),
+        ("change", 3, "change of a Region is a int; wanted ibp.deltas._packing.ChangeHead | None"),
+        ("shape", (3,), "shape of a ChangeHead is a tuple"),
+        ("fields", {7: "raw"}, r"fields of a ChangeHead is a dict; wanted dict\[str, typing.Any\] | None"),
+        ("fingerprints", (1, 2, 3), r"fingerprints of a ChangeHead is a tuple; wanted tuple\[int, int\]"),
+        ("sizes", (1, "2"), r"sizes of a ChangeHead is a tuple; wanted tuple\[int, ...\]"),
+    ],
+)
+def test_fields_that_are_not_what_they_are_said_to_be(field, value, wanted):
+    head = ChangeHead(torch.Size([3]), torch.int8, {"scheme": "raw"}, (1, 2), (3, 4))
+    region = Region(b"rows", torch.int8, 5, head)
+    assert wire.read(wire.written(region)) == region
+    assert wire.read(wire.written(region._replace(change=None))).change is None
+    other = region._replace(**{field: value}) if field in Region._fields else None
+    with pytest.raises(ValueError, match=wanted):
+        wire.read(wire.written(other or region._replace(change=head._replace(**{field: value}))))
 
 
 def test_what_cannot_be_sent():

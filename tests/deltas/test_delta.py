@@ -188,6 +188,20 @@ def test_another_base_is_refused_and_left():
         ibp.deltas.make(x + 1, x.conj()).apply_(x.conj())
 
 
+def test_exchanged_versions():
+    """`make(old, new)` in place of `make(new, old)`, or a second `apply_`."""
+    new, old = torch.ones(50, 50), torch.zeros(50, 50)
+    match = (
+        " has fingerprint .*, and makes what is there: were new and base exchanged in .*, or has the delta been applied"
+    )
+    with pytest.raises(ibp.deltas.DeltaMismatchError, match="base" + match):
+        ibp.deltas.make(old, new).apply_(old)
+    with pytest.raises(ibp.deltas.DeltaMismatchError, match="w" + match):
+        ibp.deltas.make({"w": old}, {"w": new}).apply_({"w": old})
+    assert not old.any()
+    assert ibp.deltas.make(old, old).apply_(old) is old
+
+
 def test_arguments():
     x = torch.zeros(4)
     for arguments, error, match in (

@@ -1,6 +1,8 @@
 """ibp.deltas.Sender and Receiver: messages in any order, lost, repeated and damaged ones, shards, coded weights."""
 
+import json
 import random
+import struct
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,6 +14,7 @@ import ibp
 from helpers import assert_same_bits
 from ibp.deltas import OutOfSyncError, Receiver, Sender, _applying, _on_pieces
 from ibp.deltas._on_pieces import TableRows
+from ibp.deltas._regions import PushHead, Region
 from ranks import Ranks
 from test_delta import bits, changed, optimizer_step
 
@@ -260,6 +263,132 @@ def test_damaged_messages(place, flipped):
     link.refuses([damaged], "damaged|bytes; wanted|is none of an", ibp.CorruptTableError)
     assert link.receiver.apply(message), "sent again"
     assert_same_weights(link.here, link.versions[2])
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_buffer_that_is_used_for_each_message(full):
+    link = Link()
+    messages = link.sender.push(link.there, full=True) if full else link.pushes[1]
+    buffer = torch.empty(max(map(len, messages)), dtype=torch.uint8)
+    found = []
+    for message in messages:
+        found.append(link.receiver.apply(buffer[: len(message)].copy_(message)))
+        buffer.fill_(0xA5)
+    assert len(messages) > 2 and found == [False] * (len(messages) - 1) + [True]
+    assert_same_weights(link.here, link.there if full else link.versions[2])
+
+
+def with_head(message, change):
+    """A message whose head is another one. change: makes it of the head's JSON."""
+    length, num_bytes = struct.unpack_from("<QQ", bytes(message[8:24].tolist()))
+    head = bytes(message[32 : 32 + length].tolist())
+    end = 8 + struct.unpack_from("<Q", head)[0]
+    text = json.dumps(change(json.loads(head[8:end]))).encode()
+    head = struct.pack("<Q", len(text)) + text + head[end:]
+    body = torch.tensor(list(head + bytes(-len(head) % 16)), dtype=torch.uint8)
+    body = torch.cat([body, message[len(message) - num_bytes :]])
+    prefix = b"ibp push" + struct.pack("<QQQ", len(head), num_bytes, ibp.deltas.fingerprint(body))
+    return torch.cat([torch.tensor(list(prefix), dtype=torch.uint8), body])
+
+
+def field(name, value):
+    """Sets a field of a `PushHead`."""
+    number = PushHead._fields.index(name)
+
+    def change(form):
+        form[2][number] = value
+        return form
+
+    return change
+
+
+def test_heads_are_read_as_they_are_written():
+    (message,) = Link(1 << 20).pushes[1]
+    assert torch.equal(with_head(message, lambda form: form), message)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "match"),
+    [
+        ("part", ["tuple", [0, 2]], OutOfSyncError, "of one of 2 senders, and others of version 2 are of one of 1"),
+        ("piece", ["tuple", [1, 2]], OutOfSyncError, "one of 2 that make version 2 of version 1, and others are of"),
+        ("base", None, OutOfSyncError, "version 2 of version None, and others are of .*, and of version 1"),
+        ("piece", ["tuple", [7, 7]], ibp.CorruptTableError, "it says that it is number 7 of 7, of sender 0 of 1"),
+        ("part", ["tuple", [-1, 1]], ibp.CorruptTableError, "of sender -1 of 1"),
+        ("regions", ["list", [7]], ibp.CorruptTableError, "regions of a PushHead is a list; wanted list"),
+        ("version", "2", ibp.CorruptTableError, "version of a PushHead is a str; wanted <class 'int'>"),
+    ],
+)
+def test_messages_that_contradict_their_push(name, value, kind, match):
+    link = Link()
+    first, second, *others = link.pushes[1]
+    link.receiver.apply(first)
+    link.refuses([with_head(second, field(name, value))], match, kind)
+    assert applied(link.receiver, [second, *others])
+    assert_same_weights(link.here, link.versions[2])
+
+
+def test_a_part_of_a_push_is_not_the_whole():
+    """A count of one makes a message the whole push; the rows that it lacks tell."""
+    there = {"w": torch.randn(64, 48)}
+    here, sender = copies(there), Sender(there, piece_bytes=5000)
+    there["w"] += 1
+    first, *_ = sender.push(there)
+    receiver, before = Receiver(here), copies(here)
+    with pytest.raises(OutOfSyncError, match="the first 16 of 64 rows of w alone"):
+        receiver.apply(with_head(first, field("piece", ["tuple", [0, 1]])))
+    assert_same_weights(here, before)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_result_that_a_change_does_not_have(full):
+    """Each tensor that comes is compared with the fingerprint that its message names, before one is written."""
+    link = Link(1 << 20)
+    (message,) = link.sender.push(link.there, full=True) if full else link.pushes[1]
+
+    def change(form):
+        (_, regions) = form[2][PushHead._fields.index("regions")]
+        regions[-1][2][Region._fields.index("result")] ^= 1
+        return form
+
+    match = "would not become the tensor with fingerprint .*: the message is damaged"
+    link.refuses([with_head(message, change)], match, ibp.CorruptTableError)
+    assert link.receiver.apply(message)
+
+
+def places_in(form):
+    """(list, index) of everything in a JSON value."""
+    for index, held in enumerate(form):
+        yield form, index
+        if isinstance(held, list):
+            yield from places_in(held)
+
+
+OTHER_VALUES = [None, True, -1, 0, 1, 5, 2**40, 2**70, 0.5, "w", [], {}, ["tuple", []], ["bytes", 0], ["dtype", "int8"]]
+OTHER_VALUES += [["size", [3]], ["list", []], ["dict", []], ["tensor", "uint8", [0], 0]]
+
+
+@hypothesis.given(st.integers(0, 1 << 20), st.sampled_from(OTHER_VALUES), st.booleans(), st.integers(0, 2))
+@hypothesis.settings(max_examples=100, deadline=None)
+def test_any_head(place, value, full, number):
+    """Whatever a head says, the weights are one version or the other, and errors are those that are documented."""
+    there = {"a": torch.arange(60.0).view(20, 3), "b": torch.arange(7).bfloat16()}
+    here, sender = copies(there), Sender(there, piece_bytes=100)
+    old, receiver = copies(there), Receiver(here)
+    there["a"] += 1
+    messages = sender.push(there, full=full)
+
+    def change(form):
+        held, index = list(places_in(form))[place % len(list(places_in(form)))]
+        held[index] = value
+        return form
+
+    messages[number] = with_head(messages[number], change)
+    try:
+        is_done = applied(receiver, messages)
+    except (KeyError, TypeError, ValueError):
+        is_done = False
+    assert_same_weights(here, there if is_done else old)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 31, 32, 100, -1])

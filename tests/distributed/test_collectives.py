@@ -2,6 +2,7 @@
 Processes exchange over gloo.
 """
 
+import gc
 import os
 import pickle
 import warnings
@@ -29,8 +30,8 @@ from ibp.distributed import (
     send,
 )
 from ibp.distributed._codec import ROW_BYTES
-from ibp.distributed._messages import Messages, Status, shares_of, spans_of
-from ibp.distributed._slots import Slot
+from ibp.distributed._messages import Messages, Part, Status, shares_of, spans_of
+from ibp.distributed._slots import MessageSlots, Slot
 from ranks import Ranks, raised
 
 LEVELS = ["default", "fast", "auto"]
@@ -144,6 +145,27 @@ def test_two_ranks(two, work, dtype):
 @pytest.mark.parametrize("level", LEVELS)
 def test_four_ranks(four, work, level):
     four(work, torch.bfloat16, level)
+
+
+def gather_by_torchs_name(rank, calls):
+    """Raw and coded, with warnings as errors; and by a torch that has the old name alone."""
+    size, x = dist.get_world_size(), tensor_of(rank)
+    assert ibp.distributed.all_gather_single is all_gather_into_tensor
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if calls == "old":
+            newer = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+            patch.delattr(dist, "all_gather_single", raising=False)
+            patch.setattr(dist, "all_gather_into_tensor", newer)
+        for level in ("auto", "default"):
+            out = poisoned(size * COUNT, x.dtype)
+            all_gather_into_tensor(out, x, level=level, name=f"torch's {calls} name")
+            assert_same_bits(out, gathered(size, x.dtype))
+
+
+@pytest.mark.parametrize("calls", ["new", "old"])
+def test_no_name_of_torch_that_is_about_to_go(two, calls):
+    two(gather_by_torchs_name, calls)
 
 
 def gather_in_pieces(rank):
@@ -788,6 +810,69 @@ def test_a_timeout(two):
     first, second = two(wait_for_a_slow_rank)
     assert second is None and first is not None and first[0] == "RuntimeError"
     two(gather, torch.bfloat16, "default")  # the next call is as ever
+
+
+class FailingMessages:
+    """Messages of 100 bytes, of which the n-th coding, or decoding, raises."""
+
+    num_bytes = 100
+
+    def __init__(self, fails, number):
+        self.fails, self.left, self.decoded = fails, number, []
+
+    def status(self):
+        return None
+
+    def of(self, slot):
+        return slot.memory
+
+    def code(self, slot, part, status, max_sms):
+        self._meet("code")
+
+    def decode(self, slot, part, status, max_sms):
+        self._meet("decode")
+        self.decoded.append(part)
+
+    def clean(self, slot, k):
+        """There is nothing to clean."""
+
+    def note_heads(self, slot, status):
+        """There are no heads."""
+
+    def _meet(self, what):
+        if what == self.fails:
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+
+def a_job(messages, count):
+    pieces = [_exchange.ExchangePiece(messages, [Part(0, part)], [part]) for part in range(count)]
+    calls = dict.fromkeys(("tell", "repair", "note_lost"), lambda *_: None)
+    return _exchange.Job(pieces, lambda *_: None, tensors=(), status=torch.zeros(1), **calls)
+
+
+@pytest.mark.parametrize("fails", ["code", "decode"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_calls_that_fail_keep_no_slots(fails, number):
+    """As on a GPU, where slots are used again."""
+    slots = MessageSlots(torch.device("cpu"))
+    slots.on_gpu = True
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            _exchange.CodedWork(a_job(FailingMessages(fails, number), 4), slots, False)
+        gc.collect()
+        assert not any(slot.is_taken for slot in slots._slots)
+    _exchange.CodedWork(a_job(FailingMessages("", 0), 4), slots, False)
+    assert len(slots._slots) == 2 and not any(slot.is_taken for slot in slots._slots)
+
+
+def test_an_interrupted_wait_goes_on():
+    messages = FailingMessages("decode", 2)
+    work = _exchange.CodedWork(a_job(messages, 3), MessageSlots(torch.device("cpu")), True)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    assert work.wait() and messages.decoded == [0, 1, 2]
 
 
 def test_without_torch_distributed():

@@ -3,6 +3,7 @@
 import base64
 import concurrent.futures
 import dataclasses
+import fcntl
 import gc
 import multiprocessing
 import os
@@ -20,6 +21,7 @@ import torch
 import ibp
 from helpers import assert_same_bits
 from ibp import _core
+from ibp._common import wire
 from ibp._machine import segments
 
 SECONDS = 120  # that another process may take
@@ -187,6 +189,49 @@ def test_nobody_can_shrink_the_memory(x):
     table = table_of(x).share_memory_()
     with pytest.raises(OSError):
         os.ftruncate(table._segment.file, 10)
+
+
+def test_memory_that_can_be_cut_is_refused(x):
+    handle = table_of(x).share()
+    name = "ibp-" + "f" * 32
+    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, handle.num_bytes)
+    other = dataclasses.replace(handle, _file=file, _name=name)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(RuntimeError, match="can still cut the memory that it shares .it lacks F_SEAL_SHRINK"):
+        ibp.distributed.open_shared(other)
+    assert len(os.listdir("/proc/self/fd")) == before
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    with pytest.raises(ValueError):  # its bytes are zeros, which no slots are
+        ibp.distributed.open_shared(dataclasses.replace(other, _tensors=wire.written({})))
+    os.close(file)
+
+
+@pytest.mark.parametrize(
+    "changes, kind, message",
+    [
+        ({"process": "self"}, TypeError, "process of a SharedHandle is a str; wanted int"),
+        ({"process": True}, TypeError, "process of a SharedHandle is a bool; wanted int"),
+        ({"num_bytes": 512.0}, TypeError, "num_bytes of a SharedHandle is a float; wanted int"),
+        ({"num_bytes": -1}, ValueError, "num_bytes of a SharedHandle is -1; wanted 0 or more"),
+        ({"_file": "../../1/fd/0"}, TypeError, "_file of a SharedHandle is a str; wanted int"),
+        ({"_name": b"ibp"}, TypeError, "_name of a SharedHandle is a bytes; wanted str"),
+        ({"_pin": 1}, TypeError, "_pin of a SharedHandle is a int; wanted bool"),
+        ({"_fields": ""}, TypeError, "_fields of a SharedHandle is a str; wanted bytes"),
+    ],
+)
+def test_fields_of_handles(x, changes, kind, message):
+    with pytest.raises(kind, match=message):
+        dataclasses.replace(table_of(x).share(), **changes)
+
+
+@pytest.mark.parametrize("size", ["3", 1.0, -1, 1 << 40])
+def test_sizes_of_tensors_in_a_handle(x, size):
+    table = table_of(x)
+    sizes = {name: tensor.numel() for name, tensor in table._tensors().items()} | {"slots": size}
+    handle = dataclasses.replace(table.share(), _tensors=wire.written(sizes))
+    with pytest.raises((TypeError, ValueError), match="the size of slots in shared memory is"):
+        ibp.distributed.open_shared(handle)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)

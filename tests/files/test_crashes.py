@@ -2,6 +2,8 @@
 one, whole, and nothing else that could be taken for a file."""
 
 import errno
+import fcntl
+import gc
 import itertools
 import os
 import random
@@ -18,10 +20,15 @@ import ibp
 from children import in_child, status_of
 from fault_cases import NEW_FILE, OLD_FILE, plain
 from helpers import assert_same_bits
-from ibp._files import writer
+from ibp import _core
 from interrupts import Interrupted, interrupt_at
 
-CALLS = ("open", "lseek", "write", "fsync", "replace", "unlink", "close")  # of os, by which files are written
+CALLS = {  # by which files are written
+    os: ("open", "pwrite", "fsync", "fchmod", "replace", "unlink", "close"),
+    fcntl: ("flock",),
+    _core: ("sync_directory",),
+}
+TIDYING = ("close", "unlink")
 KILLED = 77
 
 
@@ -69,8 +76,9 @@ class Calls:
 
     def __init__(self, monkeypatch, at, act):
         self.at, self.act, self.count = at, act, 0
-        for name in CALLS:
-            monkeypatch.setattr(writer.os, name, self.replaced(name, getattr(os, name)))
+        for module, names in CALLS.items():
+            for name in names:
+                monkeypatch.setattr(module, name, self.replaced(name, getattr(module, name)))
 
     def replaced(self, name, function):
         def call(*args, **options):
@@ -87,8 +95,8 @@ def kill_before(name, function, *args, **options):
 
 
 def kill_after(name, function, *args, **options):
-    if name == "write":
-        args = args[0], args[1][: len(args[1]) // 2]
+    if name == "pwrite":
+        args = args[0], args[1][: len(args[1]) // 2], args[2]
     try:
         function(*args, **options)
     finally:  # a call that fails, such as of a file that may be missing, is one to be killed after, too
@@ -113,7 +121,7 @@ def test_killed_at_every_call(path, kill):
         assert os.waitstatus_to_exitcode(status) == KILLED
         new += is_new
         ibp.save(path, OLD_FILE)
-    assert at > 8 and 0 < new < at and is_new
+    assert at > 6 and 0 < new < at and is_new
 
 
 @pytest.mark.slow
@@ -145,7 +153,7 @@ def test_a_call_fails(path, number, monkeypatch):
     """Each call that writes, once: an OSError, and no temporary file."""
 
     def fail(name, function, *args, **options):
-        if name in ("close", "unlink"):  # which tidy up
+        if name in TIDYING:  # which tidy up
             return function(*args, **options)
         raise OSError(number, os.strerror(number))
 
@@ -161,7 +169,7 @@ def test_a_call_fails(path, number, monkeypatch):
         if calls.count <= at:
             break
         ibp.save(path, OLD_FILE)
-    assert at > 8 and 0 < new < at
+    assert at > 6 and 0 < new < at
 
 
 FIRST_OF_SET = "model-00001-of-00004.safetensors"
@@ -215,11 +223,12 @@ def test_no_directory(tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("stride", [37, pytest.param(5, marks=pytest.mark.slow)])
 def test_saving_is_interrupted(path, stride):
-    """At moments of the library's code. One between the making of the temporary file and the `with` may leave it."""
+    """At moments of the library's code."""
     new = 0
     for moment in itertools.count(stride // 2, stride):
         _, raised = interrupt_at(moment, None, lambda: ibp.save(path, NEW_FILE))
-        is_new = assert_whole(path, may_leave=True)
+        gc.collect()
+        is_new = assert_whole(path)
         if not raised:
             break
         new += is_new
@@ -252,7 +261,7 @@ def test_a_set_of_files_is_interrupted(folder):
     path = folder / "model.safetensors"
 
     def fail(name, function, *args, **options):
-        if name in ("close", "unlink"):
+        if name in TIDYING:
             return function(*args, **options)
         raise Interrupted
 
@@ -287,8 +296,8 @@ def test_compressing_a_checkpoint_is_killed(folder):
     safetensors.save_file(tensors, folder / "in" / "model.safetensors")
     target = folder / "model.safetensors"
 
-    def compress():
-        return ibp.checkpoints.compress(folder / "in", target, device="cpu", jobs=1, shard_bytes=20_000)
+    def compress(**options):
+        return ibp.checkpoints.compress(folder / "in", target, device="cpu", jobs=1, shard_bytes=20_000, **options)
 
     for at in itertools.count(0, 4):
 
@@ -300,7 +309,11 @@ def test_compressing_a_checkpoint_is_killed(folder):
         status = status_of(in_child(work))
         for file in folder.glob("*.safetensors"):
             ibp.load(file, verify=True, memory="host")
-        report = compress()
+        try:
+            report = compress()
+        except FileExistsError:  # it was killed after all was done
+            assert Path(f"{target}.index.json").exists() and not (folder / ".model.safetensors.ibp-work").exists()
+            report = compress(force=True)
         found = ibp.load(report.path, verify=True, memory="host")
         for name, tensor in tensors.items():
             assert_same_bits(plain(found[name]), tensor)

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import pickle
 
 import pytest
@@ -18,6 +19,8 @@ from transformers.cache_utils import DynamicSlidingWindowLayer  # noqa: E402
 import ibp  # noqa: E402
 from ibp.integrations.transformers import CompressedCache, CompressedLayer  # noqa: E402
 
+# What models call their cache: past_key_values before transformers 5.24.
+CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
 HEADS, HEAD_DIM, LAYERS = 2, 16, 2
 SMALL = {"block": 16, "window": 8}
 
@@ -54,7 +57,7 @@ def answer(model, ids, cache, new_tokens=24, **options):
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
         min_new_tokens=new_tokens,
-        past_key_values=cache,
+        **{CACHE: cache},
         pad_token_id=0,
         return_dict_in_generate=True,
         output_logits=True,
@@ -168,7 +171,7 @@ def test_a_copy_of_a_prompt_serves_many_answers(model, prompt):
     cache, right = CompressedCache(model.config, **SMALL), DynamicCache(config=model.config)
     with torch.no_grad():
         for each in (cache, right):
-            model(prompt, past_key_values=each)
+            model(prompt, **{CACHE: each})
     copy.deepcopy(cache)  # which stores what is being coded
     before = cache.stats()
     for seed in range(2):
@@ -182,11 +185,11 @@ def test_forward_within_inference_mode_and_without(model, prompt):
     cache, right = CompressedCache(model.config, **SMALL), DynamicCache(config=model.config)
     for start, end, mode in ((0, 40, torch.inference_mode), (40, 60, torch.no_grad), (60, 70, torch.inference_mode)):
         with mode():
-            logits = [model(prompt[:, start:end], past_key_values=each).logits for each in (cache, right)]
+            logits = [model(prompt[:, start:end], **{CACHE: each}).logits for each in (cache, right)]
         assert_same_bits(*logits)
     with torch.no_grad():
         for _ in range(12):
-            assert_same_bits(*(model(prompt[:, :1], past_key_values=each).logits for each in (cache, right)))
+            assert_same_bits(*(model(prompt[:, :1], **{CACHE: each}).logits for each in (cache, right)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
@@ -392,7 +395,7 @@ def test_a_cache_answers_what_generation_asks(model, prompt):
     assert len(cache) == LAYERS and not cache.is_initialized and cache.get_seq_length() == 0
     assert cache.get_max_length() == -1 and cache.is_croppable
     with torch.no_grad():
-        model(prompt, past_key_values=cache)
+        model(prompt, **{CACHE: cache})
     assert cache.get_seq_length() == 70 and cache.get_mask_sizes(3, 0) == (73, 0) and cache.is_initialized
     assert [keys.shape for keys, _, _ in cache] == [torch.Size([2, HEADS, 70, HEAD_DIM])] * LAYERS
     cache.layers[0].offload()
@@ -407,8 +410,16 @@ def test_a_cache_answers_what_generation_asks(model, prompt):
     ) in repr(cache)
     with pytest.raises(AttributeError, match="cannot be set"):
         cache.layers[0].keys = prompt
-    with pytest.raises(TypeError, match="cannot be pickled"):
-        pickle.dumps(cache)
+    for held in (cache, cache.layers[0]):
+        with pytest.raises(TypeError, match="cannot be pickled.*: .*pickle .* keys and values"):
+            pickle.dumps(held)
+    again = CompressedCache(model.config, **SMALL)  # what the message says
+    for number, layer in enumerate(cache.layers):
+        again.update(*pickle.loads(pickle.dumps((layer.keys, layer.values))), number)
+    assert again.get_seq_length() == 70
+    for layer, other in zip(cache.layers, again.layers):
+        assert_same_bits(other.keys, layer.keys)
+        assert_same_bits(other.values, layer.values)
     cache.early_initialization(2, HEADS, HEAD_DIM, torch.bfloat16, torch.device("cpu"))
     early = CompressedCache(model.config, **SMALL)
     early.early_initialization(2, HEADS, HEAD_DIM, torch.bfloat16, torch.device("cpu"))
@@ -416,9 +427,16 @@ def test_a_cache_answers_what_generation_asks(model, prompt):
     assert_same_answer(answer(model, prompt, early, 20), answer(model, prompt, DynamicCache(), 20))
 
 
+@pytest.mark.filterwarnings("error::FutureWarning")
+def test_the_present_name_of_the_cache_warns_of_nothing(model, prompt):
+    with torch.no_grad():
+        model(prompt, **{CACHE: CompressedCache(model.config)})
+    answer(model, prompt, CompressedCache(model.config))
+
+
 def test_gradients_are_refused(model, prompt):
     with pytest.raises(RuntimeError, match="torch.no_grad"):
-        model(prompt, past_key_values=CompressedCache(model.config))
+        model(prompt, **{CACHE: CompressedCache(model.config)})
 
 
 @pytest.mark.parametrize(

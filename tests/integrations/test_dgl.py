@@ -344,7 +344,19 @@ def test_dgl_is_imported_without_graphbolt():
     assert ibp_dgl.dgl is dgl
 
 
-def test_the_example(capsys):
+def test_what_to_pickle_instead_of_an_attached_feature():
+    made = graph(attached=False)
+    with attach(made, "feat") as feature:
+        with pytest.raises(TypeError, match="cannot be pickled or copied: pickle its table, or the graph"):
+            pickle.dumps(feature)
+        again = pickle.loads(pickle.dumps(made))
+        assert_same_bits(again.ndata["feat"], node_features())
+        assert_same_bits(pickle.loads(pickle.dumps(feature.table)).decompress(), node_features())
+
+
+def test_the_example(capsys, set_threads):
+    """Also where torch has several threads, which DGL adds with in any order."""
+    set_threads(2)
     path = ROOT / "examples" / "gnn_dgl.py"
     assert len(path.read_text().splitlines()) < 60
     runpy.run_path(str(path))

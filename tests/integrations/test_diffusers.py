@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
@@ -83,6 +84,13 @@ def tables_of(model):
 def memory_of(model):
     storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
     return sum(storages.values())
+
+
+def test_what_to_save_instead_of_compressed_groups():
+    groups = compress_groups(offloaded(make_unet(), LEVELS[0]), **ON_CPU)
+    for copied in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"cannot be pickled or copied: save the model's state_dict\(\)"):
+            copied(groups)
 
 
 @levels

@@ -82,3 +82,22 @@ def test_compressed_directories(saved, tmp_path):
     ibp.checkpoints.decompress(small, f"{tmp_path / 'back'}/")
     assert num_tables(load(plain, tmp_path / "back")) == 0
     assert_same_bits(outputs(load(plain, tmp_path / "back")), outputs(plain))
+
+
+def test_pipelines_whose_models_are_coded(tmp_path):
+    torch.manual_seed(0)
+    model = dit().bfloat16()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02)
+    vae = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8).bfloat16()
+    diffusers.DiTPipeline(model, vae, diffusers.DDIMScheduler()).save_pretrained(tmp_path / "plain")
+    report = ibp.checkpoints.compress(tmp_path / "plain", f"{tmp_path}/small/", device="cpu")
+    names = {f"{part}/diffusion_pytorch_model.ibp.safetensors" for part in ("transformer", "vae")}
+    assert set(report.files) == names and "scheduler/scheduler_config.json" in report.other_files
+    plain, loaded = (
+        diffusers.DiTPipeline.from_pretrained(tmp_path / name, torch_dtype=torch.bfloat16)
+        for name in ("plain", "small")
+    )
+    assert_same_bits(outputs(loaded.transformer), outputs(plain.transformer))
+    for name, value in plain.vae.state_dict().items():
+        assert_same_bits(loaded.vae.state_dict()[name], value)

@@ -1,5 +1,6 @@
 """ibp.integrations.pyg: features of PyTorch Geometric's graphs in compressed tables, against those in plain tensors."""
 
+import copy
 import os
 import pickle
 import re
@@ -21,7 +22,7 @@ pyg = pytest.importorskip("torch_geometric")
 
 from torch_geometric.data import Data, GraphStore, HeteroData, TensorAttr  # noqa: E402
 from torch_geometric.loader import CachedLoader, NodeLoader, RandomNodeLoader  # noqa: E402
-from torch_geometric.nn import SAGEConv  # noqa: E402
+from torch_geometric.nn import GATConv, SAGEConv  # noqa: E402
 from torch_geometric.sampler import BaseSampler, HeteroSamplerOutput, SamplerOutput  # noqa: E402
 from torch_geometric.transforms import Compose  # noqa: E402
 
@@ -112,6 +113,57 @@ def features():
     }
 
 
+USES = {
+    "product": lambda x: F.linear(x, torch.ones(4, 128)),
+    "matmul": lambda x: x @ torch.ones(128, 4),
+    "by a tensor": lambda x: torch.ones(300, 128) * x,
+    "sum": lambda x: x + 1,
+    "mean": lambda x: x.mean(),
+    "rows": lambda x: x[:3],
+    "length": len,
+    "array": np.asarray,
+    "keyword": lambda x: torch.nn.functional.relu(input=x),
+    "SAGEConv": lambda x: SAGEConv(128, 4)(x, torch.zeros(2, 1, dtype=torch.int64)),
+    "GATConv": lambda x: GATConv(128, 4)(x, torch.zeros(2, 1, dtype=torch.int64)),
+    "stack": lambda x: torch.stack([x, x]),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_features_without_their_transform(use):
+    """What a graph has in their place says which transform brings them, in the graph and its copies, and in batches."""
+    data = graph(x=features()["x"])
+    attach(data)
+    batch = next(iter(loader(data)))
+    for held in (data, batch, pickle.loads(pickle.dumps(data)), copy.deepcopy(data).to("cpu")):
+        assert held.x.shape == (300, 128) and repr(held.x) == "[300, 128] in a table" and "x=[300, 128]" in repr(held)
+        with pytest.raises(RuntimeError, match="'x' is in a table: give what attach returned to the loader"):
+            use(held.x)
+
+
+def test_widths_of_features_are_still_known():
+    data, plain = graph(**features()), graph(**features())
+    attach(data, ["x", "edge_attr"])
+    for name in ("num_features", "num_edge_features", "num_nodes", "num_edges"):
+        assert getattr(data, name) == getattr(plain, name)
+
+
+def test_stand_ins_of_types_and_edges():
+    data = HeteroData()
+    data["user"].x, data["item"].x = torch.randn(50, 8), torch.randn(40, 8)
+    data[RATING].edge_index = torch.zeros(2, 60, dtype=torch.int64)
+    data[RATING].edge_attr = torch.randn(60, 4)
+    attach(data, ["x", "edge_attr"])
+    for held, what in (
+        (data["item"].x, "'x' of 'item'"),
+        (data[RATING].edge_attr, "'edge_attr' of ('user', 'rates', "),
+    ):
+        with pytest.raises(RuntimeError, match=re.escape(what) + ".* is in a table"):
+            torch.relu(held)
+    with pytest.raises(RuntimeError, match="'x' of 'user' is in a table"):
+        attach(data)
+
+
 def loader(data, sampled=None, **options):
     sampled = data if sampled is None else sampled
     sampler = Neighbors(sampled.edge_index, NUM_NODES)
@@ -141,7 +193,7 @@ def test_batches_are_the_same(workers, filter_per_worker):
     names = list(features())
     plain, data = graph(**features()), graph(**features())
     fetch = attach(data, names)
-    assert not set(names) & set(data.keys()) and data.num_nodes == NUM_NODES
+    assert all("in a table" in repr(data[name]) for name in names) and data.num_nodes == NUM_NODES
     assert set(fetch.nodes) == {"x", "image"} and set(fetch.edges) == {"edge_attr"}
     options = {"num_workers": workers, "filter_per_worker": filter_per_worker}
     assert_same_batches(batches(data, transform=fetch, **options), batches(plain, **options), names)
@@ -198,7 +250,7 @@ def test_hetero_data():
     plain, data = hetero(), hetero()
     fetch = attach(data, ["x", "edge_attr"])
     assert set(fetch.nodes) == {"user", "item"} and set(fetch.edges) == {RATING}
-    assert (data["user"].num_nodes, data["item"].num_nodes) == (50, 40) and "x" not in data["user"]
+    assert (data["user"].num_nodes, data["item"].num_nodes) == (50, 40)
 
     def run(data, **options):
         sampler = HeteroNeighbors(plain[RATING].edge_index)

@@ -4,6 +4,8 @@ import doctest
 import inspect
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,7 +13,6 @@ import torch
 import ibp
 from helpers import assert_same_bits
 from ibp.nn._tables import TableModule
-from models import losses_of
 
 pytestmark = pytest.mark.frameworks
 transformers = pytest.importorskip("transformers")
@@ -160,7 +161,7 @@ def test_directories_that_models_are_saved_to(saved, tmp_path, monkeypatch, shar
     name, folder, plain = saved
     model = type(plain).from_pretrained(folder, quantization_config=IbpConfig(min_bytes=LEAST))
     save_coded(model, tmp_path, shard_bytes=shard_bytes)
-    assert (tmp_path / "model.safetensors").exists() == (shard_bytes is None)
+    assert (tmp_path / "model.ibp.safetensors").exists() == (shard_bytes is None)
     del model
     if name not in ("gpt2", "gpt-oss", *(["llava"] if IS_OLD else [])):  # whose files have other rows, or names
         monkeypatch.setattr("ibp.nn._compressing.ModelPlan.table_of", refuse)
@@ -279,13 +280,72 @@ def test_models_that_were_compressed_are_saved(llama, tmp_path):
     assert not hasattr(plain.config, "quantization_config")
     save_coded(plain, tmp_path / "small", shard_bytes=300_000)
     files = {path.name for path in (tmp_path / "small").iterdir()}
-    assert "model.safetensors" not in files and "model.safetensors.index.json" in files
+    assert "model.ibp.safetensors" not in files and "model.ibp.safetensors.index.json" in files
     assert_same_bits(outputs(load(tmp_path / "small")), wanted)
     save_coded(plain, tmp_path / "small")
-    assert "model.safetensors.index.json" not in {path.name for path in (tmp_path / "small").iterdir()}
+    assert "model.ibp.safetensors.index.json" not in {path.name for path in (tmp_path / "small").iterdir()}
     assert_same_bits(outputs(load(tmp_path / "small")), wanted)
     with pytest.raises(TypeError, match="wanted a transformers.PreTrainedModel"):
         save_coded(torch.nn.Linear(2, 2), tmp_path / "other")
+
+
+IMPORTS = """
+import sys, {first}
+import torch, transformers
+folder, ids = sys.argv[1], torch.arange(12)[None]
+load = transformers.AutoModelForCausalLM.from_pretrained
+if "ibp" not in sys.modules:
+    try:
+        load(folder)
+    except OSError as error:
+        assert "no file named model.safetensors" in str(error), error
+    else:
+        raise AssertionError("loaded without ibp")
+import ibp
+assert not {is_lazy} or "ibp.integrations._transformers_weights" not in sys.modules
+torch.save(load(folder)(ids).logits, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("coded", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("first", ["transformers", pytest.param("ibp", marks=pytest.mark.slow)])
+def test_coded_directories_load_where_ibp_is_imported_and_nowhere_else(llama, tmp_path, first, coded):
+    folder, plain = llama
+    if coded:
+        save_coded(load(folder, IbpConfig(min_bytes=LEAST)), tmp_path / "small")
+    else:
+        ibp.checkpoints.compress(folder, f"{tmp_path}/small/", device="cpu")
+    script = IMPORTS.format(first=first, is_lazy=first == "ibp")
+    command = [sys.executable, "-c", script, tmp_path / "small", tmp_path / "logits.pt"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        assert_same_bits(torch.load(tmp_path / "logits.pt"), plain(torch.arange(12)[None]).logits)
+
+
+def test_names_that_coded_weights_are_found_by(llama, tmp_path):
+    folder, plain = llama
+    wanted = outputs(plain)
+    old = tmp_path / "old"  # as earlier versions named them
+    shutil.copytree(folder, old)
+    ibp.checkpoints.compress(folder / "model.safetensors", old / "model.safetensors", device="cpu", force=True)
+    assert_same_bits(outputs(load(old)), wanted)
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+    ibp.checkpoints.compress(folder, f"{tmp_path}/small/", device="cpu")
+    assert_same_bits(outputs(load(tmp_path / "small", variant="fp16")), wanted)
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        load(tmp_path / "small")
+    torch.save(plain.state_dict(), folder / "pytorch_model.bin")
+    (folder / "model.fp16.safetensors").unlink()
+    ibp.checkpoints.compress(folder, f"{tmp_path}/small/", device="cpu", force=True)
+    assert_same_bits(outputs(load(tmp_path / "small")), wanted)
+
+
+def test_saving_coded_weights_says_how_to_load_them(llama, tmp_path, capsys):
+    save_coded(load(llama[0], IbpConfig(min_bytes=LEAST)), tmp_path / "small")
+    lines = capsys.readouterr().out.splitlines()
+    call = f"model = transformers.LlamaForCausalLM.from_pretrained({str(tmp_path / 'small')!r})"
+    assert lines == ["import ibp, transformers", call]
 
 
 def test_tied_weights_that_differ_in_the_checkpoint(tmp_path):
@@ -361,17 +421,36 @@ def test_assisted_decoding(llama):
     assert torch.equal(model.generate(row, max_new_tokens=8, do_sample=False, assistant_model=assistant), wanted)
 
 
-def test_adapters_are_put_on_coded_weights(llama):
-    peft = pytest.importorskip("peft")
-    losses = []
-    for quantization_config in (None, IbpConfig(min_bytes=LEAST)):
-        model = load(llama[0], quantization_config).requires_grad_(False)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-        config._register_custom_module({ibp.nn.Linear: peft.tuners.lora.Linear})
-        torch.manual_seed(1)
-        model = peft.get_peft_model(model, config).train()
-        losses.append(losses_of(model, IDS, 3))
-    assert losses[0] == losses[1] and losses[0][0] != losses[0][-1]
+def test_embeddings_are_not_resized(llama):
+    """Nothing has changed; the number of rows that there are is taken."""
+    model = load(llama[0], IbpConfig(min_bytes=LEAST))
+    wanted, num_rows = outputs(model), model.config.vocab_size
+    for options in ({"new_num_tokens": num_rows + 2}, {"pad_to_multiple_of": num_rows - 1}):
+        with pytest.raises(TypeError, match=rf"embed_tokens is coded and has {num_rows} rows, .* plain by exclude=\["):
+            model.resize_token_embeddings(**options)
+    for options in ({"new_num_tokens": num_rows}, {"pad_to_multiple_of": num_rows // 2}, {}):
+        assert model.resize_token_embeddings(**options) is model.get_input_embeddings()
+    assert_same_bits(outputs(model), wanted)
+    assert model.config.vocab_size == num_rows
+    ibp.nn.decompress(model).resize_token_embeddings(num_rows + 2)  # what the message says
+    assert outputs(model).shape[-1] == num_rows + 2
+
+
+def test_embeddings_that_are_plain_are_resized(llama):
+    names = ["model.embed_tokens", "lm_head"]
+    model, plain = load(llama[0], IbpConfig(min_bytes=LEAST, exclude=names)), load(llama[0])
+    for each in (model, plain):
+        torch.manual_seed(0)
+        each.resize_token_embeddings(each.config.vocab_size + 3)
+    assert_same_bits(outputs(model), outputs(plain))
+
+
+def test_a_plain_embedding_stays_beside_a_coded_head(llama):
+    model = load(llama[0], IbpConfig(min_bytes=LEAST, exclude="model.embed_tokens"))
+    num_rows = model.config.vocab_size
+    with pytest.raises(TypeError, match="lm_head is coded"):
+        model.resize_token_embeddings(num_rows + 2)
+    assert model.get_input_embeddings().weight.shape[0] == num_rows
 
 
 def test_a_part_off_the_gpu(llama, cuda):

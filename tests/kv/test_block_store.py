@@ -5,6 +5,7 @@ import torch
 
 from helpers import assert_same_bits
 from ibp.kv import BlockStore
+from ibp.kv._blocks import _Pool
 
 BLOCK_BYTES = 4096
 
@@ -63,6 +64,22 @@ def test_pages_without_room_are_kept_until_they_are_stored_anew():
     wild.zero_()  # the blocks are the caller's once the job has been waited for
     assert store.num_raw_pages > 0
     store.finished()
+    store.load(2, {0: (pages, pages)})
+    assert finish(store, 2)
+    assert_same_bits(wild, before)
+
+
+def test_a_job_whose_end_is_interrupted_is_settled_later(monkeypatch):
+    """Pages that found no room are copied from their blocks, for which there may be no memory."""
+    wild = blocks_of(40, noise=True)
+    before, pages, store = wild.clone(), list(range(40)), store_of([wild])
+    with monkeypatch.context() as patched:
+        patched.setattr(_Pool, "keep", lambda *_: 1 / 0)
+        store.store(1, {0: (pages, pages)})
+        with pytest.raises(ZeroDivisionError):
+            store.wait()
+    assert store.finished() == [(1, True, None)]
+    wild.zero_()
     store.load(2, {0: (pages, pages)})
     assert finish(store, 2)
     assert_same_bits(wild, before)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from helpers import assert_same_bits, in_threads
-from ibp.kv import KeyedPages
+from ibp.kv import KeyedPages, KVStore, Transfer
 
 PAGE_BYTES = 4096
 
@@ -122,3 +122,67 @@ def test_threads(device, request):
 
     in_threads(*(functools.partial(work, seed) for seed in range(4)))
     assert not wrong
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "place", [(KVStore, "store"), (Transfer, "lost"), (KeyedPages, "_drop"), (KeyedPages, "_forget")]
+)
+def test_a_call_that_raises_loses_no_room(place, error, monkeypatch):
+    pages, out = pages_of(60), torch.empty_like(pages_of(1)[0])
+    kept = kept_of(4)
+    room = filled(kept, pages)
+
+    def fails(*_):
+        raise error("no memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*place, fails)
+        for number in range(room + 3):
+            with pytest.raises(error):
+                kept.put(("lost", number), pages[0])
+    for number in range(room):
+        assert kept.put(("later", number), pages[number])
+    assert len(kept) == room
+    for number in range(room):
+        assert kept.get(("later", number), out)
+        assert_same_bits(out, pages[number])
+
+
+def test_an_interrupt_between_two_steps_loses_no_room(monkeypatch):
+    """A number is back when a page was forgotten, or stored, and not yet noted."""
+    pages, kept = pages_of(60), kept_of(4)
+    room, works = filled(kept, pages), KeyedPages._number_for
+
+    def is_interrupted(self, page):
+        works(self, page)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(KeyedPages, "_number_for", is_interrupted)
+    for number in range(room + 3):
+        with pytest.raises(KeyboardInterrupt):
+            kept.put(("lost", number), pages[0])
+    monkeypatch.undo()
+    assert len(kept) == room - 1, "one has made room for all that were interrupted"
+    assert all(kept.put(("later", number), pages[number]) for number in range(room)) and len(kept) == room
+
+
+@pytest.mark.parametrize(
+    ("page", "error"),
+    [
+        (torch.zeros(70001, dtype=torch.uint8), ValueError),
+        (torch.empty(PAGE_BYTES, dtype=torch.uint8, device="meta"), TypeError),
+        (torch.randint(256, (1 << 20,), dtype=torch.uint8), None),
+    ],
+    ids=["no whole rows", "no memory", "larger than the pool"],
+)
+def test_a_first_page_that_is_refused(page, error):
+    """It sets neither the size nor the codebook."""
+    pages, kept = pages_of(5), kept_of()
+    if error is None:
+        assert not kept.put("first", page)
+    else:
+        with pytest.raises(error):
+            kept.put("first", page)
+    assert kept.store is None and len(kept) == 0
+    assert all(kept.put(number, each) for number, each in enumerate(pages)) and len(kept) == 5

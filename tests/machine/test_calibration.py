@@ -277,11 +277,14 @@ def request_for(num_ids, resident_bytes):
 def test_paths_reckon_with_the_machine(monkeypatch):
     bucketed, cpu = (path for path in gather.PATHS if path.name in ("bucketed", "cpu"))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    assert bucketed.cost(request_for(40_000, 1 << 30)) < 1 < bucketed.cost(request_for(16_000, 1 << 30))
+    assert bucketed.cost(request_for(100_000, 4 << 30)) < 1 < bucketed.cost(request_for(16_000, 4 << 30))
     assert bucketed.cost(request_for(40_000, 1 << 28)) > 1
     assert cpu.cost(request_for(100_000, 16 << 30)) < 1 < cpu.cost(request_for(40_000, 1 << 30))
     reckon_with(monkeypatch, reach_bytes=1 << 20, least_bucketed_ids=1000, gather_gbps=1.0)
-    assert bucketed.cost(request_for(4000, 1 << 24)) < 1 and cpu.cost(request_for(100_000, 16 << 30)) > 1
+    assert (
+        bucketed.cost(request_for(16_000, 1 << 20)) > 1 > bucketed.cost(request_for(100_000, 1 << 24))
+        and cpu.cost(request_for(100_000, 16 << 30)) > 1
+    )
     stream = next(path for path in streaming.PATHS if path.name == "copy")
     job = types.SimpleNamespace(stored_bytes=4 << 20)
     request = streaming.StreamRequest([job], GPU, True)

@@ -46,6 +46,16 @@ def test_a_part_is_kept_for_its_own_size(taken):
     assert large <= pool.take(large, writer).numel() <= large * 17 // 16
 
 
+def test_a_part_whose_last_use_cannot_be_waited_for_stays_free(taken, monkeypatch):
+    pool, writer, used = Pool(), Waits(), Waits()
+    pool.give(pool.take(5000, writer), used)
+    with monkeypatch.context() as patched:
+        patched.setattr(writer, "wait_event", lambda event: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pool.take(5000, writer)
+    assert pool.take(5000, writer).numel() == 8192 and len(taken) == 1 and writer.seen == [used]
+
+
 def test_parts_are_let_go_of_once_nothing_uses_them(taken):
     pool, writer, used = Pool(), Waits(), Waits()
     parts = [pool.take(4096, writer) for _ in range(3)]

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from types import ModuleType
 
 import pytest
@@ -86,8 +87,10 @@ def marks_of(page):
 @pytest.mark.filterwarnings("ignore:Dataloader CPU affinity")  # of DGL, whose class pytest-xdist would import
 @pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in PAGES], **names_of_pages)
 def test_python(page, tmp_path, monkeypatch):
-    """Blocks that need a GPU, or a module, are left out without it; they are compiled nevertheless."""
+    """Blocks that need a GPU, or a module, are left out without it; they are compiled nevertheless. Their own calls
+    take no name that is about to go."""
     monkeypatch.chdir(tmp_path)
+    warnings.filterwarnings("error", category=FutureWarning, module=re.escape(page.stem))
     names = {"__name__": page.stem}
     for number, kind, text in blocks_of(page):
         if kind.startswith("python"):

@@ -321,9 +321,9 @@ def gencode(tmp_path):
 
 @needs_nvcc
 def test_architectures(gencode):
-    """TORCH_CUDA_ARCH_LIST as torch takes it, its default without a GPU, and a wrong one."""
+    """TORCH_CUDA_ARCH_LIST as torch takes it, and a wrong one."""
     assert gencode("8.0;9.0+PTX") == [("compute_80", "sm_80"), ("compute_90", "sm_90"), ("compute_90", "compute_90")]
-    assert gencode("") == gencode("8.0, 9.0+PTX")
+    assert gencode("8.0, 9.0+PTX") == gencode("8.0;9.0+PTX")
     assert gencode("9.0a 10.0") == [("compute_90a", "sm_90a"), ("compute_100", "sm_100")]
     assert gencode("8.0 9.0+PTX", IBP_ONLY_PTX="1") == [("compute_80", "compute_80"), ("compute_90", "compute_90")]
     with pytest.raises(AssertionError, match="TORCH_CUDA_ARCH_LIST has Hopper"):
@@ -339,8 +339,6 @@ def test_architectures(gencode):
         ("10.0\\n9.0\\n", "9.0 10.0+PTX"),
         ("99.0\\n9.0\\n", "9.0+PTX"),  # nvcc does not know the newest
         ("99.0\\n", "8.0 9.0+PTX"),
-        ("7.5\\n", "8.0 9.0+PTX"),  # the kernels need 8.0
-        ("No devices were found\\n", "8.0 9.0+PTX"),
     ],
     ids=str.strip,
 )
@@ -377,17 +375,37 @@ def test_a_build_without_nvcc_says_so(tmp_path):
     assert "nvcc" not in make(*build, **{**NO_CUDA, "CFLAGS": "-O1"})
 
 
+@pytest.mark.parametrize("printed", ["No devices were found", "7.5"])  # the kernels need 8.0
+def test_a_build_without_a_gpu_leaves_kernels_out_and_says_so(tmp_path, printed):
+    if list(pathlib.Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("there is a GPU")
+    for name, text in (("nvidia-smi", f"echo {printed}"), ("nvcc", "echo compute_90")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {**WITH_CUDA, "CUDA_HOME": "", "CUDA_PATH": "", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+
+    def built(arch_list):
+        build = tmp_path / f"build {arch_list}".strip().replace(" ", "-")
+        said = make(f"BUILD={build}", f"{build}/cc.cmd", **variables, TORCH_CUDA_ARCH_LIST=arch_list)
+        planned = make(f"BUILD={build}", "--dry-run", "library", **variables, TORCH_CUDA_ARCH_LIST=arch_list)
+        return "no GPU is found (TORCH_CUDA_ARCH_LIST names GPUs to compile for)" in said, "index.cu.o" in planned
+
+    assert built("") == (True, False)
+    assert built("9.0") == (False, True)
+
+
 @pytest.mark.parametrize("has_gpu", [True, False])
-def test_the_makefile_of_the_project_builds_kernels_where_there_is_a_gpu(tmp_path, has_gpu):
+def test_the_makefile_of_the_project_compiles_for_the_gpu_that_there_is(tmp_path, has_gpu):
     if not has_gpu and list(pathlib.Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("there is a GPU")
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho {'9.0' if has_gpu else 'No devices were found'}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "VENV": str(tmp_path / "venv")}
     unset = ("env", "-u", "IBP_NO_CUDA", "-u", "TORCH_CUDA_ARCH_LIST")  # as make test sets them
-    printed = run(*unset, "make", "-C", ROOT, "--dry-run", "test", **variables)
-    settings = re.search(r"^printf '%s.n' '(.*)' > \S+/.environment.new$", printed, re.MULTILINE)[1].split()
-    assert (settings[0] == "1", settings[-1] == "9.0") == (not has_gpu, has_gpu)
+    for target, arch_list in (("test", []), ("test-all", [] if has_gpu else ["9.0"])):
+        printed = run(*unset, "make", "-C", ROOT, "--dry-run", target, **variables)
+        settings = re.search(r"^printf '%s.n' '(.*)' > \S+/.environment.new$", printed, re.MULTILINE)[1].split()
+        assert [word for word in settings if word == "9.0"] == arch_list + ["9.0"] * has_gpu
 
 
 # ---- with kernels --------------------------------------------------------------------------------------------------
@@ -459,6 +477,22 @@ def test_depfile_of_several_architectures(tmp_path):
 
 
 # ---- pip -----------------------------------------------------------------------------------------------------------
+
+
+def test_sources_that_are_not_built_say_so(tmp_path):
+    """As in a clone, whose folder ibp/ hides the ibp that is installed."""
+    (tmp_path / "ibp").mkdir()
+    shutil.copy(ROOT / "ibp" / "__init__.py", tmp_path / "ibp")
+    command = [sys.executable, "-S", "-c", "import ibp"]
+    for core, wanted in (
+        (None, f"ImportError: {tmp_path}/ibp is the source of ibp, .*: leave its directory to import the ibp that is"),
+        ("raise ImportError('a library is missing')", "ImportError: a library is missing"),
+    ):
+        if core is not None:
+            (tmp_path / "ibp" / "_core.py").write_text(core)
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and re.match(wanted, done.stderr.splitlines()[-1])
 
 
 def test_build_without_requirements_ends_with_the_commands(tmp_path):

@@ -5,19 +5,25 @@ import concurrent.futures
 import contextlib
 import gc
 import io
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 
 import ibp
-from children import status_of
+from children import in_child, status_of
 from fault_cases import ON_CPU
 from helpers import assert_same_bits, embedding, in_threads, spiky_rows, take
+from ibp._activations.offload import ActivationOffload
 from ibp._common import progress
+from ibp._fetch import host_gather
+from ibp._offload.offloaded import Offloaded
+from ibp.cache._order import StreamOrder
 
 NUM_ITEMS, THREADS, ROUNDS = 3000, 4, 8
 
@@ -144,6 +150,115 @@ def test_forked_processes_go_on(x, path):
         using.result(60)
     for user in users:
         user()
+
+
+def cache_of(x, **options):
+    return ibp.RowCache(ibp.compress(x, **ON_CPU), 60_000, torch.rand(NUM_ITEMS), devices="cpu", **options)
+
+
+def looks_up(**options):
+    def make(x):
+        cache = cache_of(x, **options)
+        ids = torch.tensor([5, 8])
+        cache.index_select(ids)  # later calls take the shortest way
+        return lambda: assert_same_bits(cache.index_select(ids), x[ids])
+
+    return make
+
+
+def refills(x):
+    cache = cache_of(x)
+    some = cache.cached_ids()[:2]
+
+    def use():
+        cache.refill(some.tolist())
+        assert torch.equal(cache.cached_ids(), some)
+
+    return use
+
+
+def puts_and_gets(x):
+    kept, keys = ibp.kv.KeyedPages(1 << 20, device="cpu"), itertools.count()
+
+    def use():
+        key, out = (os.getpid(), next(keys)), torch.empty_like(x[0])
+        assert kept.put(key, x[0]) and kept.get(key, out)
+        assert_same_bits(out, x[0])
+
+    use()
+    return use
+
+
+def stores_and_loads(x):
+    store = ibp.kv.KVStore(x, page_bytes=x[0].nbytes, num_pages=4, device="cpu")
+
+    def use():
+        out = torch.empty_like(x[:1])
+        store.store([1], x, [8]).wait()
+        store.load([1], out, [0]).synchronize()
+        assert_same_bits(out, x[8:9])
+
+    return use
+
+
+def saves_activations(x):
+    offload = ibp.offload_activations(device="cpu", least_bytes=1024)
+
+    def use():
+        given = x[:64].float().requires_grad_()
+        with offload:
+            total = (given * given).sum()
+        total.backward()
+        assert torch.equal(given.grad, 2 * given)
+
+    return use
+
+
+def calls_an_offloaded_model(x):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).requires_grad_(False)
+    given = torch.ones(2, 64)
+    wanted = model(given)
+    ibp.offload(model, "cpu", min_bytes=1024)
+    return lambda: torch.testing.assert_close(model(given), wanted, rtol=0, atol=0)
+
+
+def gathers_for_a_gpu(x):
+    host_gather._stages.clear()
+    return lambda: host_gather._stage_of(torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("make", "place"),
+    [
+        (looks_up(), (StreamOrder, "is_settled")),
+        (looks_up(policy="lru"), (StreamOrder, "is_settled")),
+        (refills, (ibp.RowCache, "_made")),
+        (puts_and_gets, (ibp.kv.KVStore, "_call")),
+        (stores_and_loads, (ibp.kv.KVStore, "_plan")),
+        (saves_activations, (ActivationOffload, "_save")),
+        (calls_an_offloaded_model, (Offloaded, "_fetch_ahead")),
+        (gathers_for_a_gpu, (host_gather, "_Stage")),
+    ],
+)
+def test_a_process_forks_while_a_thread_holds_a_lock(make, place, x, monkeypatch):
+    """The thread is in the middle of a call, and goes on some time later; the child and the parent use the object."""
+    use, parent, (owner, name) = make(x), os.getpid(), place
+    is_within, may_end, works = threading.Event(), threading.Event(), getattr(owner, name)
+
+    def pauses(*args, **options):
+        if os.getpid() == parent and not may_end.is_set():
+            is_within.set()
+            assert may_end.wait(60)
+        return object() if owner is host_gather else works(*args, **options)
+
+    monkeypatch.setattr(owner, name, pauses)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        using = pool.submit(use)
+        assert is_within.wait(60)
+        threading.Timer(0.1, may_end.set).start()
+        assert os.waitstatus_to_exitcode(status_of(in_child(use))) == 0 and may_end.is_set()
+        using.result(60)
+    use()
 
 
 def test_a_forked_process_makes_torchs_threads_anew(monkeypatch):

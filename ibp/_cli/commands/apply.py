@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 
 from .. import inputs, output, parsing
 
@@ -28,11 +29,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from ibp._common.whole_files import replaced
     from ibp.checkpoints._decompressing import write_source
     from ibp.checkpoints._sources import local_path, open_sources
 
     from .. import applying, work
 
+    arguments.output = work.output_of(arguments, [arguments.base])
     if not work.may_write(arguments, arguments.output):
         return 0
     device = work.device_of(arguments)
@@ -45,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         with local_path(delta) as near:
             changes = applying.changes_in(near)
         made = applying.new_version(base, changes, device)
-        files = write_source(made, target, None, "apply", output.show_bars(arguments))
+        begin = functools.partial(replaced, like=base.files, alone=True, replace=arguments.force)
+        files = write_source(made, target, None, "apply", output.show_bars(arguments), begin)
     names = {kind: list(getattr(changes, kind)) for kind in ("changed", "new", "removed")}
     counts = ", ".join(f"{len(of_kind):,} {kind}" for kind, of_kind in names.items())
     work.report_files(arguments, {"old": arguments.base, "delta": arguments.delta, **names}, files, f"{counts}.")

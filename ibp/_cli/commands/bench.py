@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parts(device: torch.device, threads: int, link: Any, found: list[Measured]) -> list[object]:
+def _parts(device: torch.device, threads: int, link: Any, found: list[Measured]) -> list[output.Part]:
     columns = _GPU_COLUMNS if link is not None else _CPU_COLUMNS
     rates = output.table(
         ["GB/s", ">saved", *(f">{name}" for name in columns.values())],

@@ -20,8 +20,9 @@ Compress checkpoints and arrays into files whose tensors decode alone.
 Reads safetensors, .npy, .npz, torch checkpoints and files of ibp, of any size,
 block by block. What does not become smaller stays as it is; names, metadata and
 every bit are kept. Several inputs become one file or one set of files. From a
-directory to a directory, all other files are copied, and config.json says that
-the weights are coded: a model directory stays one."""
+directory to a directory, each file of tensors becomes one of its own
+(model.ibp.safetensors, optimizer.pt.ibp.safetensors), all other files are
+copied, and config.json says that the weights are coded."""
 EPILOG = """\
 examples:
   ibp compress model.safetensors -o model.ibp.safetensors
@@ -69,7 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .. import ranks, work
 
-    if not work.may_write(arguments, arguments.output):
+    arguments.output = work.output_of(arguments, arguments.inputs)
+    if not work.may_write(arguments, arguments.output, to_coded=True):
         return 0
     with (
         ranks.group(arguments) as group,
@@ -91,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
                 jobs=arguments.jobs,
                 group=group,
                 progress=output.show_bars(arguments),
+                force=arguments.force,
             )
         except KeyboardInterrupt:
             raise output.Failure(_how_to_go_on(arguments, work.unfinished_files(target)), INTERRUPTED) from None
@@ -117,13 +120,17 @@ def _verified(path: str, arguments: argparse.Namespace) -> int:
     import ibp
     from ibp.checkpoints._sources import local_path
 
-    with local_path(path) as near, ibp.open(near) as file:
-        checked: int = file.verify(content=True, progress=output.show_bars(arguments))
+    from .. import work
+
+    checked = 0
+    for each in work.files_to_verify([path]):
+        with local_path(each) as near, ibp.open(near) as file:
+            checked += file.verify(content=True, progress=output.show_bars(arguments))
     return checked
 
 
-def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: int | None) -> list[object]:
-    from .. import work
+def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: int | None) -> list[output.Part]:
+    from ibp.checkpoints._model_files import lines_that_load
 
     columns: dict[str, Callable[[TensorReport], object]] = {
         "tensor": lambda tensor: tensor.name,
@@ -133,16 +140,16 @@ def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: in
         ">after": lambda tensor: output.show_size(tensor.stored_bytes),
         ">saved": lambda tensor: output.show_share(tensor.savings),
     }
-    parts: list[object] = [output.table_of(report.tensors, columns), ""] if arguments.verbose else []
+    parts: list[output.Part] = [output.table_of(report.tensors, columns), ""] if arguments.verbose else []
     coded = sum(tensor.scheme is not None for tensor in report.tensors)
     parts.append(
         f"{output.shown(report.path)}: {output.show_count(len(report.tensors), 'tensor')}, {coded:,} compressed; "
         f"{output.show_size(report.num_bytes)} became {output.show_size(report.file_bytes)}, "
         f"{output.show_saved(report.savings)}."
     )
-    copied = work.copies(arguments, arguments.output)
+    copied = len(report.other_files)
     if copied:
-        parts.append(f"{output.show_count(len(copied), 'other file')} {'was' if len(copied) == 1 else 'were'} copied.")
+        parts.append(f"{output.show_count(copied, 'other file')} {'was' if copied == 1 else 'were'} copied.")
     if report.file_bytes > report.num_bytes:
         parts.append(
             "The file is larger than its tensors: what they got smaller by is less than its header and checksums."
@@ -152,4 +159,7 @@ def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: in
         parts.append(f"{kept} of an interrupted run {'was' if report.kept_files == 1 else 'were'} kept.")
     if verified is not None:
         parts.append(f"{output.show_size(verified)} were read again, and every tensor is what it was.")
+    lines = lines_that_load(arguments.output) if copied else None
+    if lines is not None:
+        parts += ["These lines load it:", *(f"    {line}" for line in lines.splitlines())]
     return parts

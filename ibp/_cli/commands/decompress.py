@@ -12,8 +12,8 @@ Write the tensors of compressed files as they were, bit for bit.
 
 The format is told by the suffix of OUT: .safetensors, .npy, .npz, .pt; a
 directory gets model.safetensors, and a set of files becomes a set again. From
-a directory to a directory, all other files are copied. Checksums are compared
-first."""
+a directory to a directory, each file comes back under its name and in its
+format, and all other files are copied. Checksums are compared first."""
 EPILOG = """\
 examples:
   ibp decompress model.ibp.safetensors -o model.safetensors
@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     from .. import work
 
-    if not work.may_write(arguments, arguments.output):
+    arguments.output = work.output_of(arguments, arguments.inputs)
+    if not work.may_write(arguments, arguments.output, to_coded=False):
         return 0
     bars = output.show_bars(arguments)
     with (
@@ -53,6 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
             include=arguments.include or None,
             exclude=arguments.exclude,
             progress=bars,
+            force=arguments.force,
         )
     work.report_files(arguments, {"verified_bytes": checked}, files)
     return 0

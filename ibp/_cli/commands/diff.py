@@ -102,7 +102,7 @@ def _total(found: list[Change]) -> dict[str, Any]:
     }
 
 
-def _parts(arguments: argparse.Namespace, found: list[Change], document: dict[str, Any]) -> list[object]:
+def _parts(arguments: argparse.Namespace, found: list[Change], document: dict[str, Any]) -> list[output.Part]:
     listed = [change for change in found if arguments.all or change.status != "same"]
     columns: dict[str, Callable[[Change], object]] = {
         "tensor": lambda change: change.name,
@@ -114,10 +114,8 @@ def _parts(arguments: argparse.Namespace, found: list[Change], document: dict[st
     }
     total = document["total"]
     counts = ", ".join(f"{number:,} {status}" for status, number in total["tensors"].items())
-    parts: list[object] = [
-        *([output.table_of(listed, columns), ""] if listed else []),
-        f"{output.show_count(len(found), 'tensor')}: {counts or 'none'}.",
-    ]
+    parts: list[output.Part] = [output.table_of(listed, columns), ""] if listed else []
+    parts.append(f"{output.show_count(len(found), 'tensor')}: {counts or 'none'}.")
     if total["delta_bytes"] is not None and document["differs"]:
         share = total["delta_bytes"] / total["num_bytes"] if total["num_bytes"] else 0.0
         parts.append(

@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parts(found: CheckpointEstimate, listed: set[str]) -> list[object]:
+def _parts(found: CheckpointEstimate, listed: set[str]) -> list[output.Part]:
     def saved(scheme: str) -> Callable[[TensorEstimate], object]:
         return lambda tensor: output.show_share(tensor.savings[scheme]) if scheme in tensor.savings else ""
 

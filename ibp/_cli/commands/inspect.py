@@ -38,6 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", metavar="OUT.png", help="draw bits and savings")
     parser.add_argument("--html", metavar="OUT.html", help="write a page to click through the tensors")
     parsing.add_names(parser)
+    parsing.add_force(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,9 +51,12 @@ def run(arguments: argparse.Namespace) -> int:
     def wanted(name: str) -> bool:
         return (not arguments.tensor or name in arguments.tensor) and work.is_chosen(arguments, name)
 
-    for picture in filter(None, (arguments.plot, arguments.html)):
-        if not Path(picture).absolute().parent.is_dir():
-            raise output.Failure(f"{picture}: there is no such directory")
+    for option, suffix in (("plot", ".png"), ("html", ".html")):
+        picture = getattr(arguments, option)
+        if picture is not None:
+            _check_picture(f"--{option}", picture, suffix)
+            if not work.may_write(arguments, picture):
+                setattr(arguments, option, None)
     status = 0
     if arguments.plot:
         try:
@@ -76,8 +80,19 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
+def _check_picture(option: str, path: str, suffix: str) -> None:
+    """Failure, OSError: a plot or a page cannot be written there."""
+    from ibp._common.whole_files import check_replaceable
+
+    if not Path(path).absolute().parent.is_dir():
+        raise output.Failure(f"{path}: there is no such directory")
+    if not path.lower().endswith(suffix):
+        raise output.Failure(f"{option} is {path}; wanted a name that ends in {suffix}")
+    check_replaceable(Path(path))
+
+
 def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> None:
-    from ibp._files.writer import write_whole
+    from ibp._common.whole_files import write_whole
     from ibp._inspect import drawing, page
 
     if arguments.html:
@@ -89,7 +104,7 @@ def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> N
 # ---- what is printed ----
 
 
-def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[object]:
+def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[output.Part]:
     for number, file in enumerate(files):
         if number:
             yield ""
@@ -112,7 +127,7 @@ def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[o
         yield from (f"{tensor.name}: {tensor.note}" for tensor in file.tensors if tensor.note)
 
 
-def _list(file: FileReport) -> object:
+def _list(file: FileReport) -> output.Table:
     columns: dict[str, Callable[[TensorContents], object]] = {
         "tensor": lambda tensor: tensor.name,
         "dtype": output.show_dtype,
@@ -125,7 +140,7 @@ def _list(file: FileReport) -> object:
     return output.table_of(file.tensors, columns)
 
 
-def _all_parts(file: FileReport) -> object:
+def _all_parts(file: FileReport) -> output.Table:
     rows = []
     for tensor in file.tensors:
         names = [tensor.name, *[""] * (len(tensor.parts) - 1)]
@@ -136,7 +151,7 @@ def _all_parts(file: FileReport) -> object:
     return output.table(["tensor", "part", ">bytes", ">share"], rows)
 
 
-def _details(tensor: TensorContents) -> Iterator[object]:
+def _details(tensor: TensorContents) -> Iterator[output.Part]:
     yield tensor.name
     yield ""
     yield output.table(["", ""], _facts(tensor))

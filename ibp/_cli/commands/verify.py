@@ -33,12 +33,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ibp.checkpoints._sources import expand
-
     from .. import work
 
     with inputs.local(arguments.inputs) as given, work.threads(arguments.jobs):
-        found = [_checked(path, arguments) for path in expand(given)]
+        found = [_checked(path, arguments) for path in work.files_to_verify(given)]
     document = {"files": found, "good": all(one["status"] == GOOD for one in found)}
     output.report(arguments, document, *_parts(found))
     return 0 if document["good"] else 1
@@ -98,11 +96,11 @@ def _is_what_it_was(file: ibp.File, name: str) -> bool | None:
         return False
 
 
-def _parts(found: list[dict[str, Any]]) -> list[object]:
+def _parts(found: list[dict[str, Any]]) -> list[output.Part]:
     rows = [
         [one["path"], one["tensors"], one["tables"], output.show_size(one["bytes"]), one["status"]] for one in found
     ]
-    parts: list[object] = [output.table(["file", ">tensors", ">tables", ">checked", "status"], rows)]
+    parts: list[output.Part] = [output.table(["file", ">tensors", ">tables", ">checked", "status"], rows)]
     for one in found:
         if one["status"] == DAMAGED:
             parts += ["", one["error"]]

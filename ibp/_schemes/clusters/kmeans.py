@@ -25,7 +25,7 @@ def kmeans(table: torch.Tensor, count: int) -> torch.Tensor:
     centres = _far_seeds(bits, norms, count)
     for _ in range(_ROUNDS):
         assigned = _distances(bits, norms, centres).argmin(1)
-        sums = torch.zeros(len(centres), bits.shape[1], device=bits.device).index_add_(0, assigned, bits)
+        sums = torch.zeros_like(centres).index_add_(0, assigned, bits)
         sizes = torch.bincount(assigned, minlength=len(centres)).unsqueeze(1)
         moved = torch.where(sizes > 0, (2 * sums > sizes).to(torch.float32), centres)
         if torch.equal(moved, centres):
@@ -46,7 +46,7 @@ def _far_seeds(bits: torch.Tensor, norms: torch.Tensor, count: int) -> torch.Ten
     if len(bits) > _MOST_SEEDS:
         some = sampled(len(bits), _MOST_SEEDS).to(bits.device)
         bits, norms = bits[some], norms[some]
-    chosen = [int(torch.randint(len(bits), (1,), generator=generator))]
+    chosen = [int(torch.randint(len(bits), (1,), generator=generator, device="cpu"))]
     nearest = _distances(bits, norms, bits[chosen]).squeeze(1)
     while len(chosen) < min(count, len(bits)) and float(nearest.max()) > 0:
         weights = nearest.clamp(min=0).double().square().cpu()

@@ -56,7 +56,7 @@ def _halves(table: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
     short last row."""
     if len(table) >= num_rows - 1 or len(table) < 2:
         return table, table
-    order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0)).to(table.device)
+    order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0), device="cpu").to(table.device)
     return table[order[::2].sort().values], table[order[1::2].sort().values]
 
 

@@ -156,7 +156,7 @@ class Codebook(AnyCodebook):
         stored = (
             torch.from_numpy(index.astype(np.uint8 if num_pairs <= 256 else np.uint16))
             if num_pairs > 1
-            else torch.empty(0, dtype=torch.uint8)
+            else torch.empty(0, dtype=torch.uint8, device="cpu")
         )
         return cls(
             row_bytes,
@@ -190,7 +190,9 @@ class Codebook(AnyCodebook):
     def cluster_words(self) -> torch.Tensor:
         """The words of one cluster, then its num_flags and three numbers that mean nothing: the next one's words are
         aligned to 16 bytes."""
-        return torch.cat([self.words("cpu").reshape(-1), torch.tensor([self.num_flags, 0, 0, 0], dtype=torch.int32)])
+        return torch.cat(
+            [self.words("cpu").reshape(-1), torch.tensor([self.num_flags, 0, 0, 0], dtype=torch.int32, device="cpu")]
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

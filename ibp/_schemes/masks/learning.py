@@ -40,7 +40,7 @@ def learn(request: Request) -> Codebook:
     if rows.numel() <= _FEW_BYTES:
         rows = staging.to_host(rows)
     if rows.numel() == 0:
-        nothing = torch.zeros(row_bytes, dtype=torch.uint8)
+        nothing = torch.zeros(row_bytes, dtype=torch.uint8, device="cpu")
         return Codebook.from_masks(nothing, nothing, 4)
     sweep = _Sweep(rows, row_bytes, [rows.numel() // row_bytes], [request.geometry.num_rows])
     sizes = CHUNK_BYTES if request.chunk_bytes is None else (request.chunk_bytes,)

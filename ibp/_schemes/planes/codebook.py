@@ -338,7 +338,7 @@ def _checked_constants(
         raise ValueError(f"live_columns are not increasing columns from 0 to {columns - 1}")
     if len(live) == columns:
         return None, None
-    row_template.view(columns, len(default))[live] = torch.tensor(list(default), dtype=torch.uint8)
+    row_template.view(columns, len(default))[live] = torch.tensor(list(default), dtype=torch.uint8, device="cpu")
     return live, row_template
 
 

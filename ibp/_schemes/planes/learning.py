@@ -140,7 +140,7 @@ def _rows_as_they_are(row_bytes: int, element_bytes: int) -> PlanesCodebook:
         listed=False,
         default=0,
         closed=0,
-        entries=torch.empty(1, 0, dtype=torch.int64),
+        entries=torch.empty(1, 0, dtype=torch.int64, device="cpu"),
         expected_savings=0.0,
     )
 
@@ -185,7 +185,7 @@ def learn_exponents(
         most_escapes: share of the elements that may have other exponents. None is returned where more have.
     """
     split = (row_bytes, 2, 1, residual_bits, (4,))
-    no_entries = torch.empty(1, 0, dtype=torch.int64)
+    no_entries = torch.empty(1, 0, dtype=torch.int64, device="cpu")
     # Rows of zeros are coded as others: default rows, of minus zeros, there are none.
     codebook = PlanesCodebook(*split, False, False, 1 << 15, 0, no_entries, first_symbol=0)
     counts = _symbol_counts(codebook, data)

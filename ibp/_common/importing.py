@@ -1,0 +1,47 @@
+"""Work that waits until a module of another package is imported, so that `import ibp` need not import it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def after_import(name: str, work: Callable[[], object]) -> None:
+    """Calls work() when the module of a name has been imported: now, if it is there, else right after its import."""
+    if name in sys.modules:
+        work()
+    else:
+        sys.meta_path.insert(0, _Finder(name, work))
+
+
+class _Finder:
+    """Finds one module as the finders behind it do, and has work done when that module has been executed."""
+
+    def __init__(self, name: str, work: Callable[[], object]) -> None:
+        self._name, self._work, self._is_asking = name, work, False
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != self._name or self._is_asking:
+            return None
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_asking = False
+        if spec is not None and spec.loader is not None:
+            self._watch(spec.loader)
+        return spec
+
+    def _watch(self, loader: object) -> None:
+        execute = loader.exec_module  # type: ignore[attr-defined]
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            if module.__name__ == self._name and self in sys.meta_path:  # an archive's modules share a loader
+                sys.meta_path.remove(self)
+                self._work()
+
+        loader.exec_module = exec_module  # type: ignore[attr-defined]

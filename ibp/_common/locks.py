@@ -1,0 +1,86 @@
+"""Locks of objects that are used on both sides of a fork.
+
+A child process has the thread that forked it and no other one. A lock that another thread held would stay held there
+for good, and what it guards may be half changed: a lock that is merely made anew would let the child read a row whose
+slot another thread was filling. So the thread that forks takes all locks first, and each object is between two calls
+in both processes.
+
+The thread waits `PATIENCE_S` seconds for locks, since their holders may in turn wait for it. Then it forks all the
+same, and a lock that is still held raises RuntimeError in the child.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from typing import NoReturn
+
+PATIENCE_S = 10.0
+_FIRST_WAIT_S = 0.05  # threads rarely hold a lock for longer
+
+
+class ForkLock(type(threading.RLock())):  # type: ignore[misc]
+    """A `threading.RLock` that no other thread holds in a process that was just forked."""
+
+    def __init__(self) -> None:
+        _locks[id(self)] = self
+
+
+class _LeftLock(ForkLock):
+    """A lock whose holder has stayed in the parent process."""
+
+    def acquire(self, *_: object, **__: object) -> NoReturn:
+        raise RuntimeError(
+            f"another thread used this object for more than {PATIENCE_S:g} s while the process forked, so that the "
+            "child cannot use it: make it anew in the child, or fork while no other thread uses it"
+        )
+
+    __enter__ = acquire
+
+
+_locks: weakref.WeakValueDictionary[int, ForkLock] = weakref.WeakValueDictionary()  # by id, in the order of making
+_taken: list[ForkLock] = []  # by the thread that forks
+
+
+def _before_fork() -> None:
+    end, wait_s = time.monotonic() + PATIENCE_S, _FIRST_WAIT_S
+    missed = _take(_all_locks(), wait_s)
+    while missed and time.monotonic() < end:
+        _give_back()  # a thread may hold one of them and wait for another one
+        wait_s = min(2 * wait_s, end - time.monotonic())
+        missed = _take([*missed, *_all_locks()], wait_s)
+
+
+def _in_child() -> None:
+    _give_back()
+    for lock in _all_locks():
+        if lock.acquire(blocking=False):
+            lock.release()
+        else:
+            lock.__class__ = _LeftLock
+
+
+def _all_locks() -> list[ForkLock]:
+    return [lock for held in _locks.valuerefs() if (lock := held()) is not None]
+
+
+def _take(locks: Iterable[ForkLock], wait_s: float) -> list[ForkLock]:
+    """Takes locks in their order, and waits no longer than a time for all of them. Returns those that it missed."""
+    end, missed = time.monotonic() + wait_s, []
+    for lock in locks:
+        if lock.acquire(timeout=max(0.0, end - time.monotonic())):
+            _taken.append(lock)
+        else:
+            missed.append(lock)
+    return missed
+
+
+def _give_back() -> None:
+    while _taken:
+        _taken.pop().release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_give_back, after_in_child=_in_child)

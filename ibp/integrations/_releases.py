@@ -1,0 +1,18 @@
+"""Which releases of a host framework an adapter works with."""
+
+from __future__ import annotations
+
+import re
+from types import ModuleType
+
+
+def numbers(version: str) -> list[int]:
+    """Returns the numbers of a version, by which versions can be compared; what follows a + is left out."""
+    return [int(number) for number in re.findall(r"\d+", version.split("+")[0])]
+
+
+def check_release(framework: ModuleType, first: str) -> None:
+    """Raises ImportError if a framework that was imported is older than the first release its adapter works with."""
+    name, installed = framework.__name__, framework.__version__
+    if numbers(installed) < numbers(first):
+        raise ImportError(f"ibp.integrations.{name} needs {name} {first} or newer; {installed} is installed")

@@ -1,0 +1,90 @@
+"""LoRA adapters of PEFT on coded matrices: training, loading and merging.
+
+    import ibp.integrations.peft
+
+    model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
+    model = model.merge_and_unload()    # the matrices are coded again
+
+Once this module is imported, PEFT takes the `ibp.nn.Linear` and `ibp.nn.Conv1D` that `ibp.nn.compress` and `IbpConfig`
+put into a model as it takes torch.nn.Linear. Checked with peft 0.21.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners import lora
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper
+
+from ..nn import Conv1D, Linear
+from ..nn._tables import TableModule, placed_like, rows_of_weight
+
+__all__ = ["LoraLinear"]
+
+
+class LoraLinear(lora.Linear):
+    """PEFT's `lora.Linear` over an `ibp.nn.Linear` or `ibp.nn.Conv1D`. Merging decodes the matrix, adds what the
+    adapter adds, and codes the sum in the place of the matrix."""
+
+    base_layer: Any
+
+    def merge(self, *args: Any, **options: Any) -> None:
+        """Does what PEFT's does."""
+        with self._decoded():
+            super().merge(*args, **options)
+
+    def unmerge(self) -> None:
+        """Does what PEFT's does: subtracting what was added does not always give back the bits of the matrix."""
+        with self._decoded():
+            super().unmerge()
+
+    @contextlib.contextmanager
+    def _decoded(self) -> Iterator[None]:
+        """Puts a plain module in the place of the base layer, and codes its weight at the end. An error changes no
+        weight."""
+        coded, plain = self.base_layer, torch.nn.Module()
+        plain.weight = weight = coded.parameter()
+        plain.bias = coded.bias
+        for adapter in self.lora_A.values():  # on a GPU, where the table may be in host memory
+            weight.data = weight.data.to(adapter.weight.device)
+        self.base_layer = plain
+        try:
+            yield
+            coded.weight = placed_like(coded.weight, rows_of_weight(weight.detach(), coded.transposed))
+        finally:
+            self.base_layer = coded
+
+
+_dispatch_default = lora.model.dispatch_default
+
+
+def _dispatch(target: torch.nn.Module, adapter_name: str, config: Any, **options: Any) -> torch.nn.Module | None:
+    """PEFT's `dispatch_default`, which makes the adapter of a module, with coded modules among those it knows."""
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if not isinstance(base, Linear):
+        return _dispatch_default(target, adapter_name, config=config, **options)
+    config.fan_in_fan_out = isinstance(base, Conv1D)
+    return LoraLinear(target, adapter_name, config=config, is_target_conv_1d_layer=config.fan_in_fan_out, **options)
+
+
+lora.model.dispatch_default = _dispatch
+
+_check_module = ModulesToSaveWrapper.check_module
+
+
+def _check_that_it_trains(wrapper: Any) -> None:
+    """Refuses `modules_to_save` that would not change: PEFT trains parameters, and tables are none."""
+    for module in wrapper.original_module.modules():
+        if isinstance(module, TableModule):
+            raise TypeError(
+                f"modules_to_save has an ibp.nn.{type(module).__name__}, whose weights are fixed: leave a module that "
+                "is to train plain, by exclude= of ibp.nn.compress or IbpConfig"
+            )
+    _check_module(wrapper)
+
+
+ModulesToSaveWrapper.check_module = _check_that_it_trains

@@ -1,0 +1,39 @@
+"""Releases of host frameworks that are too old: the import says which ones work."""
+
+import importlib
+import sys
+import types
+
+import pytest
+
+from ibp.integrations._releases import check_release, numbers
+
+pytestmark = pytest.mark.frameworks
+
+
+@pytest.mark.parametrize(
+    "name, installed, first",
+    [
+        ("transformers", "4.49.0", "5.17"),
+        ("transformers", "5.16.1", "5.17"),
+        ("transformers", "5.2.0.dev0", "5.17"),
+        ("diffusers", "0.38.0", "0.39"),
+    ],
+)
+def test_old_releases_are_refused(monkeypatch, name, installed, first):
+    """Before anything of the adapter is registered with the framework."""
+    framework, adapter = pytest.importorskip(name), f"ibp.integrations.{name}"
+    monkeypatch.setattr(framework, "__version__", installed)
+    monkeypatch.delitem(sys.modules, adapter, raising=False)
+    with pytest.raises(ImportError, match=f"^{adapter} needs {name} {first} or newer; {installed} is installed$"):
+        importlib.import_module(adapter)
+
+
+@pytest.mark.parametrize("installed", ["5.17.0", "5.17", "5.24.0", "5.25.0.dev0", "6.0"])
+def test_newer_releases_are_taken(installed):
+    check_release(types.SimpleNamespace(__name__="transformers", __version__=installed), "5.17")
+
+
+def test_numbers_of_versions():
+    assert numbers("5.24.0") == [5, 24, 0] and numbers("0.2.0+cu130") == [0, 2, 0]
+    assert numbers("5.9.1") < numbers("5.17") < numbers("5.17.0") < numbers("5.17.1")
