@@ -49,7 +49,7 @@ CACHES = {
     "kv_rows": 30,
     "kv_transfer": 40,
 }  # likewise
-TRAINING = {"adamw": 75, "activations": 150, "sync": 90}  # likewise
+TRAINING = {"activations": 150, "sync": 90}  # likewise
 CHOICES = {"transfers": 75, "copy_threads": 30, "spill": 45, "choose": 110}  # likewise
 MODELS = {  # likewise, with options of the script
     "linear": 200,

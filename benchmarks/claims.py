@@ -894,25 +894,6 @@ TABLES = (
         across=cell("step"),
     ),
     Table(
-        "Optimizer states",
-        "adamw",
-        "A step of AdamW: the median, mean, slowest and first time; the median in times of torch's fused step; what "
-        "exp_avg (m) and exp_avg_sq (v) save of the GPU's memory, and what both take",
-        {
-            "model": cell("case"),
-            "arm": cell("arm"),
-            "ms": cell("ms", fine_number),
-            "mean": cell("mean_ms", fine_number),
-            "slowest": cell("slowest_ms", fine_number),
-            "first": cell("first_ms", fine_number),
-            "times torch's": cell("ratio", real(2)),
-            "m saves": cell("m_savings", percent),
-            "v saves": cell("v_savings", percent),
-            "GPU, MiB": cell("device_bytes", mebibytes),
-            "pinned, MiB": cell("host_bytes", mebibytes),
-        },
-    ),
-    Table(
         "Collectives",
         "collectives",
         "Two GPUs, calls in a row: how many times as fast as torch's, in brackets the target where it is missed",
@@ -1429,12 +1410,6 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{from activations}.",
     "on the device": on_the_device,
     "pinned activations": pinned_activations,
-    "optimizer states": "In a model of Llama's shape in BF16 the states save "
-    "{adamw|m_savings|Llama's shape, BF16|ibp} (exp_avg) and {adamw|v_savings|Llama's shape, BF16|ibp} (exp_avg_sq) of "
-    "the GPU's memory, and a step takes {adamw|ratio|Llama's shape, BF16|ibp} times as long as torch's; at level "
-    '"fast" they save {adamw|m_savings|Llama\'s shape, BF16|ibp, fast} and '
-    "{adamw|v_savings|Llama's shape, BF16|ibp, fast} for {adamw|ratio|Llama's shape, BF16|ibp, fast} times the time "
-    "{from adamw}.",
     "collectives": "An all-gather of 1 GiB of BF16 weights over two GPUs is "
     "{collectives|over_torch|no peer access, all_gather_into_tensor, weights|auto|mib=1024} times as fast as torch's "
     "through host memory, {collectives|over_torch|sockets, all_gather_into_tensor, weights|auto|mib=1024} times over "

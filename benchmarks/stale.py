@@ -31,7 +31,6 @@ SOURCES = {
     "activation_maps": (),
     "activation_ratios": (*_CODING, "ibp/_activations"),
     "activations": (*_KERNELS, "ibp/_activations"),
-    "adamw": (*_KERNELS, "ibp/optim"),
     "bags": (*_CACHING, "csrc/cuda/linear/bags.cuh", "csrc/cuda/linear/bag_sums.cuh"),
     "bits": _SAVINGS,
     "changes": (*_CACHING, "csrc/cuda/encode"),

@@ -44,7 +44,7 @@ class View(NamedTuple):
 
     def is_whole(self, shape: tuple[int, ...]) -> bool:
         """Whether the view is all of a base of this shape."""
-        return self[1:] == (tuple(shape), torch.empty(shape, device="meta").stride(), 0)
+        return self[1:] == (tuple(shape), torch.empty(shape, dtype=torch.uint8, device="meta").stride(), 0)
 
     def text(self) -> str:
         """The view as metadata has it."""

@@ -56,13 +56,12 @@ class Survey:
 
 @dataclass(frozen=True)
 class SlotRule:
-    """Which slots suit rows: of the sizes that leave few enough rows and bytes to overflow, the one at which slots and
-    overflow cost the least together."""
+    """Which slots suit rows: of the sizes that few enough rows outgrow, the one whose slots and overflow cost the least
+    together."""
 
     least: int = 0  # bytes of a slot, at least
     overflow_cost: float = 1.0  # of a byte in overflow, in bytes of slots
     part_cost: float = 0.0  # of a row that has a part in overflow, besides its bytes
-    most_overflow: float = math.inf  # bytes of overflow of a mean row, at most
     most_spilled: float = math.inf  # rows with a part in overflow, at most
     near: float = 1.0  # of all slots that cost at most this many times the least, the largest are taken
     sizes: Sequence[int] | None = None  # of slots to choose from; None: all
@@ -81,8 +80,8 @@ def slots_for(found: Survey, rule: SlotRule) -> tuple[int, float]:
     slots[-1] = row_bytes  # whose last sector may be a part of one
     total = max(1.0, float(found.sectors.numpy()[0] + rows_above[0]))
     costs = total * slots + rule.overflow_cost * overflow + rule.part_cost * rows_above
-    if min(rule.most_overflow, rule.most_spilled) < math.inf:
-        costs[(overflow > rule.most_overflow * total) | (rows_above > rule.most_spilled)] = math.inf
+    if rule.most_spilled < math.inf:
+        costs[rows_above > rule.most_spilled] = math.inf
     if rule.sizes is not None:
         costs[~np.isin(slots, rule.sizes)] = math.inf
     is_best = costs <= rule.near * costs[rule.least // SECTOR_BYTES :].min()

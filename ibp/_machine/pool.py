@@ -1,9 +1,9 @@
 """Parts of pinned memory, kept for their next user and counted.
 
-To pin memory takes tens of milliseconds, however little it is. The core keeps whole allocations for the process, once
-their last tensor is gone (csrc/bindings/pinned_pool.h, `memory.empty`); whoever takes one of them waits for all GPUs. A
-`Pool` is of one user: it holds its allocations, hands them out in parts, and lets streams wait for the last use of a
-part, not the host. What it lets go of goes back to the core.
+To pin memory takes tens of milliseconds, however little it is. The core keeps whole allocations for the process after
+their last tensor is gone (csrc/bindings/pinned_pool.h, `memory.empty`), but whoever takes one of them waits for all
+GPUs. A `Pool` has one user: it holds its allocations, and streams, not the host, wait for the last use of a part. What
+it lets go of goes back to the core.
 """
 
 from __future__ import annotations
@@ -13,67 +13,49 @@ import torch
 from .._common.rounding import rounded_up
 from . import memory
 
-_ALIGNMENT = 256
-_LARGEST_BLOCK = 1 << 30
 _CPU = torch.device("cpu")
 
 
 class Pool:
     """Hands out parts of pinned memory and takes them back. For one thread at a time.
 
-    Args:
-        cuts: whether parts are cut from larger ones, as suits parts that are kept for long. Otherwise every part is
-            pinned apart, in few sizes, and is handed out again for its own size.
+    Parts have few sizes. Each is pinned apart, and is handed out again for its own size.
 
     Attributes:
-        held_bytes: pinned, and not let go of.
+        held_bytes: bytes that are pinned and were not let go of.
     """
 
-    def __init__(self, cuts: bool = False) -> None:
-        self._cuts, self.held_bytes = cuts, 0
+    def __init__(self) -> None:
+        self.held_bytes = 0
         self._free: dict[int, list[tuple[torch.Tensor, torch.Event | None]]] = {}  # by size
 
-    def take(self, num_bytes: int, writer: torch.Stream | None = None, others: int = 0) -> torch.Tensor:
-        """A part of that many bytes or somewhat more.
+    def take(self, num_bytes: int, writer: torch.Stream) -> torch.Tensor:
+        """Returns a part of num_bytes bytes or somewhat more.
 
         Args:
             num_bytes: wanted.
-            writer: the stream that writes to the part first, behind its last use. None: parts were given back without
-                events, since all work on them is on one stream.
-            others: bytes that are about to be asked for, pinned at once where parts are cut.
+            writer: the stream that writes to the part first. It waits for the part's last use.
 
         Raises:
             PinningError: the system pins no more memory.
         """
-        size = rounded_up(num_bytes, _ALIGNMENT) if self._cuts else _size_class(num_bytes)
-        found = size if size in self._free else None
-        if found is None and self._cuts:
-            found = min((free for free in self._free if free > size), default=None)
-        if found is None:
-            block_bytes = max(size, min(size + others, _LARGEST_BLOCK)) if self._cuts else size
-            part, used = memory.empty(block_bytes, _CPU, True), None
-            self.held_bytes += block_bytes
-        else:
-            part, used = self._free[found][-1]
+        size = _size_class(num_bytes)
+        if not self._free.get(size):
+            part = memory.empty(size, _CPU, True)
+            self.held_bytes += size
+            return part
+        part, used = self._free[size][-1]
         if used is not None:
-            assert writer is not None
-            writer.wait_event(used)  # it may raise: the part is still free then
-        if found is not None:
-            self._free[found].pop()
-            if not self._free[found]:
-                del self._free[found]
-        if part.numel() > size:
-            self.give(part[size:], used)
-            part = part[:size]
+            writer.wait_event(used)  # if it raises, the part is still free
+        self._free[size].pop()
         return part
 
     def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:
-        """Takes a part back, which work before an event still uses; None: no work, or only on the next writer's
-        stream."""
+        """Takes a part back. used: the event after the work that still uses it; None: no work does."""
         self._free.setdefault(part.numel(), []).append((part, used))
 
     def release(self) -> None:
-        """Lets go of the parts that are free, once no work uses them."""
+        """Waits until no work uses the free parts, and lets go of them."""
         for size, free in self._free.items():
             self.held_bytes -= size * len(free)
             for _, used in free:
@@ -83,6 +65,6 @@ class Pool:
 
 
 def _size_class(num_bytes: int) -> int:
-    """The next number that has few digits: at most a 16th more."""
+    """Returns the next number that has few digits: at most a 16th more."""
     step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
     return rounded_up(num_bytes, step)

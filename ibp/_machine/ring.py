@@ -20,8 +20,8 @@ holds nothing up, as a new buffer needs. The host waits only before the CPU itse
 A buffer that grows has new memory, which the current stream gives: the buffer's streams wait for the current one. The
 allocator is told of these streams, and keeps the former memory until they are done with it.
 
-Users: blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), states of optimizers, layers
-of KV-caches, blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) go through a ring of the core,
+Users: blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), layers of KV-caches, and
+blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) go through a ring of the core,
 csrc/cuda/stream.cu, which decodes where its copies arrive and needs Python once a tensor, not once a buffer.
 """
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from .._common import wire
-from .._machine import staging
 
 _CPU = torch.device("cpu")
 _Class = TypeVar("_Class", bound=type)
@@ -99,11 +98,6 @@ class AnyCodebook(ABC):
         if device not in self._words:
             self._words[device] = self._words[_CPU].to(device)
         return self._words[device]
-
-    def queue_words(self, device: torch.device) -> None:
-        """Has `words` come to a device for work on its current stream, and waits for nothing."""
-        if device not in self._words:
-            self._words[device] = staging.queued(self._words[_CPU], device)
 
     def with_savings(self: _Book, expected_savings: float | None) -> _Book:
         """The same codebook, with other expected_savings."""

@@ -1,5 +1,4 @@
-"""Data that share a codebook, and when it is learned anew: for weights, checkpoints, caches, states of optimizers,
-activations and messages.
+"""Which data share a codebook, and when it is learned anew: for weights, checkpoints, caches, activations and messages.
 
 Learning a codebook takes far longer than coding with it, so data of a kind share one, which is learned from a sample
 (`sample` of `_layout/geometry.py`). It is learned anew, or other data get one of their own, where it saves clearly
@@ -87,15 +86,11 @@ class Learner(Generic[_Found]):
             self.share = coded_bytes / raw_bytes
         self.has_drifted = coded_bytes > (self.share + _DRIFT) * raw_bytes
 
-    def overdue(self, use: int, growth: float = _GROWTH) -> float:
-        """The number of a use, to the one from which on something else may be learned; 0 where nothing was learned."""
-        return use / (growth * self.learned_at) if self.learned_at else 0.0
-
     def is_due(self, use: int) -> bool:
-        """Whether to learn for a use."""
+        """Returns whether to learn for a use."""
         if self.learned_at == 0:
             return True
-        return (self.found is None or self.has_drifted) and self.overdue(use) >= 1
+        return (self.found is None or self.has_drifted) and use >= _GROWTH * self.learned_at
 
     @property
     def is_hopeless(self) -> bool:

@@ -193,12 +193,6 @@ class CodedRows(OfThisProcess):
         index = self.lengths, self.bases
         self.handle = Handle(Parts(slots, overflow, *index, words, codebook.codec, *rows, self.rooms, self.used))
 
-    def _take_codebook(self, codebook: AnyCodebook) -> None:
-        """Codes by a codebook for rows of the place's size from now on. Rows that are coded are not read any more."""
-        words = codebook.words(self.device)  # for which there may be no memory: nothing has changed yet
-        self.codebook = codebook
-        self.handle = Handle(self.handle.parts._replace(codebook=words, codec=codebook.codec))
-
     def clear(self) -> None:
         """Forgets all rows: they read as default rows, and all of overflow is free."""
         self.lengths.view(torch.int16).fill_(signed(default_length(self.row_bytes), 16))

@@ -103,7 +103,9 @@ def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
     view.check(math.prod(base.shape))
     start = view.offset * base.dtype.itemsize
     loaded = functools.cache(lambda: loaded_tensor(name, view.of(base.tensor()), base.name))
-    is_contiguous = torch.empty(0, device="meta").as_strided(view.shape, view.strides).is_contiguous()
+    is_contiguous = (
+        torch.empty(0, dtype=torch.uint8, device="meta").as_strided(view.shape, view.strides).is_contiguous()
+    )
 
     def read(first: int, last: int) -> np.ndarray:
         return base.read(start + first, start + last) if is_contiguous else loaded().read(first, last)

@@ -95,7 +95,7 @@ class Conversion:
         for path in self._beside:
             check_replaceable(path)
         indices = [index_of(self.target / path) for path in self.sources]
-        check_other_sets(self.target, [*indices, *self._replaced])
+        check_other_sets(self.target, [*indices, *itertools.chain(*self._replaced.values())])
 
     def keep(self, path: Path) -> None:
         """Leaves files of tensors as they are: they are copied like the other files. path: one of `sources`."""

@@ -28,7 +28,6 @@ from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from ..nn._tables import placed_like
 from ..nn._training import RowGradient, RowsModule, summed
-from ._calling import loss_of
 
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
@@ -81,7 +80,10 @@ class RowOptimizer(torch.optim.Optimizer):
         Returns:
             What closure returned, or None.
         """
-        loss = loss_of(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         for group in self.param_groups:
             for stand_in in group["params"]:
                 module = self._modules[stand_in]

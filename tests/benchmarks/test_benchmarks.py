@@ -21,7 +21,6 @@ import ibp
 from benchmarks import __main__ as suite
 from benchmarks import (
     activations,
-    adamw,
     changes,
     checkpoints,
     codec,
@@ -668,7 +667,6 @@ def small(monkeypatch):
     monkeypatch.setattr(activations, "QUICK_CASES", activations.QUICK_CASES[2:])
     monkeypatch.setattr(spill, "CASES", spill.CASES[3:4])
     monkeypatch.setattr(compress, "SMALL_ELEMENTS", (64, 1000))
-    monkeypatch.setattr(adamw, "MODELS", {name: adamw.MODELS[name] for name in ("one tensor", "embedding, 1 % alive")})
     yield
     torch.set_num_threads(threads)
 
@@ -701,22 +699,11 @@ def test_a_chosen_path_is_judged_by_the_fastest_named_one(monkeypatch, tmp_path)
     assert rows[paths.CHOSEN]["met"] == "no"
 
 
-def test_models_that_take_long_get_fewer_steps(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(adamw, "MODELS", {"embedding, 1 % alive": adamw.embedding})
-    monkeypatch.setattr(adamw, "ARMS", {arm: adamw.ARMS[arm] for arm in (adamw.TORCH, adamw.FAST)})
-    monkeypatch.setattr(adamw, "MODEL_SECONDS", 0.0)
-    monkeypatch.setattr(adamw, "LEAST_STEPS", 2)
-    assert adamw.main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
-    with open(tmp_path / "adamw.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [row["arm"] for row in rows] == list(adamw.ARMS) and {row["steps"] for row in rows} == {"2"}
-
-
 @pytest.mark.parametrize(
     "script",
     [
         *(stream, large_table, overlap, small_calls, families, compress, encode_into, changes, deltas, linear),
-        *(scattered, adamw, spill, paths),
+        *(scattered, spill, paths),
         *(pytest.param(script, marks=pytest.mark.slow) for script in (gather, codec, activations, checkpoints)),
     ],
     ids=lambda script: script.__name__,

@@ -207,7 +207,7 @@ def test_patterns_choose_among_all_files(trainer, tmp_path):
     others = {"rng_state.pth", "scheduler.pt", "training_args.bin"}
     assert found - others == {"learned_embeds.safetensors", "model.safetensors", "pytorch_model.bin"}
     assert list(ibp.load(tmp_path / "some" / "model.safetensors", device="cpu")) == ["b"]
-    ibp.checkpoints.decompress(tmp_path / "small", f"{tmp_path}/small/", include=["<token>"])
+    ibp.checkpoints.decompress(tmp_path / "small", f"{tmp_path}/small/", include=["<token>"], force=True)
     found = set(texts(tmp_path / "small"))
     assert {"learned_embeds.safetensors", "model.ibp.safetensors", "optimizer.pt.ibp.safetensors"} < found
     assert "learned_embeds.ibp.safetensors" not in found

@@ -372,30 +372,3 @@ def test_weights_on_the_second_gpu(gpus, current):
         for _ in range(3):
             model(IDS.to(gpus[1]))
         model.check(3)
-
-
-@pytest.mark.parametrize("memory", ["device", "pinned"])
-@pytest.mark.parametrize("current", [0, 1])
-def test_coded_states_of_two_gpus(gpus, memory, current):
-    """One optimizer of parameters on both, whichever is current, with scaled gradients; and its copy."""
-    torchs, ours = ([torch.nn.Parameter(torch.ones(300, 500, device=gpu)) for gpu in gpus] for _ in "ab")
-    torch.cuda.set_device(gpus[current])
-    optimizers = (
-        torch.optim.AdamW(torchs, lr=0.01, fused=True),
-        ibp.optim.AdamW(ours, lr=0.01, chunk_bytes=1 << 18, memory=memory),
-    )
-    for _ in range(6):
-        for param, same in zip(torchs, ours):
-            param.grad = torch.randn_like(param)
-            same.grad = param.grad.clone()
-        for optimizer in optimizers:
-            optimizer.grad_scale = torch.tensor(2.0, device=gpus[0])
-            optimizer.found_inf = torch.tensor(0.0, device=gpus[0])
-            optimizer.step()
-        for param, same in zip(torchs, ours):
-            assert_same_bits(same.detach(), param.detach())
-    wanted = optimizers[0].state_dict()["state"]
-    for number, state in copy.deepcopy(optimizers[1]).state_dict()["state"].items():
-        assert state["exp_avg"].device == gpus[number]
-        for name in ("exp_avg", "exp_avg_sq"):
-            assert_same_bits(state[name], wanted[number][name])

@@ -1,4 +1,4 @@
-"""Parts of pinned memory: `_machine.pool`. Parts that are cut: test_adamw.py."""
+"""Parts of pinned memory: `_machine.pool`."""
 
 import pytest
 import torch
@@ -67,13 +67,6 @@ def test_parts_are_let_go_of_once_nothing_uses_them(taken):
     assert len(taken) == 4 and not writer.seen
 
 
-def test_both_halves_of_a_part_wait_for_its_use(taken):
-    pool, writer, used = Pool(cuts=True), Waits(), Waits()
-    pool.give(pool.take(1000), used)
-    parts = [pool.take(256, writer), pool.take(768, writer)]
-    assert taken == [1024] and parts[1].data_ptr() == parts[0].data_ptr() + 256 and writer.seen == [used, used]
-
-
 def test_nothing_is_held_where_nothing_is_pinned(monkeypatch):
     def refuse(*_):
         raise memory.PinningError("no memory is pinned")
@@ -81,5 +74,5 @@ def test_nothing_is_held_where_nothing_is_pinned(monkeypatch):
     monkeypatch.setattr(memory, "empty", refuse)
     pool = Pool()
     with pytest.raises(memory.PinningError):
-        pool.take(100)
+        pool.take(100, Waits())
     assert pool.held_bytes == 0

@@ -11,8 +11,6 @@ from ibp._machine.ring import Ring, Turn
 from ibp.checkpoints import _coding
 from ibp.kv._decoder import HostTokenDecoder
 from ibp.kv._history import History
-from ibp.optim._chunks import NAMES
-from ibp.optim._transfers import StateTransfers
 from kv_blocks import Raw, any_changes
 from stream_clocks import Gpu, clock_copies, clocked_gpu
 
@@ -157,48 +155,6 @@ def test_blocks_on_their_way_from_the_gpu(gpu, pageable):
         for number, target in enumerate(targets):
             gpu.use(target, writes=False)
             assert (target == number + 1).all()
-
-
-class FakeChunk:
-    """A chunk of one state, whose slots in pinned memory count the steps."""
-
-    def __init__(self, gpu, size):
-        self.gpu, self.slots = gpu, torch.zeros(size, dtype=torch.uint8)
-
-    def slots_near(self, near):
-        yield self.slots, near[1][: self.slots.numel()]
-
-    def load(self, work, near):
-        self.gpu.use(near[1], writes=False)
-        work[:] = near[1][: work.numel()]
-
-    def store(self, work, near):
-        self.gpu.use(near[1], writes=True)
-        near[1][: work.numel()] = work + 1
-
-
-@pytest.mark.parametrize("num_chunks", [1, 2, 5])
-def test_states_of_an_optimizer(gpu, num_chunks):
-    chunks = [FakeChunk(gpu, 10 + number) for number in range(num_chunks)]
-    transfers = StateTransfers(CPU, 16)
-    assert transfers._inward.num_bytes == 2 * len(NAMES) * 16
-    for step in range(4):
-        current = gpu.current if step % 2 else Gpu.Stream(gpu)
-        current.wait_stream(gpu.current)
-        with gpu.on(current):
-            transfers.begin(current)
-            transfers.fetch(chunks[0])
-            for chunk, following in zip(chunks, [*chunks[1:], None]):
-                if following is not None:
-                    transfers.fetch(following)
-                work = torch.zeros(chunk.slots.numel(), dtype=torch.uint8)
-                transfers.load(chunk, work)
-                assert (work == step).all()
-                transfers.store(chunk, work)
-            transfers.end()
-            for chunk in chunks:
-                gpu.use(chunk.slots, writes=False)
-        gpu.current.wait_stream(current)
 
 
 class Layers:

@@ -294,6 +294,16 @@ def test_optimizers_refuse():
             make()
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Usage"])
+def test_removed_optimizers(name):
+    message = f"^ibp.optim.{name} was removed: use torch.optim.Adam or AdamW with fused=True, .* FSDP, .* bitsandbytes"
+    with pytest.raises(AttributeError, match=message):
+        getattr(ibp.optim, name)
+    assert name not in dir(ibp.optim)
+    with pytest.raises(AttributeError, match="^module 'ibp.optim' has no attribute 'Lion'"):
+        ibp.optim.Lion  # noqa: B018
+
+
 # ---- states that are saved ----
 
 

@@ -233,7 +233,7 @@ def test_placed_anew(level):
     "options",
     [
         {},
-        {"overflow_cost": 8.0, "most_overflow": 20.0},
+        {"overflow_cost": 8.0},
         {"part_cost": 40.0},
         {"near": 1.2},
         {"overflow_cost": 0.0, "most_spilled": 3},
@@ -250,8 +250,7 @@ def test_the_cheapest_slots(row_bytes, options, data):
     costs = {}
     for size, parts in overflows.items():
         spilled = sum(part > 0 for part in parts)
-        few = spilled <= options.get("most_spilled", math.inf)
-        if few and sum(parts) <= options.get("most_overflow", math.inf) * len(taken):
+        if spilled <= options.get("most_spilled", math.inf):
             costs[size] = size * len(taken) + options.get("overflow_cost", 1) * sum(parts)
             costs[size] += options.get("part_cost", 0) * spilled
     wanted = max(size for size, cost in costs.items() if cost <= options.get("near", 1) * min(costs.values()))
