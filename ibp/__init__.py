@@ -34,7 +34,6 @@ if _find_spec("ibp._core") is None:
 
 from . import _core, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
 from ._activations import ActivationOffload, ActivationStats, offload_activations
-from ._common import moved as _moved
 from ._common import ops
 from ._common.importing import after_import as _after_import
 from ._common.publishing import published as _published
@@ -106,6 +105,15 @@ __all__ = [
 ]
 _published(__name__)
 
+# ibp 0.2 had these classes at the root, and pickle looks a class up by the name that was written: pickles and
+# torch.save files of 0.2 load because the root still answers to these names. Programs take the classes from their
+# modules.
+_PICKLED_BY_0_2 = {
+    **dict.fromkeys(("Choice", "ClusteredCodebook", "Codebook", "CodingCost", "PlanesCodebook", "WholeTensor"), codecs),
+    **dict.fromkeys(("CheckpointDelta", "Delta"), deltas),
+    **dict.fromkeys(("Profile", "TensorProfile"), spill),
+}
+
 
 def __dir__() -> list[str]:
     return [*__all__, "__version__"]
@@ -114,7 +122,9 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> _Any:
     if name == "integrations":  # its modules import their frameworks when they are first named
         return _import_module("ibp.integrations")
-    return _moved.found(name)
+    if name in _PICKLED_BY_0_2:
+        return getattr(_PICKLED_BY_0_2[name], name)
+    raise AttributeError(f"module 'ibp' has no attribute {name!r}")
 
 
 def _register(name: str) -> None:

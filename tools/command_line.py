@@ -1,11 +1,10 @@
-"""Writes what is made from the command line: completion for bash and zsh, the man page, and what the examples of
-docs/cli.md print.
+"""Writes the man page of the command line, and what the examples of docs/cli.md print.
 
     python tools/command_line.py            write them
     python tools/command_line.py --check    exit with 1 if one is not current
 
-Needs shtab for the completion. A block of docs/cli.md that begins with "$ ibp" gets what its commands print, run one
-after the other, on the CPU, in a directory with this repository's data/.
+A block of docs/cli.md that begins with "$ ibp" gets what its commands print, run one after the other, on the CPU, in a
+directory with this repository's data/.
 """
 
 import argparse
@@ -22,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from ibp._cli import main  # noqa: E402
-from ibp._cli.commands import completion  # noqa: E402
 from tools.run_notebook import inside  # noqa: E402
 
 MAN_PAGE = ROOT / "docs" / "ibp.1"
@@ -35,23 +33,11 @@ def commands(parser):
     return action.choices
 
 
-# ---- completion ----
-
-
-def completions(parser):
-    """path -> text."""
-    import shtab
-
-    return {
-        completion.FOLDER / name: shtab.complete(parser, shell=shell).rstrip() + "\n"
-        for shell, name in completion.SCRIPTS.items()
-    }
-
-
 # ---- the man page ----
 
 
-def man_page(parser):
+def man_page():
+    parser = main.make_parser()
     lines = [
         '.TH IBP 1 "" "ibp" "User Commands"',
         ".SH NAME",
@@ -135,22 +121,14 @@ def session(block):
     return "\n".join(lines) + "\n"
 
 
-def made():
-    """path -> text of completion and man page."""
-    parser = main.make_parser()
-    return {**completions(parser), MAN_PAGE: man_page(parser)}
-
-
 def run():
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     arguments.add_argument("--check", action="store_true")
-    check, stale, files = arguments.parse_args().check, [], made()
-    files[PAGE] = examples(PAGE.read_text())
-    for path, text in files.items():
-        if not path.exists() or path.read_text() != text:
+    check, stale = arguments.parse_args().check, []
+    for path, text in ((MAN_PAGE, man_page()), (PAGE, examples(PAGE.read_text()))):
+        if path.read_text() != text:
             stale.append(str(path.relative_to(ROOT)))
             if not check:
-                path.parent.mkdir(exist_ok=True)
                 path.write_text(text)
     print(f"{'not current' if check else 'written'}: {', '.join(stale)}" if stale else "all is current")
     return check and bool(stale)

@@ -44,8 +44,7 @@ def make_parser() -> parsing.Parser:
         module = _module(name)
         command = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION, epilog=module.EPILOG)
         module.add(command)
-        if name != "completion":  # which prints its script alone
-            parsing.add_common(command)
+        parsing.add_common(command)
     return parser
 
 

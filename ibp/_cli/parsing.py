@@ -67,7 +67,7 @@ def thread_count(text: str) -> int:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """Options of every command that does something."""
+    """Adds the options that every command has."""
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print one JSON document and nothing else")
     group.add_argument("-q", "--quiet", action="store_true", help="print errors only")
@@ -75,14 +75,13 @@ def add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def add_inputs(parser: argparse.ArgumentParser) -> None:
-    inputs = parser.add_argument(
+    parser.add_argument(
         "inputs", nargs="+", metavar="IN", help="files, directories, indices of sets of files, globs, URLs, or -"
     )
-    path(inputs)
 
 
 def add_output(parser: argparse.ArgumentParser, what: str) -> None:
-    path(parser.add_argument("-o", "--output", required=True, metavar="OUT", help=what))
+    parser.add_argument("-o", "--output", required=True, metavar="OUT", help=what)
 
 
 def add_level(parser: argparse.ArgumentParser) -> None:
@@ -123,8 +122,3 @@ def add_force(parser: argparse.ArgumentParser) -> None:
     group = parser.add_mutually_exclusive_group()
     group.add_argument("-f", "--force", action="store_true", help="replace what is at OUT")
     group.add_argument("-k", "--keep", action="store_true", help="do nothing where OUT is there already")
-
-
-def path(argument: argparse.Action) -> None:
-    """Says to shell completion that an argument names files."""
-    argument.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]

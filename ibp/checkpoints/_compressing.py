@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from .._common.arguments import whole_number
-from .._common.group import RankGroup, same_on_all
 from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
 from .._common.whole_files import sync_directory
@@ -29,13 +27,12 @@ from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
 from ._journal import Journal, work_directory
 from ._learning import CheckpointLearning, Codebooks
-from ._model_files import CODED_WEIGHTS, Conversion, already_there, check_output, conversion_of, exists
-from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, shares, state_of
+from ._model_files import CODED_WEIGHTS, already_there, check_output, conversion_of, exists
+from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, state_of
 from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
 from ._source import SourceTensor, chosen
 from ._sources import open_sources
 
-_NAME = "compress"
 _AHEAD = 2  # blocks that wait to be written
 
 
@@ -55,7 +52,6 @@ def compress(
     shard_bytes: int | None = SHARD_BYTES,
     device: torch.device | str | int | None = None,
     jobs: int | None = None,
-    group: dist.ProcessGroup | None = None,
     restart: bool = True,
     progress: bool = False,
     force: bool = False,
@@ -98,15 +94,12 @@ def compress(
             Files of a set, as of a sharded model, stay files of their own.
         device: that codes the rows. None: the current GPU if there is one, else the CPU.
         jobs: threads; None: one for each core.
-        group: processes that share the work, as torchrun starts them, on one machine or several with a shared
-            file system: each calls this function with the same arguments, and takes whole files, the largest first; the
-            rows of a checkpoint of one tensor are divided among them. They share codebooks. None: this process alone.
         restart: take over what an interrupted call has finished.
         progress: show a bar.
         force: replace an output that is there, of one file or of a set.
 
     Returns:
-        What was written; the same on all ranks but for its peak of memory.
+        What was written.
 
     Raises:
         FileNotFoundError: there is no such input, or no such directory for the output.
@@ -117,56 +110,40 @@ def compress(
             weights is no JSON.
         OSError: a file cannot be read or written, or another call writes the same output at this moment.
     """
-    ranks = None if group is None else RankGroup(group)
     output = output_of(inputs, output)
     with contextlib.ExitStack() as stack:
-
-        def prepare() -> tuple[_BlockJob, Conversion | None]:
-            learning = CheckpointLearning(scheme, chunk_bytes, tau, None, clusters, level, row_bytes=row_bytes)
-            learning = learning.checked(device)
-            threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
-            most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
-            checked = checked_metadata(metadata)
-            if ranks is not None and is_url(output):
-                raise ValueError(f"output is {output!r}; with a group wanted a path that all ranks see")
-            check_names_safetensors(output)
-            conversion = conversion_of(inputs, output, True, stack)
-            if conversion is None:
-                opened = stack.enter_context(open_sources(inputs))
-            there = None if force else already_there(output, CODED_WEIGHTS, conversion)
-            is_unfinished = not is_url(output) and work_directory(target_of(output, CODED_WEIGHTS)).is_dir()
-            check_output(output, CODED_WEIGHTS, conversion, force or is_unfinished)
-            target = stack.enter_context(written_to(output, CODED_WEIGHTS))
-            sources = conversion.sources if conversion is not None else {Path(target.name): opened}
-            for source in sources.values():
-                for tensor in source.stored():
-                    tensor.header_entry()  # ValueError: safetensors lacks its dtype
-            names = dict.fromkeys(name for source in sources.values() for name in source.tensors)
-            kept = frozenset(names).difference(chosen(names, include, exclude))
-            sets = {}
-            for path, source in sources.items():
-                # a file of another format comes back as one file, and stays one
-                is_cut = conversion is None or path in conversion.sets or is_of_weights(path.name)
-                num_ranks = ranks.size if ranks else 1
-                sets[path] = shards_of(source, path, most if is_cut else None, checked, num_ranks)
-                outputs_of(target.parent / path, len(sets[path]))
-            files = {path: source.files for path, source in sources.items()}
-            return _BlockJob(learning, kept, threads, progress, output, target, sets, files, force, there), conversion
-
-        job, conversion = _on_all(ranks, prepare)
-        report = job.one_file() if ranks is None and len(job.shards) == 1 else job.all_files(restart, ranks, stack)
+        learning = CheckpointLearning(scheme, chunk_bytes, tau, None, clusters, level, row_bytes=row_bytes)
+        learning = learning.checked(device)
+        threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
+        most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
+        checked = checked_metadata(metadata)
+        check_names_safetensors(output)
+        conversion = conversion_of(inputs, output, True, stack)
+        if conversion is None:
+            opened = stack.enter_context(open_sources(inputs))
+        there = None if force else already_there(output, CODED_WEIGHTS, conversion)
+        is_unfinished = not is_url(output) and work_directory(target_of(output, CODED_WEIGHTS)).is_dir()
+        check_output(output, CODED_WEIGHTS, conversion, force or is_unfinished)
+        target = stack.enter_context(written_to(output, CODED_WEIGHTS))
+        sources = conversion.sources if conversion is not None else {Path(target.name): opened}
+        for source in sources.values():
+            for tensor in source.stored():
+                tensor.header_entry()  # ValueError: safetensors lacks its dtype
+        names = dict.fromkeys(name for source in sources.values() for name in source.tensors)
+        kept = frozenset(names).difference(chosen(names, include, exclude))
+        sets = {}
+        for path, source in sources.items():
+            # a file of another format comes back as one file, and stays one
+            is_cut = conversion is None or path in conversion.sets or is_of_weights(path.name)
+            sets[path] = shards_of(source, path, most if is_cut else None, checked)
+            outputs_of(target.parent / path, len(sets[path]))
+        files = {path: source.files for path, source in sources.items()}
+        job = _BlockJob(learning, kept, threads, progress, output, target, sets, files, force, there)
+        report = job.one_file() if len(job.shards) == 1 else job.all_files(restart, stack)
         if conversion is None:
             return report
-        _on_all(ranks, lambda: conversion.finish() if ranks is None or ranks.rank == 0 else None)
+        conversion.finish()
         return replace(report, other_files=conversion.other_files())
-
-
-_Made = TypeVar("_Made")
-
-
-def _on_all(ranks: RankGroup | None, work: Callable[[], _Made]) -> _Made:
-    """What work() returns here, once it has returned on all ranks; where it raises on one, it raises on all."""
-    return work() if ranks is None else ranks.on_all(_NAME, work)
 
 
 @dataclass(frozen=True)
@@ -207,40 +184,28 @@ class _BlockJob:
         record = {**fields, "file": shard.file, "size": path.stat().st_size}
         return joined_report(self._opened(), [record], 0, writing.peak.num_bytes)
 
-    def all_files(self, restart: bool, ranks: RankGroup | None, stack: contextlib.ExitStack) -> CheckpointReport:
-        """Makes all files: on this rank its own, with the others' all of them. stack: is left afterwards."""
-        (rank, size), shards = (ranks.rank, ranks.size) if ranks else (0, 1), self.shards
+    def all_files(self, restart: bool, stack: contextlib.ExitStack) -> CheckpointReport:
+        """Makes all files. stack: is left afterwards."""
         files = [file for of_set in self.inputs.values() for file in of_set]
+        shards = self.shards
         journal = Journal(self.target, plan_of(shards, state_of(files), self._options()))
         stack.callback(journal.release)
-        if ranks:
-            same_on_all(_NAME, ranks.together(_NAME, lambda: {"what to do": journal.summary}))
-        _on_all(ranks, lambda: self._open(journal, restart) if rank == 0 else None)
-        finished_before = _on_all(ranks, lambda: {shard.file: journal.finished(shard.file) for shard in shards})
+        self._open(journal, restart)
+        records = {shard.file: record for shard in shards if (record := journal.finished(shard.file)) is not None}
+        kept_files, missing = len(records), [shard for shard in shards if shard.file not in records]
         tensors = [tensor for shard in shards for tensor in shard.tensors]
-        mine = [shard for shard in shares(shards, size)[rank] if finished_before[shard.file] is None]
         try:
-            books = Codebooks(self.learning, tensors, self._kept(tensors), ranks)
-            with self._bar(sum(shard.num_bytes for shard in mine), rank) as bar:
+            books = Codebooks(self.learning, tensors, self._kept(tensors))
+            with self._bar(sum(shard.num_bytes for shard in missing)) as bar:
                 writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
-
-                def write_one(shard: Shard) -> dict[str, Any]:
+                for shard in missing:
                     path, like = journal.path_of(shard.file), self._like(shard)
-                    return journal.finish(shard.file, writing.write(path, shard, like=like, replace=True))
-
-                def write_mine() -> dict[str, dict[str, Any]]:
-                    return {shard.file: write_one(shard) for shard in mine}
-
-                found = ranks.together(_NAME, write_mine) if ranks else [write_mine()]
+                    fields = writing.write(path, shard, like=like, replace=True)
+                    records[shard.file] = journal.finish(shard.file, fields)
         except BaseException:
-            if ranks is None:
-                journal.close_if_empty()
+            journal.close_if_empty()
             raise
-        records = {file: record for file, record in finished_before.items() if record is not None}
-        kept_files = len(records)
-        for some in found:
-            records.update(some)
-        _on_all(ranks, lambda: self._finish(journal, records) if rank == 0 else None)
+        self._finish(journal, records)
         ordered = [records[shard.file] for shard in shards]
         return joined_report(self._opened(), ordered, kept_files, writing.peak.num_bytes)
 
@@ -285,8 +250,8 @@ class _BlockJob:
         return os.fspath(self.target.parent / file)
 
     def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
-        """Names of those of the tensors, or of the items of one, that are not to be coded."""
-        return frozenset(tensor.name for tensor in tensors if (tensor.whole or tensor).name in self.kept)
+        """Returns the names of those of the tensors that are not to be coded."""
+        return frozenset(tensor.name for tensor in tensors).intersection(self.kept)
 
     def _options(self) -> dict[str, Any]:
         fields = {
@@ -294,9 +259,8 @@ class _BlockJob:
         }
         return {**fields, "kept": sorted(self.kept)}
 
-    def _bar(self, num_bytes: int, rank: int = 0) -> Bar:
-        hidden = not self.progress or rank != 0
-        return tqdm(total=num_bytes, desc="compress", unit="B", unit_scale=True, disable=hidden)
+    def _bar(self, num_bytes: int) -> Bar:
+        return tqdm(total=num_bytes, desc="compress", unit="B", unit_scale=True, disable=not self.progress)
 
 
 class _Writing:

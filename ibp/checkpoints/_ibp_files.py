@@ -113,11 +113,6 @@ def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
     return SourceTensor(name, base.dtype, view.shape, read, base=base, view=view)
 
 
-def rows_entry(first: int, last: int, items: int) -> str:
-    """The text of metadata of a table that holds items first to last - 1 of a tensor of `items` items."""
-    return f"first={first} last={last} items={items}"
-
-
 def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], path: object) -> dict[str, SourceTensor]:
     """The tensors; a tensor that lies in several tables of its items becomes one."""
     pieces: dict[str, list[tuple[int, int, int, str]]] = {}

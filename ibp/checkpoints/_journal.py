@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -38,11 +37,6 @@ class Journal:
         self.directory = work_directory(target)
         self._lock: int | None = None
         self._target, self._home, self._plan = target, target.parent, plan
-
-    @property
-    def summary(self) -> str:
-        """A short text that differs where the plan does."""
-        return hashlib.sha256(json.dumps(self._plan, sort_keys=True).encode()).hexdigest()[:16]
 
     def open(self, restart: bool) -> bool:
         """Makes the directory, empty unless it is of the same plan and `restart` is set. Returns whether it was of the
@@ -106,12 +100,7 @@ class Journal:
             return False
 
     def finished(self, file: str) -> dict[str, Any] | None:
-        """The record of a file that is whole and as it was written; None if there is none. FileNotFoundError: this
-        process does not see the directory."""
-        if not (self.directory / _PLAN).exists():
-            raise FileNotFoundError(
-                f"{self.directory} is not there; wanted an output on a file system that all ranks see"
-            )
+        """Returns the record of a file that is whole and as it was written; None if there is none."""
         try:
             record = json.loads((self.directory / f"{file}{RECORD}").read_bytes())
             for fields in record["tensors"]:

@@ -1,8 +1,5 @@
-"""Which tensors of a checkpoint are coded, and with which codebooks: weights of a kind share one.
-
-A codebook is learned from rows that are drawn from all tensors of its kind. Counters of bits or symbols would add up
-over processes as well, but schemes, digits and layouts are compared on rows: so processes exchange rows.
-"""
+"""Which tensors of a checkpoint are coded, and with which codebooks: weights of a kind share one, which is learned from
+rows that are drawn from up to 8 of them."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
-from .._common.group import RankGroup
 from .._layout import geometry as _rows
 from .._layout import slots
 from .._machine import memory
@@ -29,7 +25,6 @@ _LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index wou
 SAMPLE_ELEMENTS = 1 << 19  # what `ibp.compress` learns from
 _CHECK_BYTES = 16 << 20  # of rows that a codebook is tried on that has no coded form for every row
 TRIED_BYTES = 1 << 18  # of rows of a tensor that the codebook of its kind is tried on
-_KINDS_A_RANK = 4  # that are learned at once: their rows are on all ranks meanwhile
 _SAMPLED_TENSORS = 8  # of a kind, at most
 _LEAST_ROWS = 16
 _LEAST_SAVED_BYTES = 1024  # what a table's entries in the header take, about
@@ -82,7 +77,6 @@ class Codebooks:
         learning: how they are learned.
         tensors: all of the checkpoint.
         kept: names of tensors that are not to be coded.
-        group: processes that share codebooks and have the same tensors; None: this one alone.
     """
 
     def __init__(
@@ -90,7 +84,6 @@ class Codebooks:
         learning: CheckpointLearning,
         tensors: Sequence[SourceTensor],
         kept: frozenset[str] = frozenset(),
-        group: RankGroup | None = None,
     ) -> None:
         self._learning, self._kept = learning, kept
         self._kinds: dict[tuple, list[SourceTensor]] = {}
@@ -99,10 +92,6 @@ class Codebooks:
                 self._kinds.setdefault(learning.kind_of(tensor), []).append(tensor)
         self._of_kinds: dict[tuple, Learner[AnyCodebook]] = {}
         self._of_tensors: dict[SourceTensor, tuple[AnyCodebook | None, float | None]] = {}
-        if group is not None:
-            all_kinds, step = list(self._kinds), group.size * _KINDS_A_RANK
-            for first in range(0, len(all_kinds), step):
-                self._learn_some(all_kinds[first : first + step], group)
 
     def prepare(self, tensors: Sequence[SourceTensor], jobs: int = 1) -> None:
         """Learns the codebooks of tensors: first one for each kind, then, by several threads, one for each tensor that
@@ -165,56 +154,25 @@ class Codebooks:
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
         return Learner(codebook, 1 - savings) if _pays(savings, geometry) else Learner()
 
-    def _learn_some(self, kinds: list[tuple], group: RankGroup) -> None:
-        drawn = group.together("compress", lambda: [self._share(kind, group) for kind in kinds])
 
-        def learn_own() -> dict[int, tuple[AnyCodebook | None, float | None]]:
-            found = {}
-            for number in range(group.rank, len(kinds), group.size):
-                learned = self._learned(kinds[number], torch.cat([shares[number] for shares in drawn]))
-                found[number] = learned.found, learned.share
-            return found
-
-        for found in group.together("compress", learn_own):
-            self._of_kinds.update({kinds[number]: Learner(*learned) for number, learned in found.items()})
-
-    def _share(self, kind: tuple, group: RankGroup) -> torch.Tensor:
-        """The rows that this rank draws of a kind, uint8."""
-        tensors = self._kinds[kind][group.rank :: group.size] or self._kinds[kind][:1]
-        return sample_of(tensors, self._geometry(kind), None, group.size, seed=group.rank)
-
-
-def sample_of(
-    tensors: Sequence[SourceTensor],
-    geometry: _rows.Geometry,
-    num_bytes: int | None = None,
-    parts: int = 1,
-    seed: int = 0,
-) -> torch.Tensor:
-    """Whole rows of tensors of one geometry, uint8 [n * row_bytes], of up to 8 of them; a tensor of one short row gives
-    that row, with zeros.
-
-    Args:
-        num_bytes: of the sample; None: 2^19 elements.
-        parts: of how many such samples this is one.
-        seed: of the first tensor's rows.
-    """
+def sample_of(tensors: Sequence[SourceTensor], geometry: _rows.Geometry, num_bytes: int | None = None) -> torch.Tensor:
+    """Returns whole rows of up to 8 tensors of one geometry, uint8 [n * row_bytes]; a tensor of one short row gives
+    that row, with zeros. num_bytes: of the sample; None: 2^19 elements."""
     row_bytes = geometry.row_bytes
     wanted_bytes = SAMPLE_ELEMENTS * geometry.dtype.itemsize if num_bytes is None else num_bytes
     chosen = [
         tensors[number] for number in np.linspace(0, len(tensors) - 1, min(len(tensors), _SAMPLED_TENSORS)).astype(int)
     ]
-    wanted = max(_LEAST_ROWS, wanted_bytes // row_bytes // parts // len(chosen))
+    wanted = max(_LEAST_ROWS, wanted_bytes // row_bytes // len(chosen))
     num_rows = geometry.num_bytes // row_bytes
     if num_rows == 0:
         row = np.zeros(row_bytes, np.uint8)
         row[: geometry.num_bytes] = chosen[0].read(0, geometry.num_bytes)
         return torch.from_numpy(row)
     sample = np.empty((len(chosen), min(wanted, num_rows), row_bytes), np.uint8)
-    for rows, tensor in zip(sample, chosen):
+    for seed, (rows, tensor) in enumerate(zip(sample, chosen)):
         for row, number in zip(rows, _rows.sampled(num_rows, wanted, seed).tolist()):
             row[:] = tensor.read(number * row_bytes, (number + 1) * row_bytes)
-        seed += parts
     return torch.from_numpy(sample.reshape(-1))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from .._files.paths import SUFFIX
 from .._files.sets import names_of_set
 from .._files.writer import codebook_bytes, header_room, rounded_up
 from .._schemes import AnyCodebook, with_clusters
-from ._ibp_files import ROWS_KEY, rows_entry
 from ._source import Source, SourceTensor
 
 SHARD_BYTES = 5 << 30  # of tensors before coding that a file has at most, unless told otherwise
@@ -41,32 +40,12 @@ class Shard:
         return rounded_up(room + sum(64 * len(tensor.shape) for tensor in self.tensors))
 
 
-def items_of(whole: SourceTensor, first: int, last: int) -> SourceTensor:
-    """Some items of a tensor, as a tensor."""
-    start = first * (whole.num_bytes // whole.shape[0])
-    return replace(
-        whole,
-        name=f"{whole.name}.rows-{first}",
-        shape=(last - first, *whole.shape[1:]),
-        read=lambda start_byte, end_byte: whole.read(start + start_byte, start + end_byte),
-        whole=whole,
-    )
-
-
-def shards_of(
-    source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str], num_ranks: int
-) -> list[Shard]:
-    """The files that a checkpoint becomes. Files of a set stay files of their own; what is larger than shard_bytes is
-    cut between tensors, and one tensor that ranks share between items. target: that they are named after, within the
-    directory of the output."""
+def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str]) -> list[Shard]:
+    """Returns the files that a checkpoint becomes. Files of a set stay files of their own; what is larger than
+    shard_bytes is cut between tensors. target: that they are named after, within the directory of the output."""
     contents: list[tuple[list[SourceTensor], Mapping[str, str]]] = []
     for tensors, texts in _files_of(source):
         contents += [(part, texts) for part in cut(tensors, lambda tensor: tensor.num_bytes, shard_bytes)]
-    is_one = len(contents) == 1 and not source.view_texts()
-    pieces = _pieces(contents[0][0], num_ranks) if is_one else []
-    if pieces:
-        texts = contents[0][1]
-        contents = [([piece], {**texts, f"{ROWS_KEY}{piece.name}": entry}) for piece, entry in pieces]
     names = names_of_set(target, len(contents))
     files = [os.fspath(target.with_name(name)) for name in names]
     return [Shard(file, tuple(tensors), {**texts, **metadata}) for file, (tensors, texts) in zip(files, contents)]
@@ -76,7 +55,7 @@ def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mappi
     """Bytes of the files that a checkpoint becomes, with headers, codebooks and checksums. stored: bytes of each tensor
     in its file, by name; codebooks: of each tensor; None of one that is kept as it is."""
     total = 0
-    for shard in shards_of(source, Path(f"model{SUFFIX}"), SHARD_BYTES, {}, 1):
+    for shard in shards_of(source, Path(f"model{SUFFIX}"), SHARD_BYTES, {}):
         books = {book for tensor in shard.tensors if (book := codebooks[tensor.name]) is not None}
         data = sum(rounded_up(stored[tensor.name]) for tensor in shard.tensors)
         data += sum(rounded_up(part) for part in codebook_bytes(books))
@@ -89,17 +68,6 @@ def table_bytes(stored_bytes: int, num_rows: int) -> int:
     stored_bytes: of all three, without the gaps between them."""
     lengths, bases = 2 * num_rows, 8 * -(-num_rows // _core.ROWS_PER_BASE)
     return sum(map(rounded_up, (stored_bytes - lengths - bases, lengths, bases)))
-
-
-def shares(shards: list[Shard], num_ranks: int) -> list[list[Shard]]:
-    """The shards of each rank: the largest first, each to the rank with the fewest bytes so far."""
-    taken: list[list[Shard]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
-    for shard in sorted(shards, key=lambda shard: (-shard.num_bytes, shard.file)):
-        rank = loads.index(min(loads))
-        taken[rank].append(shard)
-        loads[rank] += shard.num_bytes
-    return taken
 
 
 def plan_of(shards: list[Shard], inputs: list[Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,17 +91,3 @@ def _files_of(source: Source) -> list[tuple[list[SourceTensor], Mapping[str, str
     if len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts):
         return [(part.stored(), {**part.metadata, **part.view_texts()}) for part in source.parts]
     return [(source.stored(), {**source.metadata, **source.view_texts()})]
-
-
-def _pieces(tensors: list[SourceTensor], num_ranks: int) -> list[tuple[SourceTensor, str]]:
-    """The items of each rank of a checkpoint of one tensor, and what metadata says of them; none where one rank takes
-    all."""
-    if num_ranks == 1 or len(tensors) != 1 or tensors[0].entry is not None:
-        return []
-    if not tensors[0].shape or tensors[0].shape[0] < num_ranks:
-        return []
-    items = tensors[0].shape[0]
-    bounds = [items * rank // num_ranks for rank in range(num_ranks + 1)]
-    return [
-        (items_of(tensors[0], first, last), rows_entry(first, last, items)) for first, last in zip(bounds, bounds[1:])
-    ]

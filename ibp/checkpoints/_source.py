@@ -62,7 +62,6 @@ class SourceTensor:
     read: Callable[[int, int], np.ndarray]
     # whether it is an array whose items are looked up, rather than a weight that is used as a whole
     has_items: bool = False
-    whole: SourceTensor | None = None  # the tensor some of whose items these are, or None
     table: CompressedTensor | None = None  # that holds the tensor in a file of ibp, or None
     # the dtype and shape that its file has of it, where torch lacks the dtype and the tensor is its bytes; else None
     entry: tuple[str, tuple[int, ...]] | None = None

@@ -13,7 +13,7 @@ from ._codec import Codec, as_bytes
 from ._exchange import CodedWork, ExchangePiece, Job
 from ._links import Load, raw_all_gather
 from ._messages import Memory, Messages, Part, Status, spans_of
-from ._planning import LEAST_BYTES, RAW, Call, CallOptions, Kind, Plan, State, state_of
+from ._planning import LEAST_BYTES, RAW, CallOptions, Kind, Plan, State, state_of
 
 _NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)  # of calls whose ranks send each other what they like
 _MOST_MESSAGES = 64  # layouts that a plan keeps
@@ -37,9 +37,9 @@ def all_gather_into_tensor(
     the one before it decoded. If a codec has too little room for a tensor, the tensor is sent again, raw. A CUDA graph
     captures torch's own call.
 
-    The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments, measure the link,
-    learn a codec from samples of their tensors, and try out which way is fastest. Some later calls check whether that
-    choice still fits.
+    The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments and learn a codec
+    from samples of their tensors. A group's first call with level="auto" also times a raw all-gather. Some later calls
+    check whether the codec still fits.
 
     Example:
         >>> # on each rank of a group
@@ -58,8 +58,8 @@ def all_gather_into_tensor(
             have coded their tensors, and lets the current stream wait for the rest; ranks wait in the order in which
             they call.
         codec: how to code, equal on all ranks; None: learned from the tensors of all ranks.
-        level: "auto": as fast as can be by the measured link, raw where that is fastest; "default", "fast": coded at
-            this level (see `ibp.compress`), unless that saves nothing.
+        level: "auto": coded at level "default" if that is faster over a link of the measured rate, else raw; "default",
+            "fast": coded at this level (see `ibp.compress`), unless that saves nothing.
         name: calls of one name and dtype share a codec: give another name to tensors of another distribution.
 
     Returns:
@@ -99,9 +99,8 @@ def gather(
                 f"{input_tensor.numel()} of input_tensor"
             )
 
-    def job(plan: Plan, is_tried: bool) -> Job:
-        status = Status(state.size, input_tensor.device) if is_tried and is_known_to_fit else None
-        return gathering(plan, state, group, output_tensor, input_tensor, lambda status: raw(), status)
+    def job(plan: Plan) -> Job:
+        return gathering(plan, state, group, output_tensor, input_tensor, lambda status: raw())
 
     moved = (state.size - 1) * input_tensor.nbytes
     load = Load(input_tensor.nbytes, moved, moved, is_known_to_fit)
@@ -116,22 +115,18 @@ def _called(
     load: Load,
     check: Callable[[], None],
     raw: Callable[..., dist.Work | None],
-    job: Callable[[Plan, bool], Job],
+    job: Callable[[Plan], Job],
     async_op: bool,
     is_coded_async: bool,
 ) -> dist.Work | None:
-    """A call as the plan of its kind says. raw: torch's own; job: a coded one, and whether it is only tried out."""
+    """Makes a call as the plan of its kind says. raw: torch's own; job: a coded one."""
     state = state_of(group)
     if state.plans.get(kind) is RAW or travels_raw(state, x, x.nbytes, options):
         return raw(async_op=async_op)
-
-    def attempt(plan: Plan) -> object:
-        return raw() if plan.codec is None else run(job(plan, True), state, False).wait()
-
-    plan = state.plan(group, kind, Call(x, load, check, options.codec, attempt))
+    plan = state.plan(group, kind, x, load, options.codec, check)
     if plan.codec is None:
         return raw(async_op=async_op)
-    return finished(run(job(plan, False), state, is_coded_async), is_coded_async)
+    return finished(run(job(plan), state, is_coded_async), is_coded_async)
 
 
 def gathering(
@@ -197,7 +192,7 @@ def broadcast(
     send = functools.partial(dist.broadcast, group=group, group_src=root)
     raw = functools.partial(send, movable(tensor))
 
-    def job(plan: Plan, is_tried: bool) -> Job:
+    def job(plan: Plan) -> Job:
         x = as_bytes(tensor)
         return Job(
             pieces_of_one(plan, x, state.rank == root),
@@ -262,7 +257,7 @@ def all_to_all_single(
         for what, x, sizes in (("output", output, output_split_sizes), ("input", input, input_split_sizes)):
             _check_splits(what, x, sizes, state.size)
 
-    plan = state.plan(group, kind, Call(input, _NOMINAL, check, codec))
+    plan = state.plan(group, kind, input, _NOMINAL, codec, check)
     if plan.codec is None:
         return raw()
     sent = _parts(input, input_split_sizes, state.size)

@@ -21,9 +21,9 @@ from ._slots import Slot
 
 _MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # that each rank sends
 _REPEATS, _IN_A_ROW = 3, 4
-_ROW_S = 5e-3  # of calls that are tried out, about
 _LEAST_GAIN = 1.1  # coding has to be so much faster by the model
 _CALL_S = 40e-6  # that a coded call takes longer to begin and end than torch's, about
+_LATE_S = 4e-4  # the same, for calls that the host does not wait for: it has other work between them
 _GAP_S = 80e-6  # what the link loses, about, at each piece after the first, which the host queues while others move
 _MOST_PIECES = 16
 _MOST_LEAST_BYTES = 1 << 30
@@ -67,12 +67,21 @@ class Load(NamedTuple):
 
 
 def measure(members: RankGroup) -> Link:
-    """What all-gathers of a group take. A collective call; all ranks get the same."""
+    """Returns how fast all-gathers of a group are, by its slowest rank. A collective call: all ranks get the same."""
     size = _MEASURED_BYTES[members.device.type]
     sent = torch.zeros(size, dtype=torch.uint8, device=members.device)
     out = torch.empty(members.size * size, dtype=torch.uint8, device=members.device)
-    mine = seconds(members, lambda: raw_all_gather(out, sent, group=members.process_group), _IN_A_ROW)
-    slowest = max(members.together("measure_link", lambda: mine))
+
+    def row() -> None:
+        for _ in range(_IN_A_ROW):
+            raw_all_gather(out, sent, group=members.process_group)
+
+    raw_all_gather(out, sent, group=members.process_group)
+    times = []
+    for _ in range(_REPEATS):
+        dist.barrier(group=members.process_group)
+        times.append(timed_once(row, members.device)[1] / _IN_A_ROW)
+    slowest = max(members.together("measure_link", lambda: min(times)))
     return Link(max(1, members.size - 1) * size / slowest / 1e9)
 
 
@@ -80,21 +89,6 @@ def raw_all_gather(out: torch.Tensor, x: torch.Tensor, **options: object) -> dis
     """torch's own, by its new name or the old one."""
     gather: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(out, x, **options)
-
-
-def seconds(members: RankGroup, call: Callable[[], object], in_a_row: int, repeats: int = _REPEATS) -> float:
-    """Of a call among several in a row, the shortest."""
-
-    def row() -> None:
-        for _ in range(in_a_row):
-            call()
-
-    times = []
-    call()
-    for _ in range(repeats):
-        dist.barrier(group=members.process_group)
-        times.append(timed_once(row, members.device)[1] / in_a_row)
-    return min(times)
 
 
 def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
@@ -106,13 +100,9 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
 
 
 def num_pieces(rates: Rates, load: Load) -> int:
-    """In how many pieces a call is divided: the more coding there is to hide behind the link, the more."""
-    return min(piece_counts(rates, load), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
-
-
-def piece_counts(rates: Rates, load: Load) -> tuple[int, ...]:
-    """In how many pieces a call can be divided with advantage."""
-    return 1, 2, max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
+    """Returns in how many pieces a call is divided: the more coding there is to hide behind the link, the more."""
+    most = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
+    return min((1, 2, most), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
 
 
 def _exposed_s(rates: Rates, load: Load, count: int) -> float:
@@ -123,41 +113,34 @@ def _exposed_s(rates: Rates, load: Load, count: int) -> float:
     return load.coded * shares[0] / rates.encode_gbps / 1e9 + load.decoded * shares[-1] / rates.decode_gbps / 1e9
 
 
-def gain(codec: Codec, rates: Rates, link: Link, load: Load, count: int | None = None) -> float:
-    """How many times as fast as a raw call a coded one is expected to be, in `count` pieces (None: in `num_pieces`). 0
-    where the link is so fast that coding hides behind it only in part: the coders and the link then take
-    multiprocessors and memory from each other."""
+def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
+    """Returns how many times as fast as a raw call a coded one is expected to be. It is 0 if the link is so fast that
+    coding hides behind it only in part: the coders and the link then take multiprocessors and memory from each other.
+    """
     if link.gbps >= codec.savings / (1 / rates.encode_gbps + 1 / rates.decode_gbps):
         return 0.0
-    count = num_pieces(rates, load) if count is None else count
+    count = num_pieces(rates, load)
     moving_s = load.moved * (1 - codec.savings) / link.gbps / 1e9
-    host_s = (0.0 if load.is_known_to_fit else _CALL_S) + count * _GAP_S
+    host_s = (_LATE_S if load.is_known_to_fit else _CALL_S) + count * _GAP_S
     return load.moved / link.gbps / 1e9 / (moving_s + _exposed_s(rates, load, count) + host_s)
 
 
+def pays(codec: Codec, rates: Rates, link: Link, load: Load) -> bool:
+    """Whether a coded call is expected to be clearly faster than a raw one."""
+    return gain(codec, rates, link, load) >= _LEAST_GAIN
+
+
 def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
-    """The least size of a message where coding pays, if `count` messages go to other ranks and `count` come from them:
-    `start`, or a power of two times that."""
+    """Returns the least size of a message for which coding pays, if `count` messages go to other ranks and `count` come
+    from them: `start`, or a power of two times that."""
     size = start
-    while size < _MOST_LEAST_BYTES and not pays(
-        gain(codec, rates, link, Load(size * count, size * count, size * count))
-    ):
+    while size < _MOST_LEAST_BYTES and not pays(codec, rates, link, Load(size * count, size * count, size * count)):
         size *= 2
     return size
 
 
 def _coding_s(rates: Rates, load: Load) -> float:
     return load.coded / rates.encode_gbps / 1e9 + load.decoded / rates.decode_gbps / 1e9
-
-
-def pays(expected_gain: float) -> bool:
-    return expected_gain >= _LEAST_GAIN
-
-
-def calls_to_try(link: Link, load: Load) -> tuple[int, int]:
-    """(calls in a row, rows of calls) that show how fast calls are; few enough not to take long."""
-    raw_s = load.moved / link.gbps / 1e9
-    return max(1, min(_IN_A_ROW, int(_ROW_S / raw_s))), _REPEATS if raw_s < 4 * _ROW_S else _REPEATS - 1
 
 
 def _measured(codec: Codec, rows: torch.Tensor) -> Rates:

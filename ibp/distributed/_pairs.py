@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from .._common import wire
 from .._schemes.kinds import Learner
-from . import _planning
+from . import _links
 from ._calls import check_tensors, finished, movable, pieces_of_one, root_of, run, travels_raw
 from ._codec import Codec, as_bytes, sample_of
 from ._exchange import Job, Work
 from ._links import Load
-from ._planning import RAW, CallOptions, Kind, Pair, Plan, State
+from ._planning import RAW, CallOptions, Kind, Pair, Plan, State, state_of
 
 _NOTE_BYTES = 1 << 14  # of a note: a longer one says that tensors are raw
 _LENGTH_BYTES = 8
@@ -145,7 +145,7 @@ def recv(
 def _transferred(tensor: torch.Tensor, way: Way, options: CallOptions, is_async: bool) -> dist.Work | None:
     """What `send` and `recv` do."""
     options.check(tensor)
-    state = _planning.state_of(way.group)
+    state = state_of(way.group)
     if travels_raw(state, tensor, tensor.nbytes, options):
         return finished(way.move(movable(tensor)), is_async)
     check_tensors(tensor)
@@ -195,26 +195,26 @@ def _with_note(tensor: torch.Tensor, way: Way, state: State, pair: Pair, kind: K
 def _codec_for(
     tensor: torch.Tensor, state: State, kind: Kind, old: Plan | None, learner: Learner[Codec]
 ) -> Codec | None:
-    """The sender's choice; None where raw tensors come sooner, or it is not known how fast the link is: on the CPU
-    all-gathers do not tell that."""
+    """Returns the sender's choice. It is None if raw tensors come sooner, or if the rate of the link is not known."""
     learner.has_drifted = old is not None and old.has_lost
     if old is not None and not learner.has_drifted:
         return old.codec
-    if learner.is_hopeless or (kind.level == "auto" and (state.link is None or kind.device == "cpu")):
+    if learner.is_hopeless or (kind.level == "auto" and (state.link is None or not kind.follows_link)):
         return None
-    link = state.link if kind.level == "auto" else None
-    learner.take(_planning.choose(kind, sample_of(tensor), tensor.device, _load(tensor), link))
-    return learner.found
+    rows = sample_of(tensor)
+    found = kind.learned(rows)
+    if found is not None and kind.level == "auto":
+        assert state.link is not None
+        load = Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
+        found = found if _links.pays(found, _links.rates_of(found, rows, tensor.device), state.link, load) else None
+    learner.take(found)
+    return found
 
 
 def _plan(codec: Codec | None, tensor: torch.Tensor, old: Plan | None) -> Plan:
     if codec is None:
         return RAW
     return Plan(codec, _num_pieces(tensor), num_calls=1 if old is None else old.num_calls)
-
-
-def _load(tensor: torch.Tensor) -> Load:
-    return Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
 
 
 def _num_pieces(tensor: torch.Tensor) -> int:

@@ -1,8 +1,11 @@
-"""Which calls travel coded, and how: agreed on by all ranks of a group when they first make a call of a kind."""
+"""Which calls travel coded: agreed on by all ranks of a group when they first make a call of a kind.
+
+With level="auto", the rate of a raw all-gather decides, which a group times once: the slowest rank's time counts, and
+rank 0 says how fast it codes, so that all ranks decide by the same numbers. A level or a codec overrules that.
+"""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import weakref
 from collections import defaultdict
@@ -28,9 +31,6 @@ LEAST_BYTES = 1 << 20  # that a rank codes: less is never worth it
 _SAMPLED_ROWS = 512  # of all ranks together, at least
 _MOST_PLANS = 4096
 _EARLY_CHECKS, _CALLS_A_CHECK = (8, 32), 64  # calls after which, and in which distance, ranks compare what was lost
-_WORTH_TRYING, _MOST_TRIED = 0.9, 3  # the least gain by the model, and the most ways to code, that are tried out
-_LEAST_TRIED_GAIN, _NEAR_BEST = 1.05, 1.01  # that were measured: calls scatter
-_LATE_S = 4e-4  # that the host is later with a coded call than with torch's, about, with other work between them
 
 
 @wire.sent
@@ -46,6 +46,21 @@ class Kind(NamedTuple):
     name: str
     codec: int | None  # fingerprint of the codec that was given, or None
     root: int = -1  # the rank in the group that has the data; -1: all
+
+    @property
+    def shared(self) -> tuple:
+        """What kinds that share a codec have in common."""
+        return self.dtype, self.device, self.level, self.name, self.codec
+
+    @property
+    def follows_link(self) -> bool:
+        """Whether the rate of all-gathers says how fast such calls are. On the CPU others take other ways."""
+        return self.device != "cpu" or self.what == "all_gather_into_tensor"
+
+    def learned(self, rows: torch.Tensor) -> Codec | None:
+        """Returns a codec for tensors with such rows, uint8 [n, 4096] on the CPU; None if it would save too little.
+        Where a link is slow enough for coding to pay, "default" is faster than "fast", because it saves more."""
+        return learned(rows, self.dtype, "default" if self.level == "auto" else self.level)
 
 
 class CallOptions(NamedTuple):
@@ -68,17 +83,6 @@ class CallOptions(NamedTuple):
     def kind_of(self, what: str, x: torch.Tensor, root: int = -1) -> Kind:
         fingerprint = None if self.codec is None else self.codec.fingerprint
         return Kind(what, x.numel(), x.dtype, x.device.type, self.level, self.name, fingerprint, root)
-
-
-class Call(NamedTuple):
-    """One call."""
-
-    data: torch.Tensor  # what is sent
-    load: Load  # bytes that are coded, moved and decoded
-    check: Callable[[], None]  # raises what is wrong with the arguments
-    codec: Codec | None  # that was given; None: it is learned
-    # does the call by a plan, as often as that is asked for; None: it cannot be tried out
-    attempt: Callable[[Plan], object] | None = None
 
 
 @dataclass(eq=False)
@@ -127,7 +131,6 @@ class State:
         self.pairs: dict[tuple[bool, int, int], Pair] = {}  # of ways from and to other ranks
         self._learners: defaultdict[tuple, Learner[Codec]] = defaultdict(Learner)
         self._slots: dict[torch.device, MessageSlots] = {}
-        self._tried: dict[tuple, int] = {}
 
     def slots(self, device: torch.device) -> MessageSlots:
         if device not in self._slots:
@@ -135,42 +138,54 @@ class State:
         return self._slots[device]
 
     def measure(self, members: _group.RankGroup, refresh: bool = False) -> Link:
-        """How fast the group is, measured once. A collective call."""
+        """Returns how fast the group is, which is measured once. A collective call."""
         if self.link is None or refresh:
             self.link = _links.measure(members)
         return self.link
 
-    def plan(self, group: dist.ProcessGroup | None, kind: Kind, call: Call) -> Plan:
-        """The plan of a call. Collective where the kind of call is new, or due to be checked, on the CPU, and where a
-        codec is given, which ranks could mix up."""
-        if kind.device == "cpu" or kind.codec is not None or dist.get_debug_level() == dist.DebugLevel.DETAIL:
-            self._compare(_group.RankGroup(group), kind, call)
-        known = self.plans.get(kind)
-        if known is None:
-            if len(self.plans) >= _MOST_PLANS:  # on all ranks at the same call
-                self.plans.clear()
-            self.plans[kind] = plan = self._agree(_group.RankGroup(group), kind, call)
-            return plan
-        plan = known
-        call.check()
-        if plan.codec is not None and plan.is_due():
-            members = _group.RankGroup(group)
-            if any(members.together(kind.what, lambda: known.has_lost)):
-                self.forget(kind)
-                self.plans[kind] = plan = self._agree(members, kind, call, plan.num_calls)
+    def plan(
+        self,
+        group: dist.ProcessGroup | None,
+        kind: Kind,
+        x: torch.Tensor,
+        load: Load,
+        codec: Codec | None,
+        check: Callable[[], None],
+    ) -> Plan:
+        """Returns the plan of a call that sends x. It is a collective call if the kind is new, or due to be checked, on
+        the CPU, and if a codec is given, which ranks could mix up. check: raises what is wrong with the arguments."""
+        known, is_detailed = self.plans.get(kind), dist.get_debug_level() == dist.DebugLevel.DETAIL
+        if known is None or kind.device == "cpu" or codec is not None or is_detailed:
+            self._compare(_group.RankGroup(group), kind, check)
+        else:
+            check()
+        num_calls = 1
+        if known is not None:
+            if known.codec is None or not known.is_due():
+                return known
+            if not any(_group.RankGroup(group).together(kind.what, lambda: known.has_lost)):
+                return known
+            self.forget(kind)
+            num_calls = known.num_calls
+        if len(self.plans) >= _MOST_PLANS:  # on all ranks at the same call
+            self.plans.clear()
+        self.plans[kind] = plan = self._agree(_group.RankGroup(group), kind, x, load, codec, num_calls)
         return plan
 
     def forget(self, kind: Kind) -> None:
-        """The codec of calls of a kind is learned anew. On all ranks at the same time."""
-        self._learners[_key_of(kind)].has_drifted = True
+        """Lets the codec of calls of a kind be learned anew. All ranks call it at the same time."""
+        self._learners[kind.shared].has_drifted = True
         self.plans.pop(kind, None)
 
-    def _compare(self, members: _group.RankGroup, kind: Kind, call: Call) -> None:
+    def _compare(self, members: _group.RankGroup, kind: Kind, check: Callable[[], None]) -> None:
         """Raises on all ranks unless they make the same call by the same plan. Without this check, gloo would end a
         process that is sent more bytes than it expects, and NCCL would wait for the missing ones."""
         try:
-            call.check()
-            mine = _number_of(kind, self.plans.get(kind))
+            check()
+            plan = self.plans.get(kind)
+            how = None if plan is None else (plan.codec and plan.codec.fingerprint, plan.num_pieces, plan.num_calls)
+            digest = hashlib.blake2b(repr((kind, how)).encode(), digest_size=8).digest()
+            mine = max(1, int.from_bytes(digest, "little") >> 1)
         except (TypeError, ValueError):
             mine = 0
         numbers = torch.empty(self.size, dtype=torch.int64, device=members.device)
@@ -179,119 +194,47 @@ class State:
             _links.raw_all_gather(numbers, sent, group=members.process_group)
         if mine and numbers.tolist() == [mine] * self.size:
             return
-        self._same_call(members, kind, call)
-        raise RuntimeError(f"{kind.what}: the ranks have not made the same calls before this one")
-
-    def _same_call(self, members: _group.RankGroup, kind: Kind, call: Call) -> None:
-        """Raises on all ranks unless they make the same call."""
 
         def offer() -> dict[str, Any]:
-            call.check()
+            check()
             return kind._asdict()
 
         _group.same_on_all(kind.what, members.together(kind.what, offer))
+        raise RuntimeError(f"{kind.what}: the ranks have not made the same calls before this one")
 
-    def _agree(self, members: _group.RankGroup, kind: Kind, call: Call, num_calls: int = 1) -> Plan:
-        """A plan that all ranks have. Raises on all, if one of them calls otherwise."""
-        self._same_call(members, kind, call)
-        link = self.measure(members) if kind.level == "auto" and call.codec is None else None
+    def _agree(
+        self, members: _group.RankGroup, kind: Kind, x: torch.Tensor, load: Load, codec: Codec | None, num_calls: int
+    ) -> Plan:
+        """Returns a plan that all ranks have: rank 0 learns a codec from samples of all ranks, and says whether coding
+        pays. A collective call."""
+        link = self.measure(members) if kind.level == "auto" and codec is None else None
         has_data = kind.root in (-1, members.rank)
         count = _SAMPLED_ROWS if kind.root >= 0 else max(16, _SAMPLED_ROWS // members.size)
-        samples = members.together(kind.what, lambda: sample_of(call.data, count) if has_data else None)
-        rows = torch.cat([sample for sample in samples if sample is not None])
-        offers = members.from_rank(0, kind.what, lambda: self._offers(kind, call, link, rows))
-        is_checked = call.codec is None
-        plans = [Plan(codec, count, least, is_checked, num_calls=num_calls) for codec, count, least in offers]
-        if link is not None and plans and call.attempt is not None:
-            plans = self._fastest(members, kind, call, link, plans)
-        codec = plans[0].codec if plans else None
-        learner = self._learners[_key_of(kind)]
-        if learner.learned_at == 0 or learner.has_drifted:
-            learner.take(codec)
-        if codec is None:
+        samples = members.together(kind.what, lambda: sample_of(x, count) if has_data else None)
+        rows, learner = torch.cat([sample for sample in samples if sample is not None]), self._learners[kind.shared]
+        is_due = learner.learned_at == 0 or learner.has_drifted
+
+        def offer() -> tuple[Codec | None, int, int]:
+            """The codec, in how many pieces calls are divided (0: they are raw), and the least bytes of a message."""
+            found = codec
+            if codec is None and not learner.is_hopeless:
+                found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
+            if found is None:
+                return None, 0, 1
+            rates = _links.rates_of(found, rows, x.device)
+            if link is None:
+                return found, _links.num_pieces(rates, load), 1
+            if not (kind.follows_link and _links.pays(found, rates, link, load)):
+                return found, 0, 1
+            least = _links.least_bytes(found, rates, link, LEAST_BYTES, self.size - 1)
+            return found, _links.num_pieces(rates, load), least
+
+        found, num_pieces, least = members.from_rank(0, kind.what, offer)
+        if is_due:
+            learner.take(found)
+        if num_pieces == 0:
             return RAW if kind.device != "cpu" else Plan(None)  # on the CPU the next call is compared too
-        return plans[0]
-
-    def _offers(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> list[tuple[Codec, int, int]]:
-        """(codec, number of pieces, bytes that a message has at least) of ways to make a call of a kind; none where raw
-        tensors come sooner. On one rank, which tells the others."""
-        device, load = call.data.device, call.load
-        if link is not None and call.attempt is None and kind.device == "cpu":
-            return []  # the link is that of all-gathers, and others go by other ways there
-        if link is None or call.attempt is None:
-            codec = self._codec_for(kind, call, link, rows)
-            if codec is None:
-                return []
-            rates = _links.rates_of(codec, rows, device)
-            least = 1 if link is None else _links.least_bytes(codec, rates, link, LEAST_BYTES, self.size - 1)
-            return [(codec, _links.num_pieces(rates, load), least)]
-        if self._learners[_key_of(kind)].is_hopeless:
-            return []
-        found = []
-        for codec in codecs_for(kind, rows):
-            rates = _links.rates_of(codec, rows, device)
-            for count in _links.piece_counts(rates, load):
-                found.append((_links.gain(codec, rates, link, load, count), (codec, count, 1)))
-        found = sorted((item for item in found if item[0] >= _WORTH_TRYING), key=lambda item: -item[0])
-        return [offer for _, offer in found[:_MOST_TRIED]]
-
-    def _fastest(self, members: _group.RankGroup, kind: Kind, call: Call, link: Link, plans: list[Plan]) -> list[Plan]:
-        """The fastest of the plans, found by making the call; none where torch's own is about as fast. Calls that are
-        alike are tried out once. A collective call."""
-        codec, attempt = plans[0].codec, call.attempt
-        assert codec is not None and attempt is not None
-        key = *kind._replace(name=""), call.load.is_known_to_fit, round(100 * codec.savings)
-        if key not in self._tried:
-            times = [
-                _links.seconds(members, functools.partial(attempt, plan), *_links.calls_to_try(link, call.load))
-                for plan in (RAW, *plans)
-            ]
-            raw_s, *coded_s = (max(of) for of in zip(*members.together(kind.what, lambda: times)))
-            near = [k for k in range(len(plans)) if coded_s[k] <= min(coded_s) * _NEAR_BEST]
-            best = min(near, key=lambda k: plans[k].num_pieces)  # the host has the least to do
-            late_s = _LATE_S if call.load.is_known_to_fit else 0.0
-            self._tried[key] = best if coded_s[best] * _LEAST_TRIED_GAIN + late_s < raw_s else -1
-        best = self._tried[key]
-        return [plans[min(best, len(plans) - 1)]] if best >= 0 else []
-
-    def _codec_for(self, kind: Kind, call: Call, link: Link | None, rows: torch.Tensor) -> Codec | None:
-        if call.codec is not None:
-            return call.codec
-        learner = self._learners[_key_of(kind)]
-        if learner.is_hopeless:
-            return None
-        if learner.learned_at and not learner.has_drifted and kind.level != "auto":
-            return learner.found
-        return choose(kind, rows, call.data.device, call.load, link)
-
-
-def codecs_for(kind: Kind, rows: torch.Tensor) -> list[Codec]:
-    """Of each level that may be used, for tensors with such rows, uint8 [n, 4096] on the CPU."""
-    levels = CODED_LEVELS if kind.level == "auto" else (kind.level,)
-    return [codec for level in levels if (codec := learned(rows, kind.dtype, level)) is not None]
-
-
-def choose(kind: Kind, rows: torch.Tensor, device: torch.device, load: Load, link: Link | None) -> Codec | None:
-    """A codec for tensors with such rows, uint8 [n, 4096] on the CPU; None where raw ones come sooner. link: None:
-    whether coding pays is not asked."""
-    codecs = codecs_for(kind, rows)
-    if link is None or not codecs:
-        return codecs[0] if codecs else None
-    gains = [_links.gain(codec, _links.rates_of(codec, rows, device), link, load) for codec in codecs]
-    best = max(range(len(codecs)), key=gains.__getitem__)
-    return codecs[best] if _links.pays(gains[best]) else None
-
-
-def _number_of(kind: Kind, plan: Plan | None) -> int:
-    """What differs where calls or their plans do: 1 to 2^63 - 1."""
-    how = None if plan is None else (plan.codec and plan.codec.fingerprint, plan.num_pieces, plan.num_calls)
-    digest = hashlib.blake2b(repr((kind, how)).encode(), digest_size=8).digest()
-    return max(1, int.from_bytes(digest, "little") >> 1)
-
-
-def _key_of(kind: Kind) -> tuple:
-    """What kinds that share a codec have in common."""
-    return kind.dtype, kind.device, kind.level, kind.name, kind.codec
+        return Plan(found, num_pieces, least, is_checked=codec is None, num_calls=num_calls)
 
 
 def measure_link(group: dist.ProcessGroup | None = None, *, refresh: bool = False) -> Link:

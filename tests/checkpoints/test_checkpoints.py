@@ -550,7 +550,6 @@ def test_bad_arguments_are_refused(checkpoint, tmp_path):
         (ValueError, "row_bytes is 65537", {"row_bytes": 65537}),
         (ValueError, "none that begins with 'ibp.'", {"metadata": {"ibp.x": ""}}),
         (TypeError, "jobs is 1.5", {"jobs": 1.5}),
-        (RuntimeError, "not initialised", {"group": object()}),
     ):
         with pytest.raises(error, match=match):
             ibp.checkpoints.compress(path, tmp_path / "x", **options)
@@ -586,8 +585,6 @@ def test_damaged_inputs_are_refused(tmp_path):
     np.save(tmp_path / "good.npy", np.arange(100))
     (tmp_path / "cut.npy").write_bytes((tmp_path / "good.npy").read_bytes()[:-1])
     (tmp_path / "head.npy").write_bytes(b"\x93NUMPY\x01\x00\xff\xff{")
-    header = str({"descr": ("<f4", (2, 2)), "fortran_order": False, "shape": (3,)}).encode().ljust(118) + b"\n"
-    (tmp_path / "sub.npy").write_bytes(b"\x93NUMPY\x01\x00\x77\x00" + header + bytes(48))
     (tmp_path / "zip.npz").write_bytes(b"PK\3\4 nothing")
     np.savez(tmp_path / "text.npz", x=np.array(["text"]))
     torch.save({"f": torch.nn.Linear(1, 1)}, tmp_path / "module.pt")
@@ -596,7 +593,7 @@ def test_damaged_inputs_are_refused(tmp_path):
     (tmp_path / "torn.pt").write_bytes(b"PK\3\4torn")
     (tmp_path / "junk.safetensors").write_bytes(b"\xff" * 100)
     (tmp_path / "x.safetensors.index.json").write_text('{"weight_map": {"a": "../a"}}')
-    for name in ("o.npy", "sub.npy", "cut.npy", "head.npy", "zip.npz", "text.npz", "module.pt", "value.pt", "sparse.pt",
+    for name in ("o.npy", "cut.npy", "head.npy", "zip.npz", "text.npz", "module.pt", "value.pt", "sparse.pt",
                  "torn.pt", "junk.safetensors", "x.safetensors.index.json"):  # fmt: skip
         with pytest.raises(ValueError) as caught:
             open_source(tmp_path / name)
@@ -604,23 +601,17 @@ def test_damaged_inputs_are_refused(tmp_path):
         assert "\n" not in str(caught.value) and str(tmp_path / name) in str(caught.value), name
 
 
-@pytest.mark.parametrize(
-    ("descr", "message"),
-    [
-        ("('<f4', (3,))", r"its elements are arrays of shape \(3,\)"),
-        ("[('a', '<f4', (3,))]", "which torch does not have"),
-        ("[('a', '<f4')]", "which torch does not have"),
-    ],
-)
-def test_arrays_whose_elements_are_arrays_are_refused(tmp_path, descr, message):
+@pytest.mark.parametrize("descr", ["('<f4', (3,))", "[('a', '<f4', (3,))]", "[('a', '<f4')]"])
+def test_arrays_whose_elements_are_no_numbers_are_refused(tmp_path, descr):
     header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': (4,)}}\n".encode()
     array = b"\x93NUMPY\1\0" + len(header).to_bytes(2, "little") + header + np.arange(12.0, dtype="<f4").tobytes()
-    (tmp_path / "x.npy").write_bytes(array)
+    if descr.startswith("["):  # numpy maps the other as an array of one dimension more
+        (tmp_path / "x.npy").write_bytes(array)
     for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         with zipfile.ZipFile(tmp_path / f"{method}.npz", "w", method) as archive:
             archive.writestr("x.npy", array)
     for file in tmp_path.iterdir():
-        with pytest.raises(ibp.checkpoints.SourceFormatError, match=message):
+        with pytest.raises(ibp.checkpoints.SourceFormatError, match="which torch does not have"):
             open_source(file)
 
 

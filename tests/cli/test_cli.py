@@ -5,7 +5,6 @@ import importlib.util
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +39,7 @@ def program(*arguments, **options):
 def test_help_and_version_do_not_import_torch():
     look = (
         "import sys, ibp_command\n"
-        "for sys.argv in (['ibp', '--help'], ['ibp', '--version'], ['ibp', 'completion', '--help']):\n"
+        "for sys.argv in (['ibp', '--help'], ['ibp', '--version'], ['ibp', 'bench', '--help']):\n"
         "    try: ibp_command.program()\n"
         "    except SystemExit as ended: assert not ended.code\n"
         "assert 'torch' not in sys.modules and 'ibp' not in sys.modules"
@@ -74,7 +73,9 @@ def test_help_fits_a_terminal(arguments, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["nothing"], ["completion"], ["completion", "tcsh"], ["bench", "--wrong"]], ids=str
+    "arguments",
+    [[], ["nothing"], ["verify"], ["decompress", "x", "-o", "y", "--format", "zip"], ["bench", "--wrong"]],
+    ids=str,
 )
 def test_wrong_usage_is_one_line(arguments, capsys):
     assert run(*arguments) == 2
@@ -190,25 +191,25 @@ def test_markup_in_names_is_text(capsys):
 
 
 def failing(monkeypatch, raised):
-    """`ibp completion bash` raises."""
-    from ibp._cli.commands import completion
+    """Runs `ibp bench`, which raises an exception."""
+    from ibp._cli.commands import bench
 
     def run_it(arguments):
         raise raised
 
-    monkeypatch.setattr(completion, "run", run_it)
-    return run("completion", "bash")
+    monkeypatch.setattr(bench, "run", run_it)
+    return run("bench")
 
 
 @pytest.mark.parametrize(
     "raised, status, said",
     [
-        (output.Failure("it is so"), 2, "ibp completion: it is so"),
-        (output.Failure("it is wrong", 1), 1, "ibp completion: it is wrong"),
-        (FileNotFoundError(2, "No such file", "x.npy"), 2, "ibp completion: x.npy: No such file"),
-        (ValueError("two\nlines"), 2, "ibp completion: two lines"),
-        (MemoryError(), 2, "ibp completion: there is not enough memory"),
-        (ibp.CorruptTableError("row 3 is damaged"), 1, "ibp completion: row 3 is damaged"),
+        (output.Failure("it is so"), 2, "ibp bench: it is so"),
+        (output.Failure("it is wrong", 1), 1, "ibp bench: it is wrong"),
+        (FileNotFoundError(2, "No such file", "x.npy"), 2, "ibp bench: x.npy: No such file"),
+        (ValueError("two\nlines"), 2, "ibp bench: two lines"),
+        (MemoryError(), 2, "ibp bench: there is not enough memory"),
+        (ibp.CorruptTableError("row 3 is damaged"), 1, "ibp bench: row 3 is damaged"),
         (KeyboardInterrupt(), 130, "ibp: interrupted"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
@@ -220,14 +221,14 @@ def test_errors_are_one_line(raised, status, said, monkeypatch, capsys):
 
 
 def test_warnings_are_one_line(monkeypatch, capsys):
-    from ibp._cli.commands import completion
+    from ibp._cli.commands import bench
 
     def run_it(arguments):
         frame.warnings.warn("memory is\npageable", RuntimeWarning, stacklevel=1)
         return 0
 
-    monkeypatch.setattr(completion, "run", run_it)
-    assert run("completion", "bash") == 0
+    monkeypatch.setattr(bench, "run", run_it)
+    assert run("bench") == 0
     assert capsys.readouterr().err == "ibp: warning: memory is pageable\n"
 
 
@@ -236,28 +237,20 @@ def test_a_reader_that_goes_away_is_no_error():
     reader, writer = os.pipe()
     os.close(reader)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = "import sys, ibp_command; sys.argv = ['ibp', 'completion', 'zsh']; ibp_command.program()"
+    command = "import sys, ibp_command; sys.argv = ['ibp', 'inspect', 'data/cora.npz']; ibp_command.program()"
     with open(writer, "wb") as stdout:
         done = subprocess.run(
-            [sys.executable, "-c", command], env=environment, stdout=stdout, stderr=subprocess.PIPE, timeout=LIMIT_S
+            [sys.executable, "-c", command],
+            cwd=ROOT,
+            env=environment,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            timeout=LIMIT_S,
         )
     assert (done.returncode, done.stderr) == (141, b"")
 
 
 # ---- what is made from the parser ----
-
-
-def test_completion_is_a_script_of_its_shell(capsys):
-    assert run("completion", "bash") == 0
-    script = capsys.readouterr().out
-    assert subprocess.run(["bash", "-n"], input=script, text=True, timeout=LIMIT_S).returncode == 0
-    asked = f"{script}\nCOMP_WORDS=(ibp comp); COMP_CWORD=1; _shtab_ibp; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, timeout=LIMIT_S)
-    assert set(done.stdout.split()) == {name for name in COMMANDS if name.startswith("comp")}
-    if shutil.which("zsh"):
-        assert run("completion", "zsh") == 0
-        script = capsys.readouterr().out
-        assert subprocess.run(["zsh", "-n"], input=script, text=True, timeout=LIMIT_S).returncode == 0
 
 
 @pytest.fixture(scope="module")
@@ -270,11 +263,8 @@ def tool():
 
 
 @pytest.mark.skipif(sys.version_info[:2] not in ((3, 11), (3, 12)), reason="other versions of argparse print otherwise")
-def test_completion_and_man_page_are_current(tool):
-    if importlib.util.find_spec("shtab") is None:
-        pytest.skip("shtab is not installed")
-    stale = [path.name for path, text in tool.made().items() if not path.exists() or path.read_text() != text]
-    assert not stale, "python tools/command_line.py writes them"
+def test_the_man_page_is_current(tool):
+    assert tool.MAN_PAGE.read_text() == tool.man_page(), "python tools/command_line.py writes it"
 
 
 def test_examples_print_what_the_page_says(tool):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import bytes_of, torchrun
+from helpers import bytes_of
 from ibp._cli import inputs
 from ibp._cli.main import main
 from ibp._files.header import read_header
@@ -543,26 +543,6 @@ def test_documents_have_the_members_that_the_page_lists(versions, tmp_path, caps
     for command, members in rows:
         said = document(capsys, command, *commands[command])
         assert set(re.findall(r"`(\w+)`", members.partition(" (")[0])) == set(said), command
-
-
-# ---- several processes ----
-
-
-def test_processes_are_those_of_torchrun(source, capsys):
-    assert run("compress", source, "-o", "x.safetensors", "--distributed") == 2
-    assert "that torchrun has started" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_work(tmp_path):
-    x = torch.randn(4000, 256).mul(0.02).to(torch.bfloat16)
-    for name in "ab":
-        ibp.save(tmp_path / f"{name}.safetensors", {f"{name}.weight": x})
-    command = ["-m", "ibp", "compress", "a.safetensors", "b.safetensors", "-o", "out/", "--shard-bytes", "2M"]
-    options = ["--distributed", "--json", "--verify", "--device", "cpu"]
-    said = json.loads(torchrun(2, *command, *options, cwd=tmp_path))
-    assert len(said["files"]) == 2 and said["verified_bytes"] > 0
-    assert_holds(tmp_path / "out", {"a.weight": x, "b.weight": x})
 
 
 # ---- a GPU ----

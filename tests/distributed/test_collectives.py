@@ -448,54 +448,68 @@ def test_random_bytes_travel_raw(two):
     assert two(gather_random) == [[True]] * 2
 
 
-def by_the_link(rank, gbps, times):
-    """How calls are coded over a link of this rate: (elements, name, pieces or None). times: that calls are said to
-    take when they are tried out, of torch's first."""
-    state, size, left = _planning.state_of(None), dist.get_world_size(), list(times)
-
-    def seconds(members, call, *counts):
-        call()
-        return left.pop(0)
-
+def by_the_link(rank, gbps):
+    """Makes calls of each kind over a link of this rate, which only rank 0 has measured to be so fast: the other ranks
+    have measured the opposite. Returns which calls travelled coded: (function, elements, whether it was coded)."""
+    state, size = _planning.state_of(None), dist.get_world_size()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_links, "seconds", seconds)
-        patch.setattr(state, "link", Link(gbps))
-        patch.setattr(state, "_tried", {})
-        for name, count in ((f"{gbps}", 1000), (f"{gbps}", 1 << 20), (f"{gbps} too", 1 << 20)):
-            x, out = tensor_of(rank, count=count), poisoned(size * count, torch.bfloat16)
+        patch.setattr(state, "link", Link(gbps if rank == 0 else 1 / gbps))
+        for count in (1000, 1 << 20):
+            x, name, wanted = tensor_of(rank, count=count), f"{gbps}", gathered(size, torch.bfloat16, count=count)
+            out, told, back = poisoned(size * count, x.dtype), x.clone(), poisoned(count, x.dtype)
             all_gather_into_tensor(out, x, name=name)
-            assert_same_bits(out, gathered(size, x.dtype, count=count))
-    plans = [(kind, plan) for kind, plan in state.plans.items() if kind.name.startswith(f"{gbps}")]
-    return left, [(kind.numel, plan.codec and plan.num_pieces) for kind, plan in plans]
+            broadcast(told, 1, name=name)
+            all_to_all_single(back, x, name=name)
+            assert_same_bits(out, wanted)
+            assert_same_bits(told, tensor_of(1, count=count))
+            assert_same_bits(back, torch.cat([x.chunk(size)[rank] for x in wanted.split(count)]))
+        all_gather_into_tensor(out, x, name=name, level="default")  # the caller's word
+    plans = [(kind, plan) for kind, plan in state.plans.items() if kind.name == name]
+    return {(kind.what, kind.level, kind.numel, plan.codec is not None) for kind, plan in plans}
 
 
-def test_the_link_decides(two):
-    assert two(by_the_link, 1e5, []) == [([], [(1 << 20, None)] * 2)] * 2  # not tried: nothing is that fast
+@pytest.mark.parametrize("gbps, is_coded", [(1e5, False), (1e-4, True)])
+def test_the_link_decides_for_all_ranks(two, gbps, is_coded):
+    wanted = {
+        ("all_gather_into_tensor", "auto", 1 << 20, is_coded),
+        ("broadcast", "auto", 1 << 20, False),  # all-gathers of the CPU do not say how fast others are
+        ("all_to_all_single", "auto", 0, False),
+        ("all_gather_into_tensor", "default", 1 << 20, True),
+    }
+    assert two(by_the_link, gbps) == [wanted] * 2
 
 
-def test_what_was_fastest_is_done(two):
-    """Torch's call and three ways to code it are tried out once, for both names."""
-    assert two(by_the_link, 1e-4, [1.0, 0.97, 0.96, 2.0]) == [([], [(1 << 20, None)] * 2)] * 2
-    (left, plans), other = two(by_the_link, 2e-4, [1.0, 0.5, 0.4, 0.6])
-    assert (left, plans) == other and not left
-    tried = plans[0][1]
-    assert plans == [(1 << 20, tried)] * 2
-    (_, plans), _ = two(by_the_link, 3e-4, [1.0, 0.4, 0.5, 0.6])
-    assert plans[0][1] not in (None, tried)
+def measured(rank):
+    """Makes calls of three kinds. Returns how often the link was measured, and what it gave."""
+    state, count, links = _planning.state_of(None), 1 << 20, []
+    measure = _links.measure
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(state, "link", None)
+        patch.setattr(_links, "measure", lambda members: links.append(measure(members)) or links[-1])
+        out = torch.empty(2 * count, dtype=torch.float64)
+        all_gather_into_tensor(out, tensor_of(rank, torch.float64, count), level="default", name="measured")
+        assert not links
+        for name in ("measured", "once"):
+            all_gather_into_tensor(out, tensor_of(rank, torch.float64, count), name=name)
+    return [link.gbps for link in links]
+
+
+def test_one_raw_call_is_timed_a_group(two):
+    first, second = two(measured)
+    assert first == second and len(first) == 1 and first[0] > 0
 
 
 def test_when_coding_pays():
     codec, rates = Codec.learn(tensor_of(0)), _links.Rates(700.0, 1900.0)
     small, large = (_links.Load(size, size, size) for size in (1 << 20, 1 << 29))
     assert 1.4 < _links.gain(codec, rates, Link(3.0), large) < 1 / (1 - codec.savings)
-    assert _links.pays(_links.gain(codec, rates, Link(25.0), large))
-    assert not _links.pays(_links.gain(codec, rates, Link(25.0), small))
-    assert not _links.pays(_links.gain(codec, rates, Link(250.0), large))  # the coders are not so fast
+    assert _links.pays(codec, rates, Link(25.0), large)
+    assert not _links.pays(codec, rates, Link(25.0), small)
+    assert not _links.pays(codec, rates, Link(250.0), large)  # the coders are not so fast
     assert _links.num_pieces(rates, small) == 1 and 3 <= _links.num_pieces(rates, large) <= 16
     assert _links.num_pieces(rates, _links.Load(1 << 27, 1 << 27, 1 << 27)) == 2
-    assert _links.gain(codec, rates, Link(25.0), large, 16) < _links.gain(codec, rates, Link(25.0), large)
-    known = _links.Load(1 << 24, 1 << 24, 1 << 24, True)  # nothing waits for it
-    assert _links.gain(codec, rates, Link(25.0), known) > _links.gain(
+    known = _links.Load(1 << 24, 1 << 24, 1 << 24, True)  # the host has other work between such calls
+    assert _links.gain(codec, rates, Link(25.0), known) < _links.gain(
         codec, rates, Link(25.0), _links.Load(1 << 24, 1 << 24, 1 << 24)
     )
 

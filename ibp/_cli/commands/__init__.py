@@ -5,8 +5,7 @@ DESCRIPTION, EPILOG: str, what its own help begins and ends with. The first line
 add(parser): gives a parser its arguments.
 run(arguments) -> int: does the work; the exit status. Imports ibp and torch where it needs them, not before.
 
-After a change of arguments `python tools/command_line.py` writes completion, man page and the examples of docs/cli.md
-again.
+After a change of arguments, `python tools/command_line.py` writes the man page and the examples of docs/cli.md again.
 """
 
 COMMANDS = (  # in the order of the help
@@ -18,5 +17,4 @@ COMMANDS = (  # in the order of the help
     "diff",
     "apply",
     "bench",
-    "completion",
 )

@@ -21,8 +21,8 @@ examples:
 
 def add(parser: argparse.ArgumentParser) -> None:
     kinds = "a file, a directory, an index, a URL, or -"
-    parsing.path(parser.add_argument("base", metavar="OLD", help=f"the old version: {kinds}"))
-    parsing.path(parser.add_argument("delta", metavar="DELTA", help="what changed: a file, a URL, or -"))
+    parser.add_argument("base", metavar="OLD", help=f"the old version: {kinds}")
+    parser.add_argument("delta", metavar="DELTA", help="what changed: a file, a URL, or -")
     parsing.add_output(parser, "the file (.safetensors, .npz, .pt) or directory to write, a URL, or -")
     parsing.add_work(parser)
     parsing.add_force(parser)

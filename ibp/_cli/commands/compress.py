@@ -30,7 +30,6 @@ examples:
   ibp compress checkpoint/ -o compressed/ --shard-bytes 2G
   ibp compress 'shards/*.npy' -o features.safetensors --verify
   cat x.npy | ibp compress - -o - > x.safetensors
-  torchrun --nproc-per-node 2 -m ibp compress big/ -o small/ --distributed
 
 An interrupted run goes on where it ended when it is started again."""
 
@@ -57,9 +56,6 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=False,
         help="read what was written, decode it, and compare every tensor (default: no)",
     )
-    parser.add_argument(
-        "--distributed", action="store_true", help="share the work with the other processes that torchrun has started"
-    )
     parser.add_argument("--no-restart", action="store_true", help="begin anew, though a run was interrupted")
     parsing.add_force(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="list every tensor")
@@ -68,13 +64,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     import ibp
 
-    from .. import ranks, work
+    from .. import work
 
     arguments.output = work.output_of(arguments, arguments.inputs)
     if not work.may_write(arguments, arguments.output, to_coded=True):
         return 0
     with (
-        ranks.group(arguments) as group,
         inputs.local(arguments.inputs) as given,
         inputs.written(arguments.output, ".safetensors") as target,
         work.threads(arguments.jobs),
@@ -91,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
                 restart=not arguments.no_restart,
                 device=work.device_of(arguments),
                 jobs=arguments.jobs,
-                group=group,
                 progress=output.show_bars(arguments),
                 force=arguments.force,
             )

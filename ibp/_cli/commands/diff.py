@@ -28,9 +28,9 @@ examples:
 
 def add(parser: argparse.ArgumentParser) -> None:
     kinds = "a file, a directory, an index, a URL, or -"
-    parsing.path(parser.add_argument("base", metavar="OLD", help=f"the old version: {kinds}"))
-    parsing.path(parser.add_argument("new", metavar="NEW", help=f"the new version: {kinds}"))
-    parsing.path(parser.add_argument("-o", "--output", metavar="DELTA", help="write the delta there"))
+    parser.add_argument("base", metavar="OLD", help=f"the old version: {kinds}")
+    parser.add_argument("new", metavar="NEW", help=f"the new version: {kinds}")
+    parser.add_argument("-o", "--output", metavar="DELTA", help="write the delta there")
     parser.add_argument("--exit-code", action="store_true", help="exit with 1 if anything changed")
     parser.add_argument("--no-weigh", action="store_true", help="count only: do not say what a delta would weigh")
     parser.add_argument("-a", "--all", action="store_true", help="list tensors that did not change, too")

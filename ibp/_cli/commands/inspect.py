@@ -35,10 +35,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parsing.add_inputs(parser)
     parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="all about one tensor; repeats")
     parser.add_argument("--planes", action="store_true", help="what the bytes of every tensor are, by part")
-    plot = parser.add_argument("--plot", metavar="OUT.png", help="draw bits and savings")
-    page = parser.add_argument("--html", metavar="OUT.html", help="write a page to click through the tensors")
-    for argument in (plot, page):
-        parsing.path(argument)
+    parser.add_argument("--plot", metavar="OUT.png", help="draw bits and savings")
+    parser.add_argument("--html", metavar="OUT.html", help="write a page to click through the tensors")
     parsing.add_names(parser)
     parsing.add_force(parser)
 
