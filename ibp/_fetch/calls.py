@@ -48,16 +48,16 @@ def produce(
             run(result, fault)
 
     if torch.compiler.is_compiling():  # what goes wrong is raised by the next call outside, or by table.check()
-        work(table.faults.on(worker))
+        work(table._faults.on(worker))
     else:
-        table.raise_pending(worker)
-        fault = table.faults.on(worker) if worker.type == "cuda" else new_record(worker)
+        table._raise_pending(worker)
+        fault = table._faults.on(worker) if worker.type == "cuda" else new_record(worker)
         work(fault)
         if worker.type == "cpu":
-            table.raise_fault(fault)
+            table._raise_fault(fault)
         elif check:
             torch.cuda.current_stream(worker).synchronize()
-            table.raise_pending(worker)
+            table._raise_pending(worker)
     if out is not None and out is not result:
         return out.copy_(result.view(out.shape))
     return result if worker == target else result.to(target)
@@ -127,7 +127,7 @@ def target_of(device: torch.device | str | int | None, out: torch.Tensor | None,
 
 def worker_of(table: Table, target: torch.device) -> torch.device:
     """Which device decodes, unless the path has it otherwise."""
-    if table.is_pinned() and (target.type == "cpu" or table.serves(target)):
+    if table.is_pinned() and (target.type == "cpu" or table._serves(target)):
         return target
     device = table.device
     return device if device.type == "cuda" else CPU

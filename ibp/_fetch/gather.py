@@ -141,7 +141,7 @@ def index_select(
     if chosen is None:
         chosen = choose(PATHS, request)
         if not torch.compiler.is_compiling() and ids.device == worker == target:
-            table.make_ready(worker)
+            table._make_ready(worker)
     return produce(
         table,
         (ids.numel(), *table.item_shape),
@@ -198,7 +198,7 @@ def _select_of_many(
     if check and device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
         for table in tables:
-            table.raise_pending(device)
+            table._raise_pending(device)
     return result
 
 
@@ -236,8 +236,8 @@ def _take_of_many(
     """Writes items ids[starts[t]] to ids[starts[t + 1] - 1] of table t to the positions of out that order has there."""
     used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
     for number in used:
-        tables[number].raise_pending(out.device)
-        tables[number].make_ready(out.device)
+        tables[number]._raise_pending(out.device)
+        tables[number]._make_ready(out.device)
     cores = [tables[number].handle(out.device).core for number in used]
     bounds = [*(starts[number] for number in used), starts[-1]]
     positions = order.to(torch.int32)

@@ -60,7 +60,7 @@ def select(
     bases, lengths, rows = parts
     taken, fault = torch.empty(2, dtype=torch.int64, device="cpu"), new_record()
     torch.ops.ibp.select_rows.default(table.handle(_CPU).table, ids, first, lengths, bases, rows, taken, fault)
-    table.raise_fault(fault)
+    table._raise_fault(fault)
     return taken.tolist()
 
 
@@ -153,15 +153,15 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
         _fetch_selections(table, ids, device, max_sms, out)
         return
     table.handle(_CPU)  # after what a GPU has changed in the slots
-    stage, handle, fault = _stage_of(device), table.handle(device), table.faults.on(device)
-    slots = table.settled("slots")  # threads read what a GPU may be changing
+    stage, handle, fault = _stage_of(device), table.handle(device), table._faults.on(device)
+    slots = table._settled("slots")  # threads read what a GPU may be changing
     with stage.lock:
         torch.ops.ibp.stage_items.default(handle.table, slots, ids, stage.stager.address, max_sms, out, fault)
 
 
 def _fetch_selections(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
     (ring, lock), current = _ring_of(device), torch.cuda.current_stream(device)
-    fault = table.faults.on(device, OF_SELECTIONS)
+    fault = table._faults.on(device, OF_SELECTIONS)
     num_rows = min(rows_at_once(table), ids.numel() * (table.geometry.item_bytes // table.row_bytes))
     order = torch.arange(ids.numel(), dtype=torch.int32, device=device)
     first = 0

@@ -241,7 +241,7 @@ class HostDecoder(Decoder):
         table, start, end, out = prepared
         data, fault = torch.empty(end - start, dtype=torch.uint8, device="cpu"), new_record()
         KERNEL.decode(table, start, end, data.device, 0, data, fault)
-        table.raise_fault(fault)
+        table._raise_fault(fault)
         bytes_of(out).copy_(data)
 
 
@@ -326,7 +326,7 @@ def _decode(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str 
     on_gpus = [job for job in jobs if job.worker.type == "cuda"]
     for job in on_gpus:  # what waits comes first, so that it does not hold up a stream
         if not torch.compiler.is_compiling():
-            job.table.raise_pending(job.worker)
+            job.table._raise_pending(job.worker)
         job.table.handle(job.worker)
     groups: dict[tuple[torch.device, bool], list[_DecodeJob]] = {}
     for job in jobs:
@@ -346,7 +346,7 @@ def _decode(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str 
     if check:
         for job in on_gpus:
             torch.cuda.current_stream(job.worker).synchronize()
-            job.table.raise_pending(job.worker)
+            job.table._raise_pending(job.worker)
     return results
 
 
@@ -364,7 +364,7 @@ def _decode_together(jobs: list[_DecodeJob], decoders: list[Decoder], sms: int) 
         some = [jobs[number] for number in numbers]
         outs = [memory.empty_tensor(job.shape, job.table.dtype, worker) if job.out is None else job.out for job in some]
         for job in some:
-            job.table.make_ready(worker)
+            job.table._make_ready(worker)
         with torch.cuda.device(worker):
             if _core.TableHandle.decode_many([job.table.handle(worker).core for job in some], outs, sms):
                 results.update(zip(numbers, outs))

@@ -182,7 +182,7 @@ class File(Mapping[str, Value], Closing):
             return place.file.tensor(name, place.file.mapped)
         pages: list[_core.FilePages] | None = [] if _ops.cuda_is_available() else None
         table, fields = self._table(name, mapped_parts(pages))
-        table.lie_in_file(None if pages is None else FileRows(pages, pin=self._pins))
+        table._lie_in_file(None if pages is None else FileRows(pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
         if self._memory == "pinned":

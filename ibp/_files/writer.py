@@ -385,7 +385,7 @@ def write_table(
         table.row_bytes,
         table.slot_bytes,
         None if table.codebook is None else writer.codebook(table.codebook),
-        1 if table.has_own_bases else _core.ROWS_PER_BASE,
+        1 if table._has_own_bases else _core.ROWS_PER_BASE,
         content,
         base,
         result,

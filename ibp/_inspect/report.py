@@ -316,7 +316,7 @@ def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
     if table.slot_bytes:
         return table.slots.cpu().numpy()[numbers * table.slot_bytes]
     overflow, bases = table.overflow.cpu().numpy(), table.bases.cpu().numpy()
-    if table.has_own_bases:
+    if table._has_own_bases:
         return overflow[bases[numbers]]
     of_group = numbers[:, None] // ROWS_PER_BASE * ROWS_PER_BASE + np.arange(ROWS_PER_BASE)
     lengths = torch.from_numpy(_lengths(table, np.minimum(of_group, table.num_rows - 1)))

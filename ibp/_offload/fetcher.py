@@ -149,7 +149,7 @@ class WeightFetcher:
             assert weight.table is not None
             fault = new_record()
             KERNEL.decode(weight.table, 0, weight.num_bytes, self.device, 0, part, fault)
-            weight.table.raise_fault(fault)
+            weight.table._raise_fault(fault)
         self.waited_s += time.perf_counter() - begun
 
 
@@ -186,7 +186,7 @@ class CudaWeightFetcher(WeightFetcher):
         try:
             for weight in group.weights:
                 if weight.table is not None:
-                    weight.table.raise_pending(self.device)
+                    weight.table._raise_pending(self.device)
         except CorruptTableError:
             if not group.uses:
                 self.drop(group)  # its memory does not hold the weights; the next use fetches them again
@@ -240,7 +240,7 @@ class CudaWeightFetcher(WeightFetcher):
 
     def _decoder(self, group: Group) -> Decoder:
         """What decodes a group on the stream of the fetches."""
-        if any(weight.table is not None and not weight.table.serves(self.device) for weight in group.weights):
+        if any(weight.table is not None and not weight.table._serves(self.device) for weight in group.weights):
             return ON_HOST
         if self._from_host is None:
             self._from_host = TensorStream(self.device, ring_bytes=self._ring_bytes)
@@ -253,7 +253,7 @@ class CudaWeightFetcher(WeightFetcher):
             place.decoder, place.sms = decoder, sms
             place.prepared = [
                 decoder.prepare(
-                    weight.table, 0, weight.num_bytes, self.device, sms, part, weight.table.faults.on(self.device)
+                    weight.table, 0, weight.num_bytes, self.device, sms, part, weight.table._faults.on(self.device)
                 )
                 for weight, part in zip(group.weights, place.data)
                 if weight.table is not None

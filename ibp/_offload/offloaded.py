@@ -506,7 +506,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
                 weight.table = by_rows(weight.table)
             weight.freeze()
             if weight.table is not None:
-                if device.type == "cpu" or weight.table.serves(device):
+                if device.type == "cpu" or weight.table._serves(device):
                     weight.table.handle(device)  # copies the index there now, not at the first use
                 blank = ones[device].view(weight.dtype)[0].expand(weight.shape)
                 weight.prepare(blank, self._read)

@@ -60,7 +60,7 @@ class Table(TensorManners, Saves):
     num_items: int
     item_bytes: int
     item_shape: tuple[int, ...]
-    faults: Faults
+    _faults: Faults
     _room: Room | None = None  # of a table whose rows have changed
     _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and the rows' state then
     _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs go on reading
@@ -100,7 +100,7 @@ class Table(TensorManners, Saves):
             num_items=geometry.num_items,
             item_bytes=geometry.item_bytes,
             item_shape=tuple(geometry.shape[1:]),
-            faults=Faults(_WORDS, _WORDS_OF_SELECTIONS),
+            _faults=Faults(_WORDS, _WORDS_OF_SELECTIONS),
         )
         self._handles: dict[torch.device, Handle] = {}
         self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made in place
@@ -123,14 +123,14 @@ class Table(TensorManners, Saves):
     @property
     def lengths(self) -> torch.Tensor:
         """One entry a row (FORMAT.md section 2)."""
-        return self.settled("lengths")
+        return self._settled("lengths")
 
     @property
     def bases(self) -> torch.Tensor:
         """Where rows' overflow parts are (FORMAT.md section 2)."""
-        return self.settled("bases")
+        return self._settled("bases")
 
-    def settled(self, name: str) -> torch.Tensor:
+    def _settled(self, name: str) -> torch.Tensor:
         """A tensor of the table, once GPUs that change it are done."""
         if self._room is not None:
             self._room.settle()
@@ -199,7 +199,7 @@ class Table(TensorManners, Saves):
         return self.overflow.numel() if self.spills_to_host else 0
 
     @property
-    def has_own_bases(self) -> bool:
+    def _has_own_bases(self) -> bool:
         """Whether every row has a base of its own, as in tables whose rows have changed (FORMAT.md section 2)."""
         return 1 < self.num_rows == vars(self)["bases"].numel()
 
@@ -212,7 +212,7 @@ class Table(TensorManners, Saves):
     def link_bytes(self) -> int:
         """Bytes that fetching every row once reads over the link, in whole 32-byte sectors."""
         if self._link_bytes is None:
-            bases = self.bases.cpu() if self.has_own_bases else None
+            bases = self.bases.cpu() if self._has_own_bases else None
             self._link_bytes = _layout.link_bytes(self.lengths.cpu(), self.geometry, self.slot_bytes, bases)
         return self._link_bytes
 
@@ -248,7 +248,7 @@ class Table(TensorManners, Saves):
         self._refresh()
         return self
 
-    def serves(self, device: torch.device) -> bool:
+    def _serves(self, device: torch.device) -> bool:
         """Whether a GPU can fetch rows itself. Shared memory is pinned for this process first, if the system lets."""
         segment = self._segment
         if not self._is_pinned or segment is None or torch.compiler.is_compiling() or segment.is_pinned:
@@ -276,7 +276,7 @@ class Table(TensorManners, Saves):
             memory.warn_of_copy(error)
             self._move(pinned)
 
-    def lie_in_file(self, rows: FileRows | None) -> None:
+    def _lie_in_file(self, rows: FileRows | None) -> None:
         """Says that the table's memory is a mapped file, which is not written to: a change takes memory of its own.
         rows: what is pinned there; None: nothing can be."""
         self._is_aliased = True
@@ -298,7 +298,7 @@ class Table(TensorManners, Saves):
             torch.cuda.current_stream(self.device).synchronize()
         return tensors
 
-    def set_room(self, room: Room, geometry: Geometry | None = None) -> Room:
+    def _set_room(self, room: Room, geometry: Geometry | None = None) -> Room:
         """Takes the memory of a room, and another number of items with it, at once: whatever interrupts it, the table
         is the one that it was or the one that it becomes. Returns the room."""
         if room is self._room and geometry is None:
@@ -325,17 +325,17 @@ class Table(TensorManners, Saves):
         self._refresh()
         return room
 
-    def forget_handles(self, changing: torch.device) -> None:
+    def _forget_handles(self, changing: torch.device) -> None:
         """Forgets what depends on the rows, as the given device is about to change them."""
         vars(self).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
         for device in [device for device in self._handles if device != changing]:
             del self._handles[device]
 
-    def note_change(self) -> None:
+    def _note_change(self) -> None:
         """Counts a change of rows in place."""
         vars(self)["version"] = self.version + 1
 
-    def become(self, other: Table) -> None:
+    def _become(self, other: Table) -> None:
         """Takes the fields and the memory of another table of the same tensor, which nobody has, at once."""
         self._handles.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
@@ -352,7 +352,7 @@ class Table(TensorManners, Saves):
         )
         self._refresh()
 
-    def become_plain(self, data: torch.Tensor) -> None:
+    def _become_plain(self, data: torch.Tensor) -> None:
         """Takes the bytes of its tensor, raw, as slots of whole rows."""
         none = torch.empty(0, dtype=torch.int64, device=self.device)
         slots = memory.empty(data.numel(), self.device, self._is_pinned).copy_(data)
@@ -411,11 +411,11 @@ class Table(TensorManners, Saves):
             with torch.cuda.device(device):
                 self._pin_segment()
         with outside_of_modes():
-            handle = self._handles[device] = Handle(self.parts(device, self.geometry))
-            self.faults.on(device)  # compiled code and graphs find it made
+            handle = self._handles[device] = Handle(self._parts(device, self.geometry))
+            self._faults.on(device)  # compiled code and graphs find it made
         return handle
 
-    def parts(self, device: torch.device, geometry: Geometry) -> Parts:
+    def _parts(self, device: torch.device, geometry: Geometry) -> Parts:
         """The parts of the table's handle; or of one for as many items as a geometry has, where its room holds them. A
         table with a room is a place too."""
         (codec, words), sizes = self._coding(device), (self.slot_bytes, 0, geometry.num_items, geometry.item_bytes)
@@ -427,7 +427,7 @@ class Table(TensorManners, Saves):
         lengths, bases, *place = self._room.index_on(device).first(geometry.num_rows)
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, *place)
 
-    def make_ready(self, device: torch.device) -> None:
+    def _make_ready(self, device: torch.device) -> None:
         """Readies the table's handle, if it is not ready, for calls with ids on the device that decodes. Calls for many
         items choose among paths instead."""
         if self.item_bytes == 0 or memory.is_capturing(device) or self.handle(device).core.is_ready:
@@ -437,9 +437,9 @@ class Table(TensorManners, Saves):
             machine = calibration.in_force(device)
             is_large = self.device.type == "cpu" and self.resident_bytes >= machine.reach_bytes
             most_items = machine.least_bucketed_ids - 1 if is_large else _MANY_BYTES // self.item_bytes
-        near, kind = self.faults.on(device), (list(self.item_shape), self.dtype, self.dtype.is_complex)
-        records = self.faults.addresses(device)[0]
-        self.handle(device).core.make_ready((self.faults, near), device, records, near.data_ptr(), *kind, most_items)
+        near, kind = self._faults.on(device), (list(self.item_shape), self.dtype, self.dtype.is_complex)
+        records = self._faults.addresses(device)[0]
+        self.handle(device).core.make_ready((self._faults, near), device, records, near.data_ptr(), *kind, most_items)
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
         """(codec, codebook) of the operations: how the rows are coded, for a device."""
@@ -450,16 +450,16 @@ class Table(TensorManners, Saves):
     def check(self) -> None:
         """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or
         CorruptTableError."""
-        for device in self.faults.devices:
+        for device in self._faults.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            self.raise_pending(device)
+            self._raise_pending(device)
 
-    def raise_pending(self, device: torch.device) -> None:
+    def _raise_pending(self, device: torch.device) -> None:
         """Raises what earlier calls have noted on a device."""
-        self.faults.raise_pending(device, last=self.num_items - 1)
+        self._faults.raise_pending(device, last=self.num_items - 1)
 
-    def raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
+    def _raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
         """Raises what a call has noted in a record of its own."""
         (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.num_items - 1)
 

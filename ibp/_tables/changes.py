@@ -39,7 +39,7 @@ def put_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> None:
     _make_room(table)
     numbers, data = _rows_of_items(table, ids.to(worker), items.to(worker))
     _encode(table, table.geometry, data, worker, numbers, 0)
-    table.note_change()
+    table._note_change()
 
 
 def put_rows(table: Table, numbers: torch.Tensor, data: torch.Tensor) -> None:
@@ -47,7 +47,7 @@ def put_rows(table: Table, numbers: torch.Tensor, data: torch.Tensor) -> None:
     worker = _worker_of(table, data.device)
     _make_room(table)
     _encode(table, table.geometry, data.to(worker), worker, numbers.to(worker), 0)
-    table.note_change()
+    table._note_change()
 
 
 def append(table: Table, rows: torch.Tensor) -> None:
@@ -66,12 +66,12 @@ def append(table: Table, rows: torch.Tensor) -> None:
     if rest:
         data = torch.cat((decoded_bytes(table, old.num_bytes - rest, old.num_bytes, worker), data))
     room = _room_of(table)
-    room = table.set_room(room.with_rows(new.num_rows, table.slot_bytes, _memory_of(table)))
+    room = table._set_room(room.with_rows(new.num_rows, table.slot_bytes, _memory_of(table)))
     kept = _Row(table, room, first_row, worker) if rest else None
     try:
         if data.numel():
             _encode(table, new, data, worker, None, first_row)
-        table.set_room(_room_of(table), new)
+        table._set_room(_room_of(table), new)
     except BaseException:
         if kept is not None:
             kept.put_back()
@@ -82,7 +82,7 @@ def reserve(table: Table, num_items: int) -> None:
     """Makes room for `num_items` items, so that `append` moves no row until the table has more."""
     _make_room(table)
     geometry = Geometry(torch.Size((num_items, *table.shape[1:])), table.dtype, table.row_bytes)
-    table.set_room(_room_of(table).with_rows(geometry.num_rows, table.slot_bytes, _memory_of(table)))
+    table._set_room(_room_of(table).with_rows(geometry.num_rows, table.slot_bytes, _memory_of(table)))
 
 
 def check_can_change(table: Table) -> None:
@@ -123,7 +123,7 @@ def _worker_of(table: Table, *devices: torch.device) -> torch.device:
     home = table.device
     if home.type == "cuda" or not table.is_pinned():
         return home
-    gpus = [device for device in (*devices, *table.faults.devices) if device.type == "cuda"]
+    gpus = [device for device in (*devices, *table._faults.devices) if device.type == "cuda"]
     return gpus[0] if gpus else home
 
 
@@ -175,7 +175,7 @@ def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> t
     out = torch.empty(end - start, dtype=torch.uint8, device=worker)
     fault = new_record(worker)
     torch.ops.ibp.decode_bytes.default(table.handle(worker).table, start, end, 0, out, fault)
-    table.raise_fault(fault)
+    table._raise_fault(fault)
     return out
 
 
@@ -192,7 +192,7 @@ def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
         parts = table.handle(worker).parts
         parts = parts._replace(bases=parts.bases[:num_whole], num_items=num_whole, item_bytes=row_bytes)
         torch.ops.ibp.gather_items.default(Handle(parts).table, whole, 0, out, fault, None)
-        table.raise_fault(fault)
+        table._raise_fault(fault)
     if has_last:
         start = num_whole * row_bytes
         last = decoded_bytes(table, start, start + rest, worker)
@@ -244,12 +244,12 @@ def _make_room(table: Table) -> None:
     if table._room is not None and not table._is_aliased:
         return
     if table.scheme == "raw" and table.slot_bytes < table.row_bytes:
-        table.become_plain(bytes_of(decoded_bytes(table, 0, table.original_bytes, table.device)))
+        table._become_plain(bytes_of(decoded_bytes(table, 0, table.original_bytes, table.device)))
     slots, overflow = table.slots, table.overflow
     if table._is_aliased:  # another table has the same memory
         slots = _memory_of(table)(slots.numel()).copy_(slots)
         overflow = _overflow_memory_of(table)(overflow.numel()).copy_(overflow)
-    table.set_room(room_of(table.geometry, table.slot_bytes, slots, overflow, table.lengths, table.bases))
+    table._set_room(room_of(table.geometry, table.slot_bytes, slots, overflow, table.lengths, table.bases))
 
 
 @functools.cache
@@ -271,11 +271,11 @@ def _encode(
     on."""
     row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
     most_bytes = -(-data.nbytes // row_bytes) * rounded_up(row_bytes - slot_bytes, _SECTOR)
-    room = table.set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))
+    room = table._set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))
     same = geometry is table.geometry
-    handle = table.handle(worker) if same else Handle(table.parts(worker, geometry))
+    handle = table.handle(worker) if same else Handle(table._parts(worker, geometry))
     index = room.begin_change(worker)
-    table.forget_handles(worker)
+    table._forget_handles(worker)
     room.most_used += most_bytes
     handle.encode(data, *_unread(worker), row_ids=numbers, first_row=first_row)
     if worker.type == "cpu":

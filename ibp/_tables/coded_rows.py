@@ -255,7 +255,7 @@ class CodedRows(OfThisProcess):
         """The place as a table that the place's device reads as it is at that time, a pinned one too."""
         table = self.table()
         table._handles[self.device] = Handle(self.handle.parts)
-        table.faults.on(self.device)
+        table._faults.on(self.device)
         return table
 
 

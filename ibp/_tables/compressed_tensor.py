@@ -310,7 +310,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         """
         changes.check_can_change(self)
         learning = {"scheme": scheme, "codebook": codebook, "sample": sample, "clusters": clusters, "level": level}
-        self.become(coding.code_anew(self, slot_bytes, device, **learning))
+        self._become(coding.code_anew(self, slot_bytes, device, **learning))
         return self
 
     # ---- what can be asked of it ----

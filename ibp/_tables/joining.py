@@ -52,7 +52,7 @@ def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | Non
 
 def _form(table: CompressedTensor) -> Hashable | None:
     """The same for tables whose rows one table can have. None: the table cannot be cut between any two items."""
-    if table.codebook is None or table.item_bytes != table.row_bytes or table.has_own_bases:
+    if table.codebook is None or table.item_bytes != table.row_bytes or table._has_own_bases:
         return None
     if not 0 < table.slot_bytes < table.row_bytes:
         return None

@@ -305,7 +305,7 @@ class RowCache(OfThisProcess, TensorManners):
             ids = ids.cpu()
             check_range(ids, self.view.num_items)
         if ids.device == worker == target and not torch.compiler.is_compiling():
-            self.view.make_ready(worker)
+            self.view._make_ready(worker)
         ids = ids.to(worker)
         shape = (ids.numel(), *self.view.item_shape)
         given = out if out is None or not isinstance(self.table, CodedRows) else _as_bytes(out, shape)

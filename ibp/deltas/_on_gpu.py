@@ -161,7 +161,7 @@ def can_apply(delta: Delta, base: torch.Tensor) -> bool:
         and not base.is_conj()
         and not base.is_neg()
         and delta.table.slot_bytes == 0
-        and not delta.table.has_own_bases
+        and not delta.table._has_own_bases
     )
 
 

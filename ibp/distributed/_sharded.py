@@ -280,7 +280,7 @@ class ShardedTable(OfThisProcess, TensorManners):
             check_out(out, (ids.numel(), *self.shape[1:]), self.dtype)
         sms = sms_of(max_sms)
         if target.type == "cuda":
-            self.local_table.raise_pending(target)
+            self.local_table._raise_pending(target)
         check_range(ids, len(self))
         unique, places = torch.unique(ids, return_inverse=True)
         return _Wanted(unique, places, target, sms)
@@ -334,11 +334,11 @@ class ShardedTable(OfThisProcess, TensorManners):
             else:
                 parts = Parts(none, rows, lengths, self._places(lengths)[:-1], words, codec, 0, *sizes)
             on_gpu = target.type == "cuda"
-            fault = table.faults.on(target, OF_SELECTIONS) if on_gpu else new_record(target)
+            fault = table._faults.on(target, OF_SELECTIONS) if on_gpu else new_record(target)
             places = wanted.places.to(target)
             torch.ops.ibp.gather_items.default(Handle(parts).table, places, wanted.sms, result, fault, None)
             if not on_gpu:
-                table.raise_fault(fault, of_selections=True)
+                table._raise_fault(fault, of_selections=True)
         return out.copy_(result.view(out.shape)) if out is not None and not direct else result
 
     # ---- answering ----
@@ -378,7 +378,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         fault = new_record(worker)
         handle, no_map = table.handle(worker), ends[:0]
         torch.ops.ibp.fill_slab.default(handle.table, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
-        table.raise_fault(fault)
+        table._raise_fault(fault)
         near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
         sent = lengths.view(torch.uint8).to(device).split((2 * ends_of_parts.diff()).tolist())
         return [_Received(*pair) for pair in zip(sent, near.split(sizes))]

@@ -52,7 +52,7 @@ def assert_same(got, wanted):
         wanted.slot_bytes,
         wanted.row_bytes,
     )
-    assert got.codebook == wanted.codebook and got.has_own_bases == wanted.has_own_bases
+    assert got.codebook == wanted.codebook and got._has_own_bases == wanted._has_own_bases
     if wanted.codebook is not None:
         assert got.codebook.expected_savings == wanted.codebook.expected_savings
 

@@ -44,7 +44,7 @@ def use_gpu(monkeypatch):
             pass
 
     monkeypatch.setattr("ibp._offload.fetcher.TensorStream", Ring)
-    monkeypatch.setattr(ibp.CompressedTensor, "serves", lambda table, device: True)  # as if they were pinned
+    monkeypatch.setattr(ibp.CompressedTensor, "_serves", lambda table, device: True)  # as if they were pinned
     monkeypatch.setattr("ibp._offload.offloaded.WeightFetcher", CudaWeightFetcher)
     return gpu
 
