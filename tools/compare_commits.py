@@ -8,15 +8,17 @@ before, after; each of the four passes is one process, which runs benchmarks of 
 see `python -m benchmarks.gather --help`) and writes CSVs to DIR/1 to DIR/4. Rows of CSVs go together as in
 compare_results.py.
 
-Of one tree twice, the spread of a cell is the standard deviation of its four rates, divided by their mean: it is
-written to DIR/spreads.csv, and a line a script is printed. Of two trees, a cell is slower if its mean rate fell by more
-than 2 % and by more than three times its spread: the larger one of what this run shows between passes of one tree and
-what --spreads has for this GPU. A cell counts as slower only if two runs say so: give the first run's DIR/slower.csv as
---again to the second. The exit status is 1 if cells are slower.
+The spread of a cell is the standard deviation of its rates in the passes of one tree, divided by their mean: of all
+four passes, if one tree is given twice, else the mean square of the spreads of both trees. Spreads are written to
+DIR/spreads.csv, and a line a script is printed. Of two trees, a cell is slower if its mean rate fell by more than 2 %
+and by more than three times its spread: the larger one of this run's and what --spreads has for this GPU. A cell counts
+as slower only if two runs say so: give the first run's DIR/slower.csv as --again to the second. The exit status is 1 if
+cells are slower.
 """
 
 import argparse
 import csv
+import math
 import os
 import statistics
 import subprocess
@@ -91,19 +93,25 @@ def read(path, gpu):
         }
 
 
-def report_spreads(out, gpu, passes):
+def pooled(groups):
+    """The mean square of the spreads of groups of rates."""
+    return math.sqrt(statistics.fmean(spread_of(speeds) ** 2 for speeds in groups))
+
+
+def report_spreads(out, gpu, passes, trees):
+    """Writes and prints what cells spread. trees: 1 if all passes are of one tree, 2 if every other one is."""
     common = [name for name in passes[0] if all(name in cells for cells in passes)]
-    rows = [
-        (gpu, *name, statistics.fmean(cells[name] for cells in passes), spread_of([cells[name] for cells in passes]))
-        for name in common
-    ]
+    rows = []
+    for name in common:
+        speeds = [cells[name] for cells in passes]
+        spread = pooled([speeds[first::trees] for first in range(trees)])
+        rows.append((gpu, *name, statistics.fmean(speeds), spread))
     write(out / "spreads.csv", rows)
     print(f"{gpu}: spreads of {PASSES} passes, in per cent\n{'script':14} cells  median  95 % below  largest")
     for script in sorted({row[1] for row in rows}):
         found = sorted(100 * row[-1] for row in rows if row[1] == script)
         most = found[max(0, -(-95 * len(found) // 100) - 1)]
         print(f"{script:14} {len(found):5} {statistics.median(found):7.2f} {most:11.2f} {found[-1]:8.2f}")
-    return 0
 
 
 def report_slower(out, gpu, passes, known, again):
@@ -115,7 +123,7 @@ def report_slower(out, gpu, passes, known, again):
             continue
         before, after = ([cells[name] for cells in passes[of::2]] for of in (0, 1))
         ratio = statistics.fmean(after) / statistics.fmean(before)
-        spread = max(known.get(name, 0.0), spread_of(before), spread_of(after))
+        spread = max(known.get(name, 0.0), pooled([before, after]))
         ratios.setdefault(name[0], []).append(ratio)
         if 1 - ratio > max(LEAST, TIMES * spread) and (again is None or name in again):
             slower.append((gpu, *name, ratio, spread))
@@ -147,8 +155,9 @@ def main(argv=None):
             print(f"pass {number + 1}: some cells failed; {out / 'log'} says which")
     folders = [options.out / str(number + 1) for number in range(PASSES)]
     gpu, passes = gpu_of(folders[0]), [cells_of(folder) for folder in folders]
+    report_spreads(options.out, gpu, passes, len(set(trees)))
     if trees[0] == trees[1]:
-        return report_spreads(options.out, gpu, passes)
+        return 0
     known = read(options.spreads, gpu) if options.spreads else {}
     again = set(read(options.again, gpu)) if options.again else None
     return report_slower(options.out, gpu, passes, known, again)

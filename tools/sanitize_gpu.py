@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 
 import ibp  # noqa: E402
 
-ONLY_OURS = ["--kernel-name", "kernel_substring=ibp"]
+ONLY_OURS = ["--kernel-name", "kns=ibp"]  # kernels whose names have this in them
 TOOLS = {  # tool: its options
     "memcheck": ["--leak-check", "no", *ONLY_OURS],
     "racecheck": ["--racecheck-report", "hazard", *ONLY_OURS],
