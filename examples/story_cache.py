@@ -2,10 +2,11 @@
 
     python examples/story_cache.py
 
-The model is small and real (data/README.md). Needs transformers 5.24 or newer; before, the argument `cache` was called
-`past_key_values`. Where there is a GPU, older tokens stay in host memory, compressed, and each layer's are decoded on
-the GPU while the layer before it computes.
+The model is small and real (data/README.md). Where there is a GPU, older tokens stay in host memory, compressed, and
+each layer's are decoded on the GPU while the layer before it computes.
 """
+
+import inspect
 
 import torch
 from stories260k import FIRST, load_model, text_of
@@ -20,7 +21,9 @@ NEW_TOKENS = 250
 def tell(model, cache, device):
     """Token ids [tokens] of a story, each the most likely one."""
     first = {name: tensor.to(device) for name, tensor in FIRST.items()}
-    return model.generate(**first, cache=cache, max_new_tokens=NEW_TOKENS, do_sample=False)[0].cpu()
+    # Before transformers 5.24 the argument `cache` is called `past_key_values`.
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return model.generate(**first, **{name: cache}, max_new_tokens=NEW_TOKENS, do_sample=False)[0].cpu()
 
 
 def main():

@@ -25,7 +25,7 @@ def cannot_record(tracer: str, operation: str = "") -> RuntimeError:
     here = f" (here ibp::{operation})" if operation else ""
     return RuntimeError(
         f"{tracer} cannot record ibp's operations{here}: give it plain tensors, as ibp.decompress(table) and "
-        "ibp.nn.decompress(model) make them, or use torch.compile"
+        "ibp.nn.decompress(model) make them, or use torch.compile without fullgraph=True"
     )
 
 
@@ -38,12 +38,12 @@ def cannot_map(operation: str = "") -> RuntimeError:
 
 
 def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """A function that compiled code calls as it is: torch.compile's graph ends before it. torch.export, whose graph
-    cannot end, raises RuntimeError."""
+    """Returns a function that compiled code calls as it is: torch.compile's graph ends before it. torch.export, whose
+    graph cannot end, raises."""
 
     @functools.wraps(function)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        if torch.compiler.is_exporting():
+        if torch.compiler.is_exporting():  # true in torch 2.11 also where torch.compile traces
             raise cannot_record("torch.export")
         if not made:  # not before the first call: it loads torch's compiler
             made.append(torch.compiler.disable(function, reason=_OUTSIDE))

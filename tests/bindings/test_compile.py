@@ -155,7 +155,7 @@ def test_calls_outside_of_graphs(name):
     wanted = call(ids)
     assert_same_bits(torch.compile(lambda ids: call(ids) + 0, backend="eager")(ids), wanted + 0)
     torch.compiler.reset()
-    with pytest.raises(RuntimeError, match=r"ibp runs it outside of graphs: .* without fullgraph=True"):
+    with pytest.raises(RuntimeError, match="without fullgraph=True"):
         torch.compile(lambda ids: call(ids) + 0, backend="eager", fullgraph=True)(ids)
 
 

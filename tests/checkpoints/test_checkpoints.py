@@ -211,6 +211,7 @@ def test_a_gpu_codes_what_a_cpu_codes(cuda, tmp_path):
     tensors["masks"] = torch.randint(0, 2**20, (1 << 18,), dtype=torch.int32)
     safetensors.save_file(tensors, tmp_path / "m.safetensors")
     for options in ({}, {"scheme": "ibp"}, {"level": "fast"}, {"row_bytes": 1000, "shard_bytes": 1 << 20}):
+        options["force"] = True
         report = ibp.checkpoints.compress(tmp_path / "m.safetensors", tmp_path / "near", device=cuda, **options)
         with ibp.open(report.path) as file:
             file.verify(content=True)
@@ -496,7 +497,8 @@ def forked(work):
 
 
 def compress():
-    ibp.checkpoints.compress(source, directory + "/m.safetensors", shard_bytes=100_000, device="cpu", jobs=2)
+    options = {"shard_bytes": 100_000, "device": "cpu", "jobs": 2, "force": True}
+    ibp.checkpoints.compress(source, directory + "/m.safetensors", **options)
 
 
 def compare():

@@ -241,7 +241,9 @@ FIRST_USES = {
     "index_select": lambda rows: functools.partial(ibp.index_select, ibp.compress(rows, **ON_CPU), IDS),
     "bags": lambda rows: functools.partial(ibp.embedding_bag, ibp.compress(rows, **ON_CPU), IDS[None]),
     "linear": lambda rows: functools.partial(ibp.linear, torch.ones(2, 32), ibp.compress(rows, **ON_CPU)),
-    "cache": lambda rows: functools.partial(ibp.RowCache(ibp.compress(rows, **ON_CPU), 4096).index_select, IDS),
+    "cache": lambda rows: functools.partial(
+        ibp.RowCache(ibp.compress(rows, **ON_CPU), 4096, range(9), devices="cpu").index_select, IDS
+    ),
     "collection": _collection,
 }
 MODES = {
