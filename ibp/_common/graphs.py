@@ -51,6 +51,8 @@ def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _
             # while another thread loads a module waits for that module for ever.
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                torch._dynamo.graph_break(msg=_OUTSIDE)
             made.append(torch.compiler.disable(function, reason=_OUTSIDE))
         return made[0](*args, **kwargs)
 

@@ -156,7 +156,15 @@ cache = ibp.RowCache(ibp.compress(x, device="cpu"), 5000, torch.rand(100), devic
 bag = ibp.nn.EmbeddingBag(100, 64)
 cache.index_select(ids), bag(ids[None])
 assert "torch._dynamo" not in sys.modules
-assert torch.compile(lambda ids: cache.index_select(ids) + 0, backend="eager")(ids).equal(x[ids] + 0)
+call = lambda ids: cache.index_select(ids) + 0
+try:
+    torch.compile(call, backend="eager", fullgraph=True)(ids)
+except RuntimeError as error:
+    assert "ibp runs it outside of graphs" in str(error), error
+else:
+    raise AssertionError
+torch.compiler.reset()
+assert torch.compile(call, backend="eager")(ids).equal(x[ids] + 0)
 """
 
 
