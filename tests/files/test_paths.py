@@ -63,7 +63,7 @@ READS = {
     "ibp.checkpoints.compress": lambda path: ibp.checkpoints.compress(path, OUT, device="cpu", jobs=1),
     "ibp.checkpoints.decompress": lambda path: ibp.checkpoints.decompress(path, OUT),
     "ibp.checkpoints.estimate": ibp.checkpoints.estimate,
-    "ibp.deltas.make": lambda path: len(ibp.deltas.make(ibp.open(path), ibp.open(FILE)).changes),
+    "ibp.deltas.make": lambda path: bool(ibp.deltas.make(ibp.open(path), ibp.open(FILE))),
     "ibp compress": lambda path: run("compress", path, "-o", OUT),
     "ibp decompress": lambda path: run("decompress", path, "-o", OUT),
     "ibp verify": lambda path: run("verify", path),
