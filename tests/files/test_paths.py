@@ -233,3 +233,22 @@ def test_the_next_call_removes_what_a_killed_one_left(call, request, monkeypatch
     assert len(os.listdir()) == len(before) + 1
     call(path)
     assert sorted(os.listdir()) == sorted([*before, path])
+
+
+BESIDE = {"ibp.save", "ibp diff", "ibp inspect"}  # two of them at once: the last one leaves its file
+
+
+@pytest.mark.parametrize("name", WRITES | WRITES_PAGES)
+def test_a_file_that_another_call_writes(name):
+    path, before = "x.html" if name in WRITES_PAGES else "x.safetensors", sorted(os.listdir())
+    other, call = NewFile(Path(path)), (WRITES | WRITES_PAGES)[name]
+    try:
+        if name in BESIDE:
+            call(path)
+            os.unlink(path)
+        else:
+            with pytest.raises(BlockingIOError if name.startswith("ibp.") else OSError, match="another call writes"):
+                call(path)
+    finally:
+        other.discard()
+    assert sorted(os.listdir()) == before
