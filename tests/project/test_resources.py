@@ -128,7 +128,7 @@ UNTESTED = {  # {resource: {reason: calls}}
     },
     MESSAGE: {
         "places what `ibp.deltas.Receiver` gives, which has a test": "ibp.integrations.vllm_sync.ModelReceiver.apply",
-        "returns when the workers have the messages": SENDS,
+        "copies messages to files, or broadcasts them in the order of the stream": SENDS,
     },
     PAGE: {
         "gives no number away and takes none": "ibp.kv.KeyedPages.touch, ibp.kv.KeyedPages.pin, "
