@@ -115,7 +115,7 @@ UNTESTED = {  # {resource: {reason: calls}}
         for resource in WRITTEN
     },
     "a mapped file that is cut": {
-        "the file is opened and read in one call; a cut between ends the process, as SECURITY.md says": READERS.replace(
+        "a cut while the call has the file mapped ends the process, as SECURITY.md says": READERS.replace(
             "ibp.open, ", ""
         )
     },
@@ -127,7 +127,7 @@ UNTESTED = {  # {resource: {reason: calls}}
         "ibp.integrations.transformers.IbpQuantizer",
     },
     MESSAGE: {
-        "places what `ibp.deltas.Receiver` gives, which has a test": "ibp.integrations.vllm_sync.ModelReceiver.apply",
+        "takes messages by `ibp.deltas.Receiver.apply`, which has a test": "ibp.integrations.vllm_sync.ModelReceiver.apply",
         "copies messages to files, or broadcasts them in the order of the stream": SENDS,
     },
     PAGE: {
