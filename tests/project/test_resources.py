@@ -127,7 +127,7 @@ UNTESTED = {  # {resource: {reason: calls}}
         "ibp.integrations.transformers.IbpQuantizer",
     },
     MESSAGE: {
-        "takes messages by `ibp.deltas.Receiver.apply`, which has a test": "ibp.integrations.vllm_sync.ModelReceiver.apply",
+        "by `ibp.deltas.Receiver.apply`, which has a test": "ibp.integrations.vllm_sync.ModelReceiver.apply",
         "copies messages to files, or broadcasts them in the order of the stream": SENDS,
     },
     PAGE: {
