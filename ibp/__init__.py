@@ -128,14 +128,15 @@ def __getattr__(name: str) -> _Any:
 
 
 def _register(name: str) -> None:
-    # a release of the framework that lacks what this needs finds no coded weights, and says so
+    # a release of the framework that lacks what this needs knows no coded weights, and says so
     with _suppress(ImportError, AttributeError):
         _import_module(f"ibp.integrations.{name}")
 
 
-# Directories of coded weights load where ibp is imported, before or after the framework.
+# Where ibp is imported, before or after the framework, directories of coded weights load, and PEFT adapts coded models.
 _after_import("transformers.modeling_utils", lambda: _register("_transformers_weights"))
 _after_import("diffusers.models.modeling_utils", lambda: _register("_diffusers_weights"))
+_after_import("peft", lambda: _register("peft"))
 
 
 def cuda_is_available() -> bool:

@@ -4,6 +4,7 @@ record."""
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -45,7 +46,13 @@ def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
         if torch.compiler.is_exporting():  # true in torch 2.11 also where torch.compile traces
             raise cannot_record("torch.export")
-        if not made:  # not before the first call: it loads torch's compiler
+        if not made:
+            # Where nobody compiles, torch's compiler is not loaded: that takes seconds, and a process that is forked
+            # while another thread loads a module waits for that module for ever.
+            if "torch._dynamo" not in sys.modules:
+                return function(*args, **kwargs)
+            if torch.compiler.is_dynamo_compiling():
+                torch._dynamo.graph_break(msg=_OUTSIDE)
             made.append(torch.compiler.disable(function, reason=_OUTSIDE))
         return made[0](*args, **kwargs)
 

@@ -136,9 +136,10 @@ class NewFile:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self._temporary)
                 self._temporary = None
-            with contextlib.suppress(OSError):  # a process that was forked meanwhile has the descriptor too
-                fcntl.flock(self.file, fcntl.LOCK_UN)
-            self.file.close()
+            if not self.file.closed:  # an earlier call may have been interrupted after it closed the file
+                with contextlib.suppress(OSError):  # a process that was forked meanwhile has the descriptor too
+                    fcntl.flock(self.file, fcntl.LOCK_UN)
+                self.file.close()
             self.file = None
         elif self._temporary is not None:  # interrupted where it is not known whether the file was made
             with contextlib.suppress(OSError):

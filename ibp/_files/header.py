@@ -77,8 +77,13 @@ def header_of(file: BinaryIO, name: str) -> Header:
         )
     header_bytes = int.from_bytes(start[:8], "little")
     if size < 10 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        if start[8:9] != b"{":
+            raise FileFormatError(
+                f"{name} is no file of safetensors: it has {size} bytes and begins with {start!r}; wanted 8 bytes with "
+                "the size of the header, then the header, which begins with {"
+            )
         raise FileFormatError(
-            f"{name} is no file of safetensors: it has {size} bytes and says that its header has {header_bytes}; "
+            f"{name} is damaged or cut short: it has {size} bytes and says that its header has {header_bytes}; "
             f"wanted 2 to {MAX_HEADER_BYTES} within the file"
         )
     with refused(name):

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Union
 
-from .sets import INDEX_SUFFIX, SUFFIX, index_of, read_index, shards_of_index
+from .sets import INDEX_SUFFIX, SUFFIX, coded_name, index_of, plain_name, read_index, shards_of_index
 
 PathLike = Union[str, "os.PathLike[str]"]
 SUFFIXES = {SUFFIX: "safetensors", ".ibp": "safetensors", ".npy": "npy", ".npz": "npz"}  # of files, by their suffixes
@@ -125,6 +125,18 @@ def check_other_sets(folder: Path, own: Iterable[Path]) -> None:
         raise FileExistsError(
             f"{folder} has {others[0].name}, by which readers of the directory would go on finding another set; "
             "wanted another directory, or that set removed"
+        )
+
+
+def check_other_files(path: Path) -> None:
+    """FileExistsError if readers of a directory would find other weights than those of a file that is written there:
+    another set, or the other form, plain or coded, of the file."""
+    check_other_sets(path.parent, [index_of(path)])
+    (other,) = {coded_name(path.name), plain_name(path.name)} - {path.name}
+    if os.path.lexists(path.with_name(other)):
+        raise FileExistsError(
+            f"{path.parent} has {other}, which readers of the directory would find beside {path.name}; wanted another "
+            "directory, or that file removed"
         )
 
 

@@ -22,8 +22,8 @@ from ..codecs._whole import WholeTensor
 from ..deltas import CheckpointDelta, Delta
 from ..deltas._fingerprint import fingerprint
 from .opened import Value
-from .paths import PathLike, check_names_safetensors, check_other_sets, names_directory, written_to
-from .sets import index_of, outputs_of, replacing, write_index
+from .paths import PathLike, check_names_safetensors, check_other_files, names_directory, written_to
+from .sets import outputs_of, replacing, write_index
 from .writer import FileWriter, checked_metadata, header_room, write_plain, write_table, write_whole_tensor
 
 
@@ -77,7 +77,7 @@ def save(
     most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
     with written_to(path) as target:
         if names_directory(path):
-            check_other_sets(target.parent, [index_of(target)])
+            check_other_files(target)
         shards = [dict(shard) for shard in cut(items.items(), lambda item: _stored(item[1]), most)]
         total = sum(map(_stored, items.values()))
         with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=not progress) as bar:

@@ -17,7 +17,17 @@ from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 from .._common.whole_files import check_replaceable, replaced, write_whole
-from .._files.paths import WEIGHTS, PathLike, check_other_sets, file_of, is_there, is_url, path_text, target_of
+from .._files.paths import (
+    WEIGHTS,
+    PathLike,
+    check_other_files,
+    check_other_sets,
+    file_of,
+    is_there,
+    is_url,
+    path_text,
+    target_of,
+)
 from .._files.regular import open_regular
 from .._files.sets import INDEX_SUFFIX, SUFFIX, TENSOR_SUFFIXES, coded_name, index_of, plain_name, read_index
 from ._source import NotTensorsError, Source
@@ -159,7 +169,7 @@ def already_there(output: PathLike, name: str, conversion: Conversion | None) ->
 
 def check_output(output: PathLike, name: str, conversion: Conversion | None, force: bool) -> None:
     """OSError if an output cannot be written: it is there already, and `force` is not set; something that is not
-    replaced has its name; or readers of its directory would go on finding another set. The arguments are as of
+    replaced has its name; or readers of its directory would find other weights. The arguments are as of
     `already_there`."""
     there = None if force else already_there(output, name, conversion)
     if there is not None:
@@ -167,7 +177,7 @@ def check_output(output: PathLike, name: str, conversion: Conversion | None, for
     if conversion is not None:
         conversion.check()
     elif (target := _target(output)) is not None:
-        check_other_sets(target, [index_of(target / name)])
+        check_other_files(target / name)
 
 
 def exists(there: str) -> FileExistsError:

@@ -20,7 +20,7 @@ from .._layout import geometry
 from ._nested import flattened
 from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor
 
-_WHY = re.compile(r"WeightsUnpickler error: (.*)")
+_WHY = re.compile(r"WeightsUnpickler error:\s*(.+)")
 _UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in what torch says of a class or function that weights_only does not take
 
 
@@ -114,7 +114,7 @@ def _overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list
 def _reason(error: Exception) -> str:
     """Why torch refuses a file, in a line and without advice to trust it."""
     found = _WHY.search(str(error))
-    return found[1] if found else str(error).split("\n", 1)[0]
+    return found[1] if found else str(error).split("\n", 1)[0] or type(error).__name__
 
 
 def _load(path: str) -> Any:

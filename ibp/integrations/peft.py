@@ -1,11 +1,9 @@
 """LoRA adapters of PEFT on coded matrices: training, loading and merging.
 
-    import ibp.integrations.peft
-
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
     model = model.merge_and_unload()    # the matrices are coded again
 
-Once this module is imported, PEFT takes the `ibp.nn.Linear` and `ibp.nn.Conv1D` that `ibp.nn.compress` and `IbpConfig`
+Where ibp is imported, PEFT takes the `ibp.nn.Linear` and `ibp.nn.Conv1D` that `ibp.nn.compress` and `IbpConfig`
 put into a model as it takes torch.nn.Linear. Checked with peft 0.21.
 """
 
@@ -65,6 +63,11 @@ _dispatch_default = lora.model.dispatch_default
 def _dispatch(target: torch.nn.Module, adapter_name: str, config: Any, **options: Any) -> torch.nn.Module | None:
     """PEFT's `dispatch_default`, which makes the adapter of a module, with coded modules among those it knows."""
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if isinstance(base, TableModule) and (config.use_dora or not isinstance(base, Linear)):
+        raise TypeError(
+            f"{'DoRA' if config.use_dora else 'LoRA'} cannot adapt an ibp.nn.{type(base).__name__}: leave this module "
+            "plain, by exclude= of ibp.nn.compress or IbpConfig"
+        )
     if not isinstance(base, Linear):
         return _dispatch_default(target, adapter_name, config=config, **options)
     config.fan_in_fan_out = isinstance(base, Conv1D)

@@ -1,6 +1,8 @@
 """torch.compile(fullgraph=True) over functions that call the operations, and over index_select itself."""
 
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -145,6 +147,31 @@ OUTSIDE = {
 def offloaded(model):
     ibp.offload(model.eval(), device="cpu", min_bytes=1)
     return model
+
+
+_FIRST_CALLS = """
+import sys, torch, ibp
+x, ids = torch.randn(100, 64).bfloat16(), torch.tensor([5, 99, 5])
+cache = ibp.RowCache(ibp.compress(x, device="cpu"), 5000, torch.rand(100), devices="cpu")
+bag = ibp.nn.EmbeddingBag(100, 64)
+cache.index_select(ids), bag(ids[None])
+assert "torch._dynamo" not in sys.modules
+call = lambda ids: cache.index_select(ids) + 0
+try:
+    torch.compile(call, backend="eager", fullgraph=True)(ids)
+except RuntimeError as error:
+    assert "ibp runs it outside of graphs" in str(error), error
+else:
+    raise AssertionError
+torch.compiler.reset()
+assert torch.compile(call, backend="eager")(ids).equal(x[ids] + 0)
+"""
+
+
+@pytest.mark.slow
+def test_the_compiler_is_loaded_by_those_who_compile():
+    """A call that loaded it would let a process that is forked meanwhile wait for it for ever."""
+    subprocess.run([sys.executable, "-c", _FIRST_CALLS], check=True)
 
 
 @pytest.mark.parametrize("name", OUTSIDE)

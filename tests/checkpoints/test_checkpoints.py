@@ -593,14 +593,17 @@ def test_damaged_inputs_are_refused(tmp_path):
     torch.save({"d": torch.device("cpu")}, tmp_path / "value.pt")
     torch.save({"s": torch.eye(3).to_sparse()}, tmp_path / "sparse.pt")
     (tmp_path / "torn.pt").write_bytes(b"PK\3\4torn")
+    (tmp_path / "cut.pt").write_bytes(b"\x80\x02")
+    (tmp_path / "no.pt").write_bytes(b"\x80\x02not")
     (tmp_path / "junk.safetensors").write_bytes(b"\xff" * 100)
     (tmp_path / "x.safetensors.index.json").write_text('{"weight_map": {"a": "../a"}}')
     for name in ("o.npy", "cut.npy", "head.npy", "zip.npz", "text.npz", "module.pt", "value.pt", "sparse.pt",
-                 "torn.pt", "junk.safetensors", "x.safetensors.index.json"):  # fmt: skip
+                 "torn.pt", "cut.pt", "no.pt", "junk.safetensors", "x.safetensors.index.json"):  # fmt: skip
         with pytest.raises(ValueError) as caught:
             open_source(tmp_path / name)
         assert isinstance(caught.value, (ibp.checkpoints.SourceFormatError, ibp.FileFormatError)), name
-        assert "\n" not in str(caught.value) and str(tmp_path / name) in str(caught.value), name
+        said = str(caught.value)
+        assert "\n" not in said and str(tmp_path / name) in said and not said.endswith(": "), name
 
 
 @pytest.mark.parametrize("descr", ["('<f4', (3,))", "[('a', '<f4', (3,))]", "[('a', '<f4')]"])

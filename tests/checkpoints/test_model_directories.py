@@ -325,8 +325,11 @@ def test_the_command_does_not_replace_the_other_form(model, tmp_path, capsys):
     assert main(command) == 2 and f"{plain} is there already" in capsys.readouterr().err
     assert main([*command, "--force"]) == 0 and not plain.exists()
     assert main(["decompress", str(small), "-o", f"{small}/", "--force", "--quiet"]) == 0 and plain.exists()
-    assert main(["compress", str(model / "model.safetensors"), "-o", f"{small}/", "--device", "cpu", "--quiet"]) == 0
-    assert main(["compress", str(model / "model.safetensors"), "-o", f"{small}/", "--device", "cpu", "--quiet"]) == 2
+    command = ["compress", str(model / "model.safetensors"), "-o", f"{small}/", "--device", "cpu", "--quiet"]
+    assert main(command) == 2 and "small has model.safetensors, which readers" in capsys.readouterr().err
+    plain.unlink()
+    assert main(command) == 0
+    assert main(command) == 2 and "model.ibp.safetensors is there already" in capsys.readouterr().err
 
 
 def test_the_command_verifies_every_file_of_a_directory(trainer, tmp_path, capsys):

@@ -303,6 +303,24 @@ def test_a_directory_with_another_set_is_refused(model, file):
     assert sorted(os.listdir("model")) == before
 
 
+@pytest.mark.parametrize(
+    "there, write",
+    [
+        ("model.ibp.safetensors", lambda file: ibp.save("made", NEW)),
+        ("model.ibp.safetensors", lambda file: ibp.checkpoints.decompress(file, "made/", force=True)),
+        ("model.safetensors", lambda file: compress(file, "made/", force=True)),
+    ],
+)
+def test_a_directory_with_the_other_form_is_refused(there, write, file):
+    """A loader that does not know ibp would go on with the old weights, others would find each name twice."""
+    os.mkdir("made")
+    ibp.save(f"made/{there}", OLD)
+    with pytest.raises(FileExistsError, match=f"made has {there}, which readers of the directory would find beside"):
+        write(file)
+    assert os.listdir("made") == [there]
+    assert_holds("made", OLD)
+
+
 # ---- indices that say what is not so ----
 
 

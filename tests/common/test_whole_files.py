@@ -215,6 +215,14 @@ def descriptors_in(folder):
     return [path for path in found if path.startswith(os.fspath(folder))]
 
 
+def test_a_file_that_is_closed_is_discarded(tmp_path):
+    """An interrupt in `discard` may come after the file was closed; `discard` is then called again."""
+    new = begun(tmp_path / "x")
+    new.file.close()
+    new.discard()
+    assert os.listdir(tmp_path) == [] and new.file is None
+
+
 def test_interrupts_leave_nothing(tmp_path):
     """At each moment: the old file or the new one, no other file, and no descriptor."""
     path, new = tmp_path / "x", 0

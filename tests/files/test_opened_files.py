@@ -181,6 +181,19 @@ def test_files_of_other_formats(tmp_path, name, what, read):
         read(tmp_path / name)
 
 
+@pytest.mark.parametrize("read", [ibp.load, ibp.open])
+def test_files_of_no_known_format(tmp_path, read):
+    """A number that no header has said is not told as one; of a file that was cut it is."""
+    path = tmp_path / "x.gguf"
+    path.write_bytes(b"GGUF" + bytes(range(20)))
+    with pytest.raises(ibp.FileFormatError, match=r"x.gguf is no file of safetensors: it has 24 .* begins with b'GGUF"):
+        read(path)
+    ibp.save(tmp_path / "x", {"a": torch.ones(3)})
+    os.truncate(tmp_path / "x", 20)
+    with pytest.raises(ibp.FileFormatError, match=r"x is damaged or cut short: it has 20 bytes and says that its head"):
+        read(tmp_path / "x")
+
+
 def test_a_header_as_long_as_a_pickle_begins(tmp_path):
     """Its size is 640: the bytes with which a pickle begins."""
     text = b"{}".ljust(0x280)

@@ -1,6 +1,8 @@
 """ibp.integrations.peft: LoRA adapters on coded matrices train, load and merge as those on plain ones."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -169,3 +171,27 @@ def test_what_is_merged_is_multiplied(monkeypatch):
 def test_coded_modules_do_not_train(case):
     with pytest.raises(TypeError, match=r"modules_to_save has an ibp\.nn\.Linear, whose weights are fixed: leave"):
         peft.get_peft_model(case[1], peft.LoraConfig(**case[2] | {"modules_to_save": ["lm_head"]}))
+
+
+@pytest.mark.parametrize(
+    "kind, options", [("DoRA", {"use_dora": True}), ("LoRA", {"target_modules": ["embed_tokens"]})]
+)
+def test_adapters_that_coded_modules_cannot_have(kind, options):
+    coded = llama().bfloat16().eval()
+    ibp.nn.compress(coded, min_bytes=LEAST)
+    with pytest.raises(TypeError, match=rf"{kind} cannot adapt an ibp\.nn\.\w+: leave this module plain, by exclude="):
+        peft.get_peft_model(coded, peft.LoraConfig(**{"target_modules": ["q_proj"]} | options))
+
+
+_ADAPTS = """
+import {first}, {second}, torch
+model = torch.nn.Sequential(torch.nn.Linear(1024, 1024)).bfloat16().eval()
+ibp.nn.compress(model)
+peft.get_peft_model(model, peft.LoraConfig(target_modules=["0"]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("modules", [{"first": "ibp", "second": "peft"}, {"first": "peft", "second": "ibp"}], ids=str)
+def test_importing_ibp_is_enough(modules):
+    subprocess.run([sys.executable, "-c", _ADAPTS.format(**modules)], check=True)
