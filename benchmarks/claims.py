@@ -959,10 +959,13 @@ TABLES = (
 )
 
 
+GRIDS = "paths", "paths_h100"  # CSVs of paths.py
+
+
 def targets(results):
-    """How many targets are met and missed, and by script."""
+    """How many targets are met and missed, and by script. Of `paths` see benchmarks/README.md."""
     lines, total = [], Counter()
-    for path in sorted(results.directory.glob("*.csv")):
+    for path in sorted(set(results.directory.glob("*.csv")) - {results.directory / f"{name}.csv" for name in GRIDS}):
         counts = Counter(row["met"] for row in results.rows(path.stem) if row.get("met"))
         if counts:
             total += counts
@@ -972,6 +975,34 @@ def targets(results):
         "The project set them for itself; [README.md](README.md#what-falls-short) says why they are missed.\n\n"
         + markdown(["script", "met", "missed"], lines)
     )
+
+
+def grid_of_paths(results):
+    """By GPU and place of the ids: in how many cases of paths.py the chosen way is not the fastest."""
+    lines = []
+    for name in GRIDS:
+        counts, gpu, commit = {}, "", ""
+        for row in results.rows(name, arm="chosen"):
+            gpu, commit = row["gpu"], row["commit"]
+            place = re.search(r"ids on the (?:GPU|CPU)|whole", row["case"])[0]
+            counts.setdefault(place, Counter())[row["met"]] += bool(row["met"])
+        lines += [
+            [gpu.removeprefix("NVIDIA "), commit[:10], place, found["yes"] + found["no"], found["no"]]
+            for place, found in counts.items()
+        ]
+    heads = ["GPU", "commit", "what is fetched", "cases", "chosen below 0.9 of the fastest named"]
+    return markdown(heads, lines)
+
+
+def spreads(results):
+    """By GPU and script: how much cells differ between passes of one tree, see tools/compare_commits.py."""
+    lines, rows = [], results.rows("spreads")
+    for gpu, script in in_order((row["gpu"], row["benchmark"]) for row in rows):
+        found = sorted(row["spread"] for row in rows if (row["gpu"], row["benchmark"]) == (gpu, script))
+        most = found[-(-95 * len(found) // 100) - 1]
+        shares = (percent(value, 2) for value in (statistics.median(found), most, found[-1]))
+        lines.append([gpu.removeprefix("NVIDIA "), f"`{script}`", len(found), *shares])
+    return markdown(["GPU", "script", "cells", "median", "95 % of the cells below", "largest"], lines)
 
 
 def memory(results):
@@ -1431,6 +1462,8 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{scale|gbps|dense 768|raw rows, cache of 1 %, 2 GPUs} {from scale}.",
     **{f"reproduction of {name}": partial(reproduction.table, name) for name in reproduction.PAPERS},
     "papers": papers.summary,
+    "paths": grid_of_paths,
+    "spreads": spreads,
 }
 
 
@@ -1455,7 +1488,8 @@ def pages(results):
     """(path, its text, the text that it should have) of every page."""
     for path, text in ((RESULTS, results_page(results)), (papers.PAGE, papers.page())):
         yield path, path.read_text() if path.exists() else "", text
-    for path in (harness.ROOT / "README.md", *sorted((harness.ROOT / "docs").glob("*.md"))):
+    others = harness.ROOT / "README.md", harness.ROOT / "benchmarks" / "README.md"
+    for path in (*others, *sorted((harness.ROOT / "docs").glob("*.md"))):
         text = path.read_text()
         yield path, text, rewritten(text, results)
 

@@ -30,7 +30,7 @@ import compare_results
 SCRIPTS = "gather,codec,families,linear,small_calls,paths"
 LEAST, TIMES = 0.02, 3  # a cell is slower from this share on, and from so many spreads on
 PASSES = 4
-COLUMNS = ("gpu", "benchmark", "cell", "mean", "spread")
+COLUMNS = ("gpu", "commit", "benchmark", "cell", "mean", "spread")
 PROGRAM = """
 import gc, importlib, sys, torch
 failed = 0
@@ -52,12 +52,12 @@ def measure(tree, out, every, scripts, options):
         return subprocess.run(command, cwd=tree, env=environment, stdout=log, stderr=log).returncode == 0
 
 
-def gpu_of(folder):
-    """The name of the GPU that the CSVs of a folder were measured on."""
+def origin_of(folder):
+    """Returns the GPU and the commit that the CSVs of a folder name."""
     for path in folder.glob("*.csv"):
         with open(path, newline="") as file:
             for row in csv.DictReader(file):
-                return row["gpu"]
+                return row["gpu"], row["commit"]
     sys.exit(f"{folder} has no rows: its file log says why")
 
 
@@ -80,9 +80,7 @@ def write(path, rows):
     with open(path, "w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        writer.writerows(
-            (gpu, script, cell, f"{mean:.6g}", f"{spread:.4f}") for gpu, script, cell, mean, spread in rows
-        )
+        writer.writerows((*words, f"{mean:.6g}", f"{spread:.4f}") for *words, mean, spread in rows)
 
 
 def read(path, gpu):
@@ -98,23 +96,23 @@ def pooled(groups):
     return math.sqrt(statistics.fmean(spread_of(speeds) ** 2 for speeds in groups))
 
 
-def report_spreads(out, gpu, passes, trees):
+def report_spreads(out, origin, passes, trees):
     """Writes and prints what cells spread. trees: 1 if all passes are of one tree, 2 if every other one is."""
     common = [name for name in passes[0] if all(name in cells for cells in passes)]
     rows = []
     for name in common:
         speeds = [cells[name] for cells in passes]
         spread = pooled([speeds[first::trees] for first in range(trees)])
-        rows.append((gpu, *name, statistics.fmean(speeds), spread))
+        rows.append((*origin, *name, statistics.fmean(speeds), spread))
     write(out / "spreads.csv", rows)
-    print(f"{gpu}: spreads of {PASSES} passes, in per cent\n{'script':14} cells  median  95 % below  largest")
-    for script in sorted({row[1] for row in rows}):
-        found = sorted(100 * row[-1] for row in rows if row[1] == script)
+    print(f"{origin[0]}: spreads of {PASSES} passes, in per cent\n{'script':14} cells  median  95 % below  largest")
+    for script in sorted({row[2] for row in rows}):
+        found = sorted(100 * row[-1] for row in rows if row[2] == script)
         most = found[max(0, -(-95 * len(found) // 100) - 1)]
         print(f"{script:14} {len(found):5} {statistics.median(found):7.2f} {most:11.2f} {found[-1]:8.2f}")
 
 
-def report_slower(out, gpu, passes, known, again):
+def report_slower(out, origin, passes, known, again):
     """Prints the cells that became slower. known: spreads measured before. again: cells of an earlier run, None for
     any. @return the exit status."""
     slower, ratios = [], {}
@@ -126,13 +124,13 @@ def report_slower(out, gpu, passes, known, again):
         spread = max(known.get(name, 0.0), pooled([before, after]))
         ratios.setdefault(name[0], []).append(ratio)
         if 1 - ratio > max(LEAST, TIMES * spread) and (again is None or name in again):
-            slower.append((gpu, *name, ratio, spread))
+            slower.append((*origin, *name, ratio, spread))
     write(out / "slower.csv", slower)
     for script, found in ratios.items():
         mean = statistics.geometric_mean(found)
-        count = sum(row[1] == script for row in slower)
+        count = sum(row[2] == script for row in slower)
         print(f"{script}: {len(found)} cells, geometric mean {mean:.3f}, {count} slower")
-    for _, script, cell, ratio, spread in sorted(slower, key=lambda row: row[3]):
+    for *_, script, cell, ratio, spread in sorted(slower, key=lambda row: row[-2]):
         print(f"    {ratio:.3f} (spread {100 * spread:.1f} %)  {script}: {cell}")
     return 1 if slower else 0
 
@@ -154,13 +152,13 @@ def main(argv=None):
         if not measure(trees[number % 2], out, options.every, options.scripts, options.options.split()):
             print(f"pass {number + 1}: some cells failed; {out / 'log'} says which")
     folders = [options.out / str(number + 1) for number in range(PASSES)]
-    gpu, passes = gpu_of(folders[0]), [cells_of(folder) for folder in folders]
-    report_spreads(options.out, gpu, passes, len(set(trees)))
+    origin, passes = origin_of(folders[-1]), [cells_of(folder) for folder in folders]
+    report_spreads(options.out, origin, passes, len(set(trees)))
     if trees[0] == trees[1]:
         return 0
-    known = read(options.spreads, gpu) if options.spreads else {}
-    again = set(read(options.again, gpu)) if options.again else None
-    return report_slower(options.out, gpu, passes, known, again)
+    known = read(options.spreads, origin[0]) if options.spreads else {}
+    again = set(read(options.again, origin[0])) if options.again else None
+    return report_slower(options.out, origin, passes, known, again)
 
 
 if __name__ == "__main__":

@@ -247,8 +247,9 @@ PYBIND11_MODULE(_core, m)
         .def("pin", &ibp::FilePages::pin, "Pins the memory for this process, unless it is already.")
         .def_buffer([](ibp::FilePages &self) { return self.buffer(); });
 
-    m.def("sync_directory", [](const py::bytes &path) { sync_directory(PyBytes_AS_STRING(path.ptr())); },
-          py::arg("path"), "Waits until the names in a directory are on disk; path as os.fsencode gives it.");
+    m.def(
+        "sync_directory", [](const py::bytes &path) { sync_directory(PyBytes_AS_STRING(path.ptr())); }, py::arg("path"),
+        "Waits until the names in a directory are on disk; path as os.fsencode gives it.");
 
     m.def(
         "enable_peer", [](int device, int peer) { check(ibp_cuda_enable_peer(device, peer)); }, py::arg("device"),

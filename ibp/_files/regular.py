@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 from collections.abc import Callable
@@ -13,15 +14,24 @@ from .._common.whole_files import KINDS
 def open_regular(path: str | os.PathLike[str]) -> int:
     """A descriptor of a regular file, or of the one that a symbolic link names, for reading. OSError: the path names
     something else, such as a pipe, or cannot be opened. The call never blocks."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        kind = stat.S_IFMT(os.fstat(file).st_mode)
-        if kind != stat.S_IFREG:
-            raise OSError(f"{os.fspath(path)} is {KINDS.get(kind, 'no file')}; wanted a regular file")
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # of a socket, and of a device without a driver
+            _check_regular(path, os.stat(path))
+        raise
+    try:
+        _check_regular(path, os.fstat(file))
         return file
     except BaseException:
         os.close(file)
         raise
+
+
+def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
+    kind = stat.S_IFMT(found.st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(f"{os.fspath(path)} is {KINDS.get(kind, 'no file')}; wanted a regular file")
 
 
 def open_locked(path: str | os.PathLike[str], mode: int, lock: Callable[[int], None]) -> int:

@@ -24,7 +24,7 @@ def passes_of(**rates):
 
 
 def slower(tool, tmp_path, known=(), again=None, **rates):
-    status = tool.report_slower(tmp_path, "a GPU", passes_of(**rates), dict(known), again)
+    status = tool.report_slower(tmp_path, ("a GPU", "abc"), passes_of(**rates), dict(known), again)
     with open(tmp_path / "slower.csv", newline="") as file:
         found = [row["cell"] for row in csv.DictReader(file)]
     assert status == (1 if found else 0)
@@ -47,11 +47,11 @@ def test_a_second_run_confirms_the_first(tool, tmp_path):
 
 def test_spreads_of_one_tree_are_written(tool, tmp_path, capsys):
     passes = passes_of(a=(99, 101, 99, 101), b=(100, 100, 100, 100))
-    tool.report_spreads(tmp_path, "a GPU", passes, 1)
+    tool.report_spreads(tmp_path, ("a GPU", "abc"), passes, 1)
     assert tool.read(tmp_path / "spreads.csv", "a GPU") == {("gather", "a"): 0.0115, ("gather", "b"): 0.0}
     assert tool.read(tmp_path / "spreads.csv", "another") == {}
     assert "gather             2    0.58        1.15     1.15" in capsys.readouterr().out
-    tool.report_spreads(tmp_path, "a GPU", passes, 2)
+    tool.report_spreads(tmp_path, ("a GPU", "abc"), passes, 2)
     assert tool.read(tmp_path / "spreads.csv", "a GPU") == {("gather", "a"): 0.0, ("gather", "b"): 0.0}
 
 

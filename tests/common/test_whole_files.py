@@ -8,7 +8,6 @@ import gc
 import itertools
 import os
 import signal
-import socket
 import stat
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from children import in_child, status_of
 from ibp._common.whole_files import NewFile, replaced, write_whole
 from interrupts import interrupt_at
+from kinds_of_paths import NO_FILES
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
@@ -34,16 +34,9 @@ def begun(path, **options):
 # ---- what is replaced ----
 
 
-def make_socket(path):
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(os.fspath(path))
-
-
 KINDS = {
-    "a pipe": os.mkfifo,
-    "a socket": make_socket,
+    **NO_FILES,
     "a directory": os.mkdir,
-    "a device": lambda path: os.symlink("/dev/null", path),
     "a link to an open file of a process": lambda path: os.symlink("/proc/self/fd/0", path),
 }
 

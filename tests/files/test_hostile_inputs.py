@@ -1,9 +1,6 @@
-"""Small files that ask for very much time or memory, and paths that are no files: each is refused at once."""
+"""Small files that ask for very much time or memory: each is refused at once."""
 
-import contextlib
 import os
-import signal
-import socket
 import zipfile
 
 import numpy as np
@@ -13,24 +10,7 @@ import torch
 import ibp
 from ibp._cli.main import main
 from ibp.checkpoints._sources import open_source
-
-SECONDS = 30  # of a busy machine; each takes less than one
-
-
-@contextlib.contextmanager
-def soon():
-    """Fails a call that takes longer than SECONDS, also one that waits for a pipe."""
-
-    def stop(number, frame):
-        raise AssertionError(f"it has taken {SECONDS} seconds")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+from kinds_of_paths import soon
 
 
 def doubled(value, times, pair):
@@ -138,38 +118,3 @@ def test_deflated_checkpoints_of_torch(tmp_path):
             new.writestr(name, old.read(name))
     with pytest.raises(ibp.checkpoints.SourceFormatError, match=r"y\.pt: members of the archive are deflated"):
         open_source(tmp_path / "y.pt")
-
-
-@pytest.fixture
-def pipe(tmp_path):
-    os.mkfifo(tmp_path / "x.safetensors")
-    return tmp_path / "x.safetensors"
-
-
-@pytest.mark.parametrize("command", ["compress", "decompress", "estimate", "inspect", "verify", "diff", "apply"])
-def test_pipes_are_no_files(command, pipe, tmp_path, capsys):
-    output = {"compress": 1, "decompress": 1, "apply": 2}.get(command)
-    more = [str(pipe)] if command in ("diff", "apply") else []
-    with soon():
-        assert main([command, str(pipe), *more, *(["-o", str(tmp_path / "out")] if output else [])]) == 2
-    assert capsys.readouterr().err == f"ibp {command}: {pipe} is a pipe; wanted a regular file\n"
-
-
-def test_what_is_opened_is_a_file(pipe, tmp_path):
-    index = tmp_path / "y.safetensors.index.json"
-    index.write_text('{"weight_map": {"a": "x.safetensors"}}')
-    os.mkfifo(tmp_path / "z.safetensors.index.json")
-    os.symlink(pipe, tmp_path / "link.npy")
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(tmp_path / "socket"))
-        for opened, path in (
-            *((ibp.open, path) for path in (pipe, index)),
-            *((ibp.load, path) for path in (pipe, "/dev/zero", tmp_path / "z.safetensors.index.json")),
-            *((open_source, path) for path in ("/dev/null", tmp_path / "link.npy", index, tmp_path / "socket")),
-        ):
-            with soon(), pytest.raises(OSError, match="wanted a regular file|No such device"):
-                opened(path)
-        os.unlink(tmp_path / "z.safetensors.index.json")
-        for opened in (ibp.open, open_source):  # a directory, by its index
-            with soon(), pytest.raises(OSError, match="wanted a regular file"):
-                opened(tmp_path)

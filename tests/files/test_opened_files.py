@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import resource
 import tempfile
 import warnings
 
@@ -20,9 +19,9 @@ from helpers import assert_same_bits, bytes_of, spiky_rows
 from ibp._common import once
 from ibp._files import opened, shared
 from ibp._files.writer import FileWriter, header_room, write_plain, write_table
-from ibp._inspect.collecting import inspect_path
 from ibp._machine.memory import PinningError
 from ibp._machine.segments import FileRows
+from kinds_of_paths import few_descriptors
 
 PAGEABLE = {"device": "cpu", "memory": "host"}
 ROWS = spiky_rows(300, 64)
@@ -139,25 +138,16 @@ def test_names_that_are_loaded(path):
 # ---- many tensors ----
 
 
-@pytest.fixture
-def few_descriptors():
-    """The process may open few files more."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 30, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
 def maps_of(path):
     with open("/proc/self/maps") as maps:
         return sum(line.rstrip().endswith(str(path)) for line in maps)
 
 
-def test_one_map_serves_the_tensors_of_a_file(tmp_path, table, few_descriptors):
+def test_one_map_serves_the_tensors_of_a_file(tmp_path, table):
     path = tmp_path / "many.safetensors"
     plain = {f"p{number}": torch.full((3,), float(number)) for number in range(100)}
     ibp.save(path, {**plain, **{f"t{number}": table for number in range(20)}})
-    with ibp.open(path, memory="host") as file:
+    with few_descriptors(), ibp.open(path, memory="host") as file:
         held = dict(file)
         # One for tensors, which may be written to, and one for tables, whose rows have their own if they can be pinned.
         assert maps_of(path) <= 2 + 2 * 20 * ibp.cuda_is_available()
@@ -169,23 +159,6 @@ def test_one_map_serves_the_tensors_of_a_file(tmp_path, table, few_descriptors):
     del held
     gc.collect()
     assert maps_of(path) == 0
-
-
-def test_files_of_more_tensors_than_descriptors(tmp_path, few_descriptors):
-    path = tmp_path / "many.safetensors"
-    plain = {f"p{number}": torch.full((3,), float(number)) for number in range(100)}
-    weight = torch.randn(64, 64).bfloat16()
-    ibp.save(path, {**plain, "weight": weight})
-    assert len(inspect_path(path).tensors) == 101
-    assert not ibp.deltas.make(ibp.open(path), ibp.open(path))
-    ibp.checkpoints.decompress(path, tmp_path / "back.safetensors")
-    assert_same_bits(ibp.load(tmp_path / "back.safetensors")["p99"], plain["p99"])
-    model = torch.nn.Linear(64, 64, bias=False, device="meta", dtype=torch.bfloat16)
-    for name, tensor in plain.items():
-        model.register_buffer(name, tensor.to("meta"))
-    offloaded = ibp.offload(model.requires_grad_(False), "cpu", checkpoint=path, min_bytes=64)
-    assert_same_bits(model.p99, plain["p99"])
-    offloaded.close()
 
 
 @pytest.mark.parametrize(

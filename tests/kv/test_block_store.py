@@ -1,11 +1,14 @@
 """ibp.kv.BlockStore: it keeps blocks of groups of layers by job, and loses none."""
 
+import itertools
+
 import pytest
 import torch
 
 from helpers import assert_same_bits
 from ibp.kv import BlockStore
 from ibp.kv._blocks import _Pool
+from interrupts import Interrupted, InterruptedOperations
 
 BLOCK_BYTES = 4096
 
@@ -83,6 +86,27 @@ def test_a_job_whose_end_is_interrupted_is_settled_later(monkeypatch):
     store.load(2, {0: (pages, pages)})
     assert finish(store, 2)
     assert_same_bits(wild, before)
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_interrupted_jobs_lose_no_page(is_before):
+    """All pages find room afterwards, as if the interrupted jobs had not been begun."""
+    blocks, pages = blocks_of(40), list(range(40))
+    before, store = blocks.clone(), store_of([blocks])
+    for number in itertools.count():
+        try:
+            with InterruptedOperations([number], is_before):
+                store.store(number, {0: (pages, pages)})
+        except Interrupted:
+            continue
+        break
+    assert number > 3
+    store.wait()
+    store.finished()
+    blocks.zero_()
+    store.load(-1, {0: (pages, pages)})
+    assert finish(store, -1)
+    assert_same_bits(blocks, before)
 
 
 def test_loads_of_pages_that_are_not_there():

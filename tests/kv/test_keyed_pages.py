@@ -1,6 +1,7 @@
 """ibp.kv.KeyedPages: it keeps pages by keys, and pages used longest ago make room."""
 
 import functools
+import itertools
 import random
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from helpers import assert_same_bits, in_threads
 from ibp.kv import KeyedPages, KVStore, Transfer
+from interrupts import interrupt_at
 
 PAGE_BYTES = 4096
 
@@ -164,6 +166,20 @@ def test_an_interrupt_between_two_steps_loses_no_room(monkeypatch):
             kept.put(("lost", number), pages[0])
     monkeypatch.undo()
     assert len(kept) == room - 1, "one has made room for all that were interrupted"
+    assert all(kept.put(("later", number), pages[number]) for number in range(room)) and len(kept) == room
+
+
+@pytest.mark.parametrize("call", ["get", "delete"])
+def test_an_interrupt_at_any_moment_loses_no_room(call):
+    pages, out = pages_of(60), torch.empty_like(pages_of(1)[0])
+    kept = kept_of(4)
+    room = filled(kept, pages)
+    for moment in itertools.count():
+        kept.put("key", pages[0])
+        _, raised = interrupt_at(moment, None, lambda: kept.get("key", out) if call == "get" else kept.delete("key"))
+        if not raised:
+            break
+    assert moment > 3
     assert all(kept.put(("later", number), pages[number]) for number in range(room)) and len(kept) == room
 
 

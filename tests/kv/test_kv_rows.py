@@ -1,5 +1,6 @@
 """Rows of tokens kept coded and fetched by index (ibp.kv.KVRows), with a cache and without."""
 
+import itertools
 import re
 import runpy
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
+from interrupts import Interrupted, InterruptedOperations
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "sparse_attention.py"
 HEADS, DIM, TOKENS = 4, 64, 200
@@ -49,6 +51,22 @@ def test_rows_come_back(cache_bytes):
     stats = kv.stats()
     assert stats.lost_rows == 0 and (stats.hits > 0) == (cache_bytes > 0)
     assert bool(kv.caches) == (cache_bytes > 0)
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+def test_interrupted_stores_lose_no_token(is_before, cache_bytes):
+    kv, rows, tokens = kv_of(rows_of(TOKENS), cache_bytes=cache_bytes), rows_of(TOKENS), torch.arange(TOKENS)
+    for number in itertools.count():
+        try:
+            with InterruptedOperations([number], is_before):
+                kv.store(0, rows.flip(0), tokens)
+        except Interrupted:
+            continue
+        break
+    assert number > 3
+    kv.store(0, rows, tokens)
+    assert_same_bits(kv.load(0, tokens), rows)
+    kv.check()
 
 
 def test_tokens_that_are_put_again_are_new_ones(cache_bytes):

@@ -2,6 +2,7 @@
 streams, events and graphs.
 """
 
+import itertools
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits
+from interrupts import Interrupted, InterruptedOperations
 
 PAGE = (2, 16, 2, 32)  # K and V, tokens, heads, head dim
 PAGE_BYTES = 2 * 2 * 16 * 2 * 32
@@ -190,6 +192,26 @@ def test_pages_that_find_no_room_are_reported():
     assert store.is_stored(lost) == [True] * len(lost)
     store.load(lost, out, lost).synchronize()
     assert_same_bits(out[lost], kv[lost])
+
+
+@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.parametrize("call", ["store", "free"])
+def test_interrupted_calls_lose_no_page(call, is_before):
+    """All pages find room afterwards, as if the calls had not been made."""
+    kv = cache(40)
+    store, out = store_of(kv), torch.zeros_like(kv)
+    for number in itertools.count():
+        try:
+            with InterruptedOperations([number], is_before):
+                store.store(range(40), kv) if call == "store" else store.free(range(40))
+        except Interrupted:
+            continue
+        break
+    assert number > 1
+    assert store.store(range(40), kv.flip(0)).lost() == []
+    store.load(range(40), out).synchronize()
+    assert_same_bits(out, kv.flip(0))
+    store.check()
 
 
 def test_a_page_that_lacks_a_tensor():

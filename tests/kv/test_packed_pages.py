@@ -230,6 +230,19 @@ def test_a_message_that_has_not_arrived(device):
         unpack(half[:64], codec, kv)
 
 
+def test_a_buffer_that_is_used_for_each_message(device):
+    """Pages are unpacked before later work on the stream writes the buffer."""
+    kv = cache(device)
+    codec, out = ibp.kv.PageCodec.learn(kv), torch.zeros_like(kv)
+    buffer = torch.empty(ibp.kv.packed_bytes(codec, 1), dtype=torch.uint8, device=device)
+    for block in range(NUM_BLOCKS):
+        packed = ibp.kv.pack(kv, codec, blocks=[block], out=buffer)
+        ibp.kv.unpack(packed.message, codec, out=out, blocks=[block])
+        buffer.fill_(255)
+    codec.check()
+    assert_same_bits(out, kv)
+
+
 def test_damaged_messages(device):
     """Any bit may have flipped: an error or other values come, and nothing is written but the blocks."""
     kv, guard = cache(device), 0.5

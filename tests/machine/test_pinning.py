@@ -111,6 +111,27 @@ def test_a_part_that_is_refused_leaves_none_pinned(made_up_gpu, monkeypatch):
     assert_same_bits(table.decompress(), x)
 
 
+def test_tables_of_files_are_pageable(made_up_gpu, tmp_path):
+    x, path = embedding(3000, 32), tmp_path / "x.safetensors"
+    ibp.save(path, {"x": ibp.compress(x, device="cpu", memory="host")})
+    table, said = warned(lambda: ibp.load(path)["x"])
+    assert len(said) == 1 and not table.is_pinned()
+    assert_same_bits(table.decompress(), x)
+    for read in (ibp.load, ibp.open):
+        with pytest.raises(RuntimeError, match="cannot be pinned"):
+            read(path, memory="pinned")["x"]
+    assert_same_bits(ibp.open(path)["x"].decompress(), x)
+
+
+def test_copies_of_a_sender_are_pageable(made_up_gpu):
+    weights, held = {"x": embedding(3000, 32)}, {"x": torch.zeros(3000, 32)}
+    messages, said = warned(lambda: list(ibp.deltas.Sender(weights, memory="pinned").push(weights, full=True)))
+    assert len(said) == 1
+    receiver = ibp.deltas.Receiver(held)
+    assert [receiver.apply(message) for message in messages][-1]
+    assert_same_bits(held["x"], weights["x"])
+
+
 # ---- with a GPU ----
 
 

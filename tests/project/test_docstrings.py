@@ -10,9 +10,7 @@ import pytest
 import torch
 
 import ibp
-from ibp import cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
-
-MODULES = (ibp, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill)
+from public_names import MODULES
 
 # Results and constants, each with the name whose example shows it.
 SHOWN = {

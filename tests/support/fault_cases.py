@@ -314,7 +314,7 @@ def compressing_a_checkpoint() -> Case:
 
     def call(folder: Folder) -> dict[str, Any]:
         output = Path(folder.held.name) / "out.safetensors"
-        ibp.checkpoints.compress(folder.path, output, device="cpu", jobs=1)
+        ibp.checkpoints.compress(folder.path, output, device="cpu", jobs=1, force=True)
         return ibp.load(output, verify=True, memory="host")
 
     def check(folder: Folder, found: dict[str, Any]) -> None:
