@@ -83,8 +83,8 @@ def header_of(file: BinaryIO, name: str) -> Header:
                 "the size of the header, then the header, which begins with {"
             )
         raise FileFormatError(
-            f"{name} is damaged or cut short: it has {size} bytes and says that its header has {header_bytes}; "
-            f"wanted 2 to {MAX_HEADER_BYTES} within the file"
+            f"{name} is no file of safetensors, or was cut: it has {size} bytes and says that its header has "
+            f"{header_bytes}; wanted 2 to {MAX_HEADER_BYTES} within the file"
         )
     with refused(name):
         tensors, metadata, checks = _core.read_header(start + file.read(header_bytes - 1), size)
