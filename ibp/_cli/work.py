@@ -101,7 +101,7 @@ def has_other_format(path: str) -> bool:
 
 
 def files_to_verify(paths: Sequence[str]) -> list[str]:
-    """What to open for the files that the inputs name: of a directory with several files of safetensors each one."""
+    """Returns the paths to verify: the inputs, and for a directory each of its files of safetensors."""
     found = _sources.expand(paths)
     return [file for path in found for file in (_model_files.files_to_verify(path) if os.path.isdir(path) else [path])]
 

@@ -34,7 +34,7 @@ class NotTheModel:
 
 
 def check_model(model: Any, hint: str = "") -> None:
-    """Raises TypeError for what is no model. hint: which models are meant."""
+    """Raises TypeError unless `model` is a model. hint: says which models are meant."""
     if isinstance(model, NotTheModel):
         raise TypeError(model._sentence("is no torch.nn.Module"))
     if not isinstance(model, torch.nn.Module):

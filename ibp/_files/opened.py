@@ -150,7 +150,7 @@ class File(Mapping[str, Value], Closing):
         return self._value(name)
 
     def _value(self, name: str) -> Value:
-        """The same, also of a base that is no tensor of its own."""
+        """Returns the value of a name in the file: a tensor, or a base of views that users do not see as a tensor."""
         if name not in self._made:
             self._made.setdefault(name, self._map(name))  # of several threads the first one's
         return self._made[name]

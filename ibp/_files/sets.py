@@ -60,7 +60,7 @@ def names_of_set(path: Path, count: int) -> list[str]:
 
 
 def index_of(path: Path) -> Path:
-    """The index of the set that belongs to `path`."""
+    """Returns the path of the index of the set that is named after `path`."""
     return path.with_name("".join((*_split(path), INDEX_SUFFIX)))
 
 

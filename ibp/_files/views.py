@@ -43,7 +43,7 @@ class View(NamedTuple):
         return base.contiguous().view(-1).as_strided(self.shape, self.strides, self.offset)
 
     def is_whole(self, shape: tuple[int, ...]) -> bool:
-        """Whether the view is all of a base of this shape."""
+        """Returns whether the view covers a whole base of this shape."""
         return self[1:] == (tuple(shape), torch.empty(shape, dtype=torch.uint8, device="meta").stride(), 0)
 
     def text(self) -> str:

@@ -79,7 +79,8 @@ class FileWriter:
     """Writes a file as a stream. A context manager: left normally, the file is whole under its name; left by an
     exception, there is no new file, and one that was there before is as it was.
 
-    One tensor is written at a time, from its first byte to its last. The data goes to a temporary file beside `path`.
+    Tensors are written one after the other, each from its first byte to its last. The data goes to a temporary file
+    beside `path`.
 
     Args:
         path: of the file.
@@ -125,7 +126,7 @@ class FileWriter:
     # ---- what is in the file ----
 
     def plain(self, name: str, dtype: str, shape: tuple[int, ...]) -> Sink:
-        """Begins a tensor that is kept as it is. dtype: its name in the header, also one that torch lacks."""
+        """Begins a tensor that is stored as it is. dtype: the name for the header; torch may lack the dtype."""
         self._check_name(name, self._plain)
         self._plain.add(name)
         self._claim_header(repr(name), _json_bytes(name) + 2 * _ENTRY_BYTES + len(shape) * _SIZE_BYTES)

@@ -121,7 +121,7 @@ def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype
 
 
 def _way_from(x: object) -> str:
-    """The end of a sentence about something that is no tensor: what takes it, or makes tensors of it."""
+    """Returns the end of an error about `x`, which is not a tensor: the call that takes it or makes a tensor of it."""
     for kinds, way in _WAYS:
         if isinstance(x, kinds):
             return f": {way}"

@@ -213,8 +213,8 @@ _AWAKE: dict[type, type] = {resting: awake for awake, resting in _CLASSES.items(
 
 
 def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
-    """Takes the content of a model's tensor away: its values are the source's from now on. blank: what its memory holds
-    meanwhile, of its shape, dtype and device."""
+    """Puts a model's tensor to rest: its memory becomes `blank`, and its values are read from `source` from now on.
+    blank: a tensor of the same shape, dtype and device."""
     wake(tensor)
     tensor.data = blank
     setattr(tensor, _SOURCE, source)

@@ -111,7 +111,7 @@ class Journal:
             return None
 
     def path_of(self, file: str) -> Path:
-        """Where a file of the output is written. file: its path within the directory of the output."""
+        """Returns the path to which a file of the output is written. file: a path within the output's directory."""
         path = self.directory / file
         path.parent.mkdir(parents=True, exist_ok=True)
         return path

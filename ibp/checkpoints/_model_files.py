@@ -241,7 +241,7 @@ def _contents_of(folder: Path, files: list[Path], stack: contextlib.ExitStack) -
 
 
 def _form(path: Path, name_of: Callable[[str], str]) -> Path:
-    """The path that the coded or the plain form of a file, or of the set of an index, is named after."""
+    """Returns the path after which the coded or the plain form is named, of a file or of the set of an index."""
     return path.with_name(name_of(path.name.removesuffix(INDEX_SUFFIX)))
 
 

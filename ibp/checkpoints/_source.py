@@ -149,7 +149,7 @@ class Source(Closing):
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def stored(self) -> list[SourceTensor]:
-        """The tensors that a file has to hold: those with memory of their own, and the bases of the others."""
+        """Returns the tensors that a file has to store: those that are no views, and the bases of the views."""
         return list(dict.fromkeys(tensor.base or tensor for tensor in self.tensors.values()))
 
     def view_texts(self) -> dict[str, str]:
