@@ -14,8 +14,9 @@ import sys
 import torch
 
 import ibp
-from ibp._fetch import gather, host_gather
+from ibp._fetch import host_gather
 from ibp._machine import calibration, memory
+from ibp._rows import plan
 
 from . import harness, ideal, inputs
 
@@ -131,7 +132,7 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
         return lambda k: ibp.index_select(table, ids[k], out=fetches.outs[k], path=path, max_sms=sms)
 
     few = (
-        gather.bucketed_sms(table, calibration.in_force(run.device), run.num_sms) or None
+        plan.bucketed_sms(table, calibration.in_force(run.device), run.num_sms) or None
     )  # what the bucketed path takes by itself: the pre-sorted ids get as many, which is faster than with all
     arms = (
         {
@@ -164,7 +165,7 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
 
 def measure_partition(table, savings, link_gbps, fetches):
     """The partition alone, as if its ids were rows: how many times faster it is than what it is done for."""
-    bits, num_items = gather.window_bits(table), table.shape[0]
+    bits, num_items = plan.window_bits(table), table.shape[0]
     calls = [lambda k=k: torch.ops.ibp.partition_ids(fetches.ids[k], num_items, bits) for k in range(NUM_SETS)]
     with fetches.cell("partition alone"):
         fetches.add("partition alone", calls, savings, link_gbps, None, False)

@@ -12,6 +12,8 @@ CPU_AVX512: int
 FORMAT_VERSION: int
 MAX_ROW_BYTES: int
 MAX_SLABS: int
+TABLE_HANDLE_BYTES: int
+CACHE_HANDLE_BYTES: int
 ROWS_PER_BASE: int
 SECTOR_BYTES: int
 
@@ -59,50 +61,6 @@ class Stager:
     def __init__(self, pinned: SupportsIndex, near: SupportsIndex, ring_bytes: SupportsIndex, kept: object) -> None: ...
     @property
     def address(self) -> int: ...
-
-class ReadyCache:
-    def __init__(
-        self,
-        kept: object,
-        maps: Sequence[tuple[int, int]],
-        ways: SupportsIndex,
-        slabs: Sequence[tuple[int, int]],
-        counts: SupportsIndex,
-        stamps: SupportsIndex,
-        clock: SupportsIndex,
-        slot_bytes: SupportsIndex,
-    ) -> None: ...
-
-class TableHandle:
-    def __init__(self, describe: Callable[..., None], parts: tuple[object, ...]) -> None: ...
-    @property
-    def is_ready(self) -> bool: ...
-    def make_ready(
-        self,
-        kept: object,
-        torch_device: torch.device,
-        faults: SupportsIndex,
-        fault: SupportsIndex,
-        item_shape: Sequence[int],
-        dtype: torch.dtype,
-        is_complex: bool,
-        most_items: SupportsIndex,
-    ) -> None: ...
-    @staticmethod
-    def take_many(
-        tables: Sequence[TableHandle],
-        starts: Sequence[int],
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        out: torch.Tensor,
-        max_sms: SupportsIndex,
-    ) -> bool: ...
-    @staticmethod
-    def decode_many(tables: Sequence[TableHandle], outs: Sequence[torch.Tensor], max_sms: SupportsIndex) -> bool: ...
-    def take(
-        self, ids: object, out: object, max_sms: SupportsIndex, cache: ReadyCache | None = ..., in_order: bool = ...
-    ) -> torch.Tensor | None: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class SharedPages:
     def __init__(

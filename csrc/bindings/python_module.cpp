@@ -4,7 +4,8 @@
 
 #include "file_reader.h"
 #include "host_memory.h"
-#include "python_handle.h"
+#include "huge_pages.h"
+#include "table_handle.h"
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,7 +16,6 @@
 #include <vector>
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 namespace py = pybind11;
@@ -23,17 +23,6 @@ namespace py = pybind11;
 namespace {
 
 using ibp::check;
-using ibp_python::ReadyCache;
-using ibp_python::TableHandle;
-
-// Asks for huge pages for memory that is yet to be filled. Without them it is slower, no more.
-void ask_for_huge_pages(uintptr_t address, size_t num_bytes)
-{
-    const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
-    const uintptr_t first = (address + page_bytes - 1) / page_bytes * page_bytes,
-                    end = (address + num_bytes) / page_bytes * page_bytes;
-    if (first < end) madvise(reinterpret_cast<void *>(first), end - first, MADV_HUGEPAGE);
-}
 
 // Waits until the names in a directory are on disk. No handler of a signal runs while its descriptor is open.
 void sync_directory(const char *path)
@@ -181,6 +170,8 @@ PYBIND11_MODULE(_core, m)
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;
     m.attr("SECTOR_BYTES") = IBP_OVERFLOW_ALIGN; // overflow parts begin with a sector
+    m.attr("TABLE_HANDLE_BYTES") = sizeof(ibp::TableHandle); // of what describe_table and describe_cache return
+    m.attr("CACHE_HANDLE_BYTES") = sizeof(ibp::CacheHandle);
     m.attr("MAX_SLABS") = IBP_MAX_SLABS;         // of a cache of rows
     m.attr("CPU_AVX2_BMI2") = static_cast<uint32_t>(IBP_CPU_AVX2_BMI2);
     m.attr("CPU_AVX512") = static_cast<uint32_t>(IBP_CPU_AVX512);
@@ -195,7 +186,7 @@ PYBIND11_MODULE(_core, m)
           "tests and benchmarks.");
     m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
 
-    m.def("ask_for_huge_pages", &ask_for_huge_pages, py::arg("address"), py::arg("num_bytes"),
+    m.def("ask_for_huge_pages", &ibp::ask_for_huge_pages, py::arg("address"), py::arg("num_bytes"),
           "Asks the system for huge pages for memory that is yet to be filled.");
     m.def("call_keeping_table", &call_keeping_table, py::arg("kept"), py::arg("call"),
           "call(); an exception that leaves it takes kept[0], if there is one, along as its attribute `table`.");
@@ -264,31 +255,6 @@ PYBIND11_MODULE(_core, m)
         .def("__init__", &make<Stager, uintptr_t, uintptr_t, int64_t, py::object>, kNewStyle, py::arg("pinned"),
              py::arg("near"), py::arg("ring_bytes"), py::arg("kept"))
         .def_property_readonly("address", &Stager::address);
-
-    py::class_<ReadyCache>(m, "ReadyCache", "A cache of rows on a device, ready for calls for few items.")
-        .def("__init__",
-             &make<ReadyCache, py::object, const ReadyCache::Memory &, uint32_t, const ReadyCache::Memory &, uintptr_t,
-                   uintptr_t, uintptr_t, uint32_t>,
-             kNewStyle, py::arg("kept"), py::arg("maps"), py::arg("ways"), py::arg("slabs"), py::arg("counts"),
-             py::arg("stamps"), py::arg("clock"), py::arg("slot_bytes"));
-
-    py::class_<TableHandle>(m, "TableHandle", py::buffer_protocol(), "What owns a table's handle on a device.")
-        .def("__init__", &make<TableHandle, const py::object &, py::tuple>, kNewStyle, py::arg("describe"),
-             py::arg("parts"))
-        .def_buffer(&TableHandle::bytes)
-        .def_property_readonly("is_ready", &TableHandle::is_ready, "Whether it takes calls for few items.")
-        .def("make_ready", &TableHandle::make_ready, py::arg("kept"), py::arg("torch_device"), py::arg("faults"),
-             py::arg("fault"), py::arg("item_shape"), py::arg("dtype"), py::arg("is_complex"), py::arg("most_items"),
-             "Readies it for calls of at most most_items items.")
-        .def_static("take_many", &TableHandle::take_many, py::arg("tables"), py::arg("starts"), py::arg("ids"),
-                    py::arg("positions"), py::arg("out"), py::arg("max_sms"),
-                    "Items of many tables by one call; false where the arguments do not fit.")
-        .def_static("decode_many", &TableHandle::decode_many, py::arg("tables"), py::arg("outs"), py::arg("max_sms"),
-                    "All items of many tables on one GPU by one call; false where the arguments do not fit.")
-        .def("take", &TableHandle::take, py::arg("ids"), py::arg("out"), py::arg("max_sms"),
-             py::arg("cache") = static_cast<const ReadyCache *>(nullptr), py::arg("in_order") = false,
-             "The items at ids, through a cache if there is one, in out where that is a tensor; None where the "
-             "operations are needed. in_order: a GPU takes any number of ids.");
 
     py::class_<Streamer>(m, "Streamer", "What stream_bytes works with, on the current CUDA device.")
         .def("__init__", &make<Streamer>, kNewStyle)

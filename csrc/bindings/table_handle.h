@@ -1,5 +1,5 @@
-// table_handle.h - a table, or a place for coded rows, as all operations of one device take it: checked and described
-// once. ibp._core owns a handle, operations find it in the bytes of a tensor, and a copy of these serves as well.
+// table_handle.h - a table, or a place for coded rows, and a cache of rows, as all operations of one device take them:
+// checked and described once. Their bytes are a tensor on the CPU, and a copy of these serves as well.
 #ifndef IBP_TABLE_HANDLE_H
 #define IBP_TABLE_HANDLE_H
 
@@ -15,8 +15,17 @@ struct Range {
     bool meets(const Range &other) const { return first < other.end && other.first < end; }
 };
 
-enum TablePart { kSlots, kOverflow, kLengths, kBases, kCodebook, kRooms, kUsed, kNumParts };
-constexpr const char *kPartNames[kNumParts] = {"slots", "overflow", "lengths", "bases", "codebook", "rooms", "used"};
+enum TablePart { kSlots, kOverflow, kLengths, kBases, kCodebook, kRooms, kUsed, kFault, kNumParts };
+constexpr const char *kPartNames[kNumParts] = {"slots",    "overflow", "lengths", "bases",
+                                               "codebook", "rooms",    "used",    "fault"};
+
+// How `take` fetches items from memory that is far from the GPU: least_bucketed ids and more are put in the order of
+// windows of 2^window_bits items first, and then fetched by bucketed_sms multiprocessors (0: all).
+struct GatherPlan {
+    int64_t least_bucketed;
+    uint32_t window_bits;
+    int32_t bucketed_sms;
+};
 
 struct TableHandle {
     static constexpr uint64_t kMark = 0x656c646e61486269; // bytes without it are no handle
@@ -24,11 +33,26 @@ struct TableHandle {
     uint64_t mark;
     int64_t device;         // the CUDA device that reads the table; -1: the CPU
     ibp_place place;        // without counts. used is nullptr where no place was described
+    ibp_fault *fault;       // where `take` notes what goes wrong on a GPU; nullptr: `take` is refused there
+    GatherPlan plan;
     Range parts[kNumParts]; // the memory of the tensors
 
     const ibp_table &table() const { return place.table; }
 };
 static_assert(std::is_trivially_copyable_v<TableHandle>, "its bytes are copied");
+
+struct CacheHandle {
+    static constexpr uint64_t kMark = 0x6568636143706269;
+
+    uint64_t mark;
+    int64_t device;          // as in TableHandle
+    ibp_cache_map maps[IBP_MAX_SLABS];
+    ibp_cache slabs;         // without entries
+    ibp_lru lru;             // of a cache that replaces rows; slot_bytes is 0 otherwise
+    ibp_cache_counts *counts;
+    Range parts[2 * IBP_MAX_SLABS + 3]; // maps, slabs, stamps, clock and counts
+};
+static_assert(std::is_trivially_copyable_v<CacheHandle>, "its bytes are copied");
 
 } // namespace ibp
 

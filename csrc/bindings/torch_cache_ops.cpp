@@ -48,7 +48,54 @@ ibp_cache_counts *cache_counts_of(const std::optional<Tensor> &counts)
     return counts ? data_of<ibp_cache_counts>(*counts, ScalarType::Long, kNumbers, "counts") : nullptr;
 }
 
+ibp_lru lru_of(const Tensor &bytes, const Tensor &map, int64_t ways, int64_t slot_bytes, const Tensor &stamps,
+               const Tensor &clock)
+{
+    ibp_lru lru{slab_of(bytes, map, 0, ways), 0, nullptr, nullptr};
+    require(ways == IBP_SEARCHED_WAYS, "ways is ", ways, ", not 32");
+    lru.slot_bytes = to_u32(slot_bytes, IBP_OVERFLOW_ALIGN, IBP_MAX_ROW_BYTES, "slot_bytes");
+    require(slot_bytes % IBP_OVERFLOW_ALIGN == 0, "slot_bytes is ", slot_bytes, ", not a multiple of 32");
+    const int64_t num_sets = lru.slab.map.num_sets, needed = total_bytes(num_sets * ways, slot_bytes, "bytes");
+    require(bytes.numel() >= needed, "bytes has ", bytes.numel(), " bytes, ", needed, " are needed");
+    lru.stamps = data_of<uint32_t>(stamps, ScalarType::Int, num_sets * (ways + 1), "stamps");
+    lru.clock = unsigned_longs_of(clock, 2, "clock");
+    return lru;
+}
+
 const int64_t *rows_of(const Tensor &rows) { return data_of<int64_t>(rows, ScalarType::Long, 0, "rows"); }
+
+// ---- describing ----
+
+// The bytes of a struct ibp::CacheHandle. maps, slabs: one of each slab, as a device reads them. stamps, clock,
+// slot_bytes: of a cache that replaces rows, which has one slab; else absent, and 0.
+Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, const Near &slabs, const Tensor &counts,
+                      const std::optional<Tensor> &stamps, const std::optional<Tensor> &clock, int64_t slot_bytes)
+{
+    ibp::CacheHandle cache{};
+    size_t num_parts = 0;
+    const auto note = [&](const Tensor &tensor) {
+        const auto first = reinterpret_cast<uintptr_t>(memory_of(tensor, "cache").data);
+        cache.parts[num_parts++] = {first, first + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size()};
+    };
+    const std::vector<ibp_cache_map> found = maps_of(maps, ways);
+    require(slabs.size() == maps.size(), "there are ", static_cast<int64_t>(maps.size()), " maps and ",
+            static_cast<int64_t>(slabs.size()), " slabs");
+    for (size_t s = 0; s < found.size(); s++) {
+        cache.maps[s] = found[s];
+        cache.slabs.slabs[cache.slabs.num_slabs++] = {bytes_of(slabs[s], 0, "slabs"), slabs[s].numel()};
+        note(maps[s]), note(slabs[s]);
+    }
+    cache.counts = cache_counts_of(counts);
+    note(counts);
+    if (slot_bytes != 0) {
+        require(maps.size() == 1 && stamps && clock, "a cache that replaces rows has one slab, stamps and a clock");
+        cache.lru = lru_of(slabs[0], maps[0], ways, slot_bytes, *stamps, *clock);
+        note(*stamps), note(*clock);
+    }
+    cache.device = device.is_cuda() ? counts.get_device_index() : -1;
+    cache.mark = ibp::CacheHandle::kMark;
+    return bytes_of_struct(cache);
+}
 
 // ---- find ----
 
@@ -69,9 +116,8 @@ void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item,
         check(ibp_cuda_find_cached(&query, found.data(), num_maps, to, to_counts, device.stream()), "find_cached");
         return;
     }
-    constexpr int64_t kBytesOfRow = 128; // what a look-up at a random place takes as long as
     ibp_fault unused{};
-    over_ranges(items.count, rows_per_item * kBytesOfRow, 0, &unused,
+    over_ranges(items.count, rows_per_item * kLookUpBytes, 0, &unused,
                 [&](int64_t first, int64_t last, uint8_t *, ibp_fault *) {
                     return ibp_find_cached(&query, found.data(), num_maps, first, last, to, to_counts);
                 });
@@ -117,15 +163,8 @@ void claim_cached(const Device &device, const Table &handle, const Tensor &ids, 
 {
     const ibp_table &table = handle.table();
     const ibp_ids items = ids_of(ids);
-    ibp_lru lru{slab_of(bytes, map, 0, ways), 0, nullptr, nullptr};
+    const ibp_lru lru = lru_of(bytes, map, ways, slot_bytes, stamps, clock);
     ibp_cache_counts *const to_counts = cache_counts_of(counts);
-    require(ways == IBP_SEARCHED_WAYS, "ways is ", ways, ", not 32");
-    lru.slot_bytes = to_u32(slot_bytes, IBP_OVERFLOW_ALIGN, IBP_MAX_ROW_BYTES, "slot_bytes");
-    require(slot_bytes % IBP_OVERFLOW_ALIGN == 0, "slot_bytes is ", slot_bytes, ", not a multiple of 32");
-    const int64_t num_sets = lru.slab.map.num_sets, needed = total_bytes(num_sets * ways, slot_bytes, "bytes");
-    require(bytes.numel() >= needed, "bytes has ", bytes.numel(), " bytes, ", needed, " are needed");
-    lru.stamps = data_of<uint32_t>(stamps, ScalarType::Int, num_sets * (ways + 1), "stamps");
-    lru.clock = unsigned_longs_of(clock, 2, "clock");
     const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
     uint64_t *const to = unsigned_longs_of(entries, num_rows, "entries");
     ibp_fault *const first_fault = fault_of(fault);
@@ -159,6 +198,7 @@ void set_cached(const Device &device, const Tensor &rows, const Tensor &lengths,
 template <typename Library> void implement(Library &m)
 {
     operation<find_cached>(m, "find_cached", "ids rows_per_item row_bytes lengths maps ways entries counts");
+    operation<describe_cache>(m, "describe_cache", "maps ways slabs counts stamps clock slot_bytes");
     operation<owners_of_rows>(m, "owners_of_rows", "rows num_slabs");
     operation<fill_slab>(m, "fill_slab", "table rows offsets slab ways bytes map fault");
     operation<claim_cached>(m, "claim_cached",

@@ -17,12 +17,13 @@ using namespace ibp_torch;
 
 // ---- describing tables ----
 
-// Fills in the struct ibp::TableHandle at an address, which is trusted: calls check what else they are given. rooms,
-// used: of a place.
-void describe_table(const Device &device, int64_t address, const Tensor &slots, const Tensor &overflow,
-                    const Tensor &lengths, const Tensor &bases, const Tensor &codebook, const Codec &codec,
-                    int64_t slot_bytes, int64_t overflow_start, int64_t num_items, int64_t item_bytes,
-                    const std::optional<Tensor> &rooms, const std::optional<Tensor> &used)
+// The bytes of a struct ibp::TableHandle. rooms, used: of a place. fault, plan: what `take` needs on a GPU; the plan is
+// [least_bucketed, window_bits, bucketed_sms], or empty: ids are never put in order.
+Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &overflow, const Tensor &lengths,
+                      const Tensor &bases, const Tensor &codebook, const Codec &codec, int64_t slot_bytes,
+                      int64_t overflow_start, int64_t num_items, int64_t item_bytes, const std::optional<Tensor> &rooms,
+                      const std::optional<Tensor> &used, const std::optional<Tensor> &fault,
+                      const std::vector<int64_t> &plan)
 {
     ibp::TableHandle handle{};
     ibp_place &place = handle.place;
@@ -60,9 +61,15 @@ void describe_table(const Device &device, int64_t address, const Tensor &slots, 
     note(ibp::kCodebook, memory_of(codebook, "codebook").data, codebook);
     if (rooms) note(ibp::kRooms, place.rooms, *rooms);
     if (used) note(ibp::kUsed, place.used, *used);
+    if (fault) note(ibp::kFault, handle.fault = fault_of(*fault), *fault);
+    handle.plan.least_bucketed = INT64_MAX;
+    if (!plan.empty()) {
+        require(plan.size() == 3, "plan has ", static_cast<int64_t>(plan.size()), " numbers, 3 are needed");
+        handle.plan = {plan[0], to_u32(plan[1], 0, 62, "window_bits"), sms_of(plan[2])};
+    }
     handle.device = device.is_cuda() ? slots.get_device_index() : -1;
     handle.mark = ibp::TableHandle::kMark;
-    *reinterpret_cast<ibp::TableHandle *>(static_cast<uintptr_t>(address)) = handle;
+    return bytes_of_struct(handle);
 }
 
 // ---- measuring, indexing and coding rows ----
@@ -299,80 +306,7 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
     code_rows(device, place, source, ids, first_row, max_sms, fault_of(fault));
 }
 
-// ---- gathering ----
-
-// The items at ids, or all of them: one after the other, at positions of out, at addresses, or in the order of the
-// first outer_dims dimensions of out, which may have any strides then. Addresses are trusted, as buffers' are. Rows
-// that have entries come from slabs.
-void gather_items(const Device &device, const Table &handle, const std::optional<Tensor> &ids, int64_t max_sms,
-                  const Out &out, const Out &fault, const std::optional<Tensor> &positions,
-                  const std::optional<Tensor> &addresses, const std::optional<int64_t> &outer_dims,
-                  const std::optional<Tensor> &entries, const std::optional<Near> &slabs)
-{
-    const ibp_table &table = handle.table();
-    ibp_ids items{};
-    items.count = table.num_items;
-    if (ids) items = ids_of(*ids);
-    require(positions.has_value() + addresses.has_value() + outer_dims.has_value() <= 1,
-            "positions, addresses and outer_dims do not go together");
-    uint8_t *to = nullptr;
-    if (addresses)
-        items.addresses = unsigned_longs_of(*addresses, items.count, "addresses");
-    else if (outer_dims)
-        to = spread_over(out, *outer_dims, table.item_bytes, &items).data;
-    else
-        to = room_of(out, positions ? 0 : total_bytes(items.count, table.item_bytes, "items"), "out");
-    if (positions) {
-        items.positions = data_of<uint32_t>(*positions, ScalarType::Int, items.count, "positions");
-        items.out_items = table.item_bytes ? memory_of(out, "out").num_bytes / table.item_bytes : 0;
-    }
-    ibp_cache found{};
-    if (entries) {
-        require(slabs && !addresses && !outer_dims, "entries go with slabs, and with no addresses or outer_dims");
-        found = cache_of(*entries, *slabs, total_bytes(items.count, rows_per_item_of(table), "rows"));
-    }
-    const ibp_cache *const cache = entries ? &found : nullptr;
-    const int sms = sms_of(max_sms);
-    ibp_fault *const first_fault = fault_of(fault);
-    if (outer_dims && to == nullptr) return;
-    if (device.is_cuda()) {
-        const ibp_stream stream = device.stream();
-        check(cache ? ibp_cuda_gather_cached(&table, &items, cache, to, first_fault, sms, stream)
-                    : ibp_cuda_gather_items(&table, &items, to, first_fault, sms, stream),
-              "gather_items");
-        return;
-    }
-    const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
-    over_ranges(items.count, std::max<int64_t>(table.item_bytes, table.codebook.row_bytes), scratch_bytes, first_fault,
-                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    return cache
-                               ? ibp_gather_cached(&table, &items, cache, first, last, to, scratch, scratch_bytes, mine)
-                               : ibp_gather_items(&table, &items, first, last, to, scratch, scratch_bytes, mine);
-                });
-}
-
-// ---- large tables ----
-
-// (ids in the order of the windows of a table, the position of each): as many as ids.
-std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids, int64_t num_items,
-                                         int64_t window_bits)
-{
-    const ibp_ids items = ids_of(ids);
-    const uint32_t bits = to_u32(window_bits, 0, 62, "window_bits");
-    require(num_items >= 0, "num_items is ", num_items);
-    require(items.count <= INT32_MAX, "there are ", items.count, " ids, more than 2^31 - 1");
-    require(ibp_num_windows(num_items, bits) <= IBP_MAX_WINDOWS, "window_bits is ", window_bits, ": ", num_items,
-            " items fall into more than ", IBP_MAX_WINDOWS, " windows");
-    Tensor sorted_ids = new_tensor(ids, {items.count}, ids.scalar_type()),
-           positions = new_tensor(ids, {items.count}, ScalarType::Int);
-    const auto num_bytes = static_cast<int64_t>(ibp_partition_workspace_bytes(items.count, num_items, bits));
-    Tensor workspace = new_tensor(ids, {num_bytes}, ScalarType::Byte);
-    void *const space = workspace.data_ptr(), *const sorted = sorted_ids.data_ptr();
-    auto *const places = static_cast<uint32_t *>(positions.data_ptr());
-    run_on(device, "partition_ids", ibp_cuda_partition_ids, ibp_partition_ids, &items, num_items, bits, space, sorted,
-           places);
-    return {sorted_ids, positions};
-}
+// ---- lists of ids ----
 
 // (numbers of vectors in the order of their matrices, int64 as many as ids; groups of them, int32 [groups, 3]).
 std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids, int64_t num_matrices)
@@ -621,15 +555,12 @@ template <typename Library> void implement(Library &m)
     operation<encode_slots>(m, "encode_slots", "table data");
     operation<move_parts>(m, "move_parts", "table bases overflow");
     operation<encode_into>(m, "encode_into", "table x buffers row_ids first_row max_sms counts fault");
-    operation<gather_items>(m, "gather_items",
-                            "table ids max_sms out fault positions addresses outer_dims entries slabs");
     operation<describe_table>(m, "describe_table",
-                              "address slots overflow lengths bases codebook codec slot_bytes overflow_start num_items "
-                              "item_bytes rooms used");
+                              "slots overflow lengths bases codebook codec slot_bytes overflow_start num_items "
+                              "item_bytes rooms used fault plan");
     operation<decode_bytes>(m, "decode_bytes", "table start end max_sms out fault");
     operation<encode_piece>(m, "encode_piece", "data codebook codec overflow_start max_sms memory");
     operation<decode_piece>(m, "decode_piece", "coded codebook codec overflow_start max_sms out fault");
-    operation<partition_ids>(m, "partition_ids", "ids num_items window_bits");
     operation<group_vectors>(m, "group_vectors", "ids num_matrices");
     operation<list_matrices>(m, "list_matrices", "ids num_matrices num_slots num_rows num_spare");
 }

@@ -114,28 +114,51 @@ inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
     return codebook;
 }
 
-// ---- tables ----
+// ---- tables and caches ----
+
+// What describe_table or describe_cache has described. what: the operation's name for it.
+template <typename Handle> Handle handle_in(const Tensor &tensor, const char *what)
+{
+    Handle handle;
+    require_cpu(tensor);
+    std::memcpy(&handle, bytes_of(tensor, sizeof(Handle), what), sizeof(Handle));
+    require(handle.mark == Handle::kMark, what, " is not what describe_", what, " has described");
+    return handle;
+}
 
 // The argument `table` of an operation: the tensor of a handle. WRITTEN: bits of the parts that the operation writes.
 template <uint32_t WRITTEN> struct TableOf : OnCpu, ibp::TableHandle {
-    explicit TableOf(const Tensor &tensor) : OnCpu(tensor)
+    explicit TableOf(const Tensor &tensor)
+        : OnCpu(tensor), ibp::TableHandle(handle_in<ibp::TableHandle>(tensor, "table"))
     {
-        require_cpu(tensor);
-        const uint8_t *const bytes = bytes_of(tensor, sizeof(ibp::TableHandle), "table");
-        std::memcpy(static_cast<ibp::TableHandle *>(this), bytes, sizeof(ibp::TableHandle));
-        require(mark == kMark, "table is not what describe_table has described");
     }
 
     void add_parts(Given &given) const
     {
-        for (uint32_t p = 0; p < ibp::kNumParts; p++)
-            given.add_part(ibp::kPartNames[p], parts[p], (WRITTEN >> p & 1u) != 0);
+        for (uint32_t p = 0; p < ibp::kNumParts; p++) {
+            const bool is_written = (WRITTEN >> p & 1u) != 0;
+            if (p != ibp::kFault || is_written) given.add_part(ibp::kPartNames[p], parts[p], is_written);
+        }
         given.require_device(ibp::TableHandle::device);
     }
 };
 using Table = TableOf<0>;
+using Source = TableOf<1u << ibp::kFault>; // a table that notes faults where it was described to
 using TableOut = TableOf<1u << ibp::kSlots | 1u << ibp::kOverflow>; // a table whose rows are written
-using PlaceOut = TableOf<~(1u << ibp::kCodebook)>;                  // a place that rows are coded into
+using PlaceOut = TableOf<~(1u << ibp::kCodebook | 1u << ibp::kFault)>; // a place that rows are coded into
+
+// The argument `cache` of an operation, all of whose memory the operation may write.
+struct Cache : OnCpu, ibp::CacheHandle {
+    explicit Cache(const Tensor &tensor) : OnCpu(tensor), ibp::CacheHandle(handle_in<ibp::CacheHandle>(tensor, "cache"))
+    {
+    }
+
+    void add_parts(Given &given) const
+    {
+        for (const ibp::Range &part : parts) given.add_part("cache", part, true);
+        given.require_device(ibp::CacheHandle::device);
+    }
+};
 
 inline ibp_fault *fault_of(const Tensor &fault) { return data_of<ibp_fault>(fault, ScalarType::Long, 4, "fault"); }
 

@@ -273,7 +273,7 @@ using Near = Role<std::vector<Tensor>, kNear>; // on any CUDA device, where the 
 class Given {
   public:
     // names: of the operation's arguments, in their order and with a blank between them.
-    explicit Given(const char *names) : names_(names) {}
+    explicit Given(const char *names) : names_(names) { entries_.reserve(16); }
 
     // Every argument in its order.
     template <typename T> void add(const T &argument)
@@ -308,16 +308,15 @@ class Given {
     // Where the call runs. All that was added must agree.
     Device device()
     {
-        const auto end = entries_.begin() + static_cast<ptrdiff_t>(count_);
-        const auto first =
-            std::find_if(entries_.begin(), end, [](const Entry &e) { return e.tensor && e.place == kHere; });
-        require(first != end, "there is no tensor");
+        const auto first = std::find_if(entries_.begin(), entries_.end(),
+                                        [](const Entry &e) { return e.tensor && e.place == kHere; });
+        require(first != entries_.end(), "there is no tensor");
         Device device(*first->tensor);
-        for (auto entry = entries_.begin(); entry != end; entry++) {
-            if (entry->tensor == nullptr) continue;
-            if (entry->place == kCpu) require_cpu(*entry->tensor);
-            if (entry->place == kHere) device.require_here(*entry->tensor);
-            if (entry->place == kNear) device.require_near(*entry->tensor);
+        for (const Entry &entry : entries_) {
+            if (entry.tensor == nullptr) continue;
+            if (entry.place == kCpu) require_cpu(*entry.tensor);
+            if (entry.place == kHere) device.require_here(*entry.tensor);
+            if (entry.place == kNear) device.require_near(*entry.tensor);
         }
         if (is_wanted_) device.require_number(wanted_);
         check_memory();
@@ -334,11 +333,7 @@ class Given {
         Memory memory;
     };
 
-    void add(const Entry &entry)
-    {
-        require(count_ < entries_.size(), "too many tensors");
-        entries_[count_++] = entry;
-    }
+    void add(const Entry &entry) { entries_.push_back(entry); }
 
     std::string name_of(const Entry &entry) const
     {
@@ -350,25 +345,28 @@ class Given {
 
     void check_memory()
     {
-        for (size_t i = 0; i < count_; i++) {
-            Entry &entry = entries_[i];
+        for (Entry &entry : entries_) {
             if (entry.tensor) entry.memory = extent_of(*entry.tensor);
             if (entry.memory.num_bytes < 0)
                 require(false, name_of(entry).c_str(), " has more elements than its storage");
-            for (size_t k = 0; k < i; k++) {
-                const Entry &other = entries_[k];
-                const bool apart = entry.memory.data + entry.memory.num_bytes <= other.memory.data ||
-                                   other.memory.data + other.memory.num_bytes <= entry.memory.data;
-                if (apart || !(entry.is_written || other.is_written)) continue;
-                if (entry.memory.data == nullptr || other.memory.data == nullptr) continue;
-                require(false, name_of(entry).c_str(), " and ", name_of(other).c_str(), " share memory");
+        }
+        for (const Entry &written : entries_) {
+            if (!written.is_written || written.memory.data == nullptr) continue;
+            for (const Entry &other : entries_) {
+                if (other.memory.data == nullptr || &other == &written) continue;
+                const bool apart = written.memory.data + written.memory.num_bytes <= other.memory.data ||
+                                   other.memory.data + other.memory.num_bytes <= written.memory.data;
+                if (apart) continue;
+                const bool is_later = &other < &written;
+                require(false, name_of(is_later ? written : other).c_str(), " and ",
+                        name_of(is_later ? other : written).c_str(), " share memory");
             }
         }
     }
 
     const char *names_;
-    std::array<Entry, 40> entries_{}; // more than any operation has
-    size_t count_ = 0, position_ = 0;
+    std::vector<Entry> entries_;
+    size_t position_ = 0;
     int64_t wanted_ = -1;
     bool is_wanted_ = false;
 };
@@ -382,9 +380,34 @@ void run_on(const Device &device, const char *what, const Cuda &on_cuda, const C
 
 // ---- new tensors ----
 
-inline Tensor new_tensor(const Tensor &like, std::vector<int64_t> sizes, ScalarType dtype)
+// A contiguous tensor without values. dtype: torch's number of it.
+inline Tensor empty_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int32_t device_type, int32_t device_index)
 {
-    return torch::stable::new_empty(like, sizes, dtype);
+    std::vector<int64_t> strides(sizes.size());
+    int64_t stride = 1;
+    for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(1, sizes[d])) strides[d] = stride;
+    AtenTensorHandle made = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                    dtype, device_type, device_index, &made));
+    return Tensor(made);
+}
+
+// The same on the device of a tensor.
+inline Tensor new_tensor(const Tensor &like, const std::vector<int64_t> &sizes, int32_t dtype)
+{
+    return empty_tensor(sizes, dtype, device_type_of(like), like.get_device_index());
+}
+inline Tensor new_tensor(const Tensor &like, const std::vector<int64_t> &sizes, ScalarType dtype)
+{
+    return new_tensor(like, sizes, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)));
+}
+
+// The bytes of a struct as a tensor on the CPU.
+template <typename T> Tensor bytes_of_struct(const T &value)
+{
+    const Tensor bytes = empty_tensor({sizeof(T)}, aoti_torch_dtype_uint8(), aoti_torch_device_type_cpu(), 0);
+    std::memcpy(bytes.data_ptr(), &value, sizeof(T));
+    return bytes;
 }
 
 inline Tensor new_counts(const Tensor &like, int64_t size)

@@ -5,12 +5,16 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Each call loads the id anew: one that is checked is kept. */
+/* Returns the number of the item that an id names: ids below 0 count from the end if from_end is num_items, and stay
+ * below 0 if it is 0. */
+IBP_INLINE int64_t ibp_item_of_id(const ibp_ids *ids, int64_t id) { return id < 0 ? id + ids->from_end : id; }
+
+/* Returns the item of ids[k]. Each call loads the id anew: a caller that checks an item keeps it. */
 static inline int64_t ibp_id_at(const ibp_ids *ids, int64_t k)
 {
     if (ids->id_bytes == 0) return k;
-    return ids->id_bytes == 8 ? IBP_LOAD_ONCE(((const int64_t *)ids->data)[k])
-                              : IBP_LOAD_ONCE(((const int32_t *)ids->data)[k]);
+    return ibp_item_of_id(ids, ids->id_bytes == 8 ? IBP_LOAD_ONCE(((const int64_t *)ids->data)[k])
+                                                  : IBP_LOAD_ONCE(((const int32_t *)ids->data)[k]));
 }
 
 /* How many positions the output has: out_items where ids go to positions, else one for each id. */

@@ -106,6 +106,7 @@ typedef struct ibp_ids {
     int64_t sizes[IBP_MAX_OUT_DIMS];   /* at least 1; as many positions in all as there are items to put, or more */
     int64_t strides[IBP_MAX_OUT_DIMS]; /* bytes, at least 0 */
     const uint64_t *addresses;         /* NULL, or one for each of count items */
+    int64_t from_end;                  /* added to ids below 0: num_items, so that they count from the end, or 0 */
 } ibp_ids;
 
 /* out[k] = item ids[k], for first <= k < last, item_bytes bytes each; out points to position 0. With positions,

@@ -103,7 +103,7 @@ from .. import _core
 from .graphs import cannot_map, cannot_record
 
 _lib = torch.library.Library("ibp", "FRAGMENT")
-_ON_THE_CPU = {"table", "host_bases", "host_slots", "host_ids"}  # tensors that always are
+_ON_THE_CPU = {"table", "cache", "host_bases", "host_slots", "host_ids"}  # tensors that always are
 
 
 def _define(schema, shaped=lambda *args, **options: None):
@@ -111,8 +111,11 @@ def _define(schema, shaped=lambda *args, **options: None):
     inductor leaves operations that read a handle out of its CUDA graphs, which would go on using the same one.
 
     shaped: makes what it returns of tensors without data. Of an operation that only writes: nothing."""
-    name = _lib.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if " table," in schema else ())
-    called = [argument.name for argument in getattr(torch.ops.ibp, name).default._schema.arguments]
+    name = schema[: schema.index("(")]
+    _lib.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if " table," in schema else ())
+    packet, _, overload = name.partition(".")
+    operation = getattr(getattr(torch.ops.ibp, packet), overload or "default")
+    called = [argument.name for argument in operation._schema.arguments]
 
     def refuse_trace(*args, **kwargs):
         raise cannot_record("torch.jit.trace, and exporters that use it,", name)
@@ -200,9 +203,10 @@ _define(
     ),
 )
 _define(
-    "describe_table(int address, Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, "
-    "int[] codec, int slot_bytes, int overflow_start, int num_items, int item_bytes, Tensor? rooms=None, "
-    "Tensor? used=None) -> ()"
+    "describe_table(Tensor slots, Tensor overflow, Tensor lengths, Tensor bases, Tensor codebook, int[] codec, "
+    "int slot_bytes, int overflow_start, int num_items, int item_bytes, Tensor? rooms=None, Tensor? used=None, "
+    "Tensor? fault=None, int[] plan=[]) -> Tensor",
+    lambda *_: torch.empty(_core.TABLE_HANDLE_BYTES, dtype=torch.uint8, device="cpu"),
 )
 _define("encode_rows(Tensor(a!) table, Tensor data, Tensor(b!) fault) -> ()")
 _define("encode_slots(Tensor(a!) table, Tensor data) -> ()")
@@ -215,6 +219,19 @@ _define(
     "encode_into(Tensor(a!) table, Tensor x, Tensor? buffers, Tensor? row_ids, int first_row, int max_sms, "
     "Tensor(b!) counts, Tensor(c!) fault) -> ()"
 )
+_define(
+    "take(Tensor table, Tensor ids, Tensor like, int max_sms, int way, int from_end=0, "
+    "Tensor? cache=None, bool notes=False) -> Tensor",
+    lambda _, ids, like, *args: like.new_empty((ids.shape[0], *like.shape[1:])),
+)
+_define(
+    "take.out(Tensor table, Tensor ids, int max_sms, int way, Tensor? cache=None, bool notes=False, *, "
+    "Tensor(a!) out) -> ()"
+)
+_define(
+    "take_many(Tensor[] tables, Tensor ids, Tensor positions, int[] starts, int max_sms, Tensor(a!) out) -> ()"
+)
+_define("decode_many(Tensor[] tables, int max_sms, Tensor(a!)[] outs) -> ()")
 _define(
     "gather_items(Tensor table, Tensor? ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None, *, "
     "Tensor? addresses=None, int? outer_dims=None, Tensor? entries=None, Tensor[]? slabs=None) -> ()"
@@ -301,6 +318,11 @@ _define(
 )
 
 # A cache of rows (ibp.h).
+_define(
+    "describe_cache(Tensor[] maps, int ways, Tensor[] slabs, Tensor counts, Tensor? stamps, Tensor? clock, "
+    "int slot_bytes) -> Tensor",
+    lambda *_: torch.empty(_core.CACHE_HANDLE_BYTES, dtype=torch.uint8, device="cpu"),
+)
 _define(
     "find_cached(Tensor ids, int rows_per_item, int row_bytes, Tensor lengths, Tensor[] maps, int ways, "
     "Tensor(a!) entries, Tensor(b!)? counts) -> ()"

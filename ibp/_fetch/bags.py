@@ -14,7 +14,6 @@ from .._rows.handle import Handle
 from .._rows.protocols import CachedRows, Rows
 from .._rows.table import Table
 from .calls import check_out, produce, sms_of, target_of, worker_of
-from .gather import is_bucketed
 from .ids import check_range, checked_ids, list_of_ids
 
 MODES = ("sum", "mean", "max")  # in the order of the operation's numbers
@@ -205,13 +204,15 @@ def _is_fused(source: Table | CachedRows, bags: Bags) -> bool:
     is_near = table.device.type == "cuda" or isinstance(source, CachedRows)
     if is_near and table.codebook is not None and table.row_bytes <= _SHORT_ROW_BYTES:
         return False
-    if device.type != "cuda" or not _sums_rows_of(table) or is_bucketed(table, bags.ids, device):
+    if device.type != "cuda" or not _sums_rows_of(table):
         return False
     if bags.weights is not None and bags.weights.requires_grad and torch.is_grad_enabled():
         return False
     if isinstance(source, CachedRows):
-        return source.serves(device)
-    return worker_of(table, device) == device
+        is_served = source.serves(device)
+    else:
+        is_served = worker_of(table, device) == device
+    return is_served and bags.ids.numel() < table.handle(device).plan.least_bucketed
 
 
 def _table_of(source: Table | CachedRows) -> Table:

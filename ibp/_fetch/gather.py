@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
-from .. import _core
 from .._common.graphs import outside_of_graphs
 from .._machine import calibration, memory
-from .._machine.calibration import Calibration
 from .._machine.memory import is_capturing
+from .._rows import plan
+from .._rows.faults import ENTRIES, new_record
+from .._rows.handle import Handle
 from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
-from .._schemes.choice import coder_rates, work_of
 from . import host_gather
-from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
-from .ids import check_readable, checked_ids, flat_ids
-from .paths import Path, choose, named
+from .calls import check_out, check_table, sms_of, target_of, worker_of
+from .ids import ID_DTYPES, check_range, checked_ids, flat_ids, refuse_mapped
 
-# A GPU that fetches at random places of 0.5 GiB of pinned memory is bound by bytes; out of 4 GiB, 1,000,000 rows of 128
-# B come at 49 million rows a second, and at 370 to 400 when their ids are put in the order of windows of 64 KiB to 256
-# MiB first; 100,000 rows gain 3.5 times from windows of 64 KiB there and 1.6 times out of 16 GiB
-# (benchmarks/large_table.py, an H200). From which sizes on that is so, the calibration in force says.
-WINDOW_BYTES = 64 << 10  # at least, of a window
-MAX_WINDOWS = 1 << 16  # IBP_MAX_WINDOWS
-LEAST_STAGED_BYTES = 4 << 20  # of items: fewer do not fill the CPU path's pipeline
-# What the paths cost beside the rows themselves, by benchmarks/paths.py (an H100). To put ids in order takes a GPU
-# PARTITION_NS, and PARTITION_ID_NS for each id; it waits for the launches, too, if the ids come from the CPU
-# (LAUNCHES_NS). STAGING_NS is what it takes to begin and end the CPU's pipeline, which stages rows at STAGED_SHARE of
-# the rate of its threads and the copy engine alone. A path that prepares something must promise to be PROMISED times as
-# fast as one that does not.
-PARTITION_NS, PARTITION_ID_NS, LAUNCHES_NS = 16e3, 0.055, 90e3
-STAGING_NS, STAGED_SHARE = 100e3, 0.7
-PROMISED = 1.2
+# How a GPU fetches, as `take` is told (enum Way of csrc/bindings/torch_take_ops.cpp).
+PLANNED, IN_ORDER, BUCKETED = 0, 1, 2
+PATHS = {"gpu": IN_ORDER, "bucketed": BUCKETED, "cpu": None}  # None: without `take`
+_take, _take_out = torch.ops.ibp.take.default, torch.ops.ibp.take.out
 
 
 def index_select(
@@ -115,43 +102,156 @@ def index_select(
             "index_select takes a table and ids, without a dimension, and selects along dimension 0: call "
             "ibp.index_select(table, ids), or torch.index_select(table, dim, ids) for another dimension"
         )
-    if device is None and path is table_numbers is None and not check and not torch.compiler.is_compiling():
-        taken = _take_few(table, ids, out, max_sms)
-        if taken is not None:
-            return taken
     if table_numbers is not None or isinstance(table, (list, tuple)):
         return _select_of_many(table, ids, table_numbers, device, out, check, max_sms, path)
-    if not isinstance(table, Table) and isinstance(table, Rows) and not isinstance(table, torch.Tensor):
+    if not isinstance(table, Table):
+        if isinstance(table, torch.Tensor) or not isinstance(table, Rows):
+            check_table(table)
         if path is not None:
             raise ValueError(f"path is for tables; an ibp.{type(table).__name__} has none")
         given: dict[str, Any] = {"device": device, "out": out, "check": check or None, "max_sms": max_sms}
         return table.index_select(ids, **{name: value for name, value in given.items() if value is not None})
-    check_table(table)
-    ids = flat_ids(ids)
-    target = target_of(device, out, ids.device)
-    worker, sms = worker_of(table, target), sms_of(max_sms)
-    chosen = None
+    return select(table, ids, device, out, check, max_sms, path)
+
+
+def select(
+    table: Table,
+    ids: Ids,
+    device: torch.device | str | int | None = None,
+    out: torch.Tensor | None = None,
+    check: bool = False,
+    max_sms: int | None = None,
+    path: str | None = None,
+    from_end: int = 0,
+) -> torch.Tensor:
+    """`index_select` of one table. from_end: the table's number of items, so that ids below 0 count from the end, or 0;
+    with it there is no out and no path."""
+    is_compiling = torch.compiler.is_compiling()
+    if type(ids) is not torch.Tensor or ids.dtype not in ID_DTYPES or ids.dim() != 1:
+        ids = flat_ids(ids)
+    sms = 0 if max_sms is None else sms_of(max_sms)
+    home = ids.device
+    target = home if device is None and out is None else target_of(device, out, home)
+    handle, worker = table._handles.get(target), target
+    if handle is None or handle.machine is not None:
+        worker = worker_of(table, target) if handle is None else target
+        handle = table.handle(worker)
     if path is not None:
-        chosen = named(PATHS, path)
-        refuse(chosen, GatherRequest(table, ids, target, worker, sms))
-    check_readable(ids, table.num_items)
-    if ids.is_cuda and worker.type == "cpu":
-        ids = ids.cpu()
-    request = GatherRequest(table, ids, target, worker, sms)
-    if chosen is None:
-        chosen = choose(PATHS, request)
-        if not torch.compiler.is_compiling() and ids.device == worker == target:
-            table._make_ready(worker)
-    return produce(
-        table,
-        (ids.numel(), *table.item_shape),
-        target,
-        chosen.worker(request),
-        out,
-        check,
-        lambda result, fault: chosen.run(request, result, fault),
-        (lambda result, dims, fault: chosen.into(request, result, dims, fault)) if chosen.is_direct else None,
-    )
+        _refuse(table, path, ids, target, worker)
+    if out is not None:
+        check_out(out, (ids.shape[0], *table.item_shape), table.dtype)
+    way = PLANNED if path is None else PATHS[path]
+    if home != worker or path == "cpu":
+        if worker.type == "cpu":
+            ids = ids.cpu()
+        if not ids.is_cuda and not is_compiling:
+            if worker.type == "cuda":
+                check_range(ids, table.num_items, -from_end)
+            if path == "cpu" or (path is None and _is_staged(table, ids, target, worker)):
+                return _select_by_cpu(table, ids, target, worker, out, check, sms, from_end)
+            if path is None and worker.type == "cuda":
+                is_bucketed = ids.shape[0] >= handle.plan.least_from_cpu and not plan.looks_sorted(ids)
+                way = BUCKETED if is_bucketed else IN_ORDER
+        ids = ids.to(worker)
+    if not is_compiling and (handle.noted[0] or handle.noted[ENTRIES]):
+        table._raise_pending(worker)
+    try:
+        if out is None or target != worker:
+            result = _take(handle.table, ids, handle.like, sms, way, from_end, None, is_compiling)
+        else:
+            result = out
+            _take_out(handle.table, ids, sms, way, None, is_compiling, out=out)
+    except RuntimeError:
+        if worker.type == "cpu" and not is_compiling:
+            raise_for(table, ids, handle, from_end)
+        raise
+    if check and worker.type == "cuda" and not is_compiling:
+        torch.cuda.current_stream(worker).synchronize()
+        table._raise_pending(worker)
+    if out is not None and result is not out:
+        return out.copy_(result.view(out.shape))
+    return result if worker == target else result.to(target)
+
+
+def _refuse(table: Table, path: str, ids: torch.Tensor, target: torch.device, worker: torch.device) -> None:
+    """Raises ValueError if a path cannot be taken."""
+    if path not in PATHS:
+        raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, PATHS))}, or None")
+    reason = None
+    if path != "cpu":
+        reason = None if worker.type == "cuda" else "it is the GPU's: wanted a pinned table and device='cuda'"
+    elif target.type != "cuda" or table.device.type != "cpu":
+        reason = "it goes from host memory to a GPU"
+    elif ids.is_cuda:
+        reason = "it wants ids on the CPU, which gathers their rows"
+    elif torch.compiler.is_compiling():
+        reason = "it cannot be compiled: the CPU looks at the ids"
+    elif not host_gather.rows_at_once(table):
+        reason = (
+            "it wants items of whole rows that fit its staging buffers; these have "
+            f"{table.item_bytes:,} bytes in rows of {table.row_bytes:,}"
+        )
+    elif is_capturing(target):
+        reason = "it cannot be captured in a CUDA graph, which the CPU takes no part in: wanted 'gpu' or 'bucketed'"
+    elif not host_gather.has_buffers(table, target):
+        reason = "the system refuses to pin its staging buffers"
+    if reason is not None:
+        kind = "device memory" if table.device.type == "cuda" else "pinned" if table.is_pinned() else "pageable"
+        raise ValueError(
+            f"path {path!r} cannot be taken: {reason}; the table is on {table.device} ({kind}), "
+            f"the ids are on {ids.device}, the result goes to {target}"
+        )
+
+
+def _is_staged(table: Table, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
+    """Returns whether the CPU gathers items by itself, for CPU ids: whether it can, and it pays."""
+    num_ids = ids.shape[0]
+    if target.type != "cuda" or table.device.type != "cpu" or num_ids * table.item_bytes < plan.LEAST_STAGED_BYTES:
+        return False
+    if worker.type == "cuda" and not plan.stages(table, num_ids, calibration.in_force(target)):
+        return False
+    can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)
+    return can_gather and host_gather.has_buffers(table, target)
+
+
+def _select_by_cpu(
+    table: Table,
+    ids: torch.Tensor,
+    target: torch.device,
+    worker: torch.device,
+    out: torch.Tensor | None,
+    check: bool,
+    sms: int,
+    from_end: int,
+) -> torch.Tensor:
+    """`select` of CPU ids, whose rows the CPU gathers for the GPU that decodes them."""
+    if worker.type == "cpu":
+        check_range(ids, table.num_items, -from_end)
+    if from_end:
+        ids = torch.where(ids < 0, ids + from_end, ids)
+    table._raise_pending(target)
+    ids = ids.contiguous()
+    is_direct = out is not None and out.is_contiguous()
+    result = out if is_direct else torch.empty((ids.shape[0], *table.item_shape), dtype=table.dtype, device=target)
+    assert result is not None
+    if ids.shape[0]:
+        host_gather.fetch(table, ids, target, sms, result)
+    if check:
+        torch.cuda.current_stream(target).synchronize()
+        table._raise_pending(target)
+    return result if out is None or is_direct else out.copy_(result.view(out.shape))
+
+
+def raise_for(table: Table, ids: torch.Tensor, handle: Handle, from_end: int = 0, **near: Any) -> None:
+    """Raises what is wrong with a call on the CPU that `take` has refused: an id, or a row. near: the entries of the
+    rows, and the slabs, if they come from a cache."""
+    refuse_mapped(ids)
+    check_range(ids, table.num_items, -from_end)
+    if from_end:
+        ids = torch.where(ids < 0, ids + from_end, ids)
+    result, fault = torch.empty((ids.shape[0], *table.item_shape), dtype=table.dtype, device="cpu"), new_record()
+    torch.ops.ibp.gather_items.default(handle.table, ids.contiguous(), 0, result, fault, **near)
+    table._raise_fault(fault)
 
 
 @outside_of_graphs
@@ -237,243 +337,11 @@ def _take_of_many(
     used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
     for number in used:
         tables[number]._raise_pending(out.device)
-        tables[number]._make_ready(out.device)
-    cores = [tables[number].handle(out.device).core for number in used]
+    handles = [tables[number].handle(out.device).table for number in used]
     bounds = [*(starts[number] for number in used), starts[-1]]
-    positions = order.to(torch.int32)
-    with torch.cuda.device(out.device if out.is_cuda else -1):
-        if _core.TableHandle.take_many(cores, bounds, ids, positions, out, sms):
-            return
-    for number in used:  # what the operations say
-        some = slice(starts[number], starts[number + 1])
-        out[order[some]] = index_select(tables[number], ids[some])
-
-
-def _take_few(table: Any, ids: Any, out: torch.Tensor | None, max_sms: int | None) -> torch.Tensor | None:
-    """The items at ids by the shortest way, where an earlier call has made the table ready and nothing is unusual."""
     try:
-        core = table._handles[ids.device].core
-    except (AttributeError, KeyError, TypeError):
-        return None
-    return core.take(ids, out, 0) if max_sms is None else core.take(ids, out, sms_of(max_sms))
-
-
-class GatherRequest(NamedTuple):
-    """Items to fetch. worker: the device that decodes them without the CPU's help."""
-
-    table: Table
-    ids: torch.Tensor  # int32 or int64 [K], contiguous
-    target: torch.device
-    worker: torch.device
-    sms: int  # at most; 0: all
-
-
-class ItemPath(Path[GatherRequest]):
-    """A path that items take. is_direct: whether it has `into`, which writes to a result of any strides."""
-
-    is_direct = False
-
-    def worker(self, request: GatherRequest) -> torch.device:
-        """The device that decodes."""
-        return request.worker
-
-    def run(self, request: GatherRequest, result: torch.Tensor, fault: torch.Tensor) -> None:
-        """Writes the items to result on the worker device, in the order of its current stream; notes in fault what goes
-        wrong."""
-        raise NotImplementedError
-
-    def into(self, request: GatherRequest, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
-        """As `run`, to items that the first outer_dims dimensions of the result number."""
-        raise NotImplementedError
-
-
-class _Decode(ItemPath):
-    """The device that decodes reads rows where they are, in the order given."""
-
-    is_direct = True
-
-    def cost(self, request: GatherRequest) -> float:
-        return 1.0
-
-    def run(self, request: GatherRequest, result: torch.Tensor, fault: torch.Tensor) -> None:
-        table, ids, worker = request.table, request.ids, request.worker
-        if ids.device != worker:
-            ids = ids.to(worker)
-        if ids.numel():
-            torch.ops.ibp.gather_items.default(table.handle(worker).table, ids, request.sms, result, fault, None)
-
-    def into(self, request: GatherRequest, result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
-        handle, ids = request.table.handle(request.worker), request.ids.to(request.worker)
-        torch.ops.ibp.gather_items.default(handle.table, ids, request.sms, result, fault, outer_dims=outer_dims)
-
-
-class _GpuGather(_Decode):
-    """The GPU fetches rows from pinned memory, or its own, in the order given."""
-
-    name = "gpu"
-
-    def can(self, request: GatherRequest) -> str | None:
-        return None if request.worker.type == "cuda" else "it is the GPU's: wanted a pinned table and device='cuda'"
-
-
-class _Bucketed(ItemPath):
-    """The GPU puts ids in the order of windows of the table first: address translation then finds what it needs."""
-
-    name = "bucketed"
-
-    def can(self, request: GatherRequest) -> str | None:
-        return None if request.worker.type == "cuda" else "it is the GPU's: wanted a pinned table and device='cuda'"
-
-    def cost(self, request: GatherRequest) -> float:
-        table, ids = request.table, request.ids
-        if request.worker.type != "cuda" or table.device.type == "cuda":
-            return 2.0
-        machine = calibration.in_force(request.worker)
-        if ids.numel() < machine.least_bucketed_ids or table.resident_bytes < machine.reach_bytes:
-            return 2.0
-        if torch.compiler.is_compiling():
-            return 0.5
-        pays = PROMISED * bucketed_ns(table, ids.numel(), ids.is_cuda, machine) < fetched_ns(table, machine)
-        return 0.5 if pays and (ids.is_cuda or not looks_sorted(ids)) else 2.0
-
-    def run(self, request: GatherRequest, result: torch.Tensor, fault: torch.Tensor) -> None:
-        table, ids, worker = request.table, request.ids.to(request.worker), request.worker
-        if ids.numel() == 0:
-            return
-        order, positions = torch.ops.ibp.partition_ids.default(ids, table.num_items, window_bits(table))
-        all_sms = torch.cuda.get_device_properties(worker).multi_processor_count
-        sms = request.sms or bucketed_sms(table, calibration.in_force(worker), all_sms)
-        torch.ops.ibp.gather_items.default(table.handle(worker).table, order, sms, result, fault, positions)
-
-
-class _Cpu(ItemPath):
-    """The CPU gathers coded rows, the copy engine moves them, the GPU decodes them (host_gather)."""
-
-    name = "cpu"
-
-    def can(self, request: GatherRequest) -> str | None:
-        table = request.table
-        if request.target.type != "cuda" or table.device.type != "cpu":
-            return "it goes from host memory to a GPU"
-        if request.ids.is_cuda:
-            return "it wants ids on the CPU, which gathers their rows"
-        if torch.compiler.is_compiling():
-            return "it cannot be compiled: the CPU looks at the ids"
-        if not host_gather.rows_at_once(table):
-            return (
-                "it wants items of whole rows that fit its staging buffers; these have "
-                f"{table.item_bytes:,} bytes in rows of {table.row_bytes:,}"
-            )
-        if is_capturing(request.target):
-            return "it cannot be captured in a CUDA graph, which the CPU takes no part in: wanted 'gpu' or 'bucketed'"
-        if not host_gather.has_buffers(table, request.target):
-            return "the system refuses to pin its staging buffers"
-        return None
-
-    def cost(self, request: GatherRequest) -> float:
-        table = request.table
-        if request.ids.numel() * table.item_bytes < LEAST_STAGED_BYTES:
-            return 4.0
-        if request.worker.type == "cpu":  # not pinned: the GPU cannot fetch
-            return 0.25
-        machine = calibration.in_force(request.target)
-        num_threads, num_ids = torch.get_num_threads(), request.ids.numel()
-        if num_threads < machine.least_staging_threads or table.resident_bytes < machine.reach_bytes:
-            return 4.0
-        by_gpu = min(fetched_ns(table, machine), bucketed_ns(table, num_ids, False, machine))
-        return 0.25 if PROMISED * staged_ns(table, num_ids, machine, num_threads) < by_gpu else 4.0
-
-    def worker(self, request: GatherRequest) -> torch.device:
-        return request.target
-
-    def run(self, request: GatherRequest, result: torch.Tensor, fault: torch.Tensor) -> None:
-        table, ids, device = request.table, request.ids, request.target
-        if ids.numel():
-            host_gather.fetch(table, ids, device, request.sms, result)
-
-
-class _GatherHere(_Decode):
-    """The CPU decodes rows where they are."""
-
-    def can(self, request: GatherRequest) -> str | None:
-        return None if request.worker.type == "cpu" else "the GPU can decode"
-
-
-# The usual ones first: of the others the cost alone is looked at.
-PATHS: tuple[ItemPath, ...] = (_GpuGather(), _GatherHere(), _Bucketed(), _Cpu())
-
-
-def refuse(path: ItemPath, request: GatherRequest) -> None:
-    """Raises ValueError if the path cannot be taken."""
-    reason = path.can(request)
-    if reason is not None:
-        table = request.table
-        kind = "device memory" if table.device.type == "cuda" else "pinned" if table.is_pinned() else "pageable"
-        raise ValueError(
-            f"path {path.name!r} cannot be taken: {reason}; the table is on {table.device} ({kind}), "
-            f"the ids are on {request.ids.device}, the result goes to {request.target}"
-        )
-
-
-def stored_item_bytes(table: Table) -> float:
-    """Returns the bytes that the link brings for an item of a table, on average."""
-    return table.resident_bytes / max(1, table.num_items)
-
-
-def fetched_ns(table: Table, machine: Calibration, translation_ns: float | None = None) -> float:
-    """Returns the time, in ns, in which a GPU fetches an item of a pinned table, by a machine's rates: the link brings
-    its bytes while addresses are translated, and it is written to device memory.
-
-    translation_ns: the time that translation takes alone; None: that of items in any order."""
-    link_ns = max(stored_item_bytes(table) / machine.read_gbps, machine.least_row_ns)
-    if translation_ns is None:
-        translation_ns = machine.random_ns(table.resident_bytes)
-    return max(math.hypot(link_ns, translation_ns), table.item_bytes / machine.device_copy_gbps)
-
-
-def bucketed_ns(table: Table, num_ids: int, ids_on_gpu: bool, machine: Calibration) -> float:
-    """Returns the same for num_ids items in the order of windows, with the time in which they are put in order."""
-    translation_ns = machine.sorted_ns(table.resident_bytes, num_ids)
-    prepared_ns = PARTITION_NS if ids_on_gpu else PARTITION_NS + LAUNCHES_NS
-    return fetched_ns(table, machine, translation_ns) + prepared_ns / num_ids + PARTITION_ID_NS
-
-
-def staged_ns(table: Table, num_ids: int, machine: Calibration, num_threads: int) -> float:
-    """Returns the time, in ns, that an item takes which the CPU gathers and the copy engine moves."""
-    gbps = min(num_threads * machine.gather_gbps, machine.copy_in_gbps)
-    return stored_item_bytes(table) / (STAGED_SHARE * gbps) + STAGING_NS / num_ids
-
-
-def bucketed_sms(table: Table, machine: Calibration, all_sms: int) -> int:
-    """Returns how many of a GPU's SMs path "bucketed" takes by default, or 0 for all. Few are enough for raw rows, and
-    with more of them the rows that are fetched at the same time lie farther apart. Coded rows get as many as decode
-    and write them at the rate at which the link brings them."""
-    if table.codebook is None:
-        return machine.bucketed_sms
-    stored_bytes = table.resident_bytes / max(1, table.num_rows)
-    work = work_of(table.codebook, table.row_bytes, stored_bytes)
-    decode_ns = max(work / coder_rates(table.codebook, machine).work_per_ns, table.row_bytes / machine.memset_gbps)
-    link_ns = max(stored_bytes / machine.read_gbps, machine.least_row_ns)
-    sms = max(machine.bucketed_sms, math.ceil(all_sms * decode_ns / link_ns))
-    return sms if sms < all_sms else 0
-
-
-def window_bits(table: Table) -> int:
-    """The least power of two of items in a window that gives at least WINDOW_BYTES and at most MAX_WINDOWS windows."""
-    num_items = max(1, table.num_items)
-    items = max(-(-num_items // MAX_WINDOWS), WINDOW_BYTES * num_items // max(1, table.resident_bytes), 1)
-    return (items - 1).bit_length()
-
-
-def is_bucketed(table: Table, ids: torch.Tensor, worker: torch.device) -> bool:
-    """Whether items at these ids of a GPU would be fetched in the order of windows of the table."""
-    return _Bucketed().cost(GatherRequest(table, ids, worker, worker, 0)) < _GpuGather().cost(
-        GatherRequest(table, ids, worker, worker, 0)
-    )
-
-
-def looks_sorted(ids: torch.Tensor) -> bool:
-    """Whether CPU ids are in order at a thousand places: looking at all of them costs more than putting them in order
-    on a GPU."""
-    some = ids[:: max(1, ids.numel() // 1024)]
-    return bool((some[1:] >= some[:-1]).all())
+        torch.ops.ibp.take_many.default(handles, ids, order.to(torch.int32), bounds, sms, out)
+    except RuntimeError:
+        for number in used:  # one of them says what is wrong
+            some = slice(starts[number], starts[number + 1])
+            out[order[some]] = select(tables[number], ids[some])

@@ -9,6 +9,7 @@ import torch
 
 from .._common.graphs import cannot_map
 
+ID_DTYPES = (torch.int64, torch.int32)  # of ids as operations take them
 _WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
@@ -31,7 +32,7 @@ def checked_ids(ids: Any, name: str = "ids") -> torch.Tensor:
     if not isinstance(ids, torch.Tensor):
         ids = tensor_of(ids, name)
     refuse_mapped(ids)
-    if ids.dtype == torch.int64 or ids.dtype == torch.int32:
+    if ids.dtype in ID_DTYPES:
         return ids
     if ids.dtype in _WIDENED:
         return ids.to(torch.int64)

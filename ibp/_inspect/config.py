@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path as FilePath
-from typing import Any
 
 import torch
 
 from .. import _core
 from .._fetch import gather, streaming
-from .._fetch.paths import Path
 from .._machine import calibration, memory
 
 _CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # enum ibp_cpu_feature
@@ -44,16 +41,12 @@ def config_text() -> str:
         known = calibration.in_force(device)
         lines["calibration"] = f"measured on {known.gpu}, kept in {calibration.cache_file(device)}"
     if device.type == "cuda":
-        lines["index_select"] = f"paths {_names(gather.PATHS)}, or decoded by the CPU"
-        lines["decompress"] = f"paths {_names(streaming.PATHS)}, or decoded by the CPU"
+        lines["index_select"] = f"paths {', '.join(map(repr, gather.PATHS))}, or decoded by the CPU"
+        lines["decompress"] = f"paths {', '.join(map(repr, streaming.PATHS))}, or decoded by the CPU"
     else:
         lines["index_select"] = lines["decompress"] = "decoded by the CPU"
     width = max(map(len, lines))
     return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
-
-
-def _names(paths: Sequence[Path[Any]]) -> str:
-    return ", ".join(repr(path.name) for path in paths if path.name is not None)
 
 
 def _gpu_text(index: int) -> str:

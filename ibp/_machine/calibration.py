@@ -32,7 +32,7 @@ LARGE_BYTES, LARGE_IDS = 2 << 30, 1 << 17  # of the table, and rows a call, by w
 # (large_table.csv, an H200) take 21.8 and 33 ns, in order, 170 KiB apart, 21.8.
 _GROWTH, _LEAST_GAIN = 0.35, 2 / 3
 _MOST_STREAMED_BYTES = 1 << 30  # a tensor of more is streamed on any machine
-_FILE_VERSION = 1
+_FILE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ class Calibration:
         reach_bytes: of pinned memory that address translation reaches: rows at random places of more come slower.
         random_row_ns, sorted_row_ns: time of a row of 32 bytes at a random place of a table of 2 GiB, in any order
             and in the order of places.
-        least_bucketed_ids: random rows of such a table from which on it pays to put them in the order of places first.
-        bucketed_sms: multiprocessors that then fetch them the fastest.
+        bucketed_sms: multiprocessors that fetch rows in the order of places the fastest.
         stream_start_us: that a stream through the copy engine takes longer to begin and end than a kernel.
         device_copy_gbps, memset_gbps: in device memory, of bytes copied and of bytes set.
         gather_gbps: rows that one thread of the CPU gathers at random places of host memory.
@@ -99,7 +98,6 @@ class Calibration:
     reach_bytes: int
     random_row_ns: float
     sorted_row_ns: float
-    least_bucketed_ids: int
     bucketed_sms: int
     stream_start_us: float
     device_copy_gbps: float
@@ -119,12 +117,6 @@ class Calibration:
         if gained_ns <= 0:
             return _MOST_STREAMED_BYTES
         return int(min(1e3 * self.stream_start_us / gained_ns, _MOST_STREAMED_BYTES))
-
-    @property
-    def least_staging_threads(self) -> int:
-        """From this many threads on, rows that the CPU gathers come faster than rows that a GPU reads in order: the
-        threads fill half of the link."""
-        return math.ceil(0.5 * self.copy_in_gbps / self.gather_gbps)
 
     def random_ns(self, num_bytes: int) -> float:
         """Returns the time, in ns, that address translation takes for a row at a random place of a pinned table of
@@ -162,7 +154,7 @@ _LINES = (  # of a calibration's repr
     "  copy engine    {copy_in_gbps} GB/s to the GPU, {copy_out_gbps} to the host",
     "  kernels read   {read_gbps} GB/s of pinned memory, with {few} SMs {few_read_gbps}; a row takes {least_row_ns} ns",
     "  random rows    beyond {reach} {random_row_ns} ns a row, in order {sorted_row_ns}",
-    "  put in order   from {least_bucketed_ids} rows on, then fetched by {bucketed_sms} SMs",
+    "  put in order   they are fetched by {bucketed_sms} SMs",
     "  whole tensors  streamed from {streamed} on: that starts {stream_start_us} us later",
     "  device memory  copy {device_copy_gbps} GB/s, memset {memset_gbps}",
     "  CPU            a thread gathers {gather_gbps} GB/s",
@@ -187,7 +179,6 @@ H200 = Calibration(
     reach_bytes=512 << 20,
     random_row_ns=16.2,
     sorted_row_ns=3.6,
-    least_bucketed_ids=1 << 14,
     bucketed_sms=16,
     stream_start_us=94.27,
     device_copy_gbps=2063.0,

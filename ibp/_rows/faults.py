@@ -75,7 +75,7 @@ class Faults:
 
     def __init__(self, *words: FaultWords) -> None:
         self._words = words
-        self._noted: dict[torch.device, list[np.ndarray]] = {}
+        self._noted: dict[torch.device, np.ndarray] = {}  # int64 [kinds, ENTRIES]
         self._records: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # the same memory, for the device
 
     @property
@@ -92,19 +92,19 @@ class Faults:
             on_gpu, kinds = device.type == "cuda", len(self._words)
             with outside_of_modes():
                 host = memory.empty(8 * kinds * ENTRIES, _CPU, on_gpu).view(torch.int64).zero_().view(kinds, ENTRIES)
-                self._noted[device] = list(host.numpy())
+                self._noted[device] = host.numpy()
                 near = memory.device_view(host, device) if on_gpu else host
                 self._records[device] = tuple(near[number] for number in range(kinds))
         return self._records[device][kind]
 
-    def addresses(self, device: torch.device) -> list[int]:
-        """Of the records in host memory."""
-        return [record.ctypes.data for record in self._noted[device]]
+    def words(self, device: torch.device) -> memoryview:
+        """Returns the int64 words of the records of a device, as the host reads them: the first of each ENTRIES is not
+        0 if something is noted."""
+        return memoryview(self._noted[device].reshape(-1))
 
     def clear(self, device: torch.device) -> None:
         """Forgets what a device's work has noted."""
-        for noted in self._noted[device]:
-            noted[:] = 0
+        self._noted[device][:] = 0
 
     def taken(self, device: torch.device) -> Iterator[tuple[FaultWords, list[int]]]:
         """The records in which something is noted, and the words for them; they are clear then."""

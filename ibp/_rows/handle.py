@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
-from .. import _core
+from .._machine.calibration import Calibration
+from .plan import Plan
 
 
 class Parts(NamedTuple):
-    """A table in memory that one device reads, as torch.ops.ibp.describe_table takes it (see `_common/ops.py`).
-    rooms, used: of a place, which rows are coded into."""
+    """A table in memory that one device reads, as torch.ops.ibp.describe_table takes it (csrc/bindings/torch_ops.cpp).
+    rooms, used: of a place, which rows are coded into. fault, plan: what `take` needs on a GPU."""
 
     slots: torch.Tensor
     overflow: torch.Tensor
@@ -25,20 +27,32 @@ class Parts(NamedTuple):
     item_bytes: int
     rooms: torch.Tensor | None = None
     used: torch.Tensor | None = None
+    fault: torch.Tensor | None = None
+    plan: Sequence[int] = ()
 
 
 class Handle:
     """A table that has been checked and described once for all operations of a device. Describing it costs about as
     much as a call.
 
-    RuntimeError: parts contradict each other."""
+    Attributes:
+        parts: the table's memory.
+        table: the argument `table` of operations, a tensor. It keeps the memory alive.
+
+    Raises:
+        RuntimeError: parts contradict each other.
+    """
+
+    # Of a table's handles (`Table.handle`), which `take` is given:
+    like: torch.Tensor  # empty; its dtype and its dimensions but the first are those of an item
+    plan: Plan
+    machine: Calibration | None  # whose rates the plan is of
+    noted: memoryview  # the words of the fault records that GPUs write to
 
     def __init__(self, parts: Parts) -> None:
-        self.parts = parts  # its memory
-        # Owns the description, and takes calls for few items once it is ready for them.
-        self.core = _core.TableHandle(torch.ops.ibp.describe_table.default, parts)
-        # The argument `table` of operations. It keeps the memory alive.
-        self.table = torch.frombuffer(self.core, dtype=torch.uint8)
+        self.parts = parts
+        self.table = torch.ops.ibp.describe_table.default(*parts)
+        self.table.parts = parts  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[type[Handle], tuple[Parts]]:
         """A copy is described anew, with copies of the parts."""

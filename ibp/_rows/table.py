@@ -20,11 +20,13 @@ from .._layout import slots as _layout
 from .._layout.geometry import DTYPES, Geometry
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
+from .._machine.calibration import Calibration
 from .._machine import numa as _numa
 from .._machine.segments import PART_DTYPES, FileRows, Segment
 from .._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
 from .faults import Faults, FaultWords, refuse_capture
 from .handle import Handle, Parts
+from .plan import Plan, plan_of
 from .room import Room
 
 OF_SELECTIONS = 1  # the kind of faults of work that reads selections of a table's items and does not know their ids
@@ -36,9 +38,6 @@ _WORDS = FaultWords(
 _WORDS_OF_SELECTIONS = _WORDS._replace(damaged="{status}: the item of ids[{position}]")
 _CPU = torch.device("cpu")
 _MAX_TENSOR_BYTES = 2**63 - 1  # torch counts bytes in int64
-_MANY_BYTES = 1 << 62
-
-LEAST_SHARED_BYTES = 1 << 19  # of items: fewer are one thread's work on the CPU (torch_ops.cpp)
 
 TENSORS = tuple(PART_DTYPES)
 _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "overflow", "lengths", "bases", "codebook")
@@ -402,18 +401,38 @@ class Table(TensorManners, Saves):
         )
 
     def handle(self, device: torch.device) -> Handle:
-        """The table as the operations of a device take it. Made once a device: the index and the codebook are copied to
-        a GPU, pinned rows are mapped."""
-        if device in self._handles:
-            return self._handles[device]
+        """Returns the table as the operations of a device take it. The handle is made once for each device: the index
+        and the codebook are copied to a GPU, and pinned rows are mapped. It is made anew after a calibration, whose
+        rates its plan reckons with."""
+        handle = self._handles.get(device)
+        if handle is not None and (handle.machine is None or not self._plans_anew(handle.machine, device)):
+            return handle
         refuse_capture(device)
         if device != self.device and self._segment is not None:
             with torch.cuda.device(device):
                 self._pin_segment()
         with outside_of_modes():
-            handle = self._handles[device] = Handle(self._parts(device, self.geometry))
-            self._faults.on(device)  # compiled code and graphs find it made
+            return self._keep_handle(device, self._parts(device, self.geometry))
+
+    def _keep_handle(self, device: torch.device, parts: Parts) -> Handle:
+        """Describes parts that a device reads as the table's handle there, which `take` is given from now on."""
+        fault, plan, machine = self._faults.on(device), Plan(), None  # compiled code and graphs find the record made
+        if device.type == "cuda":
+            rates = calibration.in_force(device)
+            plan = plan_of(self, rates, device)
+            machine = None if device == self.device else rates
+        handle = Handle(parts._replace(fault=fault, plan=plan[:3]))
+        handle.like = torch.empty((0, *self.item_shape), dtype=self.dtype, device=device)
+        handle.plan, handle.machine, handle.noted = plan, machine, self._faults.words(device)
+        self._handles[device] = handle
         return handle
+
+    @staticmethod
+    def _plans_anew(machine: Calibration, device: torch.device) -> bool:
+        """Returns whether another calibration is in force than the one that a plan reckons with."""
+        if torch.compiler.is_compiling() or calibration.in_force(device) is machine:
+            return False
+        return not memory.is_capturing(device)
 
     def _parts(self, device: torch.device, geometry: Geometry) -> Parts:
         """The parts of the table's handle; or of one for as many items as a geometry has, where its room holds them. A
@@ -426,20 +445,6 @@ class Table(TensorManners, Saves):
         slots = memory.seen_from(device, self._room.slots[: _layout.slots_size(geometry, self.slot_bytes)])
         lengths, bases, *place = self._room.index_on(device).first(geometry.num_rows)
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, *place)
-
-    def _make_ready(self, device: torch.device) -> None:
-        """Readies the table's handle, if it is not ready, for calls with ids on the device that decodes. Calls for many
-        items choose among paths instead."""
-        if self.item_bytes == 0 or memory.is_capturing(device) or self.handle(device).core.is_ready:
-            return
-        most_items = LEAST_SHARED_BYTES // self.item_bytes
-        if device.type == "cuda":
-            machine = calibration.in_force(device)
-            is_large = self.device.type == "cpu" and self.resident_bytes >= machine.reach_bytes
-            most_items = machine.least_bucketed_ids - 1 if is_large else _MANY_BYTES // self.item_bytes
-        near, kind = self._faults.on(device), (list(self.item_shape), self.dtype, self.dtype.is_complex)
-        records = self._faults.addresses(device)[0]
-        self.handle(device).core.make_ready((self._faults, near), device, records, near.data_ptr(), *kind, most_items)
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
         """(codec, codebook) of the operations: how the rows are coded, for a device."""

@@ -254,8 +254,7 @@ class CodedRows(OfThisProcess):
     def _live_table(self) -> CompressedTensor:
         """The place as a table that the place's device reads as it is at that time, a pinned one too."""
         table = self.table()
-        table._handles[self.device] = Handle(self.handle.parts)
-        table._faults.on(self.device)
+        table._keep_handle(self.device, self.handle.parts)
         return table
 
 

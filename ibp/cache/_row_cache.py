@@ -15,14 +15,14 @@ from .._common.arguments import whole_number
 from .._common.graphs import outside_of_graphs
 from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
-from .._fetch.calls import produce, sms_of, target_of
-from .._fetch.gather import window_bits
-from .._fetch.ids import check_range, check_readable, flat_ids
+from .._fetch.calls import check_out, sms_of, target_of
+from .._fetch.gather import IN_ORDER, PLANNED, raise_for
+from .._fetch.ids import ID_DTYPES, check_range, flat_ids, refuse_mapped
 from .._layout.geometry import rows_of
 from .._layout.manners import TensorManners
-from .._machine import calibration, memory
+from .._machine import memory
 from .._machine.memory import is_capturing
-from .._rows.faults import new_record
+from .._rows.faults import ENTRIES, new_record
 from .._rows.handle import Handle
 from .._rows.protocols import Ids
 from .._tables.changes import check_can_change
@@ -290,65 +290,68 @@ class RowCache(OfThisProcess, TensorManners):
             TypeError, ValueError, IndexError, CorruptTableError: as `ibp.index_select`.
             RuntimeError: the table has been refit, or its rows changed other than by this cache.
         """
-        if device is None and not check and not torch.compiler.is_compiling():
-            taken = self._take_few(ids, out, max_sms, in_order)
-            if taken is not None:
-                return taken
-        ids = flat_ids(ids)
-        target, sms = target_of(device, out, ids.device), sms_of(max_sms)
+        if type(ids) is not torch.Tensor or ids.dtype not in ID_DTYPES or ids.dim() != 1:
+            ids = flat_ids(ids)
+        sms = 0 if max_sms is None else sms_of(max_sms)
+        target = ids.device if device is None and out is None else target_of(device, out, ids.device)
         worker = self._worker_of(target)
         if worker is None:
             self._state.check(self._state.generation)
             return self.view.index_select(ids, device=device, out=out, check=check, max_sms=max_sms)
-        check_readable(ids, self.view.num_items)
-        if ids.is_cuda and worker.type == "cpu":
-            ids = ids.cpu()
-            check_range(ids, self.view.num_items)
-        if ids.device == worker == target and not torch.compiler.is_compiling():
-            self.view._make_ready(worker)
-        ids = ids.to(worker)
-        shape = (ids.numel(), *self.view.item_shape)
-        given = out if out is None or not isinstance(self.table, CodedRows) else _as_bytes(out, shape)
-
-        def fetch(result: torch.Tensor, fault: torch.Tensor) -> None:
-            self._fetch(ids, sms, in_order, result, fault)
-
-        found = produce(self.view, shape, target, worker, given, check, fetch)
-        return found if out is None else out
-
-    def _take_few(
-        self, ids: Any, out: torch.Tensor | None, max_sms: int | None, in_order: bool = False
-    ) -> torch.Tensor | None:
-        """The items by the shortest way, where an earlier call has made the cache ready and nothing is unusual."""
-        try:
-            worker, view = ids.device, self.view
-            core, key = view._handles[worker].core, current_key(worker)
-            given = out if out is None or not self._is_of_place else _as_bytes(out, (ids.numel(), view.row_bytes))
-        except (AttributeError, KeyError, ValueError):
-            return None
-        with self._state.lock:
-            generation = self._state.generation
-            if (
-                key is None
-                or (key != ON_CPU and key not in generation.streams)
-                or not self._state.order.is_settled(key, self.policy == "lru")
-                or worker not in generation.ready
-                or generation.codebook is not view.codebook
-                or generation.version != view.version
-            ):
-                return None
-            taken = core.take(ids, given, sms_of(max_sms), generation.ready[worker], in_order)
-        return taken if taken is None or out is None else out
+        shape, given = (ids.shape[0], *self.view.item_shape), out
+        if out is not None:
+            given = _as_bytes(out, shape) if self._is_of_place else out
+            check_out(given, shape, self.view.dtype)
+        if ids.device != worker:
+            if not ids.is_cuda or worker.type == "cpu":
+                ids = ids.cpu()
+                check_range(ids, self.view.num_items)
+            ids = ids.to(worker)
+        result = self._take(ids, sms, in_order, given if out is not None and out.device == worker else None)
+        if check and worker.type == "cuda":
+            torch.cuda.current_stream(worker).synchronize()
+            self.view._raise_pending(worker)
+        if out is None:
+            return result if worker == target else result.to(target)
+        if result is not given:
+            given.copy_(result.view(given.shape))
+        return out
 
     @outside_of_graphs
-    def _fetch(self, ids: torch.Tensor, sms: int, in_order: bool, result: torch.Tensor, fault: torch.Tensor) -> None:
-        """Writes items to result, on the ids' device."""
-        if result.numel() == 0:
-            return
-        ids, positions = (ids, None) if in_order else self._in_order(ids)
-        with self.found(ids) as (handle, entries, slabs):
-            near = {"entries": entries, "slabs": slabs}
-            torch.ops.ibp.gather_items.default(handle.table, ids, sms, result, fault, positions, **near)
+    def _take(self, ids: torch.Tensor, sms: int, in_order: bool, out: torch.Tensor | None) -> torch.Tensor:
+        """Returns the items at ids of a device of the cache, in out if that is there."""
+        worker, state, view = ids.device, self._state, self.view
+        handle, way = view.handle(worker), IN_ORDER if in_order else PLANNED
+        if handle.noted[0] or handle.noted[ENTRIES]:
+            view._raise_pending(worker)
+        try:
+            with state.lock:
+                cache = self._in_use(worker).described(worker, state.counts[worker])
+                if out is None:
+                    return torch.ops.ibp.take.default(handle.table, ids, handle.like, sms, way, 0, cache)
+                torch.ops.ibp.take.out(handle.table, ids, sms, way, cache, out=out)
+                return out
+        except RuntimeError:
+            if worker.type == "cpu":
+                refuse_mapped(ids)
+                check_range(ids, view.num_items)
+                with self.found(ids.contiguous()) as (_, entries, slabs):
+                    raise_for(view, ids, handle, entries=entries, slabs=slabs)
+            raise
+
+    def _in_use(self, worker: torch.device) -> Generation:
+        """Returns what the cache holds, for work on the current stream of a device, which waits for other streams if it
+        has to. The lock is held. RuntimeError: the table has changed."""
+        state, generation, writes = self._state, self._state.generation, self.policy == "lru"
+        state.check(generation)
+        key = current_key(worker)
+        if key is not None and (key == ON_CPU or key in generation.streams) and state.order.is_settled(key, writes):
+            return generation
+        if not generation.is_captured and is_capturing(worker):
+            generation.is_captured = True
+            state.captured.append(generation)  # a graph goes on reading it, after refills too
+        state.hold(generation, worker, state.order.write(worker) if writes else state.order.read(worker))
+        return generation
 
     @contextmanager
     def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
@@ -365,16 +368,10 @@ class RowCache(OfThisProcess, TensorManners):
         entries = torch.empty(ids.numel() * self._state.rows_per_item, dtype=torch.int64, device=worker)
         counts = self._state.counts[worker]
         with self._state.lock:
-            generation = self._state.generation
-            self._state.check(generation)
-            if not generation.is_captured and is_capturing(worker):
-                generation.is_captured = True
-                self._state.captured.append(generation)  # a graph goes on reading it, after refills too
+            generation = self._in_use(worker)
             if self.policy == "lru":
-                self._state.hold(generation, worker, self._state.order.write(worker))
                 self._claim(generation, ids, handle, entries, counts)
             else:
-                self._state.hold(generation, worker, self._state.order.read(worker))
                 torch.ops.ibp.find_cached.default(
                     ids,
                     self._state.rows_per_item,
@@ -385,7 +382,6 @@ class RowCache(OfThisProcess, TensorManners):
                     entries,
                     counts,
                 )
-            generation.make_ready(worker, counts)
             yield handle, entries, generation.view_of(worker)[1]
 
     def _claim(
@@ -420,17 +416,6 @@ class RowCache(OfThisProcess, TensorManners):
         if target in self._state.workers:
             return target
         return self._state.workers[0] if self.writable or isinstance(self.table, CodedRows) else None
-
-    def _in_order(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Many ids of a large table in host memory, in the order of its windows (see `_fetch.gather`), and where their
-        items go; else the ids."""
-        view = self.view
-        if not ids.is_cuda or view.is_cuda:
-            return ids, None
-        machine = calibration.in_force(ids.device)
-        if ids.numel() < machine.least_bucketed_ids or view.resident_bytes < machine.reach_bytes:
-            return ids, None
-        return torch.ops.ibp.partition_ids.default(ids, view.num_items, window_bits(view))
 
     def decompress(self, *, device: Device | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """The whole tensor, from the table, which is flushed first."""

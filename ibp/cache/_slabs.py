@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import _core
+from .._common.modes import outside_of_modes
 from .._common.rounding import rounded_up
 from .._layout import slots
 from .._rows.faults import new_record
@@ -80,8 +81,7 @@ class Generation:
 
     views: dict[torch.device, View] = field(default_factory=dict)  # see `view_of`
     streams: set[Key] = field(default_factory=set)  # that have read it, or written to it
-    # for calls for few items, on devices that have looked rows up
-    ready: dict[torch.device, _core.ReadyCache] = field(default_factory=dict)
+    _described: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def view_of(self, device: torch.device) -> View:
         """(maps that a device looks rows up in, bytes that it reads them from), one a slab; empty ones of slabs that it
@@ -119,23 +119,18 @@ class Generation:
                 tensor.record_stream(stream)
         self.streams.add(key_of(stream))
 
-    def make_ready(self, device: torch.device, counts: torch.Tensor) -> None:
-        """Readies it for calls for few items on a device, where it is not."""
-        if device in self.ready:
-            return
-        maps, slabs = self.view_of(device)
-        first = self.slabs[0]
-        stamps, clock = (0 if held is None else held.data_ptr() for held in (first.stamps, first.clock))
-        self.ready[device] = _core.ReadyCache(
-            (maps, slabs, counts, first),
-            [(held.data_ptr(), 8 * held.numel()) for held in maps],
-            self.ways,
-            [(held.data_ptr(), held.numel()) for held in slabs],
-            counts.data_ptr(),
-            stamps,
-            clock,
-            0 if first.stamps is None else self.slot_bytes,
-        )
+    def described(self, device: torch.device, counts: torch.Tensor) -> torch.Tensor:
+        """Returns the argument `cache` of operations on a device. counts: of the device, which it keeps alive, too."""
+        if device not in self._described:
+            (maps, slabs), first = self.view_of(device), self.slabs[0]
+            slot_bytes = 0 if first.stamps is None else self.slot_bytes
+            with outside_of_modes():
+                made = torch.ops.ibp.describe_cache.default(
+                    maps, self.ways, slabs, counts, first.stamps, first.clock, slot_bytes
+                )
+            made.parts = maps, slabs, counts, first
+            self._described[device] = made
+        return self._described[device]
 
     @property
     def nbytes(self) -> int:

@@ -30,10 +30,8 @@ _NEAR_BYTES = 128 << 20  # of pinned memory that address translation reaches on 
 _STREAMED_BYTES = 32 << 20  # of the tensor by which the start of a stream is timed
 _ROW_BYTES, _SHORT_ROW_BYTES, _MEDIUM_ROW_BYTES, _SECTOR_BYTES = 2048, 128, 256, _core.SECTOR_BYTES
 _ID_SETS = 16
-_BUCKETED_IDS = tuple(1 << bits for bits in range(12, 18))
 _BUCKETED_SMS = (8, 16, 32)
 _SMALLER, _AS_FAST = 0.8, 1.03  # of a rate that counts as less; of a time that counts as the same
-_PAYS = 0.9  # of a time, for what costs the host calls besides
 _SPREAD = 1.08  # times a short row's time: codebooks of a family differ, and none may be slower than raw rows
 _LINK_BOUND = 1.1  # times what the link takes: rows that come so have no slower decoder
 _NUM_MEASUREMENTS = 60  # that share the time given
@@ -176,7 +174,6 @@ def _of_large_table(clock: Clock) -> dict[str, Any]:
         "reach_bytes": reach_bytes,
         "random_row_ns": _row_ns(clock, sectors),
         "sorted_row_ns": _row_ns(clock, sectors, in_order=True),
-        "least_bucketed_ids": _least_bucketed_ids(clock, rows),
         "bucketed_sms": _bucketed_sms(clock, rows),
         "gather_gbps": _gather_gbps(clock, host),
     }
@@ -192,18 +189,6 @@ def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:
             break
         reached = size
     return reached
-
-
-def _least_bucketed_ids(clock: Clock, table: CompressedTensor) -> int:
-    """Of the numbers looked at, the first from which on putting the ids in order pays every time; the next power of two
-    where it never does."""
-    least = 2 * _BUCKETED_IDS[-1]
-    for num_ids in reversed(_BUCKETED_IDS):
-        given, bucketed = (_row_ns(clock, table, num_ids=num_ids, path=path) for path in ("gpu", "bucketed"))
-        if bucketed > _PAYS * given:
-            break
-        least = num_ids
-    return least
 
 
 def _bucketed_sms(clock: Clock, table: CompressedTensor) -> int:

@@ -125,7 +125,7 @@ def names_of(name):
 
 def arguments_of(name):
     """What the arguments of a call are called, the values that describe a table among them."""
-    return [*names_of("describe_table")[1:11], *names_of(name)[1:]] if takes_table(name) else names_of(name)
+    return [*names_of("describe_table")[:10], *names_of(name)[1:]] if takes_table(name) else names_of(name)
 
 
 def tensors_of(name, arguments):

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with, spiky_rows, take
+from ibp._rows import plan
 from ibp.cache import _row_cache, _slabs
 
 ON_CPU = {"device": "cpu", "memory": "host"}
@@ -220,20 +221,19 @@ def test_as_a_table():
     assert "RowCache(shape=[600, 64]" in text and "budget_bytes=20,000" in text and "'static'" in text
 
 
-def assert_takes_the_short_way(cache, x, ids):
-    """Once a call has readied the cache, later ones go by one function, as often as nothing changes."""
+def assert_counts_each_row_once(cache, x, ids):
+    """Calls in all their forms give the same items, and meet the same rows."""
+    seen = []
     for out in (None, torch.empty_like(x[ids])):
-        assert_same_bits(cache.index_select(ids, out=out).view(x.dtype), x[ids])
-        cache.reset_stats()
-        taken = cache._take_few(ids, out, None)
-        assert_same_bits(taken.view(x.dtype), x[ids])
-        short = cache.stats()
-        cache.reset_stats()
-        cache.index_select(ids, out=out, check=True)
-        assert short == cache.stats() and short.hits > 0
-        assert_same_bits(cache.index_select(ids, out=out, in_order=True).view(x.dtype), x[ids])
-    assert cache._take_few(ids.repeat(2)[::2], None, None) is None
-    assert cache._take_few(ids, torch.empty(1, device=ids.device), None) is None
+        for options in ({}, {"check": True}, {"in_order": True}, {"max_sms": 2}):
+            cache.index_select(ids, out=out)
+            cache.reset_stats()
+            assert_same_bits(cache.index_select(ids, out=out, **options).view(x.dtype), x[ids])
+            seen.append(cache.stats())
+    assert seen == seen[:1] * len(seen) and seen[0].hits > 0
+    assert_same_bits(cache.index_select(ids.repeat(2)[::2]), x[ids.repeat(2)[::2]])
+    with pytest.raises(ValueError, match="out has shape"):
+        cache.index_select(ids, out=torch.empty(1, dtype=x.dtype, device=ids.device))
 
 
 @pytest.mark.parametrize("policy", _row_cache.POLICIES)
@@ -243,11 +243,9 @@ def test_calls_for_few_items(kind, policy):
     table = table_of(x, kind)
     cache = ibp.RowCache(table, 60_000, torch.rand(NUM_ITEMS), devices="cpu", policy=policy)
     ids = torch.arange(0, 70, 7)
-    assert cache._take_few(ids, None, None) is None
-    assert_takes_the_short_way(cache, x, ids)
+    assert_counts_each_row_once(cache, x, ids)
     cache.refill(torch.rand(NUM_ITEMS))
-    assert cache._take_few(ids, None, None) is None
-    assert_takes_the_short_way(cache, x, ids)
+    assert_counts_each_row_once(cache, x, ids)
     with pytest.raises(IndexError, match="wanted 0 to 599"):
         cache.index_select(torch.tensor([NUM_ITEMS]))
     cache.update_(ids, x[ids] + 1)
@@ -767,13 +765,11 @@ def test_calls_for_few_items_on_a_gpu(cuda, policy):
     x = tensor().to(cuda)
     cache = ibp.RowCache(pinned_table(x.cpu()), 60_000, torch.rand(NUM_ITEMS), devices=cuda, policy=policy)
     ids = torch.arange(0, 70, 7, device=cuda)
-    assert_takes_the_short_way(cache, x, ids)
+    assert_counts_each_row_once(cache, x, ids)
     with torch.cuda.stream(torch.cuda.Stream(cuda)):
-        assert cache._take_few(ids, None, None) is None  # this stream has to wait for others, once
-        assert_takes_the_short_way(cache, x, ids)
+        assert_counts_each_row_once(cache, x, ids)
         torch.cuda.current_stream().synchronize()
-    assert (cache._take_few(ids, None, None) is None) == (policy == "lru")
-    assert_takes_the_short_way(cache, x, ids)
+    assert_counts_each_row_once(cache, x, ids)
 
 
 def test_devices_are_the_usual_ones(cuda):
@@ -791,7 +787,8 @@ def test_devices_are_the_usual_ones(cuda):
 
 def test_many_ids_of_a_large_table(cuda, monkeypatch):
     """They are put in the order of windows first, unless the caller says that they are in order."""
-    reckon_with(monkeypatch, least_bucketed_ids=50, reach_bytes=0)
+    reckon_with(monkeypatch, reach_bytes=1, random_row_ns=1e6)
+    monkeypatch.setattr(plan, "LEAST_BUCKETED_IDS", 64)
     x = tensor().to(cuda)
     for policy in _row_cache.POLICIES:
         cache = ibp.RowCache(pinned_table(x.cpu()), 40_000, torch.rand(NUM_ITEMS), devices=cuda, policy=policy)
@@ -799,8 +796,6 @@ def test_many_ids_of_a_large_table(cuda, monkeypatch):
             ids = random_ids(count).to(cuda)
             assert_same_bits(cache.index_select(ids), x[ids])
             assert_same_bits(cache.index_select(ids, in_order=True), x[ids])
-            assert (cache._take_few(ids, None, None) is None) == (count == 500)
-            assert_same_bits(cache._take_few(ids, None, None, in_order=True), x[ids])
 
 
 def test_bad_ids_on_a_gpu(cuda):

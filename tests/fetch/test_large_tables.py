@@ -20,7 +20,8 @@ from helpers import (
     reckon_with,
     spiky_rows,
 )
-from ibp._fetch import gather, host_gather, paths
+from ibp._fetch import gather, host_gather
+from ibp._rows import plan
 
 CPU = torch.device("cpu")
 CODED = ["ibp", "planes"]
@@ -103,15 +104,15 @@ class Sized:
 @pytest.mark.parametrize("num_items", [0, 1, 5, 65_536, 65_537, 10**6, 10**9])
 @pytest.mark.parametrize("item_bytes", [0, 4, 37, 352, 65_536, 10**6])
 def test_window_bits(num_items, item_bytes):
-    bits = gather.window_bits(Sized(num_items, num_items * item_bytes))
+    bits = plan.window_bits(Sized(num_items, num_items * item_bytes))
     windows = ((max(1, num_items) - 1) >> bits) + 1
-    assert windows <= gather.MAX_WINDOWS
+    assert windows <= plan.MAX_WINDOWS
     if (
         bits and num_items * item_bytes and num_items > 1
     ):  # no larger than need be: at most twice 64 KiB, or at least half of the windows
-        assert item_bytes << (bits - 1) < gather.WINDOW_BYTES or 2 * windows >= gather.MAX_WINDOWS
+        assert item_bytes << (bits - 1) < plan.WINDOW_BYTES or 2 * windows >= plan.MAX_WINDOWS
     if windows > 1 and item_bytes:
-        assert item_bytes << bits >= gather.WINDOW_BYTES // 2
+        assert item_bytes << bits >= plan.WINDOW_BYTES // 2
 
 
 @pytest.mark.parametrize("scheme", KINDS)
@@ -293,19 +294,20 @@ def test_paths_that_do_not_exist():
 
 def test_looks_sorted():
     ordered = torch.arange(100_000)
-    assert gather.looks_sorted(ordered) and gather.looks_sorted(ordered // 7) and gather.looks_sorted(ordered[:1])
-    assert not gather.looks_sorted(ordered.flip(0)) and not gather.looks_sorted(torch.randperm(100_000))
+    assert plan.looks_sorted(ordered) and plan.looks_sorted(ordered // 7) and plan.looks_sorted(ordered[:1])
+    assert not plan.looks_sorted(ordered.flip(0)) and not plan.looks_sorted(torch.randperm(100_000))
 
 
-def choices(table, ids, target, worker):
-    return paths.choose(
-        gather.PATHS, gather.GatherRequest(table, ids, torch.device(target), torch.device(worker), 0)
-    ).name
-
-
-def test_choices_where_the_cpu_does_it_all():
-    table = ibp.compress(spiky_rows(300, 60), device="cpu", memory="host")
-    assert choices(table, torch.arange(300), "cpu", "cpu") is None
+def choice(table, ids, cuda):
+    """The path that a call without `path` takes to a GPU; None: the CPU decodes."""
+    worker = cuda if table.is_pinned() or table.is_cuda else CPU
+    if not ids.is_cuda and gather._is_staged(table, ids, cuda, worker):
+        return "cpu"
+    if worker == CPU:
+        return None
+    made = table.handle(cuda).plan
+    least = made.least_bucketed if ids.is_cuda else made.least_from_cpu
+    return "bucketed" if len(ids) >= least and (ids.is_cuda or not plan.looks_sorted(ids)) else "gpu"
 
 
 def make_table(x, scheme, place, cuda, **arguments):
@@ -325,12 +327,12 @@ def test_multiprocessors_of_bucketed_ids(scheme):
     """As many as decode at the rate of the link: few for rows that save little, all for rows of which little comes."""
     machine = ibp.calibration.H200
     table = ibp.compress(embedding(2000, 256, torch.bfloat16), scheme=scheme, memory="host")
-    sms = gather.bucketed_sms(table, machine, 132)
+    sms = plan.bucketed_sms(table, machine, 132)
     assert sms == machine.bucketed_sms if scheme == "raw" else machine.bucketed_sms < sms < 132 // 3
     if scheme != "raw":
         sparse = ibp.compress(one_hot_rows(500, 3000), scheme=scheme, memory="host")
-        assert gather.bucketed_sms(sparse, machine, 132) == 0
-        assert gather.bucketed_sms(table, machine, 8) == 0
+        assert plan.bucketed_sms(sparse, machine, 132) == 0
+        assert plan.bucketed_sms(table, machine, 8) == 0
 
 
 @pytest.mark.parametrize(
@@ -354,11 +356,11 @@ def test_what_is_expected_of_paths(gib, stored_bytes, item_bytes, num_ids, on_gp
     machine = ibp.calibration.H200
     for ids_on_gpu, expected in ((True, on_gpu), (False, on_cpu)):
         promised = {
-            "gpu": gather.fetched_ns(table, machine),
-            "bucketed": gather.PROMISED * gather.bucketed_ns(table, num_ids, ids_on_gpu, machine),
+            "gpu": plan.fetched_ns(table, machine),
+            "bucketed": plan.PROMISED * plan.bucketed_ns(table, num_ids, ids_on_gpu, machine),
         }
         if not ids_on_gpu:
-            promised["cpu"] = gather.PROMISED * gather.staged_ns(table, num_ids, machine, 16)
+            promised["cpu"] = plan.PROMISED * plan.staged_ns(table, num_ids, machine, 16)
         assert min(promised, key=promised.get) == expected, promised
 
 
@@ -367,20 +369,20 @@ def test_choices(cuda, monkeypatch):
     x = embedding(200_000, 64)
     pinned, pageable, on_gpu = (make_table(x, "planes", place, cuda) for place in ("pinned", "pageable", "device"))
     many, few = torch.randint(200_000, (100_000,)), torch.randint(200_000, (100,))
-    assert choices(pinned, many, "cuda:0", "cuda:0") == "gpu", "a small table"
-    assert choices(pageable, many, "cuda:0", "cpu") == "cpu" and choices(pageable, few, "cuda:0", "cpu") is None
+    assert choice(pinned, many, cuda) == "gpu", "a small table"
+    assert choice(pageable, many, cuda) == "cpu" and choice(pageable, few, cuda) is None
     reckon_with(monkeypatch, reach_bytes=1 << 20)
     for ids in (many, many.to(cuda)):
-        assert choices(pinned, ids, "cuda:0", "cuda:0") == "bucketed", "its ids are so near that they share addresses"
+        assert choice(pinned, ids, cuda) == "bucketed", "its ids are so near that they share addresses"
     for ids in (few, few.to(cuda)):
-        assert choices(pinned, ids, "cuda:0", "cuda:0") == "gpu"
+        assert choice(pinned, ids, cuda) == "gpu"
     reckon_with(monkeypatch, reach_bytes=1 << 20, sorted_row_ns=1e4)
-    assert choices(pinned, many, "cuda:0", "cuda:0") == "cpu", "an order of places gains nothing"
+    assert choice(pinned, many, cuda) == "cpu", "an order of places gains nothing"
     reckon_with(monkeypatch, reach_bytes=1 << 20)
-    assert choices(on_gpu, many.to(cuda), "cuda:0", "cuda:0") == "gpu"
+    assert choice(on_gpu, many.to(cuda), cuda) == "gpu"
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert choices(pinned, many, "cuda:0", "cuda:0") == "bucketed"
-    assert choices(pinned, many.sort().values, "cuda:0", "cuda:0") == "gpu"
+    assert choice(pinned, many, cuda) == "bucketed"
+    assert choice(pinned, many.sort().values, cuda) == "gpu"
 
 
 def paths_of(ids, place):
@@ -392,8 +394,9 @@ def paths_of(ids, place):
 @pytest.fixture
 def small_is_large(monkeypatch):
     """Thresholds that make every table large, so that path=None takes each of the paths too."""
-    reckon_with(monkeypatch, reach_bytes=0, least_bucketed_ids=100)
-    monkeypatch.setattr(gather, "LEAST_STAGED_BYTES", 1000)
+    reckon_with(monkeypatch, reach_bytes=1, random_row_ns=1e6)
+    monkeypatch.setattr(plan, "LEAST_BUCKETED_IDS", 128)
+    monkeypatch.setattr(plan, "LEAST_STAGED_BYTES", 1000)
 
 
 @pytest.mark.parametrize("place", ["pinned", "pageable", "device"])

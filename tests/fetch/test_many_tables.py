@@ -83,30 +83,29 @@ def test_corrupt_rows():
     assert_same_bits(ibp.index_select(tables, torch.tensor([0, 4]), table_numbers=torch.tensor([1, 0]))[1], xs[0][4])
 
 
-def test_what_does_not_fit_is_not_taken():
+def test_what_does_not_fit_is_refused():
     _, tables = make()
-    for table in tables:
-        table.index_select(torch.tensor([0]))
-    ready = [table.handle(torch.device("cpu")).core for table in tables]
+    handles = [table.handle(torch.device("cpu")).table for table in tables]
     ids, positions = torch.tensor([0, 0]), torch.tensor([1, 0], dtype=torch.int32)
-    out, not_ready = torch.empty(2, 16, dtype=torch.bfloat16), Handle(tables[0].handle(torch.device("cpu")).parts).core
-    take = ibp._core.TableHandle.take_many
-    assert take(ready[:2], [0, 1, 2], ids, positions, out, 0)
-    for wrong in (
-        (ready[:2], [0, 2], ids, positions, out, 0),
-        (ready[:2], [0, 1, 3], ids, positions, out, 0),
-        (ready[:2], [0, 3, 2], ids, positions, out, 0),
-        (ready[:2], [1, 1, 2], ids, positions, out, 0),
-        ([], [0], ids, positions, out, 0),
-        ([not_ready, ready[1]], [0, 1, 2], ids, positions, out, 0),
-        ([ready[0], not_ready], [0, 1, 2], ids, positions, out, 0),
-        (ready[:2], [0, 1, 2], ids, positions[:1], out, 0),
-        (ready[:2], [0, 1, 2], ids, positions.long(), out, 0),
-        (ready[:2], [0, 1, 2], ids, positions, out[:1], 0),
-        (ready[:2], [0, 1, 2], ids, positions, out, -1),
-        (ready[:2], [0, 1, 2], ids, torch.tensor([1, 2], dtype=torch.int32), out, 0),
+    out, take = torch.empty(2, 16, dtype=torch.bfloat16), torch.ops.ibp.take_many
+    take(handles[:2], ids, positions, [0, 1, 2], 0, out)
+    other = ibp.compress(torch.ones(3, 17), **ON_CPU).handle(torch.device("cpu")).table
+    for message, wrong in (
+        ("starts are not", (handles[:2], ids, positions, [0, 2], 0, out)),
+        ("starts are not", (handles[:2], ids, positions, [0, 1, 3], 0, out)),
+        ("starts are not", (handles[:2], ids, positions, [0, 3, 2], 0, out)),
+        ("starts are not", (handles[:2], ids, positions, [1, 1, 2], 0, out)),
+        ("starts are not", ([], ids, positions, [0], 0, out)),
+        ("items of other sizes", ([handles[0], other], ids, positions, [0, 1, 2], 0, out)),
+        ("positions has 1 elements", (handles[:2], ids, positions[:1], [0, 1, 2], 0, out)),
+        ("positions has the wrong dtype", (handles[:2], ids, positions.long(), [0, 1, 2], 0, out)),
+        ("outside", (handles[:2], ids, positions, [0, 1, 2], 0, out[:1])),
+        ("max_sms is -1", (handles[:2], ids, positions, [0, 1, 2], -1, out)),
+        ("outside", (handles[:2], ids, torch.tensor([1, 2], dtype=torch.int32), [0, 1, 2], 0, out)),
+        ("outside", (handles[:2], ids + 10**6, positions, [0, 1, 2], 0, out)),
     ):
-        assert not take(*wrong)
+        with pytest.raises(RuntimeError, match=message):
+            take(*wrong)
 
 
 @pytest.mark.parametrize("pinned", [False, True])
@@ -173,12 +172,21 @@ def test_faults_of_tables_decoded_together(cuda):
         tables[1].check()
 
 
-def test_decode_many_is_for_gpus():
-    _, tables = make()
-    tables[0].index_select(torch.tensor([0]))
-    core, out = tables[0].handle(torch.device("cpu")).core, torch.empty(40, 16, dtype=torch.bfloat16)
-    assert not ibp._core.TableHandle.decode_many([core], [out], 0)
-    assert not ibp._core.TableHandle.decode_many([], [], 0)
+def test_what_decode_many_refuses(cuda):
+    tables = [ibp.compress(embedding(40, 16, torch.bfloat16, seed).to(cuda), scheme="planes") for seed in range(2)]
+    handles = [table.handle(tables[0].device).table for table in tables]
+    outs = [torch.empty(40, 16, dtype=torch.bfloat16, device=cuda) for _ in tables]
+    for message, wrong in (
+        ("there are 1 outs of 2 tables", (handles, 0, outs[:1])),
+        ("outs share memory", (handles, 0, [outs[0], outs[0]])),
+        ("bytes, 1280 are needed", (handles, 0, [outs[0], outs[1][:3]])),
+        ("share memory", (handles[:1], 0, [tables[0].slots[:1280].view(torch.bfloat16)])),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.ibp.decode_many(*wrong)
+    torch.ops.ibp.decode_many(handles, 0, outs)
+    for out, table in zip(outs, tables):
+        assert_same_bits(out, table.decompress())
 
 
 # ---- prefetches ----

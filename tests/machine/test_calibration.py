@@ -13,10 +13,11 @@ import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with
 from ibp import _schemes
 from ibp._common import ops
-from ibp._fetch import gather, streaming
+from ibp._fetch import streaming
 from ibp._layout import geometry
 from ibp._machine import calibration
 from ibp._machine import memory as _memory
+from ibp._rows import plan
 from ibp._schemes import choice
 from ibp.calibration import _measuring
 
@@ -265,26 +266,26 @@ def test_auto_takes_no_slots_that_are_slower_than_raw_rows(monkeypatch, scheme_f
             assert all(scheme_for(x)[1] <= 1 for x in xs)
 
 
-def request_for(num_ids, resident_bytes):
-    """As a path sees a request for items of a pinned table, with ids on the CPU."""
-    table = types.SimpleNamespace(
-        resident_bytes=resident_bytes, device=CPU, item_bytes=512, num_items=resident_bytes // 512
+def sized(resident_bytes):
+    """What plans read of a table of rows of 512 bytes, pinned."""
+    return types.SimpleNamespace(
+        resident_bytes=resident_bytes, item_bytes=512, num_items=resident_bytes // 512, codebook=None
     )
-    ids = torch.randint(1000, (num_ids,))
-    return gather.GatherRequest(table, ids, GPU, GPU, 0)
 
 
-def test_paths_reckon_with_the_machine(monkeypatch):
-    bucketed, cpu = (path for path in gather.PATHS if path.name in ("bucketed", "cpu"))
+def test_plans_reckon_with_the_machine(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
-    assert bucketed.cost(request_for(100_000, 4 << 30)) < 1 < bucketed.cost(request_for(16_000, 4 << 30))
-    assert bucketed.cost(request_for(40_000, 1 << 28)) > 1
-    assert cpu.cost(request_for(100_000, 16 << 30)) < 1 < cpu.cost(request_for(40_000, 1 << 30))
-    reckon_with(monkeypatch, reach_bytes=1 << 20, least_bucketed_ids=1000, gather_gbps=1.0)
-    assert (
-        bucketed.cost(request_for(16_000, 1 << 20)) > 1 > bucketed.cost(request_for(100_000, 1 << 24))
-        and cpu.cost(request_for(100_000, 16 << 30)) > 1
-    )
+    of_h200 = ibp.calibration.H200
+    assert plan.LEAST_BUCKETED_IDS < plan.least_bucketed(sized(4 << 30), False, of_h200) < 100_000
+    assert plan.least_bucketed(sized(4 << 30), True, of_h200) == plan.LEAST_BUCKETED_IDS
+    assert plan.stages(sized(16 << 30), 100_000, of_h200) and not plan.stages(sized(1 << 30), 40_000, of_h200)
+    changed = dataclasses.replace(of_h200, reach_bytes=1 << 20, gather_gbps=1.0)
+    assert plan.least_bucketed(sized(1 << 24), True, changed) < 100_000
+    assert plan.least_bucketed(sized(1 << 20), True, changed) == plan.NEVER
+    assert not plan.stages(sized(16 << 30), 100_000, changed)
+
+
+def test_streams_reckon_with_the_machine(monkeypatch):
     stream = next(path for path in streaming.PATHS if path.name == "copy")
     job = types.SimpleNamespace(stored_bytes=4 << 20)
     request = streaming.StreamRequest([job], GPU, True)
@@ -295,7 +296,6 @@ def test_paths_reckon_with_the_machine(monkeypatch):
 
 def test_thresholds_of_an_h200():
     assert ibp.calibration.H200.least_streamed_bytes == pytest.approx(64 << 20, rel=1e-3)
-    assert ibp.calibration.H200.least_staging_threads == 8
     no_faster = dataclasses.replace(ibp.calibration.H200, copy_in_gbps=50.0)
     assert no_faster.least_streamed_bytes == 1 << 30
 
@@ -365,17 +365,9 @@ def test_the_rows_that_a_thread_gathers(monkeypatch):
     assert 4 < _measuring._gather_gbps(clock, torch.empty(1 << 20, dtype=torch.uint8)) < 9
 
 
-def test_when_ids_are_put_in_order(monkeypatch):
-    def taken(table, num_ids=0, path="gpu", max_sms=None):
-        if max_sms:
-            return {8: 4.0, 16: 2.0, 32: 1.97}[max_sms]
-        return 20.0 if path == "gpu" else 2.0 + 300_000 / num_ids
-
-    rows_take(monkeypatch, taken)
-    assert _measuring._least_bucketed_ids(None, None) == 1 << 15
+def test_how_many_multiprocessors_fetch_ids_in_order(monkeypatch):
+    rows_take(monkeypatch, lambda table, max_sms, path: {8: 4.0, 16: 2.0, 32: 1.97}[max_sms])
     assert _measuring._bucketed_sms(None, None) == 16
-    rows_take(monkeypatch, lambda table, num_ids, path: 1.0)
-    assert _measuring._least_bucketed_ids(None, None) == 1 << 18
 
 
 def test_the_least_time_of_a_row(monkeypatch):

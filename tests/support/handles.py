@@ -19,7 +19,9 @@ def handle_of(*values):
 
 def takes_table(name):
     """Whether an operation takes a handle."""
-    return getattr(torch.ops.ibp, name).default._schema.arguments[0].name == "table"
+    operation, _, overload = name.partition(".")
+    arguments = getattr(getattr(torch.ops.ibp, operation), overload or "default")._schema.arguments
+    return arguments[0].name == "table"
 
 
 def with_handle(name, arguments):

@@ -31,6 +31,7 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
     if (request.ids.id_bytes != 0)
         id = request.ids.id_bytes == 8 ? __ldg(static_cast<const long long *>(request.ids.data) + item)
                                        : __ldg(static_cast<const int *>(request.ids.data) + item);
+    id = ibp_item_of_id(&request.ids, id);
     return {id, request.ids.positions ? __ldg(request.ids.positions + item) : item, number - item * rows_per_item};
 }
 

@@ -1,0 +1,373 @@
+// torch_take_ops.cpp - the operations that fetch items of tables by their ids, in torch.ops.ibp.
+//
+// `take` is the way of ids: it allocates its result, decides by the table's plan whether the ids are put in order
+// first, looks rows up in a cache if there is one, and launches. `gather_items` is the same kernel for callers that
+// say themselves where everything is.
+//
+//     take          table ids like max_sms way from_end cache notes -> Tensor
+//     take.out      table ids max_sms way cache notes out
+//     take_many     tables ids positions starts max_sms out
+//     decode_many   tables max_sms outs
+//     gather_items  table ids max_sms out fault positions addresses outer_dims entries slabs
+//     partition_ids ids num_items window_bits -> (Tensor, Tensor)
+//
+// table, cache: tensors of describe_table and describe_cache. ids: int32 or int64, on the device of the table; `take`
+// takes [ids] of any strides. like: a tensor of the table's dtype, whose dimensions but the first are those of an item.
+// max_sms: the most multiprocessors; 0: all. way: a Way. from_end: 0, or the table's number of items: then ids below 0
+// count from the end. On a GPU what goes wrong is noted in the table's fault record, and zeros take the item's place. On
+// the CPU it is raised, or noted if `notes` is set, as compiled code wants it.
+#include "huge_pages.h"
+#include "torch_ranges.h"
+#include "torch_tables.h"
+
+#include <algorithm>
+#include <memory>
+#include <tuple>
+
+namespace {
+
+using namespace ibp_torch;
+
+// Memory of the CPU of as many bytes is filled several times faster by huge pages.
+constexpr int64_t kLeastHugeBytes = 4 << 20;
+
+// By the table's plan; in the order given; in the order of windows of the table.
+enum Way : int64_t { kPlanned, kInOrder, kBucketed };
+
+// ---- the order of windows ----
+
+struct Ordered {
+    Tensor ids, positions; // ids in the order of the windows of a table, and the position of each
+};
+
+Ordered in_order(const Device &device, const Tensor &ids, const ibp_ids &items, int64_t num_items, uint32_t bits)
+{
+    Ordered ordered{new_tensor(ids, {items.count}, ids.scalar_type()),
+                    new_tensor(ids, {items.count}, ScalarType::Int)};
+    const auto num_bytes = static_cast<int64_t>(ibp_partition_workspace_bytes(items.count, num_items, bits));
+    const Tensor workspace = new_tensor(ids, {num_bytes}, ScalarType::Byte);
+    run_on(device, "partition_ids", ibp_cuda_partition_ids, ibp_partition_ids, &items, num_items, bits,
+           workspace.data_ptr(), ordered.ids.data_ptr(), static_cast<uint32_t *>(ordered.positions.data_ptr()));
+    return ordered;
+}
+
+// (ids in the order of the windows of a table, the position of each): as many as ids.
+std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids, int64_t num_items,
+                                         int64_t window_bits)
+{
+    const ibp_ids items = ids_of(ids);
+    const uint32_t bits = to_u32(window_bits, 0, 62, "window_bits");
+    require(num_items >= 0, "num_items is ", num_items);
+    require(items.count <= INT32_MAX, "there are ", items.count, " ids, more than 2^31 - 1");
+    require(ibp_num_windows(num_items, bits) <= IBP_MAX_WINDOWS, "window_bits is ", window_bits, ": ", num_items,
+            " items fall into more than ", IBP_MAX_WINDOWS, " windows");
+    const Ordered ordered = in_order(device, ids, items, num_items, bits);
+    return {ordered.ids, ordered.positions};
+}
+
+// ---- the kernel, on the CPU and on a GPU ----
+
+// cache: nullptr: all rows come from the table. On the CPU torch's threads work.
+void gather(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp_cache *cache, int64_t max_sms,
+            uint8_t *to, ibp_fault *fault)
+{
+    const int sms = sms_of(max_sms);
+    if (device.is_cuda()) {
+        const ibp_stream stream = device.stream();
+        check(cache ? ibp_cuda_gather_cached(&table, &items, cache, to, fault, sms, stream)
+                    : ibp_cuda_gather_items(&table, &items, to, fault, sms, stream),
+              "gather_items");
+        return;
+    }
+    const size_t scratch_bytes = ibp_scratch_bytes(table.codebook.row_bytes);
+    over_ranges(items.count, std::max<int64_t>(table.item_bytes, table.codebook.row_bytes), scratch_bytes, fault,
+                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+                    return cache
+                               ? ibp_gather_cached(&table, &items, cache, first, last, to, scratch, scratch_bytes, mine)
+                               : ibp_gather_items(&table, &items, first, last, to, scratch, scratch_bytes, mine);
+                });
+}
+
+// The items at ids, or all of them: one after the other, at positions of out, at addresses, or in the order of the
+// first outer_dims dimensions of out, which may have any strides then. Addresses are trusted, as buffers' are. Rows
+// that have entries come from slabs.
+void gather_items(const Device &device, const Table &handle, const std::optional<Tensor> &ids, int64_t max_sms,
+                  const Out &out, const Out &fault, const std::optional<Tensor> &positions,
+                  const std::optional<Tensor> &addresses, const std::optional<int64_t> &outer_dims,
+                  const std::optional<Tensor> &entries, const std::optional<Near> &slabs)
+{
+    const ibp_table &table = handle.table();
+    ibp_ids items{};
+    items.count = table.num_items;
+    if (ids) items = ids_of(*ids);
+    require(positions.has_value() + addresses.has_value() + outer_dims.has_value() <= 1,
+            "positions, addresses and outer_dims do not go together");
+    uint8_t *to = nullptr;
+    if (addresses)
+        items.addresses = unsigned_longs_of(*addresses, items.count, "addresses");
+    else if (outer_dims)
+        to = spread_over(out, *outer_dims, table.item_bytes, &items).data;
+    else
+        to = room_of(out, positions ? 0 : total_bytes(items.count, table.item_bytes, "items"), "out");
+    if (positions) {
+        items.positions = data_of<uint32_t>(*positions, ScalarType::Int, items.count, "positions");
+        items.out_items = table.item_bytes ? memory_of(out, "out").num_bytes / table.item_bytes : 0;
+    }
+    ibp_cache found{};
+    if (entries) {
+        require(slabs && !addresses && !outer_dims, "entries go with slabs, and with no addresses or outer_dims");
+        found = cache_of(*entries, *slabs, total_bytes(items.count, rows_per_item_of(table), "rows"));
+    }
+    ibp_fault *const first_fault = fault_of(fault);
+    if (outer_dims && to == nullptr) return;
+    gather(device, table, items, entries ? &found : nullptr, max_sms, to, first_fault);
+}
+
+// ---- take ----
+
+// Looks the rows of items up in a cache: fills in their entries, and says which slabs they are in.
+ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp::CacheHandle &cache,
+               uint64_t *entries, ibp_fault *fault)
+{
+    ibp_cache found = cache.slabs;
+    found.entries = entries;
+    if (cache.lru.slot_bytes != 0) {
+        run_on(device, "claim_cached", ibp_cuda_claim_cached,
+               [](auto... given) {
+                   const ibp_status status = ibp_claim_cached(given...);
+                   return status == IBP_INVALID_ARGUMENT ? status : IBP_OK; // other faults are noted
+               },
+               &table, &items, &cache.lru, entries, cache.counts, fault);
+        return found;
+    }
+    const int64_t rows_per_item = rows_per_item_of(table);
+    const ibp_row_query query{&items, rows_per_item, table.codebook.row_bytes, table.lengths,
+                              table.num_items * rows_per_item};
+    if (device.is_cuda()) {
+        check(ibp_cuda_find_cached(&query, cache.maps, found.num_slabs, entries, cache.counts, device.stream()),
+              "find_cached");
+        return found;
+    }
+    over_ranges(items.count, rows_per_item * kLookUpBytes, 0, fault,
+                [&](int64_t first, int64_t last, uint8_t *, ibp_fault *) {
+                    return ibp_find_cached(&query, cache.maps, found.num_slabs, first, last, entries, cache.counts);
+                });
+    return found;
+}
+
+// Fetches the items to memory where `items` says. ids: the tensor that they are in.
+void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_ids items, int64_t max_sms, int64_t way,
+           const std::optional<Cache> &cache, bool notes, uint8_t *to)
+{
+    const ibp_table &table = handle.table();
+    const ibp::GatherPlan &plan = handle.plan;
+    notes = notes || device.is_cuda();
+    require(way >= kPlanned && way <= kBucketed, "way is ", way);
+    require(!notes || handle.fault != nullptr, "table is described without a fault record");
+    if (items.count == 0 || (cache && table.item_bytes == 0)) return;
+    ibp_fault raised{};
+    ibp_fault *const fault = notes ? handle.fault : &raised;
+    std::optional<Ordered> ordered;
+    if (device.is_cuda() && (way == kBucketed || (way == kPlanned && items.count >= plan.least_bucketed))) {
+        require(items.count <= INT32_MAX, "there are ", items.count, " ids, more than 2^31 - 1");
+        require(ibp_num_windows(table.num_items, plan.window_bits) <= IBP_MAX_WINDOWS, "the plan has too many windows");
+        ordered = in_order(device, ids, items, table.num_items, plan.window_bits);
+        items.data = ordered->ids.data_ptr(), items.out_items = items.count;
+        items.positions = static_cast<const uint32_t *>(ordered->positions.data_ptr());
+        max_sms = max_sms != 0 ? max_sms : plan.bucketed_sms;
+    }
+    if (!cache) {
+        gather(device, table, items, nullptr, max_sms, to, fault);
+    } else {
+        const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
+        const Tensor entries = new_tensor(ids, {num_rows}, ScalarType::Long);
+        const ibp_cache found =
+            find(device, table, items, *cache, static_cast<uint64_t *>(entries.data_ptr()), fault);
+        gather(device, table, items, &found, max_sms, to, fault);
+    }
+    require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
+}
+
+// [ids] of any strides as they are read: `kept` is a contiguous copy if there has to be one.
+ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
+{
+    require(ids.dim() == 1, "ids has ", ids.dim(), " dimensions, 1 is needed");
+    if (ids.is_contiguous()) return ids_of(ids);
+    *kept = torch::stable::clone(ids); // of no more elements than its memory: contiguous
+    if (!(*kept)->is_contiguous()) {
+        Tensor copy = new_tensor(ids, {ids.numel()}, ids.scalar_type());
+        torch::stable::copy_(copy, ids);
+        *kept = copy;
+    }
+    return ids_of(**kept);
+}
+
+Tensor take(const Device &device, const Source &handle, const Tensor &ids, const Tensor &like, int64_t max_sms,
+            int64_t way, int64_t from_end, const std::optional<Cache> &cache, bool notes)
+{
+    const ibp_table &table = handle.table();
+    std::optional<Tensor> kept;
+    ibp_ids items = read_ids(ids, &kept);
+    require(from_end == 0 || from_end == table.num_items, "from_end is ", from_end);
+    items.from_end = from_end;
+    std::vector<int64_t> sizes{items.count};
+    for (int64_t d = 1; d < like.dim(); d++) sizes.push_back(like.size(d));
+    int32_t dtype = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(like.get(), &dtype));
+    const Tensor out = new_tensor(ids, sizes, dtype);
+    const int64_t num_bytes = total_bytes(items.count, table.item_bytes, "items");
+    require(out.numel() * static_cast<int64_t>(out.element_size()) == num_bytes, "like has items of other bytes than ",
+            table.item_bytes);
+    if (!device.is_cuda() && num_bytes >= kLeastHugeBytes)
+        ibp::ask_for_huge_pages(reinterpret_cast<uintptr_t>(out.data_ptr()), static_cast<size_t>(num_bytes));
+    fetch(device, handle, kept ? *kept : ids, items, max_sms, way, cache, notes, static_cast<uint8_t *>(out.data_ptr()));
+    return out;
+}
+
+// How many first dimensions of out number its contiguous items; -1: none do, and items go to out by way of a copy.
+int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
+{
+    const auto element_bytes = static_cast<int64_t>(out.element_size());
+    int64_t num_bytes = element_bytes, dims = out.dim(), outer = 0, end = item_bytes;
+    while (dims > 0 && num_bytes < item_bytes && out.stride(dims - 1) * element_bytes == num_bytes)
+        num_bytes *= out.size(--dims);
+    std::vector<std::array<int64_t, 2>> steps;
+    for (int64_t d = 0; d < dims; d++)
+        if (out.size(d) > 1) outer++, steps.push_back({out.stride(d) * element_bytes, out.size(d)});
+    if (num_bytes != item_bytes || outer > IBP_MAX_OUT_DIMS) return -1;
+    std::sort(steps.begin(), steps.end());
+    for (const auto &[stride, size] : steps) {
+        if (stride < end) return -1; // items share memory
+        end += (size - 1) * stride;
+    }
+    return dims;
+}
+
+// out: [ids, *item], or with several dimensions in place of the first; of any strides.
+void take_out(const Device &device, const Source &handle, const Tensor &ids, int64_t max_sms, int64_t way,
+              const std::optional<Cache> &cache, bool notes, const Out &out)
+{
+    const ibp_table &table = handle.table();
+    std::optional<Tensor> kept;
+    ibp_ids items = read_ids(ids, &kept);
+    const Tensor &read = kept ? *kept : ids;
+    const int64_t num_bytes = total_bytes(items.count, table.item_bytes, "items");
+    const int64_t out_bytes = out.numel() * static_cast<int64_t>(out.element_size());
+    require(out_bytes == num_bytes, "out has ", out_bytes, " bytes, ", num_bytes, " are needed");
+    if (num_bytes == 0 || out.is_contiguous()) {
+        fetch(device, handle, read, items, max_sms, way, cache, notes, room_of(out, num_bytes, "out"));
+        return;
+    }
+    const int64_t outer_dims = outer_dims_of(out, table.item_bytes);
+    if (outer_dims >= 0) {
+        uint8_t *const to = spread_over(out, outer_dims, table.item_bytes, &items).data;
+        fetch(device, handle, read, items, max_sms, way, cache, notes, to);
+        return;
+    }
+    std::vector<int64_t> sizes;
+    for (int64_t d = 0; d < out.dim(); d++) sizes.push_back(out.size(d));
+    const Tensor result = new_tensor(out, sizes, out.scalar_type());
+    fetch(device, handle, read, items, max_sms, way, cache, notes, static_cast<uint8_t *>(result.data_ptr()));
+    Tensor to = out;
+    torch::stable::copy_(to, result);
+}
+
+// ---- several tables in a call ----
+
+using Written = Role<Tensors, kHere, true>;
+using Handles = Role<Tensors, kCpu>;
+
+// Reads the handles, all of the call's device, none of whose memory is in a range that is written.
+std::vector<ibp::TableHandle> read_tables(const Device &device, const Handles &tables)
+{
+    std::vector<ibp::TableHandle> handles;
+    for (const Tensor &table : tables) {
+        handles.push_back(handle_in<ibp::TableHandle>(table, "table"));
+        device.require_number(handles.back().device);
+        require(!device.is_cuda() || handles.back().fault != nullptr, "a table is described without a fault record");
+    }
+    return handles;
+}
+
+void require_apart(const ibp::TableHandle &handle, const Memory &written)
+{
+    const auto first = reinterpret_cast<uintptr_t>(written.data);
+    const ibp::Range range{first, first + static_cast<uintptr_t>(written.num_bytes)};
+    for (uint32_t p = 0; p < ibp::kNumParts; p++)
+        require(!handle.parts[p].meets(range), ibp::kPartNames[p], " of a table and out share memory");
+}
+
+// Items ids[starts[t]] to ids[starts[t + 1] - 1] of table t, item k to position positions[k] of out.
+void take_many(const Device &device, const Handles &tables, const Tensor &ids, const Tensor &positions,
+               const std::vector<int64_t> &starts, int64_t max_sms, const Out &out)
+{
+    const std::vector<ibp::TableHandle> handles = read_tables(device, tables);
+    const ibp_ids items = ids_of(ids);
+    const Memory memory = memory_of(out, "out");
+    const uint32_t *const places = data_of<uint32_t>(positions, ScalarType::Int, items.count, "positions");
+    require(starts.size() == handles.size() + 1 && starts.front() == 0 && starts.back() == items.count &&
+                std::is_sorted(starts.begin(), starts.end()),
+            "starts are not those of ", static_cast<int64_t>(handles.size()), " tables and ", items.count, " ids");
+    std::vector<ibp_ids> parts(handles.size(), items);
+    std::vector<ibp_gather> gathers;
+    ibp_fault raised{};
+    for (size_t t = 0; t < handles.size(); t++) {
+        const ibp_table &table = handles[t].table();
+        require(table.item_bytes == handles[0].table().item_bytes && table.item_bytes > 0,
+                "tables have items of other sizes");
+        require_apart(handles[t], memory);
+        parts[t].count = starts[t + 1] - starts[t];
+        parts[t].data = static_cast<const uint8_t *>(items.data) + starts[t] * items.id_bytes;
+        parts[t].positions = places + starts[t], parts[t].out_items = memory.num_bytes / table.item_bytes;
+        gathers.push_back({&table, &parts[t], memory.data, handles[t].fault});
+        if (!device.is_cuda()) gather(device, table, parts[t], nullptr, max_sms, memory.data, &raised);
+    }
+    if (device.is_cuda())
+        check(ibp_cuda_gather_tables(gathers.data(), static_cast<int64_t>(gathers.size()), sms_of(max_sms),
+                                     device.stream()),
+              "take_many");
+    require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
+}
+
+// All items of table t to outs[t], which is contiguous. Of a GPU.
+void decode_many(const Device &device, const Handles &tables, int64_t max_sms, const Tensors &outs)
+{
+    const std::vector<ibp::TableHandle> handles = read_tables(device, tables);
+    require(outs.size() == handles.size(), "there are ", static_cast<int64_t>(outs.size()), " outs of ",
+            static_cast<int64_t>(handles.size()), " tables");
+    std::vector<ibp_gather> gathers;
+    std::vector<Memory> written;
+    for (size_t t = 0; t < handles.size(); t++) {
+        const ibp_table &table = handles[t].table();
+        written.push_back(memory_of(outs[t], "outs"));
+        require(written[t].num_bytes == ibp_bytes_of_table(&table), "outs has ", written[t].num_bytes, " bytes, ",
+                ibp_bytes_of_table(&table), " are needed");
+        require_apart(handles[t], written[t]);
+        gathers.push_back({&table, nullptr, written[t].data, handles[t].fault});
+    }
+    std::sort(written.begin(), written.end(), [](const Memory &a, const Memory &b) { return a.data < b.data; });
+    for (size_t t = 1; t < written.size(); t++)
+        require(written[t - 1].data + written[t - 1].num_bytes <= written[t].data, "outs share memory");
+    check(ibp_cuda_gather_tables(gathers.data(), static_cast<int64_t>(gathers.size()), sms_of(max_sms),
+                                 device.stream()),
+          "decode_many");
+}
+
+template <typename Library> void implement(Library &m)
+{
+    operation<take>(m, "take", "table ids like max_sms way from_end cache notes");
+    operation<take_out>(m, "take.out", "table ids max_sms way cache notes out");
+    operation<take_many>(m, "take_many", "tables ids positions starts max_sms out");
+    operation<gather_items>(m, "gather_items",
+                            "table ids max_sms out fault positions addresses outer_dims entries slabs");
+    operation<partition_ids>(m, "partition_ids", "ids num_items window_bits");
+}
+
+} // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m) { implement(m); }
+STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
+{
+    implement(m);
+    operation<decode_many>(m, "decode_many", "tables max_sms outs");
+}
