@@ -89,11 +89,12 @@ typedef struct {
 } ibp_product;
 
 /* Multiplies vectors x [num_vectors, K] of BF16 by matrices of K columns; bias and y are of BF16, too. One launch
- * multiplies by all matrices: a model's query, key and value matrices take as long as one matrix with the rows
- * of all three. Rows are decoded in registers and never written. A matrix is read once for up to 8 vectors, and on GPUs
- * of compute capability 9.0 for up to 64 (32 where K is above 14,336) and for 65 to 256, else once for every 8. Products are added in float and rounded once: for up to IBP_MOST_INVARIANT vectors in an order that
- * depends on K alone, so that y of a vector depends neither on the number of vectors nor on the other matrices; for
- * more in an order that depends on the matrices' sizes and the GPU.
+ * multiplies by all matrices: a model's query, key and value matrices take as long as one matrix with the rows of all
+ * three. Rows are decoded in registers and never written. A matrix is read once for up to 8 vectors, and on GPUs of
+ * compute capability 9.0 for up to 64 (32 where K is above 14,336) and for 65 to 256, else once for every 8. Products
+ * are added in float and rounded once: for up to IBP_MOST_INVARIANT vectors in an order that depends on K alone, so
+ * that y of a vector depends neither on the number of vectors nor on the other matrices; for more in an order that
+ * depends on the matrices' sizes and the GPU.
  * Rows that are stored raw or as default rows give any numbers, which are finite for finite x. The list of escapes is
  * not compared with the rows; columns and starts out of range do no harm.
  * num_products: 1 to IBP_MOST_MATRICES. num_vectors: up to IBP_MOST_VECTORS. x: aligned to 16 bytes. workspace:

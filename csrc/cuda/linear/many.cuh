@@ -1,5 +1,5 @@
-// many.cuh - products of up to 64 vectors with coded matrices of BF16, for GPUs of compute capability 9.0: an element is
-// decoded once for all vectors, as an operand of `wgmma` in registers.
+// many.cuh - products of up to 64 vectors with coded matrices of BF16, for GPUs of compute capability 9.0: an element
+// is decoded once for all vectors, as an operand of `wgmma` in registers.
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other. Each block has some neighbours of the 16 pieces of
 // the columns (digits.cuh), and keeps the vectors' elements of them in shared memory, in the order that the digits make
