@@ -243,7 +243,7 @@ PRODUCTS = Table(
     "brackets the times of cuBLAS's rate with plain weights",
     {"matrix": matrix_name, "arm": cell("arm")},
     times_of_cublas,
-    lambda row: " x " in row["case"] and not any(word in row["case"] for word in ("another", "together", "in FP16")),
+    lambda row: " x " in row["case"] and not any(word in row["case"] for word in ("another", "together")),
     cell("vectors"),
 )
 TOGETHER = replace(
@@ -452,12 +452,6 @@ TABLES = (
     ),
     Table("On the CPU alone", "cpu", GBPS, ROWS, cell("gbps", fine_number)),
     PRODUCTS,
-    replace(
-        PRODUCTS,
-        heading="",
-        text=PRODUCTS.text.replace("BF16", "FP16"),
-        where=lambda row: "in FP16" in row["case"],
-    ),
     TOGETHER,
     Table(
         "",

@@ -14,12 +14,9 @@ another kernel` are cases in which one writes the vectors before each product, a
 model's layers.
 GB/s count the original bytes of the weights; `us`: of a product, or of those of a call; `host_us`: until a call comes
 back without a graph, of one vector; `times`: of cuBLAS's rate, and WANTED is its target; `vectors`: of a product.
-`--half`: weights and vectors of FP16, at fewer shapes and counts, in cases named `in FP16`; the rows that are there
-stay. HALF_WANTED are its targets; 512 vectors are multiplied with weights that are decoded before, by any arm.
 Results are compared with products in double, and one-hot vectors with the weights themselves.
 """
 
-import argparse
 import sys
 
 import torch
@@ -45,9 +42,7 @@ QUICK_SHAPES = ((64, 256), (96, 128))
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (1, 8)
 # Times cuBLAS's rate; of fewer vectors 1.
 WANTED = {16: 1.25, 32: 1.2, 64: 1.1, 128: 1.0, 256: 0.9, 512: 0.95}
-HALF_SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (8192, 8192))
-HALF_WANTED = {1: 1.1, 8: 1.1, 16: 1.05, 32: 1.05, 64: 1.0, 512: None}
-HALF_MOST = 64  # that the kernel multiplies
+FEW = 64  # that other kernels multiply than more
 STACK_COUNTS = (1, 8)  # and after another kernel
 LAYERS, QUICK_LAYERS = 32, 2
 LAYER = ((0, 0, 0), (0,), (1, 1), (2,))  # matrices of a layer, as numbers of SHAPES; some have the same vectors
@@ -63,9 +58,9 @@ LEAST_CALLS = 8  # in a graph
 CUBLAS, ONE_BY_ONE, DECODED, FUSED = "cuBLAS", "cuBLAS, one by one", "decode, then cuBLAS", "ibp.linear"
 
 
-def make(shape, device, dtype=torch.bfloat16):
-    """(weights, table)."""
-    weight = families.weights(*shape, device).to(dtype)
+def make(shape, device):
+    """Returns weights and their table."""
+    weight = families.weights(*shape, device).bfloat16()
     module = torch.nn.Linear(1, 1, bias=False)
     module.weight = torch.nn.Parameter(weight, requires_grad=False)
     module.out_features, module.in_features = shape
@@ -78,7 +73,7 @@ class Group:
     def __init__(self, *matrices):
         self.weights, self.tables = zip(*matrices)
         self.weight = torch.cat(self.weights) if len(matrices) > 1 else self.weights[0]
-        self.columns, self.dtype = self.weight.shape[1], self.weight.dtype
+        self.columns = self.weight.shape[1]
 
     def clone(self):
         return Group(*((weight.clone(), table.clone()) for weight, table in zip(self.weights, self.tables)))
@@ -98,8 +93,7 @@ class Case:
     of_model: whether they are all those of a model. after_another: whether a kernel writes the vectors before each
     product."""
 
-    def __init__(self, run, rates, name, groups, of_model=False, after_another=False, wanted=WANTED):
-        self.wanted = wanted
+    def __init__(self, run, rates, name, groups, of_model=False, after_another=False):
         self.run, self.rates, self.groups, self.of_model = run, rates, groups, of_model
         self.after_another, self.is_together = after_another, any(len(group.tables) > 1 for group in groups)
         self.name, self.suffix = name, ", after another kernel" if after_another else ""
@@ -107,7 +101,7 @@ class Case:
         self.stored = sum(table.stored_bytes for group in groups for table in group.tables)
         columns = sorted({group.columns for group in groups})
         self.written = {count: groups[0].weight.new_empty(count, groups[0].columns) for count in COUNTS}
-        new = lambda *shape: torch.randn(*shape, device=run.device).to(groups[0].dtype)  # noqa: E731
+        new = lambda *shape: torch.randn(*shape, device=run.device).bfloat16()  # noqa: E731
         self.x = {count: {k: new(count, k) for k in columns} for count in COUNTS}
 
     def products(self, arm, count):
@@ -142,7 +136,7 @@ class Case:
 
     def record(self, arm, count, seconds, cublas_s):
         gbps = self.num_bytes * 1e-9 / seconds
-        times = self.wanted.get(count, 1.0) if arm == FUSED else None
+        times = WANTED.get(count, 1.0) if arm == FUSED else None
         wanted = times and times * self.num_bytes * 1e-9 / cublas_s
         rows, columns = self.groups[0].weight.shape
         self.run.add(
@@ -150,7 +144,7 @@ class Case:
             arm=arm,
             rows=rows,
             row_bytes=2 * columns,
-            dtype=self.groups[0].dtype,
+            dtype=torch.bfloat16,
             savings=0.0 if arm in (CUBLAS, ONE_BY_ONE) else 1 - self.stored / self.num_bytes,
             gbps=gbps,
             ideal_gbps=self.ideal_gbps(arm),
@@ -174,17 +168,15 @@ class Case:
 
 
 def check(weight, table, x):
-    """That a product is right, and that one-hot vectors give weights. In FP16 torch's own products are less exact."""
-    is_half = x.dtype == torch.float16
-    some = x[:HALF_MOST] if is_half else x
-    wanted = F.linear(some.double(), weight.double())
-    scale = F.linear(some.double().abs(), weight.double().abs())
-    error = (ibp.linear(some, table, check=True).double() - wanted).abs()
-    if not (error <= wanted.abs() / (1024 if is_half else 256) + scale * 1e-5).all():
+    """Raises AssertionError unless a product is right and one-hot vectors give weights."""
+    wanted = F.linear(x.double(), weight.double())
+    scale = F.linear(x.double().abs(), weight.double().abs())
+    error = (ibp.linear(x, table, check=True).double() - wanted).abs()
+    if not (error <= wanted.abs() / 256 + scale * 1e-5).all():
         raise AssertionError(f"a product of {list(weight.shape)} is off by {error.max().item():.3g}")
     columns = torch.randperm(weight.shape[1], device=x.device)[: len(x)]
     one_hot = F.one_hot(columns, weight.shape[1]).to(x.dtype)
-    for part in (one_hot, one_hot[:HALF_MOST]):
+    for part in (one_hot, one_hot[:FEW]):
         if not torch.equal(ibp.linear(part, table).t(), weight[:, columns[: len(part)]]):
             raise AssertionError(f"weights of {list(weight.shape)} are not decoded as they were")
 
@@ -192,7 +184,7 @@ def check(weight, table, x):
 def cloned(run, group):
     """A group whose products are right, several times in memory."""
     for weight, table in zip(group.weights, group.tables):
-        check(weight, table, torch.randn(max(COUNTS), group.columns, device=run.device).to(group.dtype))
+        check(weight, table, torch.randn(max(COUNTS), group.columns, device=run.device).bfloat16())
     count = max(LEAST_CALLS, -(-ROTATED_BYTES // (group.weight.nbytes * 3 // 4))) if run.on_gpu else 2
     return [group, *(group.clone() for _ in range(count - 1))]
 
@@ -201,15 +193,6 @@ def measure_group(run, rates, name, group):
     groups = cloned(run, group)
     Case(run, rates, name, groups).measure(QUICK_COUNTS if run.quick else COUNTS)
     Case(run, rates, name, groups, after_another=True).measure(STACK_COUNTS)
-
-
-def measure_halves(run, rates):
-    for shape in QUICK_SHAPES if run.quick else HALF_SHAPES:
-        name = f"{shape[0]} x {shape[1]} in FP16"
-        with run.cell(name):
-            groups = cloned(run, Group(make(shape, run.device, torch.float16)))
-            counts = QUICK_COUNTS if run.quick else tuple(HALF_WANTED)
-            Case(run, rates, name, groups, wanted=HALF_WANTED).measure(counts)
 
 
 def measure_together(run, rates, rows, columns):
@@ -230,16 +213,9 @@ def measure_stack(run, rates, made):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--half", action="store_true")
-    only, others = parser.parse_known_args(argv)
-    args = harness.parse_args(others, __doc__)
-    run = harness.Run("linear", args, COLUMNS, keep=lambda row: (row["dtype"] == "float16") != only.half)
+    run = harness.Run("linear", harness.parse_args(argv, __doc__), COLUMNS)
     torch.manual_seed(0)
-    rates = codec.DeviceRates(run, record=not only.half)
-    if only.half:
-        measure_halves(run, rates)
-        return run.finish(harness.missed(run.rows))
+    rates = codec.DeviceRates(run)
     made = []
     for shape in run.some(QUICK_SHAPES if run.quick else SHAPES):
         made.append(make(shape, run.device))

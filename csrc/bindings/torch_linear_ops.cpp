@@ -9,21 +9,15 @@ namespace {
 using namespace ibp_torch;
 
 // Elements of the dtype that the kernels multiply.
-uint16_t *elements_of(const Tensor &tensor, ScalarType dtype, int64_t count, const char *name)
+uint16_t *elements_of(const Tensor &tensor, int64_t count, const char *name)
 {
     require(tensor.numel() == count, name, " has ", tensor.numel(), " elements, ", count, " are needed");
-    return data_of<uint16_t>(tensor, dtype, count, name);
+    return data_of<uint16_t>(tensor, ScalarType::BFloat16, count, name);
 }
 
-// The dtype of a product's elements, from the one of a tensor; `elements_of` refuses others.
-ScalarType kind_of(const Tensor &x)
-{
-    return x.scalar_type() == ScalarType::Half ? ScalarType::Half : ScalarType::BFloat16;
-}
-
-// below: two bytes, and as many as there are exponents before the first symbol. dtype: of the weights.
+// below: two bytes, and as many as there are exponents before the first symbol.
 ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor &below, const Tensor &starts,
-                           const Tensor &entries, int64_t num_columns, ScalarType dtype)
+                           const Tensor &entries, int64_t num_columns)
 {
     const int64_t num_rows = starts.numel() - 1;
     require(entries.dim() == 2 && entries.size(1) == 2 && entries.size(0) <= INT32_MAX,
@@ -35,7 +29,6 @@ ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor
     matrix.first_symbol = to_u32(below.numel() - 2, 0, UINT8_MAX, "the first symbol");
     matrix.num_rows = num_rows, matrix.num_columns = to_u32(num_columns, 1, INT32_MAX, "the columns");
     matrix.starts = data_of<uint32_t>(starts, ScalarType::Int, num_rows + 1, "starts");
-    matrix.kind = dtype == ScalarType::Half ? IBP_FLOAT16 : IBP_BFLOAT16;
     matrix.escapes = data_of<ibp_escape>(entries, ScalarType::Int, entries.numel(), "entries");
     matrix.num_escapes = static_cast<uint32_t>(entries.size(0));
     return matrix;
@@ -61,18 +54,17 @@ void linear(const Device &device, const Tensors &slots, const std::vector<int64_
     require(x.dim() == 2, "x has ", x.dim(), " dimensions, 2 are needed");
     const int64_t num_vectors = x.size(0);
     const Tensor near = aligned(x);
-    const ScalarType dtype = kind_of(x);
-    const uint16_t *const vectors = elements_of(near, dtype, x.numel(), "x");
+    const uint16_t *const vectors = elements_of(near, x.numel(), "x");
     ibp_product products[IBP_MOST_MATRICES] = {};
     int64_t starts_at[IBP_MOST_MATRICES] = {}, num_results = 0;
     for (size_t i = 0; i < count; i++) {
         ibp_product &product = products[i];
-        product.matrix = matrix_of(slots[i], slot_bytes[i], below[i], starts[i], entries[i], x.size(1), dtype);
+        product.matrix = matrix_of(slots[i], slot_bytes[i], below[i], starts[i], entries[i], x.size(1));
         const int64_t num_rows = product.matrix.num_rows;
-        if (!biases.empty() && biases[i].numel() != 0) product.bias = elements_of(biases[i], dtype, num_rows, "biases");
+        if (!biases.empty() && biases[i].numel() != 0) product.bias = elements_of(biases[i], num_rows, "biases");
         starts_at[i] = num_results, num_results += total_bytes(num_vectors, num_rows, "out");
     }
-    uint16_t *const to = elements_of(out, dtype, num_results, "out");
+    uint16_t *const to = elements_of(out, num_results, "out");
     for (size_t i = 0; i < count && to != nullptr; i++) products[i].y = to + starts_at[i];
     const auto num_products = static_cast<int64_t>(count);
     const int64_t num_bytes = ibp_cuda_linear_bytes(products, num_products, num_vectors);
@@ -90,10 +82,9 @@ void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes
     static_assert(sizeof(ibp_vector_group) == 3 * sizeof(int32_t));
     require(x.dim() == 2, "x has ", x.dim(), " dimensions, 2 are needed");
     require(groups.dim() == 2 && groups.size(1) == 3, "groups has the wrong shape: [groups, 3] is needed");
-    const ScalarType dtype = kind_of(x);
-    const ibp_digit_matrix stack = matrix_of(slots, slot_bytes, below, starts, entries, x.size(1), dtype);
+    const ibp_digit_matrix stack = matrix_of(slots, slot_bytes, below, starts, entries, x.size(1));
     const Tensor near = aligned(x);
-    const uint16_t *const vectors = elements_of(near, dtype, x.numel(), "x");
+    const uint16_t *const vectors = elements_of(near, x.numel(), "x");
     const auto *const list = data_of<ibp_vector_group>(groups, ScalarType::Int, groups.numel(), "groups");
     require(sharing >= 1, "sharing is ", sharing, "; wanted at least 1");
     const int64_t num_vectors = total_bytes(x.size(0), sharing, "x");
@@ -102,7 +93,7 @@ void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes
         require(order->numel() == num_vectors, "order has ", order->numel(), " numbers, ", num_vectors, " are needed");
         numbers = data_of<int64_t>(*order, ScalarType::Long, num_vectors, "order");
     }
-    uint16_t *const to = elements_of(out, dtype, total_bytes(num_vectors, num_rows, "out"), "out");
+    uint16_t *const to = elements_of(out, total_bytes(num_vectors, num_rows, "out"), "out");
     check(ibp_cuda_linear_groups(&stack, num_rows, list, groups.size(0), numbers, sharing, vectors, num_vectors, to,
                                  device.stream()),
           "linear_groups");
@@ -112,9 +103,8 @@ void decode_matrix(const Device &device, const Tensor &slots, int64_t slot_bytes
                    const Tensor &starts, const Tensor &entries, const Out &out)
 {
     require(out.dim() == 2, "out has ", out.dim(), " dimensions, 2 are needed");
-    const ScalarType dtype = kind_of(out);
-    const ibp_digit_matrix matrix = matrix_of(slots, slot_bytes, below, starts, entries, out.size(1), dtype);
-    uint16_t *const weights = elements_of(out, dtype, total_bytes(matrix.num_rows, out.size(1), "out"), "out");
+    const ibp_digit_matrix matrix = matrix_of(slots, slot_bytes, below, starts, entries, out.size(1));
+    uint16_t *const weights = elements_of(out, total_bytes(matrix.num_rows, out.size(1), "out"), "out");
     check(ibp_cuda_decode_matrix(&matrix, weights, device.stream()), "decode_matrix");
 }
 

@@ -16,6 +16,7 @@ namespace ibp {
 __device__ __forceinline__ float float_of_bits(uint32_t bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ uint32_t bits_of_float(float value) { return __float_as_uint(value); }
 
+__device__ __forceinline__ float float_of_bfloat16(uint32_t bits) { return float_of_bits(bits << 16); }
 __device__ __forceinline__ float float_of_half(uint32_t half)
 {
     float value;
@@ -51,6 +52,7 @@ inline uint32_t bits_of_float(float value)
     return bits;
 }
 
+inline float float_of_bfloat16(uint32_t bits) { return float_of_bits(bits << 16); }
 inline float float_of_half(uint32_t half)
 {
     const uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7fffu;

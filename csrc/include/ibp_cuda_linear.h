@@ -66,21 +66,19 @@ typedef struct {
     uint16_t taken;  /* those with the exponent first_symbol + 15: what it is multiplied as like other digits */
 } ibp_escape;
 
-/* A matrix [N, K] of BF16 or FP16 whose rows are the items of a table of scheme planes with one plane of four-bit
- * digits, consecutive entries, rotated elements, residuals of sign and mantissa (8 bits, in FP16 11), no constant
- * columns and no clusters. Of a slot only residuals and digits are read, its first 3 K / 2 bytes, in FP16 15 K / 8. All
- * is in device memory. */
+/* A matrix [N, K] of BF16 whose rows are the items of a table of scheme planes with one plane of four-bit digits,
+ * consecutive entries, rotated elements, residuals of sign and mantissa (8 bits), no constant columns and no clusters.
+ * Kernels read only the residuals and digits of a slot, its first 3 K / 2 bytes. All is in device memory. */
 typedef struct {
     const uint8_t *slots; /* aligned to 16 bytes */
     int64_t slots_bytes;
     uint32_t slot_bytes;   /* a multiple of 16 */
-    uint32_t first_symbol; /* of the codebook, at most 239, in FP16 15 */
+    uint32_t first_symbol; /* of the codebook, at most 239 */
     int64_t num_rows;      /* N, at least 16 */
-    uint32_t num_columns;  /* K, a multiple of 32, in FP16 of 128 */
+    uint32_t num_columns;  /* K, a multiple of 32 */
     uint32_t num_escapes;
     const uint32_t *starts;    /* [N + 1]: the escapes of row r are escapes[starts[r]] to escapes[starts[r + 1] - 1] */
     const ibp_escape *escapes; /* by rows and columns; aligned to 8 bytes */
-    ibp_float_kind kind;       /* IBP_BFLOAT16 or IBP_FLOAT16 */
 } ibp_digit_matrix;
 
 /* A coded matrix W [N, K], what is added to its products, and where they go: y = x W^T + bias. */
@@ -90,13 +88,13 @@ typedef struct {
     uint16_t *y;          /* [num_vectors, N] */
 } ibp_product;
 
-/* Multiplies vectors x [num_vectors, K] by matrices of K columns and of one kind, which x, bias and y have, too. One
- * launch multiplies by all matrices: a model's query, key and value matrices take as long as one matrix with the rows
- * of all three. Rows are decoded in registers and never written. A matrix is read once for up to 8 vectors, and on GPUs
- * of compute capability 9.0 for up to 64 (32 where K is above 14,336, in FP16 16,384), in BF16 also for 65 to 256, else
- * once for every 8. Products are added in float and rounded once: for up to IBP_MOST_INVARIANT vectors in an order that
- * depends on K alone, so that y of a vector depends neither on the number of vectors nor on the other matrices; for
- * more in an order that depends on the matrices' sizes and the GPU.
+/* Multiplies vectors x [num_vectors, K] of BF16 by matrices of K columns; bias and y are of BF16, too. One launch
+ * multiplies by all matrices: a model's query, key and value matrices take as long as one matrix with the rows of all
+ * three. Rows are decoded in registers and never written. A matrix is read once for up to 8 vectors, and on GPUs of
+ * compute capability 9.0 for up to 64 (32 where K is above 14,336) and for 65 to 256, else once for every 8. Products
+ * are added in float and rounded once: for up to IBP_MOST_INVARIANT vectors in an order that depends on K alone, so
+ * that y of a vector depends neither on the number of vectors nor on the other matrices; for more in an order that
+ * depends on the matrices' sizes and the GPU.
  * Rows that are stored raw or as default rows give any numbers, which are finite for finite x. The list of escapes is
  * not compared with the rows; columns and starts out of range do no harm.
  * num_products: 1 to IBP_MOST_MATRICES. num_vectors: up to IBP_MOST_VECTORS. x: aligned to 16 bytes. workspace:

@@ -61,8 +61,8 @@ ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 i
 
 `linear`, for CUDA alone, is ibp_cuda_linear of ibp_cuda.h, by up to four tables. Of each table, below has two bytes
 more than there are exponents before digit 0's, and starts and entries, its escapes, are int32 [rows + 1] and
-[escapes, 2]. x is bfloat16 or float16 [vectors, columns], as are weights, biases and out. biases is empty or has a
-tensor [rows] for each table, and an empty tensor adds nothing. out has the results [vectors, rows] one after the other.
+[escapes, 2]. x is bfloat16 [vectors, columns], as are weights, biases and out. biases is empty or has a tensor [rows]
+for each table, and an empty tensor adds nothing. out has the results [vectors, rows] one after the other.
 
 `linear_groups` is ibp_cuda_linear_groups: groups of vectors, each multiplied by one matrix of num_rows rows of those
 that a table stacks. groups is int32 [groups, 3]: number of the matrix, first vector, how many vectors. Vector v is

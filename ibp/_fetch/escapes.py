@@ -18,30 +18,12 @@ from .streaming import decode_items, decompress
 # decoding the row.
 MOST_OF_A_ROW, COLUMNS_AN_ESCAPE = 64, 128
 _LEAST_ROWS = 16
+COLUMN_UNIT = 32  # rows have a multiple of as many columns
+# Of an element of BF16: sign and mantissa as they are, and a digit of four bits for the exponent.
+_RESIDUAL_BITS, _EXPONENT_BITS = 8, 8
 _NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
 LEAST_REGULAR = 31 / 32  # of the rows: else the matrix is decoded
 _CHUNK_ELEMENTS = 1 << 24  # that are looked at together, in about seven bytes each
-
-
-class DigitForm(NamedTuple):
-    """How the kernel takes elements of a dtype: sign and mantissa, and a digit of four bits for the exponent.
-
-    columns: rows have a multiple of as many.
-    """
-
-    residual_bits: int
-    columns: int
-
-    @property
-    def exponent_bits(self) -> int:
-        return 16 - self.residual_bits
-
-    def row_bytes(self, columns: int) -> int:
-        """What a row takes besides its escapes."""
-        return columns // 8 * (self.residual_bits + 4)
-
-
-DIGIT_FORMS = {torch.bfloat16: DigitForm(8, 32), torch.float16: DigitForm(11, 128)}
 
 
 class Escapes(NamedTuple):
@@ -138,24 +120,28 @@ def _state(table: Table) -> tuple:
 
 def takes(table: Table) -> bool:
     """Whether the kernel multiplies a table's rows (ibp_cuda_linear in ibp_cuda.h)."""
-    form = DIGIT_FORMS.get(table.dtype)
-    if form is None or table._is_live or table.item_bytes != table.row_bytes:
+    if table.dtype != torch.bfloat16 or table._is_live or table.item_bytes != table.row_bytes:
         return False
     num_rows, columns = table.shape
-    if num_rows < _LEAST_ROWS or columns % form.columns or table.slot_bytes < form.row_bytes(columns):
+    if num_rows < _LEAST_ROWS or columns % COLUMN_UNIT or table.slot_bytes < coded_row_bytes(columns):
         return False
-    return table.slots.data_ptr() % 16 == 0 and gives_digits(table)
+    return table.slots.data_ptr() % 16 == 0 and _gives_digits(table.codebook)
 
 
-def gives_digits(table: Table) -> bool:
-    """Whether an element is a digit of four bits beside sign and mantissa, as level "fast" codes BF16."""
-    form, codebook = DIGIT_FORMS.get(table.dtype), table.codebook
-    if form is None or not isinstance(codebook, PlanesCodebook):
+def coded_row_bytes(columns: int) -> int:
+    """Returns the bytes of a row's residuals and digits, without its escapes."""
+    return columns // 2 * 3
+
+
+def _gives_digits(codebook: Any) -> bool:
+    """Returns whether a codebook makes an element of BF16 a digit of four bits beside sign and mantissa, as those of
+    level "fast" do."""
+    if not isinstance(codebook, PlanesCodebook):
         return False
     split = codebook.element_bytes, codebook.rotate, codebook.residual_bits, codebook.digit_bits
     has_more = codebook.per_column or codebook.listed or codebook.invariant_bits or codebook.num_constant
-    first, largest = codebook.first_symbol, 2**form.exponent_bits - 2  # digit 15 gives a finite weight, too
-    is_split = split == (2, 1, form.residual_bits, (4,)) and not has_more
+    first, largest = codebook.first_symbol, 2**_EXPONENT_BITS - 2  # digit 15 gives a finite weight, too
+    is_split = split == (2, 1, _RESIDUAL_BITS, (4,)) and not has_more
     return is_split and first is not None and first + _NUM_SYMBOLS <= largest
 
 
@@ -180,15 +166,13 @@ def list_escapes(table: Table) -> Escapes | None:
 def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[torch.Tensor, ...]:
     """(escapes of each row, entries, irregular rows, their weights) of rows start to end - 1."""
     weights = decode_items(table, start, end, check=True)
-    bits, form = weights.view(torch.int16), DIGIT_FORMS[table.dtype]
-    mantissa_bits = form.residual_bits - 1
-    exponents = bits >> mantissa_bits & 2**form.exponent_bits - 1
+    bits, mantissa_bits = weights.view(torch.int16), _RESIDUAL_BITS - 1
+    exponents = bits >> mantissa_bits & 2**_EXPONENT_BITS - 1
     escaped = (exponents < first_symbol) | (exponents >= first_symbol + _NUM_SYMBOLS)
     counts = escaped.sum(1)
-    # A row's digits and residuals are what its length says, besides an exponent for each escape.
     lengths = table.lengths[start:end].view(torch.int16).int() & 0xFFFF
     most = max(MOST_OF_A_ROW, table.shape[1] // COLUMNS_AN_ESCAPE)
-    coded_bytes = form.row_bytes(table.shape[1]) + (counts * form.exponent_bits + 7) // 8
+    coded_bytes = coded_row_bytes(table.shape[1]) + counts  # a byte for the exponent of each escape
     regular = (lengths == coded_bytes) & (lengths < table.row_bytes) & (counts <= most)
     rows, columns = (escaped & regular[:, None]).nonzero(as_tuple=True)
     weight = bits[rows, columns].int() & 0xFFFF

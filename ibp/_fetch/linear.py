@@ -12,16 +12,14 @@ import torch.nn.functional as F
 from .. import _core
 from .._rows.protocols import Decodable
 from .._rows.table import Table
-from .._schemes import PlanesCodebook, learn_exponents
 from .calls import check_out, check_table
-from .escapes import DIGIT_FORMS, LEAST_REGULAR, Escapes, escapes_of, matrix_of
+from .escapes import COLUMN_UNIT, Escapes, coded_row_bytes, escapes_of, matrix_of
 from .products import differentiable, is_transformed, wants_gradients
 from .streaming import decode_items, decompress
 
 MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
 # The same on GPUs of compute capability 9.0: a vector for each 16 rows, but not fewer or more than these.
 LEAST_90, MOST_90 = 128, 512  # IBP_MOST_VECTORS
-MOST_HALVES_90 = 64  # the same of FP16
 MOST_MATRICES = 4  # of a launch: IBP_MOST_MATRICES
 MOST_OF_A_GROUP = 8  # IBP_MOST_OF_A_GROUP: vectors that the kernel multiplies by a matrix of a stack
 MOST_GROUPED, MOST_STACKED = 1024, 4096  # IBP_MOST_GROUPED vectors, IBP_MOST_STACKED matrices
@@ -59,15 +57,15 @@ def linear(
 ) -> torch.Tensor | list[torch.Tensor]:
     """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
 
-    On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors, and on
-    GPUs of compute capability 9.0 more: in BF16 up to one for each 16 rows, at least 128 and at most 512, in FP16 up
-    to 64. It runs where W is in that GPU's memory, N is at least 16, and `ibp.nn.Linear.from_linear` has made the
-    table, which gives W this form: in BF16 level "fast", with K a multiple of 32 and slot_bytes at least 1.5 K; in FP16
-    15 bits a weight, a digit of four for its exponent, with K a multiple of 128. The kernel adds products in float, for
+    On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors of BF16,
+    and on GPUs of compute capability 9.0 more: up to one for each 16 rows, at least 128 and at most 512. It runs where
+    W is in that GPU's memory, N is at least 16, and `ibp.nn.Linear.from_linear` has made the table, which gives W this
+    form: level "fast", with K a multiple of 32 and slot_bytes at least 1.5 K. The kernel adds products in float, for
     up to 64 vectors in an order that depends on K alone: a vector's result has then the same bits however many vectors
     there are, but for rows that torch multiplies (below). They differ from the bits of torch's function, which differ
     by shape and GPU, too.
-    In all other cases torch's function multiplies by W, decoded on x's device for the time of the call.
+    In all other cases, such as FP16 and FP32, torch's function multiplies by W, decoded on x's device for the time of
+    the call.
 
     By several tables, such as the query, key and value matrices of a model, one launch of the kernel multiplies by up
     to 4, if no gradients are wanted: short matrices then take as long as one matrix that has all their rows.
@@ -150,21 +148,10 @@ def _one_for_each(name: str, given: Sequence[torch.Tensor | None] | None, tables
 def slot_bytes_for(columns: int, dtype: torch.dtype = torch.bfloat16) -> int | None:
     """`slot_bytes` of a table whose rows have `columns` columns and the form that the kernel multiplies; long ones have
     room for 32 bytes of escapes. None: the kernel takes no such rows."""
-    form = DIGIT_FORMS.get(dtype)
-    if form is None or columns == 0 or columns % form.columns or 2 * columns > _core.MAX_ROW_BYTES:
+    if dtype != torch.bfloat16 or columns == 0 or columns % COLUMN_UNIT or 2 * columns > _core.MAX_ROW_BYTES:
         return None
-    least = form.row_bytes(columns) + (_SYMBOL_BYTES if columns >= _LONG_COLUMNS else 0)
+    least = coded_row_bytes(columns) + (_SYMBOL_BYTES if columns >= _LONG_COLUMNS else 0)
     return min(2 * columns, -(-least // 32) * 32)
-
-
-def digits_for(weight: torch.Tensor) -> PlanesCodebook | None:
-    """The codebook that gives a matrix of FP16 the form that the kernel multiplies. None: level "fast" gives it, as in
-    BF16, or there is none: the columns do not fit, or more exponents would be escapes than the kernel takes."""
-    if weight.dtype != torch.float16 or slot_bytes_for(weight.shape[1], weight.dtype) is None:
-        return None
-    rows = weight.detach().contiguous().view(-1).view(torch.uint8)
-    residual_bits = DIGIT_FORMS[weight.dtype].residual_bits
-    return learn_exponents(rows, 2 * weight.shape[1], residual_bits, 1 - LEAST_REGULAR)
 
 
 def _product(
@@ -241,8 +228,7 @@ def _may_fuse(x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Ten
     count = x.numel() // x.shape[-1]
     if count <= MOST_VECTORS:
         return True
-    most = most_vectors(x.device, sum(table.shape[0] for table in tables))
-    return count <= (most if x.dtype == torch.bfloat16 else min(most, MOST_HALVES_90))
+    return count <= most_vectors(x.device, sum(table.shape[0] for table in tables))
 
 
 def _are_near(x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None] = ()) -> bool:
@@ -251,7 +237,7 @@ def _are_near(x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Ten
         return False
     if any(not isinstance(table, Table) or (table.device, table.dtype) != (x.device, x.dtype) for table in tables):
         return False
-    if is_transformed() or x.dtype not in DIGIT_FORMS:
+    if is_transformed() or x.dtype != torch.bfloat16:
         return False
     return all(
         (tensor.dtype, tensor.device, tensor.layout) == (x.dtype, x.device, torch.strided)

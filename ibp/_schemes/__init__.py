@@ -12,7 +12,6 @@ from .clusters.learning import check_clusters, learn
 from .codebook import AnyCodebook
 from .masks.codebook import Codebook
 from .planes.codebook import PlanesCodebook
-from .planes.learning import learn_exponents
 from .registry import SCHEMES, check_scheme, coding_of, scheme_of
 from .request import Request, check_sample
 from .sizes import measure, stored_share, surveyed, total_stored

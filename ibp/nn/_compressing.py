@@ -147,8 +147,8 @@ def compress(
         include: names of modules, or patterns of `fnmatch`, to compress with all modules below them; None: all.
         exclude: likewise, to leave out: `exclude="lm_head"`.
         level: of matrices that are multiplied: "fast", in the form that `ibp.linear` multiplies as it is, or "default",
-            as in `ibp.compress`. FP16 saves a sixteenth at "fast", more than twice as much at "default". Embeddings
-            that share no table with a matrix take "default", and the fewest bytes.
+            as in `ibp.compress`. FP16 saves an eighth at "fast", a seventh at "default". Embeddings that share no table
+            with a matrix take "default", and the fewest bytes.
         fused: as in `ibp.nn.Linear`.
         min_bytes: smaller weights stay plain.
         progress: show a progress bar.

@@ -14,8 +14,7 @@ from .._common.conversions import check_conversion
 from .._common.graphs import cannot_record
 from .._common.modes import outside_of_modes
 from .._common.states import SavedTensor
-from .._fetch.escapes import gives_digits
-from .._fetch.linear import digits_for, linear, slot_bytes_for
+from .._fetch.linear import linear, slot_bytes_for
 from .._fetch.products import differentiable
 from .._machine import memory
 from .._schemes import PlanesCodebook
@@ -241,8 +240,6 @@ def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor)
         options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
         if _is_fast(held):
             options |= {"level": "fast", "slot_bytes": held.slot_bytes or None}
-            if gives_digits(held):
-                options["codebook"] = digits_for(weight)
         table = compress_rows(weight.detach(), **options, memory=None if weight.is_cuda else "host").to(held.device)
     else:
         table = weight.to(held.device)
@@ -445,9 +442,7 @@ def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
     if options.keys() <= _LEAVES_SLOTS:
         options = {"level": "fast", **options}
         if options["level"] == "fast":
-            options["codebook"] = digits_for(weight)
-            if weight.dtype != torch.float16 or options["codebook"] is not None:
-                options["slot_bytes"] = slot_bytes_for(weight.shape[1], weight.dtype)
+            options["slot_bytes"] = slot_bytes_for(weight.shape[1], weight.dtype)
     return compress_rows(weight.detach(), **options)
 
 

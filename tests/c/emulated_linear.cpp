@@ -19,24 +19,13 @@ uint64_t below(uint64_t bound) { return generator() % bound; }
 bool chance(uint32_t percent) { return below(100) < percent; }
 template <class T> T pick(std::initializer_list<T> from) { return from.begin()[below(from.size())]; }
 
-/* Elements of BF16 or FP16. */
-struct Format {
-    ibp_float_kind kind;
-    uint32_t mantissa_bits, column_unit;
+constexpr uint32_t kMantissaBits = 7, kInfinite = 0xff; /* of BF16: the exponent */
+constexpr uint16_t kResidualMask = 0x807f, kOne = 0x3f80;
 
-    float to_float(uint16_t bits) const
-    {
-        return kind == IBP_FLOAT16 ? ibp::float_of_half(bits) : ibp::float_of_bits(static_cast<uint32_t>(bits) << 16);
-    }
-    uint32_t infinite() const { return 0x7fffu >> mantissa_bits; } /* the exponent */
-    uint16_t bits_of(uint32_t exponent) const { return static_cast<uint16_t>(exponent << mantissa_bits); }
-    uint16_t one() const { return bits_of(infinite() / 2); }
-    uint16_t residual_mask() const { return static_cast<uint16_t>(0x8000u | ((1u << mantissa_bits) - 1u)); }
-    uint32_t exponent(uint16_t bits) const { return (bits & 0x7fffu) >> mantissa_bits; }
-    uint32_t coded_bytes(uint32_t columns) const { return columns / 8 * (mantissa_bits + 5); }
-};
-const Format kBFloat16 = {IBP_BFLOAT16, 7, 32}, kFloat16 = {IBP_FLOAT16, 10, 128};
-Format some_format() { return pick({kBFloat16, kFloat16}); }
+uint16_t bits_of(uint32_t exponent) { return static_cast<uint16_t>(exponent << kMantissaBits); }
+uint32_t exponent_of(uint16_t bits) { return (bits & 0x7fffu) >> kMantissaBits; }
+double to_double(uint16_t bits) { return ibp::float_of_bfloat16(bits); }
+uint32_t coded_bytes(uint32_t columns) { return columns / 2 * 3; }
 
 /* Bytes aligned to 128 whose ends the address sanitizer knows. */
 struct Bytes {
@@ -57,28 +46,25 @@ struct Bytes {
 enum Kind { kNone, kFew, kSome, kMany, kDefault };
 
 struct Matrix {
-    Format format;
     uint32_t rows, columns, first_symbol;
     Bytes weights;
     ibp_codebook codebook = {};
 
     static uint32_t some_rows() { return 16 + static_cast<uint32_t>(below(pick({30u, 30u, 300u}))); }
-    Matrix(const Format &of, uint32_t num_rows, uint32_t num_columns)
-        : format(of), rows(num_rows), columns(num_columns),
-          first_symbol(of.kind == IBP_FLOAT16 ? pick({0u, 0u, 7u, 15u}) : pick({0u, 100u, 112u, 239u})),
+    Matrix(uint32_t num_rows, uint32_t num_columns)
+        : rows(num_rows), columns(num_columns), first_symbol(pick({0u, 100u, 112u, 239u})),
           weights(size_t{2} * rows * columns)
     {
         ibp_planes p = {};
-        p.element_bytes = 2, p.rotate = 1, p.residual_bits = of.mantissa_bits + 1, p.num_planes = 1,
-        p.digit_bits[0] = 4;
-        p.consecutive = true, p.first_symbol = first_symbol, p.default_value = chance(50) ? 0 : of.one();
+        p.element_bytes = 2, p.rotate = 1, p.residual_bits = kMantissaBits + 1, p.num_planes = 1, p.digit_bits[0] = 4;
+        p.consecutive = true, p.first_symbol = first_symbol, p.default_value = chance(50) ? 0 : kOne;
         if (ibp_build_planes_codebook(&p, 2 * columns, 0, &codebook) != IBP_OK) abort();
         for (uint32_t r = 0; r < rows; r++) fill(weights.halves() + size_t{r} * columns);
     }
-    bool is_escaped(uint16_t weight) const { return format.exponent(weight) - first_symbol >= 15u; }
+    bool is_escaped(uint16_t weight) const { return exponent_of(weight) - first_symbol >= 15u; }
     uint16_t taken(uint16_t weight) const /* what an escape is multiplied as at first */
     {
-        return static_cast<uint16_t>((weight & format.residual_mask()) | format.bits_of(first_symbol + 15));
+        return static_cast<uint16_t>((weight & kResidualMask) | bits_of(first_symbol + 15));
     }
     /* Without infinity and NaN, of which 0 times would be no zero. */
     void fill(uint16_t *row)
@@ -89,10 +75,9 @@ struct Matrix {
             row[k] = static_cast<uint16_t>(codebook.planes.default_value);
             if (kind == kDefault) continue;
             const bool escaped = chance(percent_escaped[kind]) || (kind == kFew && below(columns) == 0);
-            const uint32_t most = format.infinite() - 1u;
+            const uint32_t most = kInfinite - 1u;
             const auto exponent = static_cast<uint32_t>(escaped ? below(most + 1u) : first_symbol + below(15));
-            row[k] = static_cast<uint16_t>((generator() & format.residual_mask()) |
-                                           format.bits_of(std::min(exponent, most)));
+            row[k] = static_cast<uint16_t>((generator() & kResidualMask) | bits_of(std::min(exponent, most)));
         }
     }
 };
@@ -103,7 +88,7 @@ struct Coded {
 
     static uint32_t slots_for(const Matrix &m)
     {
-        const uint32_t least = m.format.coded_bytes(m.columns);
+        const uint32_t least = coded_bytes(m.columns);
         return std::min(2 * m.columns, pick({(least + 31) / 32 * 32, (least + 31) / 32 * 32 + 32, 2 * m.columns}));
     }
     static int64_t measured(const Matrix &m, uint32_t slot_bytes, Bytes *lengths, Bytes *bases)
@@ -145,7 +130,7 @@ struct Listed {
     {
         for (uint32_t r = 0; r < m.rows; r++) {
             const uint32_t length = coded.table.lengths[r];
-            regular.push_back(length >= m.format.coded_bytes(m.columns) && length < 2 * m.columns);
+            regular.push_back(length >= coded_bytes(m.columns) && length < 2 * m.columns);
             const auto *const row = reinterpret_cast<const uint16_t *>(m.weights.data) + size_t{r} * m.columns;
             for (uint32_t k = 0; regular[r] && k < m.columns; k++)
                 if (m.is_escaped(row[k])) entries.push_back({k, row[k], m.taken(row[k])});
@@ -163,8 +148,7 @@ struct Listed {
                 m.columns,
                 static_cast<uint32_t>(entries.size()),
                 starts.data(),
-                entries.data(),
-                m.format.kind};
+                entries.data()};
     }
     void damage()
     {
@@ -189,8 +173,8 @@ double product(const Matrix &m, uint32_t row, const uint16_t *x, double *scale)
     double sum = *scale = 0;
     const auto *const weights = reinterpret_cast<const uint16_t *>(m.weights.data) + size_t{row} * m.columns;
     for (uint32_t k = 0; k < m.columns; k++) {
-        const double weight = m.format.to_float(weights[k]), factor = m.format.to_float(x[k]);
-        const double taken = m.is_escaped(weights[k]) ? std::fabs(m.format.to_float(m.taken(weights[k]))) : 0;
+        const double weight = to_double(weights[k]), factor = to_double(x[k]);
+        const double taken = m.is_escaped(weights[k]) ? std::fabs(to_double(m.taken(weights[k]))) : 0;
         sum += weight * factor;
         if (std::isfinite(factor)) *scale += std::fabs(factor) * (std::fabs(weight) + taken);
     }
@@ -200,19 +184,18 @@ double product(const Matrix &m, uint32_t row, const uint16_t *x, double *scale)
 /* What vectors are like: of ordinary numbers; with a single one; with infinity or NaN among them. */
 enum Vectors { kOrdinary, kOneHot, kNotFinite };
 
-void fill_vectors(Vectors kind, const Format &format, uint32_t count, uint32_t columns, Bytes *x)
+void fill_vectors(Vectors kind, uint32_t count, uint32_t columns, Bytes *x)
 {
-    const uint16_t infinite = format.bits_of(format.infinite());
+    const uint16_t infinite = bits_of(kInfinite);
     for (size_t i = 0; i < x->size / 2; i++) /* of 0.5 to 2 */
-        x->halves()[i] =
-            kind == kOneHot
-                ? 0
-                : static_cast<uint16_t>((generator() & format.residual_mask()) |
-                                        format.bits_of(format.infinite() / 2 - static_cast<uint32_t>(below(2))));
-    for (uint32_t v = 0; v < count && kind == kOneHot; v++) x->halves()[v * columns + below(columns)] = format.one();
+        x->halves()[i] = kind == kOneHot
+                             ? 0
+                             : static_cast<uint16_t>((generator() & kResidualMask) |
+                                                     bits_of(kInfinite / 2 - static_cast<uint32_t>(below(2))));
+    for (uint32_t v = 0; v < count && kind == kOneHot; v++) x->halves()[v * columns + below(columns)] = kOne;
     for (uint32_t i = 0; i < 4 * count && kind == kNotFinite; i++)
-        x->halves()[below(x->size / 2)] = pick<uint16_t>(
-            {infinite, static_cast<uint16_t>(0x8000u | infinite), 0x7fc0, 0, 0}); /* 0x7fc0: NaN of both */
+        x->halves()[below(x->size / 2)] =
+            pick<uint16_t>({infinite, static_cast<uint16_t>(0x8000u | infinite), 0x7fc0, 0, 0}); /* 0x7fc0: NaN */
 }
 
 bool is_right(double got, double wanted, double bound)
@@ -231,11 +214,10 @@ struct Operand {
     std::unique_ptr<Bytes> y;
     bool has_bias = chance(30);
 
-    Operand(const Format &format, uint32_t rows, uint32_t columns)
-        : m(format, rows, columns), coded(m), listed(m, coded), bias(size_t{2} * rows)
+    Operand(uint32_t rows, uint32_t columns) : m(rows, columns), coded(m), listed(m, coded), bias(size_t{2} * rows)
     {
         for (uint32_t r = 0; r < rows; r++)
-            bias.halves()[r] = static_cast<uint16_t>((chance(50) ? 0x8000u : 0u) | format.one());
+            bias.halves()[r] = static_cast<uint16_t>((chance(50) ? 0x8000u : 0u) | kOne);
     }
     ibp_product product(uint32_t vectors)
     {
@@ -275,17 +257,12 @@ void check_products(const Operand &operand, Bytes &x, uint32_t vectors, bool is_
         for (uint32_t r = 0; r < m.rows; r++) {
             if (!operand.listed.regular[r]) continue;
             double scale, wanted = product(m, r, x.halves() + size_t{v} * m.columns, &scale);
-            if (operand.has_bias) wanted += m.format.to_float(reinterpret_cast<uint16_t *>(operand.bias.data)[r]);
+            if (operand.has_bias) wanted += to_double(reinterpret_cast<uint16_t *>(operand.bias.data)[r]);
             if (scale > 1e30) continue; /* sums of float may overflow */
-            const double got = m.format.to_float(operand.y->halves()[size_t{v} * m.rows + r]),
-                         unit = m.format.kind == IBP_FLOAT16 ? 0x1p-24 : 1e-30, /* half of the smallest result */
-                relative = 1.0 / (2u << m.format.mantissa_bits),
+            const double got = to_double(operand.y->halves()[size_t{v} * m.rows + r]), relative = 1.0 / 256,
                          bound =
-                             is_one_hot && !operand.has_bias ? 0 : std::fabs(wanted) * relative + scale * 1e-5 + unit;
-            const bool may_overflow = m.format.kind == IBP_FLOAT16 && std::fabs(wanted) + bound >= 65504;
-            expect(is_right(got, wanted, bound) ||
-                       (may_overflow && (std::isinf(got) || std::fabs(got) >= 65472) && (got > 0) == (wanted > 0)),
-                   "a wrong product", number);
+                             is_one_hot && !operand.has_bias ? 0 : std::fabs(wanted) * relative + scale * 1e-5 + 1e-30;
+            expect(is_right(got, wanted, bound), "a wrong product", number);
         }
 }
 
@@ -310,7 +287,7 @@ void check(Operands &operands, uint64_t number)
     const bool is_damaged = chance(20);
     const uint32_t columns = operands[0]->m.columns;
     Bytes x(size_t{2} * vectors * columns);
-    fill_vectors(kind, operands[0]->m.format, vectors, columns, &x);
+    fill_vectors(kind, vectors, columns, &x);
     std::vector<ibp_product> products;
     for (auto &operand : operands) {
         if (is_damaged) operand->listed.damage();
@@ -329,14 +306,12 @@ void check(Operands &operands, uint64_t number)
  * out of range do no harm. */
 void check_groups(uint64_t number)
 {
-    const Format format = some_format();
     const auto rows = 16 * (1 + static_cast<uint32_t>(below(3))), matrices = 1 + static_cast<uint32_t>(below(5)),
-               columns = format.column_unit * (1 + static_cast<uint32_t>(below(1280 / format.column_unit))),
-               vectors = static_cast<uint32_t>(below(20));
-    Operand stack(format, rows * matrices, columns);
+               columns = 32 * (1 + static_cast<uint32_t>(below(1280 / 32))), vectors = static_cast<uint32_t>(below(20));
+    Operand stack(rows * matrices, columns);
     stack.has_bias = false;
     Bytes x(size_t{2} * vectors * columns), y(size_t{2} * vectors * rows), before(y.size);
-    fill_vectors(kOrdinary, format, vectors, columns, &x);
+    fill_vectors(kOrdinary, vectors, columns, &x);
     const uint32_t sharing = vectors != 0 && vectors % 2 == 0 && chance(50) ? 2 : 1;
     const bool is_ordered = sharing == 2 || chance(50);
     std::vector<int64_t> order(vectors);
@@ -435,18 +410,17 @@ void run_case(uint64_t number)
         return check_groups(number);
     }
     Operands operands;
-    const Format format = some_format();
-    const uint32_t rows = Matrix::some_rows(), most = (rows < 64 ? 2304 : 384) / format.column_unit,
-                   columns = format.column_unit * (1 + static_cast<uint32_t>(below(most)));
-    operands.push_back(std::make_unique<Operand>(format, rows, columns));
+    const uint32_t rows = Matrix::some_rows(), most = (rows < 64 ? 2304 : 384) / 32,
+                   columns = 32 * (1 + static_cast<uint32_t>(below(most)));
+    operands.push_back(std::make_unique<Operand>(rows, columns));
     for (uint32_t i = pick({1u, 1u, 2u, 3u, 4u}); i > 1; i--)
-        operands.push_back(std::make_unique<Operand>(format, 16 + static_cast<uint32_t>(below(70)), columns));
+        operands.push_back(std::make_unique<Operand>(16 + static_cast<uint32_t>(below(70)), columns));
     check(operands, number);
 }
 
 void check_refusals()
 {
-    Operand operand(kBFloat16, 20, 96), wider(kBFloat16, 20, 128), other(kFloat16, 20, 128);
+    Operand operand(20, 96), wider(20, 128);
     Bytes x(size_t{2} * 128);
     const auto refuses = [&](const std::vector<ibp_product> &products, int64_t vectors, const char *what) {
         expect(multiply(products, x, vectors) == IBP_INVALID_ARGUMENT, what, 0);
@@ -463,16 +437,11 @@ void check_refusals()
     refuses({}, 1, "no matrix");
     refuses({good, good, good, good, good}, 1, "five matrices");
     refuses({good, wider.product(1)}, 1, "matrices of different columns");
-    refuses({wider.product(1), other.product(1)}, 1, "matrices of different kinds");
-    ibp_product bad = other.product(1);
-    bad.matrix.first_symbol = 16, refuses({bad}, 1, "symbols that make infinity in FP16");
-    bad = other.product(1), bad.matrix.num_columns = 96, refuses({bad}, 1, "96 columns of FP16");
-    bad = good;
+    ibp_product bad = good;
     bad.y = nullptr, refuses({bad}, 1, "nowhere to write");
     refuses_matrix("no starts", [](ibp_digit_matrix &m) { m.starts = nullptr; });
     refuses_matrix("no escapes", [](ibp_digit_matrix &m) { m.escapes = nullptr, m.num_escapes = 1; });
     refuses_matrix("symbols past a byte", [](ibp_digit_matrix &m) { m.first_symbol = 240; });
-    refuses_matrix("a kind that has no kernel", [](ibp_digit_matrix &m) { m.kind = IBP_FLOAT32; });
     refuses_matrix("15 rows", [](ibp_digit_matrix &m) { m.num_rows = 15; });
     refuses_matrix("a slot that ends early", [](ibp_digit_matrix &m) { m.slots_bytes -= 1; });
     refuses_matrix("columns that are no multiple of 32", [](ibp_digit_matrix &m) { m.num_columns += 16; });
@@ -481,7 +450,7 @@ void check_refusals()
     refuses_matrix("slots that are not aligned", [](ibp_digit_matrix &m) { m.slots += 1; });
     refuses_matrix("no slots", [](ibp_digit_matrix &m) { m.slots = nullptr; });
 
-    Operand stack(kBFloat16, 32, 96);
+    Operand stack(32, 96);
     const ibp_vector_group group = {0, 0, 1};
     ibp_product product = stack.product(1);
     int64_t sharing = 1;

@@ -17,18 +17,15 @@ from ibp._fetch import linear, products
 from products import kernels_on_the_cpu, lists
 
 ROWS, COLUMNS = 64, 128
-KINDS = [torch.bfloat16, torch.float16]
 
 
-def coded_linear(
-    seed=0, scale=0.02, irregular=False, device="cpu", rows=ROWS, columns=COLUMNS, dtype=torch.bfloat16, **options
-):
+def coded_linear(seed=0, scale=0.02, irregular=False, device="cpu", rows=ROWS, columns=COLUMNS, **options):
     """A module and torch's of the same weights, which do not train; every exponent beside the digits is an escape."""
     torch.manual_seed(seed)
-    plain = torch.nn.Linear(columns, rows, dtype=dtype)
+    plain = torch.nn.Linear(columns, rows, dtype=torch.bfloat16)
     with torch.no_grad():
-        plain.weight.normal_(std=scale)[:: 3 + seed, 5] = 0 if dtype == torch.bfloat16 else 4
-        plain.weight[7] *= 1.0 if not irregular else 2.0**-40 if dtype == torch.bfloat16 else 2.0**14
+        plain.weight.normal_(std=scale)[:: 3 + seed, 5] = 0
+        plain.weight[7] *= 2.0**-40 if irregular else 1.0
     plain.to(device).weight.requires_grad_(False)
     options = options if device != "cpu" else {"device": "cpu", "memory": "host", **options}
     return ibp.nn.Linear.from_linear(plain, **options), plain
@@ -62,12 +59,11 @@ def kept(run):
 
 
 @pytest.mark.parametrize("shape", [(COLUMNS,), (3, COLUMNS), (2, 4, COLUMNS), (0, COLUMNS), (2, 0, COLUMNS)], ids=str)
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
-def test_gradients(way, shape, dtype):
+def test_gradients(way, shape):
     """The bits of torch's, and nothing is kept for them."""
-    module, plain = coded_linear(irregular=True, dtype=dtype)
+    module, plain = coded_linear(irregular=True)
     way(module.weight)
-    x = torch.randn(shape).to(dtype).requires_grad_()
+    x = torch.randn(shape).bfloat16().requires_grad_()
     results = []
     for one in (module, plain):
         x.grad = plain.bias.grad = None
@@ -277,33 +273,31 @@ class Layer(torch.nn.Module):
 
 
 @pytest.mark.slow  # torch.compile is loaded
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
 @torch.no_grad()
-def test_modules_share_compiled_code(way, dtype):
+def test_modules_share_compiled_code(way):
     """Neither addresses nor numbers of a table are constants of the code: it is compiled for one layer, and once more
-    when sizes of lists differ, in FP16 also when first exponents do, which most have in common. No call came before."""
+    when sizes of lists differ. No call came before."""
     torch.compiler.reset()
     counter = CompileCounter()
     run = torch.compile(lambda layer, x: layer(x), fullgraph=True, backend=counter)
-    x = torch.randn(3, COLUMNS).to(dtype)
+    x = torch.randn(3, COLUMNS).bfloat16()
     for number in range(12):
-        parts = [coded_linear(number, 0.02 * 2.0 ** (number % 4 + i % 2), dtype=dtype) for i in range(3)]
+        parts = [coded_linear(number, 0.02 * 2.0 ** (number % 4 + i % 2)) for i in range(3)]
         for module, _ in parts:
             way(module.weight)
         layer, plain = (Layer(*modules) for modules in zip(*parts))
         assert_same_bits(run(layer, x), plain(x))
-    assert counter.frame_count <= (2 if dtype == torch.bfloat16 else 3)
+    assert counter.frame_count <= 2
 
 
 @pytest.mark.slow  # torch.compile is loaded
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
 @torch.no_grad()
-def test_irregular_rows_are_compiled(kernel, dtype):
+def test_irregular_rows_are_compiled(kernel):
     torch.compiler.reset()
-    module, plain = coded_linear(irregular=True, dtype=dtype)
+    module, plain = coded_linear(irregular=True)
     lists(module.weight)
     assert module.weight._escapes[1].rows.tolist() == [7]
-    x = torch.randn(3, COLUMNS).to(dtype)
+    x = torch.randn(3, COLUMNS).bfloat16()
     assert_same_bits(torch.compile(module, fullgraph=True)(x), plain(x))
     assert kernel == [3]
 
@@ -417,7 +411,6 @@ MADE = {
     "coded on the GPU": lambda cuda: coded_linear(device=cuda, rows=512, columns=1024),
     "moved": lambda cuda: tuple(one.to(cuda) for one in coded_linear(rows=512, columns=1024)),
     "irregular rows": lambda cuda: coded_linear(device=cuda, rows=512, columns=1024, irregular=True),
-    "FP16": lambda cuda: coded_linear(device=cuda, rows=512, columns=1024, irregular=True, dtype=torch.float16),
 }
 
 

@@ -13,20 +13,17 @@ def lists(table):
     table._escapes = escapes._state(table), escapes.list_escapes(table)
 
 
-def matrix_of(slots, slot_bytes, below, starts, entries, columns, dtype):
+def matrix_of(slots, slot_bytes, below, starts, entries, columns):
     """A table's matrix: digits and residuals, with escapes in place of what digits give."""
-    rows, residual_bits = len(starts) - 1, {torch.bfloat16: 8, torch.float16: 11}[dtype]
-    bytes_of_rows, digits_at = slots.view(rows, slot_bytes), columns // 8 * residual_bits
-    stream = bytes_of_rows[:, :digits_at, None] >> torch.arange(8, dtype=torch.uint8) & 1  # bit by bit
-    fields = stream.view(rows, columns, residual_bits).int() << torch.arange(residual_bits, dtype=torch.int32)
-    residuals = fields.sum(2, dtype=torch.int32)
-    digits = bytes_of_rows[:, digits_at : digits_at + columns // 2].int()
+    rows = len(starts) - 1
+    bytes_of_rows = slots.view(rows, slot_bytes).int()
+    residuals, digits = bytes_of_rows[:, :columns], bytes_of_rows[:, columns : columns // 2 * 3]
     digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
-    bits = (residuals & 1) << 15 | digits + len(below) - 2 << residual_bits - 1 | residuals >> 1
+    bits = (residuals & 1) << 15 | digits + len(below) - 2 << 7 | residuals >> 1
     escaped = torch.repeat_interleave(torch.arange(rows), starts.diff()), entries[:, 0].long()
     assert torch.equal(bits[escaped], entries[:, 1] >> 16 & 0xFFFF)  # what digit 15 gives
     bits[escaped] = entries[:, 1] & 0xFFFF
-    return bits.to(torch.int16).view(dtype)
+    return bits.to(torch.int16).view(torch.bfloat16)
 
 
 def multiply(slots, slot_bytes, below, starts, entries, x, biases, out):
@@ -34,14 +31,14 @@ def multiply(slots, slot_bytes, below, starts, entries, x, biases, out):
     first = 0
     for number, table in enumerate(zip(slots, slot_bytes, below, starts, entries)):
         bias = biases[number] if biases and len(biases[number]) else None
-        y = F.linear(x, matrix_of(*table, x.shape[1], x.dtype), bias)
+        y = F.linear(x, matrix_of(*table, x.shape[1]), bias)
         out.view(-1)[first : first + y.numel()].view(y.shape).copy_(y)
         first += y.numel()
 
 
 def multiply_groups(slots, slot_bytes, below, starts, entries, x, groups, order, sharing, num_rows, out):
     """ibp_cuda_linear_groups."""
-    matrices = matrix_of(slots, slot_bytes, below, starts, entries, x.shape[1], x.dtype)
+    matrices = matrix_of(slots, slot_bytes, below, starts, entries, x.shape[1])
     matrices = matrices.view(-1, num_rows, x.shape[1])
     assert groups.dtype == torch.int32 and groups.shape[1] == 3 and x.is_contiguous()
     places = torch.arange(len(out)) if order is None else order
@@ -57,7 +54,7 @@ def multiply_groups(slots, slot_bytes, below, starts, entries, x, groups, order,
 
 def decode(slots, slot_bytes, below, starts, entries, out):
     """ibp_cuda_decode_matrix."""
-    out.copy_(matrix_of(slots, slot_bytes, below, starts, entries, out.shape[1], out.dtype))
+    out.copy_(matrix_of(slots, slot_bytes, below, starts, entries, out.shape[1]))
 
 
 @contextlib.contextmanager
@@ -76,7 +73,7 @@ def kernels_on_the_cpu(monkeypatch):
         multiply_groups(*arguments)
 
     def are_near(x, tables, biases=()):
-        is_coded = x.dtype in escapes.DIGIT_FORMS and all(table.dtype == x.dtype for table in tables)
+        is_coded = all(tensor.dtype == torch.bfloat16 for tensor in (x, *tables))
         return is_coded and x.numel() > 0 and not products.is_transformed()
 
     library.impl("linear", run, "CPU")

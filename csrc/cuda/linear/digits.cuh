@@ -1,6 +1,5 @@
-// digits.cuh - what the kernels that multiply vectors with a coded matrix of BF16 or FP16 share: how bytes come to
-// shared memory, how elements become operands of tensor cores, in which order products are added, and the products of
-// escapes.
+// digits.cuh - what the kernels that multiply vectors with a coded matrix of BF16 share: how bytes come to shared
+// memory, how elements become operands of tensor cores, in which order products are added, and the products of escapes.
 #ifndef IBP_DIGITS_CUH
 #define IBP_DIGITS_CUH
 
@@ -8,35 +7,10 @@
 #include "../warp.cuh"
 
 #include <cfloat>
-#include <type_traits>
 
 namespace ibp {
 
-// ---- kinds of weights ----
-
-// What the kernels are told of BF16 and of FP16. Residuals are sign and mantissa. Rows have whole multiples of kColumns
-// columns. kFirsts: what first_symbol is multiplied by to be added to the exponents of a word. kMostFirst: with it, the
-// weight of digit 15 is finite. kWordsApart: x has an operand's two words of elements this far apart.
-struct BFloat16 {
-    static constexpr uint32_t kResidualBits = 8, kColumns = 32, kFirsts = 0x01010101u, kMostFirst = 0xff - 16,
-                              kWordsApart = 1;
-
-    static __device__ __forceinline__ float to_float(uint32_t bits) { return float_of_bits(bits << 16); }
-    static __device__ __forceinline__ uint32_t from_float(float value) { return bfloat16s_of_floats(value, value); }
-};
-struct Float16 {
-    static constexpr uint32_t kResidualBits = 11, kColumns = 128, kFirsts = 0x04000400u, kMostFirst = 0x1f - 16,
-                              kWordsApart = 8;
-
-    static __device__ __forceinline__ float to_float(uint32_t bits) { return float_of_half(bits); }
-    static __device__ __forceinline__ uint32_t from_float(float value) { return halves_of_floats(value, value); }
-};
-
-// Bytes of a row's residuals.
-template <class Kind> __host__ __device__ __forceinline__ uint32_t residual_bytes(uint32_t columns)
-{
-    return columns / 8u * Kind::kResidualBits;
-}
+// ---- matrices and vectors ----
 
 // A coded matrix, what is added to its products, and where they go.
 struct LinearMatrix {
@@ -126,20 +100,13 @@ template <int NUM_LEFT> __device__ __forceinline__ void await_copies()
 // sums += a b, of 16 rows and 8 vectors over 16 columns: `mma.m16n8k16`. Of lane 4 g + t, halves of words: a[0], a[2]:
 // row g, columns 2 t and 2 t + 1, and those 8 further; a[1], a[3]: row g + 8; b: vector g; sums: rows g, g, g + 8,
 // g + 8, vectors 2 t, 2 t + 1, 2 t, 2 t + 1.
-template <class Kind>
 __device__ __forceinline__ void multiply_tile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 {
 #ifdef __CUDACC__
-#define IBP_MULTIPLY_TILE(TYPE)                                               \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE       \
-                 ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};" \
-                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3]) \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]))
-    if constexpr (std::is_same_v<Kind, BFloat16>)
-        IBP_MULTIPLY_TILE("bf16");
-    else
-        IBP_MULTIPLY_TILE("f16");
-#undef IBP_MULTIPLY_TILE
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+                 "{%0,%1,%2,%3};"
+                 : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
     const uint32_t g = lane_id() / 4u, t = lane_id() % 4u;
     for (uint32_t lane = 0; lane < 4u; lane++)
@@ -148,8 +115,8 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[4], const uint32_t (
             for (uint32_t v = 0; v < 2u; v++) {
                 const uint32_t x = __shfl_sync(kAllLanes, b[i / 2u], static_cast<int>(4u * (2u * t + v) + lane));
                 float &sum = sums[2u * (i % 2u) + v];
-                sum += Kind::to_float(weights & 0xffffu) * Kind::to_float(x & 0xffffu);
-                sum += Kind::to_float(weights >> 16) * Kind::to_float(x >> 16);
+                sum += float_of_bfloat16(weights & 0xffffu) * float_of_bfloat16(x & 0xffffu);
+                sum += float_of_bfloat16(weights >> 16) * float_of_bfloat16(x >> 16);
             }
         }
 #endif
@@ -227,10 +194,13 @@ struct StripRows {
 
 // ---- elements ----
 
-// 32 elements of a row: a stream of residuals, and a digit of four bits each.
-template <class Kind> struct Elements {
-    uint32_t residuals[Kind::kResidualBits], digits[4];
+// 32 elements of a row: a residual of sign and mantissa, 8 bits, and a digit of four bits each.
+struct Elements {
+    uint32_t residuals[8], digits[4];
 };
+
+// Multiplied by a matrix's first_symbol, gives it in every byte.
+constexpr uint32_t kEveryByte = 0x01010101u;
 
 // Both elements of a word, from residual and exponent in a byte each to sign, exponent, mantissa.
 __device__ __forceinline__ uint32_t turned(uint32_t rotated)
@@ -251,7 +221,7 @@ struct Exponents {
 
 // One of the 8 operands of 16 columns that a lane's elements of two rows make. Of four elements in a row of columns, 0
 // and 2 make a word and 1 and 3: exponents of them are neighbours. number: a constant after unrolling.
-__device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements<BFloat16> (&rows)[2], uint32_t number,
+__device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements (&rows)[2], uint32_t number,
                                              uint32_t firsts)
 {
     const uint32_t even_order = number % 2u ? 0x7260u : 0x5240u, odd_order = number % 2u ? 0x7361u : 0x5341u;
@@ -263,60 +233,9 @@ __device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements<BF
     }
 }
 
-// Two bytes of a word, as permute_bytes takes them, that have 16 bits of a stream.
-struct StreamBytes {
-    uint32_t word, order;
-
-    // from: a constant, as all numbers of bits here are after unrolling.
-    template <uint32_t WORDS> __device__ __forceinline__ StreamBytes(const uint32_t (&stream)[WORDS], uint32_t from)
-    {
-        const uint32_t number = from / 32u, within = from % 32u;
-        if (within % 8u == 0u && within <= 16u)
-            word = stream[number], order = 0x10u + 0x11u * (within / 8u);
-        else
-            word = __funnelshift_r(stream[number], stream[number + 1u < WORDS ? number + 1u : number], within),
-            order = 0x10u;
-    }
-};
-
-// Two weights of FP16 as a word. first, second: the bits where their residuals begin. digits: of 8 elements, four in
-// each half, those of the weights at numbers `number` and `number + 4`. firsts: first_symbol in both exponents.
-template <uint32_t WORDS>
-__device__ __forceinline__ uint32_t half_weights(const uint32_t (&stream)[WORDS], uint32_t first, uint32_t second,
-                                                 uint32_t digits, uint32_t number, uint32_t firsts)
-{
-    // Residuals that begin at the same bit of a byte, and end in the next one, need no shift of their own.
-    const uint32_t before = first % 8u == second % 8u && first % 8u <= 5u ? first % 8u : 0u;
-    const StreamBytes low(stream, first - before), high(stream, second - before);
-    const uint32_t both = permute_bytes(low.word, high.word, low.order | (0x44u + high.order) << 8);
-    // Other digits remain beside the two exponents.
-    const uint32_t exponents = (digits >> 4u * (number % 2u) & 0x0f0f0f0fu) * (number < 2u ? 1u << 10 : 1u << 2);
-    return select_bits(0x7c007c00u, exponents + firsts,
-                       select_bits(0x7fff7fffu, both >> (before + 1u), both << (15u - before)));
-}
-
-// Elements 2 number and 2 number + 1 make a word each with the element 16 further, whose residual begins at the same
-// bit of a byte.
-__device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements<Float16> (&rows)[2], uint32_t number,
-                                             uint32_t firsts)
-{
-#pragma unroll
-    for (uint32_t r = 0; r < 2u; r++) {
-        const uint32_t digits = permute_bytes(rows[r].digits[number / 4u], rows[r].digits[number / 4u + 2u],
-                                              number / 2u % 2u ? 0x7632u : 0x5410u);
-#pragma unroll
-        for (uint32_t i = 0; i < 2u; i++) {
-            const uint32_t element = 2u * number + i, from = Float16::kResidualBits * element;
-            a[2u * i + r] = half_weights(rows[r].residuals, from, from + 16u * Float16::kResidualBits, digits,
-                                         element % 4u, firsts);
-        }
-    }
-}
-
 // A strip's step in shared memory: residuals, then digits.
-template <class Kind> struct StripStep {
-    static constexpr uint32_t kRowBytes = kStepColumns / 8u * Kind::kResidualBits; // of residuals
-    static constexpr uint32_t kDigitsStart = kStripRows * kRowBytes,
+struct StripStep {
+    static constexpr uint32_t kDigitsStart = kStripRows * kStepColumns,
                               kBytes = kDigitsStart + kStripRows * kStepColumns / 2u;
 
     // Begins to copy the bytes of a strip of num_columns columns, from `column` on, to byte `to` of shared memory, by a
@@ -326,74 +245,38 @@ template <class Kind> struct StripStep {
     {
         const uint32_t g = lane_id() / 4u, t = lane_id() % 4u;
         const uint64_t pitch = rows.pitch;
-        const uint8_t *const digits =
-            rows.first + g * pitch + residual_bytes<Kind>(num_columns) + column / 2u + 16u * t;
+        const uint8_t *const digits = rows.first + g * pitch + num_columns + column / 2u + 16u * t;
         const uint32_t digits_to = to + kDigitsStart + g * kStepColumns / 2u + 16u * t;
-        copy_residuals(rows, num_columns, column, to, Kind{});
+        copy_residuals(rows, num_columns, column, to);
 #pragma unroll
         for (uint32_t i = 0; i < kStripRows / 8u; i++)
             copy_vector(digits_to + 4u * i * kStepColumns, digits + 8u * i * pitch, column + 32u * t < num_columns);
     }
     // The lane's elements of a row of the step at byte `at`.
-    static __device__ __forceinline__ Elements<Kind> elements(uint32_t at, uint32_t row)
+    static __device__ __forceinline__ Elements elements(uint32_t at, uint32_t row)
     {
         const uint32_t t = lane_id() % 4u;
         const uint4 digits =
             reinterpret_cast<const uint4 *>(shared_bytes() + at + kDigitsStart + row * kStepColumns / 2u)[t];
-        Elements<Kind> found = {{}, {digits.x, digits.y, digits.z, digits.w}};
-        read_residuals(at + row * kRowBytes, row, found);
-        return found;
+        // Lanes that read together read from different banks (copy_residuals).
+        const uint4 *const residuals = reinterpret_cast<const uint4 *>(shared_bytes() + at + row * kStepColumns);
+        const uint4 low = residuals[2u * t ^ row % 2u], high = residuals[(2u * t + 1u) ^ row % 2u];
+        return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}, {digits.x, digits.y, digits.z, digits.w}};
     }
 
   private:
-    // Of BF16, 128 bytes a row: vector v of row r is at v ^ (r % 2), so that lanes that read together read from
-    // different banks.
+    // A row has 128 bytes of residuals: 16 bytes v of row r go to v ^ (r % 2).
     static __device__ __forceinline__ void copy_residuals(const StripRows &rows, uint32_t num_columns, uint32_t column,
-                                                          uint32_t to, BFloat16)
+                                                          uint32_t to)
     {
         const uint32_t row = lane_id() / 8u, vector = lane_id() % 8u;
         const uint64_t pitch = rows.pitch;
         const uint8_t *const residuals = rows.first + row * pitch + column + 16u * vector;
-        const uint32_t residuals_to = to + row * kRowBytes + 16u * (vector ^ row % 2u);
+        const uint32_t residuals_to = to + row * kStepColumns + 16u * (vector ^ row % 2u);
 #pragma unroll
         for (uint32_t i = 0; i < kStripRows / 4u; i++)
-            copy_vector(residuals_to + 4u * i * kRowBytes, residuals + 4u * i * pitch,
+            copy_vector(residuals_to + 4u * i * kStepColumns, residuals + 4u * i * pitch,
                         column + 16u * vector < num_columns);
-    }
-    static __device__ __forceinline__ void read_residuals(uint32_t at, uint32_t row, Elements<BFloat16> &to)
-    {
-        const uint32_t t = lane_id() % 4u;
-        const uint4 *const residuals = reinterpret_cast<const uint4 *>(shared_bytes() + at);
-        const uint4 low = residuals[2u * t ^ row % 2u], high = residuals[(2u * t + 1u) ^ row % 2u];
-        to.residuals[0] = low.x, to.residuals[1] = low.y, to.residuals[2] = low.z, to.residuals[3] = low.w;
-        to.residuals[4] = high.x, to.residuals[5] = high.y, to.residuals[6] = high.z, to.residuals[7] = high.w;
-    }
-    // Of FP16, 11 vectors a row, all within the columns. In every other step they begin in the middle of a sector: four
-    // lanes take whole sectors, or L2 would give the halves twice.
-    static __device__ __forceinline__ void copy_residuals(const StripRows &rows, uint32_t, uint32_t column, uint32_t to,
-                                                          Float16)
-    {
-        constexpr uint32_t kVectors = kRowBytes / 16u;
-        const uint32_t row = lane_id() / 4u, first = lane_id() % 4u - column / kStepColumns % 2u; // at first also -1
-        const uint64_t pitch = rows.pitch;
-        const uint8_t *const residuals =
-            rows.first + row * pitch + residual_bytes<Float16>(column) + 16 * static_cast<int32_t>(first);
-        const uint32_t residuals_to = to + row * kRowBytes + 16u * first;
-#pragma unroll
-        for (uint32_t i = 0; i < 3u; i++) {
-            if (first + 4u * i >= kVectors) continue;
-#pragma unroll
-            for (uint32_t j = 0; j < kStripRows / 8u; j++)
-                copy_vector(residuals_to + 8u * j * kRowBytes + 64u * i, residuals + 8u * j * pitch + 64u * i, true);
-        }
-    }
-    // Word by word: 11 words of a lane, and 44 of a row, lie in different banks for all lanes.
-    static __device__ __forceinline__ void read_residuals(uint32_t at, uint32_t, Elements<Float16> &to)
-    {
-        const uint32_t *const residuals =
-            reinterpret_cast<const uint32_t *>(shared_bytes() + at) + Float16::kResidualBits * (lane_id() % 4u);
-#pragma unroll
-        for (uint32_t i = 0; i < Float16::kResidualBits; i++) to.residuals[i] = residuals[i];
     }
 };
 
@@ -438,7 +321,7 @@ struct RowEscapes {
 
 // The products of a row's escapes with vectors first, first + APART, ...: of the weights that they were multiplied as
 // like other digits, and of the right weights.
-template <class Kind, uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
+template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
     static constexpr uint32_t kTogether = RowEscapes::kTogether;
 
     float taken[VECTORS] = {}, right[VECTORS] = {};
@@ -457,7 +340,7 @@ template <class Kind, uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
             const uint16_t *const from = vectors.of(ibp_min_u32(first_vector + APART * i, vectors.count - 1u));
 #pragma unroll
             for (uint32_t j = 0; j < kTogether; j++)
-                x[i][j] = j < num_entries ? Kind::to_float(from[entries[j].column]) : 0.0f;
+                x[i][j] = j < num_entries ? float_of_bfloat16(from[entries[j].column]) : 0.0f;
         }
 #pragma unroll
         for (uint32_t i = 0; i < VECTORS; i++)
@@ -465,8 +348,8 @@ template <class Kind, uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
             for (uint32_t j = 0; j < kTogether; j++) {
                 const float finite = fabsf(x[i][j]) <= FLT_MAX ? x[i][j] : 0.0f;
                 if (j >= num_entries) continue;
-                taken[i] = fmaf(Kind::to_float(entries[j].taken), finite, taken[i]);
-                right[i] = fmaf(Kind::to_float(entries[j].weight), x[i][j], right[i]);
+                taken[i] = fmaf(float_of_bfloat16(entries[j].taken), finite, taken[i]);
+                right[i] = fmaf(float_of_bfloat16(entries[j].weight), x[i][j], right[i]);
             }
     }
     // escapes: with those first loaded.
@@ -482,17 +365,16 @@ template <class Kind, uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
     }
 };
 
-template <class Kind> __device__ __forceinline__ float bias_of(const LinearMatrix &matrix, uint32_t row)
+__device__ __forceinline__ float bias_of(const LinearMatrix &matrix, uint32_t row)
 {
     const uint16_t *const bias = matrix.product.bias;
-    return bias != nullptr ? Kind::to_float(bias[row]) : 0.0f;
+    return bias != nullptr ? float_of_bfloat16(bias[row]) : 0.0f;
 }
 // Stores a sum of a row of a matrix to y.
-template <class Kind>
 __device__ __forceinline__ void store_sum(const LinearMatrix &matrix, uint16_t *y, float sum, float bias)
 {
     if (matrix.product.bias != nullptr) sum += bias;
-    *y = static_cast<uint16_t>(Kind::from_float(sum));
+    *y = static_cast<uint16_t>(bfloat16s_of_floats(sum, sum));
 }
 
 } // namespace ibp

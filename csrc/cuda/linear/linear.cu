@@ -10,32 +10,24 @@
 
 namespace ibp {
 
-constexpr uint32_t kBlocksAnSm = 2;
-template <class Kind> using Block = LinearBlock<Kind, 8, 3>;
-
 static bool is_aligned(const void *bytes, uintptr_t alignment)
 {
     return reinterpret_cast<uintptr_t>(bytes) % alignment == 0u;
 }
 
-template <class Kind> static bool is_matrix_of(const ibp_digit_matrix &m)
-{
-    return m.slots != nullptr && is_aligned(m.slots, 16u) && m.num_columns != 0u &&
-           m.num_columns % Kind::kColumns == 0u && m.slot_bytes % 16u == 0u &&
-           m.slot_bytes >= uint64_t{m.num_columns} / 8u * (Kind::kResidualBits + 4u) && m.num_rows >= kStripRows &&
-           m.num_rows <= INT32_MAX && m.slots_bytes / m.slot_bytes >= m.num_rows && m.first_symbol <= Kind::kMostFirst;
-}
 static bool is_matrix(const ibp_digit_matrix &m)
 {
-    return m.kind == IBP_FLOAT16 ? is_matrix_of<Float16>(m) : m.kind == IBP_BFLOAT16 && is_matrix_of<BFloat16>(m);
+    constexpr uint32_t kColumns = 32, kMostFirst = 0xff - 16; // with which the weight of digit 15 is finite
+    return m.slots != nullptr && is_aligned(m.slots, 16u) && m.num_columns != 0u && m.num_columns % kColumns == 0u &&
+           m.slot_bytes % 16u == 0u && m.slot_bytes >= uint64_t{m.num_columns} / 2u * 3u && m.num_rows >= kStripRows &&
+           m.num_rows <= INT32_MAX && m.slots_bytes / m.slot_bytes >= m.num_rows && m.first_symbol <= kMostFirst;
 }
 
 static bool are_matrices(const ibp_product *products, int64_t count)
 {
     if (products == nullptr || count < 1 || count > IBP_MOST_MATRICES) return false;
     return std::all_of(products, products + count, [&](const ibp_product &product) {
-        return is_matrix(product.matrix) && product.matrix.kind == products->matrix.kind &&
-               product.matrix.num_columns == products->matrix.num_columns;
+        return is_matrix(product.matrix) && product.matrix.num_columns == products->matrix.num_columns;
     });
 }
 
@@ -47,33 +39,31 @@ static bool has_list(const ibp_digit_matrix &m)
 
 // Blocks that take strips in turn: as many as SMs hold at a time, or one a strip. Launches overlap where the kernel's
 // code waits for the one before: code of compute capability 9.0 and later does.
-template <class Strips, class Kind>
-static ibp_status launch_strips(const typename Strips::Job &job, uint32_t num_strips, ibp_stream stream, Kind)
+template <class Strips>
+static ibp_status launch_strips(const typename Strips::Job &job, uint32_t num_strips, ibp_stream stream)
 {
-    const auto kernel = linear_kernel<Block<Kind>, Strips, kBlocksAnSm>;
+    const auto kernel = linear_kernel<Strips>;
     DeviceSizes device{};
-    Launch launch{0, Block<Kind>::kThreads, Block<Kind>::kSharedBytes, 1};
+    Launch launch{0, LinearBlock::kThreads, LinearBlock::kSharedBytes, 1};
     ibp_status status = read_device(&device);
     if (status == IBP_OK) status = prepare(reinterpret_cast<const void *>(kernel), &launch.overlaps);
     if (status != IBP_OK) return status;
-    launch.blocks = std::min(num_strips, static_cast<uint32_t>(std::max(1, device.sms)) * kBlocksAnSm);
+    launch.blocks = std::min(num_strips, static_cast<uint32_t>(std::max(1, device.sms)) * LinearBlock::kBlocksAnSm);
     return launch_kernel(kernel, launch, stream, job);
 }
 
 static ibp_status multiply_few(LinearJob job, ibp_stream stream)
 {
     job.cut(kStripRows);
-    return of_kind(job.matrices[0].coded().kind,
-                   [&](auto kind) { return launch_strips<MatrixStrips>(job, job.num_tiles, stream, kind); });
+    return launch_strips<MatrixStrips>(job, job.num_tiles, stream);
 }
 
 // Multiplies the first vectors of a job, as many as one kernel takes; *count: how many.
 static ibp_status multiply_some(LinearJob job, uint8_t *image, ibp_stream stream, uint32_t *count)
 {
     const uint32_t left = job.num_vectors;
-    const ibp_float_kind kind = job.matrices[0].coded().kind;
     for (uint32_t most = kMostOfTiles; most > kMostVectors; most /= 2u) {
-        if (most >= 2u * left || (most > IBP_MOST_INVARIANT && kind != IBP_BFLOAT16)) continue;
+        if (most >= 2u * left) continue;
         job.num_vectors = *count = std::min(left, most);
         bool launched = false;
         const ibp_status status = *count > IBP_MOST_INVARIANT ? multiply_tiles(job, image, stream, &launched)
@@ -91,7 +81,6 @@ extern "C" int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t nu
 {
     if (!ibp::are_matrices(products, num_products)) return 0;
     if (num_vectors <= IBP_MOST_INVARIANT || num_vectors > IBP_MOST_VECTORS) return 0;
-    if (products->matrix.kind != IBP_BFLOAT16) return 0;
     return ibp::image_bytes(static_cast<uint32_t>(num_vectors), products->matrix.num_columns);
 }
 
@@ -144,8 +133,7 @@ extern "C" ibp_status ibp_cuda_linear_groups(const ibp_digit_matrix *stack, int6
     job.groups = groups, job.num_groups = static_cast<uint32_t>(num_groups);
     job.num_rows = static_cast<uint32_t>(num_rows);
     job.order = order, job.sharing = static_cast<uint32_t>(sharing);
-    const auto num_strips = static_cast<uint32_t>(num_groups * of_matrix);
-    return of_kind(stack->kind, [&](auto kind) { return launch_strips<GroupStrips>(job, num_strips, stream, kind); });
+    return launch_strips<GroupStrips>(job, static_cast<uint32_t>(num_groups * of_matrix), stream);
 }
 
 extern "C" ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uint16_t *weights, ibp_stream stream)
@@ -157,7 +145,5 @@ extern "C" ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uin
     const int64_t num_blocks = (matrix->num_rows + kMatrixWarps - 1) / kMatrixWarps * num_stretches;
     if (num_blocks > INT32_MAX) return IBP_INVALID_ARGUMENT;
     const Launch launch{static_cast<uint32_t>(num_blocks), kMatrixWarps * kWarp, 0, 1};
-    return of_kind(matrix->kind, [&](auto kind) {
-        return launch_kernel(matrix_weights<decltype(kind)>, launch, stream, *matrix, num_stretches, weights);
-    });
+    return launch_kernel(matrix_weights, launch, stream, *matrix, num_stretches, weights);
 }

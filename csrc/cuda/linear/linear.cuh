@@ -1,5 +1,5 @@
-// linear.cuh - products of up to 8 vectors with coded matrices of BF16 or FP16: rows are decoded in registers, as
-// operands of tensor cores, and never written.
+// linear.cuh - products of up to 8 vectors with coded matrices of BF16: rows are decoded in registers, as operands of
+// tensor cores, and never written.
 //
 // A block takes strips of 16 rows, one after the other. Each of its multiplying warps has two neighbours of the 16
 // pieces of the columns (digits.cuh), and takes their steps of 128 columns from left to right: while a step is
@@ -22,31 +22,28 @@ namespace ibp {
 constexpr uint32_t kMostVectors = 8;
 
 // Adds the products of a lane's elements of two rows with x, 32 elements of a vector.
-template <class Kind>
-__device__ __forceinline__ void multiply_elements(float (&sums)[4], const Elements<Kind> (&rows)[2],
-                                                  const uint32_t (&x)[16], uint32_t firsts)
+__device__ __forceinline__ void multiply_elements(float (&sums)[4], const Elements (&rows)[2], const uint32_t (&x)[16],
+                                                  uint32_t firsts)
 {
 #pragma unroll
     for (uint32_t j = 0; j < 8u; j++) {
         uint32_t a[4];
         make_operand(a, rows, j, firsts);
-        const uint32_t word = Kind::kWordsApart == 1u ? 2u * j : j, other = word + Kind::kWordsApart;
-        const uint32_t b[2] = {permute_bytes(x[word], x[other], 0x5410u), permute_bytes(x[word], x[other], 0x7632u)};
-        multiply_tile<Kind>(sums, a, b);
+        const uint32_t b[2] = {permute_bytes(x[2u * j], x[2u * j + 1u], 0x5410u),
+                               permute_bytes(x[2u * j], x[2u * j + 1u], 0x7632u)};
+        multiply_tile(sums, a, b);
     }
 }
 
 // ---- a block ----
 
 // What a block consists of: multiplying warps, stages of each for bytes that are copied, and the sums of two strips.
-template <class KIND, uint32_t WARPS, uint32_t STAGES> struct LinearBlock {
-    using Kind = KIND;
-    using Step = StripStep<Kind>;
-    static constexpr uint32_t kWarps = WARPS, kStages = STAGES, kThreads = (WARPS + 1u) * kWarp;
-    static constexpr uint32_t kStageBytes = Step::kBytes;
-    static_assert(2u * WARPS == kPieces, "a warp has two pieces");
-    static constexpr uint32_t kSums = WARPS * kMostVectors * kStripRows; // of a strip
-    static constexpr uint32_t kSumsStart = WARPS * STAGES * kStageBytes;
+struct LinearBlock {
+    static constexpr uint32_t kWarps = 8, kStages = 3, kThreads = (kWarps + 1u) * kWarp;
+    static constexpr uint32_t kBlocksAnSm = 2;
+    static_assert(2u * kWarps == kPieces, "a warp has two pieces");
+    static constexpr uint32_t kSums = kWarps * kMostVectors * kStripRows; // of a strip
+    static constexpr uint32_t kSumsStart = kWarps * kStages * StripStep::kBytes;
     static constexpr uint32_t kSharedBytes = kSumsStart + 2u * kSums * sizeof(float);
 
     // The sum of a warp, of strips with even or odd turns of the block.
@@ -173,7 +170,8 @@ struct GroupStrips {
 
 // ---- warps that multiply ----
 
-template <class Block, class Strips> struct Multiplier {
+template <class Strips> struct Multiplier {
+    using Block = LinearBlock;
     const Strips &strips;
     const LinearJob &job;
     const uint32_t warp, stages, piece;               // shared byte of the warp's stages; the first of its two pieces
@@ -182,7 +180,7 @@ template <class Block, class Strips> struct Multiplier {
     StripRows copied_rows;
 
     __device__ __forceinline__ explicit Multiplier(const Strips &of)
-        : strips(of), job(of.job), warp(threadIdx.x / kWarp), stages(warp * Block::kStages * Block::kStageBytes),
+        : strips(of), job(of.job), warp(threadIdx.x / kWarp), stages(warp * Block::kStages * StripStep::kBytes),
           piece(2u * warp), end(num_steps(job)), copied_strip(blockIdx.x), copied_step(piece), copied_stage(0)
     {
         strips.find_rows(copied_strip, copied_rows);
@@ -191,8 +189,8 @@ template <class Block, class Strips> struct Multiplier {
     __device__ __forceinline__ void begin_copies()
     {
         if (copied_strip < strips.count() && copied_step < end)
-            Block::Step::begin_copy(copied_rows, job.num_columns, copied_step * kStepColumns,
-                                    stages + copied_stage * Block::kStageBytes);
+            StripStep::begin_copy(copied_rows, job.num_columns, copied_step * kStepColumns,
+                                  stages + copied_stage * StripStep::kBytes);
         end_copies();
         copied_stage = copied_stage + 1u == Block::kStages ? 0u : copied_stage + 1u;
         copied_step += copied_step % 2u == 0u ? 1u : kPieces - 1u;
@@ -221,9 +219,8 @@ template <class Block, class Strips> struct Multiplier {
         load_x(vector, step, x);
         await_copies<Block::kStages - 2>();
         begin_copies();
-        const uint32_t at = stages + stage * Block::kStageBytes;
-        const Elements<typename Block::Kind> rows[2] = {Block::Step::elements(at, g),
-                                                        Block::Step::elements(at, g + 8u)};
+        const uint32_t at = stages + stage * StripStep::kBytes;
+        const Elements rows[2] = {StripStep::elements(at, g), StripStep::elements(at, g + 8u)};
         multiply_elements(sums, rows, x, firsts);
         stage = stage + 1u == Block::kStages ? 0u : stage + 1u;
     }
@@ -235,7 +232,7 @@ template <class Block, class Strips> struct Multiplier {
         await_work_before();
         uint32_t stage = 0;
         for (uint32_t strip = blockIdx.x, turn = 0; strip < strips.count(); strip += gridDim.x, turn++) {
-            const uint32_t firsts = strips.first_symbol(strip) * Block::Kind::kFirsts;
+            const uint32_t firsts = strips.first_symbol(strip) * kEveryByte;
             const Vectors vectors = strips.vectors(strip);
             const uint16_t *const vector = g < vectors.count ? vectors.of(g) : nullptr;
             float sums[2][4] = {};
@@ -256,9 +253,9 @@ template <class Block, class Strips> struct Multiplier {
 // ---- the warp that finishes ----
 
 // A lane has row lane % 16 of a strip, and vectors lane / 16 + 2 i.
-template <class Block, class Strips> __device__ __forceinline__ void finish_strips(const Strips &strips)
+template <class Strips> __device__ __forceinline__ void finish_strips(const Strips &strips)
 {
-    using Kind = typename Block::Kind;
+    using Block = LinearBlock;
     constexpr uint32_t kVectors = kMostVectors / 2u; // of a lane
     const uint32_t row = lane_id() % kStripRows, first_vector = lane_id() / kStripRows;
     await_work_before();
@@ -267,9 +264,9 @@ template <class Block, class Strips> __device__ __forceinline__ void finish_stri
         const Vectors vectors = strips.vectors(strip);
         RowEscapes escapes;
         escapes.find(to.matrix, to.coded_row + row), escapes.load(vectors.columns);
-        Corrections<Kind, kVectors> corrections;
+        Corrections<kVectors> corrections;
         corrections.add(vectors, escapes, first_vector);
-        const float bias = bias_of<Kind>(to.matrix, to.coded_row + row);
+        const float bias = bias_of(to.matrix, to.coded_row + row);
         Block::await_written(turn);
 #pragma unroll
         for (uint32_t i = 0; i < kVectors; i++) {
@@ -278,23 +275,23 @@ template <class Block, class Strips> __device__ __forceinline__ void finish_stri
             float sums[Block::kWarps];
 #pragma unroll
             for (uint32_t warp = 0; warp < Block::kWarps; warp++) sums[warp] = Block::sum(turn, warp, vector, row);
-            store_sum<Kind>(to.matrix, to.y + uint64_t{vectors.place(vector)} * to.num_rows + to.row + row,
-                            corrections.corrected(sum_in_pairs(sums), i), bias);
+            store_sum(to.matrix, to.y + uint64_t{vectors.place(vector)} * to.num_rows + to.row + row,
+                      corrections.corrected(sum_in_pairs(sums), i), bias);
         }
         if (strip + 2u * gridDim.x < strips.count()) Block::say_read(turn);
     }
 }
 
-template <class Block, class Strips, uint32_t BLOCKS>
-__global__ void __launch_bounds__(Block::kThreads, BLOCKS)
+template <class Strips>
+__global__ void __launch_bounds__(LinearBlock::kThreads, LinearBlock::kBlocksAnSm)
     linear_kernel(const __grid_constant__ typename Strips::Job job)
 {
     let_next_begin();
     const Strips strips(job);
-    if (threadIdx.x / kWarp < Block::kWarps)
-        Multiplier<Block, Strips>(strips).run();
+    if (threadIdx.x / kWarp < LinearBlock::kWarps)
+        Multiplier<Strips>(strips).run();
     else
-        finish_strips<Block>(strips);
+        finish_strips(strips);
 }
 
 } // namespace ibp

@@ -69,36 +69,26 @@ template <class Block> static ibp_status launch_if_fits(LinearJob job, ibp_strea
 }
 
 // A tile costs a block the same whatever its columns: few blocks a cluster where their parts would be short.
-template <class Kind, uint32_t VECTORS>
-static ibp_status launch_parts(const LinearJob &job, ibp_stream stream, bool *launched)
+template <uint32_t VECTORS> static ibp_status launch_parts(const LinearJob &job, ibp_stream stream, bool *launched)
 {
 #ifdef __CUDACC__
     constexpr uint32_t kShortSteps = 40;
     ibp_status status = IBP_OK;
-    if (num_steps(job) <= kShortSteps) status = launch_if_fits<ManyBlock<Kind, VECTORS, 4>>(job, stream, launched);
-    if (status == IBP_OK && !*launched) status = launch_if_fits<ManyBlock<Kind, VECTORS, 8>>(job, stream, launched);
+    if (num_steps(job) <= kShortSteps) status = launch_if_fits<ManyBlock<VECTORS, 4>>(job, stream, launched);
+    if (status == IBP_OK && !*launched) status = launch_if_fits<ManyBlock<VECTORS, 8>>(job, stream, launched);
     if constexpr (VECTORS > 16u)
-        if (status == IBP_OK && !*launched)
-            status = launch_if_fits<ManyBlock<Kind, VECTORS, 16, 2>>(job, stream, launched);
-    // Long rows of FP16: one pass with few bytes on their way is faster than two.
-    if constexpr (VECTORS > 32u && std::is_same_v<Kind, Float16>)
-        if (status == IBP_OK && !*launched)
-            status = launch_if_fits<ManyBlock<Kind, VECTORS, 16, 2, 2>>(job, stream, launched);
+        if (status == IBP_OK && !*launched) status = launch_if_fits<ManyBlock<VECTORS, 16, 2>>(job, stream, launched);
     return status;
 #else // a block at a time
-    return launch_if_fits<ManyBlock<Kind, VECTORS, 1, VECTORS == 32u ? 2u : 1u>>(job, stream, launched);
+    return launch_if_fits<ManyBlock<VECTORS, 1, VECTORS == 32u ? 2u : 1u>>(job, stream, launched);
 #endif
 }
 
 ibp_status multiply_many(const LinearJob &job, ibp_stream stream, bool *launched)
 {
     *launched = false;
-    return of_kind(job.matrices[0].coded().kind, [&](auto kind) {
-        using Kind = decltype(kind);
-        if (job.num_vectors <= 16u) return launch_parts<Kind, 16>(job, stream, launched);
-        return job.num_vectors <= 32u ? launch_parts<Kind, 32>(job, stream, launched)
-                                      : launch_parts<Kind, 64>(job, stream, launched);
-    });
+    if (job.num_vectors <= 16u) return launch_parts<16>(job, stream, launched);
+    return job.num_vectors <= 32u ? launch_parts<32>(job, stream, launched) : launch_parts<64>(job, stream, launched);
 }
 
 } // namespace ibp

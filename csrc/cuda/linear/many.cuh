@@ -1,5 +1,5 @@
-// many.cuh - products of up to 64 vectors with coded matrices of BF16 or FP16, for GPUs of compute capability 9.0: an
-// element is decoded once for all vectors, as an operand of `wgmma` in registers.
+// many.cuh - products of up to 64 vectors with coded matrices of BF16, for GPUs of compute capability 9.0: an element
+// is decoded once for all vectors, as an operand of `wgmma` in registers.
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other. Each block has some neighbours of the 16 pieces of
 // the columns (digits.cuh), and keeps the vectors' elements of them in shared memory, in the order that the digits make
@@ -18,17 +18,15 @@
 namespace ibp {
 
 // VECTORS: 16, 32 or 64. PARTS of the columns, and blocks of a cluster: 1 to 16. SHARES of a tile's rows: 2 where each
-// group that multiplies has half of them, and all of the block's pieces. STAGES: of a warp, for bytes that are copied.
-template <class KIND, uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1, uint32_t STAGES = 3> struct ManyBlock {
-    using Kind = KIND;
-    using Step = StripStep<Kind>;
-    static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kShares = SHARES, kTileRows = 64 * SHARES,
-                              kStages = STAGES;
+// group that multiplies has half of them, and all of the block's pieces.
+template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBlock {
+    static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kShares = SHARES, kTileRows = 64 * SHARES;
+    static constexpr uint32_t kStages = 3;               // of a warp, for bytes that are copied
     static constexpr uint32_t kGroup = 128, kGroups = 2; // threads of a group that multiplies, and groups
     static constexpr uint32_t kMultipliers = kGroups * kGroup, kThreads = kMultipliers + kGroup;
     static constexpr uint32_t kGroupPieces = kPieces * SHARES / PARTS / kGroups; // of a tile and a group
     static constexpr uint32_t kPitch = kTileRows + 4u; // of the sums of a vector, so that banks differ
-    static constexpr uint32_t kSumsStart = kMultipliers / kWarp * kStages * Step::kBytes;
+    static constexpr uint32_t kSumsStart = kMultipliers / kWarp * kStages * StripStep::kBytes;
     static constexpr uint32_t kBarriersStart = kSumsStart + VECTORS * kPitch * sizeof(float);
     static constexpr uint32_t kVectorsStart = kBarriersStart + 128u; // whole 128 bytes, as `wgmma` wants
     static constexpr uint32_t kStepBytes = VECTORS * kStepColumns * 2u;
@@ -72,16 +70,6 @@ struct Place {
     uint32_t part, first_tile, tiles_apart;
 };
 
-// The words of a vector that a pair of operands takes from a lane's 32 elements, two for each. near: elements from
-// 8 pair on.
-template <class Kind> __device__ __forceinline__ uint4 pair_words(const uint16_t *near, uint32_t pair)
-{
-    if constexpr (Kind::kWordsApart == 1u) return *reinterpret_cast<const uint4 *>(near);
-    const uint2 *const words = reinterpret_cast<const uint2 *>(near - 4u * pair);
-    const uint2 low = words[0], high = words[Kind::kWordsApart / 2u];
-    return make_uint4(low.x, high.x, low.y, high.y);
-}
-
 // Brings the vectors' elements of the block's steps. A thread brings, of one vector, the elements that
 // four lanes take for a pair of operands, and then the next ones.
 template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
@@ -98,7 +86,7 @@ template <class Block> __device__ __forceinline__ void bring_vectors(const Linea
 #pragma unroll
         for (uint32_t t = 0; t < 4u; t++) {
             const bool wanted = vector < job.num_vectors && column + 32u * t < job.num_columns;
-            x[t] = wanted ? pair_words<typename Block::Kind>(from + 32u * t, pair) : make_uint4(0, 0, 0, 0);
+            x[t] = wanted ? *reinterpret_cast<const uint4 *>(from + 32u * t) : make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
         for (uint32_t half = 0; half < 2u; half++) {
@@ -127,8 +115,6 @@ template <class Block> __device__ __forceinline__ void bring_all_vectors(const L
 
 // A group of warps that multiplies; each has 16 rows of a tile.
 template <class Block> struct GroupMultiplier {
-    using Kind = typename Block::Kind;
-    using Step = typename Block::Step;
     static constexpr uint32_t kSums = Block::kVectors / 2u; // of a thread
 
     const LinearJob &job;
@@ -141,7 +127,7 @@ template <class Block> struct GroupMultiplier {
 
     __device__ __forceinline__ GroupMultiplier(const LinearJob &linear, const Place &of)
         : job(linear), place(of), warp(threadIdx.x / kWarp), group(threadIdx.x / Block::kGroup),
-          strip(warp % (Block::kTileRows / kStripRows)), stages(warp * Block::kStages * Step::kBytes),
+          strip(warp % (Block::kTileRows / kStripRows)), stages(warp * Block::kStages * StripStep::kBytes),
           own_piece(Block::kShares == 1u ? group * Block::kGroupPieces : 0u),
           piece(place.part * Block::kBlockPieces + own_piece), end(num_steps(job)), copied_tile(place.first_tile),
           copied_step(piece), copied_stage(0)
@@ -154,8 +140,8 @@ template <class Block> struct GroupMultiplier {
     __device__ __forceinline__ void begin_copies()
     {
         if (copied_tile < job.num_tiles && copied_step < end)
-            Step::begin_copy(copied_rows, job.num_columns, copied_step * kStepColumns,
-                             stages + copied_stage * Step::kBytes);
+            StripStep::begin_copy(copied_rows, job.num_columns, copied_step * kStepColumns,
+                                  stages + copied_stage * StripStep::kBytes);
         end_copies();
         copied_stage = copied_stage + 1u == Block::kStages ? 0u : copied_stage + 1u;
         copied_step++;
@@ -178,8 +164,8 @@ template <class Block> struct GroupMultiplier {
     {
         await_copies<Block::kStages - 2>();
         begin_copies();
-        const uint32_t g = lane_id() / 4u, at = stages + stage * Step::kBytes;
-        const Elements<Kind> rows[2] = {Step::elements(at, g), Step::elements(at, g + 8u)};
+        const uint32_t g = lane_id() / 4u, at = stages + stage * StripStep::kBytes;
+        const Elements rows[2] = {StripStep::elements(at, g), StripStep::elements(at, g + 8u)};
 #pragma unroll
         for (uint32_t i = 0; i < 4u; i++) {
             GroupProducts::await<3>(operands[i]);
@@ -188,8 +174,7 @@ template <class Block> struct GroupMultiplier {
             GroupProducts::order_registers();
 #pragma unroll
             for (uint32_t j = 0; j < 2u; j++)
-                GroupProducts::begin<Kind>(sums, operands[i][j],
-                                           PackedVectors{Block::vector_at(of_block, 2u * i + j, 0, 0)});
+                GroupProducts::begin(sums, operands[i][j], PackedVectors{Block::vector_at(of_block, 2u * i + j, 0, 0)});
             GroupProducts::end_batch();
         }
     }
@@ -246,7 +231,7 @@ template <class Block> struct GroupMultiplier {
         uint32_t stage = 0;
         for (uint32_t tile = place.first_tile, turn = 0; tile < job.num_tiles; tile += place.tiles_apart, turn++) {
             float of_pieces[Block::kGroupPieces][kSums];
-            multiply_tile_rows(job.matrix_of(tile).coded().first_symbol * Kind::kFirsts, stage, of_pieces);
+            multiply_tile_rows(job.matrix_of(tile).coded().first_symbol * kEveryByte, stage, of_pieces);
             leave_sums(turn, of_pieces[0]);
         }
     }
@@ -262,8 +247,7 @@ template <class Block> struct GroupMultiplier {
 
 // Four warps: a thread has a row of a tile, and of the block's part of the vectors all, or every other one.
 template <class Block> struct Finishers {
-    using Kind = typename Block::Kind;
-    using OwnCorrections = Corrections<Kind, Block::kFinished, Block::kVectorsApart>;
+    using OwnCorrections = Corrections<Block::kFinished, Block::kVectorsApart>;
     const LinearJob &job;
     const Place &place;
     const uint32_t thread, row, first_vector;
@@ -313,8 +297,8 @@ template <class Block> struct Finishers {
         for (uint32_t i = 0; i < Block::kFinished; i++) {
             const uint32_t vector = first_vector + Block::kVectorsApart * i;
             if (vector < job.num_vectors)
-                store_sum<Kind>(matrix, matrix.product.y + uint64_t{vector} * matrix.rows() + to_row,
-                                corrections.corrected(sums[i], i), bias);
+                store_sum(matrix, matrix.product.y + uint64_t{vector} * matrix.rows() + to_row,
+                          corrections.corrected(sums[i], i), bias);
         }
     }
     // The thread's row of a tile of a matrix.
@@ -346,7 +330,7 @@ template <class Block> struct Finishers {
             const uint32_t to_row = row_of(matrix, tile);
             OwnCorrections corrections;
             corrections.add(job.vectors(), escapes, first_vector);
-            const float bias = bias_of<Kind>(matrix, to_row);
+            const float bias = bias_of(matrix, to_row);
             escapes = next, escapes.load(job.num_columns);
             find(tile + 2u * place.tiles_apart, next);
             say_written(turn);

@@ -18,16 +18,10 @@ struct KnownClusters {
     ibp_status count(const void *kernel, uint32_t parts, uint32_t threads, uint32_t shared_bytes, uint32_t *clusters);
 };
 
-// What `call` gives for the type of a kind of weights.
-template <class Call> ibp_status of_kind(ibp_float_kind kind, Call call)
-{
-    return kind == IBP_FLOAT16 ? call(Float16{}) : call(BFloat16{});
-}
-
 // y of up to 64 vectors. *launched: whether the current device has the kernel, and the vectors fit shared memory.
 ibp_status multiply_many(const LinearJob &job, ibp_stream stream, bool *launched);
 
-// y of 65 to 256 vectors, in BF16. *launched: whether the current device has the kernel. image: image_bytes bytes.
+// y of 65 to 256 vectors. *launched: whether the current device has the kernel. image: image_bytes bytes.
 ibp_status multiply_tiles(const LinearJob &job, uint8_t *image, ibp_stream stream, bool *launched);
 
 // Bytes of the image that multiply_tiles makes: as many as 128 or 256 vectors have, in whole steps.

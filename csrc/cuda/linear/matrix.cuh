@@ -1,5 +1,4 @@
-// matrix.cuh - all weights of a coded matrix of BF16 or FP16, for products of more vectors than kernels multiply by
-// coded rows.
+// matrix.cuh - all weights of a coded matrix of BF16, for products of more vectors than kernels multiply by coded rows.
 //
 // A warp decodes a stretch of a row. The list of escapes is there, so nothing has to be counted, staged or exchanged: a
 // lane's bytes go from device memory to registers, and as weights back to device memory.
@@ -16,7 +15,7 @@ constexpr uint32_t kLaneWeights = 8, kLoads = 4;                    // weights o
 constexpr uint32_t kStretchColumns = kWarp * kLaneWeights * kLoads; // of a warp
 
 // 8 elements in a row, from `column` of a slot on.
-struct LaneBFloat16s {
+struct LaneElements {
     uint2 residuals;
     uint32_t digits;
 
@@ -35,38 +34,8 @@ struct LaneBFloat16s {
             turned(permute_bytes(residuals.y, high, 0x5140u)), turned(permute_bytes(residuals.y, high, 0x7362u)));
     }
 };
-struct LaneHalves {
-    uint32_t words[4], digits, first; // the residuals begin with byte `first` of the words
-
-    __device__ __forceinline__ void load(const uint8_t *slot, uint32_t columns, uint32_t column)
-    {
-        const uint32_t at = residual_bytes<Float16>(column);
-        const uint32_t *const from = reinterpret_cast<const uint32_t *>(slot + at / 4u * 4u);
-        first = at % 4u;
-#pragma unroll
-        for (uint32_t i = 0; i < 4u; i++) words[i] = __ldg(from + i);
-        digits = __ldg(reinterpret_cast<const uint32_t *>(slot + residual_bytes<Float16>(columns) + column / 2u));
-    }
-    __device__ __forceinline__ uint4 weights(uint32_t firsts) const
-    {
-        uint32_t stream[3], pairs[4];
-#pragma unroll
-        for (uint32_t i = 0; i < 3u; i++) stream[i] = __funnelshift_r(words[i], words[i + 1u], 8u * first);
-#pragma unroll
-        for (uint32_t i = 0; i < 4u; i++) {
-            // Digits 2 i and 2 i + 1, each as the first one of a half.
-            const uint32_t own = digits >> 8u * i;
-            pairs[i] = half_weights(stream, 22u * i, 22u * i + Float16::kResidualBits,
-                                    select_bits(0xffffu, own, own << 12), 0, firsts);
-        }
-        return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    }
-};
-template <class Kind>
-using LaneElements = std::conditional_t<std::is_same_v<Kind, BFloat16>, LaneBFloat16s, LaneHalves>;
 
 // Blocks take a stretch of kMatrixWarps rows each. num_stretches: of a row.
-template <class Kind>
 __global__ void __launch_bounds__(kMatrixWarps *kWarp)
     matrix_weights(const __grid_constant__ ibp_digit_matrix matrix, const uint32_t num_stretches, uint16_t *weights)
 {
@@ -77,7 +46,7 @@ __global__ void __launch_bounds__(kMatrixWarps *kWarp)
     uint16_t *const to = weights + uint64_t{row} * columns;
     const uint32_t escapes = __ldg(matrix.starts + row),
                    end = ibp_min_u32(__ldg(matrix.starts + row + 1u), matrix.num_escapes);
-    LaneElements<Kind> elements[kLoads];
+    LaneElements elements[kLoads];
 #pragma unroll
     for (uint32_t i = 0; i < kLoads; i++) {
         const uint32_t column = first + i * kWarp * kLaneWeights;
@@ -87,7 +56,7 @@ __global__ void __launch_bounds__(kMatrixWarps *kWarp)
     for (uint32_t i = 0; i < kLoads; i++) {
         const uint32_t column = first + i * kWarp * kLaneWeights;
         if (column < columns)
-            *reinterpret_cast<uint4 *>(to + column) = elements[i].weights(matrix.first_symbol * Kind::kFirsts);
+            *reinterpret_cast<uint4 *>(to + column) = elements[i].weights(matrix.first_symbol * kEveryByte);
     }
     __syncwarp(); // digits of escapes have been stored
     for (uint32_t i = escapes + lane_id(); i < end; i += kWarp) {

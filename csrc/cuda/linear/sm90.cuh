@@ -139,24 +139,20 @@ __device__ __forceinline__ void publish_vectors()
                  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 // sums += a b, of 64 rows and VECTORS over 16 columns: a warp has 16 of the rows as in multiply_tile, and its sums are
 // four floats for each 8 vectors. b: the descriptor of the vectors' elements in shared memory.
-#define IBP_MULTIPLY_GROUP_OF(KIND, TYPE, VECTORS, FLOATS, A0, A1, A2, A3, B)                                      \
-    __device__ __forceinline__ void multiply_group(float(&d)[FLOATS], const uint32_t(&a)[4], uint64_t b, KIND)     \
-    {                                                                                                              \
-        asm volatile("wgmma.mma_async.sync.aligned.m64n" #VECTORS "k16.f32." TYPE "." TYPE " {" IBP_NAMES_##FLOATS \
-                     "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", 1, 1, 1, 0;"                              \
-                     : IBP_FLOATS_##FLOATS(0)                                                                      \
-                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                        \
+#define IBP_MULTIPLY_GROUP(VECTORS, FLOATS, A0, A1, A2, A3, B)                                             \
+    __device__ __forceinline__ void multiply_group(float(&d)[FLOATS], const uint32_t(&a)[4], uint64_t b)   \
+    {                                                                                                      \
+        asm volatile("wgmma.mma_async.sync.aligned.m64n" #VECTORS "k16.f32.bf16.bf16 {" IBP_NAMES_##FLOATS \
+                     "}, {%" #A0 ",%" #A1 ",%" #A2 ",%" #A3 "}, %" #B ", 1, 1, 1, 0;"                      \
+                     : IBP_FLOATS_##FLOATS(0)                                                              \
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                                \
     }
-#define IBP_MULTIPLY_GROUP(...)                          \
-    IBP_MULTIPLY_GROUP_OF(BFloat16, "bf16", __VA_ARGS__) \
-    IBP_MULTIPLY_GROUP_OF(Float16, "f16", __VA_ARGS__)
 IBP_MULTIPLY_GROUP(16, 8, 8, 9, 10, 11, 12)
 IBP_MULTIPLY_GROUP(32, 16, 16, 17, 18, 19, 20)
 IBP_MULTIPLY_GROUP(64, 32, 32, 33, 34, 35, 36)
 IBP_MULTIPLY_GROUP(128, 64, 64, 65, 66, 67, 68)
 IBP_MULTIPLY_GROUP(256, 128, 128, 129, 130, 131, 132)
 #undef IBP_MULTIPLY_GROUP
-#undef IBP_MULTIPLY_GROUP_OF
 #undef IBP_NAMES_128
 #undef IBP_FLOATS_128
 #undef IBP_NAMES_64
@@ -212,11 +208,11 @@ struct LinedVectors {
 // `await` is between these.
 struct GroupProducts {
     // vectors: PackedVectors or LinedVectors.
-    template <class Kind, uint32_t FLOATS, class Vectors>
+    template <uint32_t FLOATS, class Vectors>
     static __device__ __forceinline__ void begin(float (&sums)[FLOATS], const uint32_t (&a)[4], const Vectors &vectors)
     {
 #ifdef __CUDACC__
-        multiply_group(sums, a, vectors.descriptor(), Kind{});
+        multiply_group(sums, a, vectors.descriptor());
 #else
         const uint32_t g = lane_id() / 4u, t = lane_id() % 4u;
         for (uint32_t i = 0; i < FLOATS / 4u; i++) {
@@ -225,7 +221,7 @@ struct GroupProducts {
                 b[half] = *reinterpret_cast<const uint32_t *>(shared_bytes() + vectors.at(8u * i + g, half) + 4u * t);
             float tile[4];
             for (uint32_t j = 0; j < 4u; j++) tile[j] = sums[4u * i + j];
-            multiply_tile<Kind>(tile, a, b);
+            multiply_tile(tile, a, b);
             for (uint32_t j = 0; j < 4u; j++) sums[4u * i + j] = tile[j];
         }
 #endif

@@ -257,7 +257,7 @@ template <class Block> struct TileMultiplier {
     uint32_t next_column; // of all escapes of the warp's rows
     uint32_t num_halves = 0;
 
-    Elements<BFloat16> coded[2]; // half a step of rows `row` and `row + 8`: 16 elements each, in the lower half
+    Elements coded[2]; // half a step of rows `row` and `row + 8`: 16 elements each, in the lower half
 
     __device__ __forceinline__ TileMultiplier(const LinearJob &linear, const TilesPlace &of) : job(linear), place(of) {}
     __device__ __forceinline__ void load(uint32_t half)
@@ -372,8 +372,8 @@ template <class Block> struct TileMultiplier {
             GroupProducts::order_registers();
 #pragma unroll
             for (uint32_t i = 0; i < kOperands; i++)
-                GroupProducts::begin<BFloat16>(sums, own[i],
-                                               LinedVectors{Block::kHalvesStart + halves.stage * Block::kHalfBytes, i});
+                GroupProducts::begin(sums, own[i],
+                                     LinedVectors{Block::kHalvesStart + halves.stage * Block::kHalfBytes, i});
             GroupProducts::end_batch();
             halves.move_on();
         }
@@ -402,7 +402,7 @@ struct RowPair {
         : matrix(of), num_vectors(job.num_vectors), row(first)
     {
 #pragma unroll
-        for (uint32_t i = 0; i < 2u; i++) bias[i] = row + i < matrix.rows() ? bias_of<BFloat16>(matrix, row + i) : 0.0f;
+        for (uint32_t i = 0; i < 2u; i++) bias[i] = row + i < matrix.rows() ? bias_of(matrix, row + i) : 0.0f;
     }
     __device__ __forceinline__ void store(uint32_t vector, float first, float second) const
     {

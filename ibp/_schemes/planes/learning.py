@@ -173,28 +173,6 @@ def _symbol_counts(codebook: PlanesCodebook, data: torch.Tensor) -> torch.Tensor
     return torch.bincount(symbols, minlength=num_symbols)
 
 
-def learn_exponents(
-    data: torch.Tensor, row_bytes: int, residual_bits: int, most_escapes: float
-) -> PlanesCodebook | None:
-    """A codebook for floats of two bytes whose symbols are exponents: a digit of four bits names one of 15 in a row, as
-    many elements as can be have them, and the exponent after these is one of finite numbers.
-
-    Args:
-        data: uint8, whole rows.
-        residual_bits: of sign and mantissa.
-        most_escapes: share of the elements that may have other exponents. None is returned where more have.
-    """
-    split = (row_bytes, 2, 1, residual_bits, (4,))
-    no_entries = torch.empty(1, 0, dtype=torch.int64, device="cpu")
-    # Rows of zeros are coded as others: default rows, of minus zeros, there are none.
-    codebook = PlanesCodebook(*split, False, False, 1 << 15, 0, no_entries, first_symbol=0)
-    counts = _symbol_counts(codebook, data)
-    inside = counts[:-2].unfold(0, 15, 1).sum(1)
-    if inside.max() < (1 - most_escapes) * counts.sum():
-        return None
-    return replace(codebook, first_symbol=int((inside == inside.max()).nonzero()[0]))
-
-
 def _check_sample(sample: torch.Tensor, row_bytes: int) -> None:
     if sample.dtype != torch.uint8 or sample.dim() != 1 or sample.numel() % row_bytes:
         raise ValueError(f"the sample is {sample.dtype} {list(sample.shape)}; wanted torch.uint8 [n * {row_bytes}]")
