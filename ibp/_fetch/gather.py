@@ -102,16 +102,16 @@ def index_select(
             "index_select takes a table and ids, without a dimension, and selects along dimension 0: call "
             "ibp.index_select(table, ids), or torch.index_select(table, dim, ids) for another dimension"
         )
+    if isinstance(table, Table) and table_numbers is None:
+        return select(table, ids, device, out, check, max_sms, path)
     if table_numbers is not None or isinstance(table, (list, tuple)):
         return _select_of_many(table, ids, table_numbers, device, out, check, max_sms, path)
-    if not isinstance(table, Table):
-        if isinstance(table, torch.Tensor) or not isinstance(table, Rows):
-            check_table(table)
-        if path is not None:
-            raise ValueError(f"path is for tables; an ibp.{type(table).__name__} has none")
-        given: dict[str, Any] = {"device": device, "out": out, "check": check or None, "max_sms": max_sms}
-        return table.index_select(ids, **{name: value for name, value in given.items() if value is not None})
-    return select(table, ids, device, out, check, max_sms, path)
+    if isinstance(table, torch.Tensor) or not isinstance(table, Rows):
+        check_table(table)
+    if path is not None:
+        raise ValueError(f"path is for tables; an ibp.{type(table).__name__} has none")
+    given: dict[str, Any] = {"device": device, "out": out, "check": check or None, "max_sms": max_sms}
+    return table.index_select(ids, **{name: value for name, value in given.items() if value is not None})
 
 
 def select(
@@ -131,7 +131,10 @@ def select(
         ids = flat_ids(ids)
     sms = 0 if max_sms is None else sms_of(max_sms)
     home = ids.device
-    target = home if device is None and out is None else target_of(device, out, home)
+    if device is None and (out is None or type(out) is torch.Tensor):
+        target = home if out is None else out.device
+    else:
+        target = target_of(device, out, home)
     handle, worker = table._handles.get(target), target
     if handle is None or handle.machine is not None:
         worker = worker_of(table, target) if handle is None else target
@@ -153,14 +156,17 @@ def select(
                 is_bucketed = ids.shape[0] >= handle.plan.least_from_cpu and not plan.looks_sorted(ids)
                 way = BUCKETED if is_bucketed else IN_ORDER
         ids = ids.to(worker)
+    notes = {"notes": True} if is_compiling else {}
     if not is_compiling and (handle.noted[0] or handle.noted[ENTRIES]):
         table._raise_pending(worker)
     try:
-        if out is None or target != worker:
-            result = _take(handle.table, ids, handle.like, sms, way, from_end, None, is_compiling)
+        if from_end:
+            result = _take(handle.table, ids, handle.like, sms, way, from_end, **notes)
+        elif out is None or target != worker:
+            result = _take(handle.table, ids, handle.like, sms, way, **notes)
         else:
             result = out
-            _take_out(handle.table, ids, sms, way, None, is_compiling, out=out)
+            _take_out(handle.table, ids, sms, way, out=out, **notes)
     except RuntimeError:
         if worker.type == "cpu" and not is_compiling:
             raise_for(table, ids, handle, from_end)
