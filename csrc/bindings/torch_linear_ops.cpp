@@ -34,44 +34,89 @@ ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor
     return matrix;
 }
 
-// Vectors as ibp_cuda_linear takes them: at a multiple of 16 bytes.
+// Vectors as ibp_cuda_linear takes them: contiguous, and at a multiple of 16 bytes.
 Tensor aligned(const Tensor &x)
 {
-    return reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u ? x : torch::stable::clone(x);
+    const bool is_contiguous = x.is_contiguous();
+    if (is_contiguous && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u) return x;
+    std::vector<int64_t> sizes;
+    for (int64_t d = 0; d < x.dim(); d++) sizes.push_back(x.size(d));
+    Tensor copy = new_tensor(x, sizes, x.scalar_type());
+    torch::stable::copy_(copy, x);
+    return copy;
 }
 
-// biases: none, or as many as there are matrices, where an empty one adds nothing. out: the results one after the
-// other.
-void linear(const Device &device, const Tensors &slots, const std::vector<int64_t> &slot_bytes, const Tensors &below,
-            const Tensors &starts, const Tensors &entries, const Tensor &x, const Tensors &biases, const Out &out)
+// The products of vectors with up to four matrices.
+struct Products {
+    ibp_product each[IBP_MOST_MATRICES] = {};
+    int64_t starts[IBP_MOST_MATRICES] = {}; // of the results of each
+    int64_t num_products = 0, num_vectors = 0, num_results = 0;
+};
+
+// x: [..., K]. parts: slots, below, starts and entries of a matrix, and then those of the next one. biases: none, or as
+// many as there are matrices, of which an empty one adds nothing.
+Products products_of(const Tensor &x, const Tensors &parts, const std::vector<int64_t> &slot_bytes,
+                     const Tensors &biases)
 {
-    const size_t count = slots.size();
-    require(count >= 1 && count <= IBP_MOST_MATRICES, "slots has ", static_cast<int64_t>(count),
-            " tensors, 1 to 4 are needed");
-    require(slot_bytes.size() == count && below.size() == count && starts.size() == count && entries.size() == count &&
-                (biases.empty() || biases.size() == count),
+    constexpr size_t kParts = 4;
+    const size_t count = slot_bytes.size();
+    Products products;
+    require(count >= 1 && count <= IBP_MOST_MATRICES, "slot_bytes has ", static_cast<int64_t>(count),
+            " numbers, 1 to 4 are needed");
+    require(parts.size() == kParts * count && (biases.empty() || biases.size() == count),
             "the lists have different lengths");
-    require(x.dim() == 2, "x has ", x.dim(), " dimensions, 2 are needed");
-    const int64_t num_vectors = x.size(0);
-    const Tensor near = aligned(x);
-    const uint16_t *const vectors = elements_of(near, x.numel(), "x");
-    ibp_product products[IBP_MOST_MATRICES] = {};
-    int64_t starts_at[IBP_MOST_MATRICES] = {}, num_results = 0;
+    require(x.dim() >= 1, "x has no dimension");
+    const int64_t columns = x.size(x.dim() - 1);
+    products.num_vectors = columns == 0 ? 0 : x.numel() / columns;
+    products.num_products = static_cast<int64_t>(count);
     for (size_t i = 0; i < count; i++) {
-        ibp_product &product = products[i];
-        product.matrix = matrix_of(slots[i], slot_bytes[i], below[i], starts[i], entries[i], x.size(1));
+        const Tensor *const part = &parts[kParts * i];
+        ibp_product &product = products.each[i];
+        product.matrix = matrix_of(part[0], slot_bytes[i], part[1], part[2], part[3], columns);
         const int64_t num_rows = product.matrix.num_rows;
         if (!biases.empty() && biases[i].numel() != 0) product.bias = elements_of(biases[i], num_rows, "biases");
-        starts_at[i] = num_results, num_results += total_bytes(num_vectors, num_rows, "out");
+        products.starts[i] = products.num_results;
+        products.num_results += total_bytes(products.num_vectors, num_rows, "results");
     }
-    uint16_t *const to = elements_of(out, num_results, "out");
-    for (size_t i = 0; i < count && to != nullptr; i++) products[i].y = to + starts_at[i];
-    const auto num_products = static_cast<int64_t>(count);
-    const int64_t num_bytes = ibp_cuda_linear_bytes(products, num_products, num_vectors);
+    return products;
+}
+
+void multiply(const Device &device, const Tensor &x, Products &products, const Tensor &out)
+{
+    const Tensor near = aligned(x);
+    const uint16_t *const vectors = elements_of(near, x.numel(), "x");
+    uint16_t *const to = elements_of(out, products.num_results, "out");
+    for (int64_t i = 0; i < products.num_products && to != nullptr; i++) products.each[i].y = to + products.starts[i];
+    const int64_t num_bytes = ibp_cuda_linear_bytes(products.each, products.num_products, products.num_vectors);
     std::unique_ptr<Tensor> workspace;
     if (num_bytes != 0) workspace = std::make_unique<Tensor>(new_tensor(x, {num_bytes}, ScalarType::Byte));
     auto *const bytes = workspace ? static_cast<uint8_t *>(workspace->data_ptr()) : nullptr;
-    check(ibp_cuda_linear(products, num_products, vectors, num_vectors, bytes, device.stream()), "linear");
+    check(ibp_cuda_linear(products.each, products.num_products, vectors, products.num_vectors, bytes, device.stream()),
+          "linear");
+}
+
+// Returns [..., N] of one matrix; of several the results one after the other, in one dimension.
+Tensor linear(const Device &device, const Tensor &x, const Tensors &parts, const std::vector<int64_t> &slot_bytes,
+              const Tensors &biases)
+{
+    Products products = products_of(x, parts, slot_bytes, biases);
+    std::vector<int64_t> sizes{products.num_results};
+    if (products.num_products == 1) {
+        sizes.clear();
+        for (int64_t d = 0; d + 1 < x.dim(); d++) sizes.push_back(x.size(d));
+        sizes.push_back(products.each[0].matrix.num_rows);
+    }
+    const Tensor out = new_tensor(x, sizes, x.scalar_type());
+    multiply(device, x, products, out);
+    return out;
+}
+
+// out: the same results, contiguous.
+void linear_out(const Device &device, const Tensor &x, const Tensors &parts, const std::vector<int64_t> &slot_bytes,
+                const Tensors &biases, const Out &out)
+{
+    Products products = products_of(x, parts, slot_bytes, biases);
+    multiply(device, x, products, out);
 }
 
 // groups: int32 [groups, 3], ibp_vector_group. num_rows: of a matrix.
@@ -112,7 +157,8 @@ void decode_matrix(const Device &device, const Tensor &slots, int64_t slot_bytes
 
 STABLE_TORCH_LIBRARY_IMPL(ibp, CUDA, m)
 {
-    operation<linear>(m, "linear", "slots slot_bytes below starts entries x biases out");
+    operation<linear>(m, "linear", "x parts slot_bytes biases");
+    operation<linear_out>(m, "linear.out", "x parts slot_bytes biases out");
     operation<decode_matrix>(m, "decode_matrix", "slots slot_bytes below starts entries out");
     operation<linear_groups>(m, "linear_groups",
                              "slots slot_bytes below starts entries x groups order sharing num_rows out");

@@ -148,6 +148,13 @@ def _divide_up(amount, part):
     return -(-amount // part)
 
 
+def _products(x, parts, slot_bytes, _):
+    num_rows = [starts.shape[0] - 1 for starts in parts[2::4]]
+    if len(num_rows) == 1:
+        return x.new_empty((*x.shape[:-1], num_rows[0]))
+    return x.new_empty((x.numel() // x.shape[-1] * sum(num_rows),))
+
+
 def _learned_planes(data, *args):
     context = torch.library.get_ctx()
     entries = data.new_empty((context.new_dynamic_size(),))
@@ -240,10 +247,8 @@ _define(
     "sum_bags(Tensor table, Tensor ids, Tensor? entries, Tensor[] slabs, Tensor? offsets, Tensor? weights, "
     "int reduction, int padding_idx, int kind, int max_sms, Tensor(a!) out, Tensor(b!) fault) -> ()"
 )
-_define(
-    "linear(Tensor[] slots, int[] slot_bytes, Tensor[] below, Tensor[] starts, Tensor[] entries, Tensor x, "
-    "Tensor[] biases, Tensor(a!) out) -> ()"
-)
+_define("linear(Tensor x, Tensor[] parts, int[] slot_bytes, Tensor[] biases) -> Tensor", _products)
+_define("linear.out(Tensor x, Tensor[] parts, int[] slot_bytes, Tensor[] biases, *, Tensor(a!) out) -> ()")
 _define(
     "linear_groups(Tensor slots, int slot_bytes, Tensor below, Tensor starts, Tensor entries, Tensor x, Tensor groups, "
     "Tensor? order, int sharing, int num_rows, Tensor(a!) out) -> ()"

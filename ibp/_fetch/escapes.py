@@ -27,7 +27,7 @@ _CHUNK_ELEMENTS = 1 << 24  # that are looked at together, in about seven bytes e
 
 
 class Escapes(NamedTuple):
-    """What is known of a table besides its digits.
+    """What is known of a table besides its digits. The first four are what `torch.ops.ibp.linear` takes of a matrix.
 
     slots: the table's, as a parameter: torch.compile(mode="reduce-overhead") copies other tensors to memory of its
         graphs in every call.

@@ -23,6 +23,7 @@ LEAST_90, MOST_90 = 128, 512  # IBP_MOST_VECTORS
 MOST_MATRICES = 4  # of a launch: IBP_MOST_MATRICES
 MOST_OF_A_GROUP = 8  # IBP_MOST_OF_A_GROUP: vectors that the kernel multiplies by a matrix of a stack
 MOST_GROUPED, MOST_STACKED = 1024, 4096  # IBP_MOST_GROUPED vectors, IBP_MOST_STACKED matrices
+_multiply = torch.ops.ibp.linear.default
 _ROWS_OF_STACKS = 16  # matrices of a stack have a multiple of as many rows, where the kernel takes them
 # A slot has 32 bytes for a row's escapes, so that decoding the row reads no overflow, if the row has at least 1,024
 # columns; most shorter rows have no escape.
@@ -162,12 +163,22 @@ def _product(
     check: bool = False,
 ) -> torch.Tensor:
     """What `linear` gives, without gradients where the kernel multiplies."""
-    x, bias = _as_autocast(x), None if bias is None else _as_autocast(bias)
-    escapes = escapes_of(table) if _may_fuse(x, [table], [bias]) else None
+    if torch.is_autocast_enabled(x.device.type):
+        x, bias = _as_autocast(x), None if bias is None else _as_autocast(bias)
+    escapes = None
+    if _are_near(x, table, bias) and _are_few(x, table.shape[0]):
+        escapes = escapes_of(table)
     if escapes is None:
         result = F.linear(x, matrix_of(table, x.device, check), bias)
         return result if out is None else out.copy_(result)
-    (result,) = _multiply(x, [table], [escapes], [bias], out)
+    biases = [] if bias is None else [bias.detach().contiguous()]
+    if out is None or not out.is_contiguous():
+        result = _multiply(x.detach(), escapes[:4], [table.slot_bytes], biases)
+    else:
+        result = out
+        torch.ops.ibp.linear.out(x.detach(), escapes[:4], [table.slot_bytes], biases, out=out)
+    if escapes.rows.shape[0]:
+        _multiply_irregular(x, escapes, bias, result)
     if check:
         torch.cuda.current_stream(x.device).synchronize()
     return result if out is None or out is result else out.copy_(result)
@@ -180,11 +191,35 @@ def _products(
     if len(tables) == 1 or x.is_nested or any(wants_gradients(x, bias) for bias in biases):
         return None
     x, biases = _as_autocast(x), [None if bias is None else _as_autocast(bias) for bias in biases]
-    if not _may_fuse(x, tables, biases):
+    if not all(_are_near(x, table, bias) for table, bias in zip(tables, biases)):
+        return None
+    if not _are_few(x, sum(table.shape[0] for table in tables)):
         return None
     found = [escapes_of(table) for table in tables]
     escapes = [of_table for of_table in found if of_table is not None]
-    return _multiply(x, tables, escapes, biases) if len(escapes) == len(tables) else None
+    if len(escapes) != len(tables):
+        return None
+    added = []
+    if any(bias is not None for bias in biases):
+        added = [x.new_empty(0) if bias is None else bias.detach().contiguous() for bias in biases]
+    parts = [part for of_table in escapes for part in of_table[:4]]
+    together = _multiply(x.detach(), parts, [table.slot_bytes for table in tables], added)
+    num_vectors = x.numel() // x.shape[-1]
+    each = together.split([num_vectors * table.shape[0] for table in tables])
+    results = [part.view(*x.shape[:-1], table.shape[0]) for part, table in zip(each, tables)]
+    for result, of_table, bias in zip(results, escapes, biases):
+        if of_table.rows.shape[0]:
+            _multiply_irregular(x, of_table, bias, result)
+    return results
+
+
+def _multiply_irregular(
+    x: torch.Tensor, escapes: Escapes, bias: torch.Tensor | None, result: torch.Tensor
+) -> None:
+    """Writes the results of the rows that torch multiplies."""
+    vectors = x.detach().reshape(-1, x.shape[-1])
+    irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
+    result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:
@@ -221,29 +256,20 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None, out
 # ---- by the kernel ----
 
 
-def _may_fuse(x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None]) -> bool:
-    """Whether the kernel takes the vectors; whether it takes the tables, `escapes_of` says."""
-    if not _are_near(x, tables, biases):
+def _are_near(x: torch.Tensor, table: Any, bias: torch.Tensor | None = None) -> bool:
+    """Returns whether these are what the kernel multiplies, and all on one GPU. Whether it takes the table's rows,
+    `escapes_of` says."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or not isinstance(table, Table) or table.dtype != x.dtype:
         return False
-    count = x.numel() // x.shape[-1]
-    if count <= MOST_VECTORS:
-        return True
-    return count <= most_vectors(x.device, sum(table.shape[0] for table in tables))
+    if table.slots.device != x.device or x.layout != torch.strided or x.numel() == 0 or is_transformed():
+        return False
+    return bias is None or (bias.dtype, bias.device, bias.layout) == (x.dtype, x.device, torch.strided)
 
 
-def _are_near(x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None] = ()) -> bool:
-    """Whether these are tensors that kernels multiply, and all are on one GPU."""
-    if not x.is_cuda or x.numel() == 0:
-        return False
-    if any(not isinstance(table, Table) or (table.device, table.dtype) != (x.device, x.dtype) for table in tables):
-        return False
-    if is_transformed() or x.dtype != torch.bfloat16:
-        return False
-    return all(
-        (tensor.dtype, tensor.device, tensor.layout) == (x.dtype, x.device, torch.strided)
-        for tensor in (x, *biases)
-        if tensor is not None
-    )
+def _are_few(x: torch.Tensor, num_rows: int) -> bool:
+    """Returns whether there are so few vectors that coded weights are multiplied faster than decoded ones."""
+    num_vectors = x.numel() // x.shape[-1]
+    return num_vectors <= MOST_VECTORS or num_vectors <= most_vectors(x.device, num_rows)
 
 
 def most_vectors(device: torch.device, num_rows: int) -> int:
@@ -251,41 +277,6 @@ def most_vectors(device: torch.device, num_rows: int) -> int:
     if torch.cuda.get_device_capability(device) != (9, 0):
         return MOST_VECTORS
     return min(MOST_90, max(LEAST_90, num_rows // 16))
-
-
-def _multiply(
-    x: torch.Tensor,
-    tables: Sequence[Table],
-    escapes: Sequence[Escapes],
-    biases: Sequence[torch.Tensor | None],
-    out: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """The products with each table. out: for those of a single table, if it is contiguous."""
-    vectors = x.detach().reshape(-1, x.shape[-1]).contiguous()
-    sizes = [len(vectors) * table.shape[0] for table in tables]
-    if out is not None and out.is_contiguous():
-        memory, results = out, [out]
-    else:
-        memory = x.new_empty(sum(sizes))
-        results = [part.view(*x.shape[:-1], table.shape[0]) for part, table in zip(memory.split(sizes), tables)]
-    added = []
-    if any(bias is not None for bias in biases):
-        added = [x.new_empty(0) if bias is None else bias.detach().contiguous() for bias in biases]
-    torch.ops.ibp.linear.default(
-        [of_table.slots for of_table in escapes],
-        [table.slot_bytes for table in tables],
-        [of_table.below for of_table in escapes],
-        [of_table.starts for of_table in escapes],
-        [of_table.entries for of_table in escapes],
-        vectors,
-        added,
-        memory,
-    )
-    for result, of_table, bias in zip(results, escapes, biases):
-        if len(of_table.rows):
-            irregular = F.linear(vectors, of_table.weights, None if bias is None else bias[of_table.rows])
-            result.view(len(vectors), -1).index_copy_(1, of_table.rows, irregular)
-    return results
 
 
 # ---- by stacks of matrices ----
@@ -404,7 +395,7 @@ def _check_order(order: Any, sharing: int, num_vectors: int, device: torch.devic
 def escapes_for_groups(x: torch.Tensor, tables: Sequence[Table], rows: Sequence[int]) -> list[Escapes] | None:
     """The escapes of stacks, of matrices of `rows` rows, that the kernel multiplies by vectors such as x. None: it does
     not, as where rows are irregular."""
-    if any(number % _ROWS_OF_STACKS for number in rows) or not _are_near(x, tables):
+    if any(number % _ROWS_OF_STACKS for number in rows) or not all(_are_near(x, table) for table in tables):
         return None
     found = [escapes_of(table) for table in tables]
     escapes = [of_table for of_table in found if of_table is not None and not of_table.rows.numel()]

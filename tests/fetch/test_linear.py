@@ -530,25 +530,32 @@ def test_module_on_a_gpu(cuda, fused):
 
 def test_operation(cuda):
     table, x = coded(matrix(64, 96, cuda)), vectors(2, 96, cuda)
-    out, escaped = torch.empty(2, 64, dtype=x.dtype, device=cuda), escapes.list_escapes(table)
-    given = [[table.slots], [table.slot_bytes], [escaped.below], [escaped.starts]]
-    entries, bias = [escaped.entries], vectors(1, 64, cuda)[0]
+    out, listed = torch.empty(2, 64, dtype=x.dtype, device=cuda), escapes.list_escapes(table)
+    parts, sizes, bias = listed[:4], [table.slot_bytes], vectors(1, 64, cuda)[0]
+    OPS = torch.ops.ibp.linear
     for biases in ([], [bias], [bias[:0]]):
-        torch.library.opcheck(torch.ops.ibp.linear.default, (*given, entries, x, biases, out))
+        torch.library.opcheck(OPS.default, (x, parts, sizes, biases))
+        torch.library.opcheck(OPS.default, (x[0], parts, sizes, biases))
+        torch.library.opcheck(OPS.out, (x, parts, sizes, biases), {"out": out})
+    torch.library.opcheck(OPS.default, (x, 2 * parts, 2 * sizes, []))
+    assert OPS(x.view(2, 1, 96), parts, sizes, []).shape == (2, 1, 64)
+    assert OPS(x, 3 * parts, 3 * sizes, []).shape == (3 * 2 * 64,)
     for arguments, message in (
-        ((entries, vectors(2, 160, cuda), [], out), "linear"),  # rows that leave their slots
-        ((entries, x, [x[0]], out), "biases has 96 elements, 64 are needed"),
-        ((entries, x, [bias, bias], out), "the lists have different lengths"),
-        ((entries, x.float(), [], out), "x has the wrong dtype"),
-        ((entries, x.half(), [], out.half()), "x has the wrong dtype"),
-        ((entries, x, [], out[0]), "out has 64 elements, 128 are needed"),
-        (([escaped.starts], x, [], out), "entries has the wrong shape"),
-        ((entries, vectors(513, 96, cuda), [], vectors(513, 64, cuda)), "linear"),
+        ((vectors(2, 160, cuda), parts, sizes, []), "linear"),  # rows that leave their slots
+        ((x, parts, sizes, [x[0]]), "biases has 96 elements, 64 are needed"),
+        ((x, parts, sizes, [bias, bias]), "the lists have different lengths"),
+        ((x, parts[:3], sizes, []), "the lists have different lengths"),
+        ((x.float(), parts, sizes, []), "x has the wrong dtype"),
+        ((x.half(), parts, sizes, []), "x has the wrong dtype"),
+        ((x, (*parts[:3], listed.starts), sizes, []), "entries has the wrong shape"),
+        ((vectors(513, 96, cuda), parts, sizes, []), "linear"),
+        ((x, 5 * parts, 5 * sizes, []), "slot_bytes has 5 numbers, 1 to 4 are needed"),
+        ((x, (), [], []), "slot_bytes has 0 numbers, 1 to 4 are needed"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            torch.ops.ibp.linear(*given, *arguments)
-    with pytest.raises(RuntimeError, match="slots has 5 tensors, 1 to 4 are needed"):
-        torch.ops.ibp.linear(*(5 * part for part in given), 5 * entries, x, [], out)
+            OPS(*arguments)
+    with pytest.raises(RuntimeError, match="out has 64 elements, 128 are needed"):
+        OPS.out(x, parts, sizes, [], out=out[0])
 
 
 @pytest.mark.parametrize("count", [1, 8, 20, 64, 100, 256])

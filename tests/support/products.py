@@ -26,14 +26,14 @@ def matrix_of(slots, slot_bytes, below, starts, entries, columns):
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
-def multiply(slots, slot_bytes, below, starts, entries, x, biases, out):
+def multiply(x, parts, slot_bytes, biases):
     """ibp_cuda_linear."""
-    first = 0
-    for number, table in enumerate(zip(slots, slot_bytes, below, starts, entries)):
+    results = []
+    for number, size in enumerate(slot_bytes):
+        slots, *rest = parts[4 * number : 4 * number + 4]
         bias = biases[number] if biases and len(biases[number]) else None
-        y = F.linear(x, matrix_of(*table, x.shape[1]), bias)
-        out.view(-1)[first : first + y.numel()].view(y.shape).copy_(y)
-        first += y.numel()
+        results.append(F.linear(x, matrix_of(slots, size, *rest, x.shape[-1]), bias))
+    return results[0] if len(results) == 1 else torch.cat([result.reshape(-1) for result in results])
 
 
 def multiply_groups(slots, slot_bytes, below, starts, entries, x, groups, order, sharing, num_rows, out):
@@ -63,20 +63,24 @@ def kernels_on_the_cpu(monkeypatch):
     to which each call adds its number of vectors."""
     calls, library = [], torch.library.Library("ibp", "IMPL")
 
-    def run(*arguments):
-        assert 1 <= len(arguments[0]) <= 4
-        calls.append(len(arguments[5]))
-        multiply(*arguments)
+    def run(x, parts, slot_bytes, biases):
+        assert 1 <= len(slot_bytes) <= 4
+        calls.append(x.numel() // x.shape[-1])
+        return multiply(x, parts, slot_bytes, biases)
+
+    def run_out(x, parts, slot_bytes, biases, *, out):
+        out.copy_(run(x, parts, slot_bytes, biases).view(out.shape))
 
     def run_groups(*arguments):
         calls.append(len(arguments[-1]))
         multiply_groups(*arguments)
 
-    def are_near(x, tables, biases=()):
-        is_coded = all(tensor.dtype == torch.bfloat16 for tensor in (x, *tables))
+    def are_near(x, table, bias=None):
+        is_coded = x.dtype == table.dtype == torch.bfloat16
         return is_coded and x.numel() > 0 and not products.is_transformed()
 
     library.impl("linear", run, "CPU")
+    library.impl("linear.out", run_out, "CPU")
     library.impl("linear_groups", run_groups, "CPU")
     library.impl("decode_matrix", decode, "CPU")
     monkeypatch.setattr(linear, "_are_near", are_near)
