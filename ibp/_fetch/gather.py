@@ -137,7 +137,9 @@ def select(
         target = target_of(device, out, home)
     handle, worker = table._handles.get(target), target
     if handle is None or handle.machine is not None:
-        worker = worker_of(table, target) if handle is None else target
+        if handle is None:
+            target = memory.canonical(target)
+            worker = worker_of(table, target)
         handle = table.handle(worker)
     if path is not None:
         _refuse(table, path, ids, target, worker)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from .._rows.table import Table
-from .gather import index_select
-from .ids import check_readable, checked_ids, refuse_mapped, tensor_of
+from .gather import index_select, select
+from .ids import ID_DTYPES, checked_ids, refuse_mapped, tensor_of
 from .streaming import decode_items, decompress
 
 _WANTED = "wanted an int, a slice, ..., None, or an integer or bool tensor, array or list"
@@ -19,6 +19,8 @@ _WANTED = "wanted an int, a slice, ..., None, or an integer or bool tensor, arra
 
 def take(table: Table, key: Any) -> torch.Tensor:
     """x[key], on the table's device, or on that of the index tensor that chooses rows."""
+    if type(key) is torch.Tensor and key.dtype in ID_DTYPES and key.dim() == 1 and table.shape:
+        return select(table, key, from_end=table.num_items)
     if not isinstance(key, tuple):
         return (
             _rows_at(table, _checked(key))[0]
@@ -98,10 +100,7 @@ def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Ten
             return (rows[masks], None) if is_alone else (rows, masks)
         index = index.nonzero().reshape(-1)
     flat = index.reshape(-1)
-    check_readable(flat, num_items, least=-num_items)
-    if num_items > torch.iinfo(flat.dtype).max:
-        flat = flat.to(torch.int64)
-    rows = index_select(table, torch.where(flat < 0, flat + num_items, flat))
+    rows = select(table, flat, from_end=num_items)
     if is_alone:
         return rows.reshape((*index.shape, *table.item_shape)), None
     return rows, torch.arange(flat.numel(), device=rows.device).reshape(index.shape)

@@ -14,18 +14,20 @@ from .._layout.geometry import bytes_of
 from .._machine import calibration, memory
 from .._machine.calibration import FEW_SMS
 from .._machine.memory import is_capturing
-from .._rows.faults import new_record
+from .._rows.faults import ENTRIES, new_record
+from .._rows.handle import Handle
 from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .._schemes.choice import coder_rates
-from .calls import check_out, check_table, produce, sms_of, target_of, worker_of
-from .paths import Path, choose, named
+from .calls import check_out, check_table, sms_of, spread_dims, target_of, worker_of
 
 # Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
 # model that computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the
 # longer one that begins in a gap between two kernels holds the next one up.
 STREAM_SMS = 32
 _RING_BYTES = 32 << 20  # staging buffers on the GPU, kept for a stream's next request
+_decode_bytes = torch.ops.ibp.decode_bytes.default
+PATHS = ("copy", "gpu")
 _SPARE_SMS = 1.75  # times the SMs that decode at the rate of the copy engine: chunks begin late, and end unevenly
 
 
@@ -103,7 +105,7 @@ def decompress(
         CorruptTableError: the table's bytes contradict each other; from a GPU as `index_select` reports faults.
     """
     if isinstance(table, Table):
-        return _decode([_DecodeJob.of(table, 0, None, device, out)], check, max_sms, path)[0]
+        return decode_items(table, 0, None, device, out, check, max_sms, path)
     if isinstance(table, (list, tuple, Iterator, ValuesView)):
         tables = list(table)
         outs = [None] * len(tables) if out is None else list(out)
@@ -111,15 +113,15 @@ def decompress(
             raise ValueError(f"out has {len(outs)} tensors; wanted {len(tables)}, one a table")
         pairs = list(zip(tables, outs))
         itself = [not isinstance(table, Table) and isinstance(table, Decodable) for table in tables]
-        jobs = [_DecodeJob.of(table, 0, None, device, to) for (table, to), alone in zip(pairs, itself) if not alone]
-        decoded = iter(_decode(jobs, check, max_sms, path))  # one stream, of those that cross the link to one GPU
+        jobs = [_DecodeJob.of(table, device, to) for (table, to), alone in zip(pairs, itself) if not alone]
+        decoded = iter(_decode_many(jobs, check, max_sms, path))  # one stream, of those that cross the link to one GPU
         return [
             _decode_itself(table, device, to, check, max_sms, path) if alone else next(decoded)
             for (table, to), alone in zip(pairs, itself)
         ]
     if isinstance(table, Decodable):
         return _decode_itself(table, device, out, check, max_sms, path)
-    return _decode([_DecodeJob.of(table, 0, None, device, out)], check, max_sms, path)[0]
+    return decode_items(table, 0, None, device, out, check, max_sms, path)
 
 
 def _decode_itself(
@@ -147,61 +149,218 @@ def decode_items(
     out: torch.Tensor | None = None,
     check: bool = False,
     max_sms: int | None = None,
+    path: str | None = None,
 ) -> torch.Tensor:
     """Items first_item to last_item - 1 in order; all of the tensor, in its own shape, if last_item is None."""
-    return _decode([_DecodeJob.of(table, first_item, last_item, device, out)], check, max_sms)[0]
+    if not isinstance(table, Table):
+        check_table(table)
+    is_compiling = torch.compiler.is_compiling()
+    sms = 0 if max_sms is None else sms_of(max_sms)
+    shape = table.shape if last_item is None else (last_item - first_item, *table.item_shape)
+    start = first_item * table.item_bytes
+    end = (table.num_items if last_item is None else last_item) * table.item_bytes
+    if device is None and (out is None or type(out) is torch.Tensor):
+        target = table.slots.device if out is None else out.device
+    else:
+        target = target_of(device, out, table.slots.device)
+    if out is not None:
+        check_out(out, shape, table.dtype)
+    handle, worker = table._handles.get(target), target
+    if handle is None or handle.machine is not None:
+        if handle is None:
+            target = memory.canonical(target)
+            worker = worker_of(table, target)
+        handle = table.handle(worker)
+    crosses = end > start and worker != table.slots.device
+    if path is not None:
+        _refuse(path, table, end > start, crosses, target)
+    if not is_compiling and (handle.noted[0] or handle.noted[ENTRIES]):
+        table._raise_pending(worker)
+    if crosses and _copies(worker, _stored_bytes(table, end - start), sms, path):
+        stream = TensorStream(worker, 1)
+        try:
+            result = _decode(table, handle, shape, start, end, target, worker, out, sms, stream)
+        finally:
+            stream.close()
+    else:
+        result = _decode(table, handle, shape, start, end, target, worker, out, sms, None)
+    if check and worker.type == "cuda" and not is_compiling:
+        torch.cuda.current_stream(worker).synchronize()
+        table._raise_pending(worker)
+    return result
+
+
+def _decode(
+    table: Table,
+    handle: Handle,
+    shape: Sequence[int],
+    start: int,
+    end: int,
+    target: torch.device,
+    worker: torch.device,
+    out: torch.Tensor | None,
+    sms: int,
+    stream: TensorStream | None,
+) -> torch.Tensor:
+    """Decodes bytes [start, end) of a table's tensor on the worker device, whose handle this is, and brings them to the
+    target. stream: what the copy engine brings them through; None: a kernel reads them where they are."""
+    is_compiling, on_cpu = torch.compiler.is_compiling(), worker.type == "cpu"
+    fault = new_record() if on_cpu and not is_compiling else handle.parts.fault
+    assert fault is not None
+    outer_dims = None
+    if out is not None and target == worker:
+        is_whole = (start, end) == (0, table.original_bytes) and table.geometry.has_whole_rows
+        if stream is None and is_whole and not out.is_contiguous():
+            outer_dims = spread_dims(out, table.item_bytes)
+    if out is not None and target == worker and (outer_dims is not None or out.is_contiguous()):
+        result = out
+    else:
+        result = memory.empty_tensor(shape, table.dtype, worker)
+    if stream is not None:
+        stream.decode(table, start, end, worker, sms, result, fault)
+    elif outer_dims is not None:
+        torch.ops.ibp.gather_items.default(handle.table, None, sms, result, fault, outer_dims=outer_dims)
+    else:
+        _decode_bytes(handle.table, start, end, sms, result, fault)
+    if on_cpu and not is_compiling:
+        table._raise_fault(fault)
+    if out is not None and result is not out:
+        return out.copy_(result.view(out.shape))
+    return result if worker == target else result.to(target)
+
+
+def _stored_bytes(table: Table, num_bytes: int) -> int:
+    """Returns the bytes of slots and overflow that hold num_bytes bytes of a table, about."""
+    return table.resident_bytes * num_bytes // max(1, table.original_bytes)
+
+
+# ---- paths ----
+
+
+def _copies(worker: torch.device, stored_bytes: int, sms: int, path: str | None) -> bool:
+    """Returns whether the copy engine brings rows that come over the link. Who leaves multiprocessors to others has
+    work for them, kernels that keep one for long, and every chunk of a stream would wait."""
+    if path is not None or sms or torch.compiler.is_compiling():
+        return path == "copy"
+    return stored_bytes >= calibration.in_force(worker).least_streamed_bytes
+
+
+def _refuse(path: str, table: Table, has_bytes: bool, crosses: bool, target: torch.device) -> None:
+    """Raises ValueError if a path cannot be taken. crosses: whether rows come from pinned host memory to a GPU."""
+    if path not in PATHS:
+        raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, PATHS))}, or None")
+    reason = None
+    if path == "copy" and torch.compiler.is_compiling():
+        reason = "it cannot be compiled: its ring is not torch's"
+    elif has_bytes and not crosses:
+        reason = "it goes from pinned host memory to a GPU"
+    if reason is not None and has_bytes:
+        raise ValueError(
+            f"path {path!r} cannot be taken: {reason}, but the table is {table!r} and the result goes to {target}"
+        )
+
+
+# ---- several tables ----
 
 
 class _DecodeJob(NamedTuple):
-    """Bytes [start, end) of a table's tensor, decoded on the worker device and brought to the target."""
+    """A table that is decoded on the worker device and brought to the target."""
 
     table: Table
-    shape: Sequence[int]
-    start: int
-    end: int
     out: torch.Tensor | None
     target: torch.device
     worker: torch.device
 
     @classmethod
-    def of(
-        cls,
-        table: Any,
-        first_item: int,
-        last_item: int | None,
-        device: torch.device | str | int | None,
-        out: torch.Tensor | None,
-    ) -> _DecodeJob:
+    def of(cls, table: Any, device: torch.device | str | int | None, out: torch.Tensor | None) -> _DecodeJob:
         check_table(table)
-        shape = table.shape if last_item is None else (last_item - first_item, *table.item_shape)
         if out is not None:
-            check_out(out, shape, table.dtype)
-        item_bytes = table.item_bytes
-        start, end = first_item * item_bytes, (table.num_items if last_item is None else last_item) * item_bytes
+            check_out(out, table.shape, table.dtype)
         target = target_of(device, out, table.device)
-        return cls(table, shape, start, end, out, target, worker_of(table, target))
+        return cls(table, out, target, worker_of(table, target))
 
     @property
-    def comes_over_the_link(self) -> bool:
-        return self.worker != self.table.device and self.end > self.start
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of the table's items, each of whole rows."""
-        return (self.start, self.end) == (0, self.table.original_bytes) and self.table.geometry.has_whole_rows
+    def crosses(self) -> bool:
+        """Whether it comes over the link."""
+        return self.worker != self.table.device and self.table.original_bytes > 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a whole table of some bytes, and its GPU writes to the result in one piece."""
-        if self.worker.type != "cuda" or self.worker != self.target or self.start or not 0 < self.end:
+        """Whether it has some bytes, and its GPU writes to the result in one piece."""
+        if self.worker.type != "cuda" or self.worker != self.target or not self.table.original_bytes:
             return False
-        is_whole = bool(self.table.shape) and self.end == self.table.original_bytes
-        return is_whole and (self.out is None or (self.out.shape == self.table.shape and self.out.is_contiguous()))
+        is_direct = self.out is None or (self.out.shape == self.table.shape and self.out.is_contiguous())
+        return bool(self.table.shape) and is_direct
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of slots and overflow that hold the job's rows, about."""
-        return self.table.resident_bytes * (self.end - self.start) // self.table.original_bytes
+
+def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str | None) -> list[torch.Tensor]:
+    """The results of all jobs, queued without waiting for any of them unless a result goes to the CPU."""
+    sms = sms_of(max_sms)
+    for job in jobs:
+        if path is not None:
+            _refuse(path, job.table, job.table.original_bytes > 0, job.crosses, job.target)
+    on_gpus = [job for job in jobs if job.worker.type == "cuda"]
+    for job in on_gpus:  # what waits comes first, so that it does not hold up a stream
+        if not torch.compiler.is_compiling():
+            job.table._raise_pending(job.worker)
+        job.table.handle(job.worker)
+    crossing: dict[torch.device, list[_DecodeJob]] = {}
+    for job in jobs:
+        if job.crosses:
+            crossing.setdefault(job.worker, []).append(job)
+    streams: dict[torch.device, TensorStream] = {}
+    try:
+        for worker, group in crossing.items():
+            if _copies(worker, sum(job.table.resident_bytes for job in group), sms, path):
+                streams[worker] = TensorStream(worker, len(group))
+        by_job = [streams.get(job.worker) if job.crosses else None for job in jobs]
+        done = {} if torch.compiler.is_compiling() else _decode_together(jobs, by_job, sms)
+        results = [
+            done[k] if k in done else _decode_job(job, sms, stream) for k, (job, stream) in enumerate(zip(jobs, by_job))
+        ]
+    finally:
+        for stream in streams.values():
+            stream.close()
+    if check:
+        for job in on_gpus:
+            torch.cuda.current_stream(job.worker).synchronize()
+            job.table._raise_pending(job.worker)
+    return results
+
+
+def _decode_job(job: _DecodeJob, sms: int, stream: TensorStream | None) -> torch.Tensor:
+    table, worker = job.table, job.worker
+    handle, end = table.handle(worker), table.original_bytes
+    return _decode(table, handle, table.shape, 0, end, job.target, worker, job.out, sms, stream)
+
+
+def _decode_together(
+    jobs: list[_DecodeJob], streams: Sequence[TensorStream | None], sms: int
+) -> dict[int, torch.Tensor]:
+    """The results of the jobs whose rows a GPU's kernel reads, by their numbers: tables that the same kernel decodes
+    share launches."""
+    groups: dict[torch.device, list[int]] = {}
+    for number, (job, stream) in enumerate(zip(jobs, streams)):
+        if stream is None and job.is_plain:
+            groups.setdefault(job.worker, []).append(number)
+    results: dict[int, torch.Tensor] = {}
+    for worker, numbers in groups.items():
+        if len(numbers) < 2:
+            continue
+        some = [jobs[number] for number in numbers]
+        outs = [
+            memory.empty_tensor(job.table.shape, job.table.dtype, worker) if job.out is None else job.out
+            for job in some
+        ]
+        try:
+            torch.ops.ibp.decode_many.default([job.table.handle(worker).table for job in some], sms, outs)
+        except RuntimeError:  # two results share memory: the tables are decoded one after the other
+            continue
+        results.update(zip(numbers, outs))
+    return results
+
+
+# ---- what decodes ----
 
 
 class Decoder:
@@ -223,7 +382,7 @@ class Decoder:
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
         """Queues what was prepared."""
-        torch.ops.ibp.decode_bytes.default(*prepared)
+        _decode_bytes(*prepared)
 
     def close(self) -> None:
         """Gives back what was borrowed for the request."""
@@ -245,147 +404,7 @@ class HostDecoder(Decoder):
         bytes_of(out).copy_(data)
 
 
-class StreamRequest(NamedTuple):
-    """Jobs of one worker: all that come over the link, or all others. sms: how many may be kept busy; 0: all."""
-
-    jobs: list[_DecodeJob]
-    worker: torch.device
-    over_the_link: bool
-    sms: int = 0
-
-
-class TensorPath(Path[StreamRequest]):
-    """A path that whole tensors take."""
-
-    def run(self, request: StreamRequest) -> Decoder:
-        """What decodes each of the request's jobs, in their order; the caller closes it."""
-        return KERNEL
-
-    def can(self, request: StreamRequest) -> str | None:
-        return None if request.over_the_link else "it goes from pinned host memory to a GPU"
-
-    def cost(self, request: StreamRequest) -> float:
-        return 1.0
-
-
-class _Copy(TensorPath):
-    """The copy engine moves stored bytes into a ring on the GPU, which decodes them there meanwhile."""
-
-    name = "copy"
-
-    def can(self, request: StreamRequest) -> str | None:
-        return (
-            "it cannot be compiled: its ring is not torch's" if torch.compiler.is_compiling() else super().can(request)
-        )
-
-    def cost(self, request: StreamRequest) -> float:
-        # Who leaves SMs to others has work for them: kernels that keep an SM for long, and every chunk would wait.
-        if not request.over_the_link or request.sms:
-            return 2.0
-        least_bytes = calibration.in_force(request.worker).least_streamed_bytes
-        return 0.5 if sum(job.stored_bytes for job in request.jobs) >= least_bytes else 2.0
-
-    def run(self, request: StreamRequest) -> Decoder:
-        return TensorStream(request.worker, len(request.jobs))
-
-
-class _GpuDecode(TensorPath):
-    """One kernel fetches the rows itself."""
-
-    name = "gpu"
-
-
-class _DecodeHere(TensorPath):
-    """The device that holds the rows decodes them."""
-
-    def can(self, request: StreamRequest) -> str | None:
-        return "the rows come over the link" if request.over_the_link else None
-
-
 KERNEL, ON_HOST = Decoder(), HostDecoder()
-PATHS: tuple[TensorPath, ...] = (_Copy(), _GpuDecode(), _DecodeHere())
-
-
-def _refuse(path: TensorPath, jobs: list[_DecodeJob]) -> None:
-    """Raises ValueError unless the path can be taken by every job that moves anything."""
-    for job in jobs:
-        reason = path.can(StreamRequest([job], job.worker, job.comes_over_the_link)) if job.end > job.start else None
-        if reason is not None:
-            raise ValueError(
-                f"path {path.name!r} cannot be taken: {reason}, but the table is {job.table!r} and the result goes to "
-                f"{job.target}"
-            )
-
-
-def _decode(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str | None = None) -> list[torch.Tensor]:
-    """The results of all jobs, queued without waiting for any of them but where a result goes to the CPU."""
-    sms = sms_of(max_sms)
-    asked = None if path is None else named(PATHS, path)
-    if asked is not None:
-        _refuse(asked, jobs)
-    on_gpus = [job for job in jobs if job.worker.type == "cuda"]
-    for job in on_gpus:  # what waits comes first, so that it does not hold up a stream
-        if not torch.compiler.is_compiling():
-            job.table._raise_pending(job.worker)
-        job.table.handle(job.worker)
-    groups: dict[tuple[torch.device, bool], list[_DecodeJob]] = {}
-    for job in jobs:
-        groups.setdefault((job.worker, job.comes_over_the_link), []).append(job)
-    decoders: dict[tuple[torch.device, bool], Decoder] = {}
-    try:
-        for (worker, over_the_link), group in groups.items():
-            request = StreamRequest(group, worker, over_the_link, sms)
-            chosen = asked if asked is not None and over_the_link else choose(PATHS, request)
-            decoders[worker, over_the_link] = chosen.run(request)
-        by_job = [decoders[job.worker, job.comes_over_the_link] for job in jobs]
-        done = {} if torch.compiler.is_compiling() else _decode_together(jobs, by_job, sms)
-        results = [done[k] if k in done else _run(job, by_job[k], sms) for k, job in enumerate(jobs)]
-    finally:
-        for decoder in decoders.values():
-            decoder.close()
-    if check:
-        for job in on_gpus:
-            torch.cuda.current_stream(job.worker).synchronize()
-            job.table._raise_pending(job.worker)
-    return results
-
-
-def _decode_together(jobs: list[_DecodeJob], decoders: list[Decoder], sms: int) -> dict[int, torch.Tensor]:
-    """The results of the jobs of whole tables whose rows a GPU's kernel reads, by their numbers: tables that the same
-    kernel decodes share launches."""
-    groups: dict[torch.device, list[int]] = {}
-    for number, (job, decoder) in enumerate(zip(jobs, decoders)):
-        if decoder is KERNEL and job.is_plain:
-            groups.setdefault(job.worker, []).append(number)
-    results: dict[int, torch.Tensor] = {}
-    for worker, numbers in groups.items():
-        if len(numbers) < 2:
-            continue
-        some = [jobs[number] for number in numbers]
-        outs = [memory.empty_tensor(job.shape, job.table.dtype, worker) if job.out is None else job.out for job in some]
-        try:
-            torch.ops.ibp.decode_many.default([job.table.handle(worker).table for job in some], sms, outs)
-        except RuntimeError:  # two results share memory: the tables are decoded one after the other
-            continue
-        results.update(zip(numbers, outs))
-    return results
-
-
-def _run(job: _DecodeJob, decoder: Decoder, sms: int) -> torch.Tensor:
-    def into(result: torch.Tensor, outer_dims: int, fault: torch.Tensor) -> None:
-        handle = job.table.handle(job.worker)
-        torch.ops.ibp.gather_items.default(handle.table, None, sms, result, fault, outer_dims=outer_dims)
-
-    return produce(
-        job.table,
-        job.shape,
-        job.target,
-        job.worker,
-        job.out,
-        False,
-        lambda result, fault: decoder.decode(job.table, job.start, job.end, job.worker, sms, result, fault),
-        into if decoder is KERNEL and job.is_whole else None,
-    )
 
 
 def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
@@ -441,7 +460,7 @@ class TensorStream(Decoder):
     def prepare(
         self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
     ) -> tuple[Any, ...]:
-        stored_bytes = table.resident_bytes * (end - start) // max(1, table.original_bytes)
+        stored_bytes = _stored_bytes(table, end - start)
         return (
             (table.handle(worker).table, table.bases, start, end, self._streamer.address),
             (sms or streamed_sms(table, worker, end - start, stored_bytes), self._ring, bytes_of(out), fault),

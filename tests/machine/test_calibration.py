@@ -286,12 +286,10 @@ def test_plans_reckon_with_the_machine(monkeypatch):
 
 
 def test_streams_reckon_with_the_machine(monkeypatch):
-    stream = next(path for path in streaming.PATHS if path.name == "copy")
-    job = types.SimpleNamespace(stored_bytes=4 << 20)
-    request = streaming.StreamRequest([job], GPU, True)
-    assert stream.cost(request) > 1
+    assert not streaming._copies(GPU, 4 << 20, 0, None)
     reckon_with(monkeypatch, stream_start_us=5.0)
-    assert stream.cost(request) < 1
+    assert streaming._copies(GPU, 4 << 20, 0, None)
+    assert not streaming._copies(GPU, 4 << 20, 16, None) and not streaming._copies(GPU, 4 << 20, 0, "gpu")
 
 
 def test_thresholds_of_an_h200():
