@@ -5,7 +5,7 @@
 // say themselves where everything is.
 //
 //     take          table ids like max_sms way from_end cache notes -> Tensor
-//     take.out      table ids max_sms way cache notes out
+//     take.out      table ids out max_sms way cache notes
 //     take_many     tables ids positions starts max_sms out
 //     decode_many   tables max_sms outs
 //     gather_items  table ids max_sms out fault positions addresses outer_dims entries slabs
@@ -244,8 +244,8 @@ int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
 }
 
 // out: [ids, *item], or with several dimensions in place of the first; of any strides.
-void take_out(const Device &device, const Source &handle, const Tensor &ids, int64_t max_sms, int64_t way,
-              const std::optional<Cache> &cache, bool notes, const Out &out)
+void take_out(const Device &device, const Source &handle, const Tensor &ids, const Out &out, int64_t max_sms,
+              int64_t way, const std::optional<Cache> &cache, bool notes)
 {
     const ibp_table &table = handle.table();
     std::optional<Tensor> kept;
@@ -356,7 +356,7 @@ void decode_many(const Device &device, const Handles &tables, int64_t max_sms, c
 template <typename Library> void implement(Library &m)
 {
     operation<take>(m, "take", "table ids like max_sms way from_end cache notes");
-    operation<take_out>(m, "take.out", "table ids max_sms way cache notes out");
+    operation<take_out>(m, "take.out", "table ids out max_sms way cache notes");
     operation<take_many>(m, "take_many", "tables ids positions starts max_sms out");
     operation<gather_items>(m, "gather_items",
                             "table ids max_sms out fault positions addresses outer_dims entries slabs");

@@ -30,6 +30,9 @@ def cannot_record(tracer: str, operation: str = "") -> RuntimeError:
     )
 
 
+_NOT_EXPORTED = f"{_OUTSIDE}. {cannot_record('torch.export')}"
+
+
 def cannot_map(operation: str = "") -> RuntimeError:
     """Returns the error of torch.vmap, which has no rule for operations that write to tensors."""
     here = f" (here ibp::{operation})" if operation else ""
@@ -44,8 +47,12 @@ def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _
 
     @functools.wraps(function)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
-        if torch.compiler.is_exporting():  # true in torch 2.11 also where torch.compile traces
-            raise cannot_record("torch.export")
+        # torch 2.11 says that it is exporting where torch.compile traces, too.
+        if torch.compiler.is_exporting():
+            if torch.compiler.is_dynamo_compiling():
+                torch._dynamo.graph_break(msg=_NOT_EXPORTED)
+            else:
+                raise cannot_record("torch.export")
         if not made:
             # Where nobody compiles, torch's compiler is not loaded: that takes seconds, and a process that is forked
             # while another thread loads a module waits for that module for ever.

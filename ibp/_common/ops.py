@@ -232,8 +232,8 @@ _define(
     lambda _, ids, like, *args: like.new_empty((ids.shape[0], *like.shape[1:])),
 )
 _define(
-    "take.out(Tensor table, Tensor ids, int max_sms, int way, Tensor? cache=None, bool notes=False, *, "
-    "Tensor(a!) out) -> ()"
+    "take.out(Tensor table, Tensor ids, Tensor(a!) out, int max_sms, int way, Tensor? cache=None, bool notes=False) "
+    "-> ()"
 )
 _define(
     "take_many(Tensor[] tables, Tensor ids, Tensor positions, int[] starts, int max_sms, Tensor(a!) out) -> ()"

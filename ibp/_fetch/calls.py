@@ -14,6 +14,8 @@ from .._rows.faults import new_record
 from .._rows.table import Table
 
 CPU = torch.device("cpu")
+# Dtypes of complex tensors, which can be conjugated views, and of their imaginary parts, which can be negated ones.
+_VIEWED = {torch.complex32, torch.complex64, torch.complex128, torch.float16, torch.float32, torch.float64}
 _MOST_OUTER_DIMS = 4  # IBP_MAX_OUT_DIMS
 
 
@@ -70,14 +72,21 @@ def check_table(table: Any) -> None:
 
 
 def check_out(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """Raises TypeError or ValueError unless out is a tensor of a dtype, and of a shape or one with several dimensions
+    in place of the first, that can be written to."""
+    if type(out) is not torch.Tensor or out.dtype != dtype or out.shape != shape or out.requires_grad:
+        _check_unusual(out, shape, dtype)
+    if dtype in _VIEWED and not torch.compiler.is_compiling() and (out.is_conj() or out.is_neg()):
+        raise ValueError("out is a conjugated or negated view of other memory")
+
+
+def _check_unusual(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}; wanted a torch.Tensor")
     if out.dtype != dtype:
         raise TypeError(f"out has dtype {out.dtype}; wanted {dtype}")
     if out.shape != shape and not _numbers_items(out.shape, shape):
         raise ValueError(f"out has shape {list(out.shape)}; wanted {list(shape)}")
-    if not torch.compiler.is_compiling() and (out.is_conj() or out.is_neg()):
-        raise ValueError("out is a conjugated or negated view of other memory")
     if out.requires_grad:
         raise ValueError("out requires grad")
 
@@ -119,10 +128,11 @@ def target_of(device: torch.device | str | int | None, out: torch.Tensor | None,
         return memory.canonical(default if device is None else device)
     if not isinstance(out, torch.Tensor):
         raise TypeError(f"out is a {type(out).__name__}; wanted a torch.Tensor")
-    target = memory.canonical(out.device)
-    if device is not None and memory.canonical(device) != target:
+    if device is None:
+        return memory.canonical(out.device)
+    if memory.canonical(device) != out.device:
         raise ValueError(f"device is {device}, but out is on {out.device}")
-    return target
+    return out.device
 
 
 def worker_of(table: Table, target: torch.device) -> torch.device:

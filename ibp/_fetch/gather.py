@@ -136,11 +136,12 @@ def select(
     else:
         target = target_of(device, out, home)
     handle, worker = table._handles.get(target), target
-    if handle is None or handle.machine is not None:
-        if handle is None:
-            target = memory.canonical(target)
-            worker = worker_of(table, target)
+    if handle is None:
+        target = memory.canonical(target)
+        worker = worker_of(table, target)
         handle = table.handle(worker)
+    elif handle.machine is not None and not is_compiling and handle.machine is not calibration.in_force(target):
+        handle = table.handle(target)
     if path is not None:
         _refuse(table, path, ids, target, worker)
     if out is not None:
@@ -152,7 +153,7 @@ def select(
         if not ids.is_cuda and not is_compiling:
             if worker.type == "cuda":
                 check_range(ids, table.num_items, -from_end)
-            if path == "cpu" or (path is None and _is_staged(table, ids, target, worker)):
+            if path == "cpu" or (path is None and _is_staged(table, handle, ids, target, worker)):
                 return _select_by_cpu(table, ids, target, worker, out, check, sms, from_end)
             if path is None and worker.type == "cuda":
                 is_bucketed = ids.shape[0] >= handle.plan.least_from_cpu and not plan.looks_sorted(ids)
@@ -168,14 +169,15 @@ def select(
             result = _take(handle.table, ids, handle.like, sms, way, **notes)
         else:
             result = out
-            _take_out(handle.table, ids, sms, way, out=out, **notes)
+            _take_out(handle.table, ids, out, sms, way, **notes)
     except RuntimeError:
         if worker.type == "cpu" and not is_compiling:
             raise_for(table, ids, handle, from_end)
         raise
     if check and worker.type == "cuda" and not is_compiling:
         torch.cuda.current_stream(worker).synchronize()
-        table._raise_pending(worker)
+        if handle.noted[0] or handle.noted[ENTRIES]:
+            table._raise_pending(worker)
     if out is not None and result is not out:
         return out.copy_(result.view(out.shape))
     return result if worker == target else result.to(target)
@@ -211,15 +213,25 @@ def _refuse(table: Table, path: str, ids: torch.Tensor, target: torch.device, wo
         )
 
 
-def _is_staged(table: Table, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
+def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
     """Returns whether the CPU gathers items by itself, for CPU ids: whether it can, and it pays."""
     num_ids = ids.shape[0]
-    if target.type != "cuda" or table.device.type != "cpu" or num_ids * table.item_bytes < plan.LEAST_STAGED_BYTES:
+    if target.type != "cuda" or table.slots.is_cuda or num_ids * table.item_bytes < plan.LEAST_STAGED_BYTES:
         return False
-    if worker.type == "cuda" and not plan.stages(table, num_ids, calibration.in_force(target)):
+    if worker.type == "cuda" and not _stages(table, handle, num_ids):
         return False
     can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)
     return can_gather and host_gather.has_buffers(table, target)
+
+
+def _stages(table: Table, handle: Handle, num_ids: int) -> bool:
+    """Returns what `plan.stages` says of about as many ids, by their first three bits: the handle keeps it."""
+    rest = max(0, num_ids.bit_length() - 3)
+    asked = num_ids >> rest << rest, torch.get_num_threads()
+    if asked not in handle.staged:
+        assert handle.machine is not None
+        handle.staged[asked] = plan.stages(table, asked[0], handle.machine)
+    return handle.staged[asked]
 
 
 def _select_by_cpu(

@@ -29,9 +29,10 @@ def tensor_of(values: Any, name: str) -> torch.Tensor:
 
 def checked_ids(ids: Any, name: str = "ids") -> torch.Tensor:
     """ids, a tensor or what `tensor_of` takes, as int32 or int64; TypeError if they are no integers."""
-    if not isinstance(ids, torch.Tensor):
+    if isinstance(ids, torch.Tensor):
+        refuse_mapped(ids)
+    else:
         ids = tensor_of(ids, name)
-    refuse_mapped(ids)
     if ids.dtype in ID_DTYPES:
         return ids
     if ids.dtype in _WIDENED:
@@ -56,7 +57,9 @@ def list_of_ids(ids: Any, name: str = "ids") -> torch.Tensor:
 def flat_ids(ids: Any) -> torch.Tensor:
     """The same, contiguous; one id may be a tensor of no dimension."""
     ids = checked_ids(ids)
-    return list_of_ids(ids if ids.dim() else ids.reshape(-1)).contiguous()
+    if ids.dim() > 1:
+        raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
+    return ids.reshape(-1).contiguous()
 
 
 def check_readable(ids: torch.Tensor, num_items: int, least: int = 0) -> None:

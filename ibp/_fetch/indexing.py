@@ -33,7 +33,7 @@ def take(table: Table, key: Any) -> torch.Tensor:
 def _of_many(table: Table, key: tuple[Any, ...]) -> torch.Tensor:
     place = _place_of_rows(key, len(table.shape))
     if place is None:
-        return decompress(table, check=table.device.type == "cuda")[key]
+        return decompress(table, check=table.slots.is_cuda)[key]
     if not table.shape:
         raise IndexError("too many indices for a table of 0 dimensions")
     rows, index = _rows_at(table, key[place], is_alone=False)
@@ -87,7 +87,7 @@ def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Ten
     if isinstance(index, int):
         if not -num_items <= index < num_items:
             raise IndexError(f"index {index} is out of range; wanted {-num_items} to {num_items - 1}")
-        item = decode_items(table, index % num_items, index % num_items + 1, check=table.device.type == "cuda")
+        item = decode_items(table, index % num_items, index % num_items + 1, check=table.slots.is_cuda)
         return (item[0], None) if is_alone else (item, 0)
     if isinstance(index, slice):
         return _slice_of(table, index), slice(None)
@@ -111,5 +111,5 @@ def _slice_of(table: Table, key: slice) -> torch.Tensor:
     if step <= 0:
         raise ValueError(f"the slice has step {step}; wanted a step greater than zero")
     if step == 1:
-        return decode_items(table, start, max(start, stop), check=table.device.type == "cuda")
+        return decode_items(table, start, max(start, stop), check=table.slots.is_cuda)
     return index_select(table, torch.arange(start, max(start, stop), step, device="cpu"), device=table.device)

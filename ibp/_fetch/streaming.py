@@ -166,11 +166,12 @@ def decode_items(
     if out is not None:
         check_out(out, shape, table.dtype)
     handle, worker = table._handles.get(target), target
-    if handle is None or handle.machine is not None:
-        if handle is None:
-            target = memory.canonical(target)
-            worker = worker_of(table, target)
+    if handle is None:
+        target = memory.canonical(target)
+        worker = worker_of(table, target)
         handle = table.handle(worker)
+    elif handle.machine is not None and not is_compiling and handle.machine is not calibration.in_force(target):
+        handle = table.handle(target)
     crosses = end > start and worker != table.slots.device
     if path is not None:
         _refuse(path, table, end > start, crosses, target)

@@ -48,6 +48,7 @@ class Handle:
     plan: Plan
     machine: Calibration | None  # whose rates the plan is of
     noted: memoryview  # the words of the fault records that GPUs write to
+    staged: dict[tuple[int, int], bool]  # whether the CPU gathers rows, by numbers of ids and of threads
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts

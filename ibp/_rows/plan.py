@@ -53,10 +53,11 @@ class Plan(NamedTuple):
 
 
 def plan_of(table: Table, machine: Calibration, device: torch.device) -> Plan:
-    """Returns the plan of a table in pinned memory for a GPU."""
+    """Returns the plan of a table for a GPU. Rows in device memory, and rows of pinned memory that address translation
+    reaches, are fetched in the order given."""
     all_sms = torch.cuda.get_device_properties(device).multi_processor_count
     windows = window_bits(table), bucketed_sms(table, machine, all_sms)
-    if table.resident_bytes < machine.reach_bytes:
+    if table.device.type == "cuda" or table.resident_bytes < machine.reach_bytes:
         return Plan(NEVER, *windows)
     return Plan(least_bucketed(table, True, machine), *windows, least_bucketed(table, False, machine))
 

@@ -405,8 +405,10 @@ class Table(TensorManners, Saves):
         and the codebook are copied to a GPU, and pinned rows are mapped. It is made anew after a calibration, whose
         rates its plan reckons with."""
         handle = self._handles.get(device)
-        if handle is not None and (handle.machine is None or not self._plans_anew(handle.machine, device)):
-            return handle
+        if handle is not None:
+            is_planned = handle.machine is None or torch.compiler.is_compiling()
+            if is_planned or calibration.in_force(device) is handle.machine or memory.is_capturing(device):
+                return handle
         refuse_capture(device)
         if device != self.device and self._segment is not None:
             with torch.cuda.device(device):
@@ -423,16 +425,9 @@ class Table(TensorManners, Saves):
             machine = None if device == self.device else rates
         handle = Handle(parts._replace(fault=fault, plan=plan[:3]))
         handle.like = torch.empty((0, *self.item_shape), dtype=self.dtype, device=device)
-        handle.plan, handle.machine, handle.noted = plan, machine, self._faults.words(device)
+        handle.plan, handle.machine, handle.noted, handle.staged = plan, machine, self._faults.words(device), {}
         self._handles[device] = handle
         return handle
-
-    @staticmethod
-    def _plans_anew(machine: Calibration, device: torch.device) -> bool:
-        """Returns whether another calibration is in force than the one that a plan reckons with."""
-        if torch.compiler.is_compiling() or calibration.in_force(device) is machine:
-            return False
-        return not memory.is_capturing(device)
 
     def _parts(self, device: torch.device, geometry: Geometry) -> Parts:
         """The parts of the table's handle; or of one for as many items as a geometry has, where its room holds them. A

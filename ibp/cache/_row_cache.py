@@ -307,7 +307,8 @@ class RowCache(OfThisProcess, TensorManners):
                 ids = ids.cpu()
                 check_range(ids, self.view.num_items)
             ids = ids.to(worker)
-        result = self._take(ids, sms, in_order, given if out is not None and out.device == worker else None)
+        take = self._take_outside if torch.compiler.is_compiling() else self._take
+        result = take(ids, sms, in_order, given if out is not None and out.device == worker else None)
         if check and worker.type == "cuda":
             torch.cuda.current_stream(worker).synchronize()
             self.view._raise_pending(worker)
@@ -317,7 +318,6 @@ class RowCache(OfThisProcess, TensorManners):
             given.copy_(result.view(given.shape))
         return out
 
-    @outside_of_graphs
     def _take(self, ids: torch.Tensor, sms: int, in_order: bool, out: torch.Tensor | None) -> torch.Tensor:
         """Returns the items at ids of a device of the cache, in out if that is there."""
         worker, state, view = ids.device, self._state, self.view
@@ -329,7 +329,7 @@ class RowCache(OfThisProcess, TensorManners):
                 cache = self._in_use(worker).described(worker, state.counts[worker])
                 if out is None:
                     return torch.ops.ibp.take.default(handle.table, ids, handle.like, sms, way, 0, cache)
-                torch.ops.ibp.take.out(handle.table, ids, sms, way, cache, out=out)
+                torch.ops.ibp.take.out(handle.table, ids, out, sms, way, cache)
                 return out
         except RuntimeError:
             if worker.type == "cpu":
@@ -338,6 +338,8 @@ class RowCache(OfThisProcess, TensorManners):
                 with self.found(ids.contiguous()) as (_, entries, slabs):
                     raise_for(view, ids, handle, entries=entries, slabs=slabs)
             raise
+
+    _take_outside = outside_of_graphs(_take)
 
     def _in_use(self, worker: torch.device) -> Generation:
         """Returns what the cache holds, for work on the current stream of a device, which waits for other streams if it

@@ -73,8 +73,8 @@ def samples():
     handle = table.handle(CPU)
     yield "take", (handle.table, ids, handle.like, 0, 0), {}
     yield "take", (handle.table, ids[::2] - 100, handle.like, 3, 1, 100), {}
-    yield "take.out", (handle.table, ids, 0, 0), {"out": torch.zeros(3, 2, 60)[:, 1]}
-    yield "take.out", (handle.table, ids, 0, 0), {"out": torch.zeros(60, 3).T}
+    yield "take.out", (handle.table, ids, torch.zeros(3, 2, 60)[:, 1], 0, 0), {}
+    yield "take.out", (handle.table, ids, torch.zeros(60, 3).T, 0, 0), {}
     positions = torch.tensor([2, 0, 1], dtype=torch.int32)
     yield "take_many", ([handle.table] * 2, ids, positions, [0, 2, 3], 0, torch.zeros(3, 60)), {}
     for policy in ("static", "lru"):
@@ -83,7 +83,7 @@ def samples():
         state = cache._state
         known, counts = state.generation.described(CPU, state.counts[CPU]), state.counts[CPU]
         yield "take", (handle.table, ids, handle.like, 0, 0, 0, known), {}
-        yield "take.out", (handle.table, ids, 0, 0, known), {"out": torch.zeros(3, 60)}
+        yield "take.out", (handle.table, ids, torch.zeros(3, 60), 0, 0, known), {}
         (maps, slabs), slab = state.generation.view_of(CPU), state.generation.slabs[0]
         slot_bytes = 0 if slab.stamps is None else state.generation.slot_bytes
         lru = (slab.stamps, slab.clock, slot_bytes)
