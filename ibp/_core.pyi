@@ -1,9 +1,7 @@
 """Types of the extension module that csrc/bindings/python_module.cpp makes, where its functions are described."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, SupportsIndex, TypeVar
-
-import torch
 
 _Result = TypeVar("_Result")
 

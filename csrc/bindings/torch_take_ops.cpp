@@ -12,7 +12,7 @@
 //     partition_ids ids num_items window_bits -> (Tensor, Tensor)
 //
 // table, cache: tensors of describe_table and describe_cache. ids: int32 or int64, on the device of the table; `take`
-// takes [ids] of any strides. like: a tensor of the table's dtype, whose dimensions but the first are those of an item.
+// takes [ids] of any strides; take.out without ids takes all items in their order. like: a tensor of the table's dtype, whose dimensions but the first are those of an item.
 // max_sms: the most multiprocessors; 0: all. way: a Way. from_end: 0, or the table's number of items: then ids below 0
 // count from the end. On a GPU what goes wrong is noted in the table's fault record, and zeros take the item's place. On
 // the CPU it is raised, or noted if `notes` is set, as compiled code wants it.
@@ -243,33 +243,35 @@ int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
     return dims;
 }
 
-// out: [ids, *item], or with several dimensions in place of the first; of any strides.
-void take_out(const Device &device, const Source &handle, const Tensor &ids, const Out &out, int64_t max_sms,
-              int64_t way, const std::optional<Cache> &cache, bool notes)
+// ids: absent: all items in their order. out: [ids, *item], or with several dimensions in place of the first; of any
+// strides.
+void take_out(const Device &device, const Source &handle, const std::optional<Tensor> &ids, const Out &out,
+              int64_t max_sms, int64_t way, const std::optional<Cache> &cache, bool notes)
 {
     const ibp_table &table = handle.table();
     std::optional<Tensor> kept;
-    ibp_ids items = read_ids(ids, &kept);
-    const Tensor &read = kept ? *kept : ids;
+    ibp_ids items{};
+    items.count = table.num_items;
+    if (ids) items = read_ids(*ids, &kept);
+    require(ids || way == kInOrder, "all items are taken in the order given");
+    const Tensor &read = kept ? *kept : ids ? *ids : out;
     const int64_t num_bytes = total_bytes(items.count, table.item_bytes, "items");
     const int64_t out_bytes = out.numel() * static_cast<int64_t>(out.element_size());
     require(out_bytes == num_bytes, "out has ", out_bytes, " bytes, ", num_bytes, " are needed");
+    const auto fetch_to = [&](uint8_t *to) { fetch(device, handle, read, items, max_sms, way, cache, notes, to); };
+    const int64_t outer_dims = num_bytes == 0 || out.is_contiguous() ? 0 : outer_dims_of(out, table.item_bytes);
     if (num_bytes == 0 || out.is_contiguous()) {
-        fetch(device, handle, read, items, max_sms, way, cache, notes, room_of(out, num_bytes, "out"));
-        return;
+        fetch_to(room_of(out, num_bytes, "out"));
+    } else if (outer_dims >= 0) {
+        fetch_to(spread_over(out, outer_dims, table.item_bytes, &items).data);
+    } else {
+        std::vector<int64_t> sizes;
+        for (int64_t d = 0; d < out.dim(); d++) sizes.push_back(out.size(d));
+        const Tensor result = new_tensor(out, sizes, out.scalar_type());
+        fetch_to(static_cast<uint8_t *>(result.data_ptr()));
+        Tensor to = out;
+        torch::stable::copy_(to, result);
     }
-    const int64_t outer_dims = outer_dims_of(out, table.item_bytes);
-    if (outer_dims >= 0) {
-        uint8_t *const to = spread_over(out, outer_dims, table.item_bytes, &items).data;
-        fetch(device, handle, read, items, max_sms, way, cache, notes, to);
-        return;
-    }
-    std::vector<int64_t> sizes;
-    for (int64_t d = 0; d < out.dim(); d++) sizes.push_back(out.size(d));
-    const Tensor result = new_tensor(out, sizes, out.scalar_type());
-    fetch(device, handle, read, items, max_sms, way, cache, notes, static_cast<uint8_t *>(result.data_ptr()));
-    Tensor to = out;
-    torch::stable::copy_(to, result);
 }
 
 // ---- several tables in a call ----

@@ -232,12 +232,10 @@ _define(
     lambda _, ids, like, *args: like.new_empty((ids.shape[0], *like.shape[1:])),
 )
 _define(
-    "take.out(Tensor table, Tensor ids, Tensor(a!) out, int max_sms, int way, Tensor? cache=None, bool notes=False) "
+    "take.out(Tensor table, Tensor? ids, Tensor(a!) out, int max_sms, int way, Tensor? cache=None, bool notes=False) "
     "-> ()"
 )
-_define(
-    "take_many(Tensor[] tables, Tensor ids, Tensor positions, int[] starts, int max_sms, Tensor(a!) out) -> ()"
-)
+_define("take_many(Tensor[] tables, Tensor ids, Tensor positions, int[] starts, int max_sms, Tensor(a!) out) -> ()")
 _define("decode_many(Tensor[] tables, int max_sms, Tensor(a!)[] outs) -> ()")
 _define(
     "gather_items(Tensor table, Tensor? ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None, *, "

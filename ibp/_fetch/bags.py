@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from .._rows.handle import Handle
 from .._rows.protocols import CachedRows, Rows
 from .._rows.table import Table
-from .calls import check_out, produce, sms_of, target_of, worker_of
+from .calls import check_out, sms_of, target_of, worker_of
 from .ids import check_range, checked_ids, list_of_ids
 
 MODES = ("sum", "mean", "max")  # in the order of the operation's numbers
@@ -244,29 +244,36 @@ def _sums_rows_of(table: Table) -> bool:
 def _sum_bags(
     source: Table | CachedRows, bags: Bags, out: torch.Tensor | None, check: bool, max_sms: int | None
 ) -> torch.Tensor:
-    table = _table_of(source)
+    """Sums bags by one kernel, on the GPU of the ids."""
+    table, device = _table_of(source), bags.ids.device
     mode, kind, padding = MODES.index(bags.mode), _KINDS.index(table.dtype), bags.padding_idx
     weights = None if bags.weights is None else bags.weights.detach().contiguous()
-
-    def run(result: torch.Tensor, fault: torch.Tensor) -> None:
-        with _found(source, bags.ids) as (handle, entries, slabs):
-            torch.ops.ibp.sum_bags.default(
-                handle.table,
-                bags.ids,
-                entries,
-                list(slabs),
-                bags.offsets,
-                weights,
-                mode,
-                -1 if padding is None else padding,
-                kind,
-                sms_of(max_sms),
-                result,
-                fault,
-            )
-
-    shape, device = (bags.num_bags, table.shape[1]), bags.ids.device
-    return produce(table, shape, device, device, out, check, run)
+    result = out
+    if out is None or not out.is_contiguous():
+        result = torch.empty((bags.num_bags, table.shape[1]), dtype=table.dtype, device=device)
+    assert result is not None
+    is_compiling, fault = torch.compiler.is_compiling(), table._faults.on(device)
+    if not is_compiling:
+        table._raise_pending(device)
+    with _found(source, bags.ids) as (handle, entries, slabs):
+        torch.ops.ibp.sum_bags.default(
+            handle.table,
+            bags.ids,
+            entries,
+            list(slabs),
+            bags.offsets,
+            weights,
+            mode,
+            -1 if padding is None else padding,
+            kind,
+            sms_of(max_sms),
+            result,
+            fault,
+        )
+    if check and not is_compiling:
+        torch.cuda.current_stream(device).synchronize()
+        table._raise_pending(device)
+    return result if out is None or out is result else out.copy_(result)
 
 
 # ---- rows gathered, then reduced by torch ----

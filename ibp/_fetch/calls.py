@@ -4,65 +4,20 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .._machine import memory
-from .._rows.faults import new_record
 from .._rows.table import Table
 
 CPU = torch.device("cpu")
 # Dtypes of complex tensors, which can be conjugated views, and of their imaginary parts, which can be negated ones.
 _VIEWED = {torch.complex32, torch.complex64, torch.complex128, torch.float16, torch.float32, torch.float64}
-_MOST_OUTER_DIMS = 4  # IBP_MAX_OUT_DIMS
-
-
-def produce(
-    table: Table,
-    shape: Sequence[int],
-    target: torch.device,
-    worker: torch.device,
-    out: torch.Tensor | None,
-    check: bool,
-    run: Callable[[torch.Tensor, torch.Tensor], None],
-    into: Callable[[torch.Tensor, int, torch.Tensor], None] | None = None,
-) -> torch.Tensor:
-    """Runs an operation, run(result, fault), that writes on the worker device, into out where that is there, and brings
-    the result to the target.
-    into: the same, run(result, outer_dims, fault), for an out of other strides, whose first outer_dims dimensions
-        number items; None: there is none, and what run gives is copied."""
-    if out is not None:
-        check_out(out, shape, table.dtype)
-    outer_dims = None
-    if into is not None and out is not None and out.device == worker:
-        outer_dims = spread_dims(out, table.item_bytes)
-    if out is not None and out.device == worker and (outer_dims is not None or out.is_contiguous()):
-        result = out
-    else:
-        result = memory.empty_tensor(shape, table.dtype, worker)
-
-    def work(fault: torch.Tensor) -> None:
-        if into is not None and outer_dims is not None:
-            into(result, outer_dims, fault)
-        else:
-            run(result, fault)
-
-    if torch.compiler.is_compiling():  # what goes wrong is raised by the next call outside, or by table.check()
-        work(table._faults.on(worker))
-    else:
-        table._raise_pending(worker)
-        fault = table._faults.on(worker) if worker.type == "cuda" else new_record(worker)
-        work(fault)
-        if worker.type == "cpu":
-            table._raise_fault(fault)
-        elif check:
-            torch.cuda.current_stream(worker).synchronize()
-            table._raise_pending(worker)
-    if out is not None and out is not result:
-        return out.copy_(result.view(out.shape))
-    return result if worker == target else result.to(target)
+# How `take` fetches on a GPU (enum Way of csrc/bindings/torch_take_ops.cpp): by the table's plan, in the order given,
+# or in the order of windows of the table.
+PLANNED, IN_ORDER, BUCKETED = 0, 1, 2
 
 
 def check_table(table: Any) -> None:
@@ -97,29 +52,6 @@ def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
     if num_outer < 2 or not wanted or tuple(shape[num_outer:]) != tuple(wanted[1:]):
         return False
     return math.prod(shape[:num_outer]) == wanted[0]
-
-
-def spread_dims(out: torch.Tensor, item_bytes: int) -> int | None:
-    """How many first dimensions of a tensor number its contiguous items of `item_bytes`; None where the whole tensor is
-    contiguous, the dimensions are too many, or there are no such items."""
-    if torch.compiler.is_compiling() or out.is_contiguous() or out.numel() == 0:
-        return None
-    num_bytes, dims = out.element_size(), out.dim()
-    while dims > 0 and num_bytes < item_bytes and out.stride(dims - 1) * out.element_size() == num_bytes:
-        dims -= 1
-        num_bytes *= out.shape[dims]
-    is_spread = num_bytes == item_bytes and sum(size > 1 for size in out.shape[:dims]) <= _MOST_OUTER_DIMS
-    return dims if is_spread and _is_apart(out, dims, item_bytes) else None
-
-
-def _is_apart(out: torch.Tensor, dims: int, item_bytes: int) -> bool:
-    """Whether no two items share memory, as can be told from their strides one by one."""
-    end = item_bytes
-    for stride, size in sorted(zip(out.stride()[:dims], out.shape[:dims])):
-        if size > 1 and stride * out.element_size() < end:
-            return False
-        end += (size - 1) * stride * out.element_size()
-    return True
 
 
 def target_of(device: torch.device | str | int | None, out: torch.Tensor | None, default: torch.device) -> torch.device:

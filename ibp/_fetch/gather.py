@@ -16,11 +16,9 @@ from .._rows.handle import Handle
 from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
 from . import host_gather
-from .calls import check_out, check_table, sms_of, target_of, worker_of
+from .calls import BUCKETED, IN_ORDER, PLANNED, check_out, check_table, sms_of, target_of, worker_of
 from .ids import ID_DTYPES, check_range, checked_ids, flat_ids, refuse_mapped
 
-# How a GPU fetches, as `take` is told (enum Way of csrc/bindings/torch_take_ops.cpp).
-PLANNED, IN_ORDER, BUCKETED = 0, 1, 2
 PATHS = {"gpu": IN_ORDER, "bucketed": BUCKETED, "cpu": None}  # None: without `take`
 _take, _take_out = torch.ops.ibp.take.default, torch.ops.ibp.take.out
 
@@ -108,6 +106,7 @@ def index_select(
         return _select_of_many(table, ids, table_numbers, device, out, check, max_sms, path)
     if isinstance(table, torch.Tensor) or not isinstance(table, Rows):
         check_table(table)
+    assert not isinstance(table, Table)
     if path is not None:
         raise ValueError(f"path is for tables; an ibp.{type(table).__name__} has none")
     given: dict[str, Any] = {"device": device, "out": out, "check": check or None, "max_sms": max_sms}

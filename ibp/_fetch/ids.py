@@ -62,13 +62,6 @@ def flat_ids(ids: Any) -> torch.Tensor:
     return ids.reshape(-1).contiguous()
 
 
-def check_readable(ids: torch.Tensor, num_items: int, least: int = 0) -> None:
-    """Raises IndexError for the first of CPU ids to read that is not in [least, num_items). The operations check ids on
-    a GPU, which the host would wait for, and ids in compiled code, which has no values yet."""
-    if not ids.is_cuda and not torch.compiler.is_compiling():
-        check_range(ids, num_items, least)
-
-
 def check_range(ids: torch.Tensor, num_items: int, least: int = 0, name: str = "ids") -> None:
     """Raises IndexError, with its position, for the first of CPU ids that is not in [least, num_items)."""
     if ids.numel() == 0:

@@ -213,9 +213,7 @@ def _products(
     return results
 
 
-def _multiply_irregular(
-    x: torch.Tensor, escapes: Escapes, bias: torch.Tensor | None, result: torch.Tensor
-) -> None:
+def _multiply_irregular(x: torch.Tensor, escapes: Escapes, bias: torch.Tensor | None, result: torch.Tensor) -> None:
     """Writes the results of the rows that torch multiplies."""
     vectors = x.detach().reshape(-1, x.shape[-1])
     irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])

@@ -19,7 +19,7 @@ from .._rows.handle import Handle
 from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .._schemes.choice import coder_rates
-from .calls import check_out, check_table, sms_of, spread_dims, target_of, worker_of
+from .calls import IN_ORDER, check_out, check_table, sms_of, target_of, worker_of
 
 # Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
 # model that computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the
@@ -208,19 +208,15 @@ def _decode(
     is_compiling, on_cpu = torch.compiler.is_compiling(), worker.type == "cpu"
     fault = new_record() if on_cpu and not is_compiling else handle.parts.fault
     assert fault is not None
-    outer_dims = None
-    if out is not None and target == worker:
-        is_whole = (start, end) == (0, table.original_bytes) and table.geometry.has_whole_rows
-        if stream is None and is_whole and not out.is_contiguous():
-            outer_dims = spread_dims(out, table.item_bytes)
-    if out is not None and target == worker and (outer_dims is not None or out.is_contiguous()):
-        result = out
-    else:
-        result = memory.empty_tensor(shape, table.dtype, worker)
+    is_direct = out is not None and target == worker and out.is_contiguous()
+    is_spread = out is not None and target == worker and not on_cpu and stream is None and not is_direct
+    is_spread = is_spread and (start, end) == (0, table.original_bytes) and table.geometry.has_whole_rows
+    result = out if is_direct or is_spread else memory.empty_tensor(shape, table.dtype, worker)
+    assert result is not None
     if stream is not None:
         stream.decode(table, start, end, worker, sms, result, fault)
-    elif outer_dims is not None:
-        torch.ops.ibp.gather_items.default(handle.table, None, sms, result, fault, outer_dims=outer_dims)
+    elif is_spread:
+        torch.ops.ibp.take.out(handle.table, None, result, sms, IN_ORDER)
     else:
         _decode_bytes(handle.table, start, end, sms, result, fault)
     if on_cpu and not is_compiling:

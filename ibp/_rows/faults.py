@@ -100,7 +100,7 @@ class Faults:
     def words(self, device: torch.device) -> memoryview:
         """Returns the int64 words of the records of a device, as the host reads them: the first of each ENTRIES is not
         0 if something is noted."""
-        return memoryview(self._noted[device].reshape(-1))
+        return self._noted[device].reshape(-1).data
 
     def clear(self, device: torch.device) -> None:
         """Forgets what a device's work has noted."""

@@ -53,7 +53,7 @@ class Handle:
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
         self.table = torch.ops.ibp.describe_table.default(*parts)
-        self.table.parts = parts  # type: ignore[attr-defined]
+        self.table.parts = parts
 
     def __reduce__(self) -> tuple[type[Handle], tuple[Parts]]:
         """A copy is described anew, with copies of the parts."""

@@ -20,7 +20,6 @@ from .._layout import slots as _layout
 from .._layout.geometry import DTYPES, Geometry
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
-from .._machine.calibration import Calibration
 from .._machine import numa as _numa
 from .._machine.segments import PART_DTYPES, FileRows, Segment
 from .._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
@@ -438,8 +437,8 @@ class Table(TensorManners, Saves):
             lengths, bases = (vars(self)[name].to(device) for name in ("lengths", "bases"))
             return Parts(memory.seen_from(device, self.slots), overflow, lengths, bases, words, codec, *sizes)
         slots = memory.seen_from(device, self._room.slots[: _layout.slots_size(geometry, self.slot_bytes)])
-        lengths, bases, *place = self._room.index_on(device).first(geometry.num_rows)
-        return Parts(slots, overflow, lengths, bases, words, codec, *sizes, *place)
+        lengths, bases, rooms, used = self._room.index_on(device).first(geometry.num_rows)
+        return Parts(slots, overflow, lengths, bases, words, codec, *sizes, rooms, used)
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
         """(codec, codebook) of the operations: how the rows are coded, for a device."""

@@ -15,8 +15,8 @@ from .._common.arguments import whole_number
 from .._common.graphs import outside_of_graphs
 from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
-from .._fetch.calls import check_out, sms_of, target_of
-from .._fetch.gather import IN_ORDER, PLANNED, raise_for
+from .._fetch.calls import IN_ORDER, PLANNED, check_out, sms_of, target_of
+from .._fetch.gather import raise_for
 from .._fetch.ids import ID_DTYPES, check_range, flat_ids, refuse_mapped
 from .._layout.geometry import rows_of
 from .._layout.manners import TensorManners
@@ -314,7 +314,7 @@ class RowCache(OfThisProcess, TensorManners):
             self.view._raise_pending(worker)
         if out is None:
             return result if worker == target else result.to(target)
-        if result is not given:
+        if given is not None and result is not given:
             given.copy_(result.view(given.shape))
         return out
 

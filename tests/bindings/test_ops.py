@@ -193,7 +193,8 @@ def cache_samples(table):
 
 SAMPLES = list(samples())
 NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
-         "decode_piece", "describe_cache", "describe_table", "drop_cached", "encode_packed", "encode_piece", "encode_rows",
+         "decode_piece", "describe_cache", "describe_table", "drop_cached", "encode_packed", "encode_piece",
+         "encode_rows",
          "encode_slots", "estimate_masks", "fill_slab", "find_cached", "gather_items", "group_vectors", "index_rows",
          "learn_entries", "learn_planes", "list_matrices", "measure_rows", "move_parts", "note_pages", "owners_of_rows",
          "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_words", "survey_rows", "take",

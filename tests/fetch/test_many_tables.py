@@ -5,7 +5,6 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding
-from ibp._rows.handle import Handle
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 SIZES = (40, 7, 100, 1)
