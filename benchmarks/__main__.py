@@ -36,6 +36,7 @@ SPEED = {
     "large_table": 45,
     "overlap": 24,
     "small_calls": 14,
+    "host_calls": 60,
     "cpu": 26,
 }  # seconds each may take, most important first
 CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25, "deltas": 20}  # likewise

@@ -437,6 +437,19 @@ TABLES = (
         lambda row: number(row["rows"] * row["row_bytes"] / row["gbps"] * 1e-3),
     ),
     Table(
+        "What the host does",
+        "host_calls",
+        "Microseconds until a call returns: of 64 rows of 512 bytes, 4 MiB, or 4 vectors by a matrix of 1,024 x 1,024",
+        {
+            "call": cell("case"),
+            "ibp": cell("us", number),
+            "torch": cell("torch_us", number),
+            "times torch's": cell("times_torch", fine_number),
+            "wanted": cell("wanted", number),
+            "Python functions of ibp": cell("python_calls", whole),
+        },
+    ),
+    Table(
         "Beside other work",
         "overlap",
         "BF16 matrix products beside fetches from pinned host memory",

@@ -46,8 +46,18 @@ def cases(device, quick):
     out = torch.empty(NUM_IDS, columns, dtype=DTYPE, device=device)
     near, far = ibp.compress(x, scheme="planes"), ibp.compress(x.cpu(), scheme="planes")
     of_rows = NUM_IDS * ROW_BYTES
-    yield "index_select, device memory", lambda: near.index_select(ids), lambda: torch.index_select(x, 0, ids), of_rows
-    yield "index_select, pinned memory", lambda: far.index_select(ids), lambda: torch.index_select(x, 0, ids), of_rows
+    yield (
+        "index_select, device memory",
+        lambda: ibp.index_select(near, ids),
+        lambda: torch.index_select(x, 0, ids),
+        of_rows,
+    )
+    yield (
+        "index_select, pinned memory",
+        lambda: ibp.index_select(far, ids),
+        lambda: torch.index_select(x, 0, ids),
+        of_rows,
+    )
     for name, table in (("index_select, out", near), ("index_select, pinned memory, out", far)):
         yield (
             name,

@@ -87,6 +87,7 @@ SOURCES = {
     "scale": _FETCHING,
     "scattered": _FETCHING,
     "serve_vllm": (*_KV, *_LINEAR, "ibp/integrations"),
+    "host_calls": ("csrc/bindings", "ibp/_fetch", "ibp/_rows", "ibp/_tables", "ibp/cache", "ibp/nn"),
     "small_calls": ("csrc/bindings", "ibp/_fetch", "ibp/_tables"),
     "spreads": (),
     "spill": (*_KERNELS, "ibp/spill"),

@@ -32,6 +32,7 @@ from benchmarks import (
     families,
     gather,
     harness,
+    host_calls,
     ideal,
     inputs,
     large_table,
@@ -702,7 +703,19 @@ def test_a_chosen_path_is_judged_by_the_fastest_named_one(monkeypatch, tmp_path)
 @pytest.mark.parametrize(
     "script",
     [
-        *(stream, large_table, overlap, small_calls, families, compress, encode_into, changes, deltas, linear),
+        *(
+            stream,
+            large_table,
+            overlap,
+            small_calls,
+            host_calls,
+            families,
+            compress,
+            encode_into,
+            changes,
+            deltas,
+            linear,
+        ),
         *(scattered, spill, paths),
         *(pytest.param(script, marks=pytest.mark.slow) for script in (gather, codec, activations, checkpoints)),
     ],
