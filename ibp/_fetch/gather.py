@@ -141,22 +141,17 @@ def select(
         handle = table.handle(worker)
     elif handle.machine is not None and not is_compiling and handle.machine is not calibration.in_force(target):
         handle = table.handle(target)
-    if path is not None:
+    if path is not None and (worker.type == "cpu" or PATHS.get(path) is None):
         _refuse(table, path, ids, target, worker)
     if out is not None:
         check_out(out, (ids.shape[0], *table.item_shape), table.dtype)
     way = PLANNED if path is None else PATHS[path]
     if home != worker or path == "cpu":
-        if worker.type == "cpu":
-            ids = ids.cpu()
+        ids = ids.cpu() if worker.type == "cpu" else ids
         if not ids.is_cuda and not is_compiling:
-            if worker.type == "cuda":
-                check_range(ids, table.num_items, -from_end)
-            if path == "cpu" or (path is None and _is_staged(table, handle, ids, target, worker)):
-                return _select_by_cpu(table, ids, target, worker, out, check, sms, from_end)
-            if path is None and worker.type == "cuda":
-                is_bucketed = ids.shape[0] >= handle.plan.least_from_cpu and not plan.looks_sorted(ids)
-                way = BUCKETED if is_bucketed else IN_ORDER
+            way = _way_from_cpu(table, handle, ids, target, worker, path, from_end)
+            if way is None:
+                return _select_by_cpu(table, ids, target, out, check, sms, from_end)
         ids = ids.to(worker)
     notes = {"notes": True} if is_compiling else {}
     if not is_compiling and (handle.noted[0] or handle.noted[ENTRIES]):
@@ -212,6 +207,26 @@ def _refuse(table: Table, path: str, ids: torch.Tensor, target: torch.device, wo
         )
 
 
+def _way_from_cpu(
+    table: Table,
+    handle: Handle,
+    ids: torch.Tensor,
+    target: torch.device,
+    worker: torch.device,
+    path: str | None,
+    from_end: int,
+) -> int | None:
+    """Returns how ids of the CPU, which are checked, are fetched; None: the CPU gathers their rows."""
+    if worker.type == "cuda" or target.type == "cuda":
+        check_range(ids, table.num_items, -from_end)
+    if path is not None:
+        return PATHS[path]
+    if _is_staged(table, handle, ids, target, worker):
+        return None
+    is_bucketed = ids.shape[0] >= handle.plan.least_from_cpu and not plan.looks_sorted(ids)
+    return BUCKETED if is_bucketed else IN_ORDER
+
+
 def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
     """Returns whether the CPU gathers items by itself, for CPU ids: whether it can, and it pays."""
     num_ids = ids.shape[0]
@@ -237,17 +252,14 @@ def _select_by_cpu(
     table: Table,
     ids: torch.Tensor,
     target: torch.device,
-    worker: torch.device,
     out: torch.Tensor | None,
     check: bool,
     sms: int,
     from_end: int,
 ) -> torch.Tensor:
-    """`select` of CPU ids, whose rows the CPU gathers for the GPU that decodes them."""
-    if worker.type == "cpu":
-        check_range(ids, table.num_items, -from_end)
+    """`select` of CPU ids that are in range, whose rows the CPU gathers for the GPU that decodes them."""
     if from_end:
-        ids = torch.where(ids < 0, ids + from_end, ids)
+        ids = torch.where(ids < 0, ids.long() + from_end, ids.long())
     table._raise_pending(target)
     ids = ids.contiguous()
     is_direct = out is not None and out.is_contiguous()
@@ -267,7 +279,7 @@ def raise_for(table: Table, ids: torch.Tensor, handle: Handle, from_end: int = 0
     refuse_mapped(ids)
     check_range(ids, table.num_items, -from_end)
     if from_end:
-        ids = torch.where(ids < 0, ids + from_end, ids)
+        ids = torch.where(ids < 0, ids.long() + from_end, ids.long())
     result, fault = torch.empty((ids.shape[0], *table.item_shape), dtype=table.dtype, device="cpu"), new_record()
     torch.ops.ibp.gather_items.default(handle.table, ids.contiguous(), 0, result, fault, **near)
     table._raise_fault(fault)
