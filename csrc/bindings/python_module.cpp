@@ -169,10 +169,10 @@ PYBIND11_MODULE(_core, m)
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;
-    m.attr("SECTOR_BYTES") = IBP_OVERFLOW_ALIGN; // overflow parts begin with a sector
+    m.attr("SECTOR_BYTES") = IBP_OVERFLOW_ALIGN;             // overflow parts begin with a sector
     m.attr("TABLE_HANDLE_BYTES") = sizeof(ibp::TableHandle); // of what describe_table and describe_cache return
     m.attr("CACHE_HANDLE_BYTES") = sizeof(ibp::CacheHandle);
-    m.attr("MAX_SLABS") = IBP_MAX_SLABS;         // of a cache of rows
+    m.attr("MAX_SLABS") = IBP_MAX_SLABS; // of a cache of rows
     m.attr("CPU_AVX2_BMI2") = static_cast<uint32_t>(IBP_CPU_AVX2_BMI2);
     m.attr("CPU_AVX512") = static_cast<uint32_t>(IBP_CPU_AVX512);
     m.def("version", &ibp_version, "Version of the linked core library.");

@@ -31,9 +31,9 @@ struct TableHandle {
     static constexpr uint64_t kMark = 0x656c646e61486269; // bytes without it are no handle
 
     uint64_t mark;
-    int64_t device;         // the CUDA device that reads the table; -1: the CPU
-    ibp_place place;        // without counts. used is nullptr where no place was described
-    ibp_fault *fault;       // where `take` notes what goes wrong on a GPU; nullptr: `take` is refused there
+    int64_t device;   // the CUDA device that reads the table; -1: the CPU
+    ibp_place place;  // without counts. used is nullptr where no place was described
+    ibp_fault *fault; // where `take` notes what goes wrong on a GPU; nullptr: `take` is refused there
     GatherPlan plan;
     Range parts[kNumParts]; // the memory of the tensors
 
@@ -45,10 +45,10 @@ struct CacheHandle {
     static constexpr uint64_t kMark = 0x6568636143706269;
 
     uint64_t mark;
-    int64_t device;          // as in TableHandle
+    int64_t device; // as in TableHandle
     ibp_cache_map maps[IBP_MAX_SLABS];
-    ibp_cache slabs;         // without entries
-    ibp_lru lru;             // of a cache that replaces rows; slot_bytes is 0 otherwise
+    ibp_cache slabs; // without entries
+    ibp_lru lru;     // of a cache that replaces rows; slot_bytes is 0 otherwise
     ibp_cache_counts *counts;
     Range parts[2 * IBP_MAX_SLABS + 3]; // maps, slabs, stamps, clock and counts
 };

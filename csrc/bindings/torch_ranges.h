@@ -10,7 +10,7 @@
 
 namespace ibp_torch {
 
-inline constexpr int64_t kLookUpBytes = 128;      // a look-up in a cache of rows takes as long as reading these
+inline constexpr int64_t kLookUpBytes = 128;    // a look-up in a cache of rows takes as long as reading these
 inline constexpr int64_t kGrainBytes = 1 << 16; // least work of a thread
 inline constexpr int64_t kLeastSharedBytes =
     1 << 19; // less work stays on the calling thread: others take some 10 us to wake, and then spin for a while

@@ -144,7 +144,7 @@ template <uint32_t WRITTEN> struct TableOf : OnCpu, ibp::TableHandle {
 };
 using Table = TableOf<0>;
 using Source = TableOf<1u << ibp::kFault>; // a table that notes faults where it was described to
-using TableOut = TableOf<1u << ibp::kSlots | 1u << ibp::kOverflow>; // a table whose rows are written
+using TableOut = TableOf<1u << ibp::kSlots | 1u << ibp::kOverflow>;    // a table whose rows are written
 using PlaceOut = TableOf<~(1u << ibp::kCodebook | 1u << ibp::kFault)>; // a place that rows are coded into
 
 // The argument `cache` of an operation, all of whose memory the operation may write.

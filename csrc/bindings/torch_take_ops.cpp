@@ -11,11 +11,12 @@
 //     gather_items  table ids max_sms out fault positions addresses outer_dims entries slabs
 //     partition_ids ids num_items window_bits -> (Tensor, Tensor)
 //
-// table, cache: tensors of describe_table and describe_cache. ids: int32 or int64, on the device of the table; `take`
-// takes [ids] of any strides; take.out without ids takes all items in their order. like: a tensor of the table's dtype, whose dimensions but the first are those of an item.
-// max_sms: the most multiprocessors; 0: all. way: a Way. from_end: 0, or the table's number of items: then ids below 0
-// count from the end. On a GPU what goes wrong is noted in the table's fault record, and zeros take the item's place. On
-// the CPU it is raised, or noted if `notes` is set, as compiled code wants it.
+// table, cache: tensors of describe_table and describe_cache. ids: int32 or int64, on the device of the table. `take`
+// takes [ids] of any strides, and take.out without ids takes all items in their order. like: a tensor of the table's
+// dtype, whose dimensions but the first are those of an item. max_sms: the most multiprocessors; 0: all. way: a Way.
+// from_end: 0, or the table's number of items: then ids below 0 count from the end. If something is wrong with an id or
+// a row, a GPU notes it in the table's fault record and writes zeros in place of the item. On the CPU it is raised, or
+// noted if `notes` is set, as compiled code wants it.
 #include "huge_pages.h"
 #include "torch_ranges.h"
 #include "torch_tables.h"
@@ -42,8 +43,7 @@ struct Ordered {
 
 Ordered in_order(const Device &device, const Tensor &ids, const ibp_ids &items, int64_t num_items, uint32_t bits)
 {
-    Ordered ordered{new_tensor(ids, {items.count}, ids.scalar_type()),
-                    new_tensor(ids, {items.count}, ScalarType::Int)};
+    Ordered ordered{new_tensor(ids, {items.count}, ids.scalar_type()), new_tensor(ids, {items.count}, ScalarType::Int)};
     const auto num_bytes = static_cast<int64_t>(ibp_partition_workspace_bytes(items.count, num_items, bits));
     const Tensor workspace = new_tensor(ids, {num_bytes}, ScalarType::Byte);
     run_on(device, "partition_ids", ibp_cuda_partition_ids, ibp_partition_ids, &items, num_items, bits,
@@ -132,12 +132,13 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     ibp_cache found = cache.slabs;
     found.entries = entries;
     if (cache.lru.slot_bytes != 0) {
-        run_on(device, "claim_cached", ibp_cuda_claim_cached,
-               [](auto... given) {
-                   const ibp_status status = ibp_claim_cached(given...);
-                   return status == IBP_INVALID_ARGUMENT ? status : IBP_OK; // other faults are noted
-               },
-               &table, &items, &cache.lru, entries, cache.counts, fault);
+        run_on(
+            device, "claim_cached", ibp_cuda_claim_cached,
+            [](auto... given) {
+                const ibp_status status = ibp_claim_cached(given...);
+                return status == IBP_INVALID_ARGUMENT ? status : IBP_OK; // other faults are noted
+            },
+            &table, &items, &cache.lru, entries, cache.counts, fault);
         return found;
     }
     const int64_t rows_per_item = rows_per_item_of(table);
@@ -181,8 +182,7 @@ void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_id
     } else {
         const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
         const Tensor entries = new_tensor(ids, {num_rows}, ScalarType::Long);
-        const ibp_cache found =
-            find(device, table, items, *cache, static_cast<uint64_t *>(entries.data_ptr()), fault);
+        const ibp_cache found = find(device, table, items, *cache, static_cast<uint64_t *>(entries.data_ptr()), fault);
         gather(device, table, items, &found, max_sms, to, fault);
     }
     require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
@@ -220,7 +220,8 @@ Tensor take(const Device &device, const Source &handle, const Tensor &ids, const
             table.item_bytes);
     if (!device.is_cuda() && num_bytes >= kLeastHugeBytes)
         ibp::ask_for_huge_pages(reinterpret_cast<uintptr_t>(out.data_ptr()), static_cast<size_t>(num_bytes));
-    fetch(device, handle, kept ? *kept : ids, items, max_sms, way, cache, notes, static_cast<uint8_t *>(out.data_ptr()));
+    fetch(device, handle, kept ? *kept : ids, items, max_sms, way, cache, notes,
+          static_cast<uint8_t *>(out.data_ptr()));
     return out;
 }
 
@@ -350,9 +351,9 @@ void decode_many(const Device &device, const Handles &tables, int64_t max_sms, c
     std::sort(written.begin(), written.end(), [](const Memory &a, const Memory &b) { return a.data < b.data; });
     for (size_t t = 1; t < written.size(); t++)
         require(written[t - 1].data + written[t - 1].num_bytes <= written[t].data, "outs share memory");
-    check(ibp_cuda_gather_tables(gathers.data(), static_cast<int64_t>(gathers.size()), sms_of(max_sms),
-                                 device.stream()),
-          "decode_many");
+    check(
+        ibp_cuda_gather_tables(gathers.data(), static_cast<int64_t>(gathers.size()), sms_of(max_sms), device.stream()),
+        "decode_many");
 }
 
 template <typename Library> void implement(Library &m)

@@ -308,8 +308,8 @@ class Given {
     // Where the call runs. All that was added must agree.
     Device device()
     {
-        const auto first = std::find_if(entries_.begin(), entries_.end(),
-                                        [](const Entry &e) { return e.tensor && e.place == kHere; });
+        const auto first =
+            std::find_if(entries_.begin(), entries_.end(), [](const Entry &e) { return e.tensor && e.place == kHere; });
         require(first != entries_.end(), "there is no tensor");
         Device device(*first->tensor);
         for (const Entry &entry : entries_) {
