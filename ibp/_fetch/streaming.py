@@ -174,7 +174,9 @@ def decode_items(
         handle = table.handle(target)
     crosses = end > start and worker != table.slots.device
     if path is not None:
-        _refuse(path, table, end > start, crosses, target)
+        _check_path(path)
+        if end > start:
+            _refuse(path, table, crosses, target)
     if not is_compiling and (handle.noted[0] or handle.noted[ENTRIES]):
         table._raise_pending(worker)
     if crosses and _copies(worker, _stored_bytes(table, end - start), sms, path):
@@ -185,7 +187,7 @@ def decode_items(
             stream.close()
     else:
         result = _decode(table, handle, shape, start, end, target, worker, out, sms, None)
-    if check and worker.type == "cuda" and not is_compiling:
+    if check and worker.type == "cuda":
         torch.cuda.current_stream(worker).synchronize()
         table._raise_pending(worker)
     return result
@@ -210,7 +212,8 @@ def _decode(
     assert fault is not None
     is_direct = out is not None and target == worker and out.is_contiguous()
     is_spread = out is not None and target == worker and not on_cpu and stream is None and not is_direct
-    is_spread = is_spread and (start, end) == (0, table.original_bytes) and table.geometry.has_whole_rows
+    is_whole = end - start == table.num_items * table.item_bytes
+    is_spread = is_spread and is_whole and table.item_bytes % table.row_bytes == 0
     result = out if is_direct or is_spread else memory.empty_tensor(shape, table.dtype, worker)
     assert result is not None
     if stream is not None:
@@ -228,7 +231,7 @@ def _decode(
 
 def _stored_bytes(table: Table, num_bytes: int) -> int:
     """Returns the bytes of slots and overflow that hold num_bytes bytes of a table, about."""
-    return table.resident_bytes * num_bytes // max(1, table.original_bytes)
+    return (table.slots.numel() + table.overflow.numel()) * num_bytes // max(1, table.num_items * table.item_bytes)
 
 
 # ---- paths ----
@@ -242,19 +245,23 @@ def _copies(worker: torch.device, stored_bytes: int, sms: int, path: str | None)
     return stored_bytes >= calibration.in_force(worker).least_streamed_bytes
 
 
-def _refuse(path: str, table: Table, has_bytes: bool, crosses: bool, target: torch.device) -> None:
-    """Raises ValueError if a path cannot be taken. crosses: whether rows come from pinned host memory to a GPU."""
+def _check_path(path: str) -> None:
+    """Raises ValueError for a name that no path has."""
     if path not in PATHS:
         raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, PATHS))}, or None")
-    reason = None
+
+
+def _refuse(path: str, table: Table, crosses: bool, target: torch.device) -> None:
+    """Raises ValueError if rows cannot take a path. crosses: whether they come from pinned host memory to a GPU."""
     if path == "copy" and torch.compiler.is_compiling():
         reason = "it cannot be compiled: its ring is not torch's"
-    elif has_bytes and not crosses:
+    elif not crosses:
         reason = "it goes from pinned host memory to a GPU"
-    if reason is not None and has_bytes:
-        raise ValueError(
-            f"path {path!r} cannot be taken: {reason}, but the table is {table!r} and the result goes to {target}"
-        )
+    else:
+        return
+    raise ValueError(
+        f"path {path!r} cannot be taken: {reason}, but the table is {table!r} and the result goes to {target}"
+    )
 
 
 # ---- several tables ----
@@ -293,11 +300,12 @@ class _DecodeJob(NamedTuple):
 def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str | None) -> list[torch.Tensor]:
     """The results of all jobs, queued without waiting for any of them unless a result goes to the CPU."""
     sms = sms_of(max_sms)
-    for job in jobs:
-        if path is not None:
-            _refuse(path, job.table, job.table.original_bytes > 0, job.crosses, job.target)
-    on_gpus = [job for job in jobs if job.worker.type == "cuda"]
-    for job in on_gpus:  # what waits comes first, so that it does not hold up a stream
+    if path is not None:
+        _check_path(path)
+        for job in jobs:
+            if job.table.original_bytes:
+                _refuse(path, job.table, job.crosses, job.target)
+    for job in jobs:  # what can wait comes before the streams, so that it does not hold them up
         if not torch.compiler.is_compiling():
             job.table._raise_pending(job.worker)
         job.table.handle(job.worker)
@@ -318,8 +326,8 @@ def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path:
     finally:
         for stream in streams.values():
             stream.close()
-    if check:
-        for job in on_gpus:
+    for job in jobs:
+        if check and job.worker.type == "cuda":
             torch.cuda.current_stream(job.worker).synchronize()
             job.table._raise_pending(job.worker)
     return results
@@ -385,23 +393,7 @@ class Decoder:
         """Gives back what was borrowed for the request."""
 
 
-class HostDecoder(Decoder):
-    """The CPU decodes rows of pageable memory, and waits until the worker has a copy of them."""
-
-    def prepare(
-        self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
-    ) -> tuple[Any, ...]:
-        return table, start, end, out
-
-    def issue(self, prepared: tuple[Any, ...]) -> None:
-        table, start, end, out = prepared
-        data, fault = torch.empty(end - start, dtype=torch.uint8, device="cpu"), new_record()
-        KERNEL.decode(table, start, end, data.device, 0, data, fault)
-        table._raise_fault(fault)
-        bytes_of(out).copy_(data)
-
-
-KERNEL, ON_HOST = Decoder(), HostDecoder()
+KERNEL = Decoder()
 
 
 def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:

@@ -8,6 +8,7 @@ called, those of an H200 stand in.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -110,9 +111,9 @@ class Calibration:
     listed: CoderRates
     masks: CoderRates
 
-    @property
+    @functools.cached_property
     def least_streamed_bytes(self) -> int:
-        """Stored bytes from which on the copy engine, which starts later, brings a tensor sooner than a kernel."""
+        """The least stored bytes of a tensor that the copy engine, which starts later, brings sooner than a kernel."""
         gained_ns = 1 / self.read_gbps - 1 / self.copy_in_gbps
         if gained_ns <= 0:
             return _MOST_STREAMED_BYTES

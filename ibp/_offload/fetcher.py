@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Sequence
-from typing import Any
 
 import torch
 
-from .._fetch.streaming import KERNEL, ON_HOST, STREAM_SMS, Decoder, TensorStream
+from .._fetch.streaming import KERNEL, STREAM_SMS, TensorStream, decode_items
 from .._rows.faults import CorruptTableError, new_record
 from .groups import Group, Place, Region, WeightArena, overlap
 from .weights import Weight
@@ -233,32 +232,31 @@ class CudaWeightFetcher(WeightFetcher):
             for other in (*over, group):
                 for event in other.done.values():
                     self._stream.wait_event(event)
-            decoder = self._decoder(group)
-            for prepared in self._prepared(group, place, decoder):
-                decoder.issue(prepared)
+            if all(weight.table is None or weight.table._serves(self.device) for weight in group.weights):
+                self._stream_to(group, place)
+            else:  # the CPU decodes rows of pageable memory, and waits until the GPU has a copy of them
+                for weight, part in zip(group.weights, place.data):
+                    if weight.table is not None:
+                        out = part.view(weight.table.dtype).view(weight.table.shape)
+                        decode_items(weight.table, 0, None, out=out)
             group.ready.record(self._stream)
 
-    def _decoder(self, group: Group) -> Decoder:
-        """What decodes a group on the stream of the fetches."""
-        if any(weight.table is not None and not weight.table._serves(self.device) for weight in group.weights):
-            return ON_HOST
+    def _stream_to(self, group: Group, place: Place) -> None:
+        """Brings the group to its place through the ring. What the stream issues is prepared once for each place."""
         if self._from_host is None:
             self._from_host = TensorStream(self.device, ring_bytes=self._ring_bytes)
-        return self._from_host
-
-    def _prepared(self, group: Group, place: Place, decoder: Decoder) -> Sequence[tuple[Any, ...]]:
-        """What the decoder issues to bring the group to its place, made once a place."""
         sms = self.max_sms or STREAM_SMS
-        if not place.prepared or place.decoder is not decoder or place.sms != sms:
-            place.decoder, place.sms = decoder, sms
+        if not place.prepared or place.sms != sms:
+            place.sms = sms
             place.prepared = [
-                decoder.prepare(
+                self._from_host.prepare(
                     weight.table, 0, weight.num_bytes, self.device, sms, part, weight.table._faults.on(self.device)
                 )
                 for weight, part in zip(group.weights, place.data)
                 if weight.table is not None
             ]
-        return place.prepared
+        for prepared in place.prepared:
+            self._from_host.issue(prepared)
 
     def _current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device.index)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from .._common.rounding import rounded_up
-from .._fetch.streaming import Decoder
 from ..nn._compressing import place_of
 from ..nn._stacks import is_stack
 from .weights import Weight, can_be_stored
@@ -62,10 +61,8 @@ class Place:
     memory: torch.Tensor  # uint8, all of it
     data: list[torch.Tensor]  # the bytes of each weight
     values: list[torch.Tensor]  # the same as the model's tensors
-    # decoder, sms, prepared: for `Decoder.issue`, of each weight; none before the first fetch to the place
-    decoder: Decoder | None = None
-    sms: int = 0
-    prepared: Sequence[tuple[Any, ...]] = ()
+    sms: int = 0  # multiprocessors that `prepared` asks for
+    prepared: Sequence[tuple[Any, ...]] = ()  # what `TensorStream.issue` takes for each weight; empty at first
 
 
 class Group:

@@ -8,6 +8,7 @@ Calls that wait for nothing note in the `Faults` of their owner, which the next 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from .._machine import memory
 
 _INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE = 1, 2  # ibp_status
 ENTRIES = 4  # int64 of a record
+_STATUS = operator.itemgetter(0)  # the first of them: 0 if nothing is noted
 _CPU = torch.device("cpu")
 
 
@@ -116,5 +118,6 @@ class Faults:
 
     def raise_pending(self, device: torch.device, **names: object) -> None:
         """Raises what a device's work has noted so far. names: as `FaultWords.raise_for` takes them."""
-        for words, record in self.taken(device):
-            words.raise_for(record, device, **names)
+        if any(map(_STATUS, self._noted.get(device, ()))):
+            for words, record in self.taken(device):
+                words.raise_for(record, device, **names)

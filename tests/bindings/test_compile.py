@@ -1,5 +1,6 @@
 """torch.compile(fullgraph=True) over functions that call the operations, and over index_select itself."""
 
+import functools
 import shutil
 import subprocess
 import sys
@@ -103,6 +104,22 @@ def test_index_select(compiled, place, device, scheme):
         _, doubled = other(table, ids.to(device), out)
         assert_same_bits(out.cpu(), x[ids + 1])
         assert_same_bits(doubled.cpu(), x[ids + 1] * 2)
+
+
+def test_decompress(compiled, place, device):
+    """Into a new tensor, and into tensors whose items or elements lie apart, of which fresh tables know nothing yet."""
+    x = spiky_rows(300, 60)
+    made = functools.partial(torch.empty, device=device)
+    outs = [made(300, 60), made(300, 2, 60)[:, 1], made(60, 300).t()]
+    given = [{"device": device}, {"device": str(device)}, {"device": device, "max_sms": 2}]
+    given += [{"out": out} for out in outs]
+    for options in given:
+        table = make_table(x, "planes", place, device)
+        ibp.decompress(table, device=device)
+        function = compiled(lambda options: ibp.decompress(table, **options) + 1)
+        assert_same_bits(function(options).cpu(), x + 1)
+        if "out" in options:
+            assert_same_bits(options["out"].cpu(), x)
 
 
 def test_bad_ids(compiled, place, device):

@@ -79,7 +79,14 @@ def test_decompress(place):
     x, home = embedding(100, 60), home_of(place)
     table = table_in(place, x)
     out, spread = torch.empty_like(x, device=home), torch.empty(100, 2, 60, dtype=x.dtype, device=home)[:, 1]
-    for options in ({}, {"device": home}, {"out": out}, {"out": spread}, {"out": out, "check": True, "max_sms": 3}):
+    for options in (
+        {},
+        {"device": home},
+        {"out": out},
+        {"out": spread},
+        {"out": out, "check": True, "max_sms": 3},
+        {"device": home, "out": spread, "check": True, "max_sms": 3},
+    ):
         call = lambda options=options: ibp.decompress(table, **options)  # noqa: E731
         assert_same_bits(call().cpu(), x)
         entered = calls_of(call)

@@ -153,6 +153,25 @@ def test_a_corrupt_table_of_many():
     assert_same_bits(outs[1], expected)
 
 
+@pytest.mark.parametrize("number", [None, 1, 2])
+def test_what_earlier_work_has_noted(number):
+    """Compiled code on the CPU waits for nothing: the next call, of one table or of several, raises what it noted, once
+    and before anything is written."""
+    x = half_rows(100)
+    table = make_table(x, codebook=half_codebook(), memory="host")
+    table.overflow[7 * HALF_CODED] = 0
+    table.handle(CPU)
+    OPS.decode_bytes(table.handle(CPU).table, 0, x.nbytes, 0, torch.empty_like(x), table._faults.on(CPU))
+    table.overflow.copy_(make_table(x, codebook=half_codebook(), memory="host").overflow)
+    given, out = table if number is None else [table] * number, poisoned(x, CPU)
+    outs = out if number is None else [out, None][:number]
+    with pytest.raises(ibp.CorruptTableError, match="row 7 .*noted by an earlier call on cpu"):
+        ibp.decompress(given, out=outs)
+    assert_same_bits(out, poisoned(x, CPU))
+    ibp.decompress(given, out=outs)
+    assert_same_bits(out, x)
+
+
 def test_packed_raw_rows_on_the_cpu():
     x = spiky_rows(101, 60)
     assert_same_bits(packed_raw_table(x).decompress(), x)
@@ -353,6 +372,8 @@ def test_paths_that_cannot_be_taken():
     table = ibp.compress(spiky_rows(64, 60), memory="host")
     with pytest.raises(ValueError, match="path is 'bucketed'; wanted one of 'copy', 'gpu', or None"):
         ibp.decompress(table, path="bucketed")
+    with pytest.raises(ValueError, match="path is 'bucketed'"):
+        ibp.decompress([], path="bucketed")
     for path in ("copy", "gpu"):
         out = poisoned(torch.empty(64, 60), "cpu")
         with pytest.raises(

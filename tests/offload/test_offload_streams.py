@@ -157,6 +157,25 @@ def test_a_steady_order_fetches_ahead_and_waits_for_nothing_else(gpu):
     assert waited < side.clock[side.cuda_stream]
 
 
+def test_pageable_weights_are_decoded_by_the_cpu(gpu, monkeypatch):
+    """As where the system pins no memory: their bytes come to the same places, without a ring."""
+    monkeypatch.setattr(ibp.CompressedTensor, "_serves", lambda table, device: False)
+    monkeypatch.setattr("ibp._offload.fetcher.TensorStream", None)
+    model = Net(gpu)
+    model.order, model.streams = list(range(6)), [gpu.current]
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad():
+        wanted = model(x)
+        offloaded = ibp.offload(model, "cpu", min_bytes=1, lookahead=2, group_bytes=1)
+        for _ in range(3):
+            assert_same_bits(model(x), wanted)
+        (weight,) = offloaded._groups[3].weights
+        weight.table.lengths.fill_(1)
+        with pytest.raises(ibp.CorruptTableError, match="row 0"):
+            for _ in range(2):
+                model(x)
+
+
 def test_a_graph_cannot_capture(gpu):
     model = Net(gpu)
     model.order, model.streams = [0, 1], [gpu.current]
