@@ -273,7 +273,7 @@ using Near = Role<std::vector<Tensor>, kNear>; // on any CUDA device, where the 
 class Given {
   public:
     // names: of the operation's arguments, in their order and with a blank between them.
-    explicit Given(const char *names) : names_(names) { entries_.reserve(16); }
+    explicit Given(const char *names) : names_(names) { entries_.reserve(32); }
 
     // Every argument in its order.
     template <typename T> void add(const T &argument)
@@ -300,7 +300,7 @@ class Given {
     void add_part(const char *name, const ibp::Range &range, bool is_written)
     {
         const auto num_bytes = static_cast<int64_t>(range.end - range.first);
-        add({position_, name, nullptr, kHere, is_written, {reinterpret_cast<uint8_t *>(range.first), num_bytes}});
+        if (num_bytes != 0) add({position_, name, nullptr, kHere, is_written, {reinterpret_cast<uint8_t *>(range.first), num_bytes}});
     }
     // number: of the CUDA device that the argument is for; -1: the CPU.
     void require_device(int64_t number) { wanted_ = number, is_wanted_ = true; }

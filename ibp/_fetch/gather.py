@@ -146,7 +146,7 @@ def select(
     if out is not None:
         check_out(out, (ids.shape[0], *table.item_shape), table.dtype)
     way = PLANNED if path is None else PATHS[path]
-    if home != worker or path == "cpu":
+    if home != worker or target != worker or path == "cpu":
         ids = ids.cpu() if worker.type == "cpu" else ids
         if not ids.is_cuda and not is_compiling:
             way = _way_from_cpu(table, handle, ids, target, worker, path, from_end)

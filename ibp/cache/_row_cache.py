@@ -174,7 +174,7 @@ class RowCache(OfThisProcess, TensorManners):
                 most = in_sectors(self.view.row_bytes)
                 self._given_slot_bytes = in_sectors(whole_number("slot_bytes", slot_bytes, 1, most))
             self._state = CacheState(self.view, self.devices, writable)
-            for device in () if self._state.is_idle else self._state.workers:
+            for device in self._state.serving:
                 self.view.handle(device)
             self._state.generation = self._made(None)
 
@@ -259,7 +259,7 @@ class RowCache(OfThisProcess, TensorManners):
 
     def serves(self, device: torch.device) -> bool:
         """Whether rows are looked up and decoded on a device."""
-        return device in self.devices and not self._state.is_idle
+        return device in self._state.serving
 
     def index_select(
         self,
@@ -294,7 +294,7 @@ class RowCache(OfThisProcess, TensorManners):
             ids = flat_ids(ids)
         sms = 0 if max_sms is None else sms_of(max_sms)
         target = ids.device if device is None and out is None else target_of(device, out, ids.device)
-        worker = self._worker_of(target)
+        worker = target if target in self._state.serving else self._other_worker()
         if worker is None:
             self._state.check(self._state.generation)
             return self.view.index_select(ids, device=device, out=out, check=check, max_sms=max_sms)
@@ -321,12 +321,17 @@ class RowCache(OfThisProcess, TensorManners):
     def _take(self, ids: torch.Tensor, sms: int, in_order: bool, out: torch.Tensor | None) -> torch.Tensor:
         """Returns the items at ids of a device of the cache, in out if that is there."""
         worker, state, view = ids.device, self._state, self.view
-        handle, way = view.handle(worker), IN_ORDER if in_order else PLANNED
+        handle, way = view._handles.get(worker), IN_ORDER if in_order else PLANNED
+        if handle is None:
+            handle = view.handle(worker)
         if handle.noted[0] or handle.noted[ENTRIES]:
             view._raise_pending(worker)
         try:
             with state.lock:
-                cache = self._in_use(worker).described(worker, state.counts[worker])
+                generation = self._in_use(worker)
+                cache = generation.described.get(worker)
+                if cache is None:
+                    cache = generation.describe(worker, state.counts[worker])
                 if out is None:
                     return torch.ops.ibp.take.default(handle.table, ids, handle.like, sms, way, 0, cache)
                 torch.ops.ibp.take.out(handle.table, ids, out, sms, way, cache)
@@ -345,7 +350,8 @@ class RowCache(OfThisProcess, TensorManners):
         """Returns what the cache holds, for work on the current stream of a device, which waits for other streams if it
         has to. The lock is held. RuntimeError: the table has changed."""
         state, generation, writes = self._state, self._state.generation, self.policy == "lru"
-        state.check(generation)
+        if generation.codebook is not self.view.codebook or generation.version != self.view.version:
+            state.check(generation)
         key = current_key(worker)
         if key is not None and (key == ON_CPU or key in generation.streams) and state.order.is_settled(key, writes):
             return generation
@@ -411,13 +417,11 @@ class RowCache(OfThisProcess, TensorManners):
             fault,
         )
 
-    def _worker_of(self, target: torch.device) -> torch.device | None:
-        """The device that looks rows up and decodes them; None: the table's own ways serve."""
-        if self._state.is_idle:
-            return None
-        if target in self._state.workers:
-            return target
-        return self._state.workers[0] if self.writable or isinstance(self.table, CodedRows) else None
+    def _other_worker(self) -> torch.device | None:
+        """Returns the device that looks up and decodes rows which go to a device without a slab; None: the table's own
+        ways serve."""
+        is_asked = bool(self._state.serving) and (self.writable or self._is_of_place)
+        return self._state.serving[0] if is_asked else None
 
     def decompress(self, *, device: Device | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
         """The whole tensor, from the table, which is flushed first."""

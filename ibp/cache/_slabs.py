@@ -81,7 +81,7 @@ class Generation:
 
     views: dict[torch.device, View] = field(default_factory=dict)  # see `view_of`
     streams: set[Key] = field(default_factory=set)  # that have read it, or written to it
-    _described: dict[torch.device, torch.Tensor] = field(default_factory=dict)
+    described: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # see `describe`
 
     def view_of(self, device: torch.device) -> View:
         """(maps that a device looks rows up in, bytes that it reads them from), one a slab; empty ones of slabs that it
@@ -119,18 +119,18 @@ class Generation:
                 tensor.record_stream(stream)
         self.streams.add(key_of(stream))
 
-    def described(self, device: torch.device, counts: torch.Tensor) -> torch.Tensor:
-        """Returns the argument `cache` of operations on a device. counts: of the device, which it keeps alive, too."""
-        if device not in self._described:
-            (maps, slabs), first = self.view_of(device), self.slabs[0]
-            slot_bytes = 0 if first.stamps is None else self.slot_bytes
-            with outside_of_modes():
-                made = torch.ops.ibp.describe_cache.default(
-                    maps, self.ways, slabs, counts, first.stamps, first.clock, slot_bytes
-                )
-            made.parts = maps, slabs, counts, first
-            self._described[device] = made
-        return self._described[device]
+    def describe(self, device: torch.device, counts: torch.Tensor) -> torch.Tensor:
+        """Returns the argument `cache` of operations on a device, from now on in `described`. counts: of the device,
+        which it keeps alive, too."""
+        (maps, slabs), first = self.view_of(device), self.slabs[0]
+        slot_bytes = 0 if first.stamps is None else self.slot_bytes
+        with outside_of_modes():
+            made = torch.ops.ibp.describe_cache.default(
+                maps, self.ways, slabs, counts, first.stamps, first.clock, slot_bytes
+            )
+        made.parts = maps, slabs, counts, first
+        self.described[device] = made
+        return made
 
     @property
     def nbytes(self) -> int:

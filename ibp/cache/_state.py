@@ -37,6 +37,7 @@ class CacheState:
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
         # A GPU cannot read the table: nothing is held, and the table's own paths serve.
         self.is_idle = devices[0].type == "cuda" and view._is_refused and not view.is_pinned()
+        self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
         """Keeps what a stream uses from its next user until the stream is done with it."""

@@ -81,7 +81,7 @@ def samples():
         cache = ibp.RowCache(table, 20_000, torch.rand(100), devices="cpu", policy=policy)
         cache.index_select(ids)
         state = cache._state
-        known, counts = state.generation.described(CPU, state.counts[CPU]), state.counts[CPU]
+        known, counts = state.generation.described[CPU], state.counts[CPU]
         yield "take", (handle.table, ids, handle.like, 0, 0, 0, known), {}
         yield "take.out", (handle.table, ids, torch.zeros(3, 60), 0, 0, known), {}
         (maps, slabs), slab = state.generation.view_of(CPU), state.generation.slabs[0]

@@ -385,6 +385,19 @@ def test_choices(cuda, monkeypatch):
     assert choice(pinned, many.sort().values, cuda) == "gpu"
 
 
+@pytest.mark.parametrize("place, count", [("pageable", 100_000), ("pageable", 100), ("pinned", 100_000)])
+def test_what_the_cpu_gathers_by_itself(cuda, monkeypatch, place, count):
+    """Many rows of pageable memory, whatever says where they go."""
+    fetched, fetch = [], host_gather.fetch
+    monkeypatch.setattr(host_gather, "fetch", lambda *given: (fetched.append(1), fetch(*given)))
+    x = embedding(200_000, 64)
+    table, ids = make_table(x, "planes", place, cuda), torch.randint(200_000, (count,))
+    out = torch.empty(count, 64, dtype=x.dtype, device=cuda)
+    for options in ({"device": cuda}, {"out": out}, {"device": cuda, "out": out, "check": True}):
+        assert_same_bits(ibp.index_select(table, ids, **options).cpu(), x[ids])
+    assert len(fetched) == (3 if place == "pageable" and count == 100_000 else 0)
+
+
 def paths_of(ids, place):
     """The paths that ids on the CPU or the GPU can take out of a table in a place."""
     of_gpu = ["gpu", "bucketed"] if place != "pageable" else []
