@@ -365,35 +365,7 @@ def _decode_together(
     return results
 
 
-# ---- what decodes ----
-
-
-class Decoder:
-    """What decodes the jobs of a request, one after the other, on the worker's current stream: here, where a kernel
-    reads the rows."""
-
-    def decode(
-        self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
-    ) -> None:
-        """Queues bytes [start, end) of a table's tensor with at most this many SMs (0: all); notes in fault what goes
-        wrong. out: contiguous, on the worker."""
-        self.issue(self.prepare(table, start, end, worker, sms, out, fault))
-
-    def prepare(
-        self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
-    ) -> tuple[Any, ...]:
-        """What `issue` takes, as often as the same is to be decoded to the same place."""
-        return table.handle(worker).table, start, end, sms, out, fault
-
-    def issue(self, prepared: tuple[Any, ...]) -> None:
-        """Queues what was prepared."""
-        _decode_bytes(*prepared)
-
-    def close(self) -> None:
-        """Gives back what was borrowed for the request."""
-
-
-KERNEL = Decoder()
+# ---- streams ----
 
 
 def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
@@ -414,7 +386,7 @@ def streamed_sms(table: Table, device: torch.device, num_bytes: int, stored_byte
 _idle_streamers: dict[tuple[int, int, bool], list[tuple[_core.Streamer, torch.Tensor | None]]] = {}
 
 
-class TensorStream(Decoder):
+class TensorStream:
     """Tables in pinned host memory that come to one GPU one after the other, and the ring they go through.
 
     The copy engine runs ahead of the decoding from one table into the next, whatever the current stream waits for: from
@@ -446,9 +418,17 @@ class TensorStream(Decoder):
                 ring = torch.empty(self.ring_bytes, dtype=torch.uint8, device=device)
         self._ring = ring
 
+    def decode(
+        self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
+    ) -> None:
+        """Queues bytes [start, end) of a table's tensor with at most this many SMs (0: as many as keep up with the
+        link), and notes in fault what goes wrong. out: contiguous, on the worker."""
+        self.issue(self.prepare(table, start, end, worker, sms, out, fault))
+
     def prepare(
         self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
     ) -> tuple[Any, ...]:
+        """Returns what `issue` takes, as often as the same is to be decoded to the same place."""
         stored_bytes = _stored_bytes(table, end - start)
         return (
             (table.handle(worker).table, table.bases, start, end, self._streamer.address),
@@ -456,6 +436,7 @@ class TensorStream(Decoder):
         )
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
+        """Queues what was prepared."""
         self._num_done += 1
         begins = self._num_done == 1 and not self._continues
         ends, self._failed = self._num_done == self._num_tables, True
@@ -463,6 +444,7 @@ class TensorStream(Decoder):
         self._failed = False
 
     def close(self) -> None:
+        """Gives back what was borrowed for the request."""
         if not self._failed:  # else what is on its way through the ring is not known
             has_begun = self._num_done > 0 or self._continues
             self._idle.append((self._streamer, self._ring if self._keeps_ring and has_begun else None))

@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 
 import torch
 
-from .._fetch.streaming import KERNEL, STREAM_SMS, TensorStream, decode_items
+from .._fetch.streaming import STREAM_SMS, TensorStream, decode_items
 from .._rows.faults import CorruptTableError, new_record
 from .groups import Group, Place, Region, WeightArena, overlap
 from .weights import Weight
@@ -147,7 +147,8 @@ class WeightFetcher:
         for weight, part in zip(group.weights, place.data):
             assert weight.table is not None
             fault = new_record()
-            KERNEL.decode(weight.table, 0, weight.num_bytes, self.device, 0, part, fault)
+            handle = weight.table.handle(self.device)
+            torch.ops.ibp.decode_bytes.default(handle.table, 0, weight.num_bytes, 0, part, fault)
             weight.table._raise_fault(fault)
         self.waited_s += time.perf_counter() - begun
 

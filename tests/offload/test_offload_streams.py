@@ -10,7 +10,6 @@ from torch import nn
 
 import ibp
 from helpers import assert_same_bits, embedding
-from ibp._fetch.streaming import KERNEL
 from ibp._offload.fetcher import CudaWeightFetcher
 from stream_clocks import Gpu, clocked_gpu
 
@@ -35,10 +34,10 @@ def use_gpu(monkeypatch):
             return job
 
         def issue(self, job):
-            table, start, end, _, _, out, _ = job
+            table, start, end, worker, sms, out, fault = job
             address = out.data_ptr()
             gpu.access(address, address + end - start, writes=True)
-            KERNEL.decode(*job)
+            torch.ops.ibp.decode_bytes(table.handle(worker).table, start, end, sms, out, fault)
 
         def close(self):
             pass
