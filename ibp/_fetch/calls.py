@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ PLANNED, IN_ORDER, BUCKETED = 0, 1, 2
 def check_table(table: Any) -> None:
     if not isinstance(table, Table):
         why = getattr(table, "_why_no_rows", None)  # of an ibp.codecs.WholeTensor
-        raise TypeError(why or f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
+        hint = ": ibp.load(path) reads those of a file" if isinstance(table, (str, os.PathLike)) else ""
+        raise TypeError(why or f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor{hint}")
 
 
 def check_out(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:

@@ -78,7 +78,9 @@ class KeyedPages(OfThisProcess):
 
     def put(self, key: Hashable, page: torch.Tensor) -> bool:
         """Stores a page, unless its key is there. False where it finds no room, or has another size. Where it raises,
-        or returns False, the page is not there, and its room is free for others."""
+        or returns False, the page is not there, and its room is free for others. TypeError: page is no tensor."""
+        if not isinstance(page, torch.Tensor):
+            raise TypeError(f"page is a {type(page).__name__}; wanted a torch.Tensor")
         with self._changing():
             if key in self._pages:
                 self._pages.move_to_end(key)

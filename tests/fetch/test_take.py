@@ -160,6 +160,13 @@ def test_errors_are_those_of_the_operations(table):
         table.index_select(torch.tensor([1]), max_sms=0)
 
 
+@pytest.mark.parametrize("call", [ibp.decompress, lambda path: ibp.index_select(path, [1])])
+def test_paths_are_no_tables(call, tmp_path):
+    for path in ("a.safetensors", tmp_path):
+        with pytest.raises(TypeError, match=r"wanted an ibp.CompressedTensor: ibp.load\(path\) reads those of a file"):
+            call(path)
+
+
 def test_corrupt_rows(x):
     table = ibp.compress(x, scheme="planes", layout="packed", **ON_CPU)
     coded = int((table.lengths.to(torch.int32) > 0).nonzero()[0])

@@ -37,6 +37,13 @@ def filled(kept, pages):
     raise AssertionError("all found room")
 
 
+def test_what_is_no_page():
+    kept = kept_of()
+    with pytest.raises(TypeError, match="page is a NoneType; wanted a torch.Tensor"):
+        kept.put("key", None)
+    assert len(kept) == 0
+
+
 def test_pages_that_were_used_longest_ago_make_room():
     dropped, pages = [], pages_of(60)
     kept = kept_of(on_drop=dropped.append)
