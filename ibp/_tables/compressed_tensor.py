@@ -118,7 +118,8 @@ class CompressedTensor(Movable, CodedManners, Table):
             dtype, device = device, None
         if dtype is not None and dtype != self.dtype:
             raise TypeError(
-                f"dtype is {dtype}, but a table keeps its own, {self.dtype}: decompress it, convert, and compress again"
+                f"dtype is {dtype}, but a table keeps its own, {self.dtype}: decompress it (of a model, by "
+                "ibp.nn.decompress(model)), convert, and compress again"
             )
         target = self.device if device is None else memory.canonical(device)
         if target == self.device:
