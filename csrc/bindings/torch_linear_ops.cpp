@@ -37,13 +37,8 @@ ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor
 // Vectors as ibp_cuda_linear takes them: contiguous, and at a multiple of 16 bytes.
 Tensor aligned(const Tensor &x)
 {
-    const bool is_contiguous = x.is_contiguous();
-    if (is_contiguous && reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u) return x;
-    std::vector<int64_t> sizes;
-    for (int64_t d = 0; d < x.dim(); d++) sizes.push_back(x.size(d));
-    Tensor copy = new_tensor(x, sizes, x.scalar_type());
-    torch::stable::copy_(copy, x);
-    return copy;
+    const bool is_aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u;
+    return is_aligned && x.is_contiguous() ? x : contiguous_copy(x);
 }
 
 // The products of vectors with up to four matrices.

@@ -193,12 +193,7 @@ ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
 {
     require(ids.dim() == 1, "ids has ", ids.dim(), " dimensions, 1 is needed");
     if (ids.is_contiguous()) return ids_of(ids);
-    *kept = torch::stable::clone(ids); // of no more elements than its memory: contiguous
-    if (!(*kept)->is_contiguous()) {
-        Tensor copy = new_tensor(ids, {ids.numel()}, ids.scalar_type());
-        torch::stable::copy_(copy, ids);
-        *kept = copy;
-    }
+    *kept = contiguous_copy(ids);
     return ids_of(**kept);
 }
 
@@ -266,9 +261,7 @@ void take_out(const Device &device, const Source &handle, const std::optional<Te
     } else if (outer_dims >= 0) {
         fetch_to(spread_over(out, outer_dims, table.item_bytes, &items).data);
     } else {
-        std::vector<int64_t> sizes;
-        for (int64_t d = 0; d < out.dim(); d++) sizes.push_back(out.size(d));
-        const Tensor result = new_tensor(out, sizes, out.scalar_type());
+        const Tensor result = new_tensor(out, sizes_of(out), out.scalar_type());
         fetch_to(static_cast<uint8_t *>(result.data_ptr()));
         Tensor to = out;
         torch::stable::copy_(to, result);

@@ -402,6 +402,20 @@ inline Tensor new_tensor(const Tensor &like, const std::vector<int64_t> &sizes, 
     return new_tensor(like, sizes, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)));
 }
 
+inline std::vector<int64_t> sizes_of(const Tensor &tensor)
+{
+    std::vector<int64_t> sizes;
+    for (int64_t d = 0; d < tensor.dim(); d++) sizes.push_back(tensor.size(d));
+    return sizes;
+}
+
+inline Tensor contiguous_copy(const Tensor &tensor)
+{
+    Tensor copy = new_tensor(tensor, sizes_of(tensor), tensor.scalar_type());
+    torch::stable::copy_(copy, tensor);
+    return copy;
+}
+
 // The bytes of a struct as a tensor on the CPU.
 template <typename T> Tensor bytes_of_struct(const T &value)
 {
