@@ -96,11 +96,7 @@ Tensor linear(const Device &device, const Tensor &x, const Tensors &parts, const
 {
     Products products = products_of(x, parts, slot_bytes, biases);
     std::vector<int64_t> sizes{products.num_results};
-    if (products.num_products == 1) {
-        sizes.clear();
-        for (int64_t d = 0; d + 1 < x.dim(); d++) sizes.push_back(x.size(d));
-        sizes.push_back(products.each[0].matrix.num_rows);
-    }
+    if (products.num_products == 1) sizes = sizes_of(x), sizes.back() = products.each[0].matrix.num_rows;
     const Tensor out = new_tensor(x, sizes, x.scalar_type());
     multiply(device, x, products, out);
     return out;

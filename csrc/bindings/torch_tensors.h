@@ -300,7 +300,8 @@ class Given {
     void add_part(const char *name, const ibp::Range &range, bool is_written)
     {
         const auto num_bytes = static_cast<int64_t>(range.end - range.first);
-        if (num_bytes != 0) add({position_, name, nullptr, kHere, is_written, {reinterpret_cast<uint8_t *>(range.first), num_bytes}});
+        if (num_bytes != 0)
+            add({position_, name, nullptr, kHere, is_written, {reinterpret_cast<uint8_t *>(range.first), num_bytes}});
     }
     // number: of the CUDA device that the argument is for; -1: the CPU.
     void require_device(int64_t number) { wanted_ = number, is_wanted_ = true; }
