@@ -1,6 +1,6 @@
 """Is the way that `index_select` and `decompress` choose by themselves ever slower than one that can be named?
 
-    python -m benchmarks.paths [--out DIR] [--device cpu] [--quick] [--every N]
+    python -m benchmarks.paths [--out DIR] [--device cpu] [--quick] [--every N] [--pageable]
 
 Every kind of rows of families.py, the real sets, and rows of which three quarters and 90 % of the bits are invariant:
 raw, by scheme planes, by scheme ibp, and by level "fast". Each is measured as a table that address translation reaches
@@ -8,9 +8,11 @@ and as one that it does not reach (more than 512 MiB as coded), in pinned, devic
 ids, on the GPU and on the CPU. The arms of each case are `chosen`, the call without `path=` and `max_sms=`, and the
 calls that name a path, with all SMs and with some. Arms by the clock are timed in both orders, since threads of an arm
 before go on for a while, and the shorter time counts. `chosen` should reach 0.9 of the fastest of the others; a case
-in which it does not is measured again before it counts.
+in which it does not is measured again before it counts. With --pageable the cases of pageable memory alone are measured,
+and the CSV keeps the others.
 """
 
+import argparse
 import functools
 import itertools
 import math
@@ -170,7 +172,13 @@ def measure_whole(run, what, x, table, place):
     case.compare(make, named, x)
 
 
-def measure_table(run, name, x, scheme, compress, buffer):
+def measure_pageable(run, what, x, near, compress, num_ids):
+    with run.cell(f"{what}, pageable"):
+        pageable = compress(memory="host")
+        measure_gathers(run, f"{what}, near, pageable", x, near, pageable, "pageable", num_ids, False)
+
+
+def measure_table(run, name, x, scheme, compress, buffer, only_pageable):
     """A table near and far, in every memory. Rows that the scheme cannot make smaller are left out."""
     near = compress(memory="pinned" if run.on_gpu else "host")
     if near.scheme == "raw" and scheme != "raw":
@@ -178,6 +186,9 @@ def measure_table(run, name, x, scheme, compress, buffer):
     num_ids = LONG_IDS if x.shape[1] * x.dtype.itemsize > LONG_ROW_BYTES else MANY_IDS
     few, many = (64, 256) if run.quick else (FEW_IDS, num_ids)
     what = f"{name}, {scheme}"
+    if only_pageable:
+        measure_pageable(run, what, x, near, compress, many)
+        return
     far_bytes = QUICK_BYTES if run.quick else FAR_BYTES
     far = tiled(near, -(-far_bytes // near.resident_bytes) * len(x), buffer(near, far_bytes))
     for size, table in (("near", near), ("far", far)):
@@ -187,16 +198,19 @@ def measure_table(run, name, x, scheme, compress, buffer):
         if run.on_gpu:
             with run.cell(f"{what}, {size}, device"):
                 measure_gathers(run, f"{what}, {size}, device", x, near, table.to(run.device), "device", many, True)
-    with run.cell(f"{what}, pageable"):
-        pageable = compress(memory="host")
-        measure_gathers(run, f"{what}, near, pageable", x, near, pageable, "pageable", many, False)
+    measure_pageable(run, what, x, near, compress, many)
     with run.cell(f"{what}, whole"):
         measure_whole(run, f"{what}, near, pinned", x, near, "pinned")
 
 
 def main(argv=None):
-    args = harness.parse_args(argv, __doc__)
-    run = harness.Run("paths", args, harness.TARGET_COLUMNS)
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--pageable", action="store_true")
+    options, others = own.parse_known_args(argv)
+    only_pageable, args = options.pageable, harness.parse_args(others, __doc__)
+    run = harness.Run(
+        "paths", args, harness.TARGET_COLUMNS, keep=lambda row: only_pageable and ", pageable, " not in row["case"]
+    )
     torch.manual_seed(0)
     held = memory.empty(0, torch.device("cpu"), pin=run.on_gpu)
 
@@ -210,7 +224,7 @@ def main(argv=None):
 
     for name, x, scheme, compress in run.some(every_table(run, args.data)):
         with run.cell(f"{name} {harness.dtype_name(x.dtype)}, {scheme}"):
-            measure_table(run, name, x, scheme, compress, buffer)
+            measure_table(run, name, x, scheme, compress, buffer, only_pageable)
     return run.finish(harness.missed(run.rows))
 
 
