@@ -8,8 +8,8 @@ and as one that it does not reach (more than 512 MiB as coded), in pinned, devic
 ids, on the GPU and on the CPU. The arms of each case are `chosen`, the call without `path=` and `max_sms=`, and the
 calls that name a path, with all SMs and with some. Arms by the clock are timed in both orders, since threads of an arm
 before go on for a while, and the shorter time counts. `chosen` should reach 0.9 of the fastest of the others; a case
-in which it does not is measured again before it counts. With --pageable the cases of pageable memory alone are measured,
-and the CSV keeps the others.
+in which it does not is measured again before it counts. With --pageable the cases of pageable memory alone are
+measured, and the CSV keeps the others.
 """
 
 import argparse
