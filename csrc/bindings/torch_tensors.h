@@ -388,8 +388,10 @@ inline Tensor empty_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int
     int64_t stride = 1;
     for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(1, sizes[d])) strides[d] = stride;
     AtenTensorHandle made = nullptr;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                    dtype, device_type, device_index, &made));
+    // torch before 2.13 does not hand on what it said: memory is all that it can lack.
+    if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, device_type,
+                                 device_index, &made) != TORCH_SUCCESS)
+        fail_in_torch_call("out of memory");
     return Tensor(made);
 }
 

@@ -56,6 +56,13 @@ def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
     return math.prod(shape[:num_outer]) == wanted[0]
 
 
+def refusal(error: RuntimeError) -> RuntimeError:
+    """Returns the error of an operation as torch's own functions raise it: torch.OutOfMemoryError if a GPU has no
+    memory for a result."""
+    is_memory = "out of memory" in str(error) and torch.cuda.is_initialized()
+    return torch.OutOfMemoryError(str(error)) if is_memory else error
+
+
 def target_of(device: torch.device | str | int | None, out: torch.Tensor | None, default: torch.device) -> torch.device:
     """Where a result goes. default: the device of a tensor."""
     if out is None:
@@ -71,10 +78,9 @@ def target_of(device: torch.device | str | int | None, out: torch.Tensor | None,
 
 def worker_of(table: Table, target: torch.device) -> torch.device:
     """Which device decodes, unless the path has it otherwise."""
-    if table.is_pinned() and (target.type == "cpu" or table._serves(target)):
+    if table._is_pinned and (target.type == "cpu" or table._serves(target)):
         return target
-    device = table.device
-    return device if device.type == "cuda" else CPU
+    return table.slots.device if table.slots.is_cuda else CPU
 
 
 def sms_of(max_sms: int | None) -> int:

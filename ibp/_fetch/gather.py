@@ -16,7 +16,7 @@ from .._rows.handle import Handle
 from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
 from . import host_gather
-from .calls import BUCKETED, IN_ORDER, PLANNED, check_out, check_table, sms_of, target_of, worker_of
+from .calls import BUCKETED, IN_ORDER, PLANNED, check_out, check_table, refusal, sms_of, target_of, worker_of
 from .ids import ID_DTYPES, check_range, checked_ids, flat_ids, refuse_mapped
 
 PATHS = {"gpu": IN_ORDER, "bucketed": BUCKETED, "cpu": None}  # None: without `take`
@@ -164,10 +164,10 @@ def select(
         else:
             result = out
             _take_out(handle.table, ids, out, sms, way, **notes)
-    except RuntimeError:
+    except RuntimeError as error:
         if worker.type == "cpu" and not is_compiling:
             raise_for(table, ids, handle, from_end)
-        raise
+        raise refusal(error) from None
     if check and worker.type == "cuda" and not is_compiling:
         torch.cuda.current_stream(worker).synchronize()
         if handle.noted[0] or handle.noted[ENTRIES]:
@@ -221,18 +221,16 @@ def _way_from_cpu(
         check_range(ids, table.num_items, -from_end)
     if path is not None:
         return PATHS[path]
-    if _is_staged(table, handle, ids, target, worker):
+    are_many = ids.shape[0] * table.item_bytes >= plan.LEAST_STAGED_BYTES
+    if are_many and target.type == "cuda" and _is_staged(table, handle, ids, target, worker):
         return None
     is_bucketed = ids.shape[0] >= handle.plan.least_from_cpu and not plan.looks_sorted(ids)
     return BUCKETED if is_bucketed else IN_ORDER
 
 
 def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
-    """Returns whether the CPU gathers items by itself, for CPU ids: whether it can, and it pays."""
-    num_ids = ids.shape[0]
-    if target.type != "cuda" or table.slots.is_cuda or num_ids * table.item_bytes < plan.LEAST_STAGED_BYTES:
-        return False
-    if worker.type == "cuda" and not _stages(table, handle, num_ids):
+    """Returns whether the CPU gathers items for a GPU by itself, of many CPU ids: whether it can, and it pays."""
+    if table.slots.is_cuda or (worker.type == "cuda" and not _stages(table, handle, ids.shape[0])):
         return False
     can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)
     return can_gather and host_gather.has_buffers(table, target)

@@ -67,8 +67,9 @@ def _checked(element: Any) -> Any:
         if isinstance(element, (bool, np.bool_)) or not hasattr(element, "__index__"):
             raise TypeError(f"index is a {type(element).__name__}; {_WANTED}")
         return operator.index(element)
-    refuse_mapped(element)
-    if element.dtype == torch.bool and element.dim():
+    else:
+        refuse_mapped(element)
+    if element.dim() and element.dtype in (torch.bool, *ID_DTYPES):
         return element
     if element.dtype == torch.uint8:
         raise TypeError(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from .. import _core
 from .._rows.protocols import Decodable
 from .._rows.table import Table
-from .calls import check_out, check_table
+from .calls import check_out, check_table, refusal
 from .escapes import COLUMN_UNIT, Escapes, coded_row_bytes, escapes_of, matrix_of
 from .products import differentiable, is_transformed, wants_gradients
 from .streaming import decode_items, decompress
@@ -172,11 +172,14 @@ def _product(
         result = F.linear(x, matrix_of(table, x.device, check), bias)
         return result if out is None else out.copy_(result)
     biases = [] if bias is None else [bias.detach().contiguous()]
-    if out is None or not out.is_contiguous():
-        result = _multiply(x.detach(), escapes[:4], [table.slot_bytes], biases)
-    else:
-        result = out
-        torch.ops.ibp.linear.out(x.detach(), escapes[:4], [table.slot_bytes], biases, out=out)
+    try:
+        if out is None or not out.is_contiguous():
+            result = _multiply(x.detach(), escapes[:4], [table.slot_bytes], biases)
+        else:
+            result = out
+            torch.ops.ibp.linear.out(x.detach(), escapes[:4], [table.slot_bytes], biases, out=out)
+    except RuntimeError as error:
+        raise refusal(error) from None
     if escapes.rows.shape[0]:
         _multiply_irregular(x, escapes, bias, result)
     if check:

@@ -217,16 +217,18 @@ def home_of(x: torch.Tensor, where: str | None, worker: torch.device) -> tuple[t
     return home, False if home.type == "cuda" or where == "device" else pins(where)
 
 
-_usable: set[torch.device] = {torch.device("cpu")}  # devices with their index, as canonical() has found them
+# Devices with their index, by themselves and by their names, as canonical() has found them.
+_usable: dict[torch.device | str, torch.device] = {torch.device("cpu"): torch.device("cpu")}
 
 
 def canonical(device: torch.device | str | int) -> torch.device:
     """The device with its index: "cuda" is the current CUDA device. TypeError, ValueError: it is none, or cannot
     be used."""
-    if isinstance(device, torch.device) and device in _usable:
-        return device
+    known = _usable.get(device) if isinstance(device, (torch.device, str)) else None
+    if known is not None:
+        return known
     found = _canonical(device)
-    _usable.add(found)
+    _usable[found] = _usable[str(found)] = found
     return found
 
 

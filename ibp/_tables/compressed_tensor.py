@@ -327,7 +327,9 @@ class CompressedTensor(Movable, CodedManners, Table):
         path: str | None = None,
     ) -> torch.Tensor:
         """See `ibp.index_select`."""
-        return gather.index_select(self, ids, *others, device=device, out=out, check=check, max_sms=max_sms, path=path)
+        if others:
+            return gather.index_select(self, ids, *others)
+        return gather.select(self, ids, device, out, check, max_sms, path)
 
     def decompress(
         self,

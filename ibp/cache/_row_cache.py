@@ -15,7 +15,7 @@ from .._common.arguments import whole_number
 from .._common.graphs import outside_of_graphs
 from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
-from .._fetch.calls import IN_ORDER, PLANNED, check_out, sms_of, target_of
+from .._fetch.calls import IN_ORDER, PLANNED, check_out, refusal, sms_of, target_of
 from .._fetch.gather import raise_for
 from .._fetch.ids import ID_DTYPES, check_range, flat_ids, refuse_mapped
 from .._layout.geometry import rows_of
@@ -336,13 +336,13 @@ class RowCache(OfThisProcess, TensorManners):
                     return torch.ops.ibp.take.default(handle.table, ids, handle.like, sms, way, 0, cache)
                 torch.ops.ibp.take.out(handle.table, ids, out, sms, way, cache)
                 return out
-        except RuntimeError:
+        except RuntimeError as error:
             if worker.type == "cpu":
                 refuse_mapped(ids)
                 check_range(ids, view.num_items)
                 with self.found(ids.contiguous()) as (_, entries, slabs):
                     raise_for(view, ids, handle, entries=entries, slabs=slabs)
-            raise
+            raise refusal(error) from None
 
     _take_outside = outside_of_graphs(_take)
 

@@ -301,7 +301,7 @@ def test_looks_sorted():
 def choice(table, ids, cuda):
     """The path that a call without `path` takes to a GPU; None: the CPU decodes."""
     worker = cuda if table.is_pinned() or table.is_cuda else CPU
-    if not ids.is_cuda and gather._is_staged(table, table.handle(worker), ids, cuda, worker):
+    if not ids.is_cuda and gather._way_from_cpu(table, table.handle(worker), ids, cuda, worker, None, 0) is None:
         return "cpu"
     if worker == CPU:
         return None

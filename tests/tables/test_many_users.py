@@ -446,6 +446,7 @@ def test_a_gpu_without_memory(cuda, little_memory):
             call()
         except RuntimeError as error:
             assert "out of memory" in str(error), name
+            assert isinstance(error, torch.OutOfMemoryError) or name not in ("index_select", "decompress", "RowCache")
             refused.add(name)
         gc.collect()
         torch.cuda.empty_cache()
