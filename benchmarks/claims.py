@@ -446,7 +446,7 @@ TABLES = (
             "torch": cell("torch_us", number),
             "times torch's": cell("times_torch", fine_number),
             "wanted": cell("wanted", number),
-            "Python functions of ibp": cell("python_calls", whole),
+            "Python functions of ibp": cell("python_calls", lambda count: f"{count:.0f}"),
         },
     ),
     Table(
@@ -988,13 +988,13 @@ def grid_of_paths(results):
     """By GPU and place of the ids: in how many cases of paths.py the chosen way is not the fastest."""
     lines = []
     for name in GRIDS:
-        counts, gpu, commit = {}, "", ""
+        counts, gpu, commits = {}, "", []
         for row in results.rows(name, arm="chosen"):
-            gpu, commit = row["gpu"], row["commit"]
+            gpu, commits = row["gpu"], in_order([*commits, row["commit"][:10]])
             place = re.search(r"ids on the (?:GPU|CPU)|whole", row["case"])[0]
             counts.setdefault(place, Counter())[row["met"]] += bool(row["met"])
         lines += [
-            [gpu.removeprefix("NVIDIA "), commit[:10], place, found["yes"] + found["no"], found["no"]]
+            [gpu.removeprefix("NVIDIA "), ", ".join(commits), place, found["yes"] + found["no"], found["no"]]
             for place, found in counts.items()
         ]
     heads = ["GPU", "commit", "what is fetched", "cases", "chosen below 0.9 of the fastest named"]

@@ -138,7 +138,7 @@ def select(
     if handle is None:
         target = memory.canonical(target)
         worker = worker_of(table, target)
-        handle = table.handle(worker)
+        handle = table._handles.get(worker) or table.handle(worker)
     elif handle.machine is not None and not is_compiling and handle.machine is not calibration.in_force(target):
         handle = table.handle(target)
     if path is not None and (worker.type == "cpu" or PATHS.get(path) is None):

@@ -169,7 +169,7 @@ def decode_items(
     if handle is None:
         target = memory.canonical(target)
         worker = worker_of(table, target)
-        handle = table.handle(worker)
+        handle = table._handles.get(worker) or table.handle(worker)
     elif handle.machine is not None and not is_compiling and handle.machine is not calibration.in_force(target):
         handle = table.handle(target)
     crosses = end > start and worker != table.slots.device
