@@ -134,11 +134,12 @@ def select(
         target = home if out is None else out.device
     else:
         target = target_of(device, out, home)
-    handle, worker = table._handles.get(target), target
+    handles, worker = table._handles, target
+    handle = handles.get(target)
     if handle is None:
         target = memory.canonical(target)
         worker = worker_of(table, target)
-        handle = table._handles.get(worker) or table.handle(worker)
+        handle = handles.get(worker) or table.handle(worker)
     elif handle.machine is not None and not is_compiling and handle.machine is not calibration.in_force(target):
         handle = table.handle(target)
     if path is not None and (worker.type == "cpu" or PATHS.get(path) is None):

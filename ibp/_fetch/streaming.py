@@ -165,11 +165,12 @@ def decode_items(
         target = target_of(device, out, table.slots.device)
     if out is not None:
         check_out(out, shape, table.dtype)
-    handle, worker = table._handles.get(target), target
+    handles, worker = table._handles, target
+    handle = handles.get(target)
     if handle is None:
         target = memory.canonical(target)
         worker = worker_of(table, target)
-        handle = table._handles.get(worker) or table.handle(worker)
+        handle = handles.get(worker) or table.handle(worker)
     elif handle.machine is not None and not is_compiling and handle.machine is not calibration.in_force(target):
         handle = table.handle(target)
     crosses = end > start and worker != table.slots.device
