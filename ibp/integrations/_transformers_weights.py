@@ -33,6 +33,7 @@ from ..checkpoints._model_files import CODED_WEIGHTS, METHOD, WEIGHTS, lines_tha
 from ..checkpoints._planning import SHARD_BYTES
 from ..checkpoints._source import SourceTensor
 from ..nn import coded_state_dict
+from ..nn._compressing import options_of
 from ..nn._tables import TRANSPOSED, TableModule
 from ._loading import CodingFields, CodingQuantizer, Loading, away_of, is_coded
 
@@ -396,7 +397,10 @@ def save_coded(
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"model is a {type(model).__name__}; wanted a transformers.PreTrainedModel")
     quantizer = getattr(model, "hf_quantizer", None)
-    config = quantizer.quantization_config if isinstance(quantizer, IbpQuantizer) else IbpConfig()
+    if isinstance(quantizer, IbpQuantizer):
+        config = quantizer.quantization_config
+    else:
+        config = IbpConfig(**options_of(model))
     target = Path(directory) / CODED_WEIGHTS
     with _set(model.config, quantization_config=config.to_dict()), _no_weights():
         model.save_pretrained(directory, state_dict={})

@@ -24,6 +24,7 @@ from ._experts import Experts
 from ._stacks import by_rows, is_stack, reshaped
 from ._tables import Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
+_MIN_BYTES = 1 << 20  # of a weight that is coded, unless the caller says otherwise
 LEAST_SAVINGS = 0.02  # of a table; a weight that saves less stays plain, since it would be decoded for nothing
 # Names of modules that models call with the same x, in the order of their calls.
 _NEIGHBOURS = (
@@ -107,7 +108,7 @@ def compress(
     exclude: str | Iterable[str] = (),
     level: str = "fast",
     fused: bool = True,
-    min_bytes: int = 1 << 20,
+    min_bytes: int = _MIN_BYTES,
     progress: bool = False,
 ) -> ModelReport:
     """Replaces the matrices of a model by tables, in place. Each plain weight is gone before the next one is coded, so
@@ -171,6 +172,24 @@ def compress(
     return plan.report()
 
 
+_CODED = TableModule, Experts
+
+
+def options_of(model: torch.nn.Module) -> dict[str, Any]:
+    """Returns the arguments with which `compress` codes the weights that are coded in a model, and no others."""
+    coded = [module for module in model.modules() if isinstance(module, TableModule)]
+    min_bytes = min([_MIN_BYTES, *(module.weight.original_bytes for module in coded)])
+    plain, _ = _find(model, _Choice(model, None, ()), min_bytes)
+    exclude = [name.rpartition(".")[0] if weight.is_stacked else name for weight in plain for name in weight.names]
+    matrices = [module.weight for module in coded if not isinstance(module, Embedding)]
+    return {
+        "exclude": exclude,
+        "level": "fast" if all(map(is_fast_matrix, matrices)) else "default",
+        "fused": all(getattr(module, "fused", True) for module in model.modules() if isinstance(module, _CODED)),
+        "min_bytes": min_bytes,
+    }
+
+
 class ModelPlan:
     """What `compress` does to a model, weight by weight. A loader makes one of a model on the meta device, and gives
     the values as it reads them. The arguments are as in `compress`; `min_bytes` is checked."""
@@ -183,7 +202,7 @@ class ModelPlan:
         exclude: str | Iterable[str] = (),
         level: str = "fast",
         fused: bool = True,
-        min_bytes: int = 1 << 20,
+        min_bytes: int = _MIN_BYTES,
     ) -> None:
         if level not in ("fast", "default"):
             raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")

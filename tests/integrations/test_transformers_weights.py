@@ -289,6 +289,24 @@ def test_models_that_were_compressed_are_saved(llama, tmp_path):
         save_coded(torch.nn.Linear(2, 2), tmp_path / "other")
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"exclude": ["lm_head", "*.mlp"]}, {"include": "*.mlp", "level": "default", "fused": False}, {}],
+    ids=str,
+)
+def test_a_saved_model_says_what_was_coded(llama, tmp_path, options):
+    """The modules that were coded are coded when it is loaded, and no others."""
+    _, plain = llama
+    wanted = outputs(plain)
+    report = ibp.nn.compress(plain, min_bytes=LEAST, **options)
+    save_coded(plain, tmp_path / "small")
+    loaded = load(tmp_path / "small")
+    assert sorted(loaded.hf_quantizer.report.coded) == sorted(report.coded)
+    assert loaded.hf_quantizer.quantization_config.level == options.get("level", "fast")
+    assert loaded.hf_quantizer.quantization_config.fused == options.get("fused", True)
+    assert_same_bits(outputs(loaded), wanted)
+
+
 IMPORTS = """
 import sys, {first}
 import torch, transformers
