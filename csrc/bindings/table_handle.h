@@ -20,8 +20,9 @@ enum TablePart { kSlots, kOverflow, kLengths, kBases, kCodebook, kRooms, kUsed, 
 constexpr const char *kPartNames[kNumParts] = {"slots",    "overflow", "lengths", "bases",
                                                "codebook", "rooms",    "used",    "fault"};
 
-// How `take` fetches items from memory that is far from the GPU. If there are at least least_bucketed ids, it first puts
-// them in the order of windows of 2^window_bits items, and then fetches them with bucketed_sms multiprocessors (0: all).
+// How `take` fetches items from memory that is far from the GPU. If there are at least least_bucketed ids, it first
+// puts them in the order of windows of 2^window_bits items, and then fetches them with bucketed_sms multiprocessors (0:
+// all).
 struct GatherPlan {
     int64_t least_bucketed;
     uint32_t window_bits;

@@ -21,7 +21,8 @@
 //                 gather_items takes it; 0 if the cache does not hold the row.
 //     counts      int64 [10], added to: hits of slabs 0 to 7, misses, and the bytes of missed rows, each rounded up to
 //                 sectors of 32.
-//     stamps      int32 [sets * 33], zeros at first: when each way was last used, and numbers of a call in progress.
+//     stamps      int32 [sets * 33], zeros at first: the time of each way's last use, and then one number for each
+//                 set, which is 0 between calls.
 //     clock       int64 [2], zeros at first: how many calls there were.
 //     rows        int64 [rows]: numbers of rows; negative ones are left out.
 #include "torch_ranges.h"

@@ -1,5 +1,5 @@
-// torch_ops.cpp - the operations of torch.ops.ibp that describe, code and decode tables. They turn tensors into pointers
-// and call the core.
+// torch_ops.cpp - the operations of torch.ops.ibp that describe, code and decode tables. They turn tensors into
+// pointers and call the core.
 //
 //     describe_table  slots overflow lengths bases codebook codec slot_bytes overflow_start num_items item_bytes
 //                     rooms used fault plan -> Tensor
@@ -324,12 +324,12 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
                     const ibp_status status =
                         ibp_encode_into(&place, &source, ids, first_row, first, last, scratch, scratch_bytes, mine);
-                    return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // a status of its own would raise
+                    return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // a fault that is noted must not raise
                 });
 }
 
-// Codes rows into a place, in any order and again and again (ibp_place.h). Rows for whose overflow part there is no room
-// are lost, and only counted.
+// Codes rows into a place, in any order and again and again (ibp_place.h). A row is lost if there is no room for its
+// overflow part: this is counted, and is no fault.
 // table: described with `used`. x: any dtype, shape and strides; its elements, in their order, are rows. buffers: int64
 // [buffers], or None: addresses of memory that has the layout of x and is coded instead of x; they are trusted.
 // row_ids: int64 [rows of x, or of all buffers], or None: the row of the table that each row becomes. first_row: read
@@ -430,7 +430,8 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
     const int64_t most_items = std::min(items.count, lengths_out.numel() / rows_per_item);
     int64_t num_rows = most_items * rows_per_item, num_groups = divide_up(num_rows, kGroup);
     auto *const bases_to = data_of<int64_t>(bases_out, ScalarType::Long, num_groups, "bases_out");
-    const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups)); // read back: nobody else may write it
+    // Starts are read back to say where rows go, so they are in memory that no caller can write.
+    const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups));
     auto *const result = data_of<int64_t>(taken, ScalarType::Long, 2, "taken");
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
     const auto over_groups = [&](int64_t bytes_each, const auto &work) {
@@ -529,8 +530,8 @@ void decode_span(const Device &device, const ibp_table &table, int64_t start, in
                 });
 }
 
-// Decodes bytes [start, end) of the tensor that a table holds to out, which is contiguous and of any dtype. Corrupt rows
-// are noted in fault, and become zeros.
+// Decodes bytes [start, end) of the tensor that a table holds to out, which is contiguous and of any dtype. A corrupt
+// row is noted in fault, and its bytes are zeros.
 void decode_bytes(const Device &device, const Table &handle, int64_t start, int64_t end, int64_t max_sms,
                   const Out &out, const Out &fault)
 {
@@ -572,9 +573,10 @@ void fill(const Device &device, void *memory, uint8_t value, size_t num_bytes)
         std::memset(memory, value, num_bytes);
 }
 
-// Codes data into one piece of memory, whatever it held before. memory: uint8, aligned to 8 bytes. It receives int64 [8]
-// counters (used, two counts, a fault; the last is not read); bases, int64 [rows]; lengths, uint16 [rows]; and from
-// overflow_start to the end of memory overflow. decode_piece needs no more than the bytes of overflow that are used.
+// Codes data into one piece of memory, whatever it held before. memory: uint8, aligned to 8 bytes. It receives counters,
+// int64 [8]: `used`, two counts as encode_into adds them up, a fault, and one that is not used. Then come bases, int64
+// [rows], and lengths, uint16 [rows]; overflow begins at overflow_start. Of overflow, decode_piece needs only the first
+// `used` bytes.
 void encode_piece(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &memory)
 {
@@ -589,8 +591,8 @@ void encode_piece(const Device &device, const Tensor &data, const Tensor &codebo
     code_rows(device, place, source, nullptr, 0, max_sms, fault);
 }
 
-// Decodes what encode_piece coded. coded: uint8, aligned to 8 bytes, the beginning of its memory up to the used bytes of
-// overflow. out: contiguous, any dtype, as many bytes as data had.
+// Decodes what encode_piece coded. coded: uint8, aligned to 8 bytes: its memory, or the beginning of it with the `used`
+// bytes of overflow. out: contiguous, any dtype, as many bytes as data had.
 void decode_piece(const Device &device, const Tensor &coded, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &out, const Out &fault)
 {
@@ -599,8 +601,8 @@ void decode_piece(const Device &device, const Tensor &coded, const Tensor &codeb
     decode_span(device, place.table, 0, num_bytes, max_sms, out, fault);
 }
 
-// Decodes bytes [start, end) of a table in pinned host memory, which the GPU's copy engine brings chunk by chunk through
-// a ring (ibp_cuda_stream.h). Several calls, one for each table, make a stream.
+// Decodes bytes [start, end) of a table in pinned host memory. The GPU's copy engine brings the table chunk by chunk
+// through a ring (ibp_cuda_stream.h). Several calls, one for each table, make a stream.
 // host_bases: int64, the table's bases on the CPU. streamer: the address of a living `_core.Streamer` of out's device.
 // begins, ends: whether this is the first, the last table of a stream. ring: uint8 in device memory, the same for all
 // tables of a stream. out: uint8, end - start bytes or more.
