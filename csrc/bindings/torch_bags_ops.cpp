@@ -1,5 +1,5 @@
-// torch_bags_ops.cpp - the operation torch.ops.ibp.sum_bags, for CUDA only. It turns tensors into pointers and calls the
-// core.
+// torch_bags_ops.cpp - the operation torch.ops.ibp.sum_bags, for CUDA only. It turns tensors into pointers and calls
+// the core.
 //
 //     sum_bags  table ids entries slabs offsets weights reduction padding_idx kind max_sms out fault
 //
@@ -52,7 +52,7 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
 // begins with ids[offsets[b]]. Elements after the first [bags] are not read. None: all bags have equally many ids.
 // weights: [ids], of the elements' dtype, for sums only; None: all are 1. reduction: a number of ibp_bag_mode.
 // padding_idx: rows with this id count as absent; -1: none do. kind: a number of ibp_float_kind, the elements' dtype.
-// out: [bags, elements], any dtype of as many bytes.
+// out: [bags, elements], contiguous; its first dimension says how many bags there are.
 void sum_bags(const Device &device, const Table &handle, const Tensor &ids, const std::optional<Tensor> &entries,
               const Near &slabs, const std::optional<Tensor> &offsets, const std::optional<Tensor> &weights,
               int64_t reduction, int64_t padding_idx, int64_t kind, int64_t max_sms, const Out &out, const Out &fault)

@@ -1,5 +1,5 @@
-// torch_codebook_ops.cpp - the operations of torch.ops.ibp that learn codebooks and count what rows have in common. They
-// turn tensors into pointers and call the core.
+// torch_codebook_ops.cpp - the operations of torch.ops.ibp that learn codebooks and count what rows have in common.
+// They turn tensors into pointers and call the core.
 //
 //     count_bits      data row_bytes -> Tensor
 //     count_hits      data codebook codec -> Tensor
@@ -34,7 +34,7 @@ template <typename Cuda, typename Cpu, typename Call>
 Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, uint32_t row_bytes, const char *name,
                  const Cuda &on_cuda, const Cpu &on_cpu, const Call &call)
 {
-    constexpr int64_t kLeastCounted = 1 << 20; // bytes of a range; a range's counts take 64 times as many bytes as a row
+    constexpr int64_t kLeastCounted = 1 << 20; // bytes of a range, whose counts are 64 times as large as a row
     const uint8_t *const rows = bytes_of(data, 0, "data");
     const int64_t num_rows = data.numel() / row_bytes;
     Tensor counts = new_counts(data, num_counts);
@@ -232,8 +232,8 @@ std::tuple<Tensor, Tensor> learn_planes(const Device &, const Tensor &data, int6
     return {planes_words(data, planes, sample.row_bytes), planes_codec(data, planes, row_bytes)};
 }
 
-// Learns new entries, the most frequent symbols of these rows, for a codebook of scheme planes with one cluster. Returns
-// a copy of `codebook` with these entries.
+// Learns new entries, the most frequent symbols of these rows, for a codebook of scheme planes with one cluster.
+// Returns a copy of `codebook` with these entries.
 Tensor learn_entries(const Device &, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     const ibp_codebook cb = codebook_of(codebook, codec);

@@ -23,8 +23,8 @@ namespace {
 
 using namespace ibp_torch;
 
-// Adds to sum[0] what the words of a part of a tensor add to its fingerprint. part: any dtype and shape; a multiple of 8
-// bytes, except for the last part of a tensor. first_word: the number of its first word in the tensor. sum: int64 [1]
+// Adds to sum[0] what the words of a part of a tensor add to its fingerprint. part: any dtype and shape; a multiple of
+// 8 bytes, except for the last part of a tensor. first_word: the number of its first word in the tensor. sum: int64 [1]
 // or more.
 void sum_words(const Device &device, const Tensor &part, int64_t first_word, const Out &sum)
 {

@@ -1,5 +1,5 @@
-// torch_kv_ops.cpp - the operations of torch.ops.ibp for pages of a KV-cache, which move between blocks of tensors and a
-// place (ibp_pages.h). They turn tensors into pointers and call the core.
+// torch_kv_ops.cpp - the operations of torch.ops.ibp for pages of a KV-cache, which move between blocks of tensors and
+// a place (ibp_pages.h). They turn tensors into pointers and call the core.
 //
 //     plan_pages  pages blocks num_pages num_blocks num_tensors first_tensor starts block_starts block_stride scratch
 //                 pieces stored ids addresses
@@ -65,8 +65,8 @@ void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks,
 }
 
 // Notes which blocks are stored once their rows have been coded into a place: all blocks but those with a lost row.
-// ids: int64, as plan_pages wrote them. ids_per_block: rows that the place has for a block. lengths: uint16 [rows of the
-// place]. rooms: uint16 [rows of the place], or empty if slots hold whole rows. stored, seen: flags [rows of the place /
+// ids: int64, as plan_pages wrote them. ids_per_block: rows that the place has for a block. lengths: uint16 [rows], the
+// place's. rooms: uint16 [rows], the place's, or empty if slots hold whole rows. stored, seen: flags [rows /
 // ids_per_block], written: for the device that decodes, and for the host.
 void note_pages(const Device &device, const Tensor &ids, int64_t ids_per_block, const Tensor &lengths,
                 const Tensor &rooms, const Out &stored, const Out &seen)

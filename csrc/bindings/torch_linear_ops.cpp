@@ -138,8 +138,8 @@ void linear_out(const Device &device, const Tensor &x, const Tensors &parts, con
 // Multiplies groups of vectors, each group by one matrix of a stack. The stack is given as one matrix that has the rows
 // of all matrices, num_rows each.
 // x: [vectors / sharing, K]. groups: int32 [groups, 3], as group_vectors returns them: the number of a matrix, the
-// number of the first vector, and how many vectors there are. order: int64 [vectors], or None; vector v of the groups is
-// vector order[v]. sharing: how many consecutive vectors are the same row of x; 1 without an order. out: contiguous,
+// number of the first vector, and how many vectors there are. order: int64 [vectors], or None; vector v of the groups
+// is vector order[v]. sharing: how many consecutive vectors are the same row of x; 1 without an order. out: contiguous,
 // vectors * num_rows elements; the results of vectors that are in no group are not written.
 void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes, const Tensor &below,
                    const Tensor &starts, const Tensor &entries, const Tensor &x, const Tensor &groups,

@@ -573,10 +573,10 @@ void fill(const Device &device, void *memory, uint8_t value, size_t num_bytes)
         std::memset(memory, value, num_bytes);
 }
 
-// Codes data into one piece of memory, whatever it held before. memory: uint8, aligned to 8 bytes. It receives counters,
-// int64 [8]: `used`, two counts as encode_into adds them up, a fault, and one that is not used. Then come bases, int64
-// [rows], and lengths, uint16 [rows]; overflow begins at overflow_start. Of overflow, decode_piece needs only the first
-// `used` bytes.
+// Codes data into one piece of memory, whatever it held before. memory: uint8, aligned to 8 bytes. It receives
+// counters, int64 [8]: `used`, two counts as encode_into adds them up, a fault, and one that is not used. Then come
+// bases, int64 [rows], and lengths, uint16 [rows]. Overflow begins at overflow_start, and decode_piece needs only its
+// first `used` bytes.
 void encode_piece(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &memory)
 {
