@@ -33,9 +33,9 @@ struct TableHandle {
     static constexpr uint64_t kMark = 0x656c646e61486269; // bytes without this mark are refused
 
     uint64_t mark;
-    int64_t device;         // the CUDA device that reads the table; -1: the CPU
-    ibp_place place;        // counts is nullptr; used is nullptr unless a place was described
-    ibp_fault *fault;       // `take` notes faults here on a GPU; nullptr: `take` is refused there
+    int64_t device;   // the CUDA device that reads the table; -1: the CPU
+    ibp_place place;  // counts is nullptr; used is nullptr unless a place was described
+    ibp_fault *fault; // `take` notes faults here on a GPU; nullptr: `take` is refused there
     GatherPlan plan;
     Range parts[kNumParts]; // the memory of the tensors
 
@@ -47,10 +47,10 @@ struct CacheHandle {
     static constexpr uint64_t kMark = 0x6568636143706269;
 
     uint64_t mark;
-    int64_t device;          // as in TableHandle
+    int64_t device; // as in TableHandle
     ibp_cache_map maps[IBP_MAX_SLABS];
-    ibp_cache slabs;         // entries is nullptr
-    ibp_lru lru;             // slot_bytes is 0 unless the cache replaces rows
+    ibp_cache slabs; // entries is nullptr
+    ibp_lru lru;     // slot_bytes is 0 unless the cache replaces rows
     ibp_cache_counts *counts;
     Range parts[2 * IBP_MAX_SLABS + 3]; // maps, slabs, stamps, clock and counts
 };

@@ -10,7 +10,7 @@
 
 namespace ibp_torch {
 
-inline constexpr int64_t kLookUpBytes = 128;      // looking a row up in a cache takes as long as reading these bytes
+inline constexpr int64_t kLookUpBytes = 128;    // looking a row up in a cache takes as long as reading these bytes
 inline constexpr int64_t kGrainBytes = 1 << 16; // least work of a thread
 inline constexpr int64_t kLeastSharedBytes =
     1 << 19; // less work stays on the calling thread: other threads take some 10 us to wake, and then spin for a while

@@ -163,8 +163,8 @@ template <uint32_t WRITTEN> struct TableOf : OnCpu, ibp::TableHandle {
     }
 };
 using Table = TableOf<0>;
-using Source = TableOf<1u << ibp::kFault>; // a table whose own fault record is written
-using TableOut = TableOf<1u << ibp::kSlots | 1u << ibp::kOverflow>; // a table whose rows are written
+using Source = TableOf<1u << ibp::kFault>;                             // a table whose own fault record is written
+using TableOut = TableOf<1u << ibp::kSlots | 1u << ibp::kOverflow>;    // a table whose rows are written
 using PlaceOut = TableOf<~(1u << ibp::kCodebook | 1u << ibp::kFault)>; // a place into which rows are coded
 
 // The argument `cache` of an operation, which may write all of the cache's memory.

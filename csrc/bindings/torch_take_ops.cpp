@@ -42,8 +42,7 @@ struct Ordered {
 
 Ordered in_order(const Device &device, const Tensor &ids, const ibp_ids &items, int64_t num_items, uint32_t bits)
 {
-    Ordered ordered{new_tensor(ids, {items.count}, ids.scalar_type()),
-                    new_tensor(ids, {items.count}, ScalarType::Int)};
+    Ordered ordered{new_tensor(ids, {items.count}, ids.scalar_type()), new_tensor(ids, {items.count}, ScalarType::Int)};
     const auto num_bytes = static_cast<int64_t>(ibp_partition_workspace_bytes(items.count, num_items, bits));
     const Tensor workspace = new_tensor(ids, {num_bytes}, ScalarType::Byte);
     run_on(device, "partition_ids", ibp_cuda_partition_ids, ibp_partition_ids, &items, num_items, bits,
@@ -137,12 +136,13 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     ibp_cache found = cache.slabs;
     found.entries = entries;
     if (cache.lru.slot_bytes != 0) {
-        run_on(device, "claim_cached", ibp_cuda_claim_cached,
-               [](auto... given) {
-                   const ibp_status status = ibp_claim_cached(given...);
-                   return status == IBP_INVALID_ARGUMENT ? status : IBP_OK; // other statuses are in fault
-               },
-               &table, &items, &cache.lru, entries, cache.counts, fault);
+        run_on(
+            device, "claim_cached", ibp_cuda_claim_cached,
+            [](auto... given) {
+                const ibp_status status = ibp_claim_cached(given...);
+                return status == IBP_INVALID_ARGUMENT ? status : IBP_OK; // other statuses are in fault
+            },
+            &table, &items, &cache.lru, entries, cache.counts, fault);
         return found;
     }
     const int64_t rows_per_item = rows_per_item_of(table);
@@ -186,8 +186,7 @@ void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_id
     } else {
         const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
         const Tensor entries = new_tensor(ids, {num_rows}, ScalarType::Long);
-        const ibp_cache found =
-            find(device, table, items, *cache, static_cast<uint64_t *>(entries.data_ptr()), fault);
+        const ibp_cache found = find(device, table, items, *cache, static_cast<uint64_t *>(entries.data_ptr()), fault);
         gather(device, table, items, &found, max_sms, to, fault);
     }
     require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
@@ -198,7 +197,7 @@ ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
 {
     require(ids.dim() == 1, "ids has ", ids.dim(), " dimensions, 1 is needed");
     if (ids.is_contiguous()) return ids_of(ids);
-    *kept = torch::stable::clone(ids); // contiguous, except for some layouts with overlaps
+    *kept = torch::stable::clone(ids); // torch may keep the strides of ids
     if (!(*kept)->is_contiguous()) {
         Tensor copy = new_tensor(ids, {ids.numel()}, ids.scalar_type());
         torch::stable::copy_(copy, ids);
@@ -230,7 +229,8 @@ Tensor take(const Device &device, const Source &handle, const Tensor &ids, const
             table.item_bytes);
     if (!device.is_cuda() && num_bytes >= kLeastHugeBytes)
         ibp::ask_for_huge_pages(reinterpret_cast<uintptr_t>(out.data_ptr()), static_cast<size_t>(num_bytes));
-    fetch(device, handle, kept ? *kept : ids, items, max_sms, way, cache, notes, static_cast<uint8_t *>(out.data_ptr()));
+    fetch(device, handle, kept ? *kept : ids, items, max_sms, way, cache, notes,
+          static_cast<uint8_t *>(out.data_ptr()));
     return out;
 }
 
@@ -363,9 +363,9 @@ void decode_many(const Device &device, const Handles &tables, int64_t max_sms, c
     std::sort(written.begin(), written.end(), [](const Memory &a, const Memory &b) { return a.data < b.data; });
     for (size_t t = 1; t < written.size(); t++)
         require(written[t - 1].data + written[t - 1].num_bytes <= written[t].data, "outs share memory");
-    check(ibp_cuda_gather_tables(gathers.data(), static_cast<int64_t>(gathers.size()), sms_of(max_sms),
-                                 device.stream()),
-          "decode_many");
+    check(
+        ibp_cuda_gather_tables(gathers.data(), static_cast<int64_t>(gathers.size()), sms_of(max_sms), device.stream()),
+        "decode_many");
 }
 
 template <typename Library> void implement(Library &m)

@@ -309,8 +309,8 @@ class Given {
     // Returns the device on which the call runs. Throws if arguments are on other devices or share memory.
     Device device()
     {
-        const auto first = std::find_if(entries_.begin(), entries_.end(),
-                                        [](const Entry &e) { return e.tensor && e.place == kHere; });
+        const auto first =
+            std::find_if(entries_.begin(), entries_.end(), [](const Entry &e) { return e.tensor && e.place == kHere; });
         require(first != entries_.end(), "there is no tensor");
         Device device(*first->tensor);
         for (const Entry &entry : entries_) {
