@@ -139,8 +139,8 @@ class MappedPages {
 // the memory stays pinned there until it is unmapped.
 class SharedPages : public MappedPages {
   public:
-    // is_new: nobody has written to the memory yet. Its pages are then made here, on a NUMA node; a negative node is
-    // that of the caller.
+    // is_new: nobody has written to the memory yet. Its pages are then made here, on a NUMA node; a negative node means
+    // the node of the caller.
     SharedPages(int file, size_t num_bytes, bool is_new, int node)
         : MappedPages(file, 0, num_bytes, PROT_READ | PROT_WRITE, ibp_cuda_register_pinned, "shared memory")
     {

@@ -104,7 +104,7 @@ class PinnedPool {
         return kept_bytes_;
     }
 
-    // Frees kept blocks, those that were given first, until at most most_bytes bytes are kept. @return the bytes freed.
+    // Frees kept blocks, oldest first, until at most most_bytes bytes are kept. @return the bytes freed.
     size_t release(size_t most_bytes)
     {
         size_t freed_bytes = 0;

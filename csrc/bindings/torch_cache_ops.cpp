@@ -9,8 +9,8 @@
 //     drop_cached     rows ways map
 //     set_cached      rows lengths ways dirty map
 //
-// A cache is for tables whose items are whole rows. Each operation is documented at its function; these are arguments
-// that several of them have, besides those of torch_tables.h:
+// A cache is for tables whose items are whole rows. Each operation is documented at its function. torch_tables.h
+// describes arguments that other files share, and these are shared by the operations of this file:
 //
 //     map, maps   int64 [sets * ways * 2], aligned to 16 bytes: for each way the number of a row (-1: the way is empty,
 //                 -2: its row was removed) and the row's entry, 0 if the way is empty. maps: one for each of up to 8

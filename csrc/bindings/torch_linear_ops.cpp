@@ -10,8 +10,7 @@
 // copied if it is not contiguous and aligned to 16 bytes. A matrix is given by these arguments:
 //
 //     slots       uint8 [bytes], aligned to 16 bytes: the slots of its table, slot_bytes bytes for each row.
-//     below       any dtype; only its size is read. It has two elements more than there are exponents below that of
-//                 digit 0.
+//     below       any dtype; only its size is read, which is the exponent of digit 0 plus 2.
 //     starts      int32 [rows + 1]: the escapes of row r are entries[starts[r]] to entries[starts[r + 1] - 1].
 //     entries     int32 [escapes, 2]: structs ibp_escape, aligned to 8 bytes.
 #include "torch_tensors.h"

@@ -11,13 +11,13 @@
 //               invariant_bits, invariant_value, consecutive, first_symbol, signed_default, num_constant,
 //               digit_bits ...], with one number of digit_bits for each plane, up to four.
 //     codebook  Scheme raw: not read. Scheme ibp: int32 [3, words], as codebook_words returns it, aligned to 16 bytes.
-//               Scheme planes: uint8 symbols; if num_constant is not 0, the row template and the live columns, as
-//               uint16, precede them, each padded to a multiple of 16 bytes. The codebooks of several clusters (up to
+//               Scheme planes: uint8 symbols; if num_constant is not 0, the row template and the live columns (as
+//               uint16) precede them, each padded to a multiple of 16 bytes. The codebooks of several clusters (up to
 //               256) follow one another; in scheme ibp each is then followed by [num_flags, 0, 0, 0].
 //     ids       int32 or int64 [ids].
 //     fault     int64 [4]: a struct ibp_fault (ibp_status.h), which keeps the first fault; zeros if there was none.
 //     max_sms   The most multiprocessors that a kernel keeps busy; 0: all. CPU implementations do not use it.
-//     entries   int64 [rows]: for each row that is fetched, where a cache has it, or 0 (ibp_cache.h).
+//     entries   int64 [rows]: for each row that is fetched, its entry in a cache (ibp_cache.h), or 0 if it has none.
 //     slabs     uint8 [bytes] each, up to 8 tensors: rows as they are stored, in memory near a GPU. Slabs may be on
 //               other CUDA devices than the other tensors, if these can read their memory.
 #ifndef IBP_TORCH_TABLES_H

@@ -1,7 +1,8 @@
 """The torch operations of ibp: their schemas, fake implementations for tracing, and the library that implements them.
 
-Each operation is documented at its function in csrc/bindings/torch_*_ops.cpp, and arguments that many of them share
-(table, codebook, codec, ids, fault, max_sms) in csrc/bindings/torch_tables.h. Unless it says otherwise there:
+Each operation is documented at its function in csrc/bindings/torch_*ops.cpp, and `times_matrix` in this file; arguments
+that many of them share (table, codebook, codec, ids, fault, max_sms) are documented in csrc/bindings/torch_tables.h.
+Unless an operation's documentation says otherwise:
 
 - Tensors are flat and contiguous. All tensors of a call are on the CPU, or all on one CUDA device. Pinned host memory
   is given as a tensor of the CUDA device (`_memory.device_view`).
@@ -158,9 +159,7 @@ _define(
     "take.out(Tensor table, Tensor ids, Tensor(a!) out, int max_sms, int way, Tensor? cache=None, bool notes=False) "
     "-> ()"
 )
-_define(
-    "take_many(Tensor[] tables, Tensor ids, Tensor positions, int[] starts, int max_sms, Tensor(a!) out) -> ()"
-)
+_define("take_many(Tensor[] tables, Tensor ids, Tensor positions, int[] starts, int max_sms, Tensor(a!) out) -> ()")
 _define("decode_many(Tensor[] tables, int max_sms, Tensor(a!)[] outs) -> ()")
 _define(
     "gather_items(Tensor table, Tensor? ids, int max_sms, Tensor(a!) out, Tensor(b!) fault, Tensor? positions=None, *, "
