@@ -1,5 +1,5 @@
-// file_reader.h - the C reader of files (ibp_file.h) for Python: headers, and lines of fields, as Python's values. A
-// ValueError says what is refused.
+// file_reader.h - the C reader of files (ibp_file.h) for Python. It returns headers, and lines of fields, as Python's
+// values. If a file is refused, a ValueError says why.
 #ifndef IBP_FILE_READER_H
 #define IBP_FILE_READER_H
 
@@ -24,7 +24,7 @@ inline py::str text_of(ibp_text text)
     return py::str(utf8);
 }
 
-// The beginning of a text as a literal of Python, whatever its bytes are.
+// Returns the beginning of a text as a literal of Python. Bytes that are not UTF-8 are replaced.
 inline std::string shown(ibp_text text)
 {
     constexpr size_t kMostBytes = 100;
@@ -60,7 +60,8 @@ inline void open_header(const std::vector<uint8_t> &bytes, size_t file_bytes, ib
                           (release.empty() ? "a later one" : release.substr(0, 40)) + " wrote it and reads it");
 }
 
-// (bytes of a block, number of blocks) of a file's checksums; None if it has none; a text if they are refused.
+// Returns (bytes of a block, number of blocks) for a file's checksums, None if the file has none, or a text that says
+// why they are refused.
 inline py::object checks_of(const ibp_file &file)
 {
     ibp_file_checks checks{};
@@ -75,11 +76,12 @@ inline py::object checks_of(const ibp_file &file)
     return py::make_tuple(checks.block_bytes, checks.num_blocks);
 }
 
-// (tensors, metadata, checks): {name: (dtype, shape, first byte in the file, end)}, text by text, as checks_of.
+// Returns (tensors, metadata, checks): {name: (dtype, shape, first byte in the file, end)}, {key: text}, and what
+// checks_of returns. header: the bytes in front of the data.
 inline py::tuple read_header(const py::bytes &header, size_t file_bytes)
 {
     const std::string_view view = header;
-    const std::vector<uint8_t> bytes(view.begin(), view.end()); // aligned
+    const std::vector<uint8_t> bytes(view.begin(), view.end()); // a copy, because it is aligned
     ibp_file file;
     ibp_file_tensor tensor;
     ibp_text key, value;
@@ -112,7 +114,7 @@ inline py::object value_of(const ibp_field &field)
     }
 }
 
-// The fields that are given, by their names.
+// Returns the fields that a line gives, by their names.
 template <size_t N> py::dict dict_of(const std::array<ibp_field, N> &fields)
 {
     py::dict given;
@@ -121,7 +123,7 @@ template <size_t N> py::dict dict_of(const std::array<ibp_field, N> &fields)
     return given;
 }
 
-// The fields of a table. line: as it stands in a JSON string.
+// Returns the fields of a table by their names. line: the table's line, escaped as it is in a JSON string.
 inline py::dict read_table(const std::string &line)
 {
     std::array<ibp_field, IBP_TABLE_FIELDS> fields;
@@ -131,7 +133,7 @@ inline py::dict read_table(const std::string &line)
     return dict_of(fields);
 }
 
-// The fields of a codebook, likewise.
+// Returns the fields of a codebook by their names. line: the codebook's line, escaped as it is in a JSON string.
 inline py::dict read_codebook(const std::string &line)
 {
     std::array<ibp_field, IBP_CODEBOOK_FIELDS> fields;

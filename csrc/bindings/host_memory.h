@@ -1,4 +1,5 @@
-// host_memory.h - memory of the host as Python objects: pinned, pinned where it is, and shared between processes.
+// host_memory.h - host memory as Python objects: new pinned memory, memory of other objects that is pinned in place,
+// and memory that processes share.
 #ifndef IBP_HOST_MEMORY_H
 #define IBP_HOST_MEMORY_H
 
@@ -36,8 +37,8 @@ inline py::buffer_info bytes_at(void *data, size_t num_bytes)
     return {static_cast<uint8_t *>(data), static_cast<py::ssize_t>(num_bytes)};
 }
 
-// Pinned host memory of its own, exactly as large as asked for. A writable buffer, so that torch.frombuffer keeps it
-// alive.
+// Pinned host memory from the process's pool, exactly as large as requested. It is a writable buffer, so that a tensor
+// of torch.frombuffer keeps it alive.
 class PinnedBuffer {
   public:
     PinnedBuffer(size_t num_bytes, int node) : num_bytes_(num_bytes)
@@ -54,7 +55,7 @@ class PinnedBuffer {
         if (block_.data) PinnedPool::of_process().give(block_);
     }
 
-    // Whether GPUs may still read what it held before.
+    // Returns whether GPUs may still read what this memory held for its last owner.
     bool is_used() const { return is_used_; }
     py::buffer_info buffer() const { return bytes_at(block_.data, num_bytes_); }
 
@@ -64,7 +65,7 @@ class PinnedBuffer {
     bool is_used_ = false;
 };
 
-// Pins memory where it is; the owner is kept alive until it is unpinned.
+// Pins the memory of another object in place, and keeps that object alive until the memory is unpinned.
 class PinnedRange {
   public:
     PinnedRange(py::object owner, uintptr_t address, size_t num_bytes)
@@ -86,7 +87,7 @@ class PinnedRange {
     pid_t process_;
 };
 
-// Bytes of a file, mapped here until the object goes.
+// Bytes of a file, mapped into this process while the object lives.
 class MappedPages {
   public:
     MappedPages(const MappedPages &) = delete;
@@ -99,7 +100,7 @@ class MappedPages {
 
     bool is_pinned() const { return pinned_in_ == getpid(); }
 
-    // Once a process, and not yet in a child of the one that has. One thread at a time may call it.
+    // Pins the memory once per process. After fork() a child must pin it again. One thread at a time may call this.
     void pin()
     {
         if (is_pinned()) return;
@@ -134,11 +135,12 @@ class MappedPages {
     pid_t pinned_in_ = 0;
 };
 
-// The memory that a file descriptor stands for, as all processes that map it see it. Pinned for this process when it
-// asks for that, until the memory is unmapped here.
+// The memory of a file descriptor, which all processes that map it share. Each process pins it for itself by pin();
+// the memory stays pinned there until it is unmapped.
 class SharedPages : public MappedPages {
   public:
-    // is_new: nobody has written to it yet; its pages are made here, on a node (negative: that of the caller).
+    // is_new: nobody has written to the memory yet. Its pages are then made here, on a NUMA node; a negative node means
+    // the node of the caller.
     SharedPages(int file, size_t num_bytes, bool is_new, int node)
         : MappedPages(file, 0, num_bytes, PROT_READ | PROT_WRITE, ibp_cuda_register_pinned, "shared memory")
     {
@@ -147,9 +149,8 @@ class SharedPages : public MappedPages {
     }
 };
 
-// Bytes of a file as they are in the page cache, to be read only: shared by all processes that map them, and by GPUs
-// where the system lets. A buffer that says it is writable, so that torch.frombuffer takes it without a warning; nobody
-// may write to it.
+// Bytes of a file in the page cache, which must only be read. All processes that map them share them, and GPUs read
+// them if the system supports it. The buffer claims to be writable because torch.frombuffer warns about others.
 class FilePages : public MappedPages {
   public:
     FilePages(int file, size_t start, size_t num_bytes)

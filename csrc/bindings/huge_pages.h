@@ -1,4 +1,4 @@
-// huge_pages.h - asks the system for huge pages.
+// huge_pages.h - asks the operating system for huge pages.
 #ifndef IBP_HUGE_PAGES_H
 #define IBP_HUGE_PAGES_H
 
@@ -10,7 +10,7 @@
 
 namespace ibp {
 
-// Asks for huge pages for memory that is yet to be filled. Without them it is slower, no more.
+// Asks for huge pages for memory that has not been written yet. If the system refuses, filling it only takes longer.
 inline void ask_for_huge_pages(uintptr_t address, size_t num_bytes)
 {
     const auto page_bytes = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));

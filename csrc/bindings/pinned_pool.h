@@ -1,4 +1,4 @@
-// pinned_pool.h - pinned host memory that is kept for its next user: to pin memory takes longer than to fill it.
+// pinned_pool.h - keeps pinned host memory for its next user, because pinning memory takes longer than filling it.
 #ifndef IBP_PINNED_POOL_H
 #define IBP_PINNED_POOL_H
 
@@ -14,7 +14,7 @@
 
 namespace ibp {
 
-// Pinned memory of a NUMA node, in the process that has pinned it.
+// Pinned memory on a NUMA node. Only in `process` is it pinned.
 struct PinnedBlock {
     void *data;
     size_t num_bytes;
@@ -22,24 +22,25 @@ struct PinnedBlock {
     pid_t process;
 };
 
-// Where pinned memory comes from and goes to: the system, or a test's.
+// The functions that allocate and free pinned memory. Tests give functions of their own.
 struct PinnedSource {
     ibp_status (*alloc)(size_t num_bytes, int node, void **host);
     ibp_status (*free)(void *host, size_t num_bytes);
 };
 
-// Blocks that nobody uses, at most `limit` bytes of them: beyond that, the blocks that were given first go back to the
-// system. Functions may be called by several threads at once.
+// A pool of pinned blocks that nobody uses. It keeps at most `limit` bytes; if there are more, it returns the blocks
+// that it was given first to the system. Several threads may call its functions at once.
 //
-// GPUs may still read a block that is given back, on any stream: whoever is given a used block waits for them first.
-// A process that forks leaves its blocks to its parent: what the child has is a copy that is not pinned.
+// When a block is given back, GPUs may still be reading it, on any stream. So whoever takes a used block must wait for
+// them before writing to it. After fork() the blocks belong to the parent: the child has copies that are not pinned.
 class PinnedPool {
   public:
-    static constexpr size_t kLeastKept = size_t{64} << 10; // bytes: of less, pinning is as fast as waiting for GPUs
+    static constexpr size_t kLeastKept = size_t{64} << 10; // bytes; pinning less takes no longer than waiting for GPUs
 
     PinnedPool(const PinnedSource &source, size_t limit) : source_(source), limit_(limit) {}
 
-    // What the system has, once for the process. It is never destroyed: objects that outlive the interpreter use it.
+    // Returns the pool of this process, whose blocks come from the system. It is never destroyed, because some objects
+    // that use it outlive the interpreter.
     static PinnedPool &of_process()
     {
         static PinnedPool &pool = *[] {
@@ -51,7 +52,7 @@ class PinnedPool {
         return pool;
     }
 
-    // 4 GiB, or an eighth of the machine's memory where that is less.
+    // Returns 4 GiB, or an eighth of the machine's memory if that is less.
     static size_t default_limit()
     {
         const auto pages = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)),
@@ -59,8 +60,9 @@ class PinnedPool {
         return std::min(size_t{4} << 30, pages / 8 * page_bytes);
     }
 
-    // A block of at least num_bytes > 0 bytes, and at most an eighth more, on a node. is_used: it is not new.
-    // @return what pinning new memory returns. Where that fails, what is kept is freed first.
+    // Takes a block of num_bytes > 0 bytes, or up to an eighth more, on a NUMA node. *is_used: whether somebody has
+    // used it before. If new memory cannot be pinned, all kept blocks are freed and it is tried once more.
+    // @return the status of pinning; IBP_OK for a kept block.
     ibp_status take(size_t num_bytes, int node, PinnedBlock *block, bool *is_used)
     {
         *is_used = take_kept(num_bytes, node, block);
@@ -71,6 +73,7 @@ class PinnedPool {
         return status;
     }
 
+    // Gives a block back. A block of this process is kept or freed; a copy in a forked child is unmapped.
     void give(const PinnedBlock &block)
     {
         if (block.process != getpid()) {
@@ -101,7 +104,7 @@ class PinnedPool {
         return kept_bytes_;
     }
 
-    // Frees the blocks that were given first until at most most_bytes are kept. @return the bytes freed.
+    // Frees kept blocks, oldest first, until at most most_bytes bytes are kept. @return the bytes freed.
     size_t release(size_t most_bytes)
     {
         size_t freed_bytes = 0;
@@ -114,7 +117,7 @@ class PinnedPool {
     }
 
   private:
-    // The smallest block that fits.
+    // Takes the smallest kept block that fits. Returns whether there is one.
     bool take_kept(size_t num_bytes, int node, PinnedBlock *block)
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -131,7 +134,8 @@ class PinnedPool {
         return true;
     }
 
-    // The block that was given first, if more than most_bytes are kept. Allocates nothing: destructors come here.
+    // Takes the block that was given first, if more than most_bytes bytes are kept. Destructors call this, so it
+    // allocates nothing.
     bool take_first(size_t most_bytes, PinnedBlock *block)
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -142,6 +146,7 @@ class PinnedPool {
         return true;
     }
 
+    // Keeps a block. Returns false if it is larger than the limit, or if there is no memory to list it.
     bool keep(const PinnedBlock &block)
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -155,7 +160,7 @@ class PinnedPool {
         return true;
     }
 
-    // In a child process, whose parent holds the lock: the blocks that were kept are copies here.
+    // Runs in a child process after fork(), which took the lock. The kept blocks are copies here, and are unmapped.
     void start_again()
     {
         for (const PinnedBlock &block : kept_) munmap(block.data, block.num_bytes);

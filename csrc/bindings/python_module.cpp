@@ -1,4 +1,4 @@
-// python_module.cpp - ibp._core: what is not a tensor operation.
+// python_module.cpp - the module ibp._core: the core's functions that are not operations of torch.
 #include "ibp.h"
 #include "ibp_cuda.h"
 
@@ -24,7 +24,8 @@ namespace {
 
 using ibp::check;
 
-// Waits until the names in a directory are on disk. No handler of a signal runs while its descriptor is open.
+// Waits until the names in a directory are on disk. This thread runs no Python code while the directory is open, so no
+// signal handler can raise before it is closed.
 void sync_directory(const char *path)
 {
     int error = 0;
@@ -40,7 +41,7 @@ void sync_directory(const char *path)
     throw py::error_already_set();
 }
 
-// What DLPack's C interface hands an array over with (struct DLManagedTensor of dlpack.h, version 0.8).
+// The struct DLManagedTensor of dlpack.h, version 0.8, by which DLPack's C interface hands over an array.
 struct DLManagedTensor {
     struct {
         void *data;
@@ -58,8 +59,8 @@ static_assert(sizeof(DLManagedTensor) == 64, "the layout of dlpack.h on a 64-bit
 enum : int32_t { kDLCUDA = 2 };
 enum : uint8_t { kDLUInt = 1 };
 
-// The bytes of an object in pinned memory as a CUDA device sees them, for whoever takes a DLPack capsule; the object
-// lives as long as they are held.
+// Bytes of an object in pinned memory, as a CUDA device sees them. Whoever takes the DLPack capsule holds them, and the
+// object lives as long as they are held.
 struct MappedBytes {
     DLManagedTensor managed;
     py::object owner;
@@ -73,9 +74,9 @@ struct MappedBytes {
     }
 };
 
-// A capsule with the bytes from address on, which are pinned, as uint8 of the current CUDA device, whose index is
-// device. Torch's own ways to wrap an address, from_blob and __cuda_array_interface__, ask the driver for its device:
-// that one is the device that was current when it was pinned.
+// Returns a DLPack capsule with pinned bytes, which begin at address, as uint8 on the current CUDA device, whose index
+// is device. Torch's own ways to wrap an address, from_blob and __cuda_array_interface__, do not serve: they ask the
+// driver for its device, and the driver names the device that was current when the memory was pinned.
 py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, int32_t device)
 {
     void *mapped = nullptr;
@@ -85,7 +86,7 @@ py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, in
     bytes->managed.manager = bytes;
     bytes->managed.release = &MappedBytes::release;
     PyObject *const capsule = PyCapsule_New(&bytes->managed, "dltensor", [](PyObject *unused) {
-        if (!PyCapsule_IsValid(unused, "dltensor")) return; // who took it has renamed it
+        if (!PyCapsule_IsValid(unused, "dltensor")) return; // whoever took the bytes has renamed it
         MappedBytes::release(static_cast<DLManagedTensor *>(PyCapsule_GetPointer(unused, "dltensor")));
     });
     if (capsule == nullptr) {
@@ -95,7 +96,8 @@ py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, in
     return py::reinterpret_steal<py::object>(capsule);
 }
 
-// The streams and events of a stream of tables (ibp_cuda.h), on the device that is current when it is made.
+// An ibp_streamer (ibp_cuda_stream.h): the streams and events for streaming tables to the device that is current when
+// the object is made.
 class Streamer {
   public:
     Streamer()
@@ -114,7 +116,8 @@ class Streamer {
     ibp_streamer *streamer_ = nullptr;
 };
 
-// What brings items to the current device with the CPU's help (ibp_cuda.h), through two rings that `kept` owns.
+// An ibp_stager (ibp_cuda_stream.h), which brings items to the current device with the CPU's help, through two rings.
+// kept: the object that owns the rings.
 class Stager {
   public:
     Stager(uintptr_t pinned, uintptr_t near, int64_t ring_bytes, py::object kept) : kept_(std::move(kept))
@@ -133,8 +136,8 @@ class Stager {
     ibp_stager *stager_ = nullptr;
 };
 
-// __init__ of a class, as py::init makes it. That one registers the object where no exception is caught: without memory
-// for it the process would end.
+// Implements __init__ of a class, as py::init does. py::init registers the object where no exception is caught, so the
+// process would end if there were no memory for that.
 template <typename T, typename... Args> void make(py::detail::value_and_holder &place, Args... args)
 {
     auto holder = std::make_unique<T>(std::forward<Args>(args)...);
@@ -142,14 +145,14 @@ template <typename T, typename... Args> void make(py::detail::value_and_holder &
     try {
         place.type->init_instance(place.inst, &holder);
     } catch (...) {
-        place.value_ptr() = nullptr; // the holder has it
+        place.value_ptr() = nullptr; // the holder frees the object
         throw;
     }
 }
 constexpr py::detail::is_new_style_constructor kNewStyle{};
 
-// What call() returns. An exception that leaves it takes kept[0], if there is one, along as its attribute `table`. No
-// Python code runs in between, so that no further interrupt can come before it.
+// Returns call(). If call raises, the exception gets kept[0], if there is one, as its attribute `table`. No Python code
+// runs in between, so no further interrupt can come before that.
 py::object call_keeping_table(const py::list &kept, const py::object &call)
 {
     try {
@@ -165,14 +168,14 @@ py::object call_keeping_table(const py::list &kept, const py::object &call)
 PYBIND11_MODULE(_core, m)
 {
     m.doc() = "The ibp core without torch: status, versions, pinned memory.";
-    ibp::PinnedPool::of_process(); // made before any thread could be at it while the process forks
+    ibp::PinnedPool::of_process(); // made now, because no other thread can be making it during a fork yet
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;
-    m.attr("SECTOR_BYTES") = IBP_OVERFLOW_ALIGN;             // overflow parts begin with a sector
-    m.attr("TABLE_HANDLE_BYTES") = sizeof(ibp::TableHandle); // of what describe_table and describe_cache return
+    m.attr("SECTOR_BYTES") = IBP_OVERFLOW_ALIGN;             // overflow parts begin at multiples of it
+    m.attr("TABLE_HANDLE_BYTES") = sizeof(ibp::TableHandle); // sizes of handles
     m.attr("CACHE_HANDLE_BYTES") = sizeof(ibp::CacheHandle);
-    m.attr("MAX_SLABS") = IBP_MAX_SLABS; // of a cache of rows
+    m.attr("MAX_SLABS") = IBP_MAX_SLABS; // slabs of a cache of rows
     m.attr("CPU_AVX2_BMI2") = static_cast<uint32_t>(IBP_CPU_AVX2_BMI2);
     m.attr("CPU_AVX512") = static_cast<uint32_t>(IBP_CPU_AVX512);
     m.def("version", &ibp_version, "Version of the linked core library.");
@@ -182,23 +185,23 @@ PYBIND11_MODULE(_core, m)
     m.def("cpu_features", &ibp_cpu_features,
           "Features of the processor that the CPU coders use (ibp_cpu_feature of ibp.h); 0: plain C.");
     m.def("set_cpu_features", &ibp_set_cpu_features, py::arg("features"),
-          "Uses those of the given features that the processor has, in all threads from now on; returns them. For "
-          "tests and benchmarks.");
+          "Makes all threads use those of the given features that the processor has, and returns these. For tests "
+          "and benchmarks.");
     m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
 
     m.def("ask_for_huge_pages", &ibp::ask_for_huge_pages, py::arg("address"), py::arg("num_bytes"),
-          "Asks the system for huge pages for memory that is yet to be filled.");
+          "Asks the system for huge pages for memory that has not been written yet.");
     m.def("call_keeping_table", &call_keeping_table, py::arg("kept"), py::arg("call"),
-          "call(); an exception that leaves it takes kept[0], if there is one, along as its attribute `table`.");
+          "Returns call(). If it raises, the exception gets kept[0], if there is one, as its attribute `table`.");
 
     m.def("read_header", &ibp_python::read_header, py::arg("header"), py::arg("file_bytes"),
-          "(tensors, metadata, checks) of a file of file_bytes bytes, from the bytes in front of its data: {name: "
-          "(dtype, "
-          "shape, first byte in the file, end)}, text by text, and (bytes of a block, number of blocks), None, or why "
-          "there are no such checksums. ValueError says what is wrong.");
+          "Reads the bytes in front of a file's data. Returns (tensors, metadata, checks): {name: (dtype, shape, first "
+          "byte in the file, end)}, {key: text}, and (bytes of a block, number of blocks) of checksums, None if there "
+          "are none, or a text that says why they are refused. ValueError says what is wrong.");
     m.def("read_table", &ibp_python::read_table, py::arg("line"),
           "The fields of a table, from its line as it stands in JSON. ValueError says what is wrong.");
-    m.def("read_codebook", &ibp_python::read_codebook, py::arg("line"), "The fields of a codebook, likewise.");
+    m.def("read_codebook", &ibp_python::read_codebook, py::arg("line"),
+          "The fields of a codebook, from its line as it stands in JSON. ValueError says what is wrong.");
 
     py::class_<ibp::PinnedBuffer>(m, "PinnedBuffer", py::buffer_protocol(), "Pinned, mapped host memory.")
         .def("__init__", &make<ibp::PinnedBuffer, size_t, int>, kNewStyle, py::arg("num_bytes"), py::arg("node") = -1)
@@ -214,7 +217,8 @@ PYBIND11_MODULE(_core, m)
         "kept_pinned_bytes", [] { return ibp::PinnedPool::of_process().kept_bytes(); },
         "Bytes of pinned memory that are kept for their next user.");
     m.def(
-        "pinned_limit", [] { return ibp::PinnedPool::of_process().limit(); }, "The most bytes that are kept so.");
+        "pinned_limit", [] { return ibp::PinnedPool::of_process().limit(); },
+        "The most bytes of pinned memory that are kept.");
     m.def(
         "set_pinned_limit", [](size_t limit) { ibp::PinnedPool::of_process().set_limit(limit); }, py::arg("limit"),
         py::call_guard<py::gil_scoped_release>());
@@ -245,18 +249,17 @@ PYBIND11_MODULE(_core, m)
     m.def(
         "enable_peer", [](int device, int peer) { check(ibp_cuda_enable_peer(device, peer)); }, py::arg("device"),
         py::arg("peer"),
-        "Lets kernels of a CUDA device read the memory of another one; RuntimeError where they cannot. Once is "
-        "enough.");
+        "Lets kernels of a CUDA device read the memory of another one, from now on. RuntimeError if they cannot.");
     m.def("map_pinned", &map_pinned, py::arg("owner"), py::arg("address"), py::arg("num_bytes"), py::arg("device"),
-          "DLPack capsule of pinned memory as bytes of the current CUDA device, whose index is device; keeps its owner "
-          "alive.");
+          "Returns a DLPack capsule with pinned memory as bytes of the current CUDA device, whose index is device. It "
+          "keeps the owner alive.");
 
-    py::class_<Stager>(m, "Stager", "What stage_items works with, on the current CUDA device.")
+    py::class_<Stager>(m, "Stager", "The rings and streams of stage_items on the current CUDA device.")
         .def("__init__", &make<Stager, uintptr_t, uintptr_t, int64_t, py::object>, kNewStyle, py::arg("pinned"),
              py::arg("near"), py::arg("ring_bytes"), py::arg("kept"))
         .def_property_readonly("address", &Stager::address);
 
-    py::class_<Streamer>(m, "Streamer", "What stream_bytes works with, on the current CUDA device.")
+    py::class_<Streamer>(m, "Streamer", "The streams and events of stream_bytes on the current CUDA device.")
         .def("__init__", &make<Streamer>, kNewStyle)
         .def_property_readonly("address", &Streamer::address)
         .def("continue_stream", &Streamer::continue_stream,

@@ -1,5 +1,6 @@
-// table_handle.h - a table, or a place for coded rows, and a cache of rows, as all operations of one device take them:
-// checked and described once. Their bytes are a tensor on the CPU, and a copy of these serves as well.
+// table_handle.h - handles of tables and of caches of rows. describe_table and describe_cache check the memory once and
+// return a handle's bytes as a tensor on the CPU, which the operations of that memory's device take. A copy of the
+// bytes serves as well.
 #ifndef IBP_TABLE_HANDLE_H
 #define IBP_TABLE_HANDLE_H
 
@@ -19,8 +20,9 @@ enum TablePart { kSlots, kOverflow, kLengths, kBases, kCodebook, kRooms, kUsed, 
 constexpr const char *kPartNames[kNumParts] = {"slots",    "overflow", "lengths", "bases",
                                                "codebook", "rooms",    "used",    "fault"};
 
-// How `take` fetches items from memory that is far from the GPU: least_bucketed ids and more are put in the order of
-// windows of 2^window_bits items first, and then fetched by bucketed_sms multiprocessors (0: all).
+// How `take` fetches items from memory that is far from the GPU. If there are at least least_bucketed ids, it first
+// puts them in the order of windows of 2^window_bits items, and then fetches them with bucketed_sms multiprocessors (0:
+// all).
 struct GatherPlan {
     int64_t least_bucketed;
     uint32_t window_bits;
@@ -28,12 +30,12 @@ struct GatherPlan {
 };
 
 struct TableHandle {
-    static constexpr uint64_t kMark = 0x656c646e61486269; // bytes without it are no handle
+    static constexpr uint64_t kMark = 0x656c646e61486269; // bytes without this mark are refused
 
     uint64_t mark;
     int64_t device;   // the CUDA device that reads the table; -1: the CPU
-    ibp_place place;  // without counts. used is nullptr where no place was described
-    ibp_fault *fault; // where `take` notes what goes wrong on a GPU; nullptr: `take` is refused there
+    ibp_place place;  // counts is nullptr; used is nullptr unless a place was described
+    ibp_fault *fault; // `take` notes faults here on a GPU; nullptr: `take` is refused there
     GatherPlan plan;
     Range parts[kNumParts]; // the memory of the tensors
 
@@ -47,8 +49,8 @@ struct CacheHandle {
     uint64_t mark;
     int64_t device; // as in TableHandle
     ibp_cache_map maps[IBP_MAX_SLABS];
-    ibp_cache slabs; // without entries
-    ibp_lru lru;     // of a cache that replaces rows; slot_bytes is 0 otherwise
+    ibp_cache slabs; // entries is nullptr
+    ibp_lru lru;     // slot_bytes is 0 unless the cache replaces rows
     ibp_cache_counts *counts;
     Range parts[2 * IBP_MAX_SLABS + 3]; // maps, slabs, stamps, clock and counts
 };

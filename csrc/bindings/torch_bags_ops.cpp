@@ -1,4 +1,9 @@
-// torch_bags_ops.cpp - torch.ops.ibp.sum_bags: tensors to pointers, as torch_ops.cpp.
+// torch_bags_ops.cpp - the operation torch.ops.ibp.sum_bags, for CUDA only. It turns tensors into pointers and calls
+// the core.
+//
+//     sum_bags  table ids entries slabs offsets weights reduction padding_idx kind max_sms out fault
+//
+// It is documented at its function; arguments that other operations have, too, are described in torch_tables.h.
 #include "torch_tables.h"
 
 #include <optional>
@@ -12,7 +17,7 @@ ScalarType dtype_of(ibp_float_kind kind)
     return kind == IBP_FLOAT32 ? ScalarType::Float : kind == IBP_FLOAT16 ? ScalarType::Half : ScalarType::BFloat16;
 }
 
-// Bags as struct ibp_bags has them: as many as the first dimension of out has.
+// Makes the struct ibp_bags of the arguments of sum_bags.
 ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const std::optional<Tensor> &weights,
                  int64_t reduction, int64_t padding_idx, int64_t kind, const Tensor &out)
 {
@@ -41,6 +46,13 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
     return bags;
 }
 
+// Sums bags of rows, or takes their mean or maximum (ibp_cuda_linear.h). A bag without rows gives zeros. Items of table
+// are single rows. An id out of range and a corrupt row are noted in fault and count as rows of zeros.
+// entries: int64 [ids], or None; rows that have an entry come from slabs. offsets: int32 or int64, ascending; bag b
+// begins with ids[offsets[b]]. Elements after the first [bags] are not read. None: all bags have equally many ids.
+// weights: [ids], of the elements' dtype, for sums only; None: all are 1. reduction: a number of ibp_bag_mode.
+// padding_idx: rows with this id count as absent; -1: none do. kind: a number of ibp_float_kind, the elements' dtype.
+// out: [bags, elements], contiguous; its first dimension says how many bags there are.
 void sum_bags(const Device &device, const Table &handle, const Tensor &ids, const std::optional<Tensor> &entries,
               const Near &slabs, const std::optional<Tensor> &offsets, const std::optional<Tensor> &weights,
               int64_t reduction, int64_t padding_idx, int64_t kind, int64_t max_sms, const Out &out, const Out &fault)

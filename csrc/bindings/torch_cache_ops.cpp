@@ -1,5 +1,30 @@
-// torch_cache_ops.cpp - the operations of a cache of rows (ibp.h) in torch.ops.ibp: tensors to pointers, nothing else.
-// Schemas and fake implementations are in ibp/_common/ops.py.
+// torch_cache_ops.cpp - the operations of torch.ops.ibp for a cache of a table's rows (ibp_cache.h). They turn tensors
+// into pointers and call the core.
+//
+//     describe_cache  maps ways slabs counts stamps clock slot_bytes -> Tensor
+//     find_cached     ids rows_per_item row_bytes lengths maps ways entries counts
+//     owners_of_rows  rows num_slabs -> Tensor
+//     fill_slab       table rows offsets slab ways bytes map fault
+//     claim_cached    table ids ways cache_slot_bytes bytes map stamps clock entries counts fault
+//     drop_cached     rows ways map
+//     set_cached      rows lengths ways dirty map
+//
+// A cache is for tables whose items are whole rows. Each operation is documented at its function. torch_tables.h
+// describes arguments that other files share, and these are shared by the operations of this file:
+//
+//     map, maps   int64 [sets * ways * 2], aligned to 16 bytes: for each way the number of a row (-1: the way is empty,
+//                 -2: its row was removed) and the row's entry, 0 if the way is empty. maps: one for each of up to 8
+//                 slabs; as slabs, they may be on other CUDA devices than the other tensors.
+//     ways        2, 4, 8, 16 or 32: ways of a set.
+//     bytes       uint8 [bytes], at most 2^40: the slab to which an operation writes rows.
+//     entries     int64 [ids * rows_per_item], written: the entry of row r of ids[k] is at k * rows_per_item + r, as
+//                 gather_items takes it; 0 if the cache does not hold the row.
+//     counts      int64 [10], added to: hits of slabs 0 to 7, misses, and the bytes of missed rows, each rounded up to
+//                 sectors of 32.
+//     stamps      int32 [sets * 33], zeros at first: the time of each way's last use, and then one number for each
+//                 set, which is 0 between calls.
+//     clock       int64 [2], zeros at first: how many calls there were.
+//     rows        int64 [rows]: numbers of rows; negative ones are left out.
 #include "torch_ranges.h"
 #include "torch_tables.h"
 
@@ -17,7 +42,7 @@ ibp_cache_map map_of(const Tensor &map, int64_t ways)
     ibp_cache_map m{};
     m.ways = to_u32(ways, 2, IBP_SEARCHED_WAYS, "ways");
     require((m.ways & (m.ways - 1)) == 0, "ways is ", ways, ", not 2, 4, 8, 16 or 32");
-    const int64_t numbers = 2 * ways; // of a set
+    const int64_t numbers = 2 * ways; // in a set
     m.rows = data_of<ibp_cached_row>(map, ScalarType::Long, 0, "map");
     require(map.numel() % numbers == 0 && map.numel() / numbers <= int64_t{UINT32_MAX}, "map has ", map.numel(),
             " numbers, not those of whole sets of ", ways, " ways");
@@ -66,8 +91,10 @@ const int64_t *rows_of(const Tensor &rows) { return data_of<int64_t>(rows, Scala
 
 // ---- describing ----
 
-// The bytes of a struct ibp::CacheHandle. maps, slabs: one of each slab, as a device reads them. stamps, clock,
-// slot_bytes: of a cache that replaces rows, which has one slab; else absent, and 0.
+// Returns the argument `cache` of `take`: the bytes of a struct ibp::CacheHandle, uint8 on the CPU. They hold the
+// addresses of the tensors, which must outlive them. The handle is for the device that counts is on.
+// maps, slabs: as many of the one as of the other. stamps, clock, slot_bytes: for a cache that replaces its rows, as
+// claim_cached takes them; it has one slab and 32 ways. For other caches None, None and 0.
 Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, const Near &slabs, const Tensor &counts,
                       const std::optional<Tensor> &stamps, const std::optional<Tensor> &clock, int64_t slot_bytes)
 {
@@ -99,6 +126,8 @@ Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, cons
 
 // ---- find ----
 
+// Looks up the rows of items. rows_per_item, row_bytes: of the table whose rows they are. lengths: uint16 [rows], the
+// table's, or empty: every row is raw. counts may be None.
 void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item, int64_t row_bytes,
                  const Tensor &lengths, const Near &maps, int64_t ways, const Out &entries,
                  const std::optional<Out> &counts)
@@ -123,6 +152,8 @@ void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item,
                 });
 }
 
+// Returns, as uint8 [rows], which of num_slabs slabs is to hold each row: a row is looked up in the map of that slab
+// only.
 Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slabs)
 {
     Tensor found = new_tensor(rows, {rows.numel()}, ScalarType::Byte);
@@ -135,6 +166,9 @@ Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slab
 
 // ---- fill ----
 
+// Copies rows of a table, as they are stored, to `bytes` and puts them into its map, if that is not empty. offsets:
+// int64 [rows], where the bytes of each row go; rows with a negative offset are left out. slab: the number of the slab
+// in its cache.
 void fill_slab(const Device &device, const Table &handle, const Tensor &rows, const Tensor &offsets, int64_t number,
                int64_t ways, const Out &bytes, const Out &map, const Out &fault)
 {
@@ -157,6 +191,9 @@ void fill_slab(const Device &device, const Table &handle, const Tensor &rows, co
 
 // ---- the least recently used ----
 
+// Looks up the rows of items in a cache that replaces its rows: missing rows are copied into the cache in place of the
+// rows that were used longest ago. ways: 32. cache_slot_bytes: the bytes that each way has in `bytes`, a multiple of
+// 32; longer rows are not cached. counts may be None. An id out of range and a corrupt row are noted in fault.
 void claim_cached(const Device &device, const Table &handle, const Tensor &ids, int64_t ways, int64_t slot_bytes,
                   const Out &bytes, const Out &map, const Out &stamps, const Out &clock, const Out &entries,
                   const std::optional<Out> &counts, const Out &fault)
@@ -173,11 +210,12 @@ void claim_cached(const Device &device, const Table &handle, const Tensor &ids, 
         return;
     }
     const ibp_status status = ibp_claim_cached(&table, &items, &lru, to, to_counts, first_fault);
-    check(status == IBP_INVALID_ARGUMENT ? status : IBP_OK, "claim_cached"); // other faults are noted
+    check(status == IBP_INVALID_ARGUMENT ? status : IBP_OK, "claim_cached"); // other statuses are in first_fault
 }
 
 // ---- changes ----
 
+// Takes rows out of a map.
 void drop_cached(const Device &device, const Tensor &rows, int64_t ways, const Out &map)
 {
     const ibp_cache_map changed = map_of(map, ways);
@@ -185,6 +223,8 @@ void drop_cached(const Device &device, const Tensor &rows, int64_t ways, const O
     run_on(device, "drop_cached", ibp_cuda_drop_cached, ibp_drop_cached, numbers, rows.numel(), &changed);
 }
 
+// Says that the cached bytes of rows were written anew. lengths: uint16 [rows], their new lengths; empty: the lengths
+// have not changed. dirty: whether the table's own rows are older than the cached ones.
 void set_cached(const Device &device, const Tensor &rows, const Tensor &lengths, int64_t ways, bool dirty,
                 const Out &map)
 {

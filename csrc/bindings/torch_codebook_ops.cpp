@@ -1,5 +1,18 @@
-// torch_codebook_ops.cpp - the operations of codebooks and of statistics of rows in torch.ops.ibp: tensors to pointers,
-// as torch_ops.cpp.
+// torch_codebook_ops.cpp - the operations of torch.ops.ibp that learn codebooks and count what rows have in common.
+// They turn tensors into pointers and call the core.
+//
+//     count_bits      data row_bytes -> Tensor
+//     count_hits      data codebook codec -> Tensor
+//     codebook_words  mask bitval chunk_bytes flag_all -> Tensor                          (CPU only, as all below)
+//     threshold_bits  counts num_rows tau -> (Tensor, Tensor)
+//     choose_masks    data row_bytes chunk_bytes -> (Tensor, Tensor)
+//     estimate_masks  data row_bytes -> Tensor
+//     learn_planes    data row_bytes element_bytes exponent_bits table_rows fast codes_invariant -> (Tensor, Tensor)
+//     learn_entries   data codebook codec -> Tensor
+//
+// Each is documented at its function. data is uint8, whole rows one after the other; bytes after the last whole row are
+// not read. mask and bitval are uint8 [row_bytes]: which bits of a row are invariant, and their values. codebook and
+// codec are described in torch_tables.h.
 #include "torch_ranges.h"
 #include "torch_tables.h"
 
@@ -14,13 +27,14 @@ using namespace ibp_torch;
 
 // ---- statistics ----
 
-// The counts of all rows. call(count, rows, num_rows, counts) counts by on_cpu, a range of rows on a thread, or, with a
-// stream besides, by on_cuda all of them.
+// Returns num_counts counts of all rows. call(count, rows, num_rows, counts) counts some rows. On the CPU it is called
+// with on_cpu, for a range of rows on each thread; on a GPU once for all rows, with on_cuda and a stream as its last
+// argument.
 template <typename Cuda, typename Cpu, typename Call>
 Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, uint32_t row_bytes, const char *name,
                  const Cuda &on_cuda, const Cpu &on_cpu, const Call &call)
 {
-    constexpr int64_t kLeastCounted = 1 << 20; // bytes of a range: its partial counts are 64 times as large as a row
+    constexpr int64_t kLeastCounted = 1 << 20; // bytes of a range, whose counts are 64 times as large as a row
     const uint8_t *const rows = bytes_of(data, 0, "data");
     const int64_t num_rows = data.numel() / row_bytes;
     Tensor counts = new_counts(data, num_counts);
@@ -41,6 +55,7 @@ Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, u
     return counts;
 }
 
+// Returns int64 [8 * row_bytes]: for bit b of byte i, at 8 * i + b, the number of rows in which it is 1.
 Tensor count_bits(const Device &device, const Tensor &data, int64_t row_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes);
@@ -50,6 +65,8 @@ Tensor count_bits(const Device &device, const Tensor &data, int64_t row_bytes)
                      });
 }
 
+// Returns int64 [ceil(row_bytes / chunk_bytes)]: for each chunk the number of rows in which it participates, under the
+// codebook's first cluster. Only for scheme ibp.
 Tensor count_hits(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     require(!codec.empty() && codec[0] == IBP_SCHEME_IBP, "only scheme ibp has chunks");
@@ -61,6 +78,8 @@ Tensor count_hits(const Device &device, const Tensor &data, const Tensor &codebo
 
 // ---- masks ----
 
+// Returns the argument `codebook` of scheme ibp, int32 [3, words]. chunk_bytes: 1, 2, 4 or 8. flag_all: whether every
+// chunk has a participation bit, or only chunks with a mask.
 Tensor codebook_words(const Device &, const Tensor &mask, const Tensor &bitval, int64_t chunk_bytes, bool flag_all)
 {
     const uint32_t row_bytes = to_u32(mask.numel(), 1, IBP_MAX_ROW_BYTES, "the size of mask");
@@ -74,6 +93,9 @@ Tensor codebook_words(const Device &, const Tensor &mask, const Tensor &bitval, 
     return words;
 }
 
+// Returns (mask, bitval) by the threshold of the paper's section 4.1: a bit is invariant if it has the same value in
+// more than tau * num_rows rows, or in all of them if tau is 1. counts: as count_bits returns them. num_rows: how many
+// rows were counted. tau: 0.5 to 1.
 std::tuple<Tensor, Tensor> threshold_bits(const Device &, const Tensor &counts, int64_t num_rows, double tau)
 {
     require(counts.numel() % 8 == 0, "counts has ", counts.numel(), " elements, 8 a byte of a row are needed");
@@ -87,7 +109,8 @@ std::tuple<Tensor, Tensor> threshold_bits(const Device &, const Tensor &counts, 
     return {mask, bitval};
 }
 
-// data: whole rows on the CPU. Returns (mask, bitval).
+// Returns (mask, bitval) with, for each chunk, the mask that a greedy search finds to save most bits on these rows
+// (ibp_learn.h). chunk_bytes: 1, 2, 4 or 8.
 std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int64_t row_bytes, int64_t chunk_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes), chunk = to_u32(chunk_bytes, 1, 8, "chunk_bytes");
@@ -97,7 +120,8 @@ std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int6
     require((chunk & (chunk - 1)) == 0, "chunk_bytes is ", chunk_bytes, ", not 1, 2, 4 or 8");
     uint8_t *const to_mask = bytes_of(mask, bytes, "mask"), *const to_bitval = bytes_of(bitval, bytes, "bitval");
     const int64_t num_rows = data.numel() / row_bytes;
-    const int64_t times_read = 2 * chunk_bytes; // once for each bit that is added to the mask, of 8 * chunk_bytes some
+    // Rows are read once for each bit that is added to a mask: about a quarter of a chunk's bits, it is assumed.
+    const int64_t times_read = 2 * chunk_bytes;
     ibp_fault unused{};
     over_ranges(divide_up(row_bytes, chunk_bytes), num_rows * chunk_bytes * times_read, 0, &unused,
                 [&](int64_t first, int64_t last, uint8_t *, ibp_fault *) {
@@ -108,7 +132,8 @@ std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int6
     return {mask, bitval};
 }
 
-// data: whole rows on the CPU. Returns the share of their bytes that masks would save.
+// Returns float64 [1]: about which share of the rows' bytes masks would save, judged by up to 64 rows. It is quick, and
+// rather too high.
 Tensor estimate_masks(const Device &, const Tensor &data, int64_t row_bytes)
 {
     Tensor savings = new_tensor(data, {1}, ScalarType::Double);
@@ -141,7 +166,7 @@ Tensor learning_scratch(const Tensor &data, const ibp_sample &sample)
     return new_tensor(data, {bytes}, ScalarType::Byte);
 }
 
-// The working form of a codebook (read_planes).
+// Returns a codebook of scheme planes as the argument `codebook`, which read_planes reads.
 Tensor planes_words(const Tensor &data, const ibp_planes &planes, uint32_t row_bytes)
 {
     const auto aligned = [](int64_t bytes) { return divide_up(bytes, 16) * 16; };
@@ -184,7 +209,12 @@ Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_by
     return codec;
 }
 
-// data: whole rows on the CPU, of a table of table_rows. Returns (words, codec) of a codebook.
+// Learns a codebook of scheme planes from rows: all rows of a table, or some of them drawn at random. Returns
+// (codebook, codec): uint8 [bytes] and int64 [numbers].
+// element_bytes: 1, 2, 4 or 8, which divides row_bytes. exponent_bits: of floats; 0 for other elements. table_rows: how
+// many rows the whole table has, over which the codebook's own bytes are spread. fast: take a codebook that decodes at
+// the rate of memory, unless it saves nothing. codes_invariant: code also the bits and columns that all of these rows
+// agree on, so that the codebook has a coded form for any row.
 std::tuple<Tensor, Tensor> learn_planes(const Device &, const Tensor &data, int64_t row_bytes, int64_t element_bytes,
                                         int64_t exponent_bits, int64_t table_rows, bool fast, bool codes_invariant)
 {
@@ -202,7 +232,8 @@ std::tuple<Tensor, Tensor> learn_planes(const Device &, const Tensor &data, int6
     return {planes_words(data, planes, sample.row_bytes), planes_codec(data, planes, row_bytes)};
 }
 
-// data: whole rows on the CPU. Returns the words of a codebook that differs in its entries only: those for the rows.
+// Learns new entries, the most frequent symbols of these rows, for a codebook of scheme planes with one cluster.
+// Returns a copy of `codebook` with these entries.
 Tensor learn_entries(const Device &, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     const ibp_codebook cb = codebook_of(codebook, codec);

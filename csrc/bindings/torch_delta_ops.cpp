@@ -1,4 +1,18 @@
-// torch_delta_ops.cpp - torch.ops.ibp.sum_words and the operations of deltas: tensors to pointers, as torch_ops.cpp.
+// torch_delta_ops.cpp - the operations of torch.ops.ibp for fingerprints and deltas of tensors (FORMAT.md, sections 10
+// and 9). They turn tensors into pointers and call the core.
+//
+//     sum_words       part first_word sum
+//     add_rows        table element_bytes subtracts base change fault                     (CPU only)
+//     measure_deltas  tensors codebook codec lengths counts sums                          (CUDA only)
+//     encode_deltas   tensors codebook codec lengths counts bases updates_bases overflow  (CUDA only)
+//     apply_deltas    tensors num_rows codebook codec takes_back state                    (CUDA only)
+//
+// Each is documented at its function. The last three make or apply the deltas of many tensors by one launch
+// (ibp_cuda_delta.h). The rows of all their tensors are numbered in one sequence. They have these arguments:
+//
+//     tensors  int64 [n, 10]: n structs ibp_delta_tensor. Their addresses are trusted.
+//     lengths  uint16 [rows of the sequence], a multiple of 32.
+//     counts   uint16 [rows of the sequence * 8]: numbers that measure_deltas leaves for encode_deltas.
 #include "torch_ranges.h"
 #include "torch_tables.h"
 
@@ -9,6 +23,9 @@ namespace {
 
 using namespace ibp_torch;
 
+// Adds to sum[0] what the words of a part of a tensor add to its fingerprint. part: any dtype and shape; a multiple of
+// 8 bytes, except for the last part of a tensor. first_word: the number of its first word in the tensor. sum: int64 [1]
+// or more.
 void sum_words(const Device &device, const Tensor &part, int64_t first_word, const Out &sum)
 {
     constexpr int64_t kWordsARange = 1 << 17; // a megabyte
@@ -33,7 +50,9 @@ void sum_words(const Device &device, const Tensor &part, int64_t first_word, con
 
 // ---- deltas ----
 
-// base: memory of the table's tensor. change: int64 [1]. A corrupt row changes nothing and is noted in fault.
+// Adds a table of differences to a tensor, or subtracts it, element by element modulo 2^(8 * element_bytes). base:
+// contiguous, any dtype, as many bytes as the table's tensor. change: int64 [1]; what this adds to the sum of sum_words
+// is added to it. A corrupt row changes nothing and is noted in fault.
 void add_rows(const Device &, const Table &handle, int64_t element_bytes, bool subtracts, const Out &base,
               const Out &change, const Out &fault)
 {
@@ -53,7 +72,7 @@ void add_rows(const Device &, const Table &handle, int64_t element_bytes, bool s
     *unsigned_longs_of(change, 1, "change") += total;
 }
 
-// Structs ibp_delta_tensor of ibp_cuda.h, as int64 [tensors, 10]; their addresses are trusted.
+// The argument `tensors`.
 struct DeltaTensors {
     const ibp_delta_tensor *data;
     uint32_t count;
@@ -67,7 +86,7 @@ DeltaTensors delta_tensors_of(const Tensor &tensors)
             to_u32(tensors.size(0), 0, 1 << 24, "the number of tensors")};
 }
 
-// What measuring rows of differences and coding them have in common.
+// The arguments that measure_deltas and encode_deltas share.
 struct DeltaRows {
     DeltaTensors jobs;
     ibp_codebook codebook;
@@ -84,6 +103,8 @@ struct DeltaRows {
     }
 };
 
+// Measures how each row of the differences newer - base is coded: fills lengths and counts. sums: int64 [2 n], zeros at
+// first; receives for each tensor the sums of words (sum_words) of its base and of its newer version.
 void measure_deltas(const Device &device, const Tensor &tensors, const Tensor &codebook, const Codec &codec,
                     const Out &lengths, const Out &counts, const Out &sums)
 {
@@ -94,6 +115,9 @@ void measure_deltas(const Device &device, const Tensor &tensors, const Tensor &c
           "measure_deltas");
 }
 
+// Codes the differences back to back into overflow, uint8 [bytes]. lengths, counts: as measure_deltas filled them.
+// bases: int64 [rows / 32], as index_rows makes them of lengths. updates_bases: also turns the bases into the newer
+// versions, row by row as they are coded.
 void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &codebook, const Codec &codec,
                    const Tensor &lengths, const Tensor &counts, const Tensor &bases, bool updates_bases,
                    const Out &overflow)
@@ -106,6 +130,9 @@ void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &co
           "encode_deltas");
 }
 
+// Adds the differences to the bases: all of them, or none. num_rows: of the sequence. state: int64 [1 + 3 n], zeros at
+// first; receives an ibp_delta_verdict and three numbers for each tensor. takes_back: undoes an earlier call instead,
+// whose state is given with IBP_DELTA_DAMAGED in place of its verdict.
 void apply_deltas(const Device &device, const Tensor &tensors, int64_t num_rows, const Tensor &codebook,
                   const Codec &codec, bool takes_back, const Out &state)
 {

@@ -1,5 +1,12 @@
-// torch_kv_ops.cpp - the operations of pages of a KV-cache (ibp.h) in torch.ops.ibp: tensors to pointers, nothing else.
-// Schemas and fake implementations are in ibp/_common/ops.py.
+// torch_kv_ops.cpp - the operations of torch.ops.ibp for pages of a KV-cache, which move between blocks of tensors and
+// a place (ibp_pages.h). They turn tensors into pointers and call the core.
+//
+//     plan_pages  pages blocks num_pages num_blocks num_tensors first_tensor starts block_starts block_stride scratch
+//                 pieces stored ids addresses
+//     note_pages  ids ids_per_block lengths rooms stored seen
+//
+// Each is documented at its function. Flags are uint8, one for each page and tensor: whether the place stores the
+// tensor's block of that page.
 #include "torch_tensors.h"
 
 #include <optional>
@@ -18,7 +25,17 @@ uint8_t *flags_of(const Tensor &flags, int64_t num_pages, int64_t num_tensors, c
 
 int64_t *ids_of_transfer(const Tensor &ids) { return data_of<int64_t>(ids, ScalarType::Long, 0, "ids"); }
 
-// What ids and starts have for each page and tensor says how many there are.
+// Works out the ids of the place's rows, and the addresses of the tensors' memory, for a transfer of pages.
+// pages, blocks: int64 [pages]; page pages[k] of the place goes to or comes from block blocks[k] of each tensor. Any
+// numbers are allowed: ids are -1 if there is no such page or block. num_pages, num_blocks: of the place, and of each
+// tensor. num_tensors: tensors of which a page has a block; the transfer moves those from first_tensor on, as many as
+// starts describes.
+// starts: int64 [tensors * pieces], the addresses at which the pieces of block 0 begin. block_starts: int64
+// [num_blocks], what is added to starts for each block; None: its number times block_stride. scratch: the address of a
+// piece that nobody uses, which stands in for missing ones. pieces: how many pieces of memory a block has.
+// stored: flags [num_pages * num_tensors], or None; ids are also -1 if a flag of the page is 0.
+// ids: int64, written; its size, divided by pages and tensors, is the number of rows that the place has for a block, a
+// multiple of pieces. addresses: int64 [pages * tensors * pieces], written. No address is read from or written to.
 void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks, int64_t num_pages, int64_t num_blocks,
                 int64_t num_tensors, int64_t first_tensor, const Tensor &starts,
                 const std::optional<Tensor> &block_starts, int64_t block_stride, int64_t scratch, int64_t pieces,
@@ -47,6 +64,10 @@ void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks,
     run_on(device, "plan_pages", ibp_cuda_plan_pages, ibp_plan_pages, &t, flags, ids_of_transfer(ids), places);
 }
 
+// Notes which blocks are stored once their rows have been coded into a place: all blocks but those with a lost row.
+// ids: int64, as plan_pages wrote them. ids_per_block: rows that the place has for a block. lengths: uint16 [rows], the
+// place's. rooms: uint16 [rows], the place's, or empty if slots hold whole rows. stored, seen: flags [rows /
+// ids_per_block], written: for the device that decodes, and for the host.
 void note_pages(const Device &device, const Tensor &ids, int64_t ids_per_block, const Tensor &lengths,
                 const Tensor &rooms, const Out &stored, const Out &seen)
 {

@@ -1,4 +1,18 @@
-// torch_linear_ops.cpp - torch.ops.ibp.linear, linear_groups and decode_matrix: tensors to pointers, as torch_ops.cpp.
+// torch_linear_ops.cpp - the operations of torch.ops.ibp that multiply by coded matrices, for CUDA only
+// (ibp_cuda_linear.h). They turn tensors into pointers and call the core.
+//
+//     linear         x parts slot_bytes biases -> Tensor
+//     linear.out     x parts slot_bytes biases out
+//     linear_groups  slots slot_bytes below starts entries x groups order sharing num_rows out
+//     decode_matrix  slots slot_bytes below starts entries out
+//
+// Each is documented at its function. x, biases, out and the matrices are bfloat16. x may have any strides: it is
+// copied if it is not contiguous and aligned to 16 bytes. A matrix is given by these arguments:
+//
+//     slots       uint8 [bytes], aligned to 16 bytes: the slots of its table, slot_bytes bytes for each row.
+//     below       any dtype; only its size is read, which is the exponent of digit 0 plus 2.
+//     starts      int32 [rows + 1]: the escapes of row r are entries[starts[r]] to entries[starts[r + 1] - 1].
+//     entries     int32 [escapes, 2]: structs ibp_escape, aligned to 8 bytes.
 #include "torch_tensors.h"
 
 #include <memory>
@@ -8,14 +22,13 @@ namespace {
 
 using namespace ibp_torch;
 
-// Elements of the dtype that the kernels multiply.
+// Returns the elements of a tensor of the dtype that the kernels multiply, of which there must be `count`.
 uint16_t *elements_of(const Tensor &tensor, int64_t count, const char *name)
 {
     require(tensor.numel() == count, name, " has ", tensor.numel(), " elements, ", count, " are needed");
     return data_of<uint16_t>(tensor, ScalarType::BFloat16, count, name);
 }
 
-// below: two bytes, and as many as there are exponents before the first symbol.
 ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor &below, const Tensor &starts,
                            const Tensor &entries, int64_t num_columns)
 {
@@ -34,7 +47,7 @@ ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor
     return matrix;
 }
 
-// Vectors as ibp_cuda_linear takes them: contiguous, and at a multiple of 16 bytes.
+// Returns vectors as ibp_cuda_linear takes them, contiguous and aligned to 16 bytes: x itself, or a copy.
 Tensor aligned(const Tensor &x)
 {
     const bool is_aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u;
@@ -44,12 +57,11 @@ Tensor aligned(const Tensor &x)
 // The products of vectors with up to four matrices.
 struct Products {
     ibp_product each[IBP_MOST_MATRICES] = {};
-    int64_t starts[IBP_MOST_MATRICES] = {}; // of the results of each
+    int64_t starts[IBP_MOST_MATRICES] = {}; // where the results of each product begin
     int64_t num_products = 0, num_vectors = 0, num_results = 0;
 };
 
-// x: [..., K]. parts: slots, below, starts and entries of a matrix, and then those of the next one. biases: none, or as
-// many as there are matrices, of which an empty one adds nothing.
+// Reads the arguments that `linear` and `linear.out` share.
 Products products_of(const Tensor &x, const Tensors &parts, const std::vector<int64_t> &slot_bytes,
                      const Tensors &biases)
 {
@@ -90,7 +102,10 @@ void multiply(const Device &device, const Tensor &x, Products &products, const T
           "linear");
 }
 
-// Returns [..., N] of one matrix; of several the results one after the other, in one dimension.
+// Returns x times one to four matrices of K columns, by one launch, plus biases. The results of one matrix with N rows
+// are [..., N]; the results of several follow one another in one dimension.
+// x: [..., K], up to 512 vectors. parts: for each matrix its slots, below, starts and entries. slot_bytes: one number
+// for each matrix. biases: empty, or a tensor [N] for each matrix; an empty tensor adds nothing.
 Tensor linear(const Device &device, const Tensor &x, const Tensors &parts, const std::vector<int64_t> &slot_bytes,
               const Tensors &biases)
 {
@@ -102,7 +117,7 @@ Tensor linear(const Device &device, const Tensor &x, const Tensors &parts, const
     return out;
 }
 
-// out: the same results, contiguous.
+// As `linear`, but writes the results to out: contiguous, any shape of as many elements.
 void linear_out(const Device &device, const Tensor &x, const Tensors &parts, const std::vector<int64_t> &slot_bytes,
                 const Tensors &biases, const Out &out)
 {
@@ -110,7 +125,12 @@ void linear_out(const Device &device, const Tensor &x, const Tensors &parts, con
     multiply(device, x, products, out);
 }
 
-// groups: int32 [groups, 3], ibp_vector_group. num_rows: of a matrix.
+// Multiplies groups of vectors, each group by one matrix of a stack. The stack is given as one matrix that has the rows
+// of all matrices, num_rows each.
+// x: [vectors / sharing, K]. groups: int32 [groups, 3], as group_vectors returns them: the number of a matrix, the
+// number of the first vector, and how many vectors there are. order: int64 [vectors], or None; vector v of the groups
+// is vector order[v]. sharing: how many consecutive vectors are the same row of x; 1 without an order. out: contiguous,
+// vectors * num_rows elements; the results of vectors that are in no group are not written.
 void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes, const Tensor &below,
                    const Tensor &starts, const Tensor &entries, const Tensor &x, const Tensor &groups,
                    const std::optional<Tensor> &order, int64_t sharing, int64_t num_rows, const Out &out)
@@ -135,6 +155,7 @@ void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes
           "linear_groups");
 }
 
+// Decodes the weights of a matrix to out, [rows, columns], contiguous.
 void decode_matrix(const Device &device, const Tensor &slots, int64_t slot_bytes, const Tensor &below,
                    const Tensor &starts, const Tensor &entries, const Out &out)
 {

@@ -1,9 +1,32 @@
-// torch_ops.cpp - the operations of tables in torch.ops.ibp: tensors to pointers, nothing else. Schemas and fake
-// implementations are in ibp/_common/ops.py.
+// torch_ops.cpp - the operations of torch.ops.ibp that describe, code and decode tables. They turn tensors into
+// pointers and call the core.
 //
-// Built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without CUDA. The
-// operations are public: arguments that contradict each other raise, whatever they are. One function serves the CPU and
-// CUDA, where both have the operation: it asks which of them its tensors are on.
+//     describe_table  slots overflow lengths bases codebook codec slot_bytes overflow_start num_items item_bytes
+//                     rooms used fault plan -> Tensor
+//     measure_rows    data codebook codec -> Tensor
+//     index_rows      lengths num_bytes row_bytes slot_bytes -> Tensor
+//     survey_rows     lengths num_bytes row_bytes -> Tensor
+//     encode_rows     table data fault
+//     encode_slots    table data
+//     move_parts      table bases overflow
+//     encode_packed   data codebook codec out lengths stored                      (CPU only)
+//     encode_into     table x buffers row_ids first_row max_sms counts fault
+//     group_vectors   ids num_matrices -> (Tensor, Tensor)
+//     list_matrices   ids num_matrices num_slots num_rows num_spare -> Tensor
+//     select_rows     table ids first lengths_out bases_out rows_out taken fault  (CPU only)
+//     stage_items     table host_slots host_ids stager max_sms out fault          (CUDA only)
+//     decode_bytes    table start end max_sms out fault
+//     encode_piece    data codebook codec overflow_start max_sms memory
+//     decode_piece    coded codebook codec overflow_start max_sms out fault
+//     stream_bytes    table host_bases start end streamer begins ends max_sms ring out fault (CUDA only)
+//
+// Each is documented at its function, and the arguments that several files share in torch_tables.h. Schemas, fake
+// implementations and the rules for all operations are in ibp/_common/ops.py. data is uint8 [bytes], the rows one
+// after the other; the last row may be short.
+//
+// The library is built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without
+// CUDA. The operations are public: arguments that contradict each other raise, whatever their values are. If the CPU
+// and CUDA both have an operation, one function implements it and asks which of them its tensors are on.
 #include "torch_ranges.h"
 #include "torch_tables.h"
 
@@ -17,8 +40,17 @@ using namespace ibp_torch;
 
 // ---- describing tables ----
 
-// The bytes of a struct ibp::TableHandle. rooms, used: of a place. fault, plan: what `take` needs on a GPU; the plan is
-// [least_bucketed, window_bits, bucketed_sms], or empty: ids are never put in order.
+// Returns the argument `table` of other operations: the bytes of a struct ibp::TableHandle, uint8 on the CPU. They hold
+// the addresses of the tensors, which must outlive them.
+// slots, overflow: uint8 [bytes]. lengths: uint16 [rows]; empty: every row is raw. bases: int64 [ceil(rows / 32)], or
+// [rows] if every row has a base of its own; empty: no row has an overflow part (FORMAT.md, section 2). slot_bytes:
+// bytes of a row's slot. overflow_start: which byte of the whole table's overflow `overflow` begins with; not 0 for a
+// block of a table's rows. num_items, item_bytes: the tensor that is coded.
+// rooms, used: only for a place, into which rows are coded one by one (ibp_place.h). rooms is uint16 [rows], empty if
+// slots hold whole rows; used is int64 [1], and bases then has one entry for each row. Without `used` the table is no
+// place: encode_into and encode_slots refuse it.
+// fault: the record of `take` on a GPU, which refuses tables without one. plan: [least_bucketed, window_bits,
+// bucketed_sms] of ibp::GatherPlan; empty: `take` never puts ids in order by itself.
 Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &overflow, const Tensor &lengths,
                       const Tensor &bases, const Tensor &codebook, const Codec &codec, int64_t slot_bytes,
                       int64_t overflow_start, int64_t num_items, int64_t item_bytes, const std::optional<Tensor> &rooms,
@@ -74,6 +106,8 @@ Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &o
 
 // ---- measuring, indexing and coding rows ----
 
+// Returns lengths, uint16 [rows]: the coded size of each row of data, 0 if the row is not smaller coded, or the length
+// that marks a default row.
 Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     const ibp_codebook cb = codebook_of(codebook, codec);
@@ -85,7 +119,8 @@ Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &code
         check(ibp_cuda_measure_rows(&cb, bytes, data.numel(), out, device.stream()), "measure_rows");
         return lengths;
     }
-    // Rows are read only: samples of 2^19 elements stay on the calling thread, unless columns are searched one by one.
+    // Rows are only read, which is fast: a sample of 2^19 elements stays on the calling thread, unless each column has
+    // entries of its own that have to be searched.
     const int64_t bytes_as_one = cb.scheme == IBP_SCHEME_PLANES && cb.planes.per_column ? 1 : 4;
     const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
     ibp_fault unused{};
@@ -98,7 +133,8 @@ Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &code
     return lengths;
 }
 
-// Returns bases and, as the last entry, the bytes of overflow.
+// Returns int64 [ceil(rows / 32) + 1]: bases, and then how many bytes of overflow the table needs. lengths: as
+// measure_rows returns them; empty: every row is raw. num_bytes: of all rows before coding.
 Tensor index_rows(const Device &device, const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes), slot = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
@@ -113,7 +149,8 @@ Tensor index_rows(const Device &device, const Tensor &lengths, int64_t num_bytes
     return bases;
 }
 
-// Returns the stored bytes, and how many rows take 0, 1, ... sectors.
+// Returns int64 [2 + ceil(row_bytes / 32)]: the bytes that all rows take as stored, and then how many rows take 0, 1,
+// 2, ... sectors of 32 bytes. lengths: as measure_rows returns them. num_bytes: of all rows before coding.
 Tensor survey_rows(const Device &device, const Tensor &lengths, int64_t num_bytes, int64_t row_bytes)
 {
     constexpr int64_t kSectorBytes = IBP_OVERFLOW_ALIGN;
@@ -127,6 +164,8 @@ Tensor survey_rows(const Device &device, const Tensor &lengths, int64_t num_byte
     return found;
 }
 
+// Codes all rows of data into the slots and overflow of a table, whose lengths and bases are already those of data. A
+// row that does not fit them is noted in fault.
 void encode_rows(const Device &device, const TableOut &handle, const Tensor &data, const Out &fault)
 {
     const ibp_table &table = handle.table();
@@ -146,7 +185,9 @@ void encode_rows(const Device &device, const TableOut &handle, const Tensor &dat
                 });
 }
 
-// Fills the place's lengths too.
+// Measures and codes all rows of data in one pass, into a place of a coded scheme whose `used` is 0. Fills slots and
+// lengths, and puts overflow parts where there is room, with their bases. A row without room for its part has base -1;
+// its length and slot are right.
 void encode_slots(const Device &device, const PlaceOut &handle, const Tensor &data)
 {
     const ibp_place &place = handle.place;
@@ -165,7 +206,8 @@ void encode_slots(const Device &device, const PlaceOut &handle, const Tensor &da
                 });
 }
 
-// Copies a place's parts into overflow, in the order that bases say.
+// Copies the overflow parts that encode_slots left in a place to `overflow`, uint8 [bytes], where an ordinary table has
+// them. bases: int64 [ceil(rows / 32)], as index_rows returns them.
 void move_parts(const Device &device, const Table &handle, const Tensor &bases, const Out &overflow)
 {
     ibp_table table = handle.place.table;
@@ -176,8 +218,9 @@ void move_parts(const Device &device, const Table &handle, const Tensor &bases, 
     run_on(device, "move_parts", ibp_cuda_move_parts, ibp_move_parts, &table, &handle.place, to);
 }
 
-// data: of one block of rows. One thread: callers code several blocks at once. Sizes of rows come as lengths, and their
-// sum as stored[0].
+// Codes one block of rows in one pass, back to back. It uses one thread, because callers code several blocks at once.
+// out: uint8, at least as many bytes as data. lengths: uint16 [rows], receives the rows' lengths. stored: int64 [1],
+// receives how many bytes of out were written.
 void encode_packed(const Device &, const Tensor &data, const Tensor &codebook, const Codec &codec, const Out &out,
                    const Out &lengths, const Out &stored)
 {
@@ -196,13 +239,13 @@ void encode_packed(const Device &, const Tensor &data, const Tensor &codebook, c
 
 // ---- coding rows into a place ----
 
-// A dimension in which something is counted: how many there are, and how many bytes they are apart.
+// A dimension of a tensor: its size, and its stride in bytes.
 struct Dimension {
     int64_t size, stride;
 };
 
-// The dimensions of a tensor in bytes, from the innermost on; dimensions that continue each other are merged. The first
-// one is the bytes that lie one after the other.
+// Returns a tensor's dimensions, the innermost first, with adjacent dimensions merged if one continues the other. The
+// first one counts the bytes of a contiguous run.
 std::vector<Dimension> dimensions_of(const Tensor &x)
 {
     const auto element_bytes = static_cast<int64_t>(x.element_size());
@@ -219,7 +262,8 @@ std::vector<Dimension> dimensions_of(const Tensor &x)
     return dimensions;
 }
 
-// The elements of a tensor in its own order, as rows. A contiguous one may end with a short row.
+// Describes the elements of a tensor, in the tensor's own order, as rows. If the tensor is contiguous, its last row may
+// be short.
 ibp_row_source rows_of(const Tensor &x, int64_t row_bytes)
 {
     ibp_row_source source{};
@@ -240,16 +284,15 @@ ibp_row_source rows_of(const Tensor &x, int64_t row_bytes)
             " dimensions, more than 4");
     source.num_rows = 1;
     source.num_dims = static_cast<uint32_t>(dimensions.size());
-    for (uint32_t d = 0; d < source.num_dims; d++) { // outermost first there
+    for (uint32_t d = 0; d < source.num_dims; d++) { // a source has its outermost dimension first
         source.sizes[source.num_dims - 1 - d] = dimensions[d].size;
         source.strides[source.num_dims - 1 - d] = dimensions[d].stride;
-        source.num_rows *= dimensions[d].size; // no more than elements
+        source.num_rows *= dimensions[d].size; // cannot overflow: there are no more rows than elements
     }
     return source;
 }
 
-// x: rows, of any dtype and strides. buffers: addresses of memory of x's layout, whose rows are coded instead of x's
-// own; these are trusted.
+// Describes the rows of x, or the rows of buffers that have x's layout.
 ibp_row_source source_of(const Tensor &x, const std::optional<Tensor> &buffers, int64_t row_bytes)
 {
     ibp_row_source source = rows_of(x, row_bytes);
@@ -265,6 +308,8 @@ ibp_row_source source_of(const Tensor &x, const std::optional<Tensor> &buffers, 
     return source;
 }
 
+// Codes the rows of a source into a place. ids: the row of the table that each becomes; nullptr: first_row and those
+// after it. What goes wrong with a row is noted in first_fault and not raised.
 void code_rows(const Device &device, const ibp_place &place, const ibp_row_source &source, const int64_t *ids,
                int64_t first_row, int64_t max_sms, ibp_fault *first_fault)
 {
@@ -279,10 +324,17 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
                 [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
                     const ibp_status status =
                         ibp_encode_into(&place, &source, ids, first_row, first, last, scratch, scratch_bytes, mine);
-                    return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // what is noted does not raise
+                    return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // a fault that is noted must not raise
                 });
 }
 
+// Codes rows into a place, in any order and again and again (ibp_place.h). A row is lost if there is no room for its
+// overflow part. Lost rows are counted, and not noted as faults.
+// table: described with `used`. x: any dtype, shape and strides; its elements, in their order, are rows. buffers: int64
+// [buffers], or None: addresses of memory that has the layout of x and is coded instead of x; they are trusted.
+// row_ids: int64 [rows of x, or of all buffers], or None: the row of the table that each row becomes. first_row: read
+// if row_ids is None; the first row of the table that is written, followed by those after it. counts: int64 [2]; the
+// rows with an overflow part, and the lost rows, are added to it.
 void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, const std::optional<Tensor> &buffers,
                  const std::optional<Tensor> &row_ids, int64_t first_row, int64_t max_sms, const Out &counts,
                  const Out &fault)
@@ -308,7 +360,11 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
 
 // ---- lists of ids ----
 
-// (numbers of vectors in the order of their matrices, int64 as many as ids; groups of them, int32 [groups, 3]).
+// Puts vectors in the order of the matrices of a stack that multiply them, for linear_groups. ids: the matrix of each
+// vector, up to 1024. num_matrices: how many matrices the stack has, up to 4096.
+// Returns order and groups. order: int64 [vectors], the vectors' numbers, sorted by matrix; a vector with an id out of
+// range comes last and is in no group. groups: int32 [min(vectors, num_matrices) + vectors // 8, 3]: the number of a
+// matrix, the first of its vectors in `order`, and how many there are, up to 8. Groups of no vectors fill the rest.
 std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids, int64_t num_matrices)
 {
     const ibp_ids matrices = ids_of(ids);
@@ -325,7 +381,12 @@ std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids
     return {order, groups};
 }
 
-// Of ibp_listed: slots [ids], held [num_slots] and rows of stacks, one after the other.
+// Lists the matrices that ids ask for, each once and in the order of their numbers, and puts one into each slot.
+// num_matrices: how many matrices there are; an id out of range asks for matrix num_matrices, which no stack has.
+// num_slots: at least the smaller of the number of ids and num_matrices + 1. num_rows: up to 16 numbers, the rows that
+// a matrix has in each of several stacks. num_spare: int64 [1], or None; how many slots are left over is added to it.
+// Returns int64: slots [ids], the slot of each id; then held [num_slots], the matrix in each slot, or -1; then for each
+// stack rows [num_slots * num_rows], the numbers of the matrices' rows, with zeros for slots that are left over.
 Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matrices, int64_t num_slots,
                      const std::vector<int64_t> &num_rows, const std::optional<Out> &num_spare)
 {
@@ -348,14 +409,17 @@ Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matric
     return numbers;
 }
 
-// The selection of the items at ids from position `first` on, as many as fit lengths (and bases) by their rows and
-// rows by their bytes, at least one; taken becomes [items, stored bytes]. Groups of the rows that share a base are
-// measured and then copied by torch's threads. Nothing is taken where there is a fault.
+// Copies items, as they are stored, into a packed table of their own: the items at ids[first], ids[first + 1], ..., as
+// many as the outputs have room for. Items must be whole rows.
+// lengths_out: uint16, room for the rows of at least one item. bases_out: int64, one for every 32 rows that lengths_out
+// has room for. rows_out: uint8, room for the rows of an item and for 32 rows more. taken: int64 [2], receives how many
+// items were taken, and the bytes of rows_out that they fill. If there is a fault, nothing is taken.
+// torch's threads measure groups of 32 rows, which share a base, and then copy those that fit.
 void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t first, const Out &lengths_out,
                  const Out &bases_out, const Out &rows_out, const Out &taken, const Out &fault)
 {
     constexpr int64_t kGroup = IBP_ROWS_PER_BASE;
-    constexpr int64_t kLengthBytes = 256; // a length at a random place takes as long to read as these bytes in order
+    constexpr int64_t kLengthBytes = 256; // reading a length at a random place takes as long as copying these bytes
     const ibp_table &table = handle.table();
     const int64_t row_bytes = table.codebook.row_bytes, rows_per_item = rows_per_item_of(table);
     ibp_ids items = ids_of(ids);
@@ -366,7 +430,8 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
     const int64_t most_items = std::min(items.count, lengths_out.numel() / rows_per_item);
     int64_t num_rows = most_items * rows_per_item, num_groups = divide_up(num_rows, kGroup);
     auto *const bases_to = data_of<int64_t>(bases_out, ScalarType::Long, num_groups, "bases_out");
-    const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups)); // read back, so in no tensor
+    // Starts are read back to say where rows go, so they are in memory that no caller can write.
+    const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups));
     auto *const result = data_of<int64_t>(taken, ScalarType::Long, 2, "taken");
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
     const auto over_groups = [&](int64_t bytes_each, const auto &work) {
@@ -410,8 +475,11 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
     result[1] = end;
 }
 
-// The items at ids, on the CPU, with torch's threads (ibp_cuda_stage_items). table: as out's device sees it;
-// host_slots: its slots as the CPU does. stager: address of an ibp_stager of out's device.
+// Fetches items of whole rows from pinned memory to a GPU with the CPU's help: torch's threads gather the slots into a
+// ring, from which they are copied (ibp_cuda_stage_items). Returns when the last copy is queued.
+// table: as the GPU sees it. host_slots: uint8 on the CPU, the table's slots as the CPU sees them. host_ids: int32 or
+// int64 [ids] on the CPU. stager: the address of a living `_core.Stager` of the GPU. out: contiguous, any dtype,
+// receives the items one after the other.
 void stage_items(const Device &device, const Table &handle, const OnCpu &host_slots, const OnCpu &ids, int64_t stager,
                  int64_t max_sms, const Out &out, const Out &fault)
 {
@@ -462,6 +530,8 @@ void decode_span(const Device &device, const ibp_table &table, int64_t start, in
                 });
 }
 
+// Decodes bytes [start, end) of the tensor that a table holds to out, which is contiguous and of any dtype. A corrupt
+// row is noted in fault, and its bytes are zeros.
 void decode_bytes(const Device &device, const Table &handle, int64_t start, int64_t end, int64_t max_sms,
                   const Out &out, const Out &fault)
 {
@@ -471,7 +541,8 @@ void decode_bytes(const Device &device, const Table &handle, int64_t start, int6
 
 // ---- rows in one piece of memory ----
 
-// Rows of num_bytes bytes in memory: counters, a base and a length for each row, and overflow from overflow_start on.
+// Lays out a place for num_bytes bytes of rows in one piece of memory: counters, bases, lengths, and overflow, which
+// begins at overflow_start.
 ibp_place place_in(const Tensor &memory, int64_t overflow_start, int64_t num_bytes, const ibp_codebook &codebook)
 {
     constexpr int64_t kCounters = 8, kLong = sizeof(uint64_t), kOfRow = kLong + sizeof(uint16_t); // bytes
@@ -502,6 +573,10 @@ void fill(const Device &device, void *memory, uint8_t value, size_t num_bytes)
         std::memset(memory, value, num_bytes);
 }
 
+// Codes data into one piece of memory, whatever it held before. memory: uint8, aligned to 8 bytes. It receives
+// counters, int64 [8]: `used`, two counts as encode_into adds them up, a fault, and one that is not used. Then come
+// bases, int64 [rows], and lengths, uint16 [rows]. Overflow begins at overflow_start, and decode_piece needs only its
+// first `used` bytes.
 void encode_piece(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &memory)
 {
@@ -516,6 +591,8 @@ void encode_piece(const Device &device, const Tensor &data, const Tensor &codebo
     code_rows(device, place, source, nullptr, 0, max_sms, fault);
 }
 
+// Decodes what encode_piece coded. coded: uint8, aligned to 8 bytes: its memory, or the beginning of it with the `used`
+// bytes of overflow. out: contiguous, any dtype, as many bytes as data had.
 void decode_piece(const Device &device, const Tensor &coded, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &out, const Out &fault)
 {
@@ -524,8 +601,11 @@ void decode_piece(const Device &device, const Tensor &coded, const Tensor &codeb
     decode_span(device, place.table, 0, num_bytes, max_sms, out, fault);
 }
 
-// host_bases: the table's bases on the CPU. streamer: address of an ibp_streamer of out's device. begins, ends:
-// whether this is the first, the last table of a stream, all through the same ring.
+// Decodes bytes [start, end) of a table in pinned host memory. The GPU's copy engine brings the table chunk by chunk
+// through a ring (ibp_cuda_stream.h). Several calls, one for each table, make a stream.
+// host_bases: int64, the table's bases on the CPU. streamer: the address of a living `_core.Streamer` of out's device.
+// begins, ends: whether this is the first, the last table of a stream. ring: uint8 in device memory, the same for all
+// tables of a stream. out: uint8, end - start bytes or more.
 void stream_bytes(const Device &device, const Table &handle, const OnCpu &host_bases, int64_t start, int64_t end,
                   int64_t streamer, bool begins, bool ends, int64_t max_sms, const Out &ring, const Out &out,
                   const Out &fault)
@@ -545,7 +625,7 @@ void stream_bytes(const Device &device, const Table &handle, const OnCpu &host_b
           "stream_bytes");
 }
 
-// The operations that the CPU and CUDA have.
+// Registers the operations that the CPU and CUDA both have.
 template <typename Library> void implement(Library &m)
 {
     operation<measure_rows>(m, "measure_rows", "data codebook codec");

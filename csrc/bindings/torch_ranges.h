@@ -1,4 +1,4 @@
-// torch_ranges.h - the threads of CPU implementations.
+// torch_ranges.h - shares the work of CPU implementations among torch's threads.
 #ifndef IBP_TORCH_RANGES_H
 #define IBP_TORCH_RANGES_H
 
@@ -10,14 +10,15 @@
 
 namespace ibp_torch {
 
-inline constexpr int64_t kLookUpBytes = 128;    // a look-up in a cache of rows takes as long as reading these
+inline constexpr int64_t kLookUpBytes = 128;    // looking a row up in a cache takes as long as reading these bytes
 inline constexpr int64_t kGrainBytes = 1 << 16; // least work of a thread
 inline constexpr int64_t kLeastSharedBytes =
-    1 << 19; // less work stays on the calling thread: others take some 10 us to wake, and then spin for a while
+    1 << 19; // less work stays on the calling thread: other threads take some 10 us to wake, and then spin for a while
 
-// Runs work(first, last, scratch, fault) over ranges of [0, count), on torch's threads where that pays, and keeps the
-// fault with the lowest position. bytes_each: what one step reads or writes. work returns a status;
-// IBP_INVALID_ARGUMENT raises an error. All memory is there before the first range begins: without it nothing is done.
+// Runs work(first, last, scratch, fault) over ranges of [0, count), on several of torch's threads if there is enough
+// work, and keeps the fault with the lowest position. bytes_each: bytes that one step reads or writes. scratch_bytes:
+// memory of a thread. work returns a status; IBP_INVALID_ARGUMENT raises an error. Memory for all ranges is allocated
+// before the first of them begins, so that nothing is half done if there is too little.
 template <typename Work>
 void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
 {
@@ -31,7 +32,7 @@ void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fa
     const size_t stride = (scratch_bytes + kLine - 1) / kLine * kLine;
     const std::unique_ptr<uint8_t[]> scratch(new uint8_t[stride * static_cast<size_t>(num_ranges)]);
     std::mutex mutex;
-    bool refused = false; // by any range
+    bool refused = false; // whether any range returned IBP_INVALID_ARGUMENT
     const auto run = [&](int64_t number) {
         ibp_fault mine{};
         const int64_t first = std::min(count, number * range), last = std::min(count, first + range);

@@ -1,5 +1,25 @@
-// torch_tables.h - how a table, a codebook and ids are given to an operation, as the structs of ibp.h. Every length is
-// derived from what reads it; what the bytes say is for the core to distrust.
+// torch_tables.h - reads the arguments that many operations share, and makes the structs of ibp.h from them. It checks
+// that tensors have the sizes that the core will read. The core itself checks the bytes in them.
+//
+//     table     uint8 on the CPU: the bytes of a handle, which describe_table returns for a table in memory of the
+//               device that the other tensors of a call are on. They are trusted, and do not keep the memory alive.
+//               Operations that code rows are declared to write to `table`, so that torch.compile keeps them in order;
+//               what they write is the memory that it describes.
+//     cache     uint8 on the CPU: the bytes of a cache's handle, which describe_cache returns. They are trusted, too.
+//     codec     int[]. Scheme raw: [0, row_bytes]. Scheme ibp: [1, row_bytes, chunk_bytes, num_flags]. Scheme planes:
+//               [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed,
+//               invariant_bits, invariant_value, consecutive, first_symbol, signed_default, num_constant,
+//               digit_bits ...], with one number of digit_bits for each plane, up to four.
+//     codebook  Scheme raw: not read. Scheme ibp: int32 [3, words], as codebook_words returns it, aligned to 16 bytes.
+//               Scheme planes: uint8 symbols; if num_constant is not 0, the row template and the live columns (as
+//               uint16) precede them, each padded to a multiple of 16 bytes. The codebooks of several clusters (up to
+//               256) follow one another; in scheme ibp each is then followed by [num_flags, 0, 0, 0].
+//     ids       int32 or int64 [ids].
+//     fault     int64 [4]: a struct ibp_fault (ibp_status.h), which keeps the first fault; zeros if there was none.
+//     max_sms   The most multiprocessors that a kernel keeps busy; 0: all. CPU implementations do not use it.
+//     entries   int64 [rows]: for each row that is fetched, its entry in a cache (ibp_cache.h), or 0 if it has none.
+//     slabs     uint8 [bytes] each, up to 8 tensors: rows as they are stored, in memory near a GPU. Slabs may be on
+//               other CUDA devices than the other tensors, if these can read their memory.
 #ifndef IBP_TORCH_TABLES_H
 #define IBP_TORCH_TABLES_H
 
@@ -20,8 +40,8 @@ using Codec = std::vector<int64_t>;
 
 inline uint32_t row_bytes_of(int64_t row_bytes) { return to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes"); }
 
-// codec is [1, row_bytes, chunk_bytes, num_flags], words as codebook_words makes them; of several clusters one after
-// the other, each followed by its num_flags and three numbers that mean nothing.
+// Reads a codebook of scheme ibp. If words has more than one codebook's numbers, each cluster has a codebook, its
+// num_flags and three numbers that are not read.
 inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *codebook)
 {
     require(codec.size() == 4, "codec of scheme ibp has ", codec.size(), " numbers, 4 are needed");
@@ -44,8 +64,9 @@ inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *co
     codebook->cluster_flags = data + 3 * num_words;
 }
 
-// Where the constant columns of scheme planes stand in `words`, which begins at a multiple of 16 bytes: the row
-// template, and from the next multiple of 16 on the live columns. Returns the bytes up to the next multiple of 16.
+// Finds the constant columns of scheme planes in `words`, which is aligned to 16 bytes: the row template comes first,
+// and the live columns begin at the next multiple of 16. Returns how many bytes they take, rounded up to a multiple
+// of 16.
 inline int64_t read_constants(const uint8_t *words, int64_t num_bytes, uint32_t row_bytes, ibp_planes *planes)
 {
     const auto aligned = [](int64_t bytes) { return divide_up(bytes, 16) * 16; };
@@ -59,9 +80,8 @@ inline int64_t read_constants(const uint8_t *words, int64_t num_bytes, uint32_t 
     return end;
 }
 
-// codec is [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed, invariant_bits,
-// invariant_value, consecutive, first_symbol, signed_default, num_constant, digit_bits ...], words the constant columns
-// and the packed symbols, those of several clusters one after the other.
+// Reads a codebook of scheme planes. words: the constant columns, if there are any, and then the packed symbols of each
+// cluster.
 inline void read_planes(const Tensor &words, const Codec &codec, ibp_codebook *codebook)
 {
     constexpr size_t kFields = 15;
@@ -95,8 +115,8 @@ inline void read_planes(const Tensor &words, const Codec &codec, ibp_codebook *c
             "symbols; or the codec of scheme planes is out of range");
 }
 
-// What stands behind [scheme, row_bytes] in a codec is the scheme's own matter: a new scheme has a case here.
-
+// Reads a codebook of any scheme. Each scheme defines the numbers of its codec after [scheme, row_bytes], so a new
+// scheme needs a case here.
 inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 {
     require(codec.size() >= 2, "codec is not [scheme, row_bytes, ...]");
@@ -116,7 +136,7 @@ inline ibp_codebook codebook_of(const Tensor &words, const Codec &codec)
 
 // ---- tables and caches ----
 
-// What describe_table or describe_cache has described. what: the operation's name for it.
+// Copies a handle out of the tensor that describe_table or describe_cache returned. what: "table" or "cache".
 template <typename Handle> Handle handle_in(const Tensor &tensor, const char *what)
 {
     Handle handle;
@@ -126,7 +146,7 @@ template <typename Handle> Handle handle_in(const Tensor &tensor, const char *wh
     return handle;
 }
 
-// The argument `table` of an operation: the tensor of a handle. WRITTEN: bits of the parts that the operation writes.
+// The argument `table` of an operation. WRITTEN: a bit for each part (ibp::TablePart) that the operation writes.
 template <uint32_t WRITTEN> struct TableOf : OnCpu, ibp::TableHandle {
     explicit TableOf(const Tensor &tensor)
         : OnCpu(tensor), ibp::TableHandle(handle_in<ibp::TableHandle>(tensor, "table"))
@@ -143,11 +163,11 @@ template <uint32_t WRITTEN> struct TableOf : OnCpu, ibp::TableHandle {
     }
 };
 using Table = TableOf<0>;
-using Source = TableOf<1u << ibp::kFault>; // a table that notes faults where it was described to
+using Source = TableOf<1u << ibp::kFault>;                             // a table whose own fault record is written
 using TableOut = TableOf<1u << ibp::kSlots | 1u << ibp::kOverflow>;    // a table whose rows are written
-using PlaceOut = TableOf<~(1u << ibp::kCodebook | 1u << ibp::kFault)>; // a place that rows are coded into
+using PlaceOut = TableOf<~(1u << ibp::kCodebook | 1u << ibp::kFault)>; // a place into which rows are coded
 
-// The argument `cache` of an operation, all of whose memory the operation may write.
+// The argument `cache` of an operation, which may write all of the cache's memory.
 struct Cache : OnCpu, ibp::CacheHandle {
     explicit Cache(const Tensor &tensor) : OnCpu(tensor), ibp::CacheHandle(handle_in<ibp::CacheHandle>(tensor, "cache"))
     {
@@ -175,8 +195,9 @@ inline ibp_ids ids_of(const Tensor &ids)
 
 inline int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
 
-// Where the items of a call go in a strided tensor, whose first outer_dims dimensions number them and whose others hold
-// one: fills in the dimensions of ids. Returns the memory between the first of its bytes and the last.
+// Spreads the items of a call over a strided tensor: its first outer_dims dimensions number the items, and its other
+// dimensions hold one item, contiguously. Fills in the dimensions of ids. Returns the memory from the tensor's first
+// byte to its last.
 inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_bytes, ibp_ids *ids)
 {
     const auto element_bytes = static_cast<int64_t>(out.element_size());
@@ -211,7 +232,7 @@ inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_by
 
 // ---- rows of items ----
 
-// Rows of an item; items must be whole rows.
+// Returns how many rows an item has. Raises if items are not whole rows.
 inline int64_t rows_per_item_of(const ibp_table &table)
 {
     const int64_t row_bytes = table.codebook.row_bytes;
@@ -220,6 +241,7 @@ inline int64_t rows_per_item_of(const ibp_table &table)
     return table.item_bytes / row_bytes;
 }
 
+// Makes the struct that a gather reads from `entries` and `slabs`. num_rows: rows that the call fetches.
 inline ibp_cache cache_of(const Tensor &entries, const std::vector<Tensor> &slabs, int64_t num_rows)
 {
     ibp_cache cache{};

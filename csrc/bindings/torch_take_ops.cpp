@@ -1,22 +1,20 @@
-// torch_take_ops.cpp - the operations that fetch items of tables by their ids, in torch.ops.ibp.
+// torch_take_ops.cpp - the operations of torch.ops.ibp that fetch items of tables by their ids.
 //
-// `take` is the way of ids: it allocates its result, decides by the table's plan whether the ids are put in order
-// first, looks rows up in a cache if there is one, and launches. `gather_items` is the same kernel for callers that
-// say themselves where everything is.
+// Tables and models fetch by `take`: it allocates its result, decides by the table's plan whether to put the ids in
+// order first, looks rows up in a cache if there is one, and launches the kernel. `gather_items` launches the same
+// kernel for callers that say themselves where everything is.
 //
 //     take          table ids like max_sms way from_end cache notes -> Tensor
 //     take.out      table ids out max_sms way cache notes
 //     take_many     tables ids positions starts max_sms out
-//     decode_many   tables max_sms outs
+//     decode_many   tables max_sms outs                        (CUDA only)
 //     gather_items  table ids max_sms out fault positions addresses outer_dims entries slabs
 //     partition_ids ids num_items window_bits -> (Tensor, Tensor)
 //
-// table, cache: tensors of describe_table and describe_cache. ids: int32 or int64, on the device of the table. `take`
-// takes [ids] of any strides, and take.out without ids takes all items in their order. like: a tensor of the table's
-// dtype, whose dimensions but the first are those of an item. max_sms: the most multiprocessors; 0: all. way: a Way.
-// from_end: 0, or the table's number of items: then ids below 0 count from the end. If something is wrong with an id or
-// a row, a GPU notes it in the table's fault record and writes zeros in place of the item. On the CPU it is raised, or
-// noted if `notes` is set, as compiled code wants it.
+// Each is documented at its function, and the arguments that several files share in torch_tables.h. If an item cannot
+// be fetched, because its id is out of range or a row is corrupt, zeros take its place. `take`, take_many and
+// decode_many then note the fault in the table's own record on a GPU. On the CPU they raise, except that `take` notes
+// the fault if `notes` is set, which compiled code sets. `gather_items` notes it in `fault` on both.
 #include "huge_pages.h"
 #include "torch_ranges.h"
 #include "torch_tables.h"
@@ -29,10 +27,11 @@ namespace {
 
 using namespace ibp_torch;
 
-// Memory of the CPU of as many bytes is filled several times faster by huge pages.
+// Filling this many bytes of new memory, or more, is several times faster with huge pages.
 constexpr int64_t kLeastHugeBytes = 4 << 20;
 
-// By the table's plan; in the order given; in the order of windows of the table.
+// The order in which `take` fetches on a GPU: by the table's plan, in the order given, or in the order of the table's
+// windows.
 enum Way : int64_t { kPlanned, kInOrder, kBucketed };
 
 // ---- the order of windows ----
@@ -51,7 +50,8 @@ Ordered in_order(const Device &device, const Tensor &ids, const ibp_ids &items, 
     return ordered;
 }
 
-// (ids in the order of the windows of a table, the position of each): as many as ids.
+// Puts ids in the order of the windows of a table, which have 2^window_bits items each. num_items: of the table.
+// Returns (ids, positions): the ids in that order, flat, and int32 [ids], the position that each had before.
 std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids, int64_t num_items,
                                          int64_t window_bits)
 {
@@ -67,7 +67,7 @@ std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids
 
 // ---- the kernel, on the CPU and on a GPU ----
 
-// cache: nullptr: all rows come from the table. On the CPU torch's threads work.
+// Gathers items to memory, or to where `items` says. cache: nullptr if all rows come from the table.
 void gather(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp_cache *cache, int64_t max_sms,
             uint8_t *to, ibp_fault *fault)
 {
@@ -88,9 +88,13 @@ void gather(const Device &device, const ibp_table &table, const ibp_ids &items, 
                 });
 }
 
-// The items at ids, or all of them: one after the other, at positions of out, at addresses, or in the order of the
-// first outer_dims dimensions of out, which may have any strides then. Addresses are trusted, as buffers' are. Rows
-// that have entries come from slabs.
+// Fetches the items at ids, or all items if ids is None, to out: contiguous, any dtype, the items one after the other.
+// At most one of these says otherwise:
+// positions: int32 [ids]; item k goes to position positions[k] of out. addresses: int64 [ids]; item k goes to
+// addresses[k], which is trusted, and out is the first of the tensors that these addresses are in. outer_dims: out has
+// any strides; its first outer_dims dimensions number the items, and its others hold one item, contiguously.
+// entries, slabs: None, or a cache's; rows that have an entry come from slabs, and the others from the table. They go
+// with positions, but not with addresses or outer_dims.
 void gather_items(const Device &device, const Table &handle, const std::optional<Tensor> &ids, int64_t max_sms,
                   const Out &out, const Out &fault, const std::optional<Tensor> &positions,
                   const std::optional<Tensor> &addresses, const std::optional<int64_t> &outer_dims,
@@ -125,7 +129,7 @@ void gather_items(const Device &device, const Table &handle, const std::optional
 
 // ---- take ----
 
-// Looks the rows of items up in a cache: fills in their entries, and says which slabs they are in.
+// Looks up the rows of items in a cache and fills entries. Returns the cache with these entries, for a gather.
 ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp::CacheHandle &cache,
                uint64_t *entries, ibp_fault *fault)
 {
@@ -136,7 +140,7 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
             device, "claim_cached", ibp_cuda_claim_cached,
             [](auto... given) {
                 const ibp_status status = ibp_claim_cached(given...);
-                return status == IBP_INVALID_ARGUMENT ? status : IBP_OK; // other faults are noted
+                return status == IBP_INVALID_ARGUMENT ? status : IBP_OK; // other statuses are in fault
             },
             &table, &items, &cache.lru, entries, cache.counts, fault);
         return found;
@@ -156,7 +160,7 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     return found;
 }
 
-// Fetches the items to memory where `items` says. ids: the tensor that they are in.
+// Fetches items for `take`, to memory or to where `items` says. ids: the tensor that holds them.
 void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_ids items, int64_t max_sms, int64_t way,
            const std::optional<Cache> &cache, bool notes, uint8_t *to)
 {
@@ -188,7 +192,7 @@ void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_id
     require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
 }
 
-// [ids] of any strides as they are read: `kept` is a contiguous copy if there has to be one.
+// Reads ids, [ids] of any strides. If they are not contiguous, they are copied, and `kept` receives the copy.
 ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
 {
     require(ids.dim() == 1, "ids has ", ids.dim(), " dimensions, 1 is needed");
@@ -197,6 +201,11 @@ ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
     return ids_of(**kept);
 }
 
+// Returns the items at ids: [ids, *item]. ids: [ids] of any strides, on the device of the table.
+// like: a tensor with the dtype of the result; its dimensions after the first are those of an item. way: a Way; the CPU
+// fetches in the order given. from_end: 0, or the table's number of items: then ids below 0 count from the end. cache:
+// None, or a cache of the table's rows, which the call reads and updates. notes: whether the CPU notes a fault in the
+// table's record, which must be there, and does not raise.
 Tensor take(const Device &device, const Source &handle, const Tensor &ids, const Tensor &like, int64_t max_sms,
             int64_t way, int64_t from_end, const std::optional<Cache> &cache, bool notes)
 {
@@ -220,7 +229,8 @@ Tensor take(const Device &device, const Source &handle, const Tensor &ids, const
     return out;
 }
 
-// How many first dimensions of out number its contiguous items; -1: none do, and items go to out by way of a copy.
+// Returns how many of out's first dimensions number the items, if each item is contiguous and no two share memory.
+// Returns -1 for other layouts, which are written by way of a copy.
 int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
 {
     const auto element_bytes = static_cast<int64_t>(out.element_size());
@@ -239,8 +249,9 @@ int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
     return dims;
 }
 
-// ids: absent: all items in their order. out: [ids, *item], or with several dimensions in place of the first; of any
-// strides.
+// As `take`, but writes the items to out: [ids, *item], or several dimensions in place of the first, with any strides;
+// without ids all items in their order. It may allocate work memory, and a copy of out if items are not contiguous in
+// it.
 void take_out(const Device &device, const Source &handle, const std::optional<Tensor> &ids, const Out &out,
               int64_t max_sms, int64_t way, const std::optional<Cache> &cache, bool notes)
 {
@@ -273,7 +284,7 @@ void take_out(const Device &device, const Source &handle, const std::optional<Te
 using Written = Role<Tensors, kHere, true>;
 using Handles = Role<Tensors, kCpu>;
 
-// Reads the handles, all of the call's device, none of whose memory is in a range that is written.
+// Reads the handles of several tables, which must all be for the device of the call.
 std::vector<ibp::TableHandle> read_tables(const Device &device, const Handles &tables)
 {
     std::vector<ibp::TableHandle> handles;
@@ -285,6 +296,7 @@ std::vector<ibp::TableHandle> read_tables(const Device &device, const Handles &t
     return handles;
 }
 
+// Raises if a table shares memory with what the call writes.
 void require_apart(const ibp::TableHandle &handle, const Memory &written)
 {
     const auto first = reinterpret_cast<uintptr_t>(written.data);
@@ -293,7 +305,9 @@ void require_apart(const ibp::TableHandle &handle, const Memory &written)
         require(!handle.parts[p].meets(range), ibp::kPartNames[p], " of a table and out share memory");
 }
 
-// Items ids[starts[t]] to ids[starts[t + 1] - 1] of table t, item k to position positions[k] of out.
+// Fetches items of several tables, whose items have one size: those at ids[starts[t]] to ids[starts[t + 1] - 1] from
+// table t. positions: int32 [ids]; the item at ids[k] goes to position positions[k] of out. starts: one number for each
+// table, ascending from 0, and then the number of ids. out: contiguous, any dtype.
 void take_many(const Device &device, const Handles &tables, const Tensor &ids, const Tensor &positions,
                const std::vector<int64_t> &starts, int64_t max_sms, const Out &out)
 {
@@ -325,7 +339,7 @@ void take_many(const Device &device, const Handles &tables, const Tensor &ids, c
     require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
 }
 
-// All items of table t to outs[t], which is contiguous. Of a GPU.
+// Decodes all items of each table t to outs[t]: contiguous, any dtype, exactly as many bytes as the table's tensor.
 void decode_many(const Device &device, const Handles &tables, int64_t max_sms, const Tensors &outs)
 {
     const std::vector<ibp::TableHandle> handles = read_tables(device, tables);

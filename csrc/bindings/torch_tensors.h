@@ -1,10 +1,10 @@
-// torch_tensors.h - tensors as checked memory: every error of an argument, or of a call of torch, becomes a
-// std::runtime_error, which torch hands to Python as a RuntimeError.
+// torch_tensors.h - turns tensors into checked memory, and functions into operations of torch. If an argument is wrong,
+// or a call of torch fails, a std::runtime_error is thrown, which torch hands to Python as a RuntimeError.
 //
-// Messages are put together without streams: a compiler that links a part of libstdc++ statically makes those crash
-// beside torch's libstdc++. Torch's own inline functions write their messages to streams, so the two macros by which
-// they check are replaced here, before those functions are included. No other file includes headers of torch's stable
-// ABI.
+// Messages are put together without streams, because streams crash if a compiler has linked a part of libstdc++
+// statically, beside the libstdc++ of torch. Torch's own inline functions write their messages to streams. So this file
+// replaces the two macros by which they check, before it includes them, and no other file includes headers of torch's
+// stable ABI.
 #ifndef IBP_TORCH_TENSORS_H
 #define IBP_TORCH_TENSORS_H
 
@@ -27,7 +27,7 @@
 #include <type_traits>
 #include <vector>
 
-// Absent from a torch without CUDA, and from one before 2.13.
+// The first is missing from torch without CUDA, the second from torch before 2.13.
 extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream) __attribute__((weak));
 extern "C" const char *torch_exception_get_what_without_backtrace() __attribute__((weak));
 
@@ -36,7 +36,7 @@ namespace ibp_torch {
 inline std::string to_text(const char *text) { return text; }
 inline std::string to_text(int64_t number) { return std::to_string(number); }
 
-// Throws what becomes a RuntimeError in Python unless the condition holds.
+// Throws a std::runtime_error with the given parts as its message, unless the condition holds.
 template <typename... Parts> void require(bool condition, const Parts &...parts)
 {
     if (!condition) throw std::runtime_error("ibp: " + (to_text(parts) + ...));
@@ -47,7 +47,7 @@ template <typename... Parts> void require(bool condition, const Parts &...parts)
     throw std::runtime_error(std::string("ibp: torch refuses: ") + what);
 }
 
-// After a call of torch's C functions has returned an error.
+// Throws the error that one of torch's C functions has just returned.
 [[noreturn]] inline void fail_in_torch_call(const char *call)
 {
     fail_in_torch(torch_exception_get_what_without_backtrace ? torch_exception_get_what_without_backtrace() : call);
@@ -89,9 +89,9 @@ inline void check(ibp_status status, const char *what)
 
 // ---- sizes ----
 
-constexpr int64_t kMaxBytes = INT64_MAX / IBP_OVERFLOW_ALIGN; // of a table's items, as in the core
+constexpr int64_t kMaxBytes = INT64_MAX / IBP_OVERFLOW_ALIGN; // the core's limit for all items of a table
 
-// count * each_bytes, where both are at least 0 and the product at most kMaxBytes.
+// Returns count * each_bytes. Throws if either is negative or the product is more than kMaxBytes.
 inline int64_t total_bytes(int64_t count, int64_t each_bytes, const char *name)
 {
     int64_t bytes = 0;
@@ -101,7 +101,7 @@ inline int64_t total_bytes(int64_t count, int64_t each_bytes, const char *name)
     return bytes;
 }
 
-// How many items of item_bytes bytes num_bytes bytes make; the last item may be short. num_bytes >= 0.
+// Returns num_bytes / item_bytes, rounded up: how many items there are if the last one may be short. num_bytes >= 0.
 inline int64_t divide_up(int64_t num_bytes, int64_t item_bytes)
 {
     return num_bytes / item_bytes + (num_bytes % item_bytes != 0);
@@ -115,14 +115,14 @@ inline uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *nam
 
 // ---- memory ----
 
-// The elements of a tensor, one after the other. data: nullptr if there are none.
+// Memory with the elements of a tensor. data: nullptr if there are none.
 struct Memory {
     uint8_t *data;
     int64_t num_bytes;
 };
 
-// Bytes from a tensor's first element to the end of its storage, which can have been resized; -1 where it begins past
-// that.
+// Returns the bytes from a tensor's first element to the end of its storage, or -1 if the element lies past the end:
+// storages can be resized.
 inline int64_t bytes_held(const Tensor &tensor)
 {
     const auto element_bytes = static_cast<int64_t>(tensor.element_size());
@@ -142,8 +142,8 @@ inline Memory memory_of(const Tensor &tensor, const char *name)
     return {data, num_bytes};
 }
 
-// The data of a contiguous tensor of the given dtype and at least the given number of elements; nullptr if it is empty.
-// T: what the core takes such elements as.
+// Returns the data of a contiguous tensor of the given dtype with at least `least` elements; nullptr if it is empty.
+// T: the core's type for these elements.
 template <typename T> T *data_of(const Tensor &tensor, ScalarType dtype, int64_t least, const char *name)
 {
     require(tensor.scalar_type() == dtype, name, " has the wrong dtype");
@@ -161,7 +161,7 @@ inline uint64_t *unsigned_longs_of(const Tensor &tensor, int64_t least, const ch
     return data_of<uint64_t>(tensor, ScalarType::Long, least, name);
 }
 
-// The memory of a contiguous tensor of any dtype that has room for least bytes; nullptr if it is empty.
+// Returns the memory of a contiguous tensor of any dtype with at least `least` bytes; nullptr if it is empty.
 inline uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
 {
     const Memory memory = memory_of(tensor, name);
@@ -169,8 +169,8 @@ inline uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
     return memory.data;
 }
 
-// The bytes from a tensor's first element to its last one, whatever its strides are; num_bytes is -1 where its storage
-// does not hold them.
+// Returns the memory from a tensor's first element to its last one, whatever its strides are. num_bytes is -1 if the
+// tensor's storage is too small.
 inline Memory extent_of(const Tensor &x)
 {
     const auto element_bytes = static_cast<int64_t>(x.element_size());
@@ -201,8 +201,8 @@ inline void require_cpu(const Tensor &tensor)
             "all tensors must be on the CPU, or all on one CUDA device");
 }
 
-// Where a call runs: on the CPU, or on the CUDA device of its tensors, which is this thread's current one while the
-// object lives.
+// The device on which a call runs: the CPU, or the CUDA device of its tensors. While the object lives, that device is
+// the current one of this thread.
 class Device {
   public:
     // first: any of the call's tensors.
@@ -214,7 +214,7 @@ class Device {
 
     bool is_cuda() const { return number_ >= 0; }
 
-    // Torch also calls operations whose tensors are on several devices.
+    // Throws unless a tensor is on this device. Torch does not check this before it calls an operation.
     void require_here(const Tensor &tensor) const
     {
         if (!is_cuda()) require_cpu(tensor);
@@ -226,14 +226,14 @@ class Device {
                                              : "all tensors must be on the CPU, or all on one CUDA device");
     }
 
-    // A tensor that may be on another CUDA device, as they read each other's memory.
+    // Throws unless a tensor is on the CPU, as the call, or on any CUDA device, because these read each other's memory.
     void require_near(const Tensor &tensor) const
     {
         if (!is_cuda()) require_cpu(tensor);
         require(tensor.is_cuda() == is_cuda(), "all tensors must be on the CPU, or all on CUDA devices");
     }
 
-    // Torch's current stream of the CUDA device.
+    // Returns torch's current stream of the CUDA device.
     ibp_stream stream() const
     {
         require(aoti_torch_get_current_cuda_stream != nullptr, "this torch has no CUDA support");
@@ -244,15 +244,16 @@ class Device {
 
   private:
     const int32_t number_;               // of the CUDA device; -1: the CPU
-    std::unique_ptr<DeviceGuard> guard_; // optional would do, but that gcc 12 warns of it
+    std::unique_ptr<DeviceGuard> guard_; // not std::optional, for which gcc 12 gives a warning
 };
 
 // ---- arguments ----
 
-// Arguments of an operation are values as torch gives them, or have a role: they are made of such a value.
+// An argument of an operation is a value as torch gives it, or it has a role: a class that is made from such a value
+// and says where its tensor is and whether the operation writes it.
 template <typename T, typename = void> constexpr bool kIsRole = false;
 template <typename T> constexpr bool kIsRole<T, std::void_t<typename T::Value>> = true;
-// Tables, which have parts besides.
+// Whether an argument describes further memory: tables and caches do.
 template <typename T, typename = void> constexpr bool kHasParts = false;
 template <typename T> constexpr bool kHasParts<T, std::void_t<decltype(&T::add_parts)>> = true;
 
@@ -264,18 +265,18 @@ template <typename T, Place PLACE, bool IS_WRITTEN = false> struct Role : T {
     explicit Role(const T &value) : T(value) {}
 };
 using Out = Role<Tensor, kHere, true>;         // a tensor that the operation writes
-using OnCpu = Role<Tensor, kCpu>;              // on the CPU, wherever the others are
-using Tensors = std::vector<Tensor>;           // where the others are, as a tensor without a role is
-using Near = Role<std::vector<Tensor>, kNear>; // on any CUDA device, where the others are on one
+using OnCpu = Role<Tensor, kCpu>;              // on the CPU, wherever the other tensors are
+using Tensors = std::vector<Tensor>;           // on the device of the call, as tensors without a role are
+using Near = Role<std::vector<Tensor>, kNear>; // on any CUDA device if the call is on one; else on the CPU
 
-// The tensors of a call, which are on one device. No byte that is written belongs to another tensor: else an
-// operation could overwrite numbers that it has checked, and act on the new ones.
+// The tensors of a call. It checks that they are on one device and that no byte that is written belongs to another
+// tensor: an operation could otherwise overwrite numbers that it has checked, and then act on the new ones.
 class Given {
   public:
-    // names: of the operation's arguments, in their order and with a blank between them.
+    // names: the names of the operation's arguments, in their order, separated by blanks.
     explicit Given(const char *names) : names_(names) { entries_.reserve(32); }
 
-    // Every argument in its order.
+    // Adds an argument. Every argument must be added, in its order.
     template <typename T> void add(const T &argument)
     {
         if constexpr (kHasParts<T>) argument.add_parts(*this);
@@ -296,17 +297,17 @@ class Given {
             position_++;
     }
 
-    // A part of an argument: memory on a device, which has been checked.
+    // Adds memory that an argument describes and whose size has been checked.
     void add_part(const char *name, const ibp::Range &range, bool is_written)
     {
         const auto num_bytes = static_cast<int64_t>(range.end - range.first);
         if (num_bytes != 0)
             add({position_, name, nullptr, kHere, is_written, {reinterpret_cast<uint8_t *>(range.first), num_bytes}});
     }
-    // number: of the CUDA device that the argument is for; -1: the CPU.
+    // Says that an argument is for a certain CUDA device; -1: for the CPU.
     void require_device(int64_t number) { wanted_ = number, is_wanted_ = true; }
 
-    // Where the call runs. All that was added must agree.
+    // Returns the device on which the call runs. Throws if arguments are on other devices or share memory.
     Device device()
     {
         const auto first =
@@ -327,8 +328,8 @@ class Given {
   private:
     struct Entry {
         size_t position;
-        const char *part;     // of the argument at the position; nullptr: all of it
-        const Tensor *tensor; // nullptr: memory is known
+        const char *part;     // the name of memory that the argument describes; nullptr: its tensor
+        const Tensor *tensor; // nullptr if `memory` is known already
         Place place;
         bool is_written;
         Memory memory;
@@ -372,7 +373,7 @@ class Given {
     bool is_wanted_ = false;
 };
 
-// Calls a function of the core where the call runs: on_cuda takes a stream besides.
+// Calls a function of the core on the device of the call. on_cuda takes a stream as its last argument.
 template <typename Cuda, typename Cpu, typename... Parameters>
 void run_on(const Device &device, const char *what, const Cuda &on_cuda, const Cpu &on_cpu, const Parameters &...given)
 {
@@ -381,7 +382,7 @@ void run_on(const Device &device, const char *what, const Cuda &on_cuda, const C
 
 // ---- new tensors ----
 
-// A contiguous tensor without values. dtype: torch's number of it.
+// Returns a new contiguous tensor whose values are not set. dtype: torch's number of it.
 inline Tensor empty_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int32_t device_type, int32_t device_index)
 {
     std::vector<int64_t> strides(sizes.size());
@@ -395,7 +396,7 @@ inline Tensor empty_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int
     return Tensor(made);
 }
 
-// The same on the device of a tensor.
+// Returns such a tensor on the device of another one.
 inline Tensor new_tensor(const Tensor &like, const std::vector<int64_t> &sizes, int32_t dtype)
 {
     return empty_tensor(sizes, dtype, device_type_of(like), like.get_device_index());
@@ -419,7 +420,7 @@ inline Tensor contiguous_copy(const Tensor &tensor)
     return copy;
 }
 
-// The bytes of a struct as a tensor on the CPU.
+// Returns the bytes of a struct as a tensor on the CPU.
 template <typename T> Tensor bytes_of_struct(const T &value)
 {
     const Tensor bytes = empty_tensor({sizeof(T)}, aoti_torch_dtype_uint8(), aoti_torch_device_type_cpu(), 0);
@@ -427,6 +428,7 @@ template <typename T> Tensor bytes_of_struct(const T &value)
     return bytes;
 }
 
+// Returns int64 [size], zeros, on the device of another tensor.
 inline Tensor new_counts(const Tensor &like, int64_t size)
 {
     Tensor counts = new_tensor(like, {size}, ScalarType::Long);
@@ -436,7 +438,7 @@ inline Tensor new_counts(const Tensor &like, int64_t size)
 
 // ---- operations ----
 
-// Takes the next argument of torch's.
+// Takes the next argument from torch's stack, as a T.
 template <typename T> struct Argument {
     static T of(const StableIValue *&next)
     {
@@ -458,6 +460,7 @@ template <typename T> struct Argument<std::optional<T>> {
     }
 };
 
+// Calls an implementation with the arguments on torch's stack, and puts its results there.
 template <typename Result, typename... Parameters>
 void call(Result (*function)(const Device &, Parameters...), const char *names, StableIValue *stack,
           uint64_t num_arguments)
@@ -480,10 +483,11 @@ void call(Result (*function)(const Device &, Parameters...), const char *names, 
         std::apply(give, std::apply(run, given));
 }
 
+// The names of a function's arguments, for messages.
 template <auto function> const char *names_of = "";
 
-// Makes a function the implementation of an operation. It runs on the device of its tensors; no tensor that it writes,
-// an Out, shares memory with another one. names: of the schema's arguments.
+// Makes a function the implementation of an operation. The function is called with the device of its tensors, after
+// class Given has checked these. names: the names of the schema's arguments, separated by blanks.
 template <auto function, typename Library> void operation(Library &m, const char *name, const char *names)
 {
     names_of<function> = names;

@@ -1,97 +1,17 @@
-"""The torch operations of ibp: schemas, the compiled implementations, and fake ones for tracing.
+"""The torch operations of ibp: their schemas, fake implementations for tracing, and the library that implements them.
 
-The tensors are flat and contiguous, and all of a call are on the CPU or on one CUDA device; what is written shares no
-memory with anything else. Arguments that break these rules or contradict each other raise RuntimeError, whatever they
-are. Only the bytes of `table`, addresses of streamers and buffers, and `addresses` are trusted.
+Each operation is documented at its function in csrc/bindings/torch_*ops.cpp, and `times_matrix` in this file; arguments
+that many of them share (table, codebook, codec, ids, fault, max_sms) are documented in csrc/bindings/torch_tables.h.
+Unless an operation's documentation says otherwise:
 
-    table                         uint8 on the CPU: the handle of a table on the device of the other tensors, as
-                                  `_rows.handle` makes it by `describe_table`. It owns what it reads. An operation that
-                                  codes rows writes to it, as torch.compile sees it: its order among others counts
-    slots, overflow, data, ring   uint8 [bytes]
-    out                           any dtype and shape: the memory is written to
-    lengths                       uint16 [rows]; empty: every row is raw
-    bases                         int64 [ceil(rows / 32)], or [rows] where every row has its own; empty: no row has an
-                                  overflow part (FORMAT.md section 2)
-    counts, hits                  int64, one a bit or chunk of a row
-    codebook                      scheme raw: not read; ibp: int32 [3, words] as codebook_words makes it; planes: uint8
-                                  symbols. Those of several clusters stand one after the other, in scheme ibp each
-                                  followed by [num_flags, 0, 0, 0]. Before the symbols, where num_constant is not 0:
-                                  the row template and the live columns, as uint16, each padded to a multiple of 16.
-    codec                         scheme raw: [0, row_bytes]; ibp: [1, row_bytes, chunk_bytes, num_flags]; planes:
-                                  [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default,
-                                  closed, invariant_bits, invariant_value, consecutive, first_symbol, signed_default,
-                                  num_constant, digit_bits ...]
-    rooms, used, counts           uint16 [rows] or empty, int64 [1], int64 [2]: of struct ibp_place in ibp.h, whose
-                                  bases are int64 [rows], or empty where slots hold whole rows. A table without `used`
-                                  is no place: `encode_into` refuses it
-    x                             any dtype, shape and strides: its elements in their order are rows
-    buffers                       int64 [buffers]: addresses of memory of the layout of x, coded instead of x
-    row_ids                       int64 [rows of x or of all buffers]: which rows of the table they become
-    fault                         int64 [4], the struct ibp_fault of ibp.h
-    part, sum                     any dtype, int64 [1 or more]: `sum_words` adds to sum[0] what the words of a part add
-                                  to a fingerprint (FORMAT.md section 10), the first of them being first_word
-    entries                       int64 [rows]: of a cache of rows, 0 or where the row is (ibp.h)
-    bytes, slabs                  uint8 [bytes]: rows as stored, in memory near a GPU
-    map, maps                     int64 [sets * ways * 2], aligned to 16 bytes: of each way a row's number (-1: empty,
-                                  -2: removed) and its entry, 0 where it is empty; ways 2, 4, 8, 16 or 32
-    stamps, clock                 int32 [sets * 33], int64 [2]: of struct ibp_lru, zeros at first
-    ids                           int32 or int64 [ids]
-    positions                     int32 [ids]: which item of out each goes to; None: one after the other
-
-CPU implementations run on torch's intra-op threads where there is work for several; CUDA ones on the current stream of
-the tensors' device, without allocating or synchronising where they write to given tensors, and whatever device is
-current. `stream_bytes` is decode_bytes from pinned host memory by the copy engine, through `ring` on the device;
-`host_bases` is `bases` on the CPU and `streamer` the address of a living `_core.Streamer` of that device. Pinned host
-memory is given as a tensor of the CUDA device (`_memory.device_view`). `encode_packed`, for the CPU alone, codes a
-block of rows in one pass and on one thread, back to back to `out`, which has as many bytes as data or more; lengths
-uint16 [rows], `stored` int64 [1]: how many bytes it wrote. `encode_piece` codes data into `memory`, uint8, aligned to 8
-bytes, whatever it holds: int64 [8] of counters (used, counts, fault); bases; lengths; from overflow_start on overflow,
-whose used bytes are all that `decode_piece` needs in `coded`. `gather_items` takes all items where ids is None. With
-outer_dims, out has any strides and its first outer_dims dimensions number its items; with addresses, int64
-[ids], item k goes to addresses[k], and out is the first of the tensors that they are in; with entries, rows that have
-one come from slabs. `plan_pages` and `note_pages` are ibp_plan_pages and ibp_note_pages of ibp.h: pages and blocks
-int64 [pages], starts and block_starts int64 addresses, stored and seen uint8 flags, ids int64, addresses int64.
-`stage_items` is gather_items of `host_ids`, whose threads gather `host_slots`, the slots as it sees them; `stager` is
-the address of a living `_core.Stager` of that device.
-
-`sum_bags`, for CUDA alone, sums bags of rows as struct ibp_bags of ibp_cuda.h says: one for each row of out. Bag b
-begins with ids[offsets[b]], offsets being int32 or int64 [bags], or longer, which is not read; without offsets all bags
-have as many ids. Rows that have `entries` come from `slabs`, as in gather_items. `reduction` and `kind` are numbers of
-ibp_bag_mode and ibp_float_kind, `weights` is of that kind, and padding_idx -1 is none.
-
-`linear`, for CUDA alone, is ibp_cuda_linear of ibp_cuda.h, by up to four tables. Of each table, below has two bytes
-more than there are exponents before digit 0's, and starts and entries, its escapes, are int32 [rows + 1] and
-[escapes, 2]. x is bfloat16 [vectors, columns], as are weights, biases and out. biases is empty or has a tensor [rows]
-for each table, and an empty tensor adds nothing. out has the results [vectors, rows] one after the other.
-
-`linear_groups` is ibp_cuda_linear_groups: groups of vectors, each multiplied by one matrix of num_rows rows of those
-that a table stacks. groups is int32 [groups, 3]: number of the matrix, first vector, how many vectors. Vector v is
-order[v], int64 [vectors], if that is there, and `sharing` vectors after each other have a row of x. `group_vectors`,
-for the CPU too, is ibp_group_vectors: from the matrix of each vector, integers [vectors], to (the vectors' numbers in
-the order of their matrices, int64 [vectors]; such groups of them). `list_matrices` is ibp_list_matrices: num_rows is
-of each stack, num_spare int64 [1]; slots [ids], held [num_slots] and rows come one after the other.
-
-`decode_matrix`, for CUDA alone, is ibp_cuda_decode_matrix: the weights [rows, columns] of such a table.
-
-`times_matrix` is x [vectors, rows] times the matrix [rows, columns] of dtype that a table on `worker` holds, in x's
-dtype and on its device. It decodes the matrix for the time of the call. It notes no faults: it gives gradients of
-products whose forward pass has read the same rows.
-
-`add_rows`, on the CPU, adds a table of differences to `base`, the memory of its tensor, as ibp_add_rows of ibp.h does;
-change is int64 [1], added to. `measure_deltas`, `encode_deltas` and `apply_deltas`, for CUDA alone, are
-ibp_cuda_measure_deltas and so on of ibp_cuda.h: tensors is int64 [n, 10], the structs ibp_delta_tensor, whose addresses
-are trusted; lengths, counts and bases are of the sequence of all tensors' rows; sums is int64 [2 n], state int64
-[1 + 3 n], both zeros at first.
-
-A cache of rows is for tables whose items are whole rows. `find_cached` turns ids into the entries of their rows, row r
-of ids[k] at k * rows_per_item + r, from the maps of up to 8 slabs, as `gather_items` takes them. Maps and slabs may be
-on other devices than the rest, that can be read from it. `counts`, int64 [10], is added to: hits of slabs 0 to 7,
-misses, and bytes of missed rows in whole sectors of 32. `owners_of_rows` says, as uint8, which slab's map is to hold a
-row. `fill_slab` copies `rows`, int64, to `offsets`, int64, of a slab and puts them into its map, if that is not empty;
-negative ones are left out. `claim_cached` is find_cached of a cache in which missing rows replace the rows used longest
-ago, in slots of cache_slot_bytes, one a way; ways is 32. `drop_cached` takes rows out of a map; `set_cached` says that
-rows of it were written anew: with `lengths`, uint16 [rows], or, where there are none, the lengths that they had, and
-`dirty`, whether the table's own rows are older.
+- Tensors are flat and contiguous. All tensors of a call are on the CPU, or all on one CUDA device. Pinned host memory
+  is given as a tensor of the CUDA device (`_memory.device_view`).
+- Memory that an operation writes is shared with no other argument.
+- Arguments that break these rules or contradict each other raise RuntimeError, whatever their values are. An operation
+  trusts only the bytes of `table` and `cache`, and addresses: of streamers, stagers, `buffers`, `addresses` and deltas.
+- CPU implementations run on torch's intra-op threads if there is work for several. CUDA implementations run on the
+  current stream of their tensors' device, whichever device is current. If they write to given tensors, they allocate
+  nothing and do not synchronise; but `take.out` and products may take work memory from torch's allocator.
 """
 
 import os
@@ -103,14 +23,18 @@ from .. import _core
 from .graphs import cannot_map, cannot_record
 
 _lib = torch.library.Library("ibp", "FRAGMENT")
-_ON_THE_CPU = {"table", "cache", "host_bases", "host_slots", "host_ids"}  # tensors that always are
+_ON_THE_CPU = {"table", "cache", "host_bases", "host_slots", "host_ids"}  # arguments that are always on the CPU
 
 
 def _define(schema, shaped=lambda *args, **options: None):
-    """Declares an operation. It writes to memory that it is given, which a graph of torch.jit.trace would leave out.
-    inductor leaves operations that read a handle out of its CUDA graphs, which would go on using the same one.
+    """Declares an operation with its fake implementation, and refuses tracers that cannot record it.
 
-    shaped: makes what it returns of tensors without data. Of an operation that only writes: nothing."""
+    torch.jit.trace is refused because its graph leaves out writes to given memory. Operations that read `table` are
+    tagged so that inductor keeps them out of its CUDA graphs, which would replay them with the handle of the capture.
+
+    Args:
+        schema: the operation's name, arguments and results.
+        shaped: returns the operation's results as tensors without data; None for an operation that only writes."""
     name = schema[: schema.index("(")]
     _lib.define(schema, tags=(torch.Tag.cudagraph_unsafe,) if " table," in schema else ())
     packet, _, overload = name.partition(".")
@@ -124,8 +48,8 @@ def _define(schema, shaped=lambda *args, **options: None):
         raise cannot_map(name)
 
     def fake(*args, **kwargs):
-        """All tensors are on one device, as the real one requires. An exported program would hold the address in a
-        handle, which another process cannot read."""
+        """Returns results without data, after the checks of devices that the compiled operation makes, too. Refuses
+        torch.export because a handle holds addresses, which mean nothing to the process that loads the program."""
         if torch.compiler.is_exporting():
             raise cannot_record("torch.export", name)
         given = dict(zip(called, args)) | kwargs
@@ -320,7 +244,7 @@ _define(
     "Tensor(a!) lengths_out, Tensor(b!) bases_out, Tensor(c!) rows_out, Tensor(d!) taken, Tensor(e!) fault) -> ()"
 )
 
-# A cache of rows (ibp.h).
+# A cache of rows (ibp_cache.h).
 _define(
     "describe_cache(Tensor[] maps, int ways, Tensor[] slabs, Tensor counts, Tensor? stamps, Tensor? clock, "
     "int slot_bytes) -> Tensor",
@@ -347,6 +271,10 @@ _define("set_cached(Tensor rows, Tensor lengths, int ways, bool dirty, Tensor(a!
 
 
 def _times_matrix(table, x, columns, dtype, worker):
+    """Returns x [vectors, rows] times the matrix [rows, columns] of dtype that `table` holds on the device `worker`.
+    The result has the dtype and device of x. The matrix is decoded for the time of the call.
+
+    Faults are not reported: this computes gradients of products whose forward pass has read the same rows."""
     matrix = torch.empty((x.shape[1], columns), dtype=dtype, device=worker)
     fault = torch.zeros(4, dtype=torch.int64, device=worker)
     torch.ops.ibp.decode_bytes.default(table, 0, matrix.nbytes, 0, matrix, fault)
@@ -357,8 +285,8 @@ _lib.impl("times_matrix", _times_matrix, "CompositeExplicitAutograd")
 
 torch.ops.load_library(str(Path(__file__).parent.parent / "_lib" / "libibp_torch.so"))
 
-# A forked child has none of its parent's threads. torch replaces its pool of them at the first use, which fails where
-# several threads come first ("Invalid thread pool!"): the child does it before it has others.
+# A forked child has none of its parent's threads. torch replaces its thread pool when the child first uses it, which
+# fails if several threads do so at once ("Invalid thread pool!"). So the child does it while it has only one thread.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 
