@@ -281,7 +281,6 @@ void take_out(const Device &device, const Source &handle, const std::optional<Te
 
 // ---- several tables in a call ----
 
-using Written = Role<Tensors, kHere, true>;
 using Handles = Role<Tensors, kCpu>;
 
 // Reads the handles of several tables, which must all be for the device of the call.
