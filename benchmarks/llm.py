@@ -45,7 +45,7 @@ from torch import nn
 import ibp
 
 from . import codec, harness, ideal, linear
-from .weights import memory_directory
+from .weights import continuing, memory_directory
 
 try:
     import transformers
@@ -254,6 +254,7 @@ class Step:
         self.call, self.start = model, context - ROOM
         self.cache = transformers.StaticCache(config=config, max_cache_len=context)
         heads, head_dim = config.num_key_value_heads, head_dim_of(config)
+        self.continued = continuing(model, self.cache)
         self.cache.early_initialization(batch, heads, head_dim, torch.bfloat16, device)
         for layer in self.cache.layers:
             layer.keys.normal_(generator=generator)
@@ -271,9 +272,7 @@ class Step:
         self.token.copy_(self.first)
 
     def __call__(self):
-        logits = self.call(
-            self.token, past_key_values=self.cache, position_ids=self.position, attention_mask=self.mask
-        ).logits
+        logits = self.call(self.token, position_ids=self.position, attention_mask=self.mask, **self.continued).logits
         self.token.copy_(logits[:, -1:].argmax(-1))
         self.position.add_(1)
 

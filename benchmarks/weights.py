@@ -16,6 +16,7 @@ device_bytes (what weights take there, the arena included) and weight_bytes (of 
 """
 
 import gc
+import inspect
 import shutil
 import statistics
 import sys
@@ -71,6 +72,12 @@ FEW_SMS = 8  # beside the number that ibp.offload takes by itself
 STREAM_SHARE, RAW_FACTOR, ACCELERATE_FACTOR, TWO_GPUS_FACTOR = {"bfloat16": 0.95, "float16": 0.95}, 1.42, 8.0, 1.85
 FP8_SHARE, COMPUTE_SHARE, LOAD_SECONDS = 0.90, 1.03, 10.0
 EXTRA_COLUMNS = ("prompt", "ms", "bound_ms", "host_bytes", "device_bytes", "weight_bytes")
+
+
+def continuing(model, cache):
+    """The argument of a call of a model that goes on from a cache: before transformers 5.24 it has another name."""
+    name = "cache" if "cache" in inspect.signature(getattr(model, "forward", model)).parameters else "past_key_values"
+    return {name: cache}
 
 
 class Bench:
@@ -141,7 +148,7 @@ class Bench:
         for _ in range(1 + num_tokens):
             self.run.sync()
             start = time.perf_counter()
-            out = model(tokens[-1], past_key_values=cache, use_cache=True)
+            out = model(tokens[-1], use_cache=True, **continuing(model, cache))
             tokens.append(out.logits[:, -1:].argmax(-1))
             self.run.sync()
             times.append(time.perf_counter() - start)
