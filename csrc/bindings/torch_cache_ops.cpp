@@ -166,9 +166,9 @@ Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slab
 
 // ---- fill ----
 
-// Copies rows of a table, as they are stored, to `bytes` and puts them into its map, if that is not empty. offsets:
-// int64 [rows], where the bytes of each row go; rows with a negative offset are left out. slab: the number of the slab
-// in its cache.
+// Copies stored rows of a table to `bytes`, the memory of a slab, and enters them in `map`, the slab's map, unless the
+// map is empty. offsets: int64 [rows], where the bytes of each row go; rows with a negative offset are left out. slab:
+// the number of the slab in its cache.
 void fill_slab(const Device &device, const Table &handle, const Tensor &rows, const Tensor &offsets, int64_t number,
                int64_t ways, const Out &bytes, const Out &map, const Out &fault)
 {

@@ -27,9 +27,9 @@ int64_t *ids_of_transfer(const Tensor &ids) { return data_of<int64_t>(ids, Scala
 
 // Works out the ids of the place's rows, and the addresses of the tensors' memory, for a transfer of pages.
 // pages, blocks: int64 [pages]; page pages[k] of the place goes to or comes from block blocks[k] of each tensor. Any
-// numbers are allowed: ids are -1 if there is no such page or block. num_pages, num_blocks: of the place, and of each
-// tensor. num_tensors: tensors of which a page has a block; the transfer moves those from first_tensor on, as many as
-// starts describes.
+// numbers are allowed: the ids of a page or block that does not exist are -1. num_pages, num_blocks: of the place, and
+// of each tensor. num_tensors: tensors of which a page has a block; the transfer moves those from first_tensor on, as
+// many as starts describes.
 // starts: int64 [tensors * pieces], the addresses at which the pieces of block 0 begin. block_starts: int64
 // [num_blocks], what is added to starts for each block; None: its number times block_stride. scratch: the address of a
 // piece that nobody uses, which stands in for missing ones. pieces: how many pieces of memory a block has.

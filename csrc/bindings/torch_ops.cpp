@@ -47,8 +47,8 @@ using namespace ibp_torch;
 // bytes of a row's slot. overflow_start: which byte of the whole table's overflow `overflow` begins with; not 0 for a
 // block of a table's rows. num_items, item_bytes: the tensor that is coded.
 // rooms, used: only for a place, into which rows are coded one by one (ibp_place.h). rooms is uint16 [rows], empty if
-// slots hold whole rows; used is int64 [1], and bases then has one entry for each row. Without `used` the table is no
-// place: encode_into and encode_slots refuse it.
+// slots hold whole rows; used is int64 [1], and bases then has one entry for each row. encode_into and encode_slots
+// refuse a table that is described without `used`.
 // fault: the record of `take` on a GPU, which refuses tables without one. plan: [least_bucketed, window_bits,
 // bucketed_sms] of ibp::GatherPlan; empty: `take` never puts ids in order by itself.
 Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &overflow, const Tensor &lengths,
@@ -328,8 +328,8 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
                 });
 }
 
-// Codes rows into a place, in any order and again and again (ibp_place.h). A row is lost if there is no room for its
-// overflow part. Lost rows are counted, and not noted as faults.
+// Codes rows into a place (ibp_place.h), in any order; a row may be coded again and again. A row is lost if there is
+// no room for its overflow part. Lost rows are counted, but they are not faults.
 // table: described with `used`. x: any dtype, shape and strides; its elements, in their order, are rows. buffers: int64
 // [buffers], or None: addresses of memory that has the layout of x and is coded instead of x; they are trusted.
 // row_ids: int64 [rows of x, or of all buffers], or None: the row of the table that each row becomes. first_row: read

@@ -253,7 +253,7 @@ class Device {
 // and says where its tensor is and whether the operation writes it.
 template <typename T, typename = void> constexpr bool kIsRole = false;
 template <typename T> constexpr bool kIsRole<T, std::void_t<typename T::Value>> = true;
-// Whether an argument describes further memory: tables and caches do.
+// True for the roles that describe further memory, which are tables and caches.
 template <typename T, typename = void> constexpr bool kHasParts = false;
 template <typename T> constexpr bool kHasParts<T, std::void_t<decltype(&T::add_parts)>> = true;
 

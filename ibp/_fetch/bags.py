@@ -271,8 +271,7 @@ def _sum_bags(
             fault,
         )
     if check and not is_compiling:
-        torch.cuda.current_stream(device).synchronize()
-        table._raise_pending(device)
+        table._raise_when_done(device)
     return result if out is None or out is result else out.copy_(result)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,12 @@ def check_table(table: Any) -> None:
         why = getattr(table, "_why_no_rows", None)  # of an ibp.codecs.WholeTensor
         hint = ": ibp.load(path) reads those of a file" if isinstance(table, (str, os.PathLike)) else ""
         raise TypeError(why or f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor{hint}")
+
+
+def check_path(path: str, paths: Collection[str]) -> None:
+    """Raises ValueError unless path is the name of one of the paths that a call has."""
+    if path not in paths:
+        raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, paths))}, or None")
 
 
 def check_out(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:

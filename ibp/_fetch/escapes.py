@@ -27,7 +27,8 @@ _CHUNK_ELEMENTS = 1 << 24  # that are looked at together, in about seven bytes e
 
 
 class Escapes(NamedTuple):
-    """What is known of a table besides its digits. The first four are what `torch.ops.ibp.linear` takes of a matrix.
+    """A matrix as products read it: its slots, and the list of its escaped weights. `torch.ops.ibp.linear` takes the
+    first four fields.
 
     slots: the table's, as a parameter: torch.compile(mode="reduce-overhead") copies other tensors to memory of its
         graphs in every call.

@@ -16,7 +16,18 @@ from .._rows.handle import Handle
 from .._rows.protocols import Ids, Rows
 from .._rows.table import Table
 from . import host_gather
-from .calls import BUCKETED, IN_ORDER, PLANNED, check_out, check_table, refusal, sms_of, target_of, worker_of
+from .calls import (
+    BUCKETED,
+    IN_ORDER,
+    PLANNED,
+    check_out,
+    check_path,
+    check_table,
+    refusal,
+    sms_of,
+    target_of,
+    worker_of,
+)
 from .ids import ID_DTYPES, check_range, checked_ids, flat_ids, refuse_mapped
 
 PATHS = {"gpu": IN_ORDER, "bucketed": BUCKETED, "cpu": None}  # None: without `take`
@@ -170,9 +181,7 @@ def select(
             raise_for(table, ids, handle, from_end)
         raise refusal(error) from None
     if check and worker.type == "cuda" and not is_compiling:
-        torch.cuda.current_stream(worker).synchronize()
-        if handle.noted[0] or handle.noted[ENTRIES]:
-            table._raise_pending(worker)
+        table._raise_when_done(worker)
     if out is not None and result is not out:
         return out.copy_(result.view(out.shape))
     return result if worker == target else result.to(target)
@@ -180,8 +189,7 @@ def select(
 
 def _refuse(table: Table, path: str, ids: torch.Tensor, target: torch.device, worker: torch.device) -> None:
     """Raises ValueError if a path cannot be taken."""
-    if path not in PATHS:
-        raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, PATHS))}, or None")
+    check_path(path, PATHS)
     reason = None
     if path != "cpu":
         reason = None if worker.type == "cuda" else "it is the GPU's: wanted a pinned table and device='cuda'"
@@ -258,7 +266,7 @@ def _select_by_cpu(
 ) -> torch.Tensor:
     """`select` of CPU ids that are in range, whose rows the CPU gathers for the GPU that decodes them."""
     if from_end:
-        ids = torch.where(ids < 0, ids.long() + from_end, ids.long())
+        ids = _from_start(ids, from_end)
     table._raise_pending(target)
     ids = ids.contiguous()
     is_direct = out is not None and out.is_contiguous()
@@ -267,9 +275,13 @@ def _select_by_cpu(
     if ids.shape[0]:
         host_gather.fetch(table, ids, target, sms, result)
     if check:
-        torch.cuda.current_stream(target).synchronize()
-        table._raise_pending(target)
+        table._raise_when_done(target)
     return result if out is None or is_direct else out.copy_(result.view(out.shape))
+
+
+def _from_start(ids: torch.Tensor, num_items: int) -> torch.Tensor:
+    """Returns ids with those below 0 counted from the end of num_items items."""
+    return torch.where(ids < 0, ids.long() + num_items, ids.long())
 
 
 def raise_for(table: Table, ids: torch.Tensor, handle: Handle, from_end: int = 0, **near: Any) -> None:
@@ -278,7 +290,7 @@ def raise_for(table: Table, ids: torch.Tensor, handle: Handle, from_end: int = 0
     refuse_mapped(ids)
     check_range(ids, table.num_items, -from_end)
     if from_end:
-        ids = torch.where(ids < 0, ids.long() + from_end, ids.long())
+        ids = _from_start(ids, from_end)
     result, fault = torch.empty((ids.shape[0], *table.item_shape), dtype=table.dtype, device="cpu"), new_record()
     torch.ops.ibp.gather_items.default(handle.table, ids.contiguous(), 0, result, fault, **near)
     table._raise_fault(fault)

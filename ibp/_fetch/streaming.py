@@ -19,7 +19,7 @@ from .._rows.handle import Handle
 from .._rows.protocols import Decodable
 from .._rows.table import Table
 from .._schemes.choice import coder_rates
-from .calls import IN_ORDER, check_out, check_table, sms_of, target_of, worker_of
+from .calls import IN_ORDER, check_out, check_path, check_table, sms_of, target_of, worker_of
 
 # Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
 # model that computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the
@@ -175,7 +175,7 @@ def decode_items(
         handle = table.handle(target)
     crosses = end > start and worker != table.slots.device
     if path is not None:
-        _check_path(path)
+        check_path(path, PATHS)
         if end > start:
             _refuse(path, table, crosses, target)
     if not is_compiling and (handle.noted[0] or handle.noted[ENTRIES]):
@@ -189,8 +189,7 @@ def decode_items(
     else:
         result = _decode(table, handle, shape, start, end, target, worker, out, sms, None)
     if check and worker.type == "cuda":
-        torch.cuda.current_stream(worker).synchronize()
-        table._raise_pending(worker)
+        table._raise_when_done(worker)
     return result
 
 
@@ -246,12 +245,6 @@ def _copies(worker: torch.device, stored_bytes: int, sms: int, path: str | None)
     return stored_bytes >= calibration.in_force(worker).least_streamed_bytes
 
 
-def _check_path(path: str) -> None:
-    """Raises ValueError for a name that no path has."""
-    if path not in PATHS:
-        raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, PATHS))}, or None")
-
-
 def _refuse(path: str, table: Table, crosses: bool, target: torch.device) -> None:
     """Raises ValueError if rows cannot take a path. crosses: whether they come from pinned host memory to a GPU."""
     if path == "copy" and torch.compiler.is_compiling():
@@ -291,7 +284,7 @@ class _DecodeJob(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether it has some bytes, and its GPU writes to the result in one piece."""
+        """Returns whether the table has bytes to decode, which its GPU writes straight to the result, in one piece."""
         if self.worker.type != "cuda" or self.worker != self.target or not self.table.original_bytes:
             return False
         is_direct = self.out is None or (self.out.shape == self.table.shape and self.out.is_contiguous())
@@ -302,7 +295,7 @@ def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path:
     """The results of all jobs, queued without waiting for any of them unless a result goes to the CPU."""
     sms = sms_of(max_sms)
     if path is not None:
-        _check_path(path)
+        check_path(path, PATHS)
         for job in jobs:
             if job.table.original_bytes:
                 _refuse(path, job.table, job.crosses, job.target)
@@ -329,8 +322,7 @@ def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path:
             stream.close()
     for job in jobs:
         if check and job.worker.type == "cuda":
-            torch.cuda.current_stream(job.worker).synchronize()
-            job.table._raise_pending(job.worker)
+            job.table._raise_when_done(job.worker)
     return results
 
 
@@ -343,8 +335,8 @@ def _decode_job(job: _DecodeJob, sms: int, stream: TensorStream | None) -> torch
 def _decode_together(
     jobs: list[_DecodeJob], streams: Sequence[TensorStream | None], sms: int
 ) -> dict[int, torch.Tensor]:
-    """The results of the jobs whose rows a GPU's kernel reads, by their numbers: tables that the same kernel decodes
-    share launches."""
+    """Decodes the jobs that need no stream and write to one piece of a GPU's memory. Tables that the same kernel
+    decodes share launches. Returns the results by the numbers of their jobs; a job that is missing is left to do."""
     groups: dict[torch.device, list[int]] = {}
     for number, (job, stream) in enumerate(zip(jobs, streams)):
         if stream is None and job.is_plain:

@@ -121,7 +121,8 @@ def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype
 
 
 def _way_from(x: object) -> str:
-    """Returns the end of an error about `x`, which is not a tensor: the call that takes it or makes a tensor of it."""
+    """Returns the end of an error's text if `x` is not a tensor: it names the call that takes such an object, or that
+    makes a tensor of it."""
     for kinds, way in _WAYS:
         if isinstance(x, kinds):
             return f": {way}"

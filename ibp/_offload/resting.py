@@ -213,7 +213,7 @@ _AWAKE: dict[type, type] = {resting: awake for awake, resting in _CLASSES.items(
 
 
 def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
-    """Puts a model's tensor to rest: its memory becomes `blank`, and its values are read from `source` from now on.
+    """Replaces the memory of a model's tensor by `blank`. From then on its values are read from `source`.
     blank: a tensor of the same shape, dtype and device."""
     wake(tensor)
     tensor.data = blank

@@ -416,7 +416,7 @@ class Table(TensorManners, Saves):
             return self._keep_handle(device, self._parts(device, self.geometry))
 
     def _keep_handle(self, device: torch.device, parts: Parts) -> Handle:
-        """Describes parts that a device reads as the table's handle there, which `take` is given from now on."""
+        """Makes a handle of parts that a device reads, and keeps it as the table's handle for that device."""
         fault, plan, machine = self._faults.on(device), Plan(), None  # compiled code and graphs find the record made
         if device.type == "cuda":
             rates = calibration.in_force(device)
@@ -457,6 +457,11 @@ class Table(TensorManners, Saves):
     def _raise_pending(self, device: torch.device) -> None:
         """Raises what earlier calls have noted on a device."""
         self._faults.raise_pending(device, last=self.num_items - 1)
+
+    def _raise_when_done(self, device: torch.device) -> None:
+        """Waits for the current stream of a GPU, and raises what calls have noted there."""
+        torch.cuda.current_stream(device).synchronize()
+        self._raise_pending(device)
 
     def _raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
         """Raises what a call has noted in a record of its own."""

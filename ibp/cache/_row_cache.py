@@ -310,8 +310,7 @@ class RowCache(OfThisProcess, TensorManners):
         take = self._take_outside if torch.compiler.is_compiling() else self._take
         result = take(ids, sms, in_order, given if out is not None and out.device == worker else None)
         if check and worker.type == "cuda":
-            torch.cuda.current_stream(worker).synchronize()
-            self.view._raise_pending(worker)
+            self.view._raise_when_done(worker)
         if out is None:
             return result if worker == target else result.to(target)
         if given is not None and result is not given:
