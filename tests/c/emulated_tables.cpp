@@ -762,9 +762,10 @@ void check_encode(const Made &made)
 
 /* ---- rows coded into a place ---- */
 
-/* Rows in buffers of their own, as an ibp_row_source says it. Words with a byte of a row are read whole. */
+/* Rows in buffers of their own, as an ibp_row_source describes them. A buffer ends where its last row ends, since no
+   kernel may read beyond it; a kernel may read the bytes of a word before a row. */
 struct Source {
-    static constexpr size_t kAround = 4;
+    static constexpr size_t kBefore = 4;
     std::vector<Array<uint8_t>> buffers;
     std::vector<const uint8_t *> addresses;
     ibp_row_source source = {};
@@ -787,13 +788,14 @@ struct Source {
             stride *= d == 0 ? (in_buffer + inner - 1) / inner : source.sizes[d];
             inner *= source.sizes[d];
         }
-        const auto bytes = static_cast<size_t>(source.num_dims == 0 ? in_buffer * row_bytes : stride);
         for (int64_t i = 0; i < count; i++) {
             if (i % source.rows_per_buffer == 0) {
-                buffers.emplace_back(bytes + 2 * kAround, chance(60) ? 16 - kAround : below(16));
-                addresses.push_back(buffers.back().data + kAround);
+                const int64_t last = std::min(source.rows_per_buffer, count - i) - 1;
+                const size_t bytes = offset_of(last, row_bytes) + rows[static_cast<size_t>(i + last)].size();
+                buffers.emplace_back(kBefore + bytes, chance(60) ? 16 - kBefore : below(16));
+                addresses.push_back(buffers.back().data + kBefore);
             }
-            memcpy(buffers.back().data + kAround + offset_of(i % source.rows_per_buffer, row_bytes),
+            memcpy(buffers.back().data + kBefore + offset_of(i % source.rows_per_buffer, row_bytes),
                    rows[static_cast<size_t>(i)].data(), rows[static_cast<size_t>(i)].size());
         }
         if (addresses.size() > 1 || chance(30))

@@ -202,7 +202,8 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 };
 
-// 16 bytes from any address on: num_bytes valid ones, then zeros. Reads no 4-byte word without a valid byte.
+// Returns the 16 bytes that start at any address: num_bytes valid ones, then zeros. A load by words may also read the
+// bytes of a word before `from`, but none after the valid ones: the last row may end where its allocation ends.
 static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num_bytes)
 {
     uint32_t words[4] = {};
@@ -217,7 +218,14 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
             const uint32_t word = next;
-            next = i < 3 || start != 0u ? near[i + 1] : 0u;
+            if (i < 3 || (start != 0u && num_bytes >= kVector + 4u - start)) {
+                next = near[i + 1];
+            } else { // the vector's last bytes, one by one
+                next = 0;
+#pragma unroll
+                for (uint32_t b = 0; b < 3; b++)
+                    if (b < start) next |= static_cast<uint32_t>(from[kVector - start + b]) << (8u * b);
+            }
             words[i] = __funnelshift_r(word, next, 8u * start);
         }
     }

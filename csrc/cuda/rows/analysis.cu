@@ -10,12 +10,13 @@ namespace ibp {
 
 constexpr uint32_t kThreads = 256, kRowsAhead = 8;
 
-// Word w of a row at any address; zeros past the row. Reads no 4-byte word that has no byte of the row.
+// Returns word w of a row at any address, filled up with zeros. A load by words may also read the bytes of a word before
+// the row, but none after it: the last row may end where its allocation ends.
 __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t row_bytes, uint32_t w)
 {
     const uint8_t *const from = row + 4u * w;
-    if (4u * w + 4u <= row_bytes) {
-        const uint32_t start = reinterpret_cast<uintptr_t>(from) % 4u;
+    const uint32_t start = reinterpret_cast<uintptr_t>(from) % 4u, end = start == 0u ? 4u : 8u - start;
+    if (4u * w + end <= row_bytes) { // of the words that are read
         const uint32_t *const near = reinterpret_cast<const uint32_t *>(from - start);
         return start == 0u ? near[0] : __funnelshift_r(near[0], near[1], 8u * start);
     }
