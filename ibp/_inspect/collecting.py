@@ -16,7 +16,7 @@ from .._files.header import find_files, read_header
 from .._files.opened import File
 from .._files.opened import open as open_file
 from .._files.paths import is_url
-from .._schemes import AnyCodebook
+from .._schemes import AnyCodebook, Options
 from .._tables.compressed_tensor import CompressedTensor
 from ..checkpoints._learning import CheckpointLearning, Codebooks
 from ..checkpoints._planning import compressed_bytes, table_bytes
@@ -70,7 +70,7 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 
 def _of_source(source: Source, wanted: Wanted, progress: bool) -> FileReport:
     """Tensors as `ibp.checkpoints.compress` would code them: those of a kind share a codebook."""
-    codebooks = Codebooks(CheckpointLearning("auto"), list(source.tensors.values()))
+    codebooks = Codebooks(CheckpointLearning(Options()), list(source.tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
     for name in _bar(source.tensors, progress):
         codebooks.prepare([source.tensors[name]])

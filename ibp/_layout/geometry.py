@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +12,7 @@ import torch
 
 from .. import _core
 from .._common.arguments import whole_number
+from .._common.progress import tqdm
 from .._machine import memory, staging
 from .manners import TensorManners
 
@@ -69,11 +69,27 @@ _WAYS_BY_ATTRIBUTE = (
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a tensor of a shape and dtype is cut. An item is x[i]; a 0-D tensor is one item."""
+    """How a tensor of a shape and dtype is cut into rows. An item is x[i]; a 0-D tensor is one item.
+
+    Attributes:
+        num_items, item_bytes: how many items there are, and the bytes of one.
+        num_bytes: bytes of the tensor.
+        num_rows: how many rows there are; the last one may be shorter than row_bytes.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     row_bytes: int
+    num_items: int = field(init=False, repr=False, compare=False)
+    item_bytes: int = field(init=False, repr=False, compare=False)
+    num_bytes: int = field(init=False, repr=False, compare=False)
+    num_rows: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        num_items, item_bytes = self.shape[0] if self.shape else 1, self.shape[1:].numel() * self.dtype.itemsize
+        num_bytes = num_items * item_bytes
+        num_rows = -(-num_bytes // self.row_bytes)
+        vars(self).update(num_items=num_items, item_bytes=item_bytes, num_bytes=num_bytes, num_rows=num_rows)
 
     @classmethod
     def of(cls, x: torch.Tensor, row_bytes: int | None = None) -> Geometry:
@@ -84,26 +100,10 @@ class Geometry:
             row_bytes = max(1, row_bytes)
         return cls(x.shape, x.dtype, whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES))
 
-    @functools.cached_property
-    def num_items(self) -> int:
-        return self.shape[0] if self.shape else 1
-
-    @functools.cached_property
-    def item_bytes(self) -> int:
-        return self.shape[1:].numel() * self.dtype.itemsize
-
-    @functools.cached_property
-    def num_bytes(self) -> int:
-        return self.num_items * self.item_bytes
-
     @property
     def has_whole_rows(self) -> bool:
         """Whether items begin and end with rows."""
         return self.item_bytes > 0 and self.item_bytes % self.row_bytes == 0
-
-    @functools.cached_property
-    def num_rows(self) -> int:
-        return -(-self.num_bytes // self.row_bytes)
 
 
 def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype] = DTYPES) -> None:
@@ -205,13 +205,16 @@ def working_device(x: torch.Tensor, device: torch.device | str | int | None) -> 
 
 
 def blocks(
-    data: torch.Tensor, row_bytes: int, device: torch.device, whole: bool = True
-) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """(first row, last row, bytes on the device) of about 64 MiB each; the first row is a multiple of 32.
+    data: torch.Tensor, row_bytes: int, device: torch.device, bar: str | None = None, whole: bool = True
+) -> Iterable[tuple[int, int, torch.Tensor]]:
+    """Returns the rows in blocks of about 64 MiB: (first row, last row, bytes on the device). The first row is a
+    multiple of 32.
 
     Data on the device that works on it is one block on a GPU, if `whole`, and blocks of 1 GiB on the CPU. A GPU's copy
     engine brings host data in smaller blocks, the next one while the caller works on one: such a block is valid until
     the next one is asked for (see `_staging`).
+
+    bar: the name of a progress bar, which counts a block when the next one is asked for; None: no bar is shown.
     """
     num_rows, is_staged = -(-data.numel() // row_bytes), device.type == "cuda" and data.device.type == "cpu"
     most_bytes = _BLOCK_BYTES
@@ -220,6 +223,18 @@ def blocks(
     elif whole and data.device == device:
         most_bytes = data.numel() if data.is_cuda else _NEAR_BLOCK_BYTES
     step = max(1, most_bytes // (_core.ROWS_PER_BASE * row_bytes)) * _core.ROWS_PER_BASE
+    if 0 < num_rows <= step and data.device == device:
+        found: Iterable[tuple[int, int, torch.Tensor]] = [(0, num_rows, data)]
+    else:
+        found = _copied(data, row_bytes, device, step, is_staged)
+    return found if bar is None else _counted(found, bar, num_rows)
+
+
+def _copied(
+    data: torch.Tensor, row_bytes: int, device: torch.device, step: int, is_staged: bool
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Gives blocks of `step` rows; is_staged: by the copy engine."""
+    num_rows = -(-data.numel() // row_bytes)
     ranges = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
     parts = (data[first * row_bytes : last * row_bytes] for first, last in ranges)
     near = (
@@ -227,6 +242,16 @@ def blocks(
     )
     for block, (first, last) in zip(near, ranges):
         yield first, last, block
+
+
+def _counted(
+    found: Iterable[tuple[int, int, torch.Tensor]], bar: str, num_rows: int
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Gives blocks while a progress bar counts their rows."""
+    with tqdm(total=num_rows, desc=bar, unit="row", unit_scale=True) as shown:
+        for block in found:
+            yield block
+            shown.update(block[1] - block[0])
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:

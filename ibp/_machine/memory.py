@@ -82,8 +82,8 @@ def empty_tensor(
 def empty_parts(
     sizes: Sequence[int], device: torch.device, pin: bool | None, node: int = -1
 ) -> tuple[list[torch.Tensor], bool]:
-    """(tensors as `empty` makes them, whether they are pinned). pin: None: where the system lets; all of them, or none
-    and a warning."""
+    """Returns tensors as `empty` makes them, and whether they are pinned. pin: None: they are where the system lets;
+    either all of them are, or none is and a warning says so."""
     if pin is not False:
         try:
             return [empty(size, device, True, node) for size in sizes], True
@@ -91,7 +91,7 @@ def empty_parts(
             if pin:
                 raise
             warn_of_pageable(error)
-    return [empty(size, device, False) for size in sizes], False
+    return [empty_tensor(size, device=device) for size in sizes], False
 
 
 def pin_if_possible(table: Table) -> None:
@@ -201,19 +201,22 @@ def memory_read_by(device: torch.device, where: str | None, default: str) -> str
 
 
 def pins(where: str | None) -> bool | None:
-    """Whether bytes in host memory are pinned; None: where the system lets. ValueError: the argument is none for host
-    memory. RuntimeError: it is "pinned", and there is no CUDA device."""
+    """Returns whether bytes in host memory are pinned; None: they are where the system lets. ValueError: the argument
+    is none for host memory. RuntimeError: it is "pinned", and there is no CUDA device."""
+    if where is None:
+        return None if ops.cuda_is_available() else False
     check_memory(where, among=("pinned", "host"))
     if where == "pinned" and not ops.cuda_is_available():
         raise RuntimeError("memory='pinned' needs a CUDA device and a build of ibp with CUDA")
-    return (None if ops.cuda_is_available() else False) if where is None else where == "pinned"
+    return where == "pinned"
 
 
 def home_of(x: torch.Tensor, where: str | None, worker: torch.device) -> tuple[torch.device, bool | None]:
-    """(device where the coded bytes of a tensor live, whether they are pinned); None: where the tensor lives.
-    ValueError, RuntimeError: as `pins`."""
-    check_memory(where)
-    home = worker if where == "device" else x.device if where is None else torch.device("cpu")
+    """Returns the device where the coded bytes of a tensor live, and whether they are pinned. where: None: they live
+    where the tensor does. ValueError, RuntimeError: as `pins`."""
+    if where is not None:
+        check_memory(where)
+    home = worker if where == "device" else x.device if where is None else _CPU
     return home, False if home.type == "cuda" or where == "device" else pins(where)
 
 
@@ -234,7 +237,9 @@ def canonical(device: torch.device | str | int) -> torch.device:
 
 def usual(device: torch.device | str | int | None) -> torch.device:
     """The device, as `canonical` gives it; of None the current CUDA device if there is one, else the CPU."""
-    return canonical(("cuda" if ops.cuda_is_available() else "cpu") if device is None else device)
+    if device is None:
+        return canonical("cuda") if ops.cuda_is_available() else _CPU
+    return canonical(device)
 
 
 def _canonical(device: torch.device | str | int) -> torch.device:

@@ -8,7 +8,7 @@ met.
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from .handle import Handle, Parts
 from .plan import Plan, plan_of
 from .room import Room
 
+AnyTable = TypeVar("AnyTable", bound="Table")
 OF_SELECTIONS = 1  # the kind of faults of work that reads selections of a table's items and does not know their ids
 _WORDS = FaultWords(
     "{status}: item or row {value} at position {position}",
@@ -68,6 +69,10 @@ class Table(TensorManners, Saves):
     _is_refused: bool = False  # the system does not pin it, which nobody has said it must
     _stored_bytes: int | None
     _link_bytes: int | None
+    _handles: dict[torch.device, Handle]
+    _owner: torch.Tensor | None  # the tensor whose memory the slots are, of a table made in place
+    _pinned_range: object
+    _segment: Segment | FileRows | None  # memory that is shared with other processes, or is a file's
 
     def __init__(
         self,
@@ -89,21 +94,61 @@ class Table(TensorManners, Saves):
         geometry = Geometry(torch.Size(shape), dtype, row_bytes)
         tensors = _checked_tensors(geometry, scheme, slot_bytes, slots, overflow, lengths, bases)
         _check_codebook(codebook, scheme, row_bytes)
-        vars(self).update(tensors, shape=geometry.shape, dtype=dtype, scheme=scheme, codebook=codebook)
-        vars(self).update(row_bytes=row_bytes, slot_bytes=slot_bytes)
-        if self.spills_to_host:
-            vars(self)["overflow"] = memory.to_pinned(self.overflow)
+        self._begin(geometry, scheme, slot_bytes, codebook, tensors)
+
+    @classmethod
+    def of_parts(
+        cls: type[AnyTable],
+        geometry: Geometry,
+        scheme: str,
+        slot_bytes: int,
+        slots: torch.Tensor,
+        codebook: AnyCodebook | None = None,
+        lengths: torch.Tensor | None = None,
+        overflow: torch.Tensor | None = None,
+        bases: torch.Tensor | None = None,
+    ) -> AnyTable:
+        """Returns a table of parts that the library itself has made, which are not checked: the constructor checks
+        those of files and pickles. None: an empty part. The index goes to where the slots are."""
+        table, home = object.__new__(cls), slots.device
+        tensors = {
+            "slots": slots,
+            "overflow": torch.empty(0, dtype=torch.uint8, device=home) if overflow is None else overflow,
+            "lengths": torch.empty(0, dtype=torch.uint16, device=home) if lengths is None else lengths.to(home),
+            "bases": torch.empty(0, dtype=torch.int64, device=home) if bases is None else bases.to(home),
+        }
+        table._begin(geometry, scheme, slot_bytes, codebook, tensors)
+        return table
+
+    def _begin(
+        self,
+        geometry: Geometry,
+        scheme: str,
+        slot_bytes: int,
+        codebook: AnyCodebook | None,
+        tensors: dict[str, torch.Tensor],
+    ) -> None:
+        """Sets all fields of a table that has none yet."""
+        if tensors["overflow"].device != tensors["slots"].device:
+            tensors["overflow"] = memory.to_pinned(tensors["overflow"])
         vars(self).update(
+            tensors,
+            shape=geometry.shape,
+            dtype=geometry.dtype,
+            scheme=scheme,
+            row_bytes=geometry.row_bytes,
+            slot_bytes=slot_bytes,
+            codebook=codebook,
             geometry=geometry,
             num_items=geometry.num_items,
             item_bytes=geometry.item_bytes,
             item_shape=tuple(geometry.shape[1:]),
             _faults=Faults(_WORDS, _WORDS_OF_SELECTIONS),
+            _handles={},
+            _owner=None,
+            _pinned_range=None,
+            _segment=None,
         )
-        self._handles: dict[torch.device, Handle] = {}
-        self._owner: torch.Tensor | None = None  # the tensor whose memory the slots are, of a table made in place
-        self._pinned_range: object = None
-        self._segment: Segment | FileRows | None = None  # memory that is shared with other processes, or is a file's
         self._refresh()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -388,16 +433,14 @@ class Table(TensorManners, Saves):
 
     def _refresh(self) -> None:
         """Forgets what was derived from the tensors."""
-        self._stored_bytes = self._link_bytes = None
         self._handles.clear()
+        slots, overflow, is_pinned = self.slots, self.overflow, False
         if self._segment is not None:
-            self._is_pinned = self._segment.pin and torch.cuda.is_available()
-            return
-        held = [tensor for tensor in (self.slots, self.overflow) if tensor.numel()]
+            is_pinned = self._segment.pin and torch.cuda.is_available()
         # Where torch has not begun to use CUDA nothing is pinned; to ask for devices would keep children from using it.
-        self._is_pinned = (
-            self.device.type == "cpu" and torch.cuda.is_initialized() and all(tensor.is_pinned() for tensor in held)
-        )
+        elif not slots.is_cuda and torch.cuda.is_initialized():
+            is_pinned = all(not part.numel() or part.is_pinned() for part in (slots, overflow))
+        vars(self).update(_stored_bytes=None, _link_bytes=None, _is_pinned=is_pinned)
 
     def handle(self, device: torch.device) -> Handle:
         """Returns the table as the operations of a device take it. The handle is made once for each device: the index

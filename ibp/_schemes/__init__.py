@@ -13,5 +13,5 @@ from .codebook import AnyCodebook
 from .masks.codebook import Codebook
 from .planes.codebook import PlanesCodebook
 from .registry import SCHEMES, check_scheme, coding_of, scheme_of
-from .request import Request, check_sample
+from .request import Options, Request
 from .sizes import measure, stored_share, surveyed, total_stored

@@ -44,8 +44,8 @@ def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook 
     "auto" takes the best of all schemes on a sample (see `choose`), or the one whose options are given.
     """
     if scheme == "auto":
-        options = {name: getattr(request, name) for name in ("chunk_bytes", "tau", "paper", "level")}
-        scheme = _schemes.scheme_of(options) or "auto"
+        given = {name: getattr(request.options, name) for name in ("chunk_bytes", "tau", "level")}
+        scheme = _schemes.scheme_of(paper=request.paper, **given) or "auto"
     if scheme == "auto":
         return _best(request, in_place).codebook
     return _schemes.learn(scheme, request)
@@ -68,7 +68,7 @@ def exact(request: Request, codebook: AnyCodebook) -> list[Candidate]:
     raw = _raw(request, machine)
     if geometry.num_bytes == 0:
         return [raw]
-    lengths = measure(request.data, codebook, request.device, request.progress)
+    lengths = measure(request.data, codebook, request.device, request.options.progress)
     survey = slots.survey(lengths, geometry)
     found = measured(codebook.scheme, codebook, request, lengths, survey, geometry, machine)
     stored_bytes = survey.stored + codebook.nbytes
@@ -82,7 +82,7 @@ def _best(request: Request, in_place: bool) -> Candidate:
     if request.geometry.num_bytes == 0:
         return candidates[0]
     for scheme in sorted(SCHEMES.values(), key=lambda scheme: scheme.estimates is not None):
-        if scheme.estimates is not None and request.clusters in (None, 1):
+        if scheme.estimates is not None and request.options.clusters in (None, 1):
             best = choose(candidates, in_place)
             bounds = scheme.estimates(rows, request.geometry.row_bytes, request.geometry.num_rows)
             if not all(_may_be_best(savings, best, request) for savings in bounds):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,7 +14,7 @@ from .._common.arguments import number, whole_number
 from .._common.statistics import share_saved
 from .._layout import geometry as _rows
 from .._layout import slots
-from . import AnyCodebook, choice, surveyed
+from . import AnyCodebook, Options, Request, choice, surveyed
 
 _LONGER_ROW_BYTES = 512  # dense rows then come at more than 0.9 of the link's rate (benchmarks/results/gather.csv)
 
@@ -61,22 +61,12 @@ def analyze(
         ValueError: an argument is outside its range.
     """
     _rows.check_tensor(x)
-    chunk_bytes, tau, sample = check_learning(scheme, chunk_bytes, tau, sample, level)
+    options = checked(Options(scheme, chunk_bytes, tau, sample, level=level, progress=progress))
     if paper and scheme != "ibp":
         raise ValueError(f"paper=True is a choice of scheme 'ibp', but scheme is {scheme!r}")
     geometry = _rows.Geometry.of(x, row_bytes)
-    request = _schemes.Request(
-        _rows.bytes_of(x),
-        geometry,
-        _rows.working_device(x, device),
-        sample,
-        chunk_bytes,
-        tau,
-        paper,
-        progress=progress,
-        level=level,
-    )
-    return choice.learn(scheme, request)
+    worker = _rows.working_device(x, device)
+    return choice.learn(scheme, Request(_rows.bytes_of(x), geometry, worker, options, paper=paper))
 
 
 @dataclass(frozen=True)
@@ -192,18 +182,12 @@ def estimate(
         TypeError, ValueError: as `compress`.
     """
     _rows.check_tensor(x)
+    options = Options(level=level, progress=progress)
     if codebook is None:
         geometry = _rows.Geometry.of(x, row_bytes)
         slot_bytes = slots.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
         _schemes.check_scheme("planes", level=level)
-        request = _schemes.Request(
-            _rows.bytes_of(x),
-            geometry,
-            _rows.working_device(x, device),
-            slot_bytes=slot_bytes,
-            progress=progress,
-            level=level,
-        )
+        request = Request(_rows.bytes_of(x), geometry, _rows.working_device(x, device), options, slot_bytes)
         return _estimate_of(geometry, layout, choice.compare(request))
     check_codebook(codebook)
     if layout != "slots" or slot_bytes is not None or row_bytes is not None or level != "default":
@@ -212,7 +196,7 @@ def estimate(
             "the bytes of rows are the same in all layouts"
         )
     geometry = _rows.Geometry.of(x, codebook.row_bytes)
-    request = _schemes.Request(_rows.bytes_of(x), geometry, _rows.working_device(x, device), progress=progress)
+    request = Request(_rows.bytes_of(x), geometry, _rows.working_device(x, device), options)
     return _estimate_of(geometry, layout, choice.exact(request, codebook), codebook.scheme)
 
 
@@ -282,16 +266,39 @@ def _percent(share: float) -> str:
     return f"{round(share, 3) + 0.0:.1%}"  # never "-0.0%"
 
 
-def check_learning(
-    scheme: str, chunk_bytes: int | None, tau: float | None, sample: float | None, level: str
-) -> tuple[int | None, float | None, float | None]:
-    """(chunk_bytes, tau, sample) as numbers of Python. Raises TypeError for what is no number, ValueError for what
-    cannot be learned from."""
+def checked(options: Options) -> Options:
+    """Returns the options with Python's own numbers in place of those of numpy and of tensors.
+
+    Only the options that a codebook is learned by are checked. The others depend on the tensor, as the codebook does.
+
+    Raises:
+        TypeError: an option is of another type.
+        ValueError: an option is out of its range, or contradicts another one.
+    """
+    chunk_bytes, tau, sample, clusters = options.chunk_bytes, options.tau, options.sample, options.clusters
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
-    tau, sample = (None if value is None else number(name, value) for name, value in (("tau", tau), ("sample", sample)))
-    _schemes.check_scheme(scheme, chunk_bytes=chunk_bytes, tau=tau, level=level)
-    _schemes.check_sample(sample)
-    return chunk_bytes, tau, sample
+    tau = None if tau is None else number("tau", tau)
+    sample = None if sample is None else number("sample", sample)
+    _schemes.check_scheme(options.scheme, chunk_bytes=chunk_bytes, tau=tau, level=options.level)
+    if sample is not None and not 0 < sample <= 1:
+        raise ValueError(f"sample is {sample}; wanted a fraction in (0, 1], or None")
+    if clusters is not None:
+        clusters = clusters if isinstance(clusters, str) else whole_number("clusters", clusters)
+        _schemes.check_clusters(clusters)
+        conflict = (
+            "a codebook is given: it says itself how many clusters there are"
+            if options.codebook is not None
+            else "rows of scheme 'raw' have no codebook"
+            if options.scheme == "raw"
+            else "consecutive entries, level='fast', have no clusters"
+            if options.level == "fast"
+            else None
+        )
+        if conflict is not None:
+            raise ValueError(f"clusters is {clusters!r}, but {conflict}")
+    if chunk_bytes is tau is sample is clusters is None:
+        return options
+    return replace(options, chunk_bytes=chunk_bytes, tau=tau, sample=sample, clusters=clusters)
 
 
 def check_codebook(codebook: object) -> None:

@@ -16,7 +16,7 @@ import torch
 from .._layout.geometry import Geometry
 from .codebook import AnyCodebook
 from .registry import SCHEMES
-from .request import Request
+from .request import Options, Request
 
 ROW_BYTES = 4096  # of weights: longer rows save 0.1 % more and keep fewer warps of a multiprocessor busy
 LEAST_BYTES = 4096  # a smaller tensor is one row, whose fetch costs the same whatever its bytes
@@ -55,7 +55,7 @@ def learned_from(
     """
     num_rows = rows.numel() // row_bytes if num_rows is None else num_rows
     geometry = Geometry(torch.Size((num_rows, row_bytes // dtype.itemsize)), dtype, row_bytes)
-    return SCHEMES[scheme].learn(Request(rows, geometry, rows.device, level=level, codes_invariant=True))
+    return SCHEMES[scheme].learn(Request(rows, geometry, rows.device, Options(level=level), codes_invariant=True))
 
 
 @dataclass

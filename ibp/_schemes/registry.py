@@ -43,7 +43,7 @@ _ROWS = (
         Codebook,
         learn=masks.learn,
         estimates=masks.estimates,
-        relearn=lambda codebook, rows, sizes, request: masks.relearn(codebook, rows, sizes, request.tau),
+        relearn=lambda codebook, rows, sizes, request: masks.relearn(codebook, rows, sizes, request.options.tau),
         options={"chunk_bytes": check_chunk_bytes, "tau": masks.check_tau, "paper": bool},
     ),
     Scheme(
@@ -80,8 +80,9 @@ def check_scheme(scheme: str, **options: object) -> None:
         owner.options[name](value)
 
 
-def scheme_of(options: Mapping[str, object]) -> str | None:
-    """The scheme that the given options belong to; None if none is given. None and False are no given options."""
+def scheme_of(**options: object) -> str | None:
+    """Returns the scheme that the given options belong to, or None if none is given. An option that is None, False or
+    "default" is not given."""
     return next((_owner(name).name for name in _given(options)), None)
 
 

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from .._common.progress import tqdm
 from .._layout import geometry as _rows
 from .._layout import slots
 from .codebook import AnyCodebook
 
 
 def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, progress: bool = False) -> torch.Tensor:
-    """The `lengths` of all rows of the bytes (FORMAT.md section 2), uint16 on the device."""
-    words, parts = codebook.words(device), [torch.empty(0, dtype=torch.uint16, device=device)]
-    num_rows = -(-data.numel() // codebook.row_bytes)
-    with tqdm(total=num_rows, desc="measure", unit="row", unit_scale=True, disable=not progress) as bar:
-        for first, last, block in _rows.blocks(data, codebook.row_bytes, device):
-            parts.append(torch.ops.ibp.measure_rows.default(block, words, codebook.codec))
-            bar.update(last - first)
-    return torch.cat(parts) if len(parts) != 2 else parts[1]
+    """Returns the `lengths` of all rows of the bytes (FORMAT.md section 2), uint16 on the device."""
+    words, codec, parts = codebook.words(device), codebook.codec, []
+    for _, _, block in _rows.blocks(data, codebook.row_bytes, device, "measure" if progress else None):
+        parts.append(torch.ops.ibp.measure_rows.default(block, words, codec))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint16, device=device)
 
 
 def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | None = None) -> slots.Survey:

@@ -20,7 +20,6 @@ from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook
 from .._schemes.estimation import check_codebook
 from .._schemes.planes.codebook import signed
-from .coding import table_of
 from .compressed_tensor import CompressedTensor
 
 _NO_BASE = -1  # of a row without a part
@@ -247,7 +246,7 @@ class CodedRows(OfThisProcess):
         of_rows = (self.num_rows, self.row_bytes // dtype.itemsize)
         geometry = Geometry(torch.Size(of_rows if shape is None else shape), dtype, self.row_bytes)
         parts = (self.slots, self.codebook, self.lengths, self.overflow, self.bases)
-        table = table_of(CompressedTensor, geometry, self.codebook.scheme, self.slot_bytes, *parts)
+        table = CompressedTensor.of_parts(geometry, self.codebook.scheme, self.slot_bytes, *parts)
         table._is_live = True
         return table
 

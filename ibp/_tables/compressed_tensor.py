@@ -20,7 +20,7 @@ from .._machine import numa as _numa
 from .._machine.segments import Segment, SharedHandle
 from .._machine.staging import to_device
 from .._rows.table import TENSORS, Table
-from .._schemes import AnyCodebook
+from .._schemes import AnyCodebook, Options
 from . import changes, coding, torch_functions
 
 _ITERATED_BYTES = 4 << 20  # of a block that iteration decodes at once: many rows, little memory
@@ -310,8 +310,10 @@ class CompressedTensor(Movable, CodedManners, Table):
             RuntimeError: the table is shared with other processes.
         """
         changes.check_can_change(self)
-        learning = {"scheme": scheme, "codebook": codebook, "sample": sample, "clusters": clusters, "level": level}
-        self._become(coding.code_anew(self, slot_bytes, device, **learning))
+        options = Options(
+            scheme, codebook=codebook, sample=sample, clusters=clusters, slot_bytes=slot_bytes, device=device
+        )
+        self._become(coding.code_anew(self, options, level))
         return self
 
     # ---- what can be asked of it ----

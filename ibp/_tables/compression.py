@@ -9,13 +9,13 @@ import torch
 
 from .. import _core
 from .._common.once import warn_once
-from .._common.progress import tqdm
 from .._layout import geometry as _rows
 from .._machine import memory as _memory
-from .._machine import numa as _numa
 from .._machine import staging
-from .._schemes import AnyCodebook
-from .coding import Coding, Learning, check_faults, code, encode_block, geometry_of, table_of
+from .._rows.faults import new_record
+from .._schemes import Options, Request
+from .._schemes.estimation import checked
+from .coding import CHANGED, Coding, coded, compressed, encode_block, geometry_of
 from .compressed_tensor import CompressedTensor
 
 
@@ -29,75 +29,40 @@ def warn_of_gradient(x: torch.Tensor) -> None:
         )
 
 
-def compress_rows(
-    x: torch.Tensor | np.ndarray,
-    *,
-    scheme: str = "auto",
-    chunk_bytes: int | None = None,
-    tau: float | None = None,
-    codebook: AnyCodebook | None = None,
-    sample: float | None = None,
-    clusters: int | str | None = None,
-    level: str = "default",
-    layout: str = "slots",
-    slot_bytes: int | None = None,
-    row_bytes: int | None = None,
-    device: torch.device | str | int | None = None,
-    memory: str | None = None,
-    numa: _numa.Numa = None,
-    progress: bool = False,
-) -> CompressedTensor:
-    """A table of a tensor's rows: `ibp.compress` for the schemes of rows."""
+def compress_rows(x: torch.Tensor | np.ndarray, **options: Any) -> CompressedTensor:
+    """Returns a table of a tensor's rows: `ibp.compress` for the schemes of rows. options: fields of `Options`."""
     x = _rows.given_tensor(x)
     _rows.check_tensor(x)
-    options = {"chunk_bytes": chunk_bytes, "tau": tau, "sample": sample, "clusters": clusters, "level": level}
-    learning = Learning.of(scheme, codebook=codebook, **options)
-    (home, pin), node = _memory.home_of(x, memory, _rows.working_device(x, device)), _numa.node_of(numa)
-    is_there = home == x.device
-    made_pinned = pin if is_there else False
-    table = code(CompressedTensor, x, learning, layout, slot_bytes, row_bytes, device, made_pinned, node, progress)
-    if is_there:
-        return table
-    moved = table.to(home)
-    return moved.pin_memory(numa=numa) if pin else moved
+    return compressed(CompressedTensor, x, Options(**options))
 
 
-def compress_in_place(
-    x: torch.Tensor,
-    row_bytes: int | None,
-    device: torch.device | str | int | None,
-    memory: str | None,
-    progress: bool,
-    **options: Any,
-) -> CompressedTensor:
-    """A table in x's own memory: `ibp.compress(x, inplace=True)`. options: of `Learning`.
+def compress_in_place(x: torch.Tensor, options: Options) -> CompressedTensor:
+    """Returns a table in x's own memory: `ibp.compress(x, inplace=True)`.
 
-    All analysis is done before the first write; rows are then rewritten in blocks, each with its lengths by one
-    operation: the table decompresses to x at any time."""
-    _rows.check_tensor(x)
+    All analysis is done before the first write. Rows are then rewritten in blocks, each with its lengths by one
+    operation, so that the table decompresses to x at any time."""
     _check_owns_memory(x)
-    learning = Learning.of(**options)
-    geometry = geometry_of(x, row_bytes, learning.codebook)
-    worker = _rows.working_device(x, device)
-    home, pin = _memory.home_of(x, memory, worker)
+    options = checked(options)
+    worker = _rows.working_device(x, options.device)
+    geometry = geometry_of(x, options.row_bytes, options.codebook)
+    home, pin = _memory.home_of(x, options.memory, worker)
     if home != x.device:
-        raise ValueError(f"memory is {memory!r}, but inplace=True leaves x where it is, on {x.device}")
-    data = _rows.bytes_of(x)
-    request = learning.request(data, geometry, worker, slot_bytes=geometry.row_bytes, progress=progress)
-    coding = learning.coding_of(request, in_place=True, is_free=device is None)
-    if coding is None:
-        table = table_of(CompressedTensor, geometry, "raw", geometry.row_bytes, data, None, None)
+        raise ValueError(f"memory is {options.memory!r}, but inplace=True leaves x where it is, on {x.device}")
+    data, row_bytes = _rows.bytes_of(x), geometry.row_bytes
+    coding = coded(Request(data, geometry, worker, options, row_bytes), in_place=True)
+    if coding is None or coding.stored_bytes >= geometry.num_bytes:
+        coding = None
+        table = CompressedTensor.of_parts(geometry, "raw", row_bytes, data)
     else:
-        coded = torch.zeros_like(coding.lengths, device=data.device)  # all rows raw: what the memory holds
-        book = coding.codebook
-        table = table_of(CompressedTensor, geometry, book.scheme, geometry.row_bytes, data, book, coded)
+        book, raw = coding.codebook, torch.zeros_like(coding.lengths, device=data.device)  # what the memory holds
+        table = CompressedTensor.of_parts(geometry, book.scheme, row_bytes, data, book, raw)
     table._owner = x
     kept: list[CompressedTensor] = []
 
     def work() -> CompressedTensor:
         kept.append(table)  # from the first row rewritten, the table is all that is left of x
         if coding is not None:
-            _encode_in_place(table, data, coding, progress)
+            _encode_in_place(table, data, coding, options.progress)
         if pin:
             table.pin_memory()
         elif pin is None:
@@ -126,24 +91,19 @@ def _check_owns_memory(x: torch.Tensor) -> None:
 
 
 def _encode_in_place(table: CompressedTensor, data: torch.Tensor, coding: Coding, progress: bool) -> None:
-    """Rewrites the rows of a table that are still raw. Rows and lengths of a block change by one operation of torch,
-    before and after which the table decodes: an interrupt finds it so, however many there are."""
+    """Rewrites the rows of a table that are still raw. The bytes and the lengths of a block change by one operation of
+    torch, before and after which the table decodes: an interrupt finds it so, however many there are."""
     codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
-    row_bytes, coded = table.row_bytes, table.lengths.view(torch.uint8)
-    no_bases, no_overflow = (
-        torch.empty(0, dtype=torch.int64, device=worker),
-        torch.empty(0, dtype=torch.uint8, device=worker),
-    )
-    with (
-        staging.outlet(worker, data.device, pageable=True) as outlet,
-        tqdm(total=table.num_rows, desc="compress", unit="row", unit_scale=True, disable=not progress) as bar,
-    ):
-        for first, last, block in _rows.blocks(data, row_bytes, worker, whole=False):
-            targets = data[first * row_bytes : last * row_bytes], coded[2 * first : 2 * last]
+    row_bytes, index = table.row_bytes, table.lengths.view(torch.uint8)
+    no_bases = torch.empty(0, dtype=torch.int64, device=worker)
+    no_overflow = torch.empty(0, dtype=torch.uint8, device=worker)
+    blocks = _rows.blocks(data, row_bytes, worker, "compress" if progress else None, whole=False)
+    with staging.outlet(worker, data.device, pageable=True) as outlet:
+        for first, last, block in blocks:
+            targets = data[first * row_bytes : last * row_bytes], index[2 * first : 2 * last]
             rows, new_lengths = outlet.take([target.numel() for target in targets])
             new_lengths.copy_(lengths[first:last].view(torch.uint8))
-            check_faults(
-                [encode_block(block, codebook, lengths[first:last], no_bases, row_bytes, 0, rows, no_overflow)]
-            )
+            fault = new_record(worker)
+            encode_block(block, codebook, lengths[first:last], no_bases, row_bytes, 0, rows, no_overflow, fault)
+            CHANGED.raise_for(fault)
             outlet.put(targets, (rows, new_lengths))
-            bar.update(last - first)

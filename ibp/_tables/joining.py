@@ -10,7 +10,6 @@ import torch
 from .._layout import slots as _layout
 from .._layout.geometry import Geometry
 from .._schemes.codebook import fingerprint_of
-from .coding import table_of
 from .compressed_tensor import CompressedTensor
 
 
@@ -47,7 +46,7 @@ def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | Non
     slots, overflow = on_device([part.slots() for part in parts]), on_device([part.overflow() for part in parts])
     lengths = on_device([part.table.lengths[part.first : part.last] for part in parts])
     bases = _layout.index_rows(lengths, geometry, size) if len(overflow) else None
-    return table_of(CompressedTensor, geometry, table.scheme, size, slots, table.codebook, lengths, overflow, bases)
+    return CompressedTensor.of_parts(geometry, table.scheme, size, slots, table.codebook, lengths, overflow, bases)
 
 
 def _form(table: CompressedTensor) -> Hashable | None:

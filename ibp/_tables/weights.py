@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from .._fetch.streaming import decompress
 from .._layout.geometry import DTYPES
-from .._schemes import AnyCodebook
+from .._schemes import AnyCodebook, Options
 from .._schemes.kinds import LEAST_BYTES, ROW_BYTES, Kind, Learner, kind_of
 from .compressed_tensor import CompressedTensor
 from .compression import compress_rows
 
 _OF_LEARNING = {"scheme", "chunk_bytes", "tau", "sample", "clusters"}  # options that a codebook has settled
-_OF_A_MODEL = {name for name in inspect.signature(compress_rows).parameters if name not in ("x", "codebook")}
+_OF_A_MODEL = {field.name for field in fields(Options)} - {"codebook"}
 
 
 def is_worth_coding(x: torch.Tensor) -> bool:

@@ -22,7 +22,6 @@ from .._machine.timing import Clock, free_host_bytes
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
 from .._schemes.choice import work_of
 from .._tables.coded_rows import CodedRows, encode_into
-from .._tables.coding import table_of
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 
@@ -140,7 +139,7 @@ def _of_device(clock: Clock) -> dict[str, Any]:
 def _raw_table(memory: torch.Tensor, row_bytes: int) -> CompressedTensor:
     """A table of raw rows over memory as it is."""
     rows = memory[: memory.numel() // row_bytes * row_bytes].view(-1, row_bytes)
-    return table_of(CompressedTensor, Geometry.of(rows, row_bytes), "raw", row_bytes, rows.view(-1), None, None)
+    return CompressedTensor.of_parts(Geometry.of(rows, row_bytes), "raw", row_bytes, rows.view(-1))
 
 
 def _row_ns(

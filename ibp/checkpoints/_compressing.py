@@ -22,7 +22,7 @@ from .._files.fields import TableFields, dtype_name
 from .._files.paths import PathLike, check_names_safetensors, is_there, is_url, output_of, target_of, written_to
 from .._files.sets import index_of, is_of_weights, outputs_of, replacing, write_index
 from .._files.writer import FileWriter, Sink, checked_metadata
-from .._schemes import AnyCodebook
+from .._schemes import AnyCodebook, Options
 from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
 from ._journal import Journal, work_directory
@@ -112,8 +112,8 @@ def compress(
     """
     output = output_of(inputs, output)
     with contextlib.ExitStack() as stack:
-        learning = CheckpointLearning(scheme, chunk_bytes, tau, None, clusters, level, row_bytes=row_bytes)
-        learning = learning.checked(device)
+        options = Options(scheme, chunk_bytes, tau, None, clusters, level, row_bytes=row_bytes, device=device)
+        learning = CheckpointLearning.of(options)
         threads = len(os.sched_getaffinity(0)) if jobs is None else whole_number("jobs", jobs, 1, 1024)
         most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
         checked = checked_metadata(metadata)
@@ -254,10 +254,8 @@ class _BlockJob:
         return frozenset(tensor.name for tensor in tensors).intersection(self.kept)
 
     def _options(self) -> dict[str, Any]:
-        fields = {
-            key: value for key, value in vars(self.learning).items() if key not in ("sample", "codebook", "device")
-        }
-        return {**fields, "kept": sorted(self.kept)}
+        names = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")
+        return {**{name: getattr(self.learning.options, name) for name in names}, "kept": sorted(self.kept)}
 
     def _bar(self, num_bytes: int) -> Bar:
         return tqdm(total=num_bytes, desc="compress", unit="B", unit_scale=True, disable=not self.progress)

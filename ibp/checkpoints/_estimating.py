@@ -14,7 +14,7 @@ from .._files.fields import as_json
 from .._files.paths import PathLike
 from .._layout import slots
 from .._layout.geometry import as_tensor
-from .._schemes import SCHEMES, AnyCodebook
+from .._schemes import SCHEMES, AnyCodebook, Options
 from ._learning import TRIED_BYTES, CheckpointLearning, Codebooks, sample_of, savings_of
 from ._planning import compressed_bytes, table_bytes
 from ._source import SourceTensor, chosen
@@ -121,7 +121,7 @@ def estimate(
         FileNotFoundError, SourceFormatError, ibp.FileFormatError: as `compress`.
         TypeError, ValueError: level or row_bytes is none, or a pattern of include matches no name.
     """
-    learning = CheckpointLearning("auto", level=level, row_bytes=row_bytes).checked("cpu")
+    learning = CheckpointLearning.of(Options(level=level, row_bytes=row_bytes, device="cpu"))
     with open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
         kinds = _Kinds(learning, source.stored(), kept)

@@ -15,10 +15,9 @@ from .._common.arguments import whole_number
 from .._layout import geometry as _rows
 from .._layout import slots
 from .._machine import memory
-from .._schemes import AnyCodebook, check_clusters, choice, surveyed
-from .._schemes.estimation import check_learning
+from .._schemes import AnyCodebook, Options, Request, check_clusters, choice, surveyed
+from .._schemes.estimation import checked
 from .._schemes.kinds import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, kind_of
-from .._tables.coding import Learning
 from ._source import SourceTensor
 
 _LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index would take what they save
@@ -32,25 +31,32 @@ _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class CheckpointLearning(Learning):
-    """How codebooks are learned. row_bytes: None: 4,096 bytes of the flat tensor; an item of an array of numpy if it
-    has 512 bytes to 64 KiB; device: that codes rows with them."""
+class CheckpointLearning:
+    """How codebooks are learned.
 
-    row_bytes: int | None = None
+    Attributes:
+        options: of `ibp.compress`. row_bytes: None: 4,096 bytes of the flat tensor; an item of an array of numpy if it
+            has 512 bytes to 64 KiB.
+        device: that codes rows with the codebooks.
+    """
+
+    options: Options
     device: torch.device = _CPU
 
-    def checked(self, device: torch.device | str | int | None) -> CheckpointLearning:
-        """The same on a device; None: the usual one. Raises TypeError and ValueError for wrong arguments."""
-        chunk_bytes, tau, _ = check_learning(self.scheme, self.chunk_bytes, self.tau, None, self.level)
-        check_clusters(self.clusters)
-        rows = self.row_bytes
+    @classmethod
+    def of(cls, options: Options) -> CheckpointLearning:
+        """Returns how codebooks are learned by options, which are checked. Raises TypeError and ValueError for wrong
+        ones."""
+        clusters, rows = options.clusters, options.row_bytes
+        options = checked(replace(options, clusters=None))
+        check_clusters(clusters)
         rows = None if rows is None else whole_number("row_bytes", rows, 1, _core.MAX_ROW_BYTES)
-        return replace(self, chunk_bytes=chunk_bytes, tau=tau, row_bytes=rows, device=memory.usual(device))
+        return cls(replace(options, clusters=clusters, row_bytes=rows), memory.usual(options.device))
 
     def geometry_of(self, tensor: SourceTensor) -> _rows.Geometry:
         whole = _rows.Geometry(torch.Size(tensor.shape), tensor.dtype, 1)
-        row_bytes = self.row_bytes or min(ROW_BYTES, max(1, whole.num_bytes))
-        if self.row_bytes is None and tensor.has_items and len(tensor.shape) > 1:
+        row_bytes = self.options.row_bytes or min(ROW_BYTES, max(1, whole.num_bytes))
+        if self.options.row_bytes is None and tensor.has_items and len(tensor.shape) > 1:
             if _LEAST_ITEM_BYTES <= whole.item_bytes <= _core.MAX_ROW_BYTES:
                 row_bytes = whole.item_bytes
         return replace(whole, row_bytes=row_bytes)
@@ -58,7 +64,7 @@ class CheckpointLearning(Learning):
     def is_worth_coding(self, tensor: SourceTensor) -> bool:
         """Whether a tensor is large enough for a table, and of a dtype that tables have."""
         has_dtype = tensor.dtype in _rows.DTYPES and tensor.entry is None
-        return self.scheme != "raw" and has_dtype and tensor.num_bytes >= LEAST_BYTES
+        return self.options.scheme != "raw" and has_dtype and tensor.num_bytes >= LEAST_BYTES
 
     def kind_of(self, tensor: SourceTensor) -> tuple:
         """The kind of a tensor (see `_schemes/kinds.py`), and the bytes of its rows: such tensors share a codebook."""
@@ -67,7 +73,7 @@ class CheckpointLearning(Learning):
     def learn(self, scheme: str, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
         """A codebook for a tensor, learned from a sample of its rows; None where raw rows are best. sample: uint8 [n *
         row_bytes]; all_rows: whether every row has to have a coded form."""
-        return choice.learn(scheme, self.request(sample, geometry, self.device, slot_bytes=0, codes_invariant=all_rows))
+        return choice.learn(scheme, Request(sample, geometry, self.device, self.options, 0, codes_invariant=all_rows))
 
 
 class Codebooks:
@@ -142,7 +148,7 @@ class Codebooks:
         if self._of_kinds[kind].fits(1 - savings, 1):
             return codebook, savings
         sample = sample if codebook.is_partial else sample_of([tensor], geometry)
-        own = self._learning.learn(self._learning.scheme, sample, geometry, codebook.is_partial)
+        own = self._learning.learn(self._learning.options.scheme, sample, geometry, codebook.is_partial)
         tried = {one: savings_of(sample, one) for one in (codebook, own) if one is not None}
         best = max(tried, key=tried.__getitem__)
         return (best, tried[best]) if _pays(tried[best], geometry) else (None, None)
@@ -150,7 +156,7 @@ class Codebooks:
     def _learned(self, kind: tuple, sample: torch.Tensor) -> Learner[AnyCodebook]:
         """The codebook of a kind, learned from a sample; None where raw is best."""
         geometry = self._geometry(kind)
-        codebook = self._learning.learn(self._learning.scheme, sample, geometry, False)
+        codebook = self._learning.learn(self._learning.options.scheme, sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
         return Learner(codebook, 1 - savings) if _pays(savings, geometry) else Learner()
 

@@ -10,13 +10,18 @@ import torch
 from .._common.arguments import near
 from .._layout import geometry as _rows
 from .._machine import numa as _numa
-from .._schemes import SCHEMES, AnyCodebook
+from .._schemes import SCHEMES, AnyCodebook, Options
+from .._tables.coding import compressed
 from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_in_place, compress_rows, warn_of_gradient
+from .._tables.compression import compress_in_place, warn_of_gradient
 from ._whole import CODECS, WholeTensor, compress_whole, is_general
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+_SCHEMES_OF_ROWS = ["auto", *SCHEMES]
+_OF_ROWS = ("tau", "codebook", "sample", "clusters", "level", "row_bytes", "layout", "slot_bytes")
+_NONE_GIVEN = Options()
 
 
 @runtime_checkable
@@ -155,31 +160,56 @@ def compress(
         raise TypeError(f"x is a {type(x).__name__}; inplace=True wants a torch.Tensor, whose memory it takes")
     x = _rows.given_tensor(x)
     _rows.check_tensor(x)
-    if not inplace:
+    if x.requires_grad and not inplace:
         warn_of_gradient(x)
-    place: dict[str, Any] = {"device": device, "memory": memory, "progress": progress}
-    of_rows: dict[str, Any] = {"tau": tau, "codebook": codebook, "sample": sample, "clusters": clusters}
-    of_rows |= {"level": level, "row_bytes": row_bytes}
-    slots = {"layout": None if layout == "slots" else layout, "slot_bytes": slot_bytes}
-    given = {**of_rows, **slots, "level": None if level == "default" else level, "inplace": inplace or None}
+    options = Options(
+        scheme,  # type: ignore[arg-type]
+        chunk_bytes,
+        tau,
+        sample,
+        clusters,
+        level,
+        codebook,
+        layout,
+        slot_bytes,
+        row_bytes,
+        device,
+        memory,
+        numa,
+        progress,
+    )
+    if not isinstance(scheme, str) or scheme not in _SCHEMES_OF_ROWS:
+        return _coded_otherwise(x, scheme, options, inplace)
+    if not inplace:
+        return compressed(CompressedTensor, x, options)
+    _refuse("inplace=True keeps every row where it is", options, "layout", "slot_bytes", "numa")
+    return compress_in_place(x, options)
+
+
+def _coded_otherwise(
+    x: torch.Tensor, scheme: str | Chosen, options: Options, inplace: bool
+) -> CompressedTensor | WholeTensor:
+    """Returns a tensor as a choice or a general codec codes it, which have few of the options."""
+    place: dict[str, Any] = {name: getattr(options, name) for name in ("device", "memory", "numa", "progress")}
     if not isinstance(scheme, str) and isinstance(scheme, Chosen):
-        _refuse("a choice says how x is coded", chunk_bytes=chunk_bytes, **given)
-        return scheme.compress(x, numa=numa, **place)
+        _refuse("a choice says how x is coded", options, "chunk_bytes", *_OF_ROWS, inplace=inplace)
+        return scheme.compress(x, **place)
     if is_general(scheme):
-        _refuse(f"{scheme!r} codes whole tensors", **given)
-        return compress_whole(x, scheme, chunk_bytes=chunk_bytes, numa=numa, **place)
-    if isinstance(scheme, str) and scheme not in (known := ["auto", *SCHEMES]):
-        hint = near(scheme, [*known, *CODECS])
-        raise ValueError(f"scheme is {scheme!r}{hint}; wanted one of {known}, or a general codec of {sorted(CODECS)}")
-    of_rows |= {"scheme": scheme, "chunk_bytes": chunk_bytes, **place}
+        _refuse(f"{scheme!r} codes whole tensors", options, *_OF_ROWS, inplace=inplace)
+        return compress_whole(x, scheme, chunk_bytes=options.chunk_bytes, **place)
+    if isinstance(scheme, str):
+        hint = near(scheme, [*_SCHEMES_OF_ROWS, *CODECS])
+        raise ValueError(
+            f"scheme is {scheme!r}{hint}; wanted one of {_SCHEMES_OF_ROWS}, or a general codec of {sorted(CODECS)}"
+        )
+    return compressed(CompressedTensor, x, options)  # which refuses it
+
+
+def _refuse(why: str, options: Options, *names: str, inplace: bool = False) -> None:
+    """Raises ValueError for options that are given and have no meaning."""
+    for name in names:
+        value = getattr(options, name)
+        if value is not None and not (isinstance(value, str) and value == getattr(_NONE_GIVEN, name)):
+            raise ValueError(f"{name} is given, but {why}")
     if inplace:
-        _refuse("inplace=True keeps every row where it is", **slots, numa=numa)
-        return compress_in_place(x, **of_rows)
-    return compress_rows(x, layout=layout, slot_bytes=slot_bytes, numa=numa, **of_rows)
-
-
-def _refuse(why: str, **options: object) -> None:
-    """Raises ValueError for options of rows that are given, and have no meaning."""
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        raise ValueError(f"{given[0]} is given, but {why}")
+        raise ValueError(f"inplace is given, but {why}")

@@ -22,11 +22,11 @@ from .._rows.faults import CorruptTableError, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
 from .._rows.table import OF_SELECTIONS
-from .._schemes import AnyCodebook, Request, coding_of
+from .._schemes import AnyCodebook, Options, Request, coding_of
 from .._schemes.choice import learn
-from .._schemes.estimation import exact_stored_bytes
+from .._schemes.estimation import checked, exact_stored_bytes
 from .._tables.changes import check_rows, last_of_each
-from .._tables.coding import MOST_LACKING, Learning
+from .._tables.coding import MOST_LACKING
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 
@@ -136,7 +136,7 @@ class ShardedTable(OfThisProcess, TensorManners):
 
         def describe() -> tuple[dict[str, Any], int, torch.device]:
             _rows.check_tensor(x)
-            Learning.of(**options)
+            checked(Options(**options))
             geometry = _rows.Geometry.of(x, row_bytes)
             _check_whole_rows(geometry)
             checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
@@ -148,7 +148,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         num_items, worker = sum(count for _, count, _ in described), described[members.rank][2]
         geometry = _rows.Geometry(torch.Size((num_items, *x.shape[1:])), x.dtype, described[0][0]["row_bytes"])
         slots = checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
-        codebook = _learned(x, members, geometry, Learning.of(**options), worker, slots)
+        codebook = _learned(x, members, geometry, checked(Options(**options)), worker, slots)
         settings: dict[str, Any] = {"scheme": "raw", "row_bytes": geometry.row_bytes}
         if codebook is not None:
             settings = {"codebook": codebook, "layout": layout, "slot_bytes": slot_bytes}
@@ -461,19 +461,19 @@ def _learned(
     x: torch.Tensor,
     members: RankGroup,
     geometry: _rows.Geometry,
-    learning: Learning,
+    options: Options,
     worker: torch.device,
     slot_bytes: int | None,
 ) -> AnyCodebook | None:
     """A codebook for all parts, learned by rank 0 from rows of each; None for raw rows. geometry: of the whole."""
     if geometry.num_bytes == 0:
         return None
-    rows = _sampled(x, members, geometry, learning.sample)
-    whole = 1.0 if learning.sample is not None else None
-    request = learning.request(rows, geometry, worker, sample=whole, slot_bytes=slot_bytes)
+    rows = _sampled(x, members, geometry, options.sample)
+    of_sample = replace(options, sample=None if options.sample is None else 1.0)  # all rows that were sampled
+    request = Request(rows, geometry, worker, of_sample, slot_bytes)
 
     def by_rank_0(request: Request) -> AnyCodebook | None:
-        return members.from_rank(0, "from_local", lambda: learn(learning.scheme, request))
+        return members.from_rank(0, "from_local", lambda: learn(options.scheme, request))
 
     def stored_bytes(codebook: AnyCodebook | None) -> int:
         if codebook is None:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from .._common.graphs import outside_of_graphs
 from .._common.group import RankGroup
 from .._tables.changes import put_items
-from .._tables.coding import table_of
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
 from ..nn._tables import placed_like
@@ -369,7 +368,7 @@ def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
     lengths = one.lengths[:1].view(torch.int16).expand(num_rows).clone().view(torch.uint16)
     bases = torch.zeros(-(-num_rows // 32), dtype=torch.int64, device="cpu")
     geometry, parts = replace(one.geometry, shape=weight.shape), (one.slots, one.codebook, lengths, one.overflow, bases)
-    return placed_like(weight, table_of(CompressedTensor, geometry, one.scheme, 0, *parts))
+    return placed_like(weight, CompressedTensor.of_parts(geometry, one.scheme, 0, *parts))
 
 
 def _checked(saved: dict[str, Any], shape: Iterable[int], dtype: torch.dtype) -> Any:

@@ -9,8 +9,9 @@ from .._layout import geometry as _rows
 from .._layout import slots as _layout
 from .._machine import memory
 from .._machine.staging import to_device
-from .._schemes import AnyCodebook
-from .._tables.coding import Coding, Learning, geometry_of, placed
+from .._schemes import AnyCodebook, Options
+from .._schemes.estimation import checked
+from .._tables.coding import Coding, geometry_of, placed
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import warn_of_gradient
 from . import _targets
@@ -83,7 +84,7 @@ def place(
     warn_of_gradient(x)
     if scheme == "raw":
         raise ValueError("scheme is 'raw'; wanted 'planes', 'ibp' or 'auto': raw rows need slots of their full size")
-    learning = Learning.of(scheme, level=level, codebook=codebook)
+    options = checked(Options(scheme, level=level, codebook=codebook, row_bytes=row_bytes, progress=progress))
     geometry = geometry_of(x, row_bytes, codebook)
     if slot_bytes not in (None, 0):
         _layout.checked_slot_bytes("slots", slot_bytes, geometry.row_bytes)
@@ -95,7 +96,7 @@ def place(
             return _targets.slot_bytes_of(ratio, geometry.row_bytes)
         return _targets.slots_within(threshold, coding.survey, _targets.RATIOS)
 
-    return placed(CompressedTensor, x, geometry, learning, slots_for, _rows.working_device(x, device), progress)
+    return placed(CompressedTensor, x, options, slots_for, _rows.working_device(x, device))
 
 
 def _moved(table: CompressedTensor, device: torch.device) -> CompressedTensor:

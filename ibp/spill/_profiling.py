@@ -10,8 +10,9 @@ import torch
 
 from .._common.progress import tqdm
 from .._layout import geometry, slots
-from .._schemes import AnyCodebook, surveyed
-from .._tables.coding import Learning
+from .._schemes import AnyCodebook, Options, Request, surveyed
+from .._schemes.estimation import checked
+from .._tables.coding import coded_in_slots
 from . import _targets
 
 _SWEEP = (0.10, 0.20, 0.30, 0.40)  # Buddy Compression, figure 9
@@ -234,7 +235,7 @@ def profile(
     """
     threshold = _targets.checked_threshold(threshold)
     kept_ratios = None if ratios is None else tuple(_targets.checked_ratio(ratio) for ratio in ratios)
-    learning = Learning.of(scheme, level=level)
+    options = checked(Options(scheme, level=level))
     kept: dict[str, _Kept] = {}
     num_snapshots = 0
     for snapshot in snapshots:
@@ -250,7 +251,7 @@ def profile(
     with tqdm(total=len(kept), desc="profile", unit="tensor", disable=not progress) as bar:
         tensors = {}
         for name in list(kept):
-            tensors[name] = kept.pop(name).profile(learning, kept_ratios).at(threshold)
+            tensors[name] = kept.pop(name).profile(options, kept_ratios).at(threshold)
             bar.update()
     return Profile(tensors, threshold, num_snapshots)
 
@@ -277,11 +278,11 @@ class _Kept:
         rows = geometry.sample(data, row_bytes, wanted, seed=len(self.samples))
         self.samples.append(rows.to("cpu", copy=True))
 
-    def profile(self, learning: Learning, ratios: tuple[float, ...] | None) -> TensorProfile:
+    def profile(self, options: Options, ratios: tuple[float, ...] | None) -> TensorProfile:
         row_bytes, data = self.geometry.row_bytes, torch.cat(self.samples)
         shape = torch.Size((data.numel() // self.geometry.dtype.itemsize,))
         of_dtype = geometry.Geometry(shape, self.geometry.dtype, row_bytes)
-        codebook = learning.coding_in_slots(learning.request(data, of_dtype, self.worker)).codebook
+        codebook = coded_in_slots(Request(data, of_dtype, self.worker, replace(options, device=self.worker))).codebook
         surveys = [surveyed(sample.view(-1), codebook, self.worker) for sample in self.samples]
         histograms = tuple(tuple(found.sectors.tolist()) for found in surveys)
         return TensorProfile(self.name, self.geometry.num_bytes, row_bytes, codebook, row_bytes, histograms, ratios)

@@ -25,9 +25,9 @@ def check_clusters(clusters: int | str | None) -> None:
 
 
 def learn(scheme: str, request: Request) -> AnyCodebook | None:
-    """A codebook of a scheme for a table, or one for each of request.clusters if they pay; None for raw rows."""
+    """A codebook of a scheme for a table, or one for each of the clusters asked for, if they pay; None for raw rows."""
     codebook = SCHEMES[scheme].learn(request)
-    if codebook is None or request.clusters in (None, 1) or request.geometry.num_rows < 2:
+    if codebook is None or request.options.clusters in (None, 1) or request.geometry.num_rows < 2:
         return codebook
     return split(codebook, request)
 
@@ -36,10 +36,10 @@ def split(codebook: AnyCodebook, request: Request) -> AnyCodebook:
     """Divides a table's codebook into one for each cluster of its rows; itself where more than one does not pay.
     codebook: learned from all rows; the clusters' codebooks keep its form; request: with clusters, a number, or "auto":
     doubled for as long as the net saving grows."""
-    num_rows, is_auto = request.geometry.num_rows, request.clusters == "auto"
+    num_rows, is_auto = request.geometry.num_rows, request.options.clusters == "auto"
     learned, compared = _halves(request.few_rows.view(-1, codebook.row_bytes), num_rows)
     best, least = codebook, _cost(codebook, compared, num_rows)
-    for count in _STEPS if is_auto else (int(request.clusters or 1),):
+    for count in _STEPS if is_auto else (int(request.options.clusters or 1),):
         found = _with_count(codebook, learned, count, request)
         if found is None:
             break

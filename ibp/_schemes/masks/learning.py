@@ -43,10 +43,10 @@ def learn(request: Request) -> Codebook:
         nothing = torch.zeros(row_bytes, dtype=torch.uint8, device="cpu")
         return Codebook.from_masks(nothing, nothing, 4)
     sweep = _Sweep(rows, row_bytes, [rows.numel() // row_bytes], [request.geometry.num_rows])
-    sizes = CHUNK_BYTES if request.chunk_bytes is None else (request.chunk_bytes,)
+    sizes = CHUNK_BYTES if request.options.chunk_bytes is None else (request.options.chunk_bytes,)
     found = [
-        sweep.best(size, request.tau, request.paper)
-        for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not request.progress)
+        sweep.best(size, request.options.tau, request.paper)
+        for size in tqdm(sizes, desc="analyze", unit="chunk size", disable=not request.options.progress)
     ]
     return max(found, key=lambda best: best.savings[0]).codebooks()[0]
 

@@ -62,7 +62,7 @@ def _learn(request: Request, codes_invariant: bool) -> PlanesCodebook:
         geometry.row_bytes,
         geometry.num_rows,
         geometry.dtype,
-        level=request.level,
+        level=request.options.level,
         codes_invariant=codes_invariant,
     )
     if learned.survey is not None:
