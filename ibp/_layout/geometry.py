@@ -13,7 +13,7 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
-from .._machine import memory, staging
+from .._machine import staging
 from .manners import TensorManners
 
 _Given = TypeVar("_Given")
@@ -196,12 +196,6 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided((x.numel(),), (1,)).view(
         torch.uint8
     )  # a contiguous tensor of at most one element may have any strides
-
-
-def working_device(x: torch.Tensor, device: torch.device | str | int | None) -> torch.device:
-    """Where x is analysed and compressed: the device asked for, else x's own if it is a GPU, else the GPU if there is
-    one."""
-    return memory.usual(x.device if device is None and x.is_cuda else device)
 
 
 def blocks(

@@ -34,8 +34,11 @@ class Survey:
     def above(self) -> tuple[np.ndarray, np.ndarray]:
         """(rows that leave slots of k sectors, bytes of their parts in whole sectors), int64 [len(sectors)] each."""
         backwards = self.sectors.numpy()[::-1]
-        rows = backwards.cumsum() - backwards
-        return rows[::-1], SECTOR_BYTES * rows.cumsum()[::-1]
+        rows = backwards.cumsum()
+        rows -= backwards
+        overflow = rows.cumsum()
+        overflow *= SECTOR_BYTES
+        return rows[::-1], overflow[::-1]
 
     @functools.cached_property
     def table_slot_bytes(self) -> int:
@@ -51,7 +54,7 @@ class Survey:
     def overflow_bytes(self, slot_bytes: int) -> int:
         """Bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact bytes without
         slots."""
-        return self.stored if slot_bytes == 0 else self.spilled(slot_bytes)[1]
+        return self.stored if slot_bytes == 0 else int(self.above[1][-(-slot_bytes // SECTOR_BYTES)])
 
 
 @dataclass(frozen=True)
@@ -70,16 +73,26 @@ class SlotRule:
 OF_TABLES = SlotRule(least=SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)  # of equal costs the largest
 
 
+@functools.lru_cache(64)
+def _sizes(row_bytes: int) -> np.ndarray:
+    """Returns the bytes of slots of 0, 1, 2, ... sectors, up to whole rows, as float64 that is not to be written to."""
+    sizes = np.arange(1 + -(-row_bytes // SECTOR_BYTES), dtype=np.float64) * SECTOR_BYTES
+    sizes[-1] = row_bytes  # The last sector of a row may be a part of one.
+    sizes.flags.writeable = False
+    return sizes
+
+
 def slots_for(found: Survey, rule: SlotRule) -> tuple[int, float]:
     """(bytes of the slots that suit rows, bytes of overflow of a mean row). Slots are a multiple of 32 bytes below
     row_bytes, or row_bytes."""
     row_bytes, (rows_above, overflow) = found.row_bytes, found.above
     if len(rows_above) < 2:
         return row_bytes, 0.0
-    slots = np.arange(len(rows_above), dtype=np.float64) * SECTOR_BYTES
-    slots[-1] = row_bytes  # whose last sector may be a part of one
+    slots = _sizes(row_bytes)
     total = max(1.0, float(found.sectors.numpy()[0] + rows_above[0]))
-    costs = total * slots + rule.overflow_cost * overflow + rule.part_cost * rows_above
+    costs = total * slots
+    costs += rule.overflow_cost * overflow
+    costs += rule.part_cost * rows_above
     if rule.most_spilled < math.inf:
         costs[rows_above > rule.most_spilled] = math.inf
     if rule.sizes is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -91,7 +92,7 @@ def empty_parts(
             if pin:
                 raise
             warn_of_pageable(error)
-    return [empty_tensor(size, device=device) for size in sizes], False
+    return [*map(functools.partial(empty_tensor, device=device), sizes)], False
 
 
 def pin_if_possible(table: Table) -> None:
@@ -217,7 +218,7 @@ def home_of(x: torch.Tensor, where: str | None, worker: torch.device) -> tuple[t
     if where is not None:
         check_memory(where)
     home = worker if where == "device" else x.device if where is None else _CPU
-    return home, False if home.type == "cuda" or where == "device" else pins(where)
+    return home, False if home.type == "cuda" or where in ("device", "host") else pins(where)
 
 
 # Devices with their index, by themselves and by their names, as canonical() has found them.
@@ -235,9 +236,12 @@ def canonical(device: torch.device | str | int) -> torch.device:
     return found
 
 
-def usual(device: torch.device | str | int | None) -> torch.device:
-    """The device, as `canonical` gives it; of None the current CUDA device if there is one, else the CPU."""
+def usual(device: torch.device | str | int | None, x: torch.Tensor | None = None) -> torch.device:
+    """Returns the device that works: the one asked for, as `canonical` gives it. None: the GPU of a tensor x that is on
+    one, else the current CUDA device if there is one, else the CPU."""
     if device is None:
+        if x is not None and x.is_cuda:
+            return x.device
         return canonical("cuda") if ops.cuda_is_available() else _CPU
     return canonical(device)
 

@@ -94,7 +94,7 @@ class Table(TensorManners, Saves):
         geometry = Geometry(torch.Size(shape), dtype, row_bytes)
         tensors = _checked_tensors(geometry, scheme, slot_bytes, slots, overflow, lengths, bases)
         _check_codebook(codebook, scheme, row_bytes)
-        self._begin(geometry, scheme, slot_bytes, codebook, tensors)
+        vars(self).update(vars(Table.of_parts(geometry, scheme, slot_bytes, codebook=codebook, **tensors)))
 
     @classmethod
     def of_parts(
@@ -109,35 +109,23 @@ class Table(TensorManners, Saves):
         bases: torch.Tensor | None = None,
     ) -> AnyTable:
         """Returns a table of parts that the library itself has made, which are not checked: the constructor checks
-        those of files and pickles. None: an empty part. The index goes to where the slots are."""
+        those of files and pickles. None: an empty part. The index goes to where the slots are; an overflow in host
+        memory, of slots on a GPU, is pinned."""
         table, home = object.__new__(cls), slots.device
-        tensors = {
-            "slots": slots,
-            "overflow": torch.empty(0, dtype=torch.uint8, device=home) if overflow is None else overflow,
-            "lengths": torch.empty(0, dtype=torch.uint16, device=home) if lengths is None else lengths.to(home),
-            "bases": torch.empty(0, dtype=torch.int64, device=home) if bases is None else bases.to(home),
-        }
-        table._begin(geometry, scheme, slot_bytes, codebook, tensors)
-        return table
-
-    def _begin(
-        self,
-        geometry: Geometry,
-        scheme: str,
-        slot_bytes: int,
-        codebook: AnyCodebook | None,
-        tensors: dict[str, torch.Tensor],
-    ) -> None:
-        """Sets all fields of a table that has none yet."""
-        if tensors["overflow"].device != tensors["slots"].device:
-            tensors["overflow"] = memory.to_pinned(tensors["overflow"])
-        vars(self).update(
-            tensors,
+        if overflow is None:
+            overflow = torch.empty(0, dtype=torch.uint8, device=home)
+        elif overflow.device != home:
+            overflow = memory.to_pinned(overflow)
+        vars(table).update(
             shape=geometry.shape,
             dtype=geometry.dtype,
             scheme=scheme,
             row_bytes=geometry.row_bytes,
             slot_bytes=slot_bytes,
+            slots=slots,
+            overflow=overflow,
+            lengths=torch.empty(0, dtype=torch.uint16, device=home) if lengths is None else lengths.to(home),
+            bases=torch.empty(0, dtype=torch.int64, device=home) if bases is None else bases.to(home),
             codebook=codebook,
             geometry=geometry,
             num_items=geometry.num_items,
@@ -149,7 +137,8 @@ class Table(TensorManners, Saves):
             _pinned_range=None,
             _segment=None,
         )
-        self._refresh()
+        table._refresh()
+        return table
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):

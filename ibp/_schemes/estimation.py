@@ -14,6 +14,7 @@ from .._common.arguments import number, whole_number
 from .._common.statistics import share_saved
 from .._layout import geometry as _rows
 from .._layout import slots
+from .._machine import memory
 from . import AnyCodebook, Options, Request, choice, surveyed
 
 _LONGER_ROW_BYTES = 512  # dense rows then come at more than 0.9 of the link's rate (benchmarks/results/gather.csv)
@@ -65,7 +66,7 @@ def analyze(
     if paper and scheme != "ibp":
         raise ValueError(f"paper=True is a choice of scheme 'ibp', but scheme is {scheme!r}")
     geometry = _rows.Geometry.of(x, row_bytes)
-    worker = _rows.working_device(x, device)
+    worker = memory.usual(device, x)
     return choice.learn(scheme, Request(_rows.bytes_of(x), geometry, worker, options, paper=paper))
 
 
@@ -187,7 +188,7 @@ def estimate(
         geometry = _rows.Geometry.of(x, row_bytes)
         slot_bytes = slots.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
         _schemes.check_scheme("planes", level=level)
-        request = Request(_rows.bytes_of(x), geometry, _rows.working_device(x, device), options, slot_bytes)
+        request = Request(_rows.bytes_of(x), geometry, memory.usual(device, x), options, slot_bytes)
         return _estimate_of(geometry, layout, choice.compare(request))
     check_codebook(codebook)
     if layout != "slots" or slot_bytes is not None or row_bytes is not None or level != "default":
@@ -196,7 +197,7 @@ def estimate(
             "the bytes of rows are the same in all layouts"
         )
     geometry = _rows.Geometry.of(x, codebook.row_bytes)
-    request = Request(_rows.bytes_of(x), geometry, _rows.working_device(x, device), options)
+    request = Request(_rows.bytes_of(x), geometry, memory.usual(device, x), options)
     return _estimate_of(geometry, layout, choice.exact(request, codebook), codebook.scheme)
 
 

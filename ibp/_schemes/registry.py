@@ -73,7 +73,9 @@ def check_scheme(scheme: str, **options: object) -> None:
             f"scheme is {scheme!r}; wanted one of {['auto', *SCHEMES]} (general codecs, such as 'zstd' and "
             "'nvcomp:ans', are for ibp.compress alone)"
         )
-    for name, value in _given(options).items():
+    for name, value in options.items():
+        if value is None or value is False or value == "default":
+            continue
         owner = _owner(name)
         if scheme not in ("auto", owner.name):
             raise ValueError(f"{' and '.join(owner.options)} belong to scheme {owner.name!r}, but scheme is {scheme!r}")
@@ -83,15 +85,8 @@ def check_scheme(scheme: str, **options: object) -> None:
 def scheme_of(**options: object) -> str | None:
     """Returns the scheme that the given options belong to, or None if none is given. An option that is None, False or
     "default" is not given."""
-    return next((_owner(name).name for name in _given(options)), None)
-
-
-def _given(options: Mapping[str, object]) -> dict[str, object]:
-    return {
-        name: value
-        for name, value in options.items()
-        if value is not None and value is not False and value != "default"
-    }
+    given = [name for name, value in options.items() if value is not None and value is not False and value != "default"]
+    return _owner(given[0]).name if given else None
 
 
 def _owner(option: str) -> Scheme:

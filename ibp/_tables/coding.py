@@ -32,6 +32,7 @@ _SURVEYED_BYTES, _LEAST_TIMES = 1 << 20, 32
 _MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
 MOST_LACKING = 0.01  # Share of the bytes that may stay raw because rows lack what all sampled rows have in common.
 _CPU = torch.device("cpu")
+Near = Callable[[], torch.Tensor]  # Returns the bytes of a tensor where its coder reads them.
 CHANGED = FaultWords(
     "x changed while it was being compressed: row {position} of a block no longer has the length measured", RuntimeError
 )
@@ -59,9 +60,6 @@ class Coding(NamedTuple):
         return self.survey.stored + self.codebook.nbytes
 
 
-Near = Callable[[], torch.Tensor]  # returns the bytes of a tensor where its coder reads them
-
-
 def compressed(kind: type[AnyTable], x: torch.Tensor, options: Options) -> AnyTable:
     """Returns a table of the rows of x, which `check_tensor` has checked, in memory of its own.
 
@@ -69,28 +67,15 @@ def compressed(kind: type[AnyTable], x: torch.Tensor, options: Options) -> AnyTa
         TypeError, ValueError, RuntimeError: as `ibp.compress`.
     """
     options = checked(options)
-    worker = _rows.working_device(x, options.device)
-    home, pin = memory.home_of(x, options.memory, worker)
-    node = _numa.node_of(options.numa)
-    if home == x.device:
-        return code(kind, x, options, worker, pin, node)
-    table = code(kind, x, options, worker, False, node).to(home)
-    return table.pin_memory(numa=options.numa) if pin else table
-
-
-def code(
-    kind: type[AnyTable], x: torch.Tensor, options: Options, worker: torch.device, pin: bool | None, node: int
-) -> AnyTable:
-    """Returns a table on the device of the tensor.
-
-    Args:
-        options: checked.
-        worker: the device that learns, measures and encodes, unless the CPU encodes few bytes sooner.
-        pin: whether host memory is pinned; None: it is if the system lets.
-        node: the NUMA node whose memory is preferred.
-    """
-    request = request_of(x, options, worker)
-    data, geometry, slot_bytes = request.data, request.geometry, request.slot_bytes
+    worker = memory.usual(options.device, x)
+    home, pins = memory.home_of(x, options.memory, worker)
+    node = _numa.CALLERS_NODE if options.numa is None else _numa.node_of(options.numa)
+    is_there = home == x.device
+    pin = pins if is_there else False
+    geometry = geometry_of(x, options.row_bytes, options.codebook)
+    slot_bytes = _layout.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
+    data = _rows.bytes_of(x)
+    request = Request(data, geometry, worker, options, slot_bytes)
 
     def room(num_bytes: int) -> torch.Tensor:
         return memory.empty_parts([num_bytes], data.device, pin, node)[0][0]
@@ -107,8 +92,8 @@ def code(
             sizes = [_layout.slots_size(geometry, slot_bytes), survey.overflow_bytes(slot_bytes)]
             if place is not None and place.parts.slot_bytes == slot_bytes:
                 slots = place.parts.slots
-                pins = pin if slots.is_pinned() else False
-                (overflow,), is_pinned = memory.empty_parts(sizes[1:], data.device, pins, node)
+                like_slots = pin if slots.is_pinned() else False
+                (overflow,), is_pinned = memory.empty_parts(sizes[1:], data.device, like_slots, node)
                 bases = None
                 if sizes[1]:
                     bases = _layout.index_rows(coding.lengths, geometry, slot_bytes)
@@ -120,7 +105,10 @@ def code(
             table = kind.of_parts(geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
     if pin is None and not is_pinned:
         table._is_refused = True
-    return table
+    if is_there:
+        return table
+    moved = table.to(home)
+    return moved.pin_memory(numa=options.numa) if pins else moved
 
 
 def code_anew(table: Table, options: Options, level: str | None) -> Table:
@@ -130,12 +118,12 @@ def code_anew(table: Table, options: Options, level: str | None) -> Table:
         is_free = options.scheme in ("auto", "planes") and options.codebook is options.clusters is None
         level = table.codebook.level if is_free and table.codebook is not None else "default"
     scheme = "planes" if options.scheme == "auto" and table.spills_to_host else options.scheme
-    options = checked(replace(options, scheme=scheme, level=level, layout=table.layout, row_bytes=table.row_bytes))
+    options = replace(options, scheme=scheme, level=level, layout=table.layout, row_bytes=table.row_bytes)
     x = decompress(table, check=table.device.type == "cuda")
     if table.spills_to_host:
-        return placed(Table, x, options, lambda _: table.slot_bytes, table.device)
-    pin = table.is_pinned() and not x.is_cuda
-    return code(Table, x, options, _rows.working_device(x, options.device), pin, _numa.CALLERS_NODE)
+        return placed(Table, x, checked(options), lambda _: table.slot_bytes, table.device)
+    home = None if x.is_cuda else "pinned" if table.is_pinned() else "host"
+    return compressed(Table, x, replace(options, memory=home))
 
 
 def placed(
@@ -153,12 +141,15 @@ def placed(
         slots_for: returns the bytes of a slot if options.slot_bytes is None.
         device: where the rows are encoded, too.
     """
-    request = request_of(x, replace(options, clusters=None, device=device), device)
-    data, geometry, is_near = request.data, request.geometry, device.type == "cpu"
+    geometry, is_near = geometry_of(x, options.row_bytes, options.codebook), device.type == "cpu"
+    slot_bytes = _layout.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
+    data, options = _rows.bytes_of(x), replace(options, clusters=None, device=device)
+    request = Request(data, geometry, device, options, slot_bytes)
     with nullcontext() if is_near else staging.whole_ahead(data, device) as near:
         coding = coded_in_slots(request, near) if geometry.num_bytes else None
-        slot_bytes = geometry.row_bytes if coding is None else request.slot_bytes
-        if slot_bytes is None:
+        if coding is None:
+            slot_bytes = geometry.row_bytes
+        elif slot_bytes is None:
             slot_bytes = slots_for(coding)
         if coding is None or (slot_bytes == geometry.row_bytes and coding.stored_bytes >= geometry.num_bytes):
             nothing = torch.empty(0, dtype=torch.uint8, device=_CPU)
@@ -172,18 +163,6 @@ def placed(
 
 
 # ---- rows, a codebook for them, and their lengths ----
-
-
-def request_of(x: torch.Tensor, options: Options, device: torch.device) -> Request:
-    """Returns the rows of a tensor, of options.row_bytes or of the codebook's, to be learned from on a device.
-
-    Raises:
-        TypeError: the codebook is none, or a size is no int.
-        ValueError: the codebook is for rows of another size, or the rows cannot have such slots.
-    """
-    geometry = geometry_of(x, options.row_bytes, options.codebook)
-    slot_bytes = _layout.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
-    return Request(_rows.bytes_of(x), geometry, device, options, slot_bytes)
 
 
 def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
@@ -248,7 +227,8 @@ def _measured(
     request: Request, codebook: AnyCodebook, near: Near | None, room: Callable[[int], torch.Tensor] | None
 ) -> Coding:
     """Returns what all rows take with a codebook."""
-    data, known, device = request.data, request.known(codebook), request.device
+    data, device = request.data, request.device
+    known = None if codebook is request.options.codebook else request.known(codebook)
     is_free = request.options.device is None and not data.is_cuda  # nobody has named a device other than the CPU
     coder = data.device if is_free and data.numel() <= _FEW_BYTES else device
     if known is not None and request.host_rows.numel() == data.numel():  # all rows have been measured
@@ -302,9 +282,9 @@ def encode(
     slots: torch.Tensor,
     overflow: torch.Tensor,
     pageable: bool,
-) -> torch.Tensor | None:
+) -> torch.Tensor:
     """Encodes rows, on the device of the coding, into slots and overflow of the sizes that the survey says. Returns the
-    table's bases; None if no row has a part in the overflow.
+    table's bases, which are empty if no row has a part in the overflow.
 
     Args:
         near: as in `coded`.
@@ -315,38 +295,25 @@ def encode(
         RuntimeError: a row no longer has the length that was measured, because the tensor was changed.
     """
     geometry, lengths, codebook, worker = request.geometry, coding.lengths, coding.codebook, coding.lengths.device
-    data, lies_near, num_parts = request.data if near is None else near(), slots.device == worker, overflow.numel()
-    bases = _layout.index_rows(lengths, geometry, slot_bytes) if num_parts else lengths.new_empty(0, dtype=torch.int64)
-    is_cut = num_parts > 0 and not (lies_near and worker.type == "cuda")  # The overflow is given block by block.
+    data, lies_near, num_bytes = request.data if near is None else near(), slots.device == worker, overflow.numel()
+    bases = torch.empty(0, dtype=torch.int64, device=worker)
+    if num_bytes:
+        bases = _layout.index_rows(lengths, geometry, slot_bytes)
+    is_cut = num_bytes > 0 and not (lies_near and worker.type == "cuda")  # The overflow is given block by block.
     starts, fault = bases.cpu() if is_cut else bases, new_record(worker)
+    words, codec = codebook.words(worker), codebook.codec
     bar = "compress" if request.options.progress else None
     with nullcontext() if lies_near else staging.outlet(worker, slots.device, pageable=pageable) as outlet:
         for first, last, block in _rows.blocks(data, geometry.row_bytes, worker, bar, whole=lies_near):
             base, end_base = first // _core.ROWS_PER_BASE, -(-last // _core.ROWS_PER_BASE)
             start = int(starts[base]) if is_cut else 0
-            end = int(starts[end_base]) if is_cut and end_base < len(starts) else num_parts
+            end = int(starts[end_base]) if is_cut and end_base < len(starts) else num_bytes
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
             parts = targets if outlet is None else outlet.take([target.numel() for target in targets])
-            encode_block(block, codebook, lengths[first:last], bases[base:end_base], slot_bytes, start, *parts, fault)
+            index, sizes = (lengths[first:last], bases[base:end_base]), (slot_bytes, start, 1, block.numel())
+            place = Handle(Parts(*parts, *index, words, codec, *sizes))
+            torch.ops.ibp.encode_rows.default(place.table, block, fault)
             if outlet is not None:
                 outlet.put(targets, parts)
     CHANGED.raise_for(fault)
-    return bases if num_parts else None
-
-
-def encode_block(
-    block: torch.Tensor,
-    codebook: AnyCodebook,
-    lengths: torch.Tensor,
-    bases: torch.Tensor,
-    slot_bytes: int,
-    overflow_start: int,
-    slots: torch.Tensor,
-    overflow: torch.Tensor,
-    fault: torch.Tensor,
-) -> None:
-    """Encodes a block of rows into slices of slots and overflow on its own device. `fault`: where the operation
-    notes what `CHANGED` raises."""
-    words, sizes = codebook.words(block.device), (slot_bytes, overflow_start, 1, block.numel())
-    table = Handle(Parts(slots, overflow, lengths, bases, words, codebook.codec, *sizes)).table
-    torch.ops.ibp.encode_rows.default(table, block, fault)
+    return bases

@@ -13,9 +13,10 @@ from .._layout import geometry as _rows
 from .._machine import memory as _memory
 from .._machine import staging
 from .._rows.faults import new_record
+from .._rows.handle import Handle, Parts
 from .._schemes import Options, Request
 from .._schemes.estimation import checked
-from .coding import CHANGED, Coding, coded, compressed, encode_block, geometry_of
+from .coding import CHANGED, Coding, coded, compressed, geometry_of
 from .compressed_tensor import CompressedTensor
 
 
@@ -43,7 +44,7 @@ def compress_in_place(x: torch.Tensor, options: Options) -> CompressedTensor:
     operation, so that the table decompresses to x at any time."""
     _check_owns_memory(x)
     options = checked(options)
-    worker = _rows.working_device(x, options.device)
+    worker = _memory.usual(options.device, x)
     geometry = geometry_of(x, options.row_bytes, options.codebook)
     home, pin = _memory.home_of(x, options.memory, worker)
     if home != x.device:
@@ -94,16 +95,17 @@ def _encode_in_place(table: CompressedTensor, data: torch.Tensor, coding: Coding
     """Rewrites the rows of a table that are still raw. The bytes and the lengths of a block change by one operation of
     torch, before and after which the table decodes: an interrupt finds it so, however many there are."""
     codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
-    row_bytes, index = table.row_bytes, table.lengths.view(torch.uint8)
+    row_bytes, words, entries = table.row_bytes, codebook.words(worker), table.lengths.view(torch.uint8)
     no_bases = torch.empty(0, dtype=torch.int64, device=worker)
     no_overflow = torch.empty(0, dtype=torch.uint8, device=worker)
     blocks = _rows.blocks(data, row_bytes, worker, "compress" if progress else None, whole=False)
     with staging.outlet(worker, data.device, pageable=True) as outlet:
         for first, last, block in blocks:
-            targets = data[first * row_bytes : last * row_bytes], index[2 * first : 2 * last]
+            targets = data[first * row_bytes : last * row_bytes], entries[2 * first : 2 * last]
             rows, new_lengths = outlet.take([target.numel() for target in targets])
             new_lengths.copy_(lengths[first:last].view(torch.uint8))
-            fault = new_record(worker)
-            encode_block(block, codebook, lengths[first:last], no_bases, row_bytes, 0, rows, no_overflow, fault)
+            index, sizes, fault = (lengths[first:last], no_bases), (row_bytes, 0, 1, block.numel()), new_record(worker)
+            place = Handle(Parts(rows, no_overflow, *index, words, codebook.codec, *sizes))
+            torch.ops.ibp.encode_rows.default(place.table, block, fault)
             CHANGED.raise_for(fault)
             outlet.put(targets, (rows, new_lengths))

@@ -158,7 +158,7 @@ def compress(
     """
     if inplace and not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}; inplace=True wants a torch.Tensor, whose memory it takes")
-    x = _rows.given_tensor(x)
+    x = _rows.given_tensor(x) if isinstance(x, np.ndarray) else x
     _rows.check_tensor(x)
     if x.requires_grad and not inplace:
         warn_of_gradient(x)

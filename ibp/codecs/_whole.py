@@ -11,7 +11,7 @@ from .._common.arguments import near, whole_number
 from .._common.progress import tqdm
 from .._common.statistics import Saves, shown_memory
 from .._fetch.calls import check_out, target_of
-from .._layout.geometry import DTYPES, bytes_of, check_bytes, working_device
+from .._layout.geometry import DTYPES, bytes_of, check_bytes
 from .._layout.manners import CodedManners, Movable
 from .._machine import memory as _memory
 from .._machine import staging
@@ -265,7 +265,7 @@ def compress_whole(
     progress: bool,
 ) -> WholeTensor:
     """See `ibp.compress`."""
-    (home, pin), node = _memory.home_of(x, memory, working_device(x, device)), node_of(numa)
+    (home, pin), node = _memory.home_of(x, memory, _memory.usual(device, x)), node_of(numa)
     codec, level = codec_of(scheme)
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
     options = codec.options(x.dtype, level, chunk_bytes)

@@ -141,7 +141,7 @@ class ShardedTable(OfThisProcess, TensorManners):
             _check_whole_rows(geometry)
             checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
             same = {"shape of items": list(x.shape[1:]), "dtype": x.dtype, "row_bytes": geometry.row_bytes, **options}
-            return same, x.shape[0], _rows.working_device(x, device)
+            return same, x.shape[0], memory.usual(device, x)
 
         described = members.together("from_local", describe)
         same_on_all("from_local", [same for same, _, _ in described])

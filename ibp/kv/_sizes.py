@@ -11,6 +11,7 @@ from .. import _core
 from .._common.arguments import whole_number
 from .._common.rounding import rounded_up
 from .._layout import geometry, slots
+from .._machine import memory
 from .._schemes import AnyCodebook, PlanesCodebook, surveyed
 from .._schemes.estimation import analyze, check_codebook
 
@@ -95,7 +96,7 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
     if sample is None:
         savings = codebook.expected_savings or 0.0
         return _rounded(int(row_bytes * (1 - savings) * 1.02), 0.0, row_bytes)
-    data, worker = geometry.bytes_of(_as_rows(sample, row_bytes)), geometry.working_device(sample, None)
+    data, worker = geometry.bytes_of(_as_rows(sample, row_bytes)), memory.usual(None, sample)
     survey = surveyed(data, codebook, worker)
     last = survey.num_rows - 1
     rule = slots.SlotRule(_SECTOR, overflow_cost=0.0, most_spilled=last - int(_SHARE_IN_SLOTS * last))

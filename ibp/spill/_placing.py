@@ -96,7 +96,7 @@ def place(
             return _targets.slot_bytes_of(ratio, geometry.row_bytes)
         return _targets.slots_within(threshold, coding.survey, _targets.RATIOS)
 
-    return placed(CompressedTensor, x, options, slots_for, _rows.working_device(x, device))
+    return placed(CompressedTensor, x, options, slots_for, memory.usual(device, x))
 
 
 def _moved(table: CompressedTensor, device: torch.device) -> CompressedTensor:

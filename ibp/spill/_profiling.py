@@ -10,6 +10,7 @@ import torch
 
 from .._common.progress import tqdm
 from .._layout import geometry, slots
+from .._machine import memory
 from .._schemes import AnyCodebook, Options, Request, surveyed
 from .._schemes.estimation import checked
 from .._tables.coding import coded_in_slots
@@ -263,7 +264,7 @@ class _Kept:
         self, name: str, x: torch.Tensor, row_bytes: int | None, device: torch.device | str | int | None
     ) -> None:
         self.name, self.geometry = name, geometry.Geometry.of(x, row_bytes)
-        self.worker, self.samples = geometry.working_device(x, device), list[torch.Tensor]()
+        self.worker, self.samples = memory.usual(device, x), list[torch.Tensor]()
 
     def add(self, x: torch.Tensor) -> None:
         shape, dtype, row_bytes = self.geometry.shape, self.geometry.dtype, self.geometry.row_bytes

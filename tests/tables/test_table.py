@@ -25,6 +25,7 @@ from helpers import (
     spiky_rows,
 )
 from ibp._layout import geometry, slots
+from ibp._schemes import Options, Request
 from ibp._tables import coding
 from ibp._tables.compressed_tensor import CompressedTensor
 
@@ -805,12 +806,12 @@ def test_few_bytes_of_the_host_are_coded_there(monkeypatch, num_rows, is_free, d
         coding, "measure", lambda *args: asked.append(args[2].type) or measure(*args[:2], torch.device("cpu"))
     )
     x = torch.randn(num_rows, 16 << 10)
-    learning = coding.Learning.of("planes", sample=0.9)  # lengths of all sampled rows are known without a device
+    named = None if is_free else "cuda"
+    options = Options("planes", sample=0.9, device=named)  # lengths of all sampled rows are known without a device
     codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
-    for given in (learning, dataclasses.replace(learning, codebook=codebook)):
-        geometry = coding.geometry_of(x, None, given.codebook)
-        request = given.request(bytes_of(x), geometry, torch.device("cuda", 0))
-        found = given.coding_of(request, is_free=is_free)
+    for given in (options, dataclasses.replace(options, codebook=codebook)):
+        rows = coding.geometry_of(x, None, given.codebook)
+        found = coding.coded(Request(bytes_of(x), rows, torch.device("cuda", 0), given))
         assert found.stored_bytes < x.nbytes and asked.pop() == device and not asked
 
 
@@ -822,8 +823,8 @@ def test_rows_coded_while_they_are_measured(monkeypatch, options):
     table = ibp.compress(x, device="cpu", **options)
     assert_same_table(ibp.compress(x, device="cpu", codebook=table.codebook, **options), table)
     with monkeypatch.context() as patched:  # many enough to survey some of them
-        ahead, surveyed = coding._coded_ahead, []
-        patched.setattr(coding, "_coded_ahead", lambda *args: surveyed.append(args[2].num_rows) or ahead(*args))
+        ahead, surveyed = coding._encoded_ahead, []
+        patched.setattr(coding, "_encoded_ahead", lambda *args: surveyed.append(args[2].num_rows) or ahead(*args))
         patched.setattr(coding, "_SURVEYED_BYTES", x.nbytes // coding._LEAST_TIMES)
         assert_same_table(ibp.compress(x, device="cpu", codebook=table.codebook, **options), table)
         assert surveyed == ([] if "layout" in options else [len(x) // coding._LEAST_TIMES])
