@@ -69,6 +69,7 @@ class Table(TensorManners, Saves):
     _is_refused: bool = False  # the system does not pin it, which nobody has said it must
     _stored_bytes: int | None
     _link_bytes: int | None
+    _is_pinned: bool
     _handles: dict[torch.device, Handle]
     _owner: torch.Tensor | None  # the tensor whose memory the slots are, of a table made in place
     _pinned_range: object

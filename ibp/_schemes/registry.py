@@ -14,7 +14,7 @@ from .masks import learning as masks
 from .masks.codebook import Codebook, check_chunk_bytes
 from .planes import learning as planes
 from .planes.codebook import PlanesCodebook
-from .request import Request
+from .request import Options, Request
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Scheme:
     # (rows, row_bytes, num_rows): upper bounds of the share of a table's bytes that the scheme saves, the cheapest
     # first, by a sample of its rows on the CPU, uint8 [n * row_bytes]; None where learning takes no longer
     estimates: Callable[[torch.Tensor, int, int], Iterable[float]] | None = None
-    # (codebook, rows, sizes, request): codebooks of the same form, one for each group of rows; rows is uint8 [n *
+    # (codebook, rows, sizes, options): codebooks of the same form, one for each group of rows; rows is uint8 [n *
     # row_bytes], those of a group next to each other, and sizes says how many each has
-    relearn: Callable[[Any, torch.Tensor, list[int], Request], Sequence[AnyCodebook]] | None = None
+    relearn: Callable[[Any, torch.Tensor, list[int], Options], Sequence[AnyCodebook]] | None = None
     # arguments of `ibp.compress` and `ibp.codecs.analyze` that belong to it, and what raises ValueError for wrong ones
     options: Mapping[str, Callable[..., object]] = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ _ROWS = (
         Codebook,
         learn=masks.learn,
         estimates=masks.estimates,
-        relearn=lambda codebook, rows, sizes, request: masks.relearn(codebook, rows, sizes, request.options.tau),
+        relearn=lambda codebook, rows, sizes, options: masks.relearn(codebook, rows, sizes, options.tau),
         options={"chunk_bytes": check_chunk_bytes, "tau": masks.check_tau, "paper": bool},
     ),
     Scheme(
@@ -51,7 +51,7 @@ _ROWS = (
         PlanesCodebook.number,
         PlanesCodebook,
         learn=planes.learn,
-        relearn=lambda codebook, rows, sizes, request: planes.relearn(codebook, rows, sizes),
+        relearn=lambda codebook, rows, sizes, options: planes.relearn(codebook, rows, sizes),
         options={"level": planes.check_level},
     ),
 )

@@ -107,7 +107,7 @@ def compressed(kind: type[AnyTable], x: torch.Tensor, options: Options) -> AnyTa
         table._is_refused = True
     if is_there:
         return table
-    moved = table.to(home)
+    moved = table.to(home)  # type: ignore[attr-defined]  # of a CompressedTensor: `code_anew` leaves x where it is
     return moved.pin_memory(numa=options.numa) if pins else moved
 
 
@@ -309,11 +309,11 @@ def encode(
             start = int(starts[base]) if is_cut else 0
             end = int(starts[end_base]) if is_cut and end_base < len(starts) else num_bytes
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
-            parts = targets if outlet is None else outlet.take([target.numel() for target in targets])
+            rows, parts = targets if outlet is None else outlet.take([target.numel() for target in targets])
             index, sizes = (lengths[first:last], bases[base:end_base]), (slot_bytes, start, 1, block.numel())
-            place = Handle(Parts(*parts, *index, words, codec, *sizes))
+            place = Handle(Parts(rows, parts, *index, words, codec, *sizes))
             torch.ops.ibp.encode_rows.default(place.table, block, fault)
             if outlet is not None:
-                outlet.put(targets, parts)
+                outlet.put(targets, (rows, parts))
     CHANGED.raise_for(fault)
     return bases

@@ -18,6 +18,7 @@ from .._layout import geometry as _rows
 from .._layout.manners import TensorManners
 from .._layout.slots import checked_slot_bytes, stored_sizes
 from .._machine import numa as _numa
+from .._machine.memory import usual
 from .._rows.faults import CorruptTableError, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
@@ -141,7 +142,7 @@ class ShardedTable(OfThisProcess, TensorManners):
             _check_whole_rows(geometry)
             checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
             same = {"shape of items": list(x.shape[1:]), "dtype": x.dtype, "row_bytes": geometry.row_bytes, **options}
-            return same, x.shape[0], memory.usual(device, x)
+            return same, x.shape[0], usual(device, x)
 
         described = members.together("from_local", describe)
         same_on_all("from_local", [same for same, _, _ in described])

@@ -111,4 +111,4 @@ def _relearned(
     assert relearn is not None, f"scheme {codebook.scheme} has codebooks but does not say how to learn them again"
     sizes = [size for size in torch.bincount(assigned).tolist() if size]
     rows = table[assigned.argsort(stable=True)].reshape(-1)
-    return relearn(codebook, rows, sizes, request)
+    return relearn(codebook, rows, sizes, request.options)
