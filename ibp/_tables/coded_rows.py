@@ -12,7 +12,7 @@ from .. import _core
 from .._common.process import OfThisProcess
 from .._common.rounding import rounded_up
 from .._fetch.calls import sms_of
-from .._layout.geometry import Geometry, check_bytes, layout_of
+from .._layout.geometry import check_bytes, layout_of
 from .._layout.slots import default_length
 from .._machine import memory as _memory
 from .._rows.faults import FaultWords, new_record
@@ -244,9 +244,18 @@ class CodedRows(OfThisProcess):
             ValueError: shape and dtype have other bytes.
         """
         of_rows = (self.num_rows, self.row_bytes // dtype.itemsize)
-        geometry = Geometry(torch.Size(of_rows if shape is None else shape), dtype, self.row_bytes)
-        parts = (self.slots, self.codebook, self.lengths, self.overflow, self.bases)
-        table = CompressedTensor.of_parts(geometry, self.codebook.scheme, self.slot_bytes, *parts)
+        table = CompressedTensor(
+            shape=torch.Size(of_rows if shape is None else shape),
+            dtype=dtype,
+            scheme=self.codebook.scheme,
+            row_bytes=self.row_bytes,
+            slot_bytes=self.slot_bytes,
+            slots=self.slots,
+            overflow=self.overflow,
+            lengths=self.lengths.to(self.slots.device),
+            bases=self.bases.to(self.slots.device),
+            codebook=self.codebook,
+        )
         table._is_live = True
         return table
 

@@ -1,5 +1,6 @@
-"""From a tensor to a table: `compressed` checks the options and takes x as bytes, `coded` finds a codebook and measures
-the rows, `code` allocates a table and encodes the rows into it."""
+"""From a tensor to a table. `compressed` checks the options, cuts the tensor into rows, has `coded` find a codebook and
+measure all rows with it, allocates the table, and has `encode` write the rows. `placed` makes tables whose overflow is
+in host memory, and `compress_in_place` of `compression.py` makes those in the tensor's own memory."""
 
 from __future__ import annotations
 

@@ -162,22 +162,8 @@ def compress(
     _rows.check_tensor(x)
     if x.requires_grad and not inplace:
         warn_of_gradient(x)
-    options = Options(
-        scheme,  # type: ignore[arg-type]
-        chunk_bytes,
-        tau,
-        sample,
-        clusters,
-        level,
-        codebook,
-        layout,
-        slot_bytes,
-        row_bytes,
-        device,
-        memory,
-        numa,
-        progress,
-    )
+    of_codebook: Any = scheme, chunk_bytes, tau, sample, clusters, level, codebook
+    options = Options(*of_codebook, layout, slot_bytes, row_bytes, device, memory, numa, progress)
     if not isinstance(scheme, str) or scheme not in _SCHEMES_OF_ROWS:
         return _coded_otherwise(x, scheme, options, inplace)
     if not inplace:
@@ -189,7 +175,7 @@ def compress(
 def _coded_otherwise(
     x: torch.Tensor, scheme: str | Chosen, options: Options, inplace: bool
 ) -> CompressedTensor | WholeTensor:
-    """Returns a tensor as a choice or a general codec codes it, which have few of the options."""
+    """Returns a tensor that a choice or a general codec codes; these take few of the options."""
     place: dict[str, Any] = {name: getattr(options, name) for name in ("device", "memory", "numa", "progress")}
     if not isinstance(scheme, str) and isinstance(scheme, Chosen):
         _refuse("a choice says how x is coded", options, "chunk_bytes", *_OF_ROWS, inplace=inplace)

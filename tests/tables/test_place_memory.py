@@ -105,3 +105,11 @@ def test_host_memory_that_cannot_be_used(rows):
         ibp.CodedRows(codebook, NUM_ROWS, device=rows.device, overflow_memory="pinned", **SIZES[0], host_buffer=[0])
     with pytest.raises(ValueError, match="host_buffer is given"):
         ibp.CodedRows(codebook, NUM_ROWS, device=rows.device, **SIZES[0], host_buffer=memory)
+
+
+@pytest.mark.parametrize("shape, dtype", [((NUM_ROWS + 1, 1), torch.uint8), ((NUM_ROWS,), torch.float32)], ids=str)
+def test_a_table_of_other_bytes_is_refused(shape, dtype):
+    rows = torch.randn(NUM_ROWS, 64).bfloat16()
+    place = ibp.CodedRows(ibp.codecs.analyze(rows, scheme="planes", device="cpu"), NUM_ROWS, device="cpu")
+    with pytest.raises(ValueError, match="the table's slots is"):
+        place.table(shape, dtype)
