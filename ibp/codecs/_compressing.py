@@ -162,8 +162,9 @@ def compress(
     _rows.check_tensor(x)
     if x.requires_grad and not inplace:
         warn_of_gradient(x)
-    of_codebook: Any = scheme, chunk_bytes, tau, sample, clusters, level, codebook
-    options = Options(*of_codebook, layout, slot_bytes, row_bytes, device, memory, numa, progress)
+    of_codebook: tuple[Any, ...] = (chunk_bytes, tau, sample, clusters, level, codebook)
+    of_table: tuple[Any, ...] = (layout, slot_bytes, row_bytes, device, memory, numa, progress)
+    options = Options(scheme, *of_codebook, *of_table)  # type: ignore[arg-type]
     if not isinstance(scheme, str) or scheme not in _SCHEMES_OF_ROWS:
         return _coded_otherwise(x, scheme, options, inplace)
     if not inplace:
