@@ -239,11 +239,11 @@ def canonical(device: torch.device | str | int) -> torch.device:
 def usual(device: torch.device | str | int | None, x: torch.Tensor | None = None) -> torch.device:
     """Returns the device that works: the one asked for, as `canonical` gives it. None: the GPU of a tensor x that is on
     one, else the current CUDA device if there is one, else the CPU."""
-    if device is None:
-        if x is not None and x.is_cuda:
-            return x.device
-        return canonical("cuda") if ops.cuda_is_available() else _CPU
-    return canonical(device)
+    if device is None and x is not None and x.is_cuda:
+        device = x.device
+    elif device is None and not ops.cuda_is_available():
+        return _CPU
+    return canonical("cuda" if device is None else device)
 
 
 def _canonical(device: torch.device | str | int) -> torch.device:

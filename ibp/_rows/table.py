@@ -44,8 +44,8 @@ _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "over
 
 
 class Table(TensorManners, Saves):
-    """What a table consists of. Its fields are checked once, when it is made or unpickled, and cannot be set from then
-    on, but by `update_`, `append` and `refit`."""
+    """What a table consists of. The constructor checks fields that come from a file, a pickle or a caller; `of_parts`
+    takes those that the library itself has made. From then on only `update_`, `append` and `refit` set them."""
 
     shape: torch.Size
     dtype: torch.dtype
