@@ -141,8 +141,10 @@ def select(
         ids = flat_ids(ids)
     sms = 0 if max_sms is None else sms_of(max_sms)
     home = ids.device
-    if device is None and (out is None or type(out) is torch.Tensor):
-        target = home if out is None else out.device
+    if type(out) is torch.Tensor and (device is None or device == out.device):
+        target = out.device
+    elif out is None and device is None:
+        target = home
     else:
         target = target_of(device, out, home)
     handles, worker = table._handles, target

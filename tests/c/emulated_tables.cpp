@@ -716,8 +716,7 @@ void check_encode(const Made &made)
 {
     const ibp_table &t = made.table;
     const int64_t num_bytes = t.num_items * t.item_bytes, num_rows = ibp_num_rows(&t);
-    Array<uint8_t> data((made.data.size + 3) / 4 * 4); /* words with a valid byte are read whole */
-    memcpy(data.data, made.data.data, made.data.size);
+    const Array<uint8_t> &data = made.data;
     if (t.codebook.scheme != IBP_SCHEME_RAW) {
         Array<uint16_t> lengths(made.lengths.size);
         if (ibp_cuda_measure_rows(&t.codebook, data.data, num_bytes, lengths.data, nullptr) != IBP_OK)
@@ -1069,6 +1068,36 @@ void check_hostile_words(Made &made)
 }
 
 /* Arguments that contradict each other are refused before a launch. */
+/* Counts bits, and hits of masks, in whole rows that end where their array ends. */
+void check_counts(const Made &made)
+{
+    const ibp_codebook &cb = made.table.codebook;
+    const size_t num_rows = made.data.size / cb.row_bytes;
+    Array<uint8_t> data(num_rows * cb.row_bytes, choose_offset());
+    if (num_rows != 0) memcpy(data.data, made.data.data, data.size);
+    const auto compare_counts = [](const Array<uint64_t> &counts, const Array<uint64_t> &wanted, const char *what) {
+        for (size_t i = 0; i < counts.size; i++)
+            if (counts.data[i] != wanted.data[i]) {
+                complain("%s: count %zu is %llu, not %llu", what, i, (unsigned long long)counts.data[i],
+                         (unsigned long long)wanted.data[i]);
+                break;
+            }
+    };
+    Array<uint64_t> bits(8 * cb.row_bytes), wanted_bits(bits.size);
+    for (size_t i = 0; i < bits.size; i++) bits.data[i] = wanted_bits.data[i] = i;
+    if (ibp_cuda_count_bits(data.data, num_rows, cb.row_bytes, bits.data, nullptr) != IBP_OK ||
+        ibp_count_bits(data.data, num_rows, cb.row_bytes, wanted_bits.data) != IBP_OK)
+        complain("bits could not be counted");
+    compare_counts(bits, wanted_bits, "bits");
+    if (cb.scheme != IBP_SCHEME_IBP) return;
+    Array<uint64_t> hits((cb.row_bytes + cb.chunk_bytes - 1) / cb.chunk_bytes), wanted_hits(hits.size);
+    for (size_t i = 0; i < hits.size; i++) hits.data[i] = wanted_hits.data[i] = i;
+    if (ibp_cuda_count_hits(&cb, data.data, num_rows, hits.data, nullptr) != IBP_OK ||
+        ibp_count_hits(&cb, data.data, num_rows, wanted_hits.data) != IBP_OK)
+        complain("hits could not be counted");
+    compare_counts(hits, wanted_hits, "hits");
+}
+
 void check_refusals()
 {
     description = "refusals";
@@ -1149,7 +1178,7 @@ bool run_case(uint64_t seed, long number, const char *filter)
     check_gather<int64_t>(made, chance(20));
     if (!cuts) check_cache(made);
     for (int i = 0; i < 3; i++) check_bags(made, chance(20), !cuts && chance(40));
-    if (!corrupts && !cuts) check_encode(made), check_encode_into(made);
+    if (!corrupts && !cuts) check_encode(made), check_encode_into(made), check_counts(made);
     check_device_rows(made);
     const bool is_hostile = !cuts && chance(25);
     if (is_hostile) check_hostile_words(made);

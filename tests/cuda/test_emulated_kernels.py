@@ -23,7 +23,8 @@ from native import (
 
 pytestmark = pytest.mark.slow  # compiling the kernels takes a minute
 
-KERNELS = ("linear/bags.cu", "cache/*.cu", "decode/*.cu", "encode/*.cu", "rows/index.cu")  # sources in csrc/cuda
+# Sources in csrc/cuda.
+KERNELS = ("linear/bags.cu", "cache/*.cu", "decode/*.cu", "encode/*.cu", "rows/analysis.cu", "rows/index.cu")
 # A collective is told from others by the calls that lead to it, which are found by frame pointers.
 COMMON = ["-O0", "-g1", "-fno-strict-aliasing", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls"]
 # Pointers of corrupt tables are computed before they are checked, as numbers.

@@ -41,6 +41,7 @@ def refused(monkeypatch):
 
     monkeypatch.setattr(_core, "PinnedBuffer", RefusedBuffer)
     monkeypatch.setattr(_core, "PinnedRange", refuse)
+    monkeypatch.setattr(_core.FilePages, "pin", refuse)
     monkeypatch.setattr(torch, "empty", pageable_only)
     monkeypatch.setattr(once, "said", set())
     monkeypatch.setattr(host_gather, "_refused", set())

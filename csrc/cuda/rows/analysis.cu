@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t r
         return start == 0u ? near[0] : __funnelshift_r(near[0], near[1], 8u * start);
     }
     uint32_t word = 0;
-    for (uint32_t i = 4u * w; i < row_bytes; i++) word |= static_cast<uint32_t>(row[i]) << (8u * (i % 4u));
+    for (uint32_t b = 0; b < 4u && 4u * w + b < row_bytes; b++) word |= static_cast<uint32_t>(from[b]) << (8u * b);
     return word;
 }
 
