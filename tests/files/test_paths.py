@@ -12,6 +12,7 @@ import torch
 import ibp
 from children import in_child, status_of
 from ibp._cli.main import main
+from ibp._common import ops
 from ibp._common.whole_files import NewFile
 from kinds_of_paths import NO_FILES, few_descriptors, soon
 
@@ -229,6 +230,7 @@ def test_the_next_call_removes_what_a_killed_one_left(call, request, monkeypatch
     path, before = name_for(request), sorted(os.listdir())
     with monkeypatch.context() as patch:
         patch.setattr(NewFile, "commit", lambda self: os.kill(os.getpid(), signal.SIGKILL))
+        patch.setattr(ops, "cuda_is_available", lambda: False)  # a forked process cannot use CUDA
         assert os.waitstatus_to_exitcode(status_of(in_child(lambda: call(path)))) == -signal.SIGKILL
     assert len(os.listdir()) == len(before) + 1
     call(path)

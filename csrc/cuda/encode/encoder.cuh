@@ -202,30 +202,23 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 };
 
-// Returns the 16 bytes that start at any address: num_bytes valid ones, then zeros. A load by words may also read the
-// bytes of a word before `from`, but none after the valid ones: the last row may end where its allocation ends.
+// Returns the 16 bytes that start at any address: num_bytes valid ones, then zeros. Words are loaded whole, also if they
+// begin before `from`, but only if they end with the valid bytes: the last row may end where its allocation ends.
 static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num_bytes)
 {
     uint32_t words[4] = {};
-    if (num_bytes < kVector) {
+    const uint32_t start = reinterpret_cast<uintptr_t>(from) % 4u;
+    if (num_bytes < kVector + (0u - start) % 4u) {
 #pragma unroll
         for (uint32_t b = 0; b < kVector; b++)
             if (b < num_bytes) words[b / 4u] |= static_cast<uint32_t>(from[b]) << (8u * (b % 4u));
     } else {
-        const uint32_t start = reinterpret_cast<uintptr_t>(from) % 4u;
         const uint32_t *const near = reinterpret_cast<const uint32_t *>(from - start);
         uint32_t next = near[0];
 #pragma unroll
         for (uint32_t i = 0; i < 4; i++) {
             const uint32_t word = next;
-            if (i < 3 || (start != 0u && num_bytes >= kVector + 4u - start)) {
-                next = near[i + 1];
-            } else { // the vector's last bytes, one by one
-                next = 0;
-#pragma unroll
-                for (uint32_t b = 0; b < 3; b++)
-                    if (b < start) next |= static_cast<uint32_t>(from[kVector - start + b]) << (8u * b);
-            }
+            next = i < 3 || start != 0u ? near[i + 1] : 0u;
             words[i] = __funnelshift_r(word, next, 8u * start);
         }
     }

@@ -10,19 +10,28 @@ namespace ibp {
 
 constexpr uint32_t kThreads = 256, kRowsAhead = 8;
 
-// Returns word w of a row at any address, filled up with zeros. A load by words may also read the bytes of a word before
-// the row, but none after it: the last row may end where its allocation ends.
-__device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t row_bytes, uint32_t w)
+// Returns word w of a row at any address, filled up with zeros. is_inner: the word and the next three bytes are in the
+// row, or the word is, and all rows are aligned. Words are then loaded whole, and bytes one by one if not: the last row
+// may end where its allocation ends.
+__device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t row_bytes, uint32_t w, bool is_inner)
 {
     const uint8_t *const from = row + 4u * w;
-    const uint32_t start = reinterpret_cast<uintptr_t>(from) % 4u, end = start == 0u ? 4u : 8u - start;
-    if (4u * w + end <= row_bytes) { // of the words that are read
+    if (is_inner) {
+        const uint32_t start = reinterpret_cast<uintptr_t>(from) % 4u;
         const uint32_t *const near = reinterpret_cast<const uint32_t *>(from - start);
         return start == 0u ? near[0] : __funnelshift_r(near[0], near[1], 8u * start);
     }
     uint32_t word = 0;
+#pragma unroll 1
     for (uint32_t b = 0; b < 4u && 4u * w + b < row_bytes; b++) word |= static_cast<uint32_t>(from[b]) << (8u * b);
     return word;
+}
+
+// Returns whether `load_row_word` loads words whole, word w of every row.
+__device__ __forceinline__ bool is_inner_word(const uint8_t *data, uint32_t row_bytes, uint32_t w)
+{
+    const bool are_aligned = aligned(data, 4u) && row_bytes % 4u == 0u;
+    return 4u * w + (are_aligned ? 4u : 7u) <= row_bytes;
 }
 
 // The column of units of a row that a thread counts, and its rows.
@@ -96,12 +105,13 @@ __global__ void __launch_bounds__(kThreads)
     BitCounters counters;
     uint32_t added = 0;
     const uint32_t w = own.first + own.column;
+    const bool is_inner = is_inner_word(data, row_bytes, w);
     for (int64_t r = own.row; own.active && r < num_rows; r += kRowsAhead * own.step) {
         uint32_t word[kRowsAhead];
 #pragma unroll
         for (uint32_t i = 0; i < kRowsAhead; i++) {
             const int64_t row = r + i * own.step;
-            word[i] = row < num_rows ? load_row_word(data + row * row_bytes, row_bytes, w) : 0u;
+            word[i] = row < num_rows ? load_row_word(data + row * row_bytes, row_bytes, w, is_inner) : 0u;
         }
         counters.add(word);
         added += kRowsAhead;
@@ -130,6 +140,7 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
     const uint32_t w = (own.first + own.column) * (unit_bytes / 4u),
                    ones = chunks == 1u ? ~0u : (1u << (32u / chunks)) - 1u;
     const bool two_words = cb.chunk_bytes == 8u && 4u * w + 4u < cb.row_bytes;
+    const bool is_inner[2] = {is_inner_word(data, cb.row_bytes, w), is_inner_word(data, cb.row_bytes, w + 1u)};
     const uint32_t mask[2] = {cb.mask[w], two_words ? cb.mask[w + 1u] : 0u},
                    bitval[2] = {cb.bitval[w], two_words ? cb.bitval[w + 1u] : 0u};
     uint32_t found[4] = {};
@@ -142,9 +153,10 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
                 mismatch[i] = ~0u;
                 continue;
             }
-            mismatch[i] = (load_row_word(data + row * cb.row_bytes, cb.row_bytes, w) ^ bitval[0]) & mask[0];
+            const uint8_t *const bytes = data + row * cb.row_bytes;
+            mismatch[i] = (load_row_word(bytes, cb.row_bytes, w, is_inner[0]) ^ bitval[0]) & mask[0];
             if (two_words)
-                mismatch[i] |= (load_row_word(data + row * cb.row_bytes, cb.row_bytes, w + 1u) ^ bitval[1]) & mask[1];
+                mismatch[i] |= (load_row_word(bytes, cb.row_bytes, w + 1u, is_inner[1]) ^ bitval[1]) & mask[1];
         }
 #pragma unroll
         for (uint32_t i = 0; i < kRowsAhead; i++)
