@@ -312,7 +312,7 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
 {
     ibp_place place = handle.place;
     require(place.used != nullptr, "table is not described as a place");
-    require(!is_new || !row_ids, "rows that are new have no row_ids");
+    require(!row_ids || !(is_new || ibp_is_packed(&place)), "rows that are new or packed have no row_ids");
     if (counts) place.counts = data_of<ibp_place_counts>(*counts, ScalarType::Long, 2, "counts");
     place.is_new = is_new;
     const uint32_t row_bytes = place.table.codebook.row_bytes;

@@ -49,8 +49,8 @@ static part take_part_for(const ibp_place *place, part own, uint32_t in_overflow
     return taken.base != IBP_NO_BASE ? taken : take_part(place, ibp_sectors_of(in_overflow));
 }
 
-/* Where row i of a source is. */
-static const uint8_t *address_of(const ibp_row_source *source, uint32_t row_bytes, int64_t i)
+/* Returns where row i of a source is that has buffers or dimensions. */
+static const uint8_t *spread_address(const ibp_row_source *source, uint32_t row_bytes, int64_t i)
 {
     const uint8_t *from = source->data;
     if (source->buffers) {
@@ -63,6 +63,13 @@ static const uint8_t *address_of(const ibp_row_source *source, uint32_t row_byte
         i /= source->sizes[d];
     }
     return from + i * source->strides[0];
+}
+
+/* Returns where row i of a source is. */
+static inline const uint8_t *address_of(const ibp_row_source *source, uint32_t row_bytes, int64_t i)
+{
+    if (source->buffers || source->num_dims != 0u) return spread_address(source, row_bytes, i);
+    return source->data + i * (int64_t)row_bytes;
 }
 
 /* Row i of a source as a row of the table, with `valid` valid bytes: where it lies, or a copy in the workspace. */
@@ -131,23 +138,31 @@ static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, u
     return IBP_OK;
 }
 
-/* Codes a row to where the row before it ends. */
-static void pack(const ibp_place *place, int64_t row, const uint8_t *bytes, uint32_t valid, const ibp_workspace *work,
-                 ibp_place_counts *counts)
+/* Codes the rows first to last - 1 of a source, each to where the row before it ends. */
+static void pack_rows(const ibp_place *place, const ibp_row_source *source, int64_t first_row, int64_t first,
+                      int64_t last, const ibp_workspace *work, ibp_place_counts *counts)
 {
     const ibp_codebook *const cb = &place->table.codebook;
-    const uint64_t start = *place->used;
-    uint32_t length = 0;
-    if (ibp_part_in_bounds(start, valid, place->table.overflow_bytes)) {
-        uint8_t *const to = place->overflow + start;
-        length = ibp_code_row(cb, bytes, valid, work, to, valid);
-        if (length == 0u) memcpy(to, bytes, valid);
-        *place->used = start + ibp_stored_bytes(length, cb->row_bytes, valid);
-        counts->spilled += length != IBP_DEFAULT_LENGTH(cb->row_bytes);
-    } else {
-        counts->lost++;
+    const uint32_t row_bytes = cb->row_bytes;
+    const int64_t num_bytes = ibp_bytes_of_table(&place->table), there_are = place->table.overflow_bytes,
+                  ahead = ibp_steps_ahead(row_bytes);
+    uint64_t end = *place->used;
+    for (int64_t i = first; i < last; i++) {
+        if (i + ahead < last) ibp_prefetch(address_of(source, row_bytes, i + ahead), row_bytes);
+        const uint32_t valid = ibp_valid_bytes(num_bytes, row_bytes, first_row + i);
+        const uint8_t *const row = source_row(source, row_bytes, i, valid, work);
+        uint32_t length = 0;
+        if (ibp_part_in_bounds(end, valid, there_are)) {
+            length = ibp_code_row(cb, row, valid, work, place->overflow + end, valid);
+            if (length == 0u) memcpy(place->overflow + end, row, valid);
+            end += ibp_stored_bytes(length, row_bytes, valid);
+            counts->spilled += length != IBP_DEFAULT_LENGTH(row_bytes);
+        } else {
+            counts->lost++;
+        }
+        place->lengths[first_row + i] = (uint16_t)length;
     }
-    place->lengths[row] = (uint16_t)length;
+    *place->used = end;
 }
 
 ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
@@ -160,13 +175,17 @@ ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source,
     ibp_workspace work;
     const ibp_status opened = ibp_open_workspace(cb, cb->scheme != IBP_SCHEME_RAW, scratch, scratch_bytes, &work);
     if (opened != IBP_OK) return opened;
-    const bool packs = ibp_is_packed(place), claims = row_ids && place->bases;
+    const bool is_packed = ibp_is_packed(place), claims = row_ids && place->bases;
     if (first < 0 || first > last || last > source->num_rows) return IBP_INVALID_ARGUMENT;
     if (!row_ids && (first_row < 0 || first_row > num_rows - source->num_rows)) return IBP_INVALID_ARGUMENT;
-    if (row_ids && (packs || place->is_new)) return IBP_INVALID_ARGUMENT;
+    if (row_ids && (is_packed || place->is_new)) return IBP_INVALID_ARGUMENT;
     const int64_t ahead = ibp_steps_ahead(cb->row_bytes);
     ibp_place_counts counts = {0, 0};
     ibp_fault_log log = {fault, IBP_OK};
+    if (is_packed) {
+        pack_rows(place, source, first_row, first, last, &work, &counts);
+        first = last;
+    }
     for (int64_t i = first; i < last; i++) {
         if (i + ahead < last) ibp_prefetch(address_of(source, cb->row_bytes, i + ahead), cb->row_bytes);
         const int64_t row = row_ids ? IBP_LOAD_ONCE(row_ids[i]) : first_row + i;
@@ -175,12 +194,8 @@ ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source,
             continue;
         }
         const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, row);
-        const uint8_t *const bytes = source_row(source, cb->row_bytes, i, valid, &work), *stored;
-        if (packs) {
-            pack(place, row, bytes, valid, &work, &counts);
-            continue;
-        }
-        const uint32_t length = code_row(cb, bytes, valid, &work, &stored);
+        const uint8_t *stored;
+        const uint32_t length = code_row(cb, source_row(source, cb->row_bytes, i, valid, &work), valid, &work, &stored);
         ibp_note_fault(&log, settle(place, row, length, valid, stored, claims, &counts), i, row);
     }
     if (place->counts) {

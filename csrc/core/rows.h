@@ -20,8 +20,7 @@ static inline int64_t ibp_steps_ahead(int64_t step_bytes)
 
 static inline void ibp_prefetch(const void *src, uint32_t num_bytes)
 {
-    for (uint32_t at = 0; at < num_bytes; at += IBP_LINE_BYTES)
-        __builtin_prefetch((const uint8_t *)src + at, 0, 2);
+    for (uint32_t at = 0; at < num_bytes; at += IBP_LINE_BYTES) __builtin_prefetch((const uint8_t *)src + at, 0, 2);
 }
 
 static inline uint32_t ibp_length_of_row(const uint16_t *lengths, int64_t row)

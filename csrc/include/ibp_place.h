@@ -53,9 +53,9 @@ typedef struct ibp_place {
     uint8_t *slots;    /* table.slots_bytes */
     uint8_t *overflow; /* table.overflow_bytes */
     uint16_t *lengths; /* one a row; NULL in scheme raw */
-    uint64_t *bases;   /* one a row; NULL if rows are packed, or if slot_bytes is row_bytes, so that there are no parts */
-    uint16_t *rooms;   /* one a row: units of IBP_OVERFLOW_ALIGN that it owns from its base on; or NULL */
-    uint64_t *used;    /* bytes of overflow that have been handed out; more than there are once one was refused. NULL
+    uint64_t *bases; /* one a row; NULL if rows are packed, or if slot_bytes is row_bytes, so that there are no parts */
+    uint16_t *rooms; /* one a row: units of IBP_OVERFLOW_ALIGN that it owns from its base on; or NULL */
+    uint64_t *used;  /* bytes of overflow that have been handed out; more than there are once one was refused. NULL
                           only if slot_bytes is row_bytes and bases is NULL */
     ibp_place_counts *counts; /* or NULL */
     uint32_t is_new;          /* 0 or 1 */

@@ -70,8 +70,7 @@ extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t
     source.data = data, source.num_rows = ibp_num_rows(table);
     if (source.num_rows == 0) return IBP_OK;
     if (data == nullptr) return IBP_INVALID_ARGUMENT;
-    source.last_row_bytes =
-        ibp_valid_bytes(ibp_bytes_of_table(table), table->codebook.row_bytes, source.num_rows - 1);
+    source.last_row_bytes = ibp_valid_bytes(ibp_bytes_of_table(table), table->codebook.row_bytes, source.num_rows - 1);
     ibp_place place{};
     place.table = *table, place.slots = slots, place.overflow = overflow;
     return encoder->encode({place, source, nullptr, 0, true, fault, 0, stream});
