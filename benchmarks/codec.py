@@ -166,7 +166,7 @@ def measure_encode(case, table, moved_bytes):
             lengths.copy_(torch.ops.ibp.measure_rows(data, words, codebook.codec))
             return torch.ops.ibp.encode_rows(measured.table, data, fault)
         used.zero_()
-        torch.ops.ibp.encode_slots(place.table, data)
+        place.encode(data, is_new=True)
         if table.overflow.numel():
             torch.ops.ibp.move_parts(place.table, table.bases, table.overflow)
 

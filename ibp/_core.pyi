@@ -1,7 +1,9 @@
 """Types of the extension module that csrc/bindings/python_module.cpp makes, where its functions are described."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex, TypeVar
+
+import numpy as np
 
 _Result = TypeVar("_Result")
 
@@ -30,6 +32,17 @@ def read_header(
 def read_table(line: str) -> dict[str, Any]: ...
 def read_codebook(line: str) -> dict[str, Any]: ...
 def call_keeping_table(kept: list[Any], call: Callable[[], _Result]) -> _Result: ...
+def choose_slots(
+    sectors: np.ndarray,
+    row_bytes: SupportsIndex,
+    least: SupportsIndex,
+    overflow_cost: float,
+    part_cost: float,
+    most_spilled: float,
+    near: float,
+    sizes: Sequence[int] | None,
+) -> tuple[int, float]: ...
+def count_spilled(sectors: np.ndarray, slot_bytes: SupportsIndex) -> tuple[int, int]: ...
 def ask_for_huge_pages(address: SupportsIndex, num_bytes: SupportsIndex) -> None: ...
 def release_pinned(most_bytes: SupportsIndex = ...) -> int: ...
 def kept_pinned_bytes() -> int: ...

@@ -7,11 +7,14 @@
 #include "huge_pages.h"
 #include "table_handle.h"
 
+#include "../core/slots.h"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <cerrno>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -151,6 +154,49 @@ template <typename T, typename... Args> void make(py::detail::value_and_holder &
 }
 constexpr py::detail::is_new_style_constructor kNewStyle{};
 
+// Counts in the memory of a contiguous array of 64-bit integers.
+class Counts {
+  public:
+    explicit Counts(const py::buffer &array)
+    {
+        if (PyObject_GetBuffer(array.ptr(), &view_, PyBUF_SIMPLE) != 0) throw py::error_already_set();
+    }
+    Counts(const Counts &) = delete;
+    Counts &operator=(const Counts &) = delete;
+    ~Counts() { PyBuffer_Release(&view_); }
+
+    const uint64_t *data() const { return static_cast<const uint64_t *>(view_.buf); }
+    size_t size() const { return static_cast<size_t>(view_.len) / sizeof(uint64_t); }
+
+  private:
+    Py_buffer view_;
+};
+
+// ibp_choose_slots (slots.h). Returns the bytes of a slot, and of the overflow of a mean row.
+std::pair<uint32_t, double> choose_slots(const py::buffer &sectors, uint32_t row_bytes, uint32_t least_bytes,
+                                         double overflow_cost, double part_cost, double most_spilled, double near,
+                                         const std::optional<std::vector<int64_t>> &sizes)
+{
+    const Counts counts(sectors);
+    if (row_bytes > IBP_MAX_ROW_BYTES ||
+        counts.size() != 1 + (size_t{row_bytes} + IBP_OVERFLOW_ALIGN - 1) / IBP_OVERFLOW_ALIGN)
+        throw py::value_error("sectors are not those of rows of row_bytes bytes");
+    ibp_slot_rule rule{least_bytes, overflow_cost, part_cost, most_spilled, near, nullptr, 0};
+    if (sizes) rule.sizes = sizes->data(), rule.num_sizes = sizes->size();
+    double mean_overflow = 0;
+    const uint32_t slot_bytes = ibp_choose_slots(counts.data(), row_bytes, &rule, &mean_overflow);
+    return {slot_bytes, mean_overflow};
+}
+
+// ibp_count_spilled (slots.h). Returns how many rows leave their slots, and the bytes of their parts.
+std::pair<uint64_t, uint64_t> count_spilled(const py::buffer &sectors, uint32_t slot_bytes)
+{
+    const Counts counts(sectors);
+    uint64_t num_rows = 0, overflow_bytes = 0;
+    ibp_count_spilled(counts.data(), counts.size(), slot_bytes, &num_rows, &overflow_bytes);
+    return {num_rows, overflow_bytes};
+}
+
 // Returns call(). If call raises, the exception gets kept[0], if there is one, as its attribute `table`. No Python code
 // runs in between, so no further interrupt can come before that.
 py::object call_keeping_table(const py::list &kept, const py::object &call)
@@ -188,6 +234,14 @@ PYBIND11_MODULE(_core, m)
           "Makes all threads use those of the given features that the processor has, and returns these. For tests "
           "and benchmarks.");
     m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
+
+    m.def("choose_slots", &choose_slots, py::arg("sectors"), py::arg("row_bytes"), py::arg("least"),
+          py::arg("overflow_cost"), py::arg("part_cost"), py::arg("most_spilled"), py::arg("near"), py::arg("sizes"),
+          "Returns (bytes of the slots that suit rows, bytes of overflow of a mean row). sectors: int64 array; "
+          "sectors[k] "
+          "rows take k sectors. The other arguments are those of ibp._layout.slots.SlotRule.");
+    m.def("count_spilled", &count_spilled, py::arg("sectors"), py::arg("slot_bytes"),
+          "Returns (rows that leave slots of this size, bytes of their parts in whole sectors).");
 
     m.def("ask_for_huge_pages", &ibp::ask_for_huge_pages, py::arg("address"), py::arg("num_bytes"),
           "Asks the system for huge pages for memory that has not been written yet.");

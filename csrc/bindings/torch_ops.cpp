@@ -7,10 +7,8 @@
 //     index_rows      lengths num_bytes row_bytes slot_bytes -> Tensor
 //     survey_rows     lengths num_bytes row_bytes -> Tensor
 //     encode_rows     table data fault
-//     encode_slots    table data
+//     encode_into     table x buffers row_ids first_row max_sms counts fault is_new
 //     move_parts      table bases overflow
-//     encode_packed   data codebook codec out lengths stored                      (CPU only)
-//     encode_into     table x buffers row_ids first_row max_sms counts fault
 //     group_vectors   ids num_matrices -> (Tensor, Tensor)
 //     list_matrices   ids num_matrices num_slots num_rows num_spare -> Tensor
 //     select_rows     table ids first lengths_out bases_out rows_out taken fault  (CPU only)
@@ -30,6 +28,8 @@
 #include "torch_ranges.h"
 #include "torch_tables.h"
 
+#include "../core/checks.h"
+
 #include <algorithm>
 #include <memory>
 #include <tuple>
@@ -47,8 +47,8 @@ using namespace ibp_torch;
 // bytes of a row's slot. overflow_start: which byte of the whole table's overflow `overflow` begins with; not 0 for a
 // block of a table's rows. num_items, item_bytes: the tensor that is coded.
 // rooms, used: only for a place, into which rows are coded one by one (ibp_place.h). rooms is uint16 [rows], empty if
-// slots hold whole rows; used is int64 [1], and bases then has one entry for each row. encode_into and encode_slots
-// refuse a table that is described without `used`.
+// slots hold whole rows; used is int64 [1], and bases then has one entry for each row, or is empty if rows are packed.
+// encode_into refuses a table that is described without `used`.
 // fault: the record of `take` on a GPU, which refuses tables without one. plan: [least_bucketed, window_bits,
 // bucketed_sms] of ibp::GatherPlan; empty: `take` never puts ids in order by itself.
 Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &overflow, const Tensor &lengths,
@@ -185,29 +185,8 @@ void encode_rows(const Device &device, const TableOut &handle, const Tensor &dat
                 });
 }
 
-// Measures and codes all rows of data in one pass, into a place of a coded scheme whose `used` is 0. Fills slots and
-// lengths, and puts overflow parts where there is room, with their bases. A row without room for its part has base -1;
-// its length and slot are right.
-void encode_slots(const Device &device, const PlaceOut &handle, const Tensor &data)
-{
-    const ibp_place &place = handle.place;
-    require(place.used != nullptr, "table is not described as a place");
-    const uint8_t *const bytes = bytes_of(data, ibp_bytes_of_table(&place.table), "data");
-    if (device.is_cuda()) {
-        check(ibp_cuda_encode_slots(&place, bytes, device.stream()), "encode_slots");
-        return;
-    }
-    const uint32_t row_bytes = place.table.codebook.row_bytes;
-    const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
-    ibp_fault unused{};
-    over_ranges(ibp_num_rows(&place.table), row_bytes, scratch_bytes, &unused,
-                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *) {
-                    return ibp_encode_slots(&place, bytes, first, last, scratch, scratch_bytes);
-                });
-}
-
-// Copies the overflow parts that encode_slots left in a place to `overflow`, uint8 [bytes], where an ordinary table has
-// them. bases: int64 [ceil(rows / 32)], as index_rows returns them.
+// Copies the overflow parts that new rows have in a place to `overflow`, uint8 [bytes], where an ordinary table has
+// them. table: described with `used`. bases: int64 [ceil(rows / 32)], as index_rows returns them.
 void move_parts(const Device &device, const Table &handle, const Tensor &bases, const Out &overflow)
 {
     ibp_table table = handle.place.table;
@@ -216,25 +195,6 @@ void move_parts(const Device &device, const Table &handle, const Tensor &bases, 
     uint8_t *const to = bytes_of(overflow, 0, "overflow");
     table.overflow_bytes = overflow.numel();
     run_on(device, "move_parts", ibp_cuda_move_parts, ibp_move_parts, &table, &handle.place, to);
-}
-
-// Codes one block of rows in one pass, back to back. It uses one thread, because callers code several blocks at once.
-// out: uint8, at least as many bytes as data. lengths: uint16 [rows], receives the rows' lengths. stored: int64 [1],
-// receives how many bytes of out were written.
-void encode_packed(const Device &, const Tensor &data, const Tensor &codebook, const Codec &codec, const Out &out,
-                   const Out &lengths, const Out &stored)
-{
-    const ibp_codebook cb = codebook_of(codebook, codec);
-    const uint8_t *const bytes = bytes_of(data, 0, "data");
-    uint8_t *const to = bytes_of(out, 0, "out");
-    require(out.numel() >= data.numel(), "out has ", out.numel(), " bytes, data ", data.numel());
-    auto *const to_lengths =
-        data_of<uint16_t>(lengths, ScalarType::UInt16, divide_up(data.numel(), cb.row_bytes), "lengths");
-    const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
-    const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
-    check(ibp_encode_packed(&cb, bytes, data.numel(), to, out.numel(), to_lengths,
-                            data_of<int64_t>(stored, ScalarType::Long, 1, "stored"), scratch.get(), scratch_bytes),
-          "encode_packed");
 }
 
 // ---- coding rows into a place ----
@@ -304,12 +264,13 @@ ibp_row_source source_of(const Tensor &x, const std::optional<Tensor> &buffers, 
         source.last_row_bytes = 0;
         source.num_rows = total_bytes(buffers->numel(), source.num_rows, "rows of buffers");
     }
-    require(source.num_rows <= INT32_MAX, "x has ", source.num_rows, " rows, more than 2^31 - 1");
+    require(source.num_rows <= INT32_MAX || (!source.buffers && source.num_dims == 0), "x has ", source.num_rows,
+            " rows, more than 2^31 - 1");
     return source;
 }
 
 // Codes the rows of a source into a place. ids: the row of the table that each becomes; nullptr: first_row and those
-// after it. What goes wrong with a row is noted in first_fault and not raised.
+// after it. What goes wrong with a row is noted in first_fault, unless that is nullptr, and not raised.
 void code_rows(const Device &device, const ibp_place &place, const ibp_row_source &source, const int64_t *ids,
                int64_t first_row, int64_t max_sms, ibp_fault *first_fault)
 {
@@ -320,12 +281,18 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
     }
     const uint32_t row_bytes = place.table.codebook.row_bytes;
     const size_t scratch_bytes = ibp_scratch_bytes(row_bytes);
-    over_ranges(source.num_rows, row_bytes, scratch_bytes, first_fault,
-                [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
-                    const ibp_status status =
-                        ibp_encode_into(&place, &source, ids, first_row, first, last, scratch, scratch_bytes, mine);
-                    return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // a fault that is noted must not raise
-                });
+    ibp_fault unused{};
+    const auto code = [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
+        const ibp_status status =
+            ibp_encode_into(&place, &source, ids, first_row, first, last, scratch, scratch_bytes, mine);
+        return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // a fault that is noted must not raise
+    };
+    if (ibp_is_packed(&place)) { // a row begins where the one before it ends
+        const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
+        check(code(0, source.num_rows, scratch.get(), &unused), "encode_into");
+    } else {
+        over_ranges(source.num_rows, row_bytes, scratch_bytes, first_fault ? first_fault : &unused, code);
+    }
 }
 
 // Codes rows into a place (ibp_place.h), in any order; a row may be coded again and again. A row is lost if there is
@@ -333,15 +300,21 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
 // table: described with `used`. x: any dtype, shape and strides; its elements, in their order, are rows. buffers: int64
 // [buffers], or None: addresses of memory that has the layout of x and is coded instead of x; they are trusted.
 // row_ids: int64 [rows of x, or of all buffers], or None: the row of the table that each row becomes. first_row: read
-// if row_ids is None; the first row of the table that is written, followed by those after it. counts: int64 [2]; the
-// rows with an overflow part, and the lost rows, are added to it.
+// if row_ids is None; the first row of the table that is written, followed by those after it. counts: int64 [2], or
+// None; the rows with an overflow part, and the lost rows, are added to it. fault: None if there are no row_ids, which
+// alone can be wrong. is_new: the rows have never been coded, and row_ids is None. Whole slots are written then, `bases`
+// need not be filled, and a row that is lost keeps its length and slot.
+// The rows of a table with neither slots nor bases are packed: each begins where the one before it ends, at byte `used`
+// of overflow. They are on the CPU, and one thread codes them, because callers code several blocks at once.
 void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, const std::optional<Tensor> &buffers,
-                 const std::optional<Tensor> &row_ids, int64_t first_row, int64_t max_sms, const Out &counts,
-                 const Out &fault)
+                 const std::optional<Tensor> &row_ids, int64_t first_row, int64_t max_sms,
+                 const std::optional<Out> &counts, const std::optional<Out> &fault, bool is_new)
 {
     ibp_place place = handle.place;
     require(place.used != nullptr, "table is not described as a place");
-    place.counts = data_of<ibp_place_counts>(counts, ScalarType::Long, 2, "counts");
+    require(!row_ids || !(is_new || ibp_is_packed(&place)), "rows that are new or packed have no row_ids");
+    if (counts) place.counts = data_of<ibp_place_counts>(*counts, ScalarType::Long, 2, "counts");
+    place.is_new = is_new;
     const uint32_t row_bytes = place.table.codebook.row_bytes;
     const ibp_row_source source = source_of(x, buffers, row_bytes);
     const int64_t num_rows = ibp_rows_of_bytes(ibp_bytes_of_table(&place.table), row_bytes);
@@ -355,7 +328,7 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
         require(first_row >= 0 && first_row <= num_rows - source.num_rows, source.num_rows, " rows from row ",
                 first_row, " on are not among ", num_rows);
     }
-    code_rows(device, place, source, ids, first_row, max_sms, fault_of(fault));
+    code_rows(device, place, source, ids, first_row, max_sms, fault ? fault_of(*fault) : nullptr);
 }
 
 // ---- lists of ids ----
@@ -632,9 +605,8 @@ template <typename Library> void implement(Library &m)
     operation<index_rows>(m, "index_rows", "lengths num_bytes row_bytes slot_bytes");
     operation<survey_rows>(m, "survey_rows", "lengths num_bytes row_bytes");
     operation<encode_rows>(m, "encode_rows", "table data fault");
-    operation<encode_slots>(m, "encode_slots", "table data");
+    operation<encode_into>(m, "encode_into", "table x buffers row_ids first_row max_sms counts fault is_new");
     operation<move_parts>(m, "move_parts", "table bases overflow");
-    operation<encode_into>(m, "encode_into", "table x buffers row_ids first_row max_sms counts fault");
     operation<describe_table>(m, "describe_table",
                               "slots overflow lengths bases codebook codec slot_bytes overflow_start num_items "
                               "item_bytes rooms used fault plan");
@@ -650,7 +622,6 @@ template <typename Library> void implement(Library &m)
 STABLE_TORCH_LIBRARY_IMPL(ibp, CPU, m)
 {
     implement(m);
-    operation<encode_packed>(m, "encode_packed", "data codebook codec out lengths stored");
     operation<select_rows>(m, "select_rows", "table ids first lengths_out bases_out rows_out taken fault");
 }
 

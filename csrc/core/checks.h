@@ -56,6 +56,9 @@ IBP_INLINE bool ibp_has_arrays(const ibp_table *table, const uint8_t *slots, con
     return (slots != NULL || table->slots_bytes == 0) && (overflow != NULL || table->overflow_bytes == 0);
 }
 
+/* Whether the rows of a place have neither slots nor bases, because each begins where the one before it ends. */
+IBP_INLINE bool ibp_is_packed(const ibp_place *place) { return place->table.slot_bytes == 0u && place->bases == NULL; }
+
 IBP_INLINE bool ibp_has_clusters(const ibp_codebook *codebook) { return codebook->num_clusters > 1u; }
 
 #endif

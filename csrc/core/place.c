@@ -49,8 +49,8 @@ static part take_part_for(const ibp_place *place, part own, uint32_t in_overflow
     return taken.base != IBP_NO_BASE ? taken : take_part(place, ibp_sectors_of(in_overflow));
 }
 
-/* Where row i of a source is. */
-static const uint8_t *address_of(const ibp_row_source *source, uint32_t row_bytes, int64_t i)
+/* Returns where row i of a source is that has buffers or dimensions. */
+static const uint8_t *spread_address(const ibp_row_source *source, uint32_t row_bytes, int64_t i)
 {
     const uint8_t *from = source->data;
     if (source->buffers) {
@@ -63,6 +63,13 @@ static const uint8_t *address_of(const ibp_row_source *source, uint32_t row_byte
         i /= source->sizes[d];
     }
     return from + i * source->strides[0];
+}
+
+/* Returns where row i of a source is. */
+static inline const uint8_t *address_of(const ibp_row_source *source, uint32_t row_bytes, int64_t i)
+{
+    if (source->buffers || source->num_dims != 0u) return spread_address(source, row_bytes, i);
+    return source->data + i * (int64_t)row_bytes;
 }
 
 /* Row i of a source as a row of the table, with `valid` valid bytes: where it lies, or a copy in the workspace. */
@@ -93,62 +100,94 @@ static void put(uint8_t *to, const uint8_t *from, uint32_t num_bytes, uint32_t e
     memset(to + num_bytes, 0, (room < end ? (uint32_t)room : end) - num_bytes);
 }
 
-/* Puts a row of the table where there is room for it, and writes down where it is. whole_slot: the row has no part yet;
- * its whole slot is written, and its length also where there is no room for its part. claims: other threads may have
- * the same row. @return IBP_INVALID_ARGUMENT if another one has it now, and then nothing is written. */
+/* Puts a row of the table where there is room for it, and writes down where it is. claims: other threads may have the
+ * same row. @return IBP_INVALID_ARGUMENT if another one has it now, and then nothing is written. */
 static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, uint32_t valid, const uint8_t *stored,
-                         bool whole_slot, bool claims, ibp_place_counts *counts)
+                         bool claims, ibp_place_counts *counts)
 {
     const ibp_table *const table = &place->table;
     const uint32_t num_bytes = ibp_stored_bytes(length, table->codebook.row_bytes, valid),
                    in_overflow = ibp_overflow_part(num_bytes, table->slot_bytes);
-    const bool spills = in_overflow != 0u;
+    const bool spills = in_overflow != 0u, is_new = place->is_new != 0u;
     part own = {IBP_NO_BASE, 0};
     if (spills || claims) {
         if (claims)
             own = claim_part(place, row, valid);
-        else if (!whole_slot)
+        else if (!is_new)
             own = part_of(place, row, IBP_LOAD_ONCE(place->bases[row]), valid);
         if (own.base == CLAIMED) return IBP_INVALID_ARGUMENT;
         if (own.sectors < ibp_sectors_of(in_overflow)) own = take_part_for(place, own, in_overflow, valid);
     }
-    const bool has_part = spills && own.base != IBP_NO_BASE, lost = spills && !has_part && !whole_slot;
-    if (!lost) {
+    const bool has_part = spills && own.base != IBP_NO_BASE, lost = spills && !has_part,
+               is_kept = !lost || is_new; /* a new row is kept as far as its slot holds it */
+    if (is_kept) {
         const uint64_t start = (uint64_t)row * table->slot_bytes, left = (uint64_t)table->slots_bytes - start;
         const uint64_t room = left < table->slot_bytes ? left : table->slot_bytes;
         const uint32_t in_slot = num_bytes - in_overflow;
-        if (room != 0u && (in_slot != 0u || whole_slot))
-            put(place->slots + start, stored, in_slot, whole_slot ? table->slot_bytes : ibp_sector_bytes(in_slot),
-                room);
+        if (room != 0u && (in_slot != 0u || is_new))
+            put(place->slots + start, stored, in_slot, is_new ? table->slot_bytes : ibp_sector_bytes(in_slot), room);
         if (has_part)
             put(place->overflow + own.base, stored + table->slot_bytes, in_overflow, ibp_sector_bytes(in_overflow),
                 UINT64_MAX);
     }
-    if (place->lengths) place->lengths[row] = lost ? 0 : (uint16_t)length;
+    if (place->lengths) place->lengths[row] = is_kept ? (uint16_t)length : 0;
     if (!spills && !claims) return IBP_OK;
     if (place->rooms) place->rooms[row] = lost ? 0 : (uint16_t)own.sectors;
     __atomic_store_n(&place->bases[row], own.base, __ATOMIC_RELEASE);
-    counts->spilled += spills && !lost, counts->lost += lost;
+    counts->spilled += has_part, counts->lost += lost;
     return IBP_OK;
+}
+
+/* Codes the rows first to last - 1 of a source, each to where the row before it ends. */
+static void pack_rows(const ibp_place *place, const ibp_row_source *source, int64_t first_row, int64_t first,
+                      int64_t last, const ibp_workspace *work, ibp_place_counts *counts)
+{
+    const ibp_codebook *const cb = &place->table.codebook;
+    const uint32_t row_bytes = cb->row_bytes;
+    const int64_t num_bytes = ibp_bytes_of_table(&place->table), there_are = place->table.overflow_bytes,
+                  ahead = ibp_steps_ahead(row_bytes);
+    uint64_t end = *place->used;
+    for (int64_t i = first; i < last; i++) {
+        if (i + ahead < last) ibp_prefetch(address_of(source, row_bytes, i + ahead), row_bytes);
+        const uint32_t valid = ibp_valid_bytes(num_bytes, row_bytes, first_row + i);
+        const uint8_t *const row = source_row(source, row_bytes, i, valid, work);
+        uint32_t length = 0;
+        if (ibp_part_in_bounds(end, valid, there_are)) {
+            length = ibp_code_row(cb, row, valid, work, place->overflow + end, valid);
+            if (length == 0u) memcpy(place->overflow + end, row, valid);
+            end += ibp_stored_bytes(length, row_bytes, valid);
+            counts->spilled += length != IBP_DEFAULT_LENGTH(row_bytes);
+        } else {
+            counts->lost++;
+        }
+        place->lengths[first_row + i] = (uint16_t)length;
+    }
+    *place->used = end;
 }
 
 ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                            int64_t first_row, int64_t first, int64_t last, void *scratch, size_t scratch_bytes,
                            ibp_fault *fault)
 {
-    if (!ibp_is_place(place) || !ibp_is_row_source(source, place->table.codebook.row_bytes))
-        return IBP_INVALID_ARGUMENT;
     const ibp_codebook *const cb = &place->table.codebook;
+    if (!ibp_is_place(place) || !ibp_is_row_source(source, cb->row_bytes)) return IBP_INVALID_ARGUMENT;
     const int64_t num_bytes = ibp_bytes_of_table(&place->table), num_rows = ibp_rows_of_bytes(num_bytes, cb->row_bytes);
     ibp_workspace work;
     const ibp_status opened = ibp_open_workspace(cb, cb->scheme != IBP_SCHEME_RAW, scratch, scratch_bytes, &work);
     if (opened != IBP_OK) return opened;
+    const bool is_packed = ibp_is_packed(place), claims = row_ids && place->bases;
     if (first < 0 || first > last || last > source->num_rows) return IBP_INVALID_ARGUMENT;
     if (!row_ids && (first_row < 0 || first_row > num_rows - source->num_rows)) return IBP_INVALID_ARGUMENT;
-    const bool claims = row_ids && place->bases;
+    if (row_ids && (is_packed || place->is_new)) return IBP_INVALID_ARGUMENT;
+    const int64_t ahead = ibp_steps_ahead(cb->row_bytes);
     ibp_place_counts counts = {0, 0};
     ibp_fault_log log = {fault, IBP_OK};
+    if (is_packed) {
+        pack_rows(place, source, first_row, first, last, &work, &counts);
+        first = last;
+    }
     for (int64_t i = first; i < last; i++) {
+        if (i + ahead < last) ibp_prefetch(address_of(source, cb->row_bytes, i + ahead), cb->row_bytes);
         const int64_t row = row_ids ? IBP_LOAD_ONCE(row_ids[i]) : first_row + i;
         if (row < 0 || row >= num_rows) {
             ibp_note_fault(&log, IBP_INDEX_OUT_OF_RANGE, i, row);
@@ -157,34 +196,13 @@ ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source,
         const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, row);
         const uint8_t *stored;
         const uint32_t length = code_row(cb, source_row(source, cb->row_bytes, i, valid, &work), valid, &work, &stored);
-        ibp_note_fault(&log, settle(place, row, length, valid, stored, false, claims, &counts), i, row);
+        ibp_note_fault(&log, settle(place, row, length, valid, stored, claims, &counts), i, row);
     }
     if (place->counts) {
         __atomic_fetch_add(&place->counts->spilled, counts.spilled, __ATOMIC_RELAXED);
         __atomic_fetch_add(&place->counts->lost, counts.lost, __ATOMIC_RELAXED);
     }
     return log.status;
-}
-
-ibp_status ibp_encode_slots(const ibp_place *place, const uint8_t *data, int64_t first_row, int64_t last_row,
-                            void *scratch, size_t scratch_bytes)
-{
-    const ibp_codebook *const cb = &place->table.codebook;
-    ibp_workspace work;
-    if (!ibp_is_place(place) || !place->lengths) return IBP_INVALID_ARGUMENT;
-    const ibp_status opened = ibp_open_workspace(cb, true, scratch, scratch_bytes, &work);
-    if (opened != IBP_OK) return opened;
-    const int64_t num_bytes = ibp_bytes_of_table(&place->table);
-    if (first_row < 0 || first_row > last_row || last_row > ibp_num_rows(&place->table)) return IBP_INVALID_ARGUMENT;
-    ibp_place_counts unused = {0, 0};
-    for (int64_t r = first_row; r < last_row; r++) {
-        const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, r);
-        const uint8_t *const row = ibp_whole_row(data + r * cb->row_bytes, valid, cb->row_bytes, work.whole);
-        const uint8_t *stored;
-        const uint32_t length = code_row(cb, row, valid, &work, &stored);
-        settle(place, r, length, valid, stored, true, false, &unused);
-    }
-    return IBP_OK;
 }
 
 bool ibp_can_move_parts(const ibp_table *table, const ibp_place *from, const uint8_t *overflow)

@@ -8,6 +8,21 @@
 
 #include <string.h>
 
+/* Rows are coded in less time than their bytes take to come, and each in streams too short for the processor to
+ * foresee: while one is coded, a row that lies about IBP_BYTES_AHEAD bytes behind it is prefetched. */
+enum { IBP_BYTES_AHEAD = 2048, IBP_LINE_BYTES = 64 };
+
+/* Returns IBP_BYTES_AHEAD as a number of rows, or items, of step_bytes bytes. */
+static inline int64_t ibp_steps_ahead(int64_t step_bytes)
+{
+    return step_bytes > 0 ? 1 + IBP_BYTES_AHEAD / step_bytes : 1;
+}
+
+static inline void ibp_prefetch(const void *src, uint32_t num_bytes)
+{
+    for (uint32_t at = 0; at < num_bytes; at += IBP_LINE_BYTES) __builtin_prefetch((const uint8_t *)src + at, 0, 2);
+}
+
 static inline uint32_t ibp_length_of_row(const uint16_t *lengths, int64_t row)
 {
     return lengths ? IBP_LOAD_ONCE(lengths[row]) : 0;

@@ -77,13 +77,15 @@ bool ibp_is_place(const ibp_place *place)
     if (!ibp_has_arrays(table, place->slots, place->overflow)) return false;
     if ((place->lengths == NULL) != is_raw) return false;
     if (is_whole && place->bases == NULL) return true;
+    if (ibp_is_packed(place)) return place->used != NULL && !is_raw;
     return table->rows_per_base == 1u && place->bases != NULL && place->used != NULL && !is_raw;
 }
 
 bool ibp_is_row_source(const ibp_row_source *source, uint32_t row_bytes)
 {
+    const bool is_plain = source->buffers == NULL && source->num_dims == 0u;
     const int64_t most = INT32_MAX, num_rows = source->num_rows;
-    if (num_rows < 0 || num_rows > most || source->num_dims > IBP_MAX_SOURCE_DIMS) return false;
+    if (num_rows < 0 || (num_rows > most && !is_plain) || source->num_dims > IBP_MAX_SOURCE_DIMS) return false;
     if (num_rows == 0) return true;
     if (source->buffers == NULL && source->data == NULL) return false;
     if (source->buffers != NULL && (source->rows_per_buffer < 1 || source->rows_per_buffer > most)) return false;

@@ -6,22 +6,10 @@
 
 _Static_assert(IBP_ROWS_PER_BASE == 32, "FORMAT.md section 2");
 
-/* Rows are coded in less time than their bytes take to come, and each in streams too short for the processor to
- * foresee: while one is coded, a row some bytes ahead is prefetched. */
-enum { BYTES_AHEAD = 2048, LINE_BYTES = 64 };
-
-/* BYTES_AHEAD as a number of rows, or items, of step_bytes bytes. */
-static int64_t steps_ahead(int64_t step_bytes) { return step_bytes > 0 ? 1 + BYTES_AHEAD / step_bytes : 1; }
-
-static void prefetch(const void *src, uint32_t num_bytes)
-{
-    for (uint32_t at = 0; at < num_bytes; at += LINE_BYTES) __builtin_prefetch((const uint8_t *)src + at, 0, 2);
-}
-
 static void prefetch_data(const uint8_t *data, int64_t num_bytes, uint32_t row_bytes, int64_t row)
 {
-    const int64_t ahead = row + steps_ahead(row_bytes);
-    if (ahead < num_bytes / row_bytes) prefetch(data + ahead * row_bytes, row_bytes);
+    const int64_t ahead = row + ibp_steps_ahead(row_bytes);
+    if (ahead < num_bytes / row_bytes) ibp_prefetch(data + ahead * row_bytes, row_bytes);
 }
 
 static void fill_default_row(const ibp_codebook *cb, uint8_t *row)
@@ -92,8 +80,8 @@ static void prefetch_row(const ibp_table *table, int64_t row, const uint8_t *slo
 {
     ibp_row_place place;
     if (!ibp_locate_row(table, row, &place)) return;
-    if (place.in_slot) prefetch(slots + place.slot_start, place.in_slot);
-    if (place.in_overflow) prefetch(overflow + place.overflow_start, place.in_overflow);
+    if (place.in_slot) ibp_prefetch(slots + place.slot_start, place.in_slot);
+    if (place.in_overflow) ibp_prefetch(overflow + place.overflow_start, place.in_overflow);
 }
 
 /* Writes zeros after the num_bytes bytes of a part that begins at start, to the end of its room. */
@@ -145,7 +133,7 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
     if (opened != IBP_OK) return opened;
     if (first_row < 0 || first_row > last_row || last_row > ibp_num_rows(table)) return IBP_INVALID_ARGUMENT;
     if (!ibp_has_arrays(table, slots, overflow)) return IBP_INVALID_ARGUMENT;
-    const int64_t ahead = steps_ahead(table->codebook.row_bytes);
+    const int64_t ahead = ibp_steps_ahead(table->codebook.row_bytes);
     ibp_fault_log log = {fault, IBP_OK};
     for (int64_t r = first_row; r < last_row && log.status == IBP_OK; r++) {
         prefetch_data(data, ibp_bytes_of_table(table), table->codebook.row_bytes, r);
@@ -153,29 +141,6 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
         ibp_note_fault(&log, encode_table_row(table, data, r, slots, overflow, &work), r, r);
     }
     return log.status;
-}
-
-ibp_status ibp_encode_packed(const ibp_codebook *cb, const uint8_t *data, int64_t num_bytes, uint8_t *dst,
-                             int64_t dst_bytes, uint16_t *lengths, int64_t *stored_bytes, void *scratch,
-                             size_t scratch_bytes)
-{
-    ibp_workspace work;
-    if (!ibp_are_sizes(num_bytes, cb->row_bytes) || dst_bytes < num_bytes) return IBP_INVALID_ARGUMENT;
-    const ibp_status status = ibp_open_workspace(cb, true, scratch, scratch_bytes, &work);
-    if (status != IBP_OK) return status;
-    const int64_t num_rows = ibp_rows_of_bytes(num_bytes, cb->row_bytes);
-    uint8_t *at = dst;
-    for (int64_t r = 0; r < num_rows; r++) {
-        prefetch_data(data, num_bytes, cb->row_bytes, r);
-        const uint32_t valid = ibp_valid_bytes(num_bytes, cb->row_bytes, r);
-        const uint8_t *const row = ibp_whole_row(data + r * cb->row_bytes, valid, cb->row_bytes, work.whole);
-        const uint32_t length = ibp_code_row(cb, row, valid, &work, at, valid);
-        lengths[r] = (uint16_t)length;
-        if (length == 0) memcpy(at, row, valid);
-        at += ibp_stored_bytes(length, cb->row_bytes, valid);
-    }
-    *stored_bytes = at - dst;
-    return IBP_OK;
 }
 
 /* A row whose parts have been found, slot part in `slots` and overflow part in `overflow`. out: row_bytes bytes; *row
@@ -213,13 +178,13 @@ static ibp_status read_row(const ibp_table *table, int64_t r, const ibp_workspac
 static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, const ibp_workspace *work)
 {
     const int64_t row_bytes = table->codebook.row_bytes;
-    const int64_t ahead = steps_ahead(row_bytes), last_row = (end - 1) / row_bytes;
+    const int64_t ahead = ibp_steps_ahead(row_bytes), last_row = (end - 1) / row_bytes;
     int64_t first_bad = -1;
     while (start < end) {
         const int64_t r = start / row_bytes, row_start = r * row_bytes;
         if (r + ahead < last_row) {
             prefetch_row(table, r + ahead, table->slots, table->overflow);
-            prefetch(out + ((r + ahead) * row_bytes - start), table->codebook.row_bytes);
+            ibp_prefetch(out + ((r + ahead) * row_bytes - start), table->codebook.row_bytes);
         }
         const int64_t stop = end < row_start + row_bytes ? end : row_start + row_bytes;
         uint8_t *const decoded = stop - start == row_bytes ? out : work->whole; /* whole rows where they belong */
@@ -308,7 +273,7 @@ static ibp_status gather(const ibp_table *table, const ibp_ids *ids, const ibp_c
     const ibp_status opened = open_table(table, has_coded_rows, scratch, scratch_bytes, &work);
     if (opened != IBP_OK) return opened;
     if (!can_gather(table, ids, first, last) || (cache && !can_use(cache, table, ids))) return IBP_INVALID_ARGUMENT;
-    const int64_t ahead = steps_ahead(table->item_bytes), item_bytes = table->item_bytes,
+    const int64_t ahead = ibp_steps_ahead(table->item_bytes), item_bytes = table->item_bytes,
                   rows_per_item = item_bytes / table->codebook.row_bytes;
     ibp_fault_log log = {fault, IBP_OK};
     for (int64_t k = first; k < last; k++) {
@@ -393,7 +358,7 @@ static ibp_status note_row(selection *of, int64_t q, ibp_status status)
 static void prefetch_length(const selection *of, int64_t q)
 {
     const int64_t row = q < of->ids->count * of->rows_per_item ? selected_row(of, q) : -1;
-    if (row >= 0 && of->table->lengths) prefetch(&of->table->lengths[row], sizeof *of->table->lengths);
+    if (row >= 0 && of->table->lengths) ibp_prefetch(&of->table->lengths[row], sizeof *of->table->lengths);
 }
 
 ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,

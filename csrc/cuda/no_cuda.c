@@ -26,7 +26,6 @@ IBP_WITHOUT_CUDA(ibp_cuda_survey_rows, const uint16_t *lengths, int64_t num_byte
                  ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_encode_rows, const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                  ibp_fault *fault, ibp_stream stream)
-IBP_WITHOUT_CUDA(ibp_cuda_encode_slots, const ibp_place *place, const uint8_t *data, ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_move_parts, const ibp_table *table, const ibp_place *from, uint8_t *overflow,
                  ibp_stream stream)
 IBP_WITHOUT_CUDA(ibp_cuda_encode_into, const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,

@@ -43,8 +43,7 @@ IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_byt
  * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
-/* As ibp_encode_slots for all rows of the table, and ibp_move_parts. */
-IBP_API ibp_status ibp_cuda_encode_slots(const ibp_place *place, const uint8_t *data, ibp_stream stream);
+/* As ibp_move_parts. */
 IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow,
                                        ibp_stream stream);
 /* Codes the rows of a source into a place: row i becomes row row_ids[i] of the table, or first_row + i where row_ids is
@@ -57,6 +56,7 @@ IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *
  * fault, and it is counted. A source row with fewer bytes than the table's row has zeros behind them; of one with more
  * the first are taken. Bytes of a slot or room behind a row's own are zeros up to a multiple of IBP_OVERFLOW_ALIGN, or
  * stay as they were.
+ * Rows of a place that is_new are treated as ibp_place.h says. Packed rows are refused.
  * row_ids: an id outside the table is noted as IBP_INDEX_OUT_OF_RANGE, and its row left out. Ids must differ. If some
  * are equal and the table has bases, the row is coded for one of them, and equal ids whose turn comes meanwhile are
  * left out and noted as IBP_INVALID_ARGUMENT; without bases the row holds anything. No other row is harmed.

@@ -37,17 +37,28 @@ typedef struct ibp_place_counts {
  * A row keeps the part that it owns for as long as its bytes fit; else it gets a new one, at a multiple of
  * IBP_OVERFLOW_ALIGN, and the old one is lost to the table. With `rooms` a row remembers how much it owns while it
  * needs less, and one that grows gets room for its raw bytes, so that no row ever takes more than two parts; without
- * them it owns what its length says. */
+ * them it owns what its length says.
+ *
+ * is_new: 1 if no row that is coded has been coded before. Bases need no values then; those of rows with a part are
+ * written. Whole slots are written, with zeros after a row's bytes. A row without room for its part gets base
+ * IBP_NO_BASE, but its length and slot are right, so that ibp_survey_rows says what all rows take. If all parts found
+ * room, ibp_move_parts brings them into the order that a table's index asks for: then slots, lengths and overflow are
+ * those that ibp_encode_rows writes, by one pass over the data.
+ *
+ * Without bases, and with slot_bytes 0, rows are packed: each begins in overflow where the row before it ends, at byte
+ * *used. One thread codes them in their order, in host memory, and the result is a table in packed layout. A row is
+ * lost if overflow has no room for its raw bytes. */
 typedef struct ibp_place {
     ibp_table table;   /* sizes and codebook; its pointers are not read. rows_per_base 1, starts 0 */
     uint8_t *slots;    /* table.slots_bytes */
     uint8_t *overflow; /* table.overflow_bytes */
     uint16_t *lengths; /* one a row; NULL in scheme raw */
-    uint64_t *bases;   /* one a row; may be NULL where slot_bytes is row_bytes: there are no parts */
-    uint16_t *rooms;   /* one a row: units of IBP_OVERFLOW_ALIGN that it owns from its base on; or NULL */
-    uint64_t *used;    /* bytes of overflow that have been handed out; more than there are once one was refused. Not
-                          NULL where there are bases */
+    uint64_t *bases; /* one a row; NULL if rows are packed, or if slot_bytes is row_bytes, so that there are no parts */
+    uint16_t *rooms; /* one a row: units of IBP_OVERFLOW_ALIGN that it owns from its base on; or NULL */
+    uint64_t *used;  /* bytes of overflow that have been handed out; more than there are once one was refused. NULL
+                          only if slot_bytes is row_bytes and bases is NULL */
     ibp_place_counts *counts; /* or NULL */
+    uint32_t is_new;          /* 0 or 1 */
 } ibp_place;
 
 /* Rows as they are before coding: in one buffer or in many of the same layout (pages, tensors). Row i is row
@@ -57,7 +68,7 @@ typedef struct ibp_place {
 typedef struct ibp_row_source {
     const uint8_t *data;                  /* the buffer; not read where there are buffers */
     const uint8_t *const *buffers;        /* addresses of ceil(num_rows / rows_per_buffer) of them; NULL: data alone */
-    int64_t num_rows;                     /* of all buffers; at most INT32_MAX */
+    int64_t num_rows;                     /* of all buffers; at most INT32_MAX where there are buffers or dimensions */
     int64_t rows_per_buffer;              /* at least 1, at most INT32_MAX; read where there are buffers */
     int64_t sizes[IBP_MAX_SOURCE_DIMS];   /* outermost first, 1 to INT32_MAX; their product is at least the rows of a
                                              buffer. The first one is not read */
@@ -70,23 +81,15 @@ typedef struct ibp_row_source {
  * first_row + i where row_ids is NULL. Threads may each take rows of one source; the order in which parts are handed
  * out says where they lie, and nothing else. This is the host twin of ibp_cuda_encode_into (ibp_cuda.h), for host
  * pointers, and otherwise does the same with lost rows, equal ids, bytes behind a row's own and untrusted fields.
+ * row_ids is NULL if the rows are new or packed.
  * @return the first fault's status, noted in *fault if that is still clear, or IBP_OK; lost rows are counted only. */
 IBP_API ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                    int64_t first_row, int64_t first, int64_t last, void *scratch, size_t scratch_bytes,
                                    ibp_fault *fault);
 
-/* ibp_measure_rows and ibp_encode_rows in one pass over data, where the size of slots is known before: codes the rows
- * first_row to last_row - 1 of place->table, back to back in data, into whole slots, and fills their lengths. Parts of
- * overflow are handed out as rows need them; a row without room has base IBP_NO_BASE, and its right length and slot.
- * Where there was room for all parts (ibp_survey_rows says what they take), ibp_move_parts puts them where a table's
- * index says, and slots, lengths and overflow are those of ibp_encode_rows.
- * place: as for ibp_encode_into, of a coded scheme, with *used 0 before the first row; bases are written of rows with a
- * part alone. */
-IBP_API ibp_status ibp_encode_slots(const ibp_place *place, const uint8_t *data, int64_t first_row, int64_t last_row,
-                                    void *scratch, size_t scratch_bytes);
-
-/* table: with lengths, bases of IBP_ROWS_PER_BASE rows and the sizes of the place's; from: as ibp_encode_slots has left
- * it. overflow: table->overflow_bytes. A part that does not lie in either overflow is left out. */
+/* Copies the overflow parts of a place whose rows were coded as new ones to where a table's index says.
+ * table: with lengths, bases of IBP_ROWS_PER_BASE rows and the sizes of the place's. overflow: table->overflow_bytes. A
+ * part that does not lie in both overflows is left out. */
 IBP_API ibp_status ibp_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow);
 
 #ifdef __cplusplus

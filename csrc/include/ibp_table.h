@@ -78,14 +78,6 @@ IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, 
                                    uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes,
                                    ibp_fault *fault);
 
-/* Codes data (num_bytes bytes, the last row may be short) in one pass, as a table in packed layout holds it: rows back
- * to back to dst, lengths as ibp_measure_rows makes them, and *stored_bytes, at most num_bytes: how much was written.
- * Bytes of dst after those may be written to. Tables are coded so by blocks of rows, one after the other.
- * @return IBP_INVALID_ARGUMENT also if dst_bytes is below num_bytes, or the codebook's scheme is raw. */
-IBP_API ibp_status ibp_encode_packed(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes, uint8_t *dst,
-                                     int64_t dst_bytes, uint16_t *lengths, int64_t *stored_bytes, void *scratch,
-                                     size_t scratch_bytes);
-
 #define IBP_MAX_OUT_DIMS 4u
 
 /* Item ids of a gather: int32_t (id_bytes 4) or int64_t (id_bytes 8); id_bytes 0, with no data: the items 0, 1, 2 and

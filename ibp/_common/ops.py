@@ -140,16 +140,11 @@ _define(
     lambda *_: torch.empty(_core.TABLE_HANDLE_BYTES, dtype=torch.uint8, device="cpu"),
 )
 _define("encode_rows(Tensor(a!) table, Tensor data, Tensor(b!) fault) -> ()")
-_define("encode_slots(Tensor(a!) table, Tensor data) -> ()")
-_define("move_parts(Tensor table, Tensor bases, Tensor(a!) overflow) -> ()")
-_define(
-    "encode_packed(Tensor data, Tensor codebook, int[] codec, Tensor(a!) out, Tensor(b!) lengths, Tensor(c!) stored) "
-    "-> ()"
-)
 _define(
     "encode_into(Tensor(a!) table, Tensor x, Tensor? buffers, Tensor? row_ids, int first_row, int max_sms, "
-    "Tensor(b!) counts, Tensor(c!) fault) -> ()"
+    "Tensor(b!)? counts, Tensor(c!)? fault, bool is_new=False) -> ()"
 )
+_define("move_parts(Tensor table, Tensor bases, Tensor(a!) overflow) -> ()")
 _define(
     "take(Tensor table, Tensor ids, Tensor like, int max_sms, int way, int from_end=0, "
     "Tensor? cache=None, bool notes=False) -> Tensor",

@@ -7,7 +7,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from .. import _core
@@ -31,30 +30,18 @@ class Survey:
         return int(self.sectors.sum())
 
     @functools.cached_property
-    def above(self) -> tuple[np.ndarray, np.ndarray]:
-        """(rows that leave slots of k sectors, bytes of their parts in whole sectors), int64 [len(sectors)] each."""
-        backwards = self.sectors.numpy()[::-1]
-        rows = backwards.cumsum()
-        rows -= backwards
-        overflow = rows.cumsum()
-        overflow *= SECTOR_BYTES
-        return rows[::-1], overflow[::-1]
-
-    @functools.cached_property
     def table_slot_bytes(self) -> int:
         """Bytes of the slots that suit a table of the rows."""
         return slots_for(self, OF_TABLES)[0]
 
     def spilled(self, slot_bytes: int) -> tuple[int, int]:
-        """(rows that leave slots of this size, bytes of their parts in whole sectors)."""
-        rows, overflow = self.above
-        k = -(-slot_bytes // SECTOR_BYTES)
-        return int(rows[k]), int(overflow[k])
+        """Returns (rows that leave slots of this size, bytes of their parts in whole sectors)."""
+        return _core.count_spilled(self.sectors.numpy(), slot_bytes)
 
     def overflow_bytes(self, slot_bytes: int) -> int:
-        """Bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact bytes without
-        slots."""
-        return self.stored if slot_bytes == 0 else int(self.above[1][-(-slot_bytes // SECTOR_BYTES)])
+        """Returns the bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact
+        bytes without slots."""
+        return self.stored if slot_bytes == 0 else self.spilled(slot_bytes)[1]
 
 
 @dataclass(frozen=True)
@@ -73,33 +60,11 @@ class SlotRule:
 OF_TABLES = SlotRule(least=SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)  # of equal costs the largest
 
 
-@functools.lru_cache(64)
-def _sizes(row_bytes: int) -> np.ndarray:
-    """Returns the bytes of slots of 0, 1, 2, ... sectors, up to whole rows, as float64 that is not to be written to."""
-    sizes = np.arange(1 + -(-row_bytes // SECTOR_BYTES), dtype=np.float64) * SECTOR_BYTES
-    sizes[-1] = row_bytes  # The last sector of a row may be a part of one.
-    sizes.flags.writeable = False
-    return sizes
-
-
 def slots_for(found: Survey, rule: SlotRule) -> tuple[int, float]:
-    """(bytes of the slots that suit rows, bytes of overflow of a mean row). Slots are a multiple of 32 bytes below
-    row_bytes, or row_bytes."""
-    row_bytes, (rows_above, overflow) = found.row_bytes, found.above
-    if len(rows_above) < 2:
-        return row_bytes, 0.0
-    slots = _sizes(row_bytes)
-    total = max(1.0, float(found.sectors.numpy()[0] + rows_above[0]))
-    costs = total * slots
-    costs += rule.overflow_cost * overflow
-    costs += rule.part_cost * rows_above
-    if rule.most_spilled < math.inf:
-        costs[rows_above > rule.most_spilled] = math.inf
-    if rule.sizes is not None:
-        costs[~np.isin(slots, rule.sizes)] = math.inf
-    is_best = costs <= rule.near * costs[rule.least // SECTOR_BYTES :].min()
-    best = len(costs) - 1 - int(is_best[::-1].argmax())
-    return int(slots[best]), float(overflow[best] / total)
+    """Returns (bytes of the slots that suit rows, bytes of overflow of a mean row). Slots are a multiple of 32 bytes
+    below row_bytes, or row_bytes."""
+    costs = (rule.overflow_cost, rule.part_cost, rule.most_spilled, rule.near)
+    return _core.choose_slots(found.sectors.numpy(), found.row_bytes, rule.least, *costs, rule.sizes)
 
 
 def stored_sizes(lengths: torch.Tensor, row_bytes: int, valid: torch.Tensor | int) -> torch.Tensor:

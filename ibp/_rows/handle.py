@@ -62,13 +62,16 @@ class Handle:
     def encode(
         self,
         x: torch.Tensor,
-        counts: torch.Tensor,
-        fault: torch.Tensor,
+        counts: torch.Tensor | None = None,
+        fault: torch.Tensor | None = None,
         *,
         buffers: torch.Tensor | None = None,
         row_ids: torch.Tensor | None = None,
         first_row: int = 0,
         max_sms: int = 0,
+        is_new: bool = False,
     ) -> None:
-        """Codes the rows of x, or of buffers of its layout, into a place: see `_tables.coded_rows.encode_into`."""
-        torch.ops.ibp.encode_into.default(self.table, x, buffers, row_ids, first_row, max_sms, counts, fault)
+        """Encodes the rows of x, or of buffers of its layout, into a place: see `_tables.coded_rows.encode_into`, and
+        the operation in csrc/bindings/torch_ops.cpp for counts, fault and is_new."""
+        given = (buffers, row_ids, first_row, max_sms, counts, fault, is_new)
+        torch.ops.ibp.encode_into.default(self.table, x, *given)

@@ -269,7 +269,7 @@ def _encoded_ahead(
 
     bar = "compress" if request.options.progress else None
     for first, last, block in _rows.blocks(data, geometry.row_bytes, data.device, bar):
-        torch.ops.ibp.encode_slots.default(place_of(first, last, block.numel()).table, block)
+        place_of(first, last, block.numel()).encode(block, is_new=True)
     survey = _layout.survey(lengths, geometry)
     is_whole = survey.spilled(slot_bytes)[1] <= spare.numel()
     return Coding(codebook, lengths, survey, place_of(0, geometry.num_rows, data.numel()) if is_whole else None)

@@ -174,7 +174,7 @@ def test_a_table_is_no_place():
     with pytest.raises(RuntimeError, match="not described as a place"):
         OPS.encode_into(handle_of(*raw_table()), zeros(128), None, None, 0, 0, zeros(2, I64), fault())
     with pytest.raises(RuntimeError, match="not described as a place"):
-        OPS.encode_slots(handle_of(*raw_table()), zeros(128))
+        OPS.encode_into(handle_of(*raw_table()), zeros(128), None, None, 0, 0, None, None, True)
 
 
 def test_bytes_that_are_no_handle():

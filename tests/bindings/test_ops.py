@@ -43,9 +43,11 @@ def place_arguments(scheme):
 
 
 def packed_arguments(data, codebook):
+    """The arguments of encode_into for packed rows."""
     lengths = torch.zeros(-(-data.numel() // codebook.row_bytes), dtype=torch.uint16)
     out, stored = torch.zeros(data.numel(), dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
-    return data, codebook.words(CPU), codebook.codec, out, lengths, stored
+    index, sizes = (lengths, stored[:0], codebook.words(CPU)), (codebook.codec, 0, 0, 1, data.numel())
+    return out[:0], out, *index, *sizes, None, stored, data, None, None, 0, 0, None, None
 
 
 def piece_samples(data, codebook):
@@ -129,12 +131,12 @@ def samples_by_values():
     for scheme in CODED:
         yield "encode_rows", encode_arguments(scheme)
         place, rows, bases = place_arguments(scheme)
-        yield "encode_slots", (*place, rows)
+        yield "encode_into", (*place, rows, None, None, 0, 0, torch.zeros(2, dtype=torch.int64), fault(), True)
         yield "move_parts", (*place, bases, torch.zeros_like(place[1]))
     for planes in of_planes:
-        yield "encode_packed", packed_arguments(data[:-100], planes)
+        yield "encode_into", packed_arguments(data[:-100], planes)
         yield from piece_samples(data, planes)
-    yield "encode_packed", packed_arguments(data, codebook)
+    yield "encode_into", packed_arguments(data, codebook)
     change = torch.zeros(1, dtype=torch.int64)
     yield "add_rows", (*tables[1], 4, False, x.clone(), change, fault())
     yield "add_rows", (*tables[2], 4, True, x.clone(), change.clone(), fault())
@@ -193,9 +195,8 @@ def cache_samples(table):
 
 SAMPLES = list(samples())
 NAMES = {"add_rows", "choose_masks", "claim_cached", "codebook_words", "count_bits", "count_hits", "decode_bytes",
-         "decode_piece", "describe_cache", "describe_table", "drop_cached", "encode_packed", "encode_piece",
-         "encode_rows",
-         "encode_slots", "estimate_masks", "fill_slab", "find_cached", "gather_items", "group_vectors", "index_rows",
+         "decode_piece", "describe_cache", "describe_table", "drop_cached", "encode_into", "encode_piece",
+         "encode_rows", "estimate_masks", "fill_slab", "find_cached", "gather_items", "group_vectors", "index_rows",
          "learn_entries", "learn_planes", "list_matrices", "measure_rows", "move_parts", "note_pages", "owners_of_rows",
          "partition_ids", "plan_pages", "select_rows", "set_cached", "sum_words", "survey_rows", "take",
          "take_many", "threshold_bits"}  # fmt: skip
@@ -231,7 +232,6 @@ def test_every_operation_is_checked():
         "decode_many",
         "stream_bytes",
         "stage_items",
-        "encode_into",
         "sum_bags",
         "linear",
         "linear_groups",
@@ -300,7 +300,7 @@ def test_one_pass_codes_what_two_do(scheme):
     BY_VALUES.encode_rows(slots, overflow, lengths, bases, *rest)
     place, rows, _ = place_arguments(scheme)
     place[0].fill_(77)  # whole slots are written
-    BY_VALUES.encode_slots(*place, rows)
+    BY_VALUES.encode_into(*place, rows, None, None, 0, 0, None, None, True)
     moved = torch.zeros_like(overflow)
     BY_VALUES.move_parts(*place, bases, moved)
     for met, wanted in ((place[0], slots), (place[2], lengths), (moved, overflow)):
@@ -311,9 +311,36 @@ def test_one_pass_codes_what_two_do(scheme):
 def test_one_pass_without_room():
     """Lengths are right also of rows for whose part there is no room."""
     (slots, overflow, *others), rows, _ = place_arguments("planes")
-    BY_VALUES.encode_slots(slots, overflow[:64], *others, rows)
+    counts = torch.zeros(2, dtype=torch.int64)
+    BY_VALUES.encode_into(slots, overflow[:64], *others, rows, None, None, 0, 0, counts, None, True)
     assert_same_bits(others[0], encode_arguments("planes")[2])
-    assert int((others[1] == -1).sum()) > 0
+    assert counts.tolist()[1] == int((others[1] == -1).sum()) > 0
+
+
+@pytest.mark.parametrize("scheme", CODED)
+def test_packed_rows_are_those_of_a_packed_table(scheme):
+    x, (_, overflow, lengths, _, *_) = table_arguments(scheme, layout="packed")
+    codebook = ibp.compress(x, scheme=scheme, layout="packed", device="cpu").codebook
+    arguments = packed_arguments(bytes_of(x), codebook)
+    BY_VALUES.encode_into(*arguments)
+    out, found, stored = arguments[1], arguments[2], int(arguments[11])
+    assert_same_bits(found, lengths)
+    assert_same_bits(out[:stored], overflow)
+    arguments = packed_arguments(bytes_of(x), codebook)
+    counts = torch.zeros(2, dtype=torch.int64)
+    BY_VALUES.encode_into(arguments[0], arguments[1][:stored], *arguments[2:-2], counts, None)
+    num_lost = counts.tolist()[1]  # a row needs room for its raw bytes
+    assert 0 < num_lost < len(x) and int(arguments[11]) < stored
+
+
+@pytest.mark.parametrize("which", ["new", "packed"])
+def test_rows_that_come_in_order_have_no_ids(which):
+    place, rows, _ = place_arguments("planes")
+    arguments = (*place, rows)
+    if which == "packed":
+        arguments = packed_arguments(rows, ibp.codecs.analyze(spiky_rows(100, 60), scheme="planes"))[:13]
+    with pytest.raises(RuntimeError, match="row_ids|table"):
+        BY_VALUES.encode_into(*arguments, None, torch.arange(100), 0, 0, None, None, which == "new")
 
 
 @pytest.mark.parametrize("scheme", CODED)

@@ -741,7 +741,7 @@ void check_encode(const Made &made)
         complain("rows could not be coded");
     compare_bytes(slots, wanted_slots, made.slots.size, "slots");
     compare_bytes(overflow, wanted_overflow, made.overflow.size, "overflow");
-    if (t.codebook.scheme == IBP_SCHEME_RAW || t.slot_bytes == 0u || num_rows == 0) return;
+    if (t.codebook.scheme == IBP_SCHEME_RAW || num_rows == 0) return;
     /* again, in one pass, and the parts of overflow moved */
     Array<uint16_t> lengths(made.lengths.size);
     Output spare(made.overflow.size, choose_offset());
@@ -750,8 +750,18 @@ void check_encode(const Made &made)
     uint64_t used = 0;
     ibp_place place = {};
     place.table = t, place.slots = slots.out, place.overflow = spare.out, place.lengths = lengths.data,
-    place.bases = bases.data, place.used = &used, place.table.rows_per_base = 1;
-    if (ibp_cuda_encode_slots(&place, data.data, nullptr) != IBP_OK) complain("rows could not be coded in one pass");
+    place.used = &used, place.is_new = 1, place.table.rows_per_base = 1;
+    ibp_row_source source = {};
+    source.data = data.data, source.num_rows = num_rows,
+    source.last_row_bytes = static_cast<uint32_t>(num_bytes % t.codebook.row_bytes);
+    if (t.slot_bytes == 0u) {
+        if (ibp_cuda_encode_into(&place, &source, nullptr, 0, nullptr, 0, nullptr) != IBP_INVALID_ARGUMENT)
+            complain("packed rows are not refused");
+        return;
+    }
+    place.bases = bases.data;
+    if (ibp_cuda_encode_into(&place, &source, nullptr, 0, nullptr, 0, nullptr) != IBP_OK)
+        complain("rows could not be coded in one pass");
     if (ibp_cuda_move_parts(&t, &place, overflow.out, nullptr) != IBP_OK) complain("parts could not be moved");
     if (memcmp(lengths.data, made.lengths.data, lengths.size * sizeof lengths.data[0]) != 0)
         complain("one pass measures other lengths");
@@ -1143,8 +1153,12 @@ void check_refusals()
     expect("no slots", ibp_cuda_encode_rows(&good, data, nullptr, nullptr, &fault, nullptr));
     ibp_place place = {};
     place.table = good, place.slots = out;
-    expect("no place", ibp_cuda_encode_slots(nullptr, data, nullptr));
-    expect("no lengths", ibp_cuda_encode_slots(&place, data, nullptr));
+    ibp_row_source source = {};
+    source.data = data, source.num_rows = 1;
+    expect("no place", ibp_cuda_encode_into(nullptr, &source, nullptr, 0, &fault, 0, nullptr));
+    expect("no source", ibp_cuda_encode_into(&place, nullptr, nullptr, 0, &fault, 0, nullptr));
+    place.is_new = 1;
+    expect("ids of new rows", ibp_cuda_encode_into(&place, &source, &id, 0, &fault, 0, nullptr));
     expect("no table", ibp_cuda_move_parts(nullptr, &place, out, nullptr));
     bad = good, bad.overflow_bytes = 32, expect("no index", ibp_cuda_move_parts(&bad, &place, out, nullptr));
     num_wrong += is_wrong;

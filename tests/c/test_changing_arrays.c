@@ -330,13 +330,16 @@ static void change_map(void *state, void *array)
 
 static void pack(void *state, void *array)
 {
-    const world *const w = state;
+    world *const w = state;
     const fenced out = fenced_new(NULL, sizeof w->data);
-    int64_t stored_bytes = 0;
-    CHECK(ibp_encode_packed(&w->table.codebook, w->data, sizeof w->data, out.bytes, sizeof w->data, array,
-                            &stored_bytes, w->scratch.bytes, w->scratch.num_bytes) == IBP_OK,
+    uint64_t used = 0;
+    ibp_place place = {.table = w->table, .overflow = out.bytes, .lengths = array, .used = &used};
+    place.table.slot_bytes = 0, place.table.slots_bytes = 0, place.table.overflow_bytes = (int64_t)sizeof w->data;
+    const ibp_row_source source = {.data = w->data, .num_rows = NUM_ROWS};
+    CHECK(ibp_encode_into(&place, &source, NULL, 0, 0, NUM_ROWS, w->scratch.bytes, w->scratch.num_bytes, &w->fault) ==
+              IBP_OK,
           "%d rows", NUM_ROWS);
-    CHECK(stored_bytes >= 0 && stored_bytes <= (int64_t)sizeof w->data, "%lld bytes", (long long)stored_bytes);
+    CHECK(used <= sizeof w->data, "%lld bytes", (long long)used);
     fenced_free(&out);
 }
 

@@ -47,22 +47,30 @@ static made make_table(rng *r, sample s, int64_t num_items, int64_t item_bytes, 
     return t;
 }
 
-/* Rows coded in one pass are those of a table in packed layout. */
+/* Rows coded in one pass are those of a table in packed layout; without overflow all of them are lost. */
 static void check_packed(const made *t)
 {
-    const int64_t num_bytes = (int64_t)t->data.size, num_rows = ibp_num_rows(&t->table);
-    buffer scratch = scratch_new(t->sample.masks.row_bytes), packed = buffer_new(t->data.size, 1);
+    const int64_t num_rows = ibp_num_rows(&t->table), row_bytes = t->sample.masks.row_bytes;
+    buffer scratch = scratch_new((uint32_t)row_bytes), packed = buffer_new(t->data.size, 1);
     uint16_t *const lengths = exact_array(num_rows, sizeof *lengths);
-    int64_t stored_bytes = -1;
-    ibp_status status = ibp_encode_packed(&t->table.codebook, t->data.data, num_bytes, packed.data, num_bytes, lengths,
-                                          &stored_bytes, scratch.data, scratch.size);
-    CHECK(status == IBP_OK && stored_bytes == t->table.overflow_bytes, "%s: %lld bytes", ibp_status_string(status),
-          (long long)stored_bytes);
+    uint64_t used = 0;
+    ibp_place_counts counts = {0, 0};
+    ibp_fault fault = {0};
+    ibp_place place = {.table = t->table, .overflow = packed.data, .lengths = lengths, .used = &used};
+    place.table.overflow_bytes = (int64_t)t->data.size, place.counts = &counts;
+    const ibp_row_source rows = {
+        .data = t->data.data, .num_rows = num_rows, .last_row_bytes = (uint32_t)((int64_t)t->data.size % row_bytes)};
+    ibp_status status = ibp_encode_into(&place, &rows, NULL, 0, 0, num_rows, scratch.data, scratch.size, &fault);
+    CHECK(status == IBP_OK && (int64_t)used == t->table.overflow_bytes && counts.lost == 0, "%s: %lld bytes",
+          ibp_status_string(status), (long long)used);
     CHECK(num_rows == 0 || memcmp(lengths, t->lengths, (size_t)num_rows * sizeof *lengths) == 0, "%s", "lengths");
-    CHECK(stored_bytes == 0 || memcmp(packed.data, t->overflow.data, (size_t)stored_bytes) == 0, "%s", "rows");
-    status = ibp_encode_packed(&t->table.codebook, t->data.data, num_bytes, packed.data, num_bytes - 1, lengths,
-                               &stored_bytes, scratch.data, scratch.size);
-    CHECK(status == IBP_INVALID_ARGUMENT, "%s", ibp_status_string(status));
+    CHECK(used == 0 || memcmp(packed.data, t->overflow.data, (size_t)used) == 0, "%s", "rows");
+    used = 0, place.table.overflow_bytes = 0;
+    status = ibp_encode_into(&place, &rows, NULL, 0, 0, num_rows, scratch.data, scratch.size, &fault);
+    CHECK(status == IBP_OK && used == 0 && (int64_t)counts.lost == num_rows, "%s: %lld rows are lost",
+          ibp_status_string(status), (long long)counts.lost);
+    status = ibp_encode_into(&place, &rows, &num_rows, 0, 0, num_rows, scratch.data, scratch.size, &fault);
+    CHECK(num_rows == 0 || status == IBP_INVALID_ARGUMENT, "%s", ibp_status_string(status));
     free(lengths);
     buffer_free(&packed);
     buffer_free(&scratch);

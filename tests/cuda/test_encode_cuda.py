@@ -114,7 +114,7 @@ def check(cuda, codebook, data, slot_bytes, shift):
         again, bases = torch.zeros_like(on_gpu), torch.empty(len(lengths), dtype=torch.int64, device=cuda)
         spare, used = torch.full_like(inside[1], POISON), torch.zeros(1, dtype=torch.int64, device=cuda)
         place = handle_of(inside[0], spare, again, bases, *sizes, None, used)
-        torch.ops.ibp.encode_slots(place, near)
+        torch.ops.ibp.encode_into(place, near, None, None, 0, 0, None, None, True)
         assert_same_bits(again, on_gpu)
         torch.ops.ibp.move_parts(place, index[:-1].to(cuda), inside[1])
         assert_filled(around, (slots, overflow))

@@ -80,20 +80,22 @@ static void encode_packed(const made *m)
 {
     const ibp_codebook *const cb = &m->table.codebook;
     const int64_t num_bytes = m->table.num_items * m->table.item_bytes;
-    int64_t stored = 0;
+    uint64_t used = 0;
     uint16_t *const lengths = (void *)fenced(ROOMS_PLACE, 2 * (size_t)m->num_rows);
     uint64_t bases[MOST_ROWS / IBP_ROWS_PER_BASE + 1];
     uint8_t *const dst = fenced(OUT_PLACE, (size_t)num_bytes), *const back = fenced(SLAB_PLACE, (size_t)num_bytes);
     ibp_fault fault = {0};
-    REQUIRE(ibp_encode_packed(cb, m->data, num_bytes, dst, num_bytes, lengths, &stored, m->scratch, m->scratch_bytes) ==
-            IBP_OK);
-    REQUIRE(stored <= num_bytes);
+    ibp_table packed = m->table;
+    packed.slots = NULL, packed.slots_bytes = 0, packed.slot_bytes = 0, packed.overflow_bytes = num_bytes;
+    const ibp_place place = {.table = packed, .overflow = dst, .lengths = lengths, .used = &used};
+    const ibp_row_source source = {
+        .data = m->data, .num_rows = m->num_rows, .last_row_bytes = (uint32_t)(num_bytes % cb->row_bytes)};
+    REQUIRE(ibp_encode_into(&place, &source, NULL, 0, 0, m->num_rows, m->scratch, m->scratch_bytes, &fault) == IBP_OK);
+    REQUIRE(used <= (uint64_t)num_bytes);
     if (ibp_check_codebook(cb) != IBP_OK) return;
     REQUIRE(memcmp(lengths, m->lengths, 2 * (size_t)m->num_rows) == 0);
-    ibp_table packed = m->table;
     REQUIRE(ibp_index_rows(lengths, num_bytes, cb->row_bytes, 0, bases, &packed.overflow_bytes) == IBP_OK);
-    REQUIRE(packed.overflow_bytes == stored);
-    packed.slots = NULL, packed.slots_bytes = 0, packed.slot_bytes = 0;
+    REQUIRE(packed.overflow_bytes == (int64_t)used);
     packed.overflow = dst, packed.lengths = lengths, packed.bases = bases;
     REQUIRE(ibp_decode_bytes(&packed, 0, num_bytes, back, m->scratch, m->scratch_bytes, &fault) == IBP_OK);
     REQUIRE(memcmp(back, m->data, (size_t)num_bytes) == 0);

@@ -4,7 +4,7 @@ import torch
 
 from ibp._rows.handle import Handle, Parts
 
-_SIZES = {"encode_into": 12, "encode_slots": 12, "move_parts": 12}  # of the values of a place, with rooms and used
+_SIZES = {"encode_into": 12, "move_parts": 12}  # of the values of a place, with rooms and used
 
 
 def values_of(table, device):

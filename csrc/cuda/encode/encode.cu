@@ -58,37 +58,22 @@ extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const 
     return encoder->measure({*codebook, data, num_bytes, lengths, stream});
 }
 
-// All rows of a table.
-static ibp_status encode_table(const ibp_place &place, const uint8_t *data, ibp::EncodePass pass, ibp_fault *fault,
-                               ibp_stream stream)
-{
-    const ibp_table &table = place.table;
-    const ibp::Encoder *const encoder = ibp::encoder_of(table.codebook);
-    if (encoder == nullptr) return IBP_INVALID_ARGUMENT;
-    const int64_t num_rows = ibp_num_rows(&table);
-    if (num_rows == 0) return IBP_OK;
-    if (data == nullptr) return IBP_INVALID_ARGUMENT;
-    ibp_row_source source{};
-    source.data = data, source.num_rows = num_rows;
-    source.last_row_bytes = ibp_valid_bytes(ibp_bytes_of_table(&table), table.codebook.row_bytes, num_rows - 1);
-    return encoder->encode({place, source, nullptr, 0, pass, fault, 0, stream});
-}
-
 extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots,
                                            uint8_t *overflow, ibp_fault *fault, ibp_stream stream)
 {
     // The arrays that are written are those of the arguments: the table's own pointers are not read.
     if (table == nullptr || ibp_check_table_fields(table) != IBP_OK) return IBP_INVALID_ARGUMENT;
     if (!ibp_has_arrays(table, slots, overflow)) return IBP_INVALID_ARGUMENT;
+    const ibp::Encoder *const encoder = ibp::encoder_of(table->codebook);
+    if (encoder == nullptr) return IBP_INVALID_ARGUMENT;
+    ibp_row_source source{};
+    source.data = data, source.num_rows = ibp_num_rows(table);
+    if (source.num_rows == 0) return IBP_OK;
+    if (data == nullptr) return IBP_INVALID_ARGUMENT;
+    source.last_row_bytes = ibp_valid_bytes(ibp_bytes_of_table(table), table->codebook.row_bytes, source.num_rows - 1);
     ibp_place place{};
     place.table = *table, place.slots = slots, place.overflow = overflow;
-    return encode_table(place, data, ibp::kMeasured, fault, stream);
-}
-
-extern "C" ibp_status ibp_cuda_encode_slots(const ibp_place *place, const uint8_t *data, ibp_stream stream)
-{
-    if (place == nullptr || !ibp_is_place(place) || place->lengths == nullptr) return IBP_INVALID_ARGUMENT;
-    return encode_table(*place, data, ibp::kSlots, nullptr, stream);
+    return encoder->encode({place, source, nullptr, 0, true, fault, 0, stream});
 }
 
 extern "C" ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
@@ -97,10 +82,11 @@ extern "C" ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row
     if (place == nullptr || source == nullptr || max_sms < 0) return IBP_INVALID_ARGUMENT;
     const ibp_table &table = place->table;
     if (!ibp_is_place(place) || !ibp_is_row_source(source, table.codebook.row_bytes)) return IBP_INVALID_ARGUMENT;
+    if (ibp_is_packed(place) || (place->is_new != 0u && row_ids != nullptr)) return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(table.codebook);
     if (encoder == nullptr) return IBP_INVALID_ARGUMENT;
     if (row_ids == nullptr && (first_row < 0 || first_row > ibp_num_rows(&table) - source->num_rows))
         return IBP_INVALID_ARGUMENT;
     if (source->num_rows == 0) return IBP_OK;
-    return encoder->encode({*place, *source, row_ids, first_row, ibp::kInto, fault, max_sms, stream});
+    return encoder->encode({*place, *source, row_ids, first_row, false, fault, max_sms, stream});
 }

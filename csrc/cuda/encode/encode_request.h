@@ -14,16 +14,14 @@ struct Measure {
     uint16_t *lengths;
     ibp_stream stream;
 };
-// Which function it is of: ibp_cuda_encode_into; ibp_cuda_encode_slots, which writes whole slots; ibp_cuda_encode_rows,
-// which reads the index of place.table, that says how long rows are and where they go, in place of writing it.
-enum EncodePass { kInto, kSlots, kMeasured };
-
+// The arguments of ibp_cuda_encode_into, or, if is_measured, of ibp_cuda_encode_rows: the index of place.table says how
+// long rows are and where they go, and is read in place of being written.
 struct Encode {
     const ibp_place &place;
     const ibp_row_source &source;
     const int64_t *row_ids;
     int64_t first_row;
-    EncodePass pass;
+    bool is_measured;
     ibp_fault *fault;
     int max_sms;
     ibp_stream stream;

@@ -48,7 +48,6 @@ struct RowsJob {
     RowSource source;
     const int64_t *row_ids;
     int64_t first_row;
-    bool whole_slots; // are written, and a row's length even where its part finds no room
     ibp_fault *fault;
 };
 
@@ -106,13 +105,14 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     const ibp_table &table = place.table;
     const uint32_t stored = ibp_stored_bytes(length, table.codebook.row_bytes, valid),
                    in_overflow = ibp_overflow_part(stored, table.slot_bytes);
-    const bool claims = job.row_ids != nullptr && place.bases != nullptr, spills = in_overflow != 0u;
+    const bool claims = job.row_ids != nullptr && place.bases != nullptr, spills = in_overflow != 0u,
+               is_new = place.is_new != 0u;
     Part part{IBP_NO_BASE, 0};
     if (spills || claims) {
         if (G::lane() == 0u) {
             if (claims)
                 part = claim_part(place, row, valid);
-            else if (!job.whole_slots)
+            else if (!is_new)
                 part = part_of(place, row, IBP_LOAD_ONCE(place.bases[row]), valid);
             if (part.base != kClaimed && part.sectors < ibp_sectors_of(in_overflow))
                 part = take_part_for(place, part, in_overflow, valid, tally.seen);
@@ -123,10 +123,11 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
         if (G::lane() == 0u && job.fault != nullptr) record_fault(job.fault, IBP_INVALID_ARGUMENT, i, row);
         return;
     }
-    const bool has_part = part.base != IBP_NO_BASE, lost = spills && !has_part && !job.whole_slots;
-    if (!lost) {
+    const bool has_part = part.base != IBP_NO_BASE, lost = spills && !has_part,
+               is_kept = !lost || is_new; // a new row is kept as far as its slot holds it
+    if (is_kept) {
         const uint64_t slot = static_cast<uint64_t>(row) * table.slot_bytes;
-        const uint32_t room = job.whole_slots ? table.slot_bytes : ibp_sector_bytes(stored - in_overflow);
+        const uint32_t room = is_new ? table.slot_bytes : ibp_sector_bytes(stored - in_overflow);
         copy_out<G>(place.slots + slot, stage, 0,
                     room_in(ibp_min_u32(room, table.slot_bytes), table.slots_bytes, slot));
         if (has_part) copy_out<G>(place.overflow + part.base, stage, table.slot_bytes, ibp_sector_bytes(in_overflow));
@@ -134,7 +135,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     if (claims) __threadfence();
     G::sync(); // the row is there
     if (G::lane() != 0u) return;
-    if (place.lengths != nullptr) place.lengths[row] = lost ? uint16_t{0} : static_cast<uint16_t>(length);
+    if (place.lengths != nullptr) place.lengths[row] = is_kept ? static_cast<uint16_t>(length) : uint16_t{0};
     if (!spills && !claims) return;
     if (place.rooms != nullptr) place.rooms[row] = lost ? uint16_t{0} : static_cast<uint16_t>(part.sectors);
     if (claims) __threadfence();
@@ -179,7 +180,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
-    const uint32_t least_bytes = job.whole_slots ? table.slot_bytes : 0u; // with zeros behind a row
+    const uint32_t least_bytes = job.place.is_new != 0u ? table.slot_bytes : 0u; // with zeros behind a row
     uint32_t dirty = stage_bytes; // bytes of the stage that may hold bits of the row before
     Tally tally{0, 0, kNotSeen};
     PlainRow next{};
@@ -266,7 +267,7 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
 {
     static_assert(is_encoder<Encoder>(), "the contract of encoder.cuh");
     const ibp_codebook &cb = codebook_of(encode);
-    const auto kernel = encode.pass == kMeasured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
+    const auto kernel = encode.is_measured ? encode_rows<Encoder, true> : encode_rows<Encoder, false>;
     const uint32_t lanes = Encoder::Group::kLanes, table_bytes = Encoder::table_bytes(cb),
                    group_bytes = group_bytes_of<Encoder>(cb);
     const bool is_large = encode.max_sms > 0 || table_bytes >= kLargeTable;
@@ -278,9 +279,8 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
             plan_resident(reinterpret_cast<const void *>(kernel), groups * lanes, table_bytes + groups * group_bytes,
                           encode.source.num_rows, groups, encode.max_sms, &launch);
     if (status != IBP_OK) return status;
-    const RowsJob job{encode.place,          RowSource::of(encode.source, cb.row_bytes),
-                      encode.row_ids,        encode.first_row,
-                      encode.pass == kSlots, encode.fault};
+    const RowsJob job{encode.place, RowSource::of(encode.source, cb.row_bytes), encode.row_ids, encode.first_row,
+                      encode.fault};
     return launch_kernel(kernel, launch, encode.stream, job);
 }
 
