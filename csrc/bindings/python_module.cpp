@@ -1,6 +1,5 @@
 // python_module.cpp - the module ibp._core: the core's functions that are not operations of torch.
-#include "ibp.h"
-#include "ibp_cuda.h"
+#include "../internal/ibp_internal.h"
 
 #include "file_reader.h"
 #include "host_memory.h"

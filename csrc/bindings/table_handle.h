@@ -4,7 +4,7 @@
 #ifndef IBP_TABLE_HANDLE_H
 #define IBP_TABLE_HANDLE_H
 
-#include "ibp.h"
+#include "../internal/ibp_internal.h"
 
 #include <type_traits>
 

@@ -8,8 +8,7 @@
 #ifndef IBP_TORCH_TENSORS_H
 #define IBP_TORCH_TENSORS_H
 
-#include "ibp.h"
-#include "ibp_cuda.h"
+#include "../internal/ibp_internal.h"
 #include "table_handle.h"
 
 #include <torch/headeronly/util/Exception.h>

@@ -42,9 +42,6 @@
 #include "ibp_rows.h"
 #include "ibp_table.h"
 #include "ibp_place.h"
-#include "ibp_pages.h"
-#include "ibp_delta.h"
-#include "ibp_cache.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -64,21 +61,6 @@ extern "C" {
 IBP_API const char *ibp_version(void);
 IBP_API int ibp_version_number(void);
 IBP_API int ibp_format_version(void);
-
-/* ---- unstable: may change with any version ---------------------------------------------------------------------- */
-
-/* Features of the processor that functions for host memory use for rows where it has them. Bytes and statuses are the
- * same without. */
-typedef enum ibp_cpu_feature {
-    IBP_CPU_AVX2_BMI2 = 1,
-    IBP_CPU_AVX512 = 2 /* F, BW, DQ, VL, VBMI, VBMI2 and VPOPCNTDQ of it; never in use without IBP_CPU_AVX2_BMI2 */
-} ibp_cpu_feature;
-
-/* The features in use, a sum of ibp_cpu_feature: all that the processor has, unless set otherwise. */
-IBP_API uint32_t ibp_cpu_features(void);
-/* Uses those of the given features that the processor has, in all threads from now on: for tests and benchmarks, 0
- * being the plain C code. @return the features in use. */
-IBP_API uint32_t ibp_set_cpu_features(uint32_t features);
 
 #ifdef __cplusplus
 }

@@ -30,9 +30,5 @@
 #include "ibp.h"
 #include "ibp_cuda_device.h"
 #include "ibp_cuda_rows.h"
-#include "ibp_cuda_cache.h"
-#include "ibp_cuda_linear.h"
-#include "ibp_cuda_stream.h"
-#include "ibp_cuda_delta.h"
 
 #endif

@@ -27,11 +27,6 @@ IBP_API int ibp_cuda_device_count(void);
 /* Text of the last CUDA error met by this thread in this library; "" if none. */
 IBP_API const char *ibp_cuda_last_error(void);
 
-/* Lets kernels of `device` read the memory of `peer`, for maps and slabs that are there. Once is enough, for as long as
- * the process lives; more often does no harm.
- * @return IBP_CUDA_ERROR where the two cannot. */
-IBP_API ibp_status ibp_cuda_enable_peer(int device, int peer);
-
 /* ---- pinned memory ----------------------------------------------------------------------------------------------- */
 
 /* Pinned host memory of exactly num_bytes (no rounding to a power of two), zeroed; mapped into the address spaces of
@@ -43,8 +38,6 @@ IBP_API ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes);
 /* Pins memory that the caller owns, where it is, until it is unregistered; mapped and portable as above. num_bytes >
  * 0. */
 IBP_API ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes);
-/* The same of memory that devices only read, such as a file that is mapped so: where the system lets. */
-IBP_API ibp_status ibp_cuda_register_read_only(void *host, size_t num_bytes);
 IBP_API ibp_status ibp_cuda_unregister_pinned(void *host);
 /* Address of pinned host memory for the current device. Devices may have different ones: ask again where another one
  * is current. */

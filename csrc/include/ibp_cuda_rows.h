@@ -17,18 +17,11 @@
 #include "ibp_cuda_device.h"
 #include "ibp_table.h"
 #include "ibp_place.h"
-#include "ibp_pages.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* As ibp_count_bits; adds to counts. */
-IBP_API ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
-                                       ibp_stream stream);
-/* As ibp_count_hits; adds to hits. */
-IBP_API ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows,
-                                       uint64_t *hits, ibp_stream stream);
 /* As ibp_measure_rows. */
 IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
                                          uint16_t *lengths, ibp_stream stream);
@@ -36,17 +29,10 @@ IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uin
 IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                        uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
                                        ibp_stream stream);
-/* As ibp_survey_rows; adds to survey. */
-IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
-                                        uint64_t *survey, ibp_stream stream);
 /* As ibp_encode_rows for all rows of data. Writes exactly the bytes that ibp_encode_rows does.
  * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
-/* As ibp_encode_slots for all rows of the table, and ibp_move_parts. */
-IBP_API ibp_status ibp_cuda_encode_slots(const ibp_place *place, const uint8_t *data, ibp_stream stream);
-IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow,
-                                       ibp_stream stream);
 /* Codes the rows of a source into a place: row i becomes row row_ids[i] of the table, or first_row + i where row_ids is
  * NULL. One launch: nothing is measured before, allocated or asked of the host, and all of it can be captured; where
  * overflow parts lie differs from run to run, the bytes of rows do not. place->slots, place->overflow and the source
@@ -64,43 +50,15 @@ IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *
  * fault: device-accessible, or NULL. max_sms as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                         int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
-/* Fills num_bytes of device memory with one value, as an ibp_place's arrays are before anything is coded. */
-IBP_API ibp_status ibp_cuda_fill(void *memory, uint8_t value, size_t num_bytes, ibp_stream stream);
 /* As ibp_gather_items for all ids. fault: device-accessible, not NULL, cleared by the caller; the first fault met by
  * any warp is kept. max_sms: at most this many SMs are kept busy; 0: all, and never negative. */
 IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);
 
-/* What is asked of one table among several: its items at ids, as by ibp_cuda_gather_items, or, where ids is NULL, all
- * of its bytes, as by ibp_cuda_decode_bytes. */
-typedef struct ibp_gather {
-    const ibp_table *table;
-    const ibp_ids *ids;
-    uint8_t *out;
-    ibp_fault *fault;
-} ibp_gather;
-
-/* All gathers, in any order. Of every 32 a launch does all that the same kernel decodes: tables of one scheme, element
- * size and about one row length. Longer rows than 2 KiB have launches of their own. */
-IBP_API ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num_gathers, int max_sms,
-                                          ibp_stream stream);
-
 /* As ibp_decode_bytes. fault and max_sms as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
                                          ibp_fault *fault, int max_sms, ibp_stream stream);
 
-/* As ibp_partition_ids, but for the order inside a window, which may be any. */
-IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
-                                          void *sorted_ids, uint32_t *positions, ibp_stream stream);
-
-/* ---- pages of a KV-cache ---------------------------------------------------------------------------------------- */
-
-/* As ibp_plan_pages and ibp_note_pages. All pointers but transfer itself are of memory that the device can use. */
-IBP_API ibp_status ibp_cuda_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
-                                       uint64_t *addresses, ibp_stream stream);
-IBP_API ibp_status ibp_cuda_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
-                                       const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows,
-                                       uint8_t *stored, uint8_t *seen, ibp_stream stream);
 
 #ifdef __cplusplus
 }

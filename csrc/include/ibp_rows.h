@@ -20,12 +20,6 @@ extern "C" {
 
 /* Of codebooks of scheme raw there are no coded rows: these functions refuse them. */
 
-/* Exact size of a row as coded, in bytes, whether or not it is smaller than the row; 0 for an invalid argument, where
- * there is no coded row, and where arrays that ibp_check_codebook refuses leave no bit of it; IBP_NO_CODED_FORM if the
- * codebook cannot code it. row: codebook->row_bytes bytes. */
-IBP_API size_t ibp_coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row, void *scratch,
-                                   size_t scratch_bytes);
-
 /* Writes the coded row to dst. @return IBP_BUFFER_TOO_SMALL, with nothing useful in dst, if it needs more than
  * dst_bytes, or if the codebook cannot code it; else IBP_OK; and in all cases what ibp_coded_row_bytes returns in
  * *coded_bytes. Writes nothing past dst_bytes. */

@@ -64,11 +64,6 @@ IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t 
 IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
                                   uint64_t *bases, int64_t *overflow_bytes);
 
-/* Adds to survey[0] the bytes of the rows as stored and to survey[1 + k] how many of them take k sectors of
- * IBP_OVERFLOW_ALIGN bytes; one that claims to be longer than a row counts as a row of all sectors. lengths: num_rows
- * entries. survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) entries, set to 0 by the caller. */
-IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey);
-
 /* Codes the rows first_row to last_row - 1 of data into slots and overflow, which have the sizes that the table says;
  * table->slots and table->overflow are not read. Zeros follow each part, to the end of its slot or overflow room. data:
  * the whole tensor. Stops at the first row that it cannot code, noted in *fault if that is still clear.
@@ -77,14 +72,6 @@ IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, u
 IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
                                    uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes,
                                    ibp_fault *fault);
-
-/* Codes data (num_bytes bytes, the last row may be short) in one pass, as a table in packed layout holds it: rows back
- * to back to dst, lengths as ibp_measure_rows makes them, and *stored_bytes, at most num_bytes: how much was written.
- * Bytes of dst after those may be written to. Tables are coded so by blocks of rows, one after the other.
- * @return IBP_INVALID_ARGUMENT also if dst_bytes is below num_bytes, or the codebook's scheme is raw. */
-IBP_API ibp_status ibp_encode_packed(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes, uint8_t *dst,
-                                     int64_t dst_bytes, uint16_t *lengths, int64_t *stored_bytes, void *scratch,
-                                     size_t scratch_bytes);
 
 #define IBP_MAX_OUT_DIMS 4u
 
@@ -120,84 +107,6 @@ IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, 
  * @return IBP_INVALID_ARGUMENT for another range. */
 IBP_API ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, void *scratch,
                                     size_t scratch_bytes, ibp_fault *fault);
-
-/* ---- large tables ----------------------------------------------------------------------------------------------- */
-
-#define IBP_MAX_WINDOWS 65536
-
-/* Windows of 2^window_bits items that num_items items fall into: at least 1; 0 for a window_bits above 62 or negative
- * num_items. */
-IBP_API int64_t ibp_num_windows(int64_t num_items, uint32_t window_bits);
-
-/* Bytes of workspace, 8-byte aligned, that a partition of count ids needs; 0 for arguments that ibp_partition_ids
- * refuses. */
-IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, uint32_t window_bits);
-
-/* Puts ids in the order of the windows of 2^window_bits items that they lie in, so that a gather goes through the table
- * once: sorted_ids[k] = ids[positions[k]], sorted_ids of the type of ids; inside a window their order is kept. An id
- * out of range counts to the nearest window. ids->positions is not read. If ids change during the call, positions still
- * holds each of the numbers 0 to count - 1 once, and each sorted id is one of the values that stood at its position.
- * @return IBP_INVALID_ARGUMENT for more than UINT32_MAX ids, more than IBP_MAX_WINDOWS windows or a negative num_items.
- */
-IBP_API ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
-                                     void *sorted_ids, uint32_t *positions);
-
-/* ---- vectors that matrices of a stack multiply ------------------------------------------------------------------- */
-
-#define IBP_MOST_OF_A_GROUP 8
-#define IBP_MOST_GROUPED 1024 /* vectors of a call */
-#define IBP_MOST_STACKED 4096 /* matrices of a call */
-
-/* Vectors number first to first + count - 1, which matrix number `matrix` of a stack multiplies. */
-typedef struct {
-    uint32_t matrix, first, count; /* count: at most IBP_MOST_OF_A_GROUP */
-} ibp_vector_group;
-
-/* Puts vectors in the order of their matrices and makes groups of them, for ibp_cuda_linear_groups. ids: the matrix of
- * each vector, at most IBP_MOST_GROUPED, without positions. A vector whose matrix is not there comes last and is in no
- * group.
- * order [ids->count]: the vectors' numbers in their order, which is kept among those of a matrix. groups [num_groups]:
- * of vectors in that order, then groups of no vectors. num_groups: at least the smaller of ids->count and num_matrices,
- * and ids->count / IBP_MOST_OF_A_GROUP more. num_matrices: at most IBP_MOST_STACKED. */
-IBP_API ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order, ibp_vector_group *groups,
-                                     int64_t num_groups);
-
-#define IBP_MOST_LISTED 16 /* stacks whose rows are listed */
-
-/* Which matrices are asked for: matrix held[s] is in slot s. */
-typedef struct {
-    int64_t *slots;      /* [ids]: of the matrix that each id asks for */
-    int64_t *held;       /* [num_slots]: -1 in slots that are left over */
-    int64_t *rows;       /* of each stack [num_slots * num_rows[stack]], one stack after the other: the numbers of the
-                            matrices' rows, zeros in slots that are left over */
-    uint64_t *num_spare; /* NULL, or added to: how many slots are left over */
-    int64_t num_slots;   /* at least the smaller of ids->count and num_matrices + 1 */
-    int64_t num_rows[IBP_MOST_LISTED]; /* of a matrix of each stack, at least 1 */
-    uint32_t num_stacks;
-} ibp_listed;
-
-/* Lists the matrices that ids ask for in the order of their numbers, each once, and the rows that each has in several
- * stacks. ids: without positions. An id that is out of range asks for matrix num_matrices, at most IBP_MOST_STACKED,
- * which no stack has. */
-IBP_API ibp_status ibp_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed);
-
-/* ---- selections -------------------------------------------------------------------------------------------------- */
-
-/* A selection is the table of the items ids[0], ids[1], ... in packed layout (section 3), its rows copied as they are
- * stored. Its row q is row q % n of item ids[q / n], n = item_bytes / row_bytes; the functions fail with
- * IBP_INVALID_ARGUMENT unless that is whole.
- *
- * For its rows first_row to last_row - 1: lengths[q - first_row], where the table has lengths, and the sum of their
- * stored bytes.
- * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a length above row_bytes), noted in *fault if that is still clear.
- */
-IBP_API ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row,
-                                         int64_t last_row, uint16_t *lengths, uint64_t *stored_bytes, ibp_fault *fault);
-/* Copies its rows first_row to last_row - 1, as stored, back to back to dst, which has room for dst_bytes.
- * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a row that lies outside the table or does not fit dst), noted
- * likewise. */
-IBP_API ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
-                                      uint8_t *dst, uint64_t dst_bytes, ibp_fault *fault);
 
 #ifdef __cplusplus
 }

@@ -13,8 +13,8 @@
  *         return ibp_cuda_sum_bags(table, ids, NULL, &bags, out, fault, 0, stream);
  *     }
  */
-#ifndef IBP_CUDA_LINEAR_H
-#define IBP_CUDA_LINEAR_H
+#ifndef IBP_LINEAR_H
+#define IBP_LINEAR_H
 
 #include "ibp_cache.h"
 #include "ibp_cuda_device.h"
@@ -110,6 +110,45 @@ IBP_API int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_p
 /* Decodes all rows of a matrix, by its list of escapes. weights: [N, K] in device memory, aligned to 16 bytes. Rows
  * that are stored raw or as default rows give any numbers; columns and starts out of range do no harm. */
 IBP_API ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uint16_t *weights, ibp_stream stream);
+
+/* ---- vectors that matrices of a stack multiply ------------------------------------------------------------------- */
+
+#define IBP_MOST_OF_A_GROUP 8
+#define IBP_MOST_GROUPED 1024 /* vectors of a call */
+#define IBP_MOST_STACKED 4096 /* matrices of a call */
+
+/* Vectors number first to first + count - 1, which matrix number `matrix` of a stack multiplies. */
+typedef struct {
+    uint32_t matrix, first, count; /* count: at most IBP_MOST_OF_A_GROUP */
+} ibp_vector_group;
+
+/* Puts vectors in the order of their matrices and makes groups of them, for ibp_cuda_linear_groups. ids: the matrix of
+ * each vector, at most IBP_MOST_GROUPED, without positions. A vector whose matrix is not there comes last and is in no
+ * group.
+ * order [ids->count]: the vectors' numbers in their order, which is kept among those of a matrix. groups [num_groups]:
+ * of vectors in that order, then groups of no vectors. num_groups: at least the smaller of ids->count and num_matrices,
+ * and ids->count / IBP_MOST_OF_A_GROUP more. num_matrices: at most IBP_MOST_STACKED. */
+IBP_API ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order, ibp_vector_group *groups,
+                                     int64_t num_groups);
+
+#define IBP_MOST_LISTED 16 /* stacks whose rows are listed */
+
+/* Which matrices are asked for: matrix held[s] is in slot s. */
+typedef struct {
+    int64_t *slots;      /* [ids]: of the matrix that each id asks for */
+    int64_t *held;       /* [num_slots]: -1 in slots that are left over */
+    int64_t *rows;       /* of each stack [num_slots * num_rows[stack]], one stack after the other: the numbers of the
+                            matrices' rows, zeros in slots that are left over */
+    uint64_t *num_spare; /* NULL, or added to: how many slots are left over */
+    int64_t num_slots;   /* at least the smaller of ids->count and num_matrices + 1 */
+    int64_t num_rows[IBP_MOST_LISTED]; /* of a matrix of each stack, at least 1 */
+    uint32_t num_stacks;
+} ibp_listed;
+
+/* Lists the matrices that ids ask for in the order of their numbers, each once, and the rows that each has in several
+ * stacks. ids: without positions. An id that is out of range asks for matrix num_matrices, at most IBP_MOST_STACKED,
+ * which no stack has. */
+IBP_API ibp_status ibp_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed);
 
 /* As ibp_group_vectors, in one short kernel. */
 IBP_API ibp_status ibp_cuda_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order,

@@ -13,8 +13,8 @@
  *         return status;
  *     }
  */
-#ifndef IBP_CUDA_STREAM_H
-#define IBP_CUDA_STREAM_H
+#ifndef IBP_STREAM_H
+#define IBP_STREAM_H
 
 #include "ibp_cuda_device.h"
 #include "ibp_table.h"
