@@ -10,9 +10,9 @@
 extern "C" {
 #endif
 
-/* Exact size of a row as coded, in bytes, whether or not it is smaller than the row; 0 for an invalid argument, where
- * there is no coded row, and where arrays that ibp_check_codebook refuses leave no bit of it; IBP_NO_CODED_FORM if the
- * codebook cannot code it. row: codebook->row_bytes bytes. */
+/* Returns the exact size of a row as coded, whether or not it is smaller than the row, without coding it;
+ * IBP_NO_CODED_FORM if the codebook cannot code the row; 0 for an invalid argument, such as a codebook of scheme raw,
+ * and if arrays that ibp_check_codebook refuses leave no bit of the row. row: codebook->row_bytes bytes. */
 IBP_API size_t ibp_coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row, void *scratch,
                                    size_t scratch_bytes);
 
@@ -45,10 +45,10 @@ IBP_API ibp_status ibp_move_parts(const ibp_table *table, const ibp_place *from,
 
 /* ---- on a GPU --------------------------------------------------------------------------------------------------- */
 
-/* As ibp_count_bits; adds to counts. */
+/* Counts bits on a GPU as ibp_count_bits does; adds to counts. */
 IBP_API ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
                                        ibp_stream stream);
-/* As ibp_count_hits; adds to hits. */
+/* Counts hits on a GPU as ibp_count_hits does; adds to hits. */
 IBP_API ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows,
                                        uint64_t *hits, ibp_stream stream);
 /* As ibp_survey_rows; adds to survey. */
@@ -58,7 +58,7 @@ IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_byt
 IBP_API ibp_status ibp_cuda_encode_slots(const ibp_place *place, const uint8_t *data, ibp_stream stream);
 IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow,
                                        ibp_stream stream);
-/* Fills num_bytes of device memory with one value, as an ibp_place's arrays are before anything is coded. */
+/* Sets num_bytes bytes of device memory to one value, such as the arrays of an ibp_place before anything is coded. */
 IBP_API ibp_status ibp_cuda_fill(void *memory, uint8_t value, size_t num_bytes, ibp_stream stream);
 
 #ifdef __cplusplus

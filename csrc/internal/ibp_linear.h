@@ -1,4 +1,4 @@
-/* ibp_cuda_linear.h - coded rows in sums and products: bags of rows, and vectors times a coded matrix. CUDA alone.
+/* ibp_linear.h - coded rows in sums and products: bags of rows, and vectors times a coded matrix. On a GPU only.
  *
  *     // Sums of four rows of float32 each.
  *     ibp_status sums_of_four(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
@@ -117,23 +117,25 @@ IBP_API ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uint16
 #define IBP_MOST_GROUPED 1024 /* vectors of a call */
 #define IBP_MOST_STACKED 4096 /* matrices of a call */
 
-/* Vectors number first to first + count - 1, which matrix number `matrix` of a stack multiplies. */
+/* The vectors first to first + count - 1, which are multiplied by matrix number `matrix` of a stack. */
 typedef struct {
     uint32_t matrix, first, count; /* count: at most IBP_MOST_OF_A_GROUP */
 } ibp_vector_group;
 
-/* Puts vectors in the order of their matrices and makes groups of them, for ibp_cuda_linear_groups. ids: the matrix of
- * each vector, at most IBP_MOST_GROUPED, without positions. A vector whose matrix is not there comes last and is in no
- * group.
- * order [ids->count]: the vectors' numbers in their order, which is kept among those of a matrix. groups [num_groups]:
- * of vectors in that order, then groups of no vectors. num_groups: at least the smaller of ids->count and num_matrices,
- * and ids->count / IBP_MOST_OF_A_GROUP more. num_matrices: at most IBP_MOST_STACKED. */
+/* Sorts vectors by their matrices and makes groups of them, for ibp_cuda_linear_groups. A vector whose matrix does not
+ * exist comes last and is in no group.
+ *
+ * ids: the matrix of each of at most IBP_MOST_GROUPED vectors, without positions.
+ * num_matrices: at most IBP_MOST_STACKED.
+ * order: [ids->count] receives the numbers of the vectors in their new order; vectors of one matrix keep theirs.
+ * groups: [num_groups] receives groups of vectors in that order, then groups without vectors.
+ * num_groups: at least the smaller of ids->count and num_matrices, and ids->count / IBP_MOST_OF_A_GROUP more. */
 IBP_API ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order, ibp_vector_group *groups,
                                      int64_t num_groups);
 
 #define IBP_MOST_LISTED 16 /* stacks whose rows are listed */
 
-/* Which matrices are asked for: matrix held[s] is in slot s. */
+/* The matrices that are asked for: matrix held[s] is in slot s. */
 typedef struct {
     int64_t *slots;      /* [ids]: of the matrix that each id asks for */
     int64_t *held;       /* [num_slots]: -1 in slots that are left over */
@@ -145,16 +147,18 @@ typedef struct {
     uint32_t num_stacks;
 } ibp_listed;
 
-/* Lists the matrices that ids ask for in the order of their numbers, each once, and the rows that each has in several
- * stacks. ids: without positions. An id that is out of range asks for matrix num_matrices, at most IBP_MOST_STACKED,
- * which no stack has. */
+/* Lists each matrix that ids ask for once, in the order of their numbers, and the rows that each matrix has in several
+ * stacks. An id out of range asks for matrix num_matrices, which no stack has.
+ *
+ * ids: without positions.
+ * num_matrices: at most IBP_MOST_STACKED. */
 IBP_API ibp_status ibp_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed);
 
-/* As ibp_group_vectors, in one short kernel. */
+/* Groups vectors as ibp_group_vectors does, by one short kernel. */
 IBP_API ibp_status ibp_cuda_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order,
                                           ibp_vector_group *groups, int64_t num_groups, ibp_stream stream);
 
-/* As ibp_list_matrices, in one short kernel; `listed` itself is the host's. */
+/* Lists matrices as ibp_list_matrices does, by one short kernel. The struct `listed` is in host memory. */
 IBP_API ibp_status ibp_cuda_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed,
                                           ibp_stream stream);
 

@@ -2,7 +2,6 @@
  * put in, and what contradicts itself is refused. */
 #include "check.h"
 
-
 #include <stdarg.h>
 
 /* ---- a file that is made ---- */
