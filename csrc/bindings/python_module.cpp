@@ -95,7 +95,7 @@ py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, in
     return py::reinterpret_steal<py::object>(capsule);
 }
 
-// An ibp_streamer (ibp_cuda_stream.h): the streams and events for streaming tables to the device that is current when
+// An ibp_streamer (ibp_stream.h): the streams and events for streaming tables to the device that is current when
 // the object is made.
 class Streamer {
   public:
@@ -115,7 +115,7 @@ class Streamer {
     ibp_streamer *streamer_ = nullptr;
 };
 
-// An ibp_stager (ibp_cuda_stream.h), which brings items to the current device with the CPU's help, through two rings.
+// An ibp_stager (ibp_stream.h), which brings items to the current device with the CPU's help, through two rings.
 // kept: the object that owns the rings.
 class Stager {
   public:

@@ -8,7 +8,7 @@
 //     apply_deltas    tensors num_rows codebook codec takes_back state                    (CUDA only)
 //
 // Each is documented at its function. The last three make or apply the deltas of many tensors by one launch
-// (ibp_cuda_delta.h). The rows of all their tensors are numbered in one sequence. They have these arguments:
+// (ibp_delta.h). The rows of all their tensors are numbered in one sequence. They have these arguments:
 //
 //     tensors  int64 [n, 10]: n structs ibp_delta_tensor. Their addresses are trusted.
 //     lengths  uint16 [rows of the sequence], a multiple of 32.

@@ -1,5 +1,5 @@
 // torch_linear_ops.cpp - the operations of torch.ops.ibp that multiply by coded matrices, for CUDA only
-// (ibp_cuda_linear.h). They turn tensors into pointers and call the core.
+// (ibp_linear.h). They turn tensors into pointers and call the core.
 //
 //     linear         x parts slot_bytes biases -> Tensor
 //     linear.out     x parts slot_bytes biases out

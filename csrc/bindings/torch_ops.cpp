@@ -602,7 +602,7 @@ void decode_piece(const Device &device, const Tensor &coded, const Tensor &codeb
 }
 
 // Decodes bytes [start, end) of a table in pinned host memory. The GPU's copy engine brings the table chunk by chunk
-// through a ring (ibp_cuda_stream.h). Several calls, one for each table, make a stream.
+// through a ring (ibp_stream.h). Several calls, one for each table, make a stream.
 // host_bases: int64, the table's bases on the CPU. streamer: the address of a living `_core.Streamer` of out's device.
 // begins, ends: whether this is the first, the last table of a stream. ring: uint8 in device memory, the same for all
 // tables of a stream. out: uint8, end - start bytes or more.
