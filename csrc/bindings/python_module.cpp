@@ -182,7 +182,7 @@ PYBIND11_MODULE(_core, m)
         "status_string", [](int status) { return ibp_status_string(static_cast<ibp_status>(status)); },
         py::arg("status"), "One sentence for a status code of the C API.");
     m.def("cpu_features", &ibp_cpu_features,
-          "Features of the processor that the CPU coders use (ibp_cpu_feature of ibp.h); 0: plain C.");
+          "Features of the processor that the CPU coders use (ibp_cpu_feature of ibp_machine.h); 0: plain C.");
     m.def("set_cpu_features", &ibp_set_cpu_features, py::arg("features"),
           "Makes all threads use those of the given features that the processor has, and returns these. For tests "
           "and benchmarks.");
