@@ -129,15 +129,13 @@ inline int64_t bytes_held(const Tensor &tensor)
     return offset < 0 || offset > storage_bytes / element_bytes ? -1 : storage_bytes - offset * element_bytes;
 }
 
-// Returns the memory of a contiguous tensor.
+// Returns the memory of a contiguous tensor, which is new or an argument of the operation: class Given has compared
+// arguments with their storages.
 inline Memory memory_of(const Tensor &tensor, const char *name)
 {
     require(tensor.is_contiguous(), name, " is not contiguous");
-    const int64_t num_bytes = total_bytes(tensor.numel(), static_cast<int64_t>(tensor.element_size()), name);
-    if (num_bytes == 0) return {nullptr, 0};
-    auto *const data = static_cast<uint8_t *>(tensor.data_ptr());
-    require(bytes_held(tensor) >= num_bytes && data != nullptr, name, " has more elements than its storage");
-    return {data, num_bytes};
+    const int64_t num_bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+    return {num_bytes == 0 ? nullptr : static_cast<uint8_t *>(tensor.data_ptr()), num_bytes};
 }
 
 // Returns the data of a contiguous tensor of the given dtype with at least `least` elements; nullptr if it is empty.
@@ -179,7 +177,7 @@ inline uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
 }
 
 // Returns the memory from a tensor's first element to its last one, whatever its strides are. num_bytes is -1 if the
-// tensor's storage is too small.
+// tensor's storage is too small, or has no memory.
 inline Memory extent_of(const Tensor &x)
 {
     const auto element_bytes = static_cast<int64_t>(x.element_size());
@@ -191,8 +189,9 @@ inline Memory extent_of(const Tensor &x)
         fits = fits && x.stride(d) >= 0 && !__builtin_mul_overflow(x.size(d) - 1, x.stride(d), &step) &&
                !__builtin_add_overflow(last, step, &last);
     }
-    if (!fits || last >= bytes_held(x) / element_bytes) return {nullptr, -1};
-    return {static_cast<uint8_t *>(x.data_ptr()), (last + 1) * element_bytes};
+    auto *const data = static_cast<uint8_t *>(x.data_ptr());
+    if (!fits || data == nullptr || last >= bytes_held(x) / element_bytes) return {nullptr, -1};
+    return {data, (last + 1) * element_bytes};
 }
 
 // ---- devices ----
