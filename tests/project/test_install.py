@@ -141,7 +141,9 @@ def test_installed_headers_include_installed_headers(installed):
         # Public headers name each other, and ibp_device.cuh names headers, from include/; others from their own place.
         names = {(path, name) for path in found for name in re.findall(r'^#include "(.+)"', path.read_text(), re.M)}
         names = {(path, name) for path, name in names if not name.startswith("../cuda/")}  # of the source tree
-        found = {next(p for p in ((path.parent / name).resolve(), include / name) if p.exists()) for path, name in names}
+        found = {
+            next(p for p in ((path.parent / name).resolve(), include / name) if p.exists()) for path, name in names
+        }
         found -= seen
     below = {path.resolve() for path in (include / "ibp").rglob("*") if path.is_file()}
     assert below == {path for path in seen if path.is_relative_to(include / "ibp")}
