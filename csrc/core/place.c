@@ -1,5 +1,4 @@
 /* place.c - rows coded one by one into memory that is there: overflow parts are handed out as rows need them. */
-#include "../internal/ibp_coding.h"
 #include "rows.h"
 
 /* Base of a row that a thread is coding. */

@@ -34,12 +34,17 @@ IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uin
 IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                        uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
                                        ibp_stream stream);
-
+/* As ibp_survey_rows; adds to survey. */
+IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
+                                        uint64_t *survey, ibp_stream stream);
 /* As ibp_encode_rows for all rows of data. Writes exactly the bytes that ibp_encode_rows does.
  * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
-
+/* As ibp_encode_slots for all rows of the table, and ibp_move_parts. */
+IBP_API ibp_status ibp_cuda_encode_slots(const ibp_place *place, const uint8_t *data, ibp_stream stream);
+IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow,
+                                       ibp_stream stream);
 /* Codes the rows of a source into a place: row i becomes row row_ids[i] of the table, or first_row + i where row_ids is
  * NULL. One launch: nothing is measured before, allocated or asked of the host, and all of it can be captured; where
  * overflow parts lie differs from run to run, the bytes of rows do not. place->slots, place->overflow and the source
@@ -58,8 +63,8 @@ IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *d
 IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                         int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
 
-/* Gathers all items of `ids`, as ibp_gather_items does. An id out of range and an item with a corrupt row
- * leave zeros in their place; all other items are right.
+/* Gathers all items of `ids`, as ibp_gather_items does. An id out of range and an item with a corrupt row leave zeros in
+ * their place; all other items are right.
  *
  * table: its slots and overflow may be in device memory or in mapped pinned host memory, from which the kernel reads
  *   the rows that it needs over the link. Lengths, bases and the arrays of the codebook are best in device memory. The
@@ -74,8 +79,8 @@ IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_so
 IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);
 
-/* Decodes bytes [start, end) of a table, as ibp_decode_bytes does. The memory of the other arguments,
- * max_sms and the result are as in ibp_cuda_gather_items. */
+/* Decodes bytes [start, end) of a table, as ibp_decode_bytes does. The memory of the other arguments, max_sms and the
+ * result are as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
                                          ibp_fault *fault, int max_sms, ibp_stream stream);
 

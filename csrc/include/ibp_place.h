@@ -75,6 +75,20 @@ IBP_API ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source 
                                    int64_t first_row, int64_t first, int64_t last, void *scratch, size_t scratch_bytes,
                                    ibp_fault *fault);
 
+/* ibp_measure_rows and ibp_encode_rows in one pass over data, where the size of slots is known before: codes the rows
+ * first_row to last_row - 1 of place->table, back to back in data, into whole slots, and fills their lengths. Parts of
+ * overflow are handed out as rows need them; a row without room has base IBP_NO_BASE, and its right length and slot.
+ * Where there was room for all parts (ibp_survey_rows says what they take), ibp_move_parts puts them where a table's
+ * index says, and slots, lengths and overflow are those of ibp_encode_rows.
+ * place: as for ibp_encode_into, of a coded scheme, with *used 0 before the first row; bases are written of rows with a
+ * part alone. */
+IBP_API ibp_status ibp_encode_slots(const ibp_place *place, const uint8_t *data, int64_t first_row, int64_t last_row,
+                                    void *scratch, size_t scratch_bytes);
+
+/* table: with lengths, bases of IBP_ROWS_PER_BASE rows and the sizes of the place's; from: as ibp_encode_slots has left
+ * it. overflow: table->overflow_bytes. A part that does not lie in either overflow is left out. */
+IBP_API ibp_status ibp_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow);
+
 #ifdef __cplusplus
 }
 #endif

@@ -76,6 +76,11 @@ IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t 
 IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
                                   uint64_t *bases, int64_t *overflow_bytes);
 
+/* Adds to survey[0] the bytes of the rows as stored and to survey[1 + k] how many of them take k sectors of
+ * IBP_OVERFLOW_ALIGN bytes; one that claims to be longer than a row counts as a row of all sectors. lengths: num_rows
+ * entries. survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) entries, set to 0 by the caller. */
+IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey);
+
 /* Codes the rows first_row to last_row - 1 of data into slots and overflow, which have the sizes that the table says;
  * table->slots and table->overflow are not read. Zeros follow each part, to the end of its slot or overflow room. data:
  * the whole tensor. Stops at the first row that it cannot code, noted in *fault if that is still clear.
@@ -84,6 +89,14 @@ IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, ui
 IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
                                    uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes,
                                    ibp_fault *fault);
+
+/* Codes data (num_bytes bytes, the last row may be short) in one pass, as a table in packed layout holds it: rows back
+ * to back to dst, lengths as ibp_measure_rows makes them, and *stored_bytes, at most num_bytes: how much was written.
+ * Bytes of dst after those may be written to. Tables are coded so by blocks of rows, one after the other.
+ * @return IBP_INVALID_ARGUMENT also if dst_bytes is below num_bytes, or the codebook's scheme is raw. */
+IBP_API ibp_status ibp_encode_packed(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes, uint8_t *dst,
+                                     int64_t dst_bytes, uint16_t *lengths, int64_t *stored_bytes, void *scratch,
+                                     size_t scratch_bytes);
 
 #define IBP_MAX_OUT_DIMS 4u
 

@@ -1,6 +1,5 @@
 // encode.cu - measuring rows and coding them, in two passes or one: which encoder does it (the paper's section 4.2).
 // The kernels are in encode/.
-#include "../../internal/ibp_coding.h"
 #include "../cuda_checks.h"
 #include "encode_request.h"
 #include "../kinds.h"

@@ -1,6 +1,5 @@
 // index.cu - the row index on the GPU: where overflow parts start, and what rows take (FORMAT.md sections 2 and 3).
 // Bound by memory: two bytes a row; the scan over groups of rows, 16 bytes each, is done by one block.
-#include "../../internal/ibp_coding.h"
 #include "../cuda_checks.h"
 #include "../group.cuh"
 #include "../launch.cuh"
