@@ -432,7 +432,7 @@ FLOORS = (  # the highest first, in the order of tools/shape.py: kind, what it i
     ("kept", "arguments, operations", ("_common",)),
     ("index", "torch.ops.ibp, ibp._core", ("csrc/bindings",)),
     ("raw", "kernels", ("csrc/cuda",)),
-    ("raw", "the C library", ("csrc/include", "csrc/core", "csrc/x86")),
+    ("raw", "the C library", ("csrc/include", "csrc/internal", "csrc/core", "csrc/x86")),
     ("plain", "the bytes", ("csrc/FORMAT.md",)),
 )
 FLOOR_HEIGHT, FLOOR_LEFT, FLOOR_WIDTH = 34, 200, 600

@@ -3,7 +3,7 @@
 #ifndef IBP_FILE_READER_H
 #define IBP_FILE_READER_H
 
-#include "ibp_file.h"
+#include "../internal/ibp_file_fields.h"
 
 #include <pybind11/pybind11.h>
 

@@ -3,7 +3,7 @@
 #define IBP_PINNED_POOL_H
 
 #include "../cuda/host_pages.h"
-#include "ibp_cuda.h"
+#include "../internal/ibp_machine.h"
 
 #include <pthread.h>
 

@@ -1,6 +1,5 @@
 // python_module.cpp - the module ibp._core: the core's functions that are not operations of torch.
-#include "ibp.h"
-#include "ibp_cuda.h"
+#include "../internal/ibp_internal.h"
 
 #include "file_reader.h"
 #include "host_memory.h"
@@ -99,7 +98,7 @@ py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, in
     return py::reinterpret_steal<py::object>(capsule);
 }
 
-// An ibp_streamer (ibp_cuda_stream.h): the streams and events for streaming tables to the device that is current when
+// An ibp_streamer (ibp_stream.h): the streams and events for streaming tables to the device that is current when
 // the object is made.
 class Streamer {
   public:
@@ -119,7 +118,7 @@ class Streamer {
     ibp_streamer *streamer_ = nullptr;
 };
 
-// An ibp_stager (ibp_cuda_stream.h), which brings items to the current device with the CPU's help, through two rings.
+// An ibp_stager (ibp_stream.h), which brings items to the current device with the CPU's help, through two rings.
 // kept: the object that owns the rings.
 class Stager {
   public:
@@ -229,7 +228,7 @@ PYBIND11_MODULE(_core, m)
         "status_string", [](int status) { return ibp_status_string(static_cast<ibp_status>(status)); },
         py::arg("status"), "One sentence for a status code of the C API.");
     m.def("cpu_features", &ibp_cpu_features,
-          "Features of the processor that the CPU coders use (ibp_cpu_feature of ibp.h); 0: plain C.");
+          "Features of the processor that the CPU coders use (ibp_cpu_feature of ibp_machine.h); 0: plain C.");
     m.def("set_cpu_features", &ibp_set_cpu_features, py::arg("features"),
           "Makes all threads use those of the given features that the processor has, and returns these. For tests "
           "and benchmarks.");

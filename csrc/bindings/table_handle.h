@@ -4,16 +4,18 @@
 #ifndef IBP_TABLE_HANDLE_H
 #define IBP_TABLE_HANDLE_H
 
-#include "ibp.h"
+#include "../internal/ibp_internal.h"
 
 #include <type_traits>
 
 namespace ibp {
 
-// Bytes [first, end) of an address space.
-struct Range {
-    uintptr_t first, end;
-    bool meets(const Range &other) const { return first < other.end && other.first < end; }
+// Memory of a tensor, or of a part of it. data: nullptr if there is none.
+struct Memory {
+    uint8_t *data;
+    int64_t num_bytes;
+    bool meets(const Memory &other) const { return data < other.end() && other.data < end(); }
+    const uint8_t *end() const { return data + num_bytes; }
 };
 
 enum TablePart { kSlots, kOverflow, kLengths, kBases, kCodebook, kRooms, kUsed, kFault, kNumParts };
@@ -37,7 +39,7 @@ struct TableHandle {
     ibp_place place;  // counts is nullptr; used is nullptr unless a place was described
     ibp_fault *fault; // `take` notes faults here on a GPU; nullptr: `take` is refused there
     GatherPlan plan;
-    Range parts[kNumParts]; // the memory of the tensors
+    Memory parts[kNumParts]; // of the tensors
 
     const ibp_table &table() const { return place.table; }
 };
@@ -52,7 +54,7 @@ struct CacheHandle {
     ibp_cache slabs; // entries is nullptr
     ibp_lru lru;     // slot_bytes is 0 unless the cache replaces rows
     ibp_cache_counts *counts;
-    Range parts[2 * IBP_MAX_SLABS + 3]; // maps, slabs, stamps, clock and counts
+    Memory parts[2 * IBP_MAX_SLABS + 3]; // maps, slabs, stamps, clock and counts
 };
 static_assert(std::is_trivially_copyable_v<CacheHandle>, "its bytes are copied");
 

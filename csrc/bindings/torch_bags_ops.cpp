@@ -46,7 +46,7 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
     return bags;
 }
 
-// Sums bags of rows, or takes their mean or maximum (ibp_cuda_linear.h). A bag without rows gives zeros. Items of table
+// Sums bags of rows, or takes their mean or maximum (ibp_linear.h). A bag without rows gives zeros. Items of table
 // are single rows. An id out of range and a corrupt row are noted in fault and count as rows of zeros.
 // entries: int64 [ids], or None; rows that have an entry come from slabs. offsets: int32 or int64, ascending; bag b
 // begins with ids[offsets[b]]. Elements after the first [bags] are not read. None: all bags have equally many ids.

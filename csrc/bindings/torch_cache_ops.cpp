@@ -25,7 +25,6 @@
 //                 set, which is 0 between calls.
 //     clock       int64 [2], zeros at first: how many calls there were.
 //     rows        int64 [rows]: numbers of rows; negative ones are left out.
-#include "torch_ranges.h"
 #include "torch_tables.h"
 
 #include <optional>
@@ -87,8 +86,6 @@ ibp_lru lru_of(const Tensor &bytes, const Tensor &map, int64_t ways, int64_t slo
     return lru;
 }
 
-const int64_t *rows_of(const Tensor &rows) { return data_of<int64_t>(rows, ScalarType::Long, 0, "rows"); }
-
 // ---- describing ----
 
 // Returns the argument `cache` of `take`: the bytes of a struct ibp::CacheHandle, uint8 on the CPU. They hold the
@@ -100,10 +97,7 @@ Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, cons
 {
     ibp::CacheHandle cache{};
     size_t num_parts = 0;
-    const auto note = [&](const Tensor &tensor) {
-        const auto first = reinterpret_cast<uintptr_t>(memory_of(tensor, "cache").data);
-        cache.parts[num_parts++] = {first, first + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size()};
-    };
+    const auto note = [&](const Tensor &tensor) { cache.parts[num_parts++] = memory_of(tensor, "cache"); };
     const std::vector<ibp_cache_map> found = maps_of(maps, ways);
     require(slabs.size() == maps.size(), "there are ", static_cast<int64_t>(maps.size()), " maps and ",
             static_cast<int64_t>(slabs.size()), " slabs");
@@ -134,22 +128,12 @@ void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item,
 {
     const ibp_ids items = ids_of(ids);
     const std::vector<ibp_cache_map> found = maps_of(maps, ways);
-    const auto num_maps = static_cast<uint32_t>(found.size());
     ibp_cache_counts *const to_counts = cache_counts_of(counts);
     require(rows_per_item >= 1, "rows_per_item is ", rows_per_item);
     uint64_t *const to = unsigned_longs_of(entries, total_bytes(items.count, rows_per_item, "ids"), "entries");
-    ibp_row_query query{&items, rows_per_item, row_bytes_of(row_bytes),
-                        data_of<uint16_t>(lengths, ScalarType::UInt16, 0, "lengths"), INT64_MAX};
+    ibp_row_query query{&items, rows_per_item, row_bytes_of(row_bytes), lengths_of(lengths, 0), INT64_MAX};
     if (query.lengths) query.num_rows = lengths.numel();
-    if (device.is_cuda()) {
-        check(ibp_cuda_find_cached(&query, found.data(), num_maps, to, to_counts, device.stream()), "find_cached");
-        return;
-    }
-    ibp_fault unused{};
-    over_ranges(items.count, rows_per_item * kLookUpBytes, 0, &unused,
-                [&](int64_t first, int64_t last, uint8_t *, ibp_fault *) {
-                    return ibp_find_cached(&query, found.data(), num_maps, first, last, to, to_counts);
-                });
+    find_in_maps(device, query, found.data(), static_cast<uint32_t>(found.size()), to, to_counts);
 }
 
 // Returns, as uint8 [rows], which of num_slabs slabs is to hold each row: a row is looked up in the map of that slab
@@ -157,7 +141,7 @@ void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item,
 Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slabs)
 {
     Tensor found = new_tensor(rows, {rows.numel()}, ScalarType::Byte);
-    const int64_t *const numbers = rows_of(rows);
+    const int64_t *const numbers = longs_of(rows, 0, "rows");
     const uint32_t slabs = to_u32(num_slabs, 1, IBP_MAX_SLABS, "num_slabs");
     uint8_t *const owners = bytes_of(found, 0, "owners");
     run_on(device, "owners_of_rows", ibp_cuda_owners_of_rows, ibp_owners_of_rows, numbers, rows.numel(), slabs, owners);
@@ -173,8 +157,8 @@ void fill_slab(const Device &device, const Table &handle, const Tensor &rows, co
                int64_t ways, const Out &bytes, const Out &map, const Out &fault)
 {
     const ibp_table &table = handle.table();
-    const int64_t *const numbers = rows_of(rows), *const places = data_of<int64_t>(offsets, ScalarType::Long,
-                                                                                   rows.numel(), "offsets");
+    const int64_t *const numbers = longs_of(rows, 0, "rows"), *const places =
+                                                                  longs_of(offsets, rows.numel(), "offsets");
     const ibp_cache_slab slab = slab_of(bytes, map, number, ways);
     rows_per_item_of(table);
     ibp_fault *const first_fault = fault_of(fault);
@@ -204,13 +188,7 @@ void claim_cached(const Device &device, const Table &handle, const Tensor &ids, 
     ibp_cache_counts *const to_counts = cache_counts_of(counts);
     const int64_t num_rows = total_bytes(items.count, rows_per_item_of(table), "rows");
     uint64_t *const to = unsigned_longs_of(entries, num_rows, "entries");
-    ibp_fault *const first_fault = fault_of(fault);
-    if (device.is_cuda()) {
-        check(ibp_cuda_claim_cached(&table, &items, &lru, to, to_counts, first_fault, device.stream()), "claim_cached");
-        return;
-    }
-    const ibp_status status = ibp_claim_cached(&table, &items, &lru, to, to_counts, first_fault);
-    check(status == IBP_INVALID_ARGUMENT ? status : IBP_OK, "claim_cached"); // other statuses are in first_fault
+    claim_ways(device, table, items, lru, to, to_counts, fault_of(fault));
 }
 
 // ---- changes ----
@@ -219,7 +197,7 @@ void claim_cached(const Device &device, const Table &handle, const Tensor &ids, 
 void drop_cached(const Device &device, const Tensor &rows, int64_t ways, const Out &map)
 {
     const ibp_cache_map changed = map_of(map, ways);
-    const int64_t *const numbers = rows_of(rows);
+    const int64_t *const numbers = longs_of(rows, 0, "rows");
     run_on(device, "drop_cached", ibp_cuda_drop_cached, ibp_drop_cached, numbers, rows.numel(), &changed);
 }
 
@@ -229,9 +207,8 @@ void set_cached(const Device &device, const Tensor &rows, const Tensor &lengths,
                 const Out &map)
 {
     const ibp_cache_map changed = map_of(map, ways);
-    const int64_t *const numbers = rows_of(rows);
-    const auto *const entries =
-        data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? rows.numel() : 0, "lengths");
+    const int64_t *const numbers = longs_of(rows, 0, "rows");
+    const uint16_t *const entries = lengths_of(lengths, rows.numel());
     run_on(device, "set_cached", ibp_cuda_set_cached, ibp_set_cached, numbers, entries, rows.numel(), dirty, &changed);
 }
 

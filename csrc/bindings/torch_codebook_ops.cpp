@@ -13,7 +13,6 @@
 // Each is documented at its function. data is uint8, whole rows one after the other; bytes after the last whole row are
 // not read. mask and bitval are uint8 [row_bytes]: which bits of a row are invariant, and their values. codebook and
 // codec are described in torch_tables.h.
-#include "torch_ranges.h"
 #include "torch_tables.h"
 
 #include <algorithm>
@@ -169,18 +168,16 @@ Tensor learning_scratch(const Tensor &data, const ibp_sample &sample)
 // Returns a codebook of scheme planes as the argument `codebook`, which read_planes reads.
 Tensor planes_words(const Tensor &data, const ibp_planes &planes, uint32_t row_bytes)
 {
-    const auto aligned = [](int64_t bytes) { return divide_up(bytes, 16) * 16; };
-    const int64_t num_live = row_bytes / planes.element_bytes - int64_t{planes.num_constant},
-                  live_start = aligned(row_bytes),
-                  start = planes.num_constant == 0 ? 0 : live_start + aligned(2 * num_live),
-                  sets = planes.per_column ? num_live : 1,
+    const ConstantColumns constants(planes, row_bytes);
+    const int64_t start = constants.num_bytes, sets = planes.per_column ? constants.num_live : 1,
                   entries_bytes = planes.entries == nullptr ? 0 : sets * planes.num_entries * planes.symbol_bytes;
     Tensor words = new_tensor(data, {start + entries_bytes}, ScalarType::Byte);
     if (words.numel() == 0) return words;
     uint8_t *const to = bytes_of(words, 0, "words");
     std::memset(to, 0, static_cast<size_t>(start));
     if (start != 0) std::memcpy(to, planes.row_template, row_bytes);
-    if (start != 0) std::memcpy(to + live_start, planes.live_columns, static_cast<size_t>(2 * num_live));
+    if (start != 0)
+        std::memcpy(to + constants.live_start, planes.live_columns, static_cast<size_t>(2 * constants.num_live));
     if (entries_bytes != 0) std::memcpy(to + start, planes.entries, static_cast<size_t>(entries_bytes));
     return words;
 }
@@ -205,7 +202,7 @@ Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_by
     fields.insert(fields.end(), planes.digit_bits, planes.digit_bits + planes.num_planes);
     const auto count = static_cast<int64_t>(fields.size());
     Tensor codec = new_tensor(data, {count}, ScalarType::Long);
-    std::copy(fields.begin(), fields.end(), data_of<int64_t>(codec, ScalarType::Long, count, "codec"));
+    std::copy(fields.begin(), fields.end(), longs_of(codec, count, "codec"));
     return codec;
 }
 

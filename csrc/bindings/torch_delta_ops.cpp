@@ -8,12 +8,11 @@
 //     apply_deltas    tensors num_rows codebook codec takes_back state                    (CUDA only)
 //
 // Each is documented at its function. The last three make or apply the deltas of many tensors by one launch
-// (ibp_cuda_delta.h). The rows of all their tensors are numbered in one sequence. They have these arguments:
+// (ibp_delta.h). The rows of all their tensors are numbered in one sequence. They have these arguments:
 //
 //     tensors  int64 [n, 10]: n structs ibp_delta_tensor. Their addresses are trusted.
 //     lengths  uint16 [rows of the sequence], a multiple of 32.
 //     counts   uint16 [rows of the sequence * 8]: numbers that measure_deltas leaves for encode_deltas.
-#include "torch_ranges.h"
 #include "torch_tables.h"
 
 #include <algorithm>
@@ -96,7 +95,7 @@ struct DeltaRows {
     DeltaRows(const Tensor &tensors, const Tensor &words, const Codec &codec, const Tensor &of_lengths,
               const Tensor &of_counts)
         : jobs(delta_tensors_of(tensors)), codebook(codebook_of(words, codec)), num_rows(of_lengths.numel()),
-          lengths(data_of<uint16_t>(of_lengths, ScalarType::UInt16, 0, "lengths")),
+          lengths(lengths_of(of_lengths, num_rows)),
           counts(data_of<uint16_t>(of_counts, ScalarType::UInt16, total_bytes(num_rows, IBP_DELTA_COUNTS, "rows"),
                                    "counts"))
     {

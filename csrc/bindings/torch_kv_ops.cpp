@@ -23,8 +23,6 @@ uint8_t *flags_of(const Tensor &flags, int64_t num_pages, int64_t num_tensors, c
     return found;
 }
 
-int64_t *ids_of_transfer(const Tensor &ids) { return data_of<int64_t>(ids, ScalarType::Long, 0, "ids"); }
-
 // Works out the ids of the place's rows, and the addresses of the tensors' memory, for a transfer of pages.
 // pages, blocks: int64 [pages]; page pages[k] of the place goes to or comes from block blocks[k] of each tensor. Any
 // numbers are allowed: the ids of a page or block that does not exist are -1. num_pages, num_blocks: of the place, and
@@ -43,8 +41,8 @@ void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks,
 {
     ibp_page_transfer t{};
     t.count = pages.numel();
-    t.pages = data_of<int64_t>(pages, ScalarType::Long, 0, "pages");
-    t.blocks = data_of<int64_t>(blocks, ScalarType::Long, t.count, "blocks");
+    t.pages = longs_of(pages, 0, "pages");
+    t.blocks = longs_of(blocks, t.count, "blocks");
     t.num_pages = num_pages, t.num_blocks = num_blocks;
     t.num_tensors = to_u32(num_tensors, 1, INT32_MAX, "num_tensors");
     t.first_tensor = to_u32(first_tensor, 0, num_tensors - 1, "first_tensor");
@@ -61,7 +59,7 @@ void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks,
             " elements for ", t.count, " pages");
     const uint8_t *const flags = stored ? flags_of(*stored, t.num_pages, t.num_tensors, "stored") : nullptr;
     uint64_t *const places = unsigned_longs_of(addresses, t.count * t.tensors * t.pieces, "addresses");
-    run_on(device, "plan_pages", ibp_cuda_plan_pages, ibp_plan_pages, &t, flags, ids_of_transfer(ids), places);
+    run_on(device, "plan_pages", ibp_cuda_plan_pages, ibp_plan_pages, &t, flags, longs_of(ids, 0, "ids"), places);
 }
 
 // Notes which blocks are stored once their rows have been coded into a place: all blocks but those with a lost row.
@@ -75,9 +73,8 @@ void note_pages(const Device &device, const Tensor &ids, int64_t ids_per_block, 
     const int64_t num_rows = lengths.numel(), num_flags = num_rows / ids_per_block;
     require(ids.numel() % ids_per_block == 0, "ids has ", ids.numel(), " elements, not ", ids_per_block, " a block");
     require(num_rows % ids_per_block == 0, "lengths has ", num_rows, " elements, not ", ids_per_block, " a block");
-    const int64_t num_blocks = ids.numel() / ids_per_block, *const of_rows = ids_of_transfer(ids);
-    const auto *const entries = data_of<uint16_t>(lengths, ScalarType::UInt16, 0, "lengths");
-    const auto *const owned = data_of<uint16_t>(rooms, ScalarType::UInt16, rooms.numel() ? num_rows : 0, "rooms");
+    const int64_t num_blocks = ids.numel() / ids_per_block, *const of_rows = longs_of(ids, 0, "ids");
+    const uint16_t *const entries = lengths_of(lengths, num_rows), *const owned = lengths_of(rooms, num_rows, "rooms");
     uint8_t *const flags = bytes_of(stored, num_flags, "stored"), *const of_host = bytes_of(seen, num_flags, "seen");
     run_on(device, "note_pages", ibp_cuda_note_pages, ibp_note_pages, of_rows, num_blocks, per_block, entries, owned,
            num_rows, flags, of_host);

@@ -1,5 +1,5 @@
 // torch_linear_ops.cpp - the operations of torch.ops.ibp that multiply by coded matrices, for CUDA only
-// (ibp_cuda_linear.h). They turn tensors into pointers and call the core.
+// (ibp_linear.h). They turn tensors into pointers and call the core.
 //
 //     linear         x parts slot_bytes biases -> Tensor
 //     linear.out     x parts slot_bytes biases out
@@ -147,7 +147,7 @@ void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes
     const int64_t *numbers = nullptr;
     if (order) {
         require(order->numel() == num_vectors, "order has ", order->numel(), " numbers, ", num_vectors, " are needed");
-        numbers = data_of<int64_t>(*order, ScalarType::Long, num_vectors, "order");
+        numbers = longs_of(*order, num_vectors, "order");
     }
     uint16_t *const to = elements_of(out, total_bytes(num_vectors, num_rows, "out"), "out");
     check(ibp_cuda_linear_groups(&stack, num_rows, list, groups.size(0), numbers, sharing, vectors, num_vectors, to,

@@ -25,7 +25,6 @@
 // The library is built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without
 // CUDA. The operations are public: arguments that contradict each other raise, whatever their values are. If the CPU
 // and CUDA both have an operation, one function implements it and asks which of them its tensors are on.
-#include "torch_ranges.h"
 #include "torch_tables.h"
 
 #include "../core/checks.h"
@@ -72,21 +71,20 @@ Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &o
     table.slots_bytes = slots.numel();
     table.overflow = place.overflow = bytes_of(overflow, 0, "overflow");
     table.overflow_bytes = overflow.numel();
-    table.lengths = place.lengths =
-        data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
+    table.lengths = place.lengths = lengths_of(lengths, num_rows);
     table.bases = place.bases =
         unsigned_longs_of(bases, bases.numel() ? divide_up(num_rows, IBP_ROWS_PER_BASE) : 0, "bases");
     table.rows_per_base = bases.numel() == num_rows ? 1u : IBP_ROWS_PER_BASE; // the same for a table of one row
     require(table.codebook.scheme != IBP_SCHEME_RAW || !table.lengths, "scheme raw has no lengths");
-    if (rooms) place.rooms = data_of<uint16_t>(*rooms, ScalarType::UInt16, rooms->numel() ? num_rows : 0, "rooms");
+    if (rooms) place.rooms = lengths_of(*rooms, num_rows, "rooms");
     if (used) {
         place.used = unsigned_longs_of(*used, 1, "used");
         require(place.bases == nullptr || table.rows_per_base == 1u, "bases has ", bases.numel(),
                 " elements, one for each of ", num_rows, " rows is needed");
     }
-    const auto note = [&](ibp::TablePart part, const void *data, const Tensor &tensor) {
-        const auto first = reinterpret_cast<uintptr_t>(data);
-        handle.parts[part] = {first, first + static_cast<uintptr_t>(tensor.numel()) * tensor.element_size()};
+    const auto note = [&](ibp::TablePart part, void *data, const Tensor &tensor) {
+        handle.parts[part] = {static_cast<uint8_t *>(data),
+                              tensor.numel() * static_cast<int64_t>(tensor.element_size())};
     };
     note(ibp::kSlots, place.slots, slots), note(ibp::kOverflow, place.overflow, overflow);
     note(ibp::kLengths, place.lengths, lengths), note(ibp::kBases, place.bases, bases);
@@ -140,8 +138,7 @@ Tensor index_rows(const Device &device, const Tensor &lengths, int64_t num_bytes
     const uint32_t bytes = row_bytes_of(row_bytes), slot = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
     require(0 <= num_bytes && num_bytes <= kMaxBytes, "num_bytes is ", num_bytes);
     const int64_t num_rows = divide_up(num_bytes, bytes), num_bases = divide_up(num_rows, IBP_ROWS_PER_BASE);
-    const uint16_t *const given =
-        data_of<uint16_t>(lengths, ScalarType::UInt16, lengths.numel() ? num_rows : 0, "lengths");
+    const uint16_t *const given = lengths_of(lengths, num_rows);
     Tensor bases = new_tensor(lengths, {num_bases + 1}, ScalarType::Long);
     auto *const last = static_cast<int64_t *>(bases.data_ptr()) + num_bases;
     uint64_t *const out = unsigned_longs_of(bases, num_bases, "bases");
@@ -402,10 +399,10 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
     auto *const lengths_to = data_of<uint16_t>(lengths_out, ScalarType::UInt16, rows_per_item, "lengths_out");
     const int64_t most_items = std::min(items.count, lengths_out.numel() / rows_per_item);
     int64_t num_rows = most_items * rows_per_item, num_groups = divide_up(num_rows, kGroup);
-    auto *const bases_to = data_of<int64_t>(bases_out, ScalarType::Long, num_groups, "bases_out");
+    int64_t *const bases_to = longs_of(bases_out, num_groups, "bases_out");
     // Starts are read back to say where rows go, so they are in memory that no caller can write.
     const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups));
-    auto *const result = data_of<int64_t>(taken, ScalarType::Long, 2, "taken");
+    int64_t *const result = longs_of(taken, 2, "taken");
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
     const auto over_groups = [&](int64_t bytes_each, const auto &work) {
         over_ranges(num_groups, bytes_each, 0, fault_of(fault),
@@ -575,7 +572,7 @@ void decode_piece(const Device &device, const Tensor &coded, const Tensor &codeb
 }
 
 // Decodes bytes [start, end) of a table in pinned host memory. The GPU's copy engine brings the table chunk by chunk
-// through a ring (ibp_cuda_stream.h). Several calls, one for each table, make a stream.
+// through a ring (ibp_stream.h). Several calls, one for each table, make a stream.
 // host_bases: int64, the table's bases on the CPU. streamer: the address of a living `_core.Streamer` of out's device.
 // begins, ends: whether this is the first, the last table of a stream. ring: uint8 in device memory, the same for all
 // tables of a stream. out: uint8, end - start bytes or more.
@@ -583,8 +580,7 @@ void stream_bytes(const Device &device, const Table &handle, const OnCpu &host_b
                   int64_t streamer, bool begins, bool ends, int64_t max_sms, const Out &ring, const Out &out,
                   const Out &fault)
 {
-    const ibp::Range &bases = handle.parts[ibp::kBases];
-    const auto num_bases = static_cast<int64_t>((bases.end - bases.first) / sizeof(uint64_t));
+    const int64_t num_bases = handle.parts[ibp::kBases].num_bytes / int64_t{sizeof(uint64_t)};
     require(host_bases.numel() == num_bases, "host_bases has ", host_bases.numel(), " elements, bases ", num_bases);
     require(streamer != 0, "no streamer");
     const ibp_table &table = handle.table();

@@ -64,21 +64,20 @@ inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *co
     codebook->cluster_flags = data + 3 * num_words;
 }
 
-// Finds the constant columns of scheme planes in `words`, which is aligned to 16 bytes: the row template comes first,
-// and the live columns begin at the next multiple of 16. Returns how many bytes they take, rounded up to a multiple
-// of 16.
-inline int64_t read_constants(const uint8_t *words, int64_t num_bytes, uint32_t row_bytes, ibp_planes *planes)
-{
-    const auto aligned = [](int64_t bytes) { return divide_up(bytes, 16) * 16; };
-    if (planes->num_constant == 0) return 0;
-    const int64_t num_live = row_bytes / planes->element_bytes - int64_t{planes->num_constant},
-                  live_start = aligned(row_bytes), end = live_start + aligned(num_live * 2);
-    require(num_live > 0 && end <= num_bytes, "codebook has ", num_bytes, " bytes, too few for ", planes->num_constant,
-            " constant columns");
-    planes->row_template = words;
-    planes->live_columns = static_cast<const uint16_t *>(static_cast<const void *>(words + live_start));
-    return end;
-}
+// Where the constant columns of scheme planes lie in the argument `codebook`: the row template comes first and then the
+// live columns, each padded to a multiple of 16 bytes. num_bytes: of both together; 0 if no column is constant.
+struct ConstantColumns {
+    int64_t num_live, live_start, num_bytes;
+
+    ConstantColumns(const ibp_planes &planes, uint32_t row_bytes)
+        : num_live(row_bytes / planes.element_bytes - int64_t{planes.num_constant}), live_start(padded(row_bytes)),
+          num_bytes(planes.num_constant == 0 ? 0 : live_start + padded(num_live * int64_t{sizeof(uint16_t)}))
+    {
+    }
+
+  private:
+    static int64_t padded(int64_t bytes) { return divide_up(bytes, 16) * 16; }
+};
 
 // Reads a codebook of scheme planes. words: the constant columns, if there are any, and then the packed symbols of each
 // cluster.
@@ -105,9 +104,15 @@ inline void read_planes(const Tensor &words, const Codec &codec, ibp_codebook *c
     for (uint32_t p = 0; p < planes.num_planes; p++)
         planes.digit_bits[p] = static_cast<uint8_t>(to_u32(codec[kFields + p], 1, IBP_MAX_DIGIT_BITS, "digit_bits"));
     const uint8_t *const data = bytes_of(words, 0, "codebook");
-    const int64_t start = read_constants(data, words.numel(), codebook->row_bytes, &planes),
-                  entries_bytes = words.numel() - start;
-    planes.entries = entries_bytes == 0 ? nullptr : data + start;
+    const ConstantColumns constants(planes, codebook->row_bytes);
+    if (planes.num_constant != 0) {
+        require(constants.num_live > 0 && constants.num_bytes <= words.numel(), "codebook has ", words.numel(),
+                " bytes, too few for ", planes.num_constant, " constant columns");
+        planes.row_template = data;
+        planes.live_columns = static_cast<const uint16_t *>(static_cast<const void *>(data + constants.live_start));
+    }
+    const int64_t entries_bytes = words.numel() - constants.num_bytes;
+    planes.entries = entries_bytes == 0 ? nullptr : data + constants.num_bytes;
     const ibp_status status =
         ibp_build_planes_codebook(&planes, codebook->row_bytes, static_cast<size_t>(entries_bytes), codebook);
     require(status == IBP_OK, "codebook has ", entries_bytes,
@@ -175,7 +180,7 @@ struct Cache : OnCpu, ibp::CacheHandle {
 
     void add_parts(Given &given) const
     {
-        for (const ibp::Range &part : parts) given.add_part("cache", part, true);
+        for (const Memory &part : parts) given.add_part("cache", part, true);
         given.require_device(ibp::CacheHandle::device);
     }
 };
@@ -195,6 +200,21 @@ inline ibp_ids ids_of(const Tensor &ids)
 
 inline int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
 
+// Dimensions of items in a strided tensor: the stride in bytes, and the size.
+using Steps = std::vector<std::array<int64_t, 2>>;
+
+// Returns the bytes from the first item to the end of the last one, or -1 if two items share memory.
+inline int64_t bytes_of_items(Steps steps, int64_t item_bytes)
+{
+    int64_t end = item_bytes;
+    std::sort(steps.begin(), steps.end());
+    for (const auto &[stride, size] : steps) {
+        if (stride < end) return -1;
+        end += total_bytes(size - 1, stride, "out");
+    }
+    return end;
+}
+
 // Spreads the items of a call over a strided tensor: its first outer_dims dimensions number the items, and its other
 // dimensions hold one item, contiguously. Fills in the dimensions of ids. Returns the memory from the tensor's first
 // byte to its last.
@@ -202,13 +222,13 @@ inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_by
 {
     const auto element_bytes = static_cast<int64_t>(out.element_size());
     require(0 <= outer_dims && outer_dims <= out.dim(), "outer_dims is ", outer_dims, " of ", out.dim());
-    int64_t inner_bytes = element_bytes, count = 1, end = item_bytes;
+    int64_t inner_bytes = element_bytes, count = 1;
     for (int64_t d = out.dim(); d-- > outer_dims;) {
         require(out.size(d) == 1 || out.stride(d) * element_bytes == inner_bytes, "out's items are not contiguous");
         inner_bytes = total_bytes(out.size(d), inner_bytes, "out");
     }
     require(inner_bytes == item_bytes, "out has items of ", inner_bytes, " bytes, ", item_bytes, " are needed");
-    std::vector<std::array<int64_t, 2>> dims; // stride in bytes, size
+    Steps steps;
     for (int64_t d = 0; d < outer_dims; d++) {
         count = total_bytes(out.size(d), count, "out");
         if (out.size(d) == 1) continue;
@@ -216,18 +236,13 @@ inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_by
                 " dimensions of items");
         ids->sizes[ids->num_dims] = out.size(d);
         ids->strides[ids->num_dims++] = total_bytes(out.stride(d), element_bytes, "out");
-        dims.push_back({ids->strides[ids->num_dims - 1], out.size(d)});
+        steps.push_back({ids->strides[ids->num_dims - 1], out.size(d)});
     }
     require(count == ids->count, "out has room for ", count, " items, there are ", ids->count);
     if (count == 0 || item_bytes == 0) return {nullptr, 0};
-    std::sort(dims.begin(), dims.end());
-    for (const auto &[stride, size] : dims) {
-        require(stride >= end, "items of out share memory");
-        end = total_bytes(size - 1, stride, "out") + end;
-    }
-    auto *const data = static_cast<uint8_t *>(out.data_ptr());
-    require(data != nullptr && bytes_held(out) >= end, "out has more elements than its storage");
-    return {data, end};
+    const int64_t end = bytes_of_items(steps, item_bytes);
+    require(end >= 0, "items of out share memory");
+    return {static_cast<uint8_t *>(out.data_ptr()), end};
 }
 
 // ---- rows of items ----
@@ -249,6 +264,34 @@ inline ibp_cache cache_of(const Tensor &entries, const std::vector<Tensor> &slab
     cache.entries = unsigned_longs_of(entries, num_rows, "entries");
     for (const Tensor &slab : slabs) cache.slabs[cache.num_slabs++] = {bytes_of(slab, 0, "slabs"), slab.numel()};
     return cache;
+}
+
+// Looks up the rows of items in maps. counts: nullptr if nothing is counted.
+inline void find_in_maps(const Device &device, const ibp_row_query &query, const ibp_cache_map *maps, uint32_t num_maps,
+                         uint64_t *entries, ibp_cache_counts *counts)
+{
+    constexpr int64_t kLookUpBytes = 128; // looking a row up takes as long as reading these bytes
+    if (device.is_cuda()) {
+        check(ibp_cuda_find_cached(&query, maps, num_maps, entries, counts, device.stream()), "find_cached");
+        return;
+    }
+    ibp_fault unused{};
+    over_ranges(query.ids->count, query.rows_per_item * kLookUpBytes, 0, &unused,
+                [&](int64_t first, int64_t last, uint8_t *, ibp_fault *) {
+                    return ibp_find_cached(&query, maps, num_maps, first, last, entries, counts);
+                });
+}
+
+// Looks up the rows of items in a cache that replaces its rows, and gives missing rows ways of it. counts: nullptr if
+// nothing is counted.
+inline void claim_ways(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp_lru &lru,
+                       uint64_t *entries, ibp_cache_counts *counts, ibp_fault *fault)
+{
+    const auto claim_on_cpu = [](auto... given) {
+        const ibp_status status = ibp_claim_cached(given...);
+        return status == IBP_INVALID_ARGUMENT ? status : IBP_OK; // other statuses are in fault
+    };
+    run_on(device, "claim_cached", ibp_cuda_claim_cached, claim_on_cpu, &table, &items, &lru, entries, counts, fault);
 }
 
 } // namespace ibp_torch

@@ -16,7 +16,6 @@
 // decode_many then note the fault in the table's own record on a GPU. On the CPU they raise, except that `take` notes
 // the fault if `notes` is set, which compiled code sets. `gather_items` notes it in `fault` on both.
 #include "huge_pages.h"
-#include "torch_ranges.h"
 #include "torch_tables.h"
 
 #include <algorithm>
@@ -136,27 +135,13 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     ibp_cache found = cache.slabs;
     found.entries = entries;
     if (cache.lru.slot_bytes != 0) {
-        run_on(
-            device, "claim_cached", ibp_cuda_claim_cached,
-            [](auto... given) {
-                const ibp_status status = ibp_claim_cached(given...);
-                return status == IBP_INVALID_ARGUMENT ? status : IBP_OK; // other statuses are in fault
-            },
-            &table, &items, &cache.lru, entries, cache.counts, fault);
+        claim_ways(device, table, items, cache.lru, entries, cache.counts, fault);
         return found;
     }
     const int64_t rows_per_item = rows_per_item_of(table);
     const ibp_row_query query{&items, rows_per_item, table.codebook.row_bytes, table.lengths,
                               table.num_items * rows_per_item};
-    if (device.is_cuda()) {
-        check(ibp_cuda_find_cached(&query, cache.maps, found.num_slabs, entries, cache.counts, device.stream()),
-              "find_cached");
-        return found;
-    }
-    over_ranges(items.count, rows_per_item * kLookUpBytes, 0, fault,
-                [&](int64_t first, int64_t last, uint8_t *, ibp_fault *) {
-                    return ibp_find_cached(&query, cache.maps, found.num_slabs, first, last, entries, cache.counts);
-                });
+    find_in_maps(device, query, cache.maps, found.num_slabs, entries, cache.counts);
     return found;
 }
 
@@ -234,19 +219,14 @@ Tensor take(const Device &device, const Source &handle, const Tensor &ids, const
 int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
 {
     const auto element_bytes = static_cast<int64_t>(out.element_size());
-    int64_t num_bytes = element_bytes, dims = out.dim(), outer = 0, end = item_bytes;
+    int64_t num_bytes = element_bytes, dims = out.dim();
     while (dims > 0 && num_bytes < item_bytes && out.stride(dims - 1) * element_bytes == num_bytes)
         num_bytes *= out.size(--dims);
-    std::vector<std::array<int64_t, 2>> steps;
+    Steps steps;
     for (int64_t d = 0; d < dims; d++)
-        if (out.size(d) > 1) outer++, steps.push_back({out.stride(d) * element_bytes, out.size(d)});
-    if (num_bytes != item_bytes || outer > IBP_MAX_OUT_DIMS) return -1;
-    std::sort(steps.begin(), steps.end());
-    for (const auto &[stride, size] : steps) {
-        if (stride < end) return -1; // items share memory
-        end += (size - 1) * stride;
-    }
-    return dims;
+        if (out.size(d) > 1) steps.push_back({out.stride(d) * element_bytes, out.size(d)});
+    const bool is_possible = num_bytes == item_bytes && steps.size() <= IBP_MAX_OUT_DIMS;
+    return is_possible && bytes_of_items(steps, item_bytes) >= 0 ? dims : -1;
 }
 
 // As `take`, but writes the items to out: [ids, *item], or several dimensions in place of the first, with any strides;
@@ -298,10 +278,8 @@ std::vector<ibp::TableHandle> read_tables(const Device &device, const Handles &t
 // Raises if a table shares memory with what the call writes.
 void require_apart(const ibp::TableHandle &handle, const Memory &written)
 {
-    const auto first = reinterpret_cast<uintptr_t>(written.data);
-    const ibp::Range range{first, first + static_cast<uintptr_t>(written.num_bytes)};
     for (uint32_t p = 0; p < ibp::kNumParts; p++)
-        require(!handle.parts[p].meets(range), ibp::kPartNames[p], " of a table and out share memory");
+        require(!handle.parts[p].meets(written), ibp::kPartNames[p], " of a table and out share memory");
 }
 
 // Fetches items of several tables, whose items have one size: those at ids[starts[t]] to ids[starts[t + 1] - 1] from
@@ -355,8 +333,7 @@ void decode_many(const Device &device, const Handles &tables, int64_t max_sms, c
         gathers.push_back({&table, nullptr, written[t].data, handles[t].fault});
     }
     std::sort(written.begin(), written.end(), [](const Memory &a, const Memory &b) { return a.data < b.data; });
-    for (size_t t = 1; t < written.size(); t++)
-        require(written[t - 1].data + written[t - 1].num_bytes <= written[t].data, "outs share memory");
+    for (size_t t = 1; t < written.size(); t++) require(written[t - 1].end() <= written[t].data, "outs share memory");
     check(
         ibp_cuda_gather_tables(gathers.data(), static_cast<int64_t>(gathers.size()), sms_of(max_sms), device.stream()),
         "decode_many");

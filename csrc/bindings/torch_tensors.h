@@ -1,5 +1,6 @@
-// torch_tensors.h - turns tensors into checked memory, and functions into operations of torch. If an argument is wrong,
-// or a call of torch fails, a std::runtime_error is thrown, which torch hands to Python as a RuntimeError.
+// torch_tensors.h - turns tensors into checked memory, and functions into operations of torch, whose work on the CPU it
+// shares among torch's threads. If an argument is wrong, or a call of torch fails, a std::runtime_error is thrown, which
+// torch hands to Python as a RuntimeError.
 //
 // Messages are put together without streams, because streams crash if a compiler has linked a part of libstdc++
 // statically, beside the libstdc++ of torch. Torch's own inline functions write their messages to streams. So this file
@@ -8,8 +9,7 @@
 #ifndef IBP_TORCH_TENSORS_H
 #define IBP_TORCH_TENSORS_H
 
-#include "ibp.h"
-#include "ibp_cuda.h"
+#include "../internal/ibp_internal.h"
 #include "table_handle.h"
 
 #include <torch/headeronly/util/Exception.h>
@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -115,11 +116,7 @@ inline uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *nam
 
 // ---- memory ----
 
-// Memory with the elements of a tensor. data: nullptr if there are none.
-struct Memory {
-    uint8_t *data;
-    int64_t num_bytes;
-};
+using ibp::Memory;
 
 // Returns the bytes from a tensor's first element to the end of its storage, or -1 if the element lies past the end:
 // storages can be resized.
@@ -132,14 +129,13 @@ inline int64_t bytes_held(const Tensor &tensor)
     return offset < 0 || offset > storage_bytes / element_bytes ? -1 : storage_bytes - offset * element_bytes;
 }
 
+// Returns the memory of a contiguous tensor, which is new or an argument of the operation: class Given has compared
+// arguments with their storages.
 inline Memory memory_of(const Tensor &tensor, const char *name)
 {
     require(tensor.is_contiguous(), name, " is not contiguous");
-    const int64_t num_bytes = total_bytes(tensor.numel(), static_cast<int64_t>(tensor.element_size()), name);
-    if (num_bytes == 0) return {nullptr, 0};
-    auto *const data = static_cast<uint8_t *>(tensor.data_ptr());
-    require(bytes_held(tensor) >= num_bytes && data != nullptr, name, " has more elements than its storage");
-    return {data, num_bytes};
+    const int64_t num_bytes = tensor.numel() * static_cast<int64_t>(tensor.element_size());
+    return {num_bytes == 0 ? nullptr : static_cast<uint8_t *>(tensor.data_ptr()), num_bytes};
 }
 
 // Returns the data of a contiguous tensor of the given dtype with at least `least` elements; nullptr if it is empty.
@@ -156,9 +152,20 @@ inline uint8_t *bytes_of(const Tensor &tensor, int64_t least, const char *name)
     return data_of<uint8_t>(tensor, ScalarType::Byte, least, name);
 }
 
+inline int64_t *longs_of(const Tensor &tensor, int64_t least, const char *name)
+{
+    return data_of<int64_t>(tensor, ScalarType::Long, least, name);
+}
+
 inline uint64_t *unsigned_longs_of(const Tensor &tensor, int64_t least, const char *name)
 {
     return data_of<uint64_t>(tensor, ScalarType::Long, least, name);
+}
+
+// Returns the data of a uint16 tensor with an element for each row; nullptr if it is empty.
+inline uint16_t *lengths_of(const Tensor &tensor, int64_t num_rows, const char *name = "lengths")
+{
+    return data_of<uint16_t>(tensor, ScalarType::UInt16, tensor.numel() ? num_rows : 0, name);
 }
 
 // Returns the memory of a contiguous tensor of any dtype with at least `least` bytes; nullptr if it is empty.
@@ -170,7 +177,7 @@ inline uint8_t *room_of(const Tensor &tensor, int64_t least, const char *name)
 }
 
 // Returns the memory from a tensor's first element to its last one, whatever its strides are. num_bytes is -1 if the
-// tensor's storage is too small.
+// tensor's storage is too small, or has no memory.
 inline Memory extent_of(const Tensor &x)
 {
     const auto element_bytes = static_cast<int64_t>(x.element_size());
@@ -182,8 +189,9 @@ inline Memory extent_of(const Tensor &x)
         fits = fits && x.stride(d) >= 0 && !__builtin_mul_overflow(x.size(d) - 1, x.stride(d), &step) &&
                !__builtin_add_overflow(last, step, &last);
     }
-    if (!fits || last >= bytes_held(x) / element_bytes) return {nullptr, -1};
-    return {static_cast<uint8_t *>(x.data_ptr()), (last + 1) * element_bytes};
+    auto *const data = static_cast<uint8_t *>(x.data_ptr());
+    if (!fits || data == nullptr || last >= bytes_held(x) / element_bytes) return {nullptr, -1};
+    return {data, (last + 1) * element_bytes};
 }
 
 // ---- devices ----
@@ -298,11 +306,9 @@ class Given {
     }
 
     // Adds memory that an argument describes and whose size has been checked.
-    void add_part(const char *name, const ibp::Range &range, bool is_written)
+    void add_part(const char *name, const Memory &memory, bool is_written)
     {
-        const auto num_bytes = static_cast<int64_t>(range.end - range.first);
-        if (num_bytes != 0)
-            add({position_, name, nullptr, kHere, is_written, {reinterpret_cast<uint8_t *>(range.first), num_bytes}});
+        if (memory.num_bytes != 0) add({position_, name, nullptr, kHere, is_written, memory});
     }
     // Says that an argument is for a certain CUDA device; -1: for the CPU.
     void require_device(int64_t number) { wanted_ = number, is_wanted_ = true; }
@@ -353,12 +359,9 @@ class Given {
                 require(false, name_of(entry).c_str(), " has more elements than its storage");
         }
         for (const Entry &written : entries_) {
-            if (!written.is_written || written.memory.data == nullptr) continue;
+            if (!written.is_written) continue;
             for (const Entry &other : entries_) {
-                if (other.memory.data == nullptr || &other == &written) continue;
-                const bool apart = written.memory.data + written.memory.num_bytes <= other.memory.data ||
-                                   other.memory.data + other.memory.num_bytes <= written.memory.data;
-                if (apart) continue;
+                if (&other == &written || !written.memory.meets(other.memory)) continue;
                 const bool is_later = &other < &written;
                 require(false, name_of(is_later ? written : other).c_str(), " and ",
                         name_of(is_later ? other : written).c_str(), " share memory");
@@ -373,11 +376,52 @@ class Given {
     bool is_wanted_ = false;
 };
 
+// ---- the work of an operation ----
+
 // Calls a function of the core on the device of the call. on_cuda takes a stream as its last argument.
 template <typename Cuda, typename Cpu, typename... Parameters>
 void run_on(const Device &device, const char *what, const Cuda &on_cuda, const Cpu &on_cpu, const Parameters &...given)
 {
     check(device.is_cuda() ? on_cuda(given..., device.stream()) : on_cpu(given...), what);
+}
+
+inline constexpr int64_t kGrainBytes = 1 << 16; // least work of a thread
+// Less work stays on the calling thread: other threads take some 10 us to wake, and then spin for a while.
+inline constexpr int64_t kLeastSharedBytes = 1 << 19;
+
+// Runs work(first, last, scratch, fault) over ranges of [0, count), on several of torch's threads if there is enough
+// work, and keeps the fault with the lowest position. bytes_each: bytes that one step reads or writes. scratch_bytes:
+// memory of a thread. work returns a status; IBP_INVALID_ARGUMENT raises an error. Memory for all ranges is allocated
+// before the first of them begins, so that nothing is half done if there is too little.
+template <typename Work>
+void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
+{
+    constexpr size_t kLine = 64; // bytes that threads do not share
+    bytes_each = std::max<int64_t>(1, bytes_each);
+    const bool is_little = count <= kLeastSharedBytes / bytes_each;
+    const int64_t grain = std::max<int64_t>(1, kGrainBytes / bytes_each),
+                  num_ranges = is_little ? std::min<int64_t>(1, count)
+                                         : std::min<int64_t>(torch::stable::get_num_threads(), divide_up(count, grain)),
+                  range = num_ranges == 0 ? 0 : divide_up(count, num_ranges);
+    const size_t stride = (scratch_bytes + kLine - 1) / kLine * kLine;
+    const std::unique_ptr<uint8_t[]> scratch(new uint8_t[stride * static_cast<size_t>(num_ranges)]);
+    std::mutex mutex;
+    bool refused = false; // whether any range returned IBP_INVALID_ARGUMENT
+    const auto run = [&](int64_t number) {
+        ibp_fault mine{};
+        const int64_t first = std::min(count, number * range), last = std::min(count, first + range);
+        if (first == last) return;
+        const ibp_status status = work(first, last, scratch.get() + stride * static_cast<size_t>(number), &mine);
+        if (status == IBP_OK) return;
+        const std::lock_guard<std::mutex> lock(mutex);
+        refused = refused || status == IBP_INVALID_ARGUMENT;
+        if (mine.status == IBP_OK) return;
+        if (fault->status == IBP_OK || mine.position < fault->position) *fault = mine;
+    };
+    torch::stable::parallel_for(0, num_ranges, 1, [&](int64_t first, int64_t last) {
+        for (int64_t number = first; number < last; number++) run(number);
+    });
+    check(refused ? IBP_INVALID_ARGUMENT : IBP_OK, "table");
 }
 
 // ---- new tensors ----

@@ -2,6 +2,7 @@
 #ifndef IBP_CORE_CACHE_H
 #define IBP_CORE_CACHE_H
 
+#include "../internal/ibp_cache.h"
 #include "locate.h"
 
 /* ---- entries ---- */

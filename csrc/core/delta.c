@@ -1,4 +1,5 @@
 /* delta.c - rows of differences added to the tensor that they are of (FORMAT.md section 9). */
+#include "../internal/ibp_delta.h"
 #include "bits.h"
 #include "rows.h"
 

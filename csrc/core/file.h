@@ -2,6 +2,7 @@
 #ifndef IBP_CORE_FILE_H
 #define IBP_CORE_FILE_H
 
+#include "../internal/ibp_file_fields.h"
 #include "json.h"
 
 #define IBP_FILE_ALIGN 128u                                    /* what the writer pads tensors to */

@@ -1,4 +1,5 @@
 /* fingerprint.c - the fingerprint of a tensor's bytes (FORMAT.md section 10). */
+#include "../internal/ibp_delta.h"
 #include "bits.h"
 #include "format.h"
 #include "schemes.h"

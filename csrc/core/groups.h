@@ -3,6 +3,7 @@
 #ifndef IBP_CORE_GROUPS_H
 #define IBP_CORE_GROUPS_H
 
+#include "../internal/ibp_linear.h"
 #include "format.h"
 #include "ibp.h"
 

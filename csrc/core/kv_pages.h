@@ -2,6 +2,7 @@
 #ifndef IBP_KV_PAGES_H
 #define IBP_KV_PAGES_H
 
+#include "../internal/ibp_pages.h"
 #include "format.h"
 #include "ibp.h"
 

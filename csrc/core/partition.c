@@ -1,4 +1,5 @@
 /* partition.c - ids in the order of the windows of a table, by counting. */
+#include "../internal/ibp_gathers.h"
 #include "ids.h"
 
 #include <string.h>

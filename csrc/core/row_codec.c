@@ -1,5 +1,6 @@
 /* row_codec.c - one coded row in whichever scheme its codebook names, behind its cluster's number if there are several.
  */
+#include "../internal/ibp_coding.h"
 #include "schemes.h"
 
 #include <string.h>

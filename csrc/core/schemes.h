@@ -3,6 +3,7 @@
 #ifndef IBP_SCHEMES_H
 #define IBP_SCHEMES_H
 
+#include "../internal/ibp_machine.h"
 #include "checks.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)

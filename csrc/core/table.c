@@ -1,5 +1,6 @@
 /* table.c - tables in host memory: the row index, coding rows into slots and overflow, gathering and selecting items
  * (FORMAT.md 1 to 3). */
+#include "../internal/ibp_gathers.h"
 #include "cache.h"
 #include "ids.h"
 #include "rows.h"

@@ -1,4 +1,6 @@
 // device.cu - devices, errors, launch sizes and pinned memory.
+#include "../internal/ibp_coding.h"
+#include "../internal/ibp_machine.h"
 #include "launch.cuh"
 #include "host_pages.h"
 

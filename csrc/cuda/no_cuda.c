@@ -1,5 +1,5 @@
 /* no_cuda.c - the CUDA API of a build without nvcc: everything says IBP_NO_CUDA. */
-#include "ibp_cuda.h"
+#include "../internal/ibp_internal.h"
 
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 #define IBP_WITHOUT_CUDA(name, ...) \

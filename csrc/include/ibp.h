@@ -1,38 +1,43 @@
 /* ibp.h - public C API of the ibp core: codebooks, rows and tables in host memory. C11 and C++17.
  *
- * Lossless compression of tensors whose rows decode alone. The bytes are specified in FORMAT.md, to whose sections the
- * headers refer. This header includes the others; each may also be included alone. The rules below hold for all of
- * them. The CUDA twins, with device pointers and a stream, are in ibp_cuda.h, files in ibp_file.h.
+ * Lossless compression of tensors, each of whose rows can be decoded alone. FORMAT.md specifies the bytes; the headers
+ * refer to its sections. This header includes the others for host memory but ibp_file.h, which reads files. ibp_cuda.h
+ * declares the CUDA twins, which take device pointers and a stream. Each header may also be included alone. The
+ * following rules hold for all of them.
  *
  *     bool is_current(void) // whether the library that is linked has what this header declares
  *     {
  *         return ibp_version_number() >= IBP_VERSION_NUMBER;
  *     }
  *
- * Memory. No function here allocates, prints or reads the environment. Callers own every buffer; no function keeps one
- * after it returns. Functions that code rows work in `scratch`: ibp_scratch_bytes(row_bytes) bytes, at any alignment,
- * whose content before and after means nothing. A function takes at most IBP_MAX_STACK_BYTES of stack.
+ * Memory. No function here allocates memory, prints or reads the environment. Callers own every buffer; no function
+ * keeps a pointer after it returns. Functions that code rows work in `scratch`, which has ibp_scratch_bytes(row_bytes)
+ * bytes at any alignment. What scratch holds before and after a call means nothing. A function uses at most
+ * IBP_MAX_STACK_BYTES of stack.
  *
- * Threads. Every function may be called from several threads at once on different outputs and different scratch; inputs
- * may be shared. The only state is the set of processor features in use (ibp_set_cpu_features), an atomic.
+ * Alignment. Data, rows, coded bytes and outputs may begin at any address. Arrays of numbers have the alignment of
+ * their type, unless more is asked for.
  *
- * Arguments. Pointers are not NULL unless that is said. Sizes are exact. Every function checks its numbers and the
- * fields of the codebook or table that it is given, which takes a few nanoseconds, and returns IBP_INVALID_ARGUMENT for
- * unknown schemes and for values that are out of range or contradict each other. It does not check what arrays hold:
- * ibp_check_codebook and ibp_check_table do that, once, for codebooks that come from elsewhere.
+ * Threads. Several threads may call any function at once if their outputs and their scratch differ; they may share
+ * inputs. The library's only state says which features of the processor it uses; it is an atomic.
  *
- * Safety. Coded bytes, lengths and bases may be hostile: they are detected or give wrong data, and nothing outside the
- * buffers is read or written. The same holds for a codebook whose fields are in range but whose arrays hold anything,
- * and for arrays that another thread writes during the call: rows, ids, positions, offsets, entries, lengths, bases
- * and what codebooks point to. A value that is checked is read once. During a call the structs that arguments point to
- * stay as they are, and so do addresses in arrays, which are trusted; scratch and workspaces are the call's own.
+ * Arguments. Pointers are not NULL unless NULL is mentioned. Sizes are exact. Every function checks its numbers and the
+ * fields of its codebook or table, which takes a few nanoseconds, and returns IBP_INVALID_ARGUMENT if the scheme is
+ * unknown, if a value is out of range, or if values contradict each other. It does not check what arrays hold: call
+ * ibp_check_codebook and ibp_check_table once for codebooks that come from elsewhere.
+ *
+ * Safety. Coded bytes, lengths and bases may be hostile: they are refused or give wrong data, and nothing outside the
+ * buffers is read or written. The same holds if a codebook has fields in range and arrays with any contents, and if
+ * another thread writes arrays during the call: rows, ids, positions, offsets, lengths, bases and what codebooks point
+ * to. A function reads a value that it checks only once. Addresses in arrays are trusted. During a call nobody else may
+ * write the structs that arguments point to, such addresses, scratch, or workspaces.
  *
  * ABI. While the major version is 0, a minor version may change anything in these headers; a patch version changes no
- * declaration. From version 1 on, a minor version only adds: functions, enumerators, and fields at the end of
- * ibp_codebook, ibp_planes and ibp_table, for which zero means what there was before. So zero structs before you fill
- * them in, and compare ibp_version_number() with IBP_VERSION_NUMBER where header and library may come from different
- * builds. The name of the shared library changes with every version that is not compatible. The format of stored bytes
- * has a version of its own. What stands under "unstable" may change with any version. */
+ * declaration. From version 1 on, a minor version only adds functions, enumerators, and fields at the end of
+ * ibp_codebook, ibp_planes and ibp_table. A new field that is zero means what was the case without it. So zero structs
+ * before you fill them in, and compare ibp_version_number() with IBP_VERSION_NUMBER if header and library may come from
+ * different builds. The name of the shared library changes with every version that is not compatible. The format of
+ * stored bytes has a version of its own. */
 #ifndef IBP_H
 #define IBP_H
 
@@ -42,9 +47,6 @@
 #include "ibp_rows.h"
 #include "ibp_table.h"
 #include "ibp_place.h"
-#include "ibp_pages.h"
-#include "ibp_delta.h"
-#include "ibp_cache.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -54,31 +56,22 @@ extern "C" {
 #define IBP_VERSION_MAJOR 0
 #define IBP_VERSION_MINOR 2
 #define IBP_VERSION_PATCH 0
-/* Grows with every version. */
+/* A number that grows with every version. */
 #define IBP_VERSION_NUMBER (IBP_VERSION_MAJOR * 10000 + IBP_VERSION_MINOR * 100 + IBP_VERSION_PATCH)
-/* Of the bytes of tables (FORMAT.md). */
+/* The version of the format of stored bytes (FORMAT.md). */
 #define IBP_FORMAT_VERSION 1
 
-/* The version of the library that is linked, where the macros are those of the header: text, number, and that of the
- * format. */
+/* The macros above are of the header that you compile with; the following functions are of the library that you link
+ * or load. */
+
+/* Returns the version of the library as text, such as "0.2.0". The text lives as long as the library is loaded. */
 IBP_API const char *ibp_version(void);
+
+/* Returns the version of the library as a number, which IBP_VERSION_NUMBER is for the header. */
 IBP_API int ibp_version_number(void);
+
+/* Returns the version of the format that the library writes. It also reads all older versions from 1 on. */
 IBP_API int ibp_format_version(void);
-
-/* ---- unstable: may change with any version ---------------------------------------------------------------------- */
-
-/* Features of the processor that functions for host memory use for rows where it has them. Bytes and statuses are the
- * same without. */
-typedef enum ibp_cpu_feature {
-    IBP_CPU_AVX2_BMI2 = 1,
-    IBP_CPU_AVX512 = 2 /* F, BW, DQ, VL, VBMI, VBMI2 and VPOPCNTDQ of it; never in use without IBP_CPU_AVX2_BMI2 */
-} ibp_cpu_feature;
-
-/* The features in use, a sum of ibp_cpu_feature: all that the processor has, unless set otherwise. */
-IBP_API uint32_t ibp_cpu_features(void);
-/* Uses those of the given features that the processor has, in all threads from now on: for tests and benchmarks, 0
- * being the plain C code. @return the features in use. */
-IBP_API uint32_t ibp_set_cpu_features(uint32_t features);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,6 @@
-/* ibp_cuda.h - the CUDA twins of ibp.h: same verbs, same bytes, device pointers, the stream last.
+/* ibp_cuda.h - the CUDA twins of ibp.h: the same verbs and the same bytes, with device pointers and a stream.
  *
- * This header includes the other headers of CUDA; each may also be included alone. The rules below hold for all of
+ * This header includes the other headers of CUDA; each may also be included alone. The following rules hold for all of
  * them.
  *
  *     bool can_use_gpu(void)
@@ -8,31 +8,29 @@
  *         return ibp_cuda_is_built() && ibp_cuda_device_count() > 0;
  *     }
  *
- * Pointers may be anything that the current device can read: device memory, or pinned host memory mapped into it (rows
- * are then fetched over the link by the kernel itself, the paper's section 4.4). Nothing here allocates, synchronises
- * or uses the default stream; every function but the allocators can be captured in a CUDA graph. In a build without
- * CUDA every function returns IBP_NO_CUDA.
+ * Pointers. A pointer may be to any memory that the current device can use: device memory, or pinned host memory that
+ * is mapped into its address space. Kernels fetch rows from pinned memory over the link themselves (the paper's section
+ * 4.4). Structs that arguments point to are in host memory and are read before the function returns.
  *
- * Devices. Every function works on the device that is current when it is called: the stream belongs to it, and it can
- * read the inputs and write the outputs. A streamer belongs to the device that was current when it was created.
- * Pinned memory belongs to no device: all of them can read it, at the address that ibp_cuda_map_pinned gives for
- * each. An ibp_fault is written by one device at a time.
+ * Streams. The last argument is the stream that the work is queued on. No function but the allocators of pinned memory
+ * allocates memory, none waits for the GPU or uses the default stream, and all but the allocators can be captured in a
+ * CUDA graph. In a build without CUDA the functions that return an ibp_status return IBP_NO_CUDA.
  *
- * Errors. IBP_INVALID_ARGUMENT: an argument is NULL where bytes are needed, out of range, or contradicts another one
- * (raw rows with lengths, an unknown scheme, a codebook whose fields do not fit each other); then nothing has been
- * launched. What arrays in device memory hold is not checked before the launch. It does no harm, nor do kernels of
- * other streams that write the arrays meanwhile: what is wrong in a table's index and rows is noted in *fault, and
- * wrong words of a codebook give wrong rows. IBP_CUDA_ERROR: a CUDA call failed, and ibp_cuda_last_error() says why;
- * the error is no longer in cudaGetLastError(). */
+ * Devices. Every function works on the device that is current when it is called. The stream must belong to this device,
+ * and the device must be able to read the inputs and write the outputs. Pinned memory belongs to no device: all devices
+ * can read it, each at the address that ibp_cuda_map_pinned gives. Only one device at a time may write an ibp_fault.
+ *
+ * Errors. IBP_INVALID_ARGUMENT means that an argument is NULL although bytes are needed, is out of range, or
+ * contradicts another one (raw rows with lengths, an unknown scheme, a codebook whose fields do not fit each other);
+ * then nothing has been launched. What arrays in device memory hold is not checked before the launch and does no harm,
+ * even if kernels of other streams write them meanwhile: what is wrong in a table's index and rows is noted in *fault,
+ * and wrong words of a codebook give wrong rows. IBP_CUDA_ERROR means that a CUDA call failed: ibp_cuda_last_error()
+ * says why, and cudaGetLastError() no longer has the error. */
 #ifndef IBP_CUDA_H
 #define IBP_CUDA_H
 
 #include "ibp.h"
 #include "ibp_cuda_device.h"
 #include "ibp_cuda_rows.h"
-#include "ibp_cuda_cache.h"
-#include "ibp_cuda_linear.h"
-#include "ibp_cuda_stream.h"
-#include "ibp_cuda_delta.h"
 
 #endif

@@ -1,5 +1,6 @@
 /* ibp_cuda_device.h - devices, streams, errors of CUDA, and pinned host memory.
  *
+ *     // Copies bytes into pinned memory. *device: its address for kernels. ibp_cuda_free_pinned frees *pinned.
  *     ibp_status make_visible(const uint8_t *bytes, size_t num_bytes, void **pinned, void **device)
  *     {
  *         ibp_status status = ibp_cuda_alloc_pinned(num_bytes, -1, pinned);
@@ -21,33 +22,47 @@ extern "C" {
 
 typedef struct CUstream_st *ibp_stream; /* a cudaStream_t */
 
-/* Whether this build has kernels, and how many devices it can see (0 without a driver). */
+/* Returns whether this build of the library has kernels. */
 IBP_API bool ibp_cuda_is_built(void);
-IBP_API int ibp_cuda_device_count(void);
-/* Text of the last CUDA error met by this thread in this library; "" if none. */
-IBP_API const char *ibp_cuda_last_error(void);
 
-/* Lets kernels of `device` read the memory of `peer`, for maps and slabs that are there. Once is enough, for as long as
- * the process lives; more often does no harm.
- * @return IBP_CUDA_ERROR where the two cannot. */
-IBP_API ibp_status ibp_cuda_enable_peer(int device, int peer);
+/* Returns how many GPUs the library can use; 0 in a build without kernels and on a machine without a driver. */
+IBP_API int ibp_cuda_device_count(void);
+
+/* Returns CUDA's text for the last error that this thread has met in this library; "" if there was none. */
+IBP_API const char *ibp_cuda_last_error(void);
 
 /* ---- pinned memory ----------------------------------------------------------------------------------------------- */
 
-/* Pinned host memory of exactly num_bytes (no rounding to a power of two), zeroed; mapped into the address spaces of
- * all devices, whichever is current now, and pinned for all (portable). node: the NUMA node whose memory is preferred;
- * negative: that of the calling thread. Where the system refuses, or the node is full, pages are elsewhere. */
+/* Allocates pinned host memory, which all GPUs can read and write: it is mapped into the address spaces of all devices,
+ * whichever is current now. The call may take milliseconds and may wait for the GPU.
+ *
+ * num_bytes: exactly so many are allocated, without rounding to a power of two, and set to zero.
+ * node: the NUMA node whose memory is preferred; negative: that of the calling thread. If the system refuses or the
+ *   node is full, pages lie elsewhere.
+ * host: receives the address for the CPU; NULL if num_bytes is 0.
+ * @return IBP_CUDA_ERROR if there is not enough memory. */
 IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host);
-/* What ibp_cuda_alloc_pinned gave, with the same num_bytes. */
+
+/* Frees what ibp_cuda_alloc_pinned has allocated; does nothing if `host` is NULL. Kernels that use the memory must have
+ * ended.
+ *
+ * num_bytes: as it was given to ibp_cuda_alloc_pinned. */
 IBP_API ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes);
-/* Pins memory that the caller owns, where it is, until it is unregistered; mapped and portable as above. num_bytes >
- * 0. */
+
+/* Pins memory that the caller owns, such as a writable mapping of a file, where it is: it is then like memory of
+ * ibp_cuda_alloc_pinned until ibp_cuda_unregister_pinned is called.
+ *
+ * num_bytes: above 0. */
 IBP_API ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes);
-/* The same of memory that devices only read, such as a file that is mapped so: where the system lets. */
-IBP_API ibp_status ibp_cuda_register_read_only(void *host, size_t num_bytes);
+
+/* Unpins memory that ibp_cuda_register_pinned has pinned. Call it before the memory is freed. */
 IBP_API ibp_status ibp_cuda_unregister_pinned(void *host);
-/* Address of pinned host memory for the current device. Devices may have different ones: ask again where another one
- * is current. */
+
+/* Finds the address of pinned host memory for the current device. Devices may have different addresses for the same
+ * memory: ask again when another device is current.
+ *
+ * host: the address that ibp_cuda_alloc_pinned gave or ibp_cuda_register_pinned was given.
+ * device: receives the address for kernels. */
 IBP_API ibp_status ibp_cuda_map_pinned(void *host, void **device);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-/* ibp_cuda_rows.h - the CUDA twins of ibp_learn.h, ibp_table.h, ibp_place.h and ibp_pages.h.
+/* ibp_cuda_rows.h - the CUDA twins of ibp_table.h and ibp_place.h.
  *
  *     // Gathers 32 items. The arrays of the table, ids, out and *fault are in memory that the device can use.
  *     ibp_status gather_32(const ibp_table *table, const int64_t *ids, uint8_t *out, ibp_fault *fault,
@@ -17,22 +17,20 @@
 #include "ibp_cuda_device.h"
 #include "ibp_table.h"
 #include "ibp_place.h"
-#include "ibp_pages.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* As ibp_count_bits; adds to counts. */
-IBP_API ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
-                                       ibp_stream stream);
-/* As ibp_count_hits; adds to hits. */
-IBP_API ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows,
-                                       uint64_t *hits, ibp_stream stream);
 /* As ibp_measure_rows. */
 IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
                                          uint16_t *lengths, ibp_stream stream);
-/* As ibp_index_rows; overflow_bytes is a device pointer as well. */
+
+/* Works out on a stream where the overflow parts of a table's rows lie and how large overflow must be, as
+ * ibp_index_rows does.
+ *
+ * lengths, bases, overflow_bytes: memory that the device can use. *overflow_bytes is an int64_t there, which the caller
+ *   copies to the host to allocate overflow. lengths may be NULL: all rows are raw. */
 IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                        uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
                                        ibp_stream stream);
@@ -64,43 +62,27 @@ IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *
  * fault: device-accessible, or NULL. max_sms as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                         int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
-/* Fills num_bytes of device memory with one value, as an ibp_place's arrays are before anything is coded. */
-IBP_API ibp_status ibp_cuda_fill(void *memory, uint8_t value, size_t num_bytes, ibp_stream stream);
-/* As ibp_gather_items for all ids. fault: device-accessible, not NULL, cleared by the caller; the first fault met by
- * any warp is kept. max_sms: at most this many SMs are kept busy; 0: all, and never negative. */
+
+/* Gathers all items of `ids`, as ibp_gather_items does. An id out of range and an item with a corrupt row leave zeros in
+ * their place; all other items are right.
+ *
+ * table: its slots and overflow may be in device memory or in mapped pinned host memory, from which the kernel reads
+ *   the rows that it needs over the link. Lengths, bases and the arrays of the codebook are best in device memory. The
+ *   struct itself is read before the function returns.
+ * ids: the struct is in host memory, its arrays are memory that the device can use.
+ * out: position 0 of the output.
+ * fault: memory that the device can write, zero before the call. Of all faults it receives the one that a warp meets
+ *   first; read it after the stream is synchronised.
+ * max_sms: how many SMs the kernel may keep busy at most; 0: all. Rows that come over the link need few.
+ * stream: the work is queued here; the function does not wait for it.
+ * @return IBP_OK if the arguments are right and the work is queued; what it finds is in *fault. */
 IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);
 
-/* What is asked of one table among several: its items at ids, as by ibp_cuda_gather_items, or, where ids is NULL, all
- * of its bytes, as by ibp_cuda_decode_bytes. */
-typedef struct ibp_gather {
-    const ibp_table *table;
-    const ibp_ids *ids;
-    uint8_t *out;
-    ibp_fault *fault;
-} ibp_gather;
-
-/* All gathers, in any order. Of every 32 a launch does all that the same kernel decodes: tables of one scheme, element
- * size and about one row length. Longer rows than 2 KiB have launches of their own. */
-IBP_API ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num_gathers, int max_sms,
-                                          ibp_stream stream);
-
-/* As ibp_decode_bytes. fault and max_sms as in ibp_cuda_gather_items. */
+/* Decodes bytes [start, end) of a table, as ibp_decode_bytes does. The memory of the other arguments, max_sms and the
+ * result are as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
                                          ibp_fault *fault, int max_sms, ibp_stream stream);
-
-/* As ibp_partition_ids, but for the order inside a window, which may be any. */
-IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
-                                          void *sorted_ids, uint32_t *positions, ibp_stream stream);
-
-/* ---- pages of a KV-cache ---------------------------------------------------------------------------------------- */
-
-/* As ibp_plan_pages and ibp_note_pages. All pointers but transfer itself are of memory that the device can use. */
-IBP_API ibp_status ibp_cuda_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
-                                       uint64_t *addresses, ibp_stream stream);
-IBP_API ibp_status ibp_cuda_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
-                                       const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows,
-                                       uint8_t *stored, uint8_t *seen, ibp_stream stream);
 
 #ifdef __cplusplus
 }

@@ -1,10 +1,10 @@
 /* ibp_file.h - reads files of compressed tables from memory, such as a mapping of the file. C11 and C++17.
  *
  * A file is a safetensors file whose metadata says which of its tensors are parts of tables (FORMAT.md section 9).
- * What is found points into the caller's bytes: nothing is copied but codebooks, whose working form needs memory that
- * the caller gives. The rules of ibp.h hold: nothing is allocated, threads may share a file, pointers are not NULL.
+ * What the functions find points into the caller's bytes. Only codebooks are copied, into memory that the caller gives.
+ * The rules of ibp.h hold: no function allocates memory, threads may share a file, pointers are not NULL.
  *
- *     // The item of a number of the table "embedding", from the bytes of a file.
+ *     // Reads item `number` of the table "embedding" from the bytes of a file.
  *     ibp_status read_item(const uint8_t *bytes, size_t num_bytes, int64_t number, void *workspace,
  *                          size_t workspace_bytes, uint8_t *item, void *scratch, size_t scratch_bytes)
  *     {
@@ -20,10 +20,10 @@
  *         return ibp_decode_bytes(&table, start, start + table.item_bytes, item, scratch, scratch_bytes, &fault);
  *     }
  *
- * Safety. No byte of a file is trusted, nothing outside of it is read, and a file that another process changes while
- * it is read gives wrong data at worst. (That nobody cuts it short meanwhile is up to the caller, as with any mapping.)
+ * Safety. No byte of a file is trusted, and nothing outside of it is read. If another process changes a file while it
+ * is read, the data are wrong at worst. The caller must see to it that nobody shortens a file that is mapped.
  *
- * For little-endian machines of 64 bits. */
+ * Files are read on little-endian machines of 64 bits only. */
 #ifndef IBP_FILE_H
 #define IBP_FILE_H
 
@@ -35,166 +35,148 @@ extern "C" {
 
 #define IBP_MAX_FILE_DIMS 64u /* as many as torch's tensors have */
 
-/* A name or a value: the inside of a string of the header, in JSON, escapes included. Valid as long as the file is. */
+/* A name or a value: the inside of a string of the header in JSON, with its escapes. It points into the bytes of the
+ * file and ends without a 0. */
 typedef struct ibp_text {
     const char *data;
     size_t num_bytes;
 } ibp_text;
 
-/* Whether a text is this one, in UTF-8. */
+/* Returns whether a text is the same as a string in UTF-8, which ends with a 0. Escapes of the text are resolved. */
 IBP_API bool ibp_is_text(ibp_text text, const char *utf8);
 
-/* Writes a text in UTF-8, and a final 0, to utf8, which has `room` bytes, as snprintf does: what does not fit is left
- * out. room may be 0, and utf8 then NULL. @return the bytes of the whole text without the 0. */
+/* Copies a text in UTF-8 and with a final 0, as snprintf does.
+ *
+ * utf8, room: receives at most `room` bytes, the 0 included; what does not fit is left out. If room is 0, utf8 may be
+ *   NULL.
+ * @return the number of bytes of the whole text in UTF-8, without the 0: the copy is whole if this is below room. */
 IBP_API size_t ibp_copy_text(ibp_text text, char *utf8, size_t room);
 
 /* Why a file or a table is refused, in words. */
 typedef struct ibp_refusal {
-    ibp_text found;     /* a piece of the header; its data is NULL where something is missing */
-    const char *wanted; /* what should stand there, in English; NULL where nothing was noted */
-    const char *key;    /* of the field, if it is a field's value; else NULL */
+    ibp_text found;     /* the piece of the header that is wrong; its data is NULL if something is missing */
+    const char *wanted; /* says in English what should stand there; NULL if nothing was refused */
+    const char *key;    /* the key of the field whose value is wrong; NULL if it is not the value of a field */
 } ibp_refusal;
 
 /* ---- a file ------------------------------------------------------------------------------------------------------ */
 
+/* An open file: a value that points into the caller's bytes and needs no closing. */
 typedef struct ibp_file {
     const uint8_t *bytes;
     size_t num_bytes;
-    ibp_text header;     /* the inside of the JSON object that it is */
-    ibp_text metadata;   /* the inside of that of the metadata; empty where there is none */
-    const uint8_t *data; /* of all tensors; NULL where only the header was given */
+    ibp_text header;     /* the inside of the JSON object that the header is */
+    ibp_text metadata;   /* the inside of the metadata's JSON object; empty if there is none */
+    const uint8_t *data; /* the bytes of all tensors, behind the header; NULL if only the header was given */
     size_t data_bytes;
     uint32_t version; /* of the format; 0: a safetensors file without tables */
-    ibp_text release; /* of the library that wrote the file; may be empty */
+    ibp_text release; /* the release of the library that wrote the file; may be empty */
     size_t num_tensors, num_tables;
-    ibp_refusal refusal; /* of a file that is refused */
+    ibp_refusal refusal; /* why the file is refused, if it is */
 } ibp_file;
 
-/* Opens the num_bytes bytes of a file, aligned to 16 bytes, and reads its header once. The bytes stay the caller's,
- * and stay where they are as long as the file is used.
- * @return IBP_BAD_FILE for what is no file, or one whose header contradicts itself or its length, or has only some of
- * the names by which checksums are found ("ibp.format", "ibp.checks" and the tensor "ibp.checks"); IBP_NEWER_FILE for
- * one of a newer format: file->release then says which release of the library reads it. */
+/* Opens a file and reads its header once.
+ *
+ * bytes, num_bytes: the whole file, aligned to 16 bytes, as a mapping or in memory. Keep it in its place as long as the
+ *   file, its tensors and its tables are used.
+ * file: receives the open file; if it is refused, file->refusal says why.
+ * @return IBP_BAD_FILE if this is no safetensors file, if its header contradicts itself or its length, or if it has
+ * only some of the names by which checksums are found ("ibp.format", "ibp.checks" and the tensor "ibp.checks");
+ * IBP_NEWER_FILE if the file has a newer format: file->release then says which release of the library reads it. */
 IBP_API ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_file *file);
 
-/* The same with just the header: the num_bytes bytes in front of the data, of a file of file_bytes bytes. Its tensors
- * have places, and no data; its tables can be found, and not opened. */
-IBP_API ibp_status ibp_open_header(const uint8_t *bytes, size_t num_bytes, size_t file_bytes, ibp_file *file);
-
-/* The next entry of the metadata. Keys that begin with "ibp." belong to the format. *cursor: 0 before the first call.
- * @return IBP_NOT_IN_FILE after the last one. */
-IBP_API ibp_status ibp_next_metadata(const ibp_file *file, size_t *cursor, ibp_text *key, ibp_text *value);
-
-/* The name of the next table; otherwise likewise. */
+/* Finds the name of the next table of a file, in the order of the header.
+ *
+ * cursor: set *cursor to 0 before the first call; each call moves it on.
+ * name: receives the name, for ibp_copy_text and ibp_is_text.
+ * @return IBP_NOT_IN_FILE after the last table. */
 IBP_API ibp_status ibp_next_table(const ibp_file *file, size_t *cursor, ibp_text *name);
 
-/* A tensor as it is stored. */
+/* A tensor as it is stored: a plain tensor, or a part of a table, of a codebook or of the checksums. */
 typedef struct ibp_file_tensor {
     ibp_text name;
     ibp_text dtype; /* as safetensors names it: "BF16" */
     uint32_t num_dims;
     int64_t shape[IBP_MAX_FILE_DIMS];
-    const uint8_t *data; /* at any alignment; NULL where only the header was given */
+    const uint8_t *data; /* at any alignment; NULL if only the header was given */
     size_t num_bytes;
-    size_t start; /* of its bytes, among the data of the file */
+    size_t start; /* where its bytes begin in the data of the file */
 } ibp_file_tensor;
 
-/* The next stored tensor, in the order of the header: a plain one, or a part of a table, of a codebook or of the
- * checksums (ibp_is_part). *cursor: 0 before the first call. @return IBP_NOT_IN_FILE after the last one. */
+/* Finds the next stored tensor of a file, in the order of the header. ibp_is_part says whether it is a plain one.
+ *
+ * cursor: set *cursor to 0 before the first call; each call moves it on.
+ * tensor: receives the tensor.
+ * @return IBP_NOT_IN_FILE after the last tensor. */
 IBP_API ibp_status ibp_next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor *tensor);
 
-/* Whether a tensor is a part of a table whose fields are in this file, or one of the format's own ("ibp.checks"). */
+/* Returns whether a stored tensor is a part of a table whose fields are in this file, or a tensor of the format
+ * ("ibp.checks"); false for a plain tensor. */
 IBP_API bool ibp_is_part(const ibp_file *file, const ibp_file_tensor *tensor);
 
-/* The stored tensor of a name in UTF-8.
- * @return IBP_NOT_IN_FILE if there is none, IBP_BAD_FILE if there are several. */
+/* Finds a stored tensor by its name.
+ *
+ * name: in UTF-8.
+ * tensor: receives the tensor, whose data point into the file.
+ * @return IBP_NOT_IN_FILE if there is no such tensor, IBP_BAD_FILE if there are several. */
 IBP_API ibp_status ibp_find_tensor(const ibp_file *file, const char *name, ibp_file_tensor *tensor);
-
-/* The checksums of a file, as its header has them: one for each block of the data in front of them, one for the bytes
- * in front of the data, and one for the checksums. */
-typedef struct ibp_file_checks {
-    uint64_t block_bytes, num_blocks;
-    size_t start; /* of the entries, among the data of the file */
-} ibp_file_checks;
-
-/* @return IBP_NOT_IN_FILE for an ordinary safetensors file, which has none, or IBP_BAD_FILE. */
-IBP_API ibp_status ibp_find_checks(const ibp_file *file, ibp_file_checks *checks, ibp_refusal *refusal);
 
 /* XXH3_64bits of xxHash, or a function that does the same. */
 typedef uint64_t (*ibp_hash_function)(const void *bytes, size_t num_bytes);
 
-/* Compares all checksums of a file. *block: the first one that is wrong, counted as the entries of "ibp.checks" are:
- * the blocks of the data first, then the header, then the checksums themselves.
- * @return IBP_WRONG_CHECKSUM, or as ibp_find_checks. */
+/* Compares all bytes of a file with the checksums that it has. Opening a file does not do this.
+ *
+ * xxh3: the hash of the checksums; the library has none of its own.
+ * block: receives the number of the first wrong checksum, counted as the entries of "ibp.checks": the blocks of the
+ *   data come first, then the header, then the checksums themselves.
+ * @return IBP_OK if all are right; IBP_WRONG_CHECKSUM; IBP_NOT_IN_FILE if the file has no checksums, as ordinary
+ * safetensors files; IBP_BAD_FILE if what it says about its checksums is wrong. */
 IBP_API ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block);
 
 /* ---- its tables -------------------------------------------------------------------------------------------------- */
 
-/* What the fields of a table say. */
+/* What a file says about a table. */
 typedef struct ibp_file_table {
-    ibp_text dtype; /* of the original tensor: "BF16"; for what safetensors has no name for, torch's in capitals */
+    ibp_text dtype; /* of the original tensor: "BF16"; torch's name in capitals if safetensors has none */
     uint32_t num_dims;
     int64_t shape[IBP_MAX_FILE_DIMS];
-    int64_t num_items;  /* along the first dimension; one where there is none */
-    int64_t item_bytes; /* -1 of a dtype that is not known */
+    int64_t num_items;  /* along the first dimension; 1 if there are no dimensions */
+    int64_t item_bytes; /* -1 if the dtype is not known */
     ibp_scheme scheme;
     uint32_t row_bytes, slot_bytes, rows_per_base;
-    uint32_t codebook; /* its number; not in scheme raw */
-    bool has_content;  /* whether content, the fingerprint of the original bytes (section 10), is known */
-    bool is_delta;     /* the items are differences from bytes of the fingerprint base; their sums have result */
+    uint32_t codebook; /* the number of the table's codebook; not in scheme raw */
+    bool has_content;  /* whether `content` is known: the fingerprint of the original bytes (section 10) */
+    bool is_delta;     /* the items are differences from bytes with the fingerprint `base`; the sums have `result` */
     uint64_t content, base, result;
-    ibp_text codec; /* of a table that an external codec has coded, which has no scheme and no rows; else empty */
-    size_t workspace_bytes;
+    ibp_text codec;         /* the external codec of a table, which has no scheme and no rows; else empty */
+    size_t workspace_bytes; /* that ibp_open_table needs */
     const char *name;       /* the caller's */
-    const ibp_file *files;  /* likewise */
-    size_t num_files, file; /* the number of the file that has the fields */
-    ibp_refusal refusal;    /* of a table that is refused for its fields */
+    const ibp_file *files;  /* the caller's */
+    size_t num_files, file; /* file: the number of the file that has the fields */
+    ibp_refusal refusal;    /* why the fields of the table are refused, if they are */
 } ibp_file_table;
 
-/* The table of a name in UTF-8. files: one, or all of a set, among which the parts of a table may be spread. The name
- * and the files stay where they are as long as *table is used.
- * @return IBP_NOT_IN_FILE if there is none; IBP_BAD_FILE if its fields contradict each other; IBP_UNSUPPORTED_TABLE if
- * it has fields, a scheme, a dtype or a codec that this library does not know, and then table->codec may say which. */
+/* Finds a table by its name and reads its fields.
+ *
+ * files, num_files: one file, or all files of a set, among which the parts of a table may be spread. Keep the array in
+ *   its place as long as *table is used.
+ * name: in UTF-8; keep it likewise.
+ * table: receives what the fields say; if they are refused, table->refusal says why.
+ * @return IBP_NOT_IN_FILE if there is no such table; IBP_BAD_FILE if its fields contradict each other;
+ * IBP_UNSUPPORTED_TABLE if it has fields, a scheme, a dtype or a codec that this library does not know: table->codec
+ * may say which codec. */
 IBP_API ibp_status ibp_find_table(const ibp_file *files, size_t num_files, const char *name, ibp_file_table *table);
 
-/* The table itself: its arrays lie in the files, its codebook in the workspace: found->workspace_bytes bytes, aligned
- * to 16. What its lengths and bases say is not read: functions of ibp.h find what is wrong in them row by row.
- * @return IBP_BAD_FILE for parts or a codebook that do not fit the fields; IBP_NOT_IN_FILE for a part that is in none
- * of the files; IBP_BUFFER_TOO_SMALL. */
+/* Opens a table that ibp_find_table has found, for the functions of ibp.h. It checks the codebook; lengths and bases
+ * are not read, since calls that decode rows find what is wrong in them row by row.
+ *
+ * workspace, workspace_bytes: at least found->workspace_bytes bytes, aligned to 16, which receive the codebook. Keep
+ *   them as long as the table.
+ * table: receives the table, whose arrays lie in the files.
+ * @return IBP_BAD_FILE if a part or the codebook does not fit the fields; IBP_NOT_IN_FILE if a part is in none of the
+ * files; IBP_BUFFER_TOO_SMALL if the workspace is too small. */
 IBP_API ibp_status ibp_open_table(const ibp_file_table *found, void *workspace, size_t workspace_bytes,
                                   ibp_table *table);
-
-/* ---- fields, one by one ------------------------------------------------------------------------------------------ */
-
-typedef enum ibp_field_kind {
-    IBP_FIELD_NUMBER,
-    IBP_FIELD_FINGERPRINT,
-    IBP_FIELD_REAL,
-    IBP_FIELD_LIST, /* of numbers */
-    IBP_FIELD_TEXT,
-    IBP_FIELD_OTHERS /* all whose keys begin so; text: of the last one, without that beginning and with its "=" */
-} ibp_field_kind;
-
-typedef struct ibp_field {
-    const char *key, *wanted; /* wanted: its values, in English */
-    ibp_field_kind kind;
-    uint64_t least, most;  /* a number, or each of a list */
-    uint32_t most_entries; /* of a list */
-    bool is_given;
-    uint64_t number; /* of numbers and fingerprints; of a scheme its number */
-    ibp_text text;   /* of every kind */
-} ibp_field;
-
-#define IBP_TABLE_FIELDS 13u
-#define IBP_CODEBOOK_FIELDS 21u
-
-/* The fields that a table can have, from the value of the key "ibp.table.<name>": just the right ones are given. It may
- * have a codec, or a dtype that is not known. table: what the fields say.
- * @return IBP_BAD_FILE, or IBP_UNSUPPORTED_TABLE for a field or a scheme that this library does not know. */
-IBP_API ibp_status ibp_read_table(ibp_text line, ibp_field fields[IBP_TABLE_FIELDS], ibp_file_table *table);
-
-/* The fields that a codebook can have, from the value of the key "ibp.codebook.<k>"; otherwise likewise. */
-IBP_API ibp_status ibp_read_codebook(ibp_text line, ibp_field fields[IBP_CODEBOOK_FIELDS], ibp_refusal *refusal);
 
 #ifdef __cplusplus
 }

@@ -18,22 +18,29 @@
 extern "C" {
 #endif
 
-/* Of codebooks of scheme raw there are no coded rows: these functions refuse them. */
+/* These functions refuse codebooks of scheme raw, which have no coded rows. */
 
-/* Exact size of a row as coded, in bytes, whether or not it is smaller than the row; 0 for an invalid argument, where
- * there is no coded row, and where arrays that ibp_check_codebook refuses leave no bit of it; IBP_NO_CODED_FORM if the
- * codebook cannot code it. row: codebook->row_bytes bytes. */
-IBP_API size_t ibp_coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row, void *scratch,
-                                   size_t scratch_bytes);
-
-/* Writes the coded row to dst. @return IBP_BUFFER_TOO_SMALL, with nothing useful in dst, if it needs more than
- * dst_bytes, or if the codebook cannot code it; else IBP_OK; and in all cases what ibp_coded_row_bytes returns in
- * *coded_bytes. Writes nothing past dst_bytes. */
+/* Codes a row.
+ *
+ * codebook: its arrays are in host memory.
+ * row: codebook->row_bytes bytes.
+ * dst, dst_bytes: receives the coded row; nothing behind dst_bytes is written. ibp_max_coded_row_bytes bytes are always
+ *   enough.
+ * coded_bytes: receives the exact size of the coded row, whether or not it fits into dst or is smaller than the row;
+ *   IBP_NO_CODED_FORM if the codebook cannot code the row; 0 for an invalid argument.
+ * scratch, scratch_bytes: at least ibp_scratch_bytes(codebook->row_bytes) bytes.
+ * @return IBP_BUFFER_TOO_SMALL, with any bytes in dst, if the coded row needs more than dst_bytes or if the codebook
+ * cannot code it. */
 IBP_API ibp_status ibp_encode_row(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
                                   size_t *coded_bytes, void *scratch, size_t scratch_bytes);
 
-/* Rebuilds a row (codebook->row_bytes bytes) from exactly src_bytes coded bytes. Reads nothing outside src.
- * @return IBP_CORRUPT_ROW, with unspecified bytes in row, if the coded row does not have exactly src_bytes bytes. */
+/* Decodes a row.
+ *
+ * codebook: the one that the row was coded with; its arrays are in host memory.
+ * src, src_bytes: the coded row, of which src_bytes is the exact size; it may be hostile. Nothing outside src is read.
+ * row: receives codebook->row_bytes bytes.
+ * scratch, scratch_bytes: at least ibp_scratch_bytes(codebook->row_bytes) bytes.
+ * @return IBP_CORRUPT_ROW if the coded row does not have exactly src_bytes bytes; then `row` holds any bytes. */
 IBP_API ibp_status ibp_decode_row(const ibp_codebook *codebook, const uint8_t *src, size_t src_bytes, uint8_t *row,
                                   void *scratch, size_t scratch_bytes);
 

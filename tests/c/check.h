@@ -3,7 +3,7 @@
 #ifndef CHECK_H
 #define CHECK_H
 
-#include "ibp.h"
+#include "internal/ibp_internal.h"
 
 #include <stdbool.h>
 #include <stddef.h>

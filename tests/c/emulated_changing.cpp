@@ -5,6 +5,7 @@
 #include "changing.h"
 #include "core/cache.h"
 #include "cuda/launch.cuh"
+#include "internal/ibp_internal.h"
 
 extern "C" const char *__asan_default_options() { return "abort_on_error=1:detect_leaks=0"; }
 

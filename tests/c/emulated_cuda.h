@@ -5,7 +5,7 @@
 #define EMULATED_CUDA_H
 
 #include "core/format.h"
-#include "ibp_cuda.h"
+#include "internal/ibp_internal.h"
 
 #include <cstring>
 #include <functional>

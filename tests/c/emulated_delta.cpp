@@ -3,7 +3,7 @@
 #include "emulated_simt.h"
 #include "core/format.h"
 #include "cuda/launch.cuh"
-#include "ibp_cuda.h"
+#include "internal/ibp_internal.h"
 
 #include <random>
 

@@ -1,7 +1,7 @@
 /* emulated_linear.cpp - products of vectors with coded matrices by the kernel of csrc/cuda/linear/linear.cu, lane by
  * lane, against products of the matrix that was coded; and with lists of escapes that are damaged, which must do no
  * harm. */
-#include "ibp_cuda.h"
+#include "internal/ibp_internal.h"
 
 #include "cuda/floats.cuh"
 #include "cuda/launch.cuh"

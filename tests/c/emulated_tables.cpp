@@ -9,6 +9,7 @@
 #include "cuda/encode/warp_encode.cuh"
 #include "cuda/floats.cuh"
 #include "cuda/launch.cuh"
+#include "internal/ibp_internal.h"
 
 #include <csignal>
 #include <random>

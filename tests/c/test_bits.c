@@ -1,7 +1,7 @@
 /* test_bits.c - the inline bit helpers of format.h against loops over bits, and the status texts. */
 #include "check.h"
 #include "core/format.h"
-#include "ibp_cuda.h"
+#include "internal/ibp_internal.h"
 
 static uint32_t naive_deposit(uint32_t bits, uint32_t keep)
 {

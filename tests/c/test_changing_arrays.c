@@ -7,7 +7,6 @@
 #include "core/cache.h"
 #include "core/chunk_plan.h"
 #include "core/stage.h"
-#include "ibp_file.h"
 
 enum { NUM_ROWS = 40, ROWS_PER_ITEM = 2, NUM_ITEMS = NUM_ROWS / ROWS_PER_ITEM, ROW_BYTES = 64, COUNT = 4 };
 enum { NUM_WAYS = 32, SLAB_BYTES = NUM_WAYS * ROW_BYTES };

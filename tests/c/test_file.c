@@ -2,8 +2,6 @@
  * put in, and what contradicts itself is refused. */
 #include "check.h"
 
-#include "ibp_file.h"
-
 #include <stdarg.h>
 
 /* ---- a file that is made ---- */

@@ -1,7 +1,6 @@
 // threads.cpp - threads that share tables, places, maps of caches, counters and files, as ibp.h allows, for
 // ThreadSanitizer: it finds accesses that nothing orders, and this program that results are right.
-#include "ibp.h"
-#include "ibp_file.h"
+#include "internal/ibp_internal.h"
 
 #include <cstdio>
 #include <cstdlib>

@@ -52,7 +52,7 @@ def build(flags, program="tables", kernels=KERNELS):
     sources = [path for pattern in kernels for path in sorted((CSRC / "cuda").glob(pattern))]
     sources.sort(key=lambda path: not path.name.startswith("listed"))  # what takes longest to compile is begun first
     translated = {}
-    for path in [*CSRC.glob("core/*.h"), *CSRC.glob("cuda/**/*.*h"), *sources]:
+    for path in [*CSRC.glob("core/*.h"), *CSRC.glob("internal/*.h"), *CSRC.glob("cuda/**/*.*h"), *sources]:
         name = path.relative_to(CSRC).with_suffix(".cpp" if path.suffix == ".cu" else path.suffix)
         translated[path] = written(f"emulated/{name}", translate(path.read_text()))
     looks_for_races = flags is RACE_FLAGS

@@ -6,7 +6,7 @@
 #ifndef FUZZ_H
 #define FUZZ_H
 
-#include "ibp.h"
+#include "internal/ibp_internal.h"
 
 #include <stdio.h>
 #include <stdlib.h>

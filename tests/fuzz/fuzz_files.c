@@ -2,8 +2,6 @@
 #define _DEFAULT_SOURCE /* posix_memalign */
 #include "fuzz.h"
 
-#include "ibp_file.h"
-
 enum { MOST_WORKSPACE = 1 << 24, MOST_BYTES = 1 << 14, NAME_BYTES = 256 };
 
 /* FNV-1a (Fowler, Noll and Vo): any function does. */

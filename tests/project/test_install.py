@@ -117,13 +117,36 @@ def symbols(installed):
     return {line.split()[-1] for line in output.splitlines()}
 
 
+def declared(headers):
+    """Names of the functions that headers declare as exported."""
+    text = re.sub(r"/\*.*?\*/", "", "".join(path.read_text() for path in headers), flags=re.DOTALL)
+    return re.findall(r"^IBP_API [^;]*?\b(ibp_\w+)\(", text, re.MULTILINE)
+
+
 def test_soname_and_symbols(installed):
-    """Exported are the functions that the headers declare, all of them and nothing else."""
+    """Each exported function is declared once, in an installed header or in one for the Python package alone."""
     assert f"soname: [{SONAME}]" in run("readelf", "-d", installed.prefix / "lib" / "libibp.so")
-    headers = "".join((installed.prefix / "include" / name).read_text() for name in HEADERS)
-    text = re.sub(r"/\*.*?\*/", "", headers, flags=re.DOTALL)
-    declared = set(re.findall(r"^IBP_API [^;]*?\b(ibp_\w+)\(", text, re.MULTILINE))
-    assert symbols(installed) == declared and len(declared) > 30
+    public = declared(installed.prefix / "include" / name for name in HEADERS)
+    names = public + declared((CSRC / "internal").glob("*.h"))
+    assert symbols(installed) == set(names) and len(names) == len(set(names))
+    assert 30 < len(public) < 65
+
+
+def test_installed_headers_include_installed_headers(installed):
+    """Below include/ibp/ there is what ibp_device.cuh includes, all of it and nothing else."""
+    include = (installed.prefix / "include").resolve()
+    seen, found = set(), {include / "ibp_device.cuh"}
+    while found:
+        seen |= found
+        # Public headers name each other, and ibp_device.cuh names headers, from include/; others from their own place.
+        names = {(path, name) for path in found for name in re.findall(r'^#include "(.+)"', path.read_text(), re.M)}
+        names = {(path, name) for path, name in names if not name.startswith("../cuda/")}  # of the source tree
+        found = {
+            next(p for p in ((path.parent / name).resolve(), include / name) if p.exists()) for path, name in names
+        }
+        found -= seen
+    below = {path.resolve() for path in (include / "ibp").rglob("*") if path.is_file()}
+    assert below == {path for path in seen if path.is_relative_to(include / "ibp")}
 
 
 VERSIONS = """

@@ -2,6 +2,7 @@
 #ifndef IBP_DECODE_REQUEST_H
 #define IBP_DECODE_REQUEST_H
 
+#include "../../internal/ibp_cache.h"
 #include "ibp_cuda.h"
 
 namespace ibp {

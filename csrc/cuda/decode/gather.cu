@@ -1,5 +1,6 @@
 // gather.cu - ibp_cuda_gather_items and ibp_cuda_decode_bytes: what is asked for, and which decoder answers (the
 // paper's sections 4.3 and 4.4). The kernels are in decode/.
+#include "../../internal/ibp_gathers.h"
 #include "../../core/ids.h"
 #include "../cuda_checks.h"
 #include "decode_request.h"

@@ -1,5 +1,6 @@
 // fingerprint.cu - sums of words for fingerprints (FORMAT.md section 10). Bound by memory where the data is aligned to
 // 16 bytes: some 30 instructions a word.
+#include "../../internal/ibp_delta.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
 #include "sums.cuh"

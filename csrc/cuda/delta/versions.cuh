@@ -3,6 +3,7 @@
 #ifndef IBP_DELTA_VERSIONS_CUH
 #define IBP_DELTA_VERSIONS_CUH
 
+#include "../../internal/ibp_delta.h"
 #include "../cuda_checks.h"
 #include "../digits.cuh"
 #include "../kinds.h"

@@ -2,6 +2,7 @@
 #ifndef IBP_BAG_SUMS_CUH
 #define IBP_BAG_SUMS_CUH
 
+#include "../../internal/ibp_linear.h"
 #include "../floats.cuh"
 #include "../warp.cuh"
 

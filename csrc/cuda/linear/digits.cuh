@@ -3,6 +3,7 @@
 #ifndef IBP_DIGITS_CUH
 #define IBP_DIGITS_CUH
 
+#include "../../internal/ibp_linear.h"
 #include "../floats.cuh"
 #include "../warp.cuh"
 

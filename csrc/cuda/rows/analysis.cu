@@ -1,6 +1,7 @@
 // analysis.cu - bit and chunk statistics over rows (the paper's section 4.1). A block takes up to 256 columns of
 // words of a row and every k-th row; a thread one column, eight rows at a time. Bound by memory: some 10 instructions
 // a word, and one atomic a counter and block.
+#include "../../internal/ibp_coding.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
 

@@ -3,6 +3,7 @@
 // A gather from a large table is bound by address translation: rows fetched in the order of the table's windows find
 // their pages' addresses at hand. Bound by latency: three short kernels that read and write some twenty bytes an id
 // in the L2 cache.
+#include "../../internal/ibp_gathers.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
 

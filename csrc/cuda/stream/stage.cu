@@ -7,6 +7,7 @@
 //     copy stream:    wait decoded[place]   copy the chunk     record copied[place]
 //     the caller's:   wait copied[place]    decode the chunk   record decoded[place]
 // A place is opened when copied[place] is over. No thread waits for another but for places to be opened.
+#include "../../internal/ibp_stream.h"
 #include "../../core/stage.h"
 #include "../cuda_checks.h"
 #include "../decode/decode_request.h"

@@ -7,6 +7,7 @@
 // so the copy engine runs ahead by up to kPlaces chunks, from one table into the next, and neither the host nor the
 // caller's stream, which waits for a table's last chunk, waits for anything but the bytes that it needs. The decode
 // stream has the highest priority: its few blocks get the next SMs that other kernels leave.
+#include "../../internal/ibp_stream.h"
 #include "../../core/chunk_plan.h"
 #include "../cuda_checks.h"
 #include "../errors.h"

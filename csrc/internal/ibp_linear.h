@@ -1,4 +1,4 @@
-/* ibp_cuda_linear.h - coded rows in sums and products: bags of rows, and vectors times a coded matrix. CUDA alone.
+/* ibp_linear.h - coded rows in sums and products: bags of rows, and vectors times a coded matrix. On a GPU only.
  *
  *     // Sums of four rows of float32 each.
  *     ibp_status sums_of_four(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
@@ -13,8 +13,8 @@
  *         return ibp_cuda_sum_bags(table, ids, NULL, &bags, out, fault, 0, stream);
  *     }
  */
-#ifndef IBP_CUDA_LINEAR_H
-#define IBP_CUDA_LINEAR_H
+#ifndef IBP_LINEAR_H
+#define IBP_LINEAR_H
 
 #include "ibp_cache.h"
 #include "ibp_cuda_device.h"
@@ -111,11 +111,54 @@ IBP_API int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_p
  * that are stored raw or as default rows give any numbers; columns and starts out of range do no harm. */
 IBP_API ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uint16_t *weights, ibp_stream stream);
 
-/* As ibp_group_vectors, in one short kernel. */
+/* ---- vectors that matrices of a stack multiply ------------------------------------------------------------------- */
+
+#define IBP_MOST_OF_A_GROUP 8
+#define IBP_MOST_GROUPED 1024 /* vectors of a call */
+#define IBP_MOST_STACKED 4096 /* matrices of a call */
+
+/* The vectors first to first + count - 1, which are multiplied by matrix number `matrix` of a stack. */
+typedef struct {
+    uint32_t matrix, first, count; /* count: at most IBP_MOST_OF_A_GROUP */
+} ibp_vector_group;
+
+/* Sorts vectors by their matrices and makes groups of them, for ibp_cuda_linear_groups. A vector whose matrix does not
+ * exist comes last and is in no group.
+ *
+ * ids: the matrix of each of at most IBP_MOST_GROUPED vectors, without positions.
+ * num_matrices: at most IBP_MOST_STACKED.
+ * order: [ids->count] receives the numbers of the vectors in their new order; vectors of one matrix keep theirs.
+ * groups: [num_groups] receives groups of vectors in that order, then groups without vectors.
+ * num_groups: at least the smaller of ids->count and num_matrices, and ids->count / IBP_MOST_OF_A_GROUP more. */
+IBP_API ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order, ibp_vector_group *groups,
+                                     int64_t num_groups);
+
+#define IBP_MOST_LISTED 16 /* stacks whose rows are listed */
+
+/* The matrices that are asked for: matrix held[s] is in slot s. */
+typedef struct {
+    int64_t *slots;      /* [ids]: of the matrix that each id asks for */
+    int64_t *held;       /* [num_slots]: -1 in slots that are left over */
+    int64_t *rows;       /* of each stack [num_slots * num_rows[stack]], one stack after the other: the numbers of the
+                            matrices' rows, zeros in slots that are left over */
+    uint64_t *num_spare; /* NULL, or added to: how many slots are left over */
+    int64_t num_slots;   /* at least the smaller of ids->count and num_matrices + 1 */
+    int64_t num_rows[IBP_MOST_LISTED]; /* of a matrix of each stack, at least 1 */
+    uint32_t num_stacks;
+} ibp_listed;
+
+/* Lists each matrix that ids ask for once, in the order of their numbers, and the rows that each matrix has in several
+ * stacks. An id out of range asks for matrix num_matrices, which no stack has.
+ *
+ * ids: without positions.
+ * num_matrices: at most IBP_MOST_STACKED. */
+IBP_API ibp_status ibp_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed);
+
+/* Groups vectors as ibp_group_vectors does, by one short kernel. */
 IBP_API ibp_status ibp_cuda_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order,
                                           ibp_vector_group *groups, int64_t num_groups, ibp_stream stream);
 
-/* As ibp_list_matrices, in one short kernel; `listed` itself is the host's. */
+/* Lists matrices as ibp_list_matrices does, by one short kernel. The struct `listed` is in host memory. */
 IBP_API ibp_status ibp_cuda_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed,
                                           ibp_stream stream);
 

@@ -20,7 +20,7 @@
 #ifndef IBP_PAGES_H
 #define IBP_PAGES_H
 
-#include "ibp_status.h"
+#include "ibp_cuda_device.h"
 
 #ifdef __cplusplus
 extern "C" {
@@ -57,6 +57,14 @@ IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8
 IBP_API ibp_status ibp_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
                                   const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, uint8_t *stored,
                                   uint8_t *seen);
+
+/* Plan and note pages on a GPU as ibp_plan_pages and ibp_note_pages do. The struct *transfer is in host memory; all
+ * other pointers are to memory that the device can use. */
+IBP_API ibp_status ibp_cuda_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
+                                       uint64_t *addresses, ibp_stream stream);
+IBP_API ibp_status ibp_cuda_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
+                                       const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows,
+                                       uint8_t *stored, uint8_t *seen, ibp_stream stream);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,5 @@
-/* ibp_cuda_delta.h - the CUDA twins of ibp_delta.h: deltas of many tensors, made or applied by one launch.
+/* ibp_delta.h - fingerprints (section 10 of FORMAT.md), and differences added to tensors (section 9); on a GPU deltas
+ * of many tensors are made or applied by one launch.
  *
  *     // state: in device memory, 1 + 3 * num_tensors zeros; its first entry becomes the verdict.
  *     ibp_status apply(const ibp_codebook *codebook, const ibp_delta_tensor *tensors, uint32_t num_tensors,
@@ -8,17 +9,47 @@
  *         return ibp_cuda_apply_deltas(codebook, tensors, num_tensors, num_rows, false, state, stream);
  *     }
  */
-#ifndef IBP_CUDA_DELTA_H
-#define IBP_CUDA_DELTA_H
+#ifndef IBP_DELTA_H
+#define IBP_DELTA_H
 
 #include "ibp_cuda_device.h"
-#include "ibp_delta.h"
+#include "ibp_table.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* As ibp_sum_words; adds to *sum, aligned to 8 bytes. */
+/* ---- fingerprints (section 10) ---------------------------------------------------------------------------------- */
+
+/* Adds to *sum what a part of a tensor contributes to its fingerprint. part: num_bytes bytes at any alignment, which
+ * begin with word first_word of the tensor; num_bytes is a multiple of 8 except for the last part. Parts may come in
+ * any order. */
+IBP_API ibp_status ibp_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum);
+
+/* Returns the fingerprint of a tensor of num_bytes bytes, for all of whose parts ibp_sum_words has been called with a
+ * sum that was 0 at first. */
+IBP_API uint64_t ibp_finish_fingerprint(uint64_t sum, int64_t num_bytes);
+
+/* Returns the fingerprint of num_bytes bytes at any alignment. */
+IBP_API uint64_t ibp_fingerprint(const uint8_t *data, int64_t num_bytes);
+
+/* ---- deltas (section 9) ------------------------------------------------------------------------------------------ */
+
+/* Adds the rows first_row to last_row - 1 of a table of differences to a tensor, or subtracts them, element by element
+ * modulo 2^w. A corrupt row changes nothing, neither when it is added nor when it is subtracted; it is noted in *fault
+ * if *fault is still zero, and the other rows are added all the same. Threads may each take rows of one table.
+ *
+ * base: the whole tensor, of as many bytes as the table, at any alignment.
+ * change: the call adds to *change what the sum of ibp_sum_words changes by.
+ * scratch: ibp_scratch_bytes(row_bytes) and row_bytes more.
+ * @return the first fault's status, or IBP_OK; IBP_INVALID_ARGUMENT also if row_bytes is no multiple of 8. */
+IBP_API ibp_status ibp_add_rows(const ibp_table *table, uint32_t element_bytes, bool subtracts, int64_t first_row,
+                                int64_t last_row, uint8_t *base, uint64_t *change, void *scratch, size_t scratch_bytes,
+                                ibp_fault *fault);
+
+/* ---- on a GPU --------------------------------------------------------------------------------------------------- */
+
+/* Adds to *sum on a GPU as ibp_sum_words does; sum is aligned to 8 bytes. */
 IBP_API ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum,
                                       ibp_stream stream);
 
@@ -37,9 +68,10 @@ typedef struct ibp_delta_tensor {
     uint64_t base_sum, result_sum; /* of ibp_sum_words: of the base and of what it becomes */
 } ibp_delta_tensor;
 
-/* Whether the functions below take a codebook for making, or for applying deltas: listed rows, a multiple of 16 bytes
- * and at most 8192, of default 0; no clusters, constant columns, invariant bits or signed default. For making, besides:
- * symbols are whole elements, neither rotated nor consecutive, and the closed value is 1. */
+/* Return whether the functions below take a codebook for making, or for applying, deltas. Its rows are listed, have a
+ * multiple of 16 bytes and at most 8192, and the default 0; it has no clusters, constant columns, invariant bits or
+ * signed default. For making, symbols must also be whole elements, neither rotated nor consecutive, and the closed
+ * value must be 1. */
 IBP_API bool ibp_cuda_makes_deltas(const ibp_codebook *codebook);
 IBP_API bool ibp_cuda_applies_deltas(const ibp_codebook *codebook);
 

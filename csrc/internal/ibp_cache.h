@@ -23,6 +23,7 @@
 #ifndef IBP_CACHE_H
 #define IBP_CACHE_H
 
+#include "ibp_cuda_device.h"
 #include "ibp_table.h"
 
 #ifdef __cplusplus
@@ -88,7 +89,7 @@ typedef struct ibp_cache {
     ibp_slab slabs[IBP_MAX_SLABS];
 } ibp_cache;
 
-/* Of rows that were asked for. Default rows, and ids out of range, count as neither. */
+/* Counts of rows that were asked for. Default rows and ids out of range count neither as hits nor as misses. */
 typedef struct ibp_cache_counts {
     uint64_t hits[IBP_MAX_SLABS]; /* rows found, by slab */
     uint64_t misses;              /* rows not found */
@@ -98,7 +99,7 @@ typedef struct ibp_cache_counts {
 /* owners[i] = the slab of num_slabs, 1 to IBP_MAX_SLABS, whose map row rows[i] belongs to, by a hash of its number. */
 IBP_API ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners);
 
-/* Whose rows are looked up: rows_per_item rows of row_bytes bytes an item. */
+/* The items whose rows are looked up: each has rows_per_item rows of row_bytes bytes. */
 typedef struct ibp_row_query {
     const ibp_ids *ids;      /* its positions are not read */
     int64_t rows_per_item;   /* at least 1 */
@@ -156,15 +157,43 @@ typedef struct ibp_lru {
 IBP_API ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru, uint64_t *entries,
                                     ibp_cache_counts *counts, ibp_fault *fault);
 
-/* Takes rows out of a map: rows[i] for 0 <= i < count. Rows that it does not have, and negative numbers, are left out.
- */
+/* Takes rows rows[0] to rows[count - 1] out of a map. Rows that the map does not have, and negative numbers, are left
+ * out. */
 IBP_API ibp_status ibp_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map);
 
-/* Says that the cached bytes of rows have been written anew: of rows[i], if the map has it, lengths[i] is the new entry
- * of lengths (NULL: as before), and dirty whether the table's own row is older. Rows differ. Negative numbers are left
- * out. */
+/* Notes in a map that the cached bytes of rows have been written anew. Rows that the map does not have, and negative
+ * numbers, are left out; rows must differ.
+ *
+ * lengths: the new entries of lengths; NULL: they are as before.
+ * dirty: whether the table's own rows are older. */
 IBP_API ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,
                                   const ibp_cache_map *map);
+
+/* ---- on a GPU --------------------------------------------------------------------------------------------------- */
+
+/* Finds owners on a GPU as ibp_owners_of_rows does. */
+IBP_API ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
+                                           ibp_stream stream);
+/* Finds the entries of all ids as ibp_find_cached does, of at most 2^31 rows. The array `maps` is in host memory; the
+ * rows of the maps, and counts, which may be NULL, are in device memory. Maps of peers are read where they are. */
+IBP_API ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
+                                        uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream);
+/* Gathers all ids as ibp_gather_cached does; fault and max_sms are as in ibp_cuda_gather_items. */
+IBP_API ibp_status ibp_cuda_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
+                                          uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);
+/* Copies all rows as ibp_fill_slab does. */
+IBP_API ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets,
+                                      int64_t count, const ibp_cache_slab *slab, ibp_fault *fault, ibp_stream stream);
+/* Finds and replaces rows as ibp_claim_cached does, at most 2^31 rows, except that missing rows take their ways in any
+ * order. All calls and lookups of one cache must follow each other on one stream. */
+IBP_API ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru,
+                                         uint64_t *entries, ibp_cache_counts *counts, ibp_fault *fault,
+                                         ibp_stream stream);
+/* Take rows out of a map, and note changed rows, as ibp_drop_cached and ibp_set_cached do. */
+IBP_API ibp_status ibp_cuda_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map,
+                                        ibp_stream stream);
+IBP_API ibp_status ibp_cuda_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,
+                                       const ibp_cache_map *map, ibp_stream stream);
 
 #ifdef __cplusplus
 }

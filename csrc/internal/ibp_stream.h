@@ -1,4 +1,4 @@
-/* ibp_cuda_stream.h - tables in pinned host memory, brought to the GPU by its copy engine: whole, or some items.
+/* ibp_stream.h - tables in pinned host memory, brought to the GPU by its copy engine: whole, or some items.
  *
  *     ibp_status stream_one(const ibp_table *table, const uint64_t *host_bases, uint8_t *ring, int64_t ring_bytes,
  *                           uint8_t *out, ibp_fault *fault, ibp_stream stream)
@@ -13,8 +13,8 @@
  *         return status;
  *     }
  */
-#ifndef IBP_CUDA_STREAM_H
-#define IBP_CUDA_STREAM_H
+#ifndef IBP_STREAM_H
+#define IBP_STREAM_H
 
 #include "ibp_cuda_device.h"
 #include "ibp_table.h"
