@@ -796,9 +796,9 @@ TABLES = (
         "",
         "serve_vllm",
         "vLLM serves requests that come at once, with 0.95 of a card's memory: tokens a second, the share of what "
-        "memory, products and attention allow at most, milliseconds to a request's first token (median and 99th percentile) "
-        "and between two tokens, the requests in a step, the tokens of keys and values that fit, and the memory of the "
-        "weights. Arms run in the order of their numbers",
+        "memory, products and attention allow at most, milliseconds to a request's first token (median and 99th "
+        "percentile) and between two tokens, the requests in a step, the tokens of keys and values that fit, and the "
+        "memory of the weights. Arms run in the order of their numbers",
         {
             "model": lambda row: f"{row['case']}, {row['mode']}, {row['card_gib']:g} GiB",
             "requests": lambda row: f"{row['requests']} x {row['prompt_tokens']:,} + {row['new_tokens']:,}",

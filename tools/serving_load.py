@@ -105,7 +105,8 @@ def serve(engine, load, name, num_words, tell=lambda result: None):
 
 def kernels_of(profile, num_steps):
     """Returns the calls and the GPU's microseconds of a step, by kernel, the longest first."""
-    events = [each for each in profile.key_averages() if each.device_type == torch.autograd.DeviceType.CUDA]
+    on_gpu = torch.autograd.DeviceType.CUDA
+    events = [each for each in profile.key_averages() if each.device_type == on_gpu and not each.is_user_annotation]
     found = {each.key: (each.count / num_steps, each.self_device_time_total / num_steps) for each in events}
     return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
