@@ -62,9 +62,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import serving_load  # noqa: E402
 from serving_bounds import Load, Rates, bound_of, kv_bytes_of, weight_bytes_of  # noqa: E402
-from serving_load import PROMPTS as STEP_PROMPTS  # noqa: E402
-from serving_load import measure, register_random_weights  # noqa: E402
 
 from benchmarks import harness  # noqa: E402
 
@@ -72,8 +71,7 @@ COLUMNS = (
     "benchmark,case,arm,mode,prompt_tokens,new_tokens,equal,answers,largest_gap,ttft_ms,tokens_per_s,"
     "batch_tokens_per_s,found,load_s,weight_bytes,host_bytes,stored_pages,raw_pages,requests,order,card_gib,ttft_p99_ms,"
     "between_ms,sequences,kv_tokens,capture_s,load_peak_bytes,peak_bytes,bound_tokens_per_s,bound_sequences,"
-    "share_of_bound,command,"
-    "engine,gpu,torch,cuda,commit"
+    "share_of_bound,command,engine,gpu,torch,cuda,commit"
 ).split(",")
 OF_STEPS = "benchmark,case,arm,mode,order,card_gib,sequences,tokens".split(",")
 MACHINE = "engine,gpu,torch,cuda,commit".split(",")
@@ -88,8 +86,6 @@ BLOCK = 16  # tokens
 LIKELIEST = 20  # tokens whose probabilities vLLM tells, at most
 UTILIZATION = 0.95  # of a card's memory that loads may take
 LARGE_CARD_GIB = 70  # from here on vLLM's server reads 8,192 tokens of prompts in a step, not 2,048
-STEP_TOKENS = 128  # of a prompt whose steps are timed
-STEPS = 96  # at most, of a request whose steps are timed
 MODES = {
     "eager": {"enforce_eager": True},
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
@@ -209,7 +205,7 @@ def run_arm(task):
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
     from vllm.v1.worker.gpu_worker import Worker
 
-    register_random_weights()
+    serving_load.register_random_weights()
     load_s, capture_s, peaks = [], [], []
     load = timed(BaseModelLoader.load_model, load_s)
 
@@ -229,7 +225,7 @@ def run_arm(task):
 
     tell({"kind": "progress", "text": f"loaded in {sum(load_s):.1f} s, captured in {sum(capture_s):.1f} s"})
     if task["loads"]:
-        measure(llm, task, lambda result: tell(result | pages_of(task)))
+        serving_load.measure(llm, task, lambda result: tell(result | pages_of(task)))
     else:
         tell(answers_of(llm, task) | pages_of(task))
 
@@ -287,10 +283,10 @@ def arms_of(args, length, coded_folder):
         return {"kv_transfer_config": options | {"kv_connector_extra_config": extra}}
 
     if args.load:
-        longest = max(load.prompt_tokens + load.new_tokens for load in args.load)
-        of_steps = max(STEP_TOKENS + STEPS, STEP_PROMPTS.prompt_tokens + STEP_PROMPTS.new_tokens)
-        most = max(load.requests for load in args.load)
-        base |= {"max_model_len": max(longest, of_steps), "max_num_seqs": max(most, *args.sequences, 16)}
+        loads = [*args.load, serving_load.STEPS, serving_load.PROMPTS]
+        longest = max(load.prompt_tokens + load.new_tokens for load in loads)
+        most = max(*(load.requests for load in loads), *args.sequences)
+        base |= {"max_model_len": longest, "max_num_seqs": most}
         base |= {"max_num_batched_tokens": 8192 if args.card_gib >= LARGE_CARD_GIB else 2048}
         base |= {"gpu_memory_utilization": UTILIZATION * args.share}
         host = tier(args.host_gib * 2**30, **coded)
@@ -370,6 +366,9 @@ def start_file(path, columns, names, rows):
 
 
 def bound_on_card(args, config, load, is_coded, weight_bytes):
+    """Returns the bound of a load; None for mixtures, whose products are not reckoned."""
+    if "num_experts" in config:
+        return None
     return bound_of(config, args.rates, load, is_coded, weight_bytes, UTILIZATION * args.card_gib * 2**30)
 
 
@@ -391,9 +390,8 @@ def write_result(args, config, named, options, answers, result):
     if kind == "answers":
         answers.append(result)
         row |= compared(result, answers[0])
-    if kind == "load" and "num_experts" not in config:
-        load = Load(*(result[name] for name in Load._fields))
-        bound = bound_on_card(args, config, load, "coded" in row["arm"], result["weight_bytes"])
+    load = Load(*(result.get(name) for name in Load._fields))
+    if kind == "load" and (bound := bound_on_card(args, config, load, "coded" in row["arm"], result["weight_bytes"])):
         row |= {"bound_tokens_per_s": bound.tokens_per_s, "bound_sequences": bound.sequences}
         row["share_of_bound"] = row["tokens_per_s"] / bound.tokens_per_s
     if kind in ("answers", "load") and "KV" in row["arm"]:
@@ -442,7 +440,7 @@ def run_arms(args, made):
             failed += 1
             continue
         task = {"arm": arm, "options": options[arm], "prompts": prompts, "loads": args.load, "share": args.share}
-        task |= {"sequences": args.sequences, "step_tokens": STEP_TOKENS}
+        task["sequences"] = args.sequences
         take = functools.partial(write_result, args, config, named, options[arm], answers)
         failed += not run_in_process(task, made, args, take)
         if not args.load and not answers:  # there is nothing to compare with

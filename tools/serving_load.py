@@ -22,6 +22,7 @@ from serving_bounds import Load
 SPREAD = 0.02  # of random weights
 WARM = {"requests": 16, "new_tokens": 4}  # before a load is timed: kernels are made for the first calls
 SETTLE, TIMED, PROFILED = 8, 24, 8  # steps
+STEPS = Load(1, 128, SETTLE + 2 * TIMED + PROFILED + 24)  # of each sequence; the last 24, until all have begun
 PROMPTS = Load(4, 512, 1)  # whose single step stands for prompts
 MOST_LISTED = 15  # kernels, and functions of the host
 TELL_S = 10.0  # between two lines about a load
@@ -135,9 +136,9 @@ def step_rows(what, kernels, functions):
             yield {"kind": "part", **what, "side": side, "name": name, "calls": calls, "us": us}
 
 
-def time_steps(engine, num_sequences, prompt_tokens, num_words):
+def time_steps(engine, num_sequences, num_words):
     """Yields the rows of steps in which some sequences get a token each."""
-    load = Load(num_sequences, prompt_tokens, SETTLE + 2 * TIMED + PROFILED + 8)
+    load = STEPS._replace(requests=num_sequences)
     waiting = set(add_requests(engine, load, f"{num_sequences} sequences", num_words))
     while waiting:
         waiting -= {output.request_id for output in engine.step()}
@@ -184,7 +185,7 @@ def measure(llm, task, tell):
         peak_bytes = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         tell({"kind": "load", **load._asdict(), **result, "kv_tokens": room, "peak_bytes": peak_bytes})
     for num_sequences in task["sequences"]:
-        for row in time_steps(engine, num_sequences, task["step_tokens"], num_words):
+        for row in time_steps(engine, num_sequences, num_words):
             tell(row)
     if task["sequences"]:
         for row in time_prompts(engine, num_words):

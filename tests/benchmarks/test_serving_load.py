@@ -175,7 +175,7 @@ def test_a_load_is_served(tools, vllm):
 
 
 def test_steps_are_timed(tools, vllm):
-    (step, *parts) = tools.load.time_steps(Engine(room=9), 3, 5, 100)
+    (step, *parts) = tools.load.time_steps(Engine(room=9), 3, 100)
     assert (step["kind"], step["sequences"], step["tokens"]) == ("step", 3, 3)
     assert step["step_ms"] > 0 and step["host_ms"] >= 0
     assert any(part["side"] == "host" and part["name"].endswith(" step") for part in parts)
@@ -227,7 +227,7 @@ def run(tools, rates, tmp_path, monkeypatch):
 
 def test_a_failed_arm_loses_no_other(run, capsys, tmp_path):
     arms = "plain,coded weights,coded weights and KV,plain"
-    status, found = run("--shape", "llama-3-8b", "--load", "4x8+8,1x8+8", "--arms", arms, "--limit", "5")
+    status, found = run("--shape", "llama-3-8b", "--load", "4x8+8,1x8+8", "--arms", arms, "--limit", "3")
     rows = [(row["arm"], row["order"], row["requests"], row["tokens_per_s"]) for row in found["serve_vllm"]]
     assert status == 1 and rows == [
         ("plain", "1", "4", "1235"),
@@ -240,7 +240,7 @@ def test_a_failed_arm_loses_no_other(run, capsys, tmp_path):
     ]
     said = capsys.readouterr().out
     assert "FAILED coded weights: exit status 1\nsaid of coded weights\n" in said
-    assert "FAILED coded weights and KV: killed, its limit is 5 s" in said and "plain: loaded" in said
+    assert "FAILED coded weights and KV: killed, its limit is 3 s" in said and "plain: loaded" in said
     assert {row["card_gib"] for row in found["serve_vllm"]} == {"23.5"}
     row = found["serve_vllm"][0]
     assert float(row["share_of_bound"]) == pytest.approx(1234.6 / float(row["bound_tokens_per_s"]), rel=1e-3)
