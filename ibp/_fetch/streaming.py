@@ -18,7 +18,7 @@ from .._rows.faults import ENTRIES, new_record
 from .._rows.handle import Handle
 from .._rows.protocols import Decodable
 from .._rows.table import Table
-from .._schemes.choice import coder_rates
+from .._schemes.codebook import coder_rates
 from .calls import IN_ORDER, check_out, check_path, check_table, sms_of, target_of, worker_of
 
 # Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a

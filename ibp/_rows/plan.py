@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .._machine.calibration import Calibration
-from .._schemes.choice import coder_rates, work_of
+from .._schemes.codebook import coder_rates, work_of
 
 if TYPE_CHECKING:
     from .table import Table

@@ -22,7 +22,7 @@ from .._layout.manners import TensorManners
 from .._machine import calibration, memory
 from .._machine import numa as _numa
 from .._machine.segments import PART_DTYPES, FileRows, Segment
-from .._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
+from .._schemes import SCHEMES, AnyCodebook, coding_of
 from .faults import Faults, FaultWords, refuse_capture
 from .handle import Handle, Parts
 from .plan import Plan, plan_of
@@ -198,7 +198,8 @@ class Table(TensorManners, Saves):
     def stored_bytes(self) -> int:
         """Exact bytes of the coded rows and the codebook, which `savings` is about; the memory is `nbytes`."""
         if self._stored_bytes is None:
-            coded = total_stored(self.lengths.cpu(), self.geometry) if self.lengths.numel() else self.original_bytes
+            lengths, geometry = self.lengths, self.geometry
+            coded = _layout.survey(lengths.cpu(), geometry).stored if lengths.numel() else geometry.num_bytes
             self._stored_bytes = coded + (self.codebook.nbytes if self.codebook else 0)
         return self._stored_bytes
 

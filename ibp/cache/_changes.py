@@ -12,7 +12,7 @@ from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
 from .._schemes import AnyCodebook, coding_of
-from .._schemes.planes.codebook import signed
+from .._schemes.planes import signed
 from .._tables import changes
 from .._tables.changes import put_rows
 from ._slabs import DIRTY, Entries, Generation, Slab

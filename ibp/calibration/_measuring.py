@@ -20,7 +20,7 @@ from .._machine import memory as _memory
 from .._machine.calibration import FEW_SMS, H200, LARGE_BYTES, LARGE_IDS, Calibration, CoderRates, in_force, keep
 from .._machine.timing import Clock, free_host_bytes
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
-from .._schemes.choice import work_of
+from .._schemes.codebook import work_of
 from .._tables.coded_rows import CodedRows, encode_into
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows

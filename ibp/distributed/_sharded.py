@@ -23,9 +23,7 @@ from .._rows.faults import CorruptTableError, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
 from .._rows.table import OF_SELECTIONS
-from .._schemes import AnyCodebook, Options, Request, coding_of
-from .._schemes.choice import learn
-from .._schemes.estimation import checked, exact_stored_bytes
+from .._schemes import AnyCodebook, Options, Request, checked, coding_of, learn, surveyed
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
 from .._tables.compressed_tensor import CompressedTensor
@@ -479,8 +477,12 @@ def _learned(
     def stored_bytes(codebook: AnyCodebook | None) -> int:
         if codebook is None:
             return geometry.num_bytes
-        coded = members.together("from_local", lambda: exact_stored_bytes(x, codebook, worker))
-        return sum(int(size) for size in coded)
+
+        def coded() -> int:
+            data = _rows.bytes_of(x)
+            return min(surveyed(data, codebook, worker).stored + codebook.nbytes, data.numel())
+
+        return sum(int(size) for size in members.together("from_local", coded))
 
     codebook = by_rank_0(request)
     if codebook is None or not codebook.is_partial or codebook.expected_savings is None:

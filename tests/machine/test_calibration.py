@@ -11,14 +11,14 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding, in_threads, reckon_with
-from ibp import _schemes
 from ibp._common import ops
 from ibp._fetch import streaming
 from ibp._layout import geometry
 from ibp._machine import calibration
 from ibp._machine import memory as _memory
 from ibp._rows import plan
-from ibp._schemes import choice
+from ibp._schemes import codebook as codebooks
+from ibp._schemes import learning
 from ibp.calibration import _measuring
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -219,19 +219,19 @@ def test_nothing_measures_by_itself(monkeypatch):
 def scheme_for(monkeypatch):
     """The scheme that is chosen for a tensor by the calibration in force, and the time of its rows over that of raw
     ones. Codebooks are learned once."""
-    requests, learned, learn = {}, {}, _schemes.learn
+    requests, learned, learn = {}, {}, learning.learn_scheme
 
     def remembered(scheme, request):
         if (scheme, id(request)) not in learned:
             learned[scheme, id(request)] = learn(scheme, request)
         return learned[scheme, id(request)]
 
-    monkeypatch.setattr(_schemes, "learn", remembered)
+    monkeypatch.setattr(learning, "learn_scheme", remembered)
 
     def choose(x):
-        request = requests.setdefault(id(x), _schemes.Request(geometry.bytes_of(x), geometry.Geometry.of(x), CPU))
-        candidates = choice.compare(request)
-        chosen = choice.choose(candidates)
+        request = requests.setdefault(id(x), learning.Request(geometry.bytes_of(x), geometry.Geometry.of(x), CPU))
+        candidates = learning.compare(request)
+        chosen = learning.choose(candidates)
         return chosen.scheme, chosen.row_ns / candidates[0].row_ns
 
     return choose
@@ -319,7 +319,7 @@ def test_families_of_coders(name, row_bytes):
     """Their rows are coded by the family that they are named after, and save something."""
     family = FAMILIES[name]
     table, codebook = family.table(row_bytes, 1 << 19, CPU), family.codebook(row_bytes)
-    assert choice.coder_rates(codebook, ibp.calibration.H200) is getattr(ibp.calibration.H200, name)
+    assert codebooks.coder_rates(codebook, ibp.calibration.H200) is getattr(ibp.calibration.H200, name)
     assert table.savings > 0.15 and table.num_rows == (1 << 19) // row_bytes
     whole = ibp.decompress(table).view(torch.uint8).view(-1)
     assert torch.equal(whole, family.rows.view(torch.uint8).view(-1)[: 1 << 19])
