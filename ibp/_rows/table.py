@@ -56,9 +56,6 @@ class Table(TensorManners, Saves):
     overflow: torch.Tensor
     codebook: AnyCodebook | None
     geometry: Geometry
-    num_items: int
-    item_bytes: int
-    item_shape: tuple[int, ...]
     _faults: Faults
     _room: Room | None = None  # of a table whose rows have changed
     _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and the rows' state then
@@ -129,9 +126,6 @@ class Table(TensorManners, Saves):
             bases=torch.empty(0, dtype=torch.int64, device=home) if bases is None else bases.to(home),
             codebook=codebook,
             geometry=geometry,
-            num_items=geometry.num_items,
-            item_bytes=geometry.item_bytes,
-            item_shape=tuple(geometry.shape[1:]),
             _faults=Faults(_WORDS, _WORDS_OF_SELECTIONS),
             _handles={},
             _owner=None,
@@ -238,11 +232,6 @@ class Table(TensorManners, Saves):
         return 1 < self.num_rows == vars(self)["bases"].numel()
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes of the slots and the overflow: the memory that fetches of rows at random places are spread over."""
-        return self.slots.numel() + self.overflow.numel()
-
-    @property
     def link_bytes(self) -> int:
         """Bytes that fetching every row once reads over the link, in whole 32-byte sectors."""
         if self._link_bytes is None:
@@ -346,7 +335,6 @@ class Table(TensorManners, Saves):
             _room=room,
             _segment=None,
             geometry=geometry,
-            num_items=geometry.num_items,
             _is_aliased=False,
             _owner=None if moved else self._owner,
             _pinned_range=None if moved else self._pinned_range,
@@ -433,22 +421,6 @@ class Table(TensorManners, Saves):
             is_pinned = all(not part.numel() or part.is_pinned() for part in (slots, overflow))
         vars(self).update(_stored_bytes=None, _link_bytes=None, _is_pinned=is_pinned)
 
-    def handle(self, device: torch.device) -> Handle:
-        """Returns the table as the operations of a device take it. The handle is made once for each device: the index
-        and the codebook are copied to a GPU, and pinned rows are mapped. It is made anew after a calibration, whose
-        rates its plan reckons with."""
-        handle = self._handles.get(device)
-        if handle is not None:
-            is_planned = handle.machine is None or torch.compiler.is_compiling()
-            if is_planned or calibration.in_force(device) is handle.machine or memory.is_capturing(device):
-                return handle
-        refuse_capture(device)
-        if device != self.device and self._segment is not None:
-            with torch.cuda.device(device):
-                self._pin_segment()
-        with outside_of_modes():
-            return self._keep_handle(device, self._parts(device, self.geometry))
-
     def _keep_handle(self, device: torch.device, parts: Parts) -> Handle:
         """Makes a handle of parts that a device reads, and keeps it as the table's handle for that device."""
         fault, plan, machine = self._faults.on(device), Plan(), None  # compiled code and graphs find the record made
@@ -457,7 +429,7 @@ class Table(TensorManners, Saves):
             plan = plan_of(self, rates, device)
             machine = None if device == self.device else rates
         handle = Handle(parts._replace(fault=fault, plan=plan[:3]))
-        handle.like = torch.empty((0, *self.item_shape), dtype=self.dtype, device=device)
+        handle.like = torch.empty((0, *self.geometry.item_shape), dtype=self.dtype, device=device)
         handle.plan, handle.machine, handle.noted, handle.staged = plan, machine, self._faults.words(device), {}
         self._handles[device] = handle
         return handle
@@ -490,7 +462,7 @@ class Table(TensorManners, Saves):
 
     def _raise_pending(self, device: torch.device) -> None:
         """Raises what earlier calls have noted on a device."""
-        self._faults.raise_pending(device, last=self.num_items - 1)
+        self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
     def _raise_when_done(self, device: torch.device) -> None:
         """Waits for the current stream of a GPU, and raises what calls have noted there."""
@@ -499,7 +471,24 @@ class Table(TensorManners, Saves):
 
     def _raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
         """Raises what a call has noted in a record of its own."""
-        (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.num_items - 1)
+        (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.geometry.num_items - 1)
+
+
+def handle_on(table: Table, device: torch.device) -> Handle:
+    """Returns the table as the operations of a device take it. The handle is made once for each device: the index and
+    the codebook are copied to a GPU, and pinned rows are mapped. It is made anew after a calibration, whose rates its
+    plan reckons with."""
+    handle = table._handles.get(device)
+    if handle is not None:
+        is_planned = handle.machine is None or torch.compiler.is_compiling()
+        if is_planned or calibration.in_force(device) is handle.machine or memory.is_capturing(device):
+            return handle
+    refuse_capture(device)
+    if device != table.device and table._segment is not None:
+        with torch.cuda.device(device):
+            table._pin_segment()
+    with outside_of_modes():
+        return table._keep_handle(device, table._parts(device, table.geometry))
 
 
 # ---- checks ----

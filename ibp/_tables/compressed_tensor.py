@@ -414,7 +414,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         return self._items()
 
     def _items(self) -> Iterator[torch.Tensor]:
-        step = max(1, _ITERATED_BYTES // max(1, self.item_bytes))
+        step = max(1, _ITERATED_BYTES // max(1, self.geometry.item_bytes))
         for first in range(0, len(self), step):
             yield from streaming.decode_items(self, first, min(first + step, len(self)), check=self.is_cuda).unbind(0)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits, embedding, in_threads, reckon_with
+from helpers import assert_same_bits, embedding, in_threads, reckon_with, sized
 from ibp._common import ops
 from ibp._fetch import streaming
 from ibp._layout import geometry
@@ -266,23 +266,21 @@ def test_auto_takes_no_slots_that_are_slower_than_raw_rows(monkeypatch, scheme_f
             assert all(scheme_for(x)[1] <= 1 for x in xs)
 
 
-def sized(resident_bytes):
-    """What plans read of a table of rows of 512 bytes, pinned."""
-    return types.SimpleNamespace(
-        resident_bytes=resident_bytes, item_bytes=512, num_items=resident_bytes // 512, codebook=None
-    )
+def pinned(num_bytes):
+    """Returns what plans read of a table of rows of 512 bytes."""
+    return sized(num_bytes // 512, 512, num_bytes)
 
 
 def test_plans_reckon_with_the_machine(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     of_h200 = ibp.calibration.H200
-    assert plan.LEAST_BUCKETED_IDS < plan.least_bucketed(sized(4 << 30), False, of_h200) < 100_000
-    assert plan.least_bucketed(sized(4 << 30), True, of_h200) == plan.LEAST_BUCKETED_IDS
-    assert plan.stages(sized(16 << 30), 100_000, of_h200) and not plan.stages(sized(1 << 30), 40_000, of_h200)
+    assert plan.LEAST_BUCKETED_IDS < plan.least_bucketed(pinned(4 << 30), False, of_h200) < 100_000
+    assert plan.least_bucketed(pinned(4 << 30), True, of_h200) == plan.LEAST_BUCKETED_IDS
+    assert plan.stages(pinned(16 << 30), 100_000, of_h200) and not plan.stages(pinned(1 << 30), 40_000, of_h200)
     changed = dataclasses.replace(of_h200, reach_bytes=1 << 20, gather_gbps=1.0)
-    assert plan.least_bucketed(sized(1 << 24), True, changed) < 100_000
-    assert plan.least_bucketed(sized(1 << 20), True, changed) == plan.NEVER
-    assert not plan.stages(sized(16 << 30), 100_000, changed)
+    assert plan.least_bucketed(pinned(1 << 24), True, changed) < 100_000
+    assert plan.least_bucketed(pinned(1 << 20), True, changed) == plan.NEVER
+    assert not plan.stages(pinned(16 << 30), 100_000, changed)
 
 
 def test_streams_reckon_with_the_machine(monkeypatch):
@@ -392,7 +390,7 @@ def test_the_start_of_a_stream(monkeypatch):
     """What is left of the difference where the rates are taken off."""
     taken = iter([2.1e-3, 2.0e-3, 1.0e-3, 2.0e-3])
     clock = types.SimpleNamespace(table_bytes=1 << 20, device=CPU, wall_s=lambda call: next(taken))
-    num_bytes = FAMILIES["pairs"].table(2048, 1 << 20, CPU).resident_bytes
+    num_bytes = plan.spread_bytes(FAMILIES["pairs"].table(2048, 1 << 20, CPU))
     expected = 100 + num_bytes * (1 / 51.4 - 1 / 55.4) / 1e3
     assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == pytest.approx(expected)
     assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == 1.0
