@@ -60,7 +60,7 @@ class Table(TensorManners, Saves):
     _room: Room | None = None  # of a table whose rows have changed
     _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and the rows' state then
     _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs go on reading
-    version = 0  # how often rows have changed in place, which what holds copies of them must know
+    version = 0  # how often rows have changed in place: holders of copies compare it
     _is_live: bool = False  # rows may be coded into its memory at any time, as `CodedRows.table` says
     _is_aliased: bool = False  # another table may have the same memory
     _is_refused: bool = False  # the system does not pin it, which nobody has said it must
