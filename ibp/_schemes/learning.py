@@ -36,6 +36,7 @@ _FEW_SHARE = 0.01
 _SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 # The coded bytes of a scheme are at least this share of their estimate (0.985 to 1.03 on the sets of ratio.csv).
 ESTIMATE_MARGIN = 0.98
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -383,13 +384,13 @@ def compare(request: Request) -> list[Candidate]:
     whose rows would take more bytes than x is left out."""
     found = [_raw(request)]
     for scheme in SCHEMES if request.geometry.num_bytes else ():
-        found += _coded(request, learn_scheme(scheme, request), request.few_rows)
+        found += _coded(request, learn_scheme(scheme, request), request.few_rows, request.device)
     return found
 
 
 def exact(request: Request, codebook: AnyCodebook) -> list[Candidate]:
     """Returns raw rows, and all rows measured with a codebook if they take fewer bytes."""
-    return [_raw(request), *_coded(request, codebook, request.data)]
+    return [_raw(request), *_coded(request, codebook, request.data, request.device, request.options.progress)]
 
 
 def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
@@ -419,7 +420,7 @@ def _best(request: Request, in_place: bool) -> Candidate:
             bounds = estimates(request.host_rows, geometry.row_bytes, geometry.num_rows)
             if not all(_may_be_best(savings, best, request) for savings in bounds):
                 continue
-        candidates += _coded(request, learn_scheme(name, request), request.host_rows)
+        candidates += _coded(request, learn_scheme(name, request), request.host_rows, _CPU)
     return choose(candidates, in_place)
 
 
@@ -441,9 +442,15 @@ def _raw(request: Request) -> Candidate:
     return Candidate(None, geometry.num_bytes, row_bytes, geometry.num_bytes, link_bytes, link_bytes, 0, time)
 
 
-def _coded(request: Request, codebook: AnyCodebook | None, rows: torch.Tensor) -> list[Candidate]:
-    """Returns the candidate of a codebook, by what rows take with it; none if the table would take no fewer bytes than
-    raw rows. rows: a sample of the request's, or all of its data, which its device measures."""
+def _coded(
+    request: Request, codebook: AnyCodebook | None, rows: torch.Tensor, device: torch.device, progress: bool = False
+) -> list[Candidate]:
+    """Returns the candidate of a codebook; an empty list if the table would take no fewer bytes than raw rows.
+
+    Args:
+        rows: a sample of the request's, or all of its data.
+        device: measures the rows with the codebook.
+    """
     geometry = request.geometry
     if codebook is None or not geometry.num_bytes:
         return []
@@ -452,8 +459,7 @@ def _coded(request: Request, codebook: AnyCodebook | None, rows: torch.Tensor) -
     if known is not None and rows is request.host_rows:
         lengths, survey = known
     else:
-        device, bar = (request.device, request.options.progress) if rows is request.data else (rows.device, False)
-        lengths = measure(rows, codebook, device, bar)
+        lengths = measure(rows, codebook, device, progress)
         survey = slots.survey(lengths, sampled)
     scale = geometry.num_bytes / sampled.num_bytes  # A short last row counts as what it is.
     stored_bytes = round(survey.stored * scale) + codebook.nbytes
@@ -462,16 +468,23 @@ def _coded(request: Request, codebook: AnyCodebook | None, rows: torch.Tensor) -
     slot_bytes = survey.table_slot_bytes if request.slot_bytes is None else request.slot_bytes
     overflow_bytes = round(survey.overflow_bytes(slot_bytes) * scale) if slot_bytes < geometry.row_bytes else 0
     index_bytes = slots.index_bytes(geometry, overflow_bytes > 0)
-    words = codebook.words(torch.device("cpu"))
+    words = codebook.words(_CPU)
     nbytes = slots.slots_size(geometry, slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
     link_bytes = slots.link_bytes(lengths, sampled, slot_bytes, found=survey)
     second_fetches = survey.spilled(slot_bytes)[0] if slot_bytes else 0  # of rows that overflow their slot
     fetched_bytes = link_bytes + second_fetches * slots.SECOND_FETCH_BYTES
     stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
-    time = row_ns(codebook, geometry.row_bytes, stored, fetched, calibration.in_force(request.device))
-    fetch_bytes = round(fetched_bytes * scale) + codebook.nbytes
-    link_bytes = round(link_bytes * scale)
-    return [Candidate(codebook, stored_bytes, slot_bytes, nbytes, link_bytes, fetch_bytes, index_bytes, time)]
+    found = Candidate(
+        codebook=codebook,
+        stored_bytes=stored_bytes,
+        slot_bytes=slot_bytes,
+        nbytes=nbytes,
+        link_bytes=round(link_bytes * scale),
+        fetch_bytes=round(fetched_bytes * scale) + codebook.nbytes,
+        index_bytes=index_bytes,
+        row_ns=row_ns(codebook, geometry.row_bytes, stored, fetched, calibration.in_force(request.device)),
+    )
+    return [found]
 
 
 def row_ns(
