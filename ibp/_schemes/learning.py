@@ -244,14 +244,14 @@ SCHEMES: Mapping[str, Scheme] = {
 
 def check_scheme(scheme: str, **options: object) -> None:
     """Raises ValueError for an unknown scheme, for wrong options, and for options of other schemes. Scheme "auto" takes
-    the options of any one scheme. An option that has its default is not given."""
+    the options of any one scheme. An option that is None or has its default is not given."""
     if scheme not in ("auto", *SCHEMES):
         raise ValueError(
             f"scheme is {scheme!r}; wanted one of {['auto', *SCHEMES]} (general codecs, such as 'zstd' and "
             "'nvcomp:ans', are for ibp.compress alone)"
         )
     for name, value in options.items():
-        if value == getattr(Options, name, False):
+        if value is None or value == getattr(Options, name, False):
             continue
         owner = _owner(name)
         if scheme not in ("auto", owner):
@@ -276,7 +276,7 @@ def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook 
         options = request.options
         if options.chunk_bytes is not None or options.tau is not None or request.paper:
             scheme = "ibp"
-        elif options.level != "default":
+        elif options.level not in ("default", None):
             scheme = "planes"
     return _best(request, in_place).codebook if scheme == "auto" else learn_scheme(scheme, request)
 
