@@ -23,7 +23,7 @@ import torch
 
 import ibp
 from ibp._rows.handle import Handle, Parts
-from ibp._schemes.planes.learning import relearn
+from ibp._schemes.planes import relearn
 from ibp.codecs._nvcomp import CODECS, Coder, stream_number
 
 from . import harness, ideal, inputs, sets

@@ -165,7 +165,8 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
 
 def measure_partition(table, savings, link_gbps, fetches):
     """The partition alone, as if its ids were rows: how many times faster it is than what it is done for."""
-    bits, num_items = plan.window_bits(table), table.shape[0]
+    num_items = table.shape[0]
+    bits = plan.window_bits(num_items, plan.spread_bytes(table))
     calls = [lambda k=k: torch.ops.ibp.partition_ids(fetches.ids[k], num_items, bits) for k in range(NUM_SETS)]
     with fetches.cell("partition alone"):
         fetches.add("partition alone", calls, savings, link_gbps, None, False)

@@ -15,7 +15,7 @@ import sys
 import torch
 
 import ibp
-from ibp._schemes.clusters.codebook import MAX_CLUSTERS
+from ibp._schemes.clusters import MAX_CLUSTERS
 
 from . import clusters, harness, ratio, reading
 

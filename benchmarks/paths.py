@@ -22,6 +22,7 @@ import torch
 
 import ibp
 from ibp._machine import memory
+from ibp._rows.plan import spread_bytes
 
 from . import families, harness, ideal, inputs
 from .large_table import tiled
@@ -157,7 +158,7 @@ def measure_gathers(run, what, x, small, table, place, num_ids, ids_on_gpu):
     def make(path, sms):
         return lambda k: ibp.index_select(table, ids[k], out=case.outs[k], path=path, max_sms=sms)
 
-    is_far = table.resident_bytes > NEAR_BYTES
+    is_far = spread_bytes(table) > NEAR_BYTES
     case.compare(make, named_paths(run, place, ids_on_gpu, is_far), x[sets[0] % len(x)])
 
 
@@ -190,7 +191,7 @@ def measure_table(run, name, x, scheme, compress, buffer, only_pageable):
         measure_pageable(run, what, x, near, compress, many)
         return
     far_bytes = QUICK_BYTES if run.quick else FAR_BYTES
-    far = tiled(near, -(-far_bytes // near.resident_bytes) * len(x), buffer(near, far_bytes))
+    far = tiled(near, -(-far_bytes // spread_bytes(near)) * len(x), buffer(near, far_bytes))
     for size, table in (("near", near), ("far", far)):
         for ids_on_gpu, count in ((True, few), (True, many), (False, few), (False, many)):
             with run.cell(f"{what}, {size}"):
@@ -217,7 +218,7 @@ def main(argv=None):
     def buffer(table, far_bytes):
         """Pinned memory for the slots of a table that is repeated until it has far_bytes."""
         nonlocal held
-        num_bytes = -(-far_bytes // table.resident_bytes) * table.slots.numel()
+        num_bytes = -(-far_bytes // spread_bytes(table)) * table.slots.numel()
         if held.numel() < num_bytes:
             held = memory.empty(num_bytes, torch.device("cpu"), pin=run.on_gpu)
         return held

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 import ibp
-from ibp._schemes.planes.learning import relearn
+from ibp._schemes.planes import relearn
 
 from . import bpc, harness, ndzip, reading, sets
 

@@ -7,10 +7,9 @@ import torch
 
 import ibp
 from benchmarks import harness, inputs
-from ibp import _schemes
 from ibp._layout import geometry
 from ibp._machine import calibration
-from ibp._schemes import choice
+from ibp._schemes import learning
 
 ARMS = {"raw": "raw rows", "ibp": "ibp slots", "planes": "planes slots"}
 MOST_BYTES = 256 << 10  # of the rows that a choice is made from
@@ -34,9 +33,9 @@ RATES = measured_rates()
 def choice_for(x, row_bytes):
     """The scheme that `compress` takes by itself, and all candidates by their names."""
     x = x[: max(16, MOST_BYTES // row_bytes)].contiguous()
-    request = _schemes.Request(geometry.bytes_of(x), geometry.Geometry.of(x, row_bytes), torch.device("cpu"))
-    codebook = choice.learn("auto", request)
-    candidates = {candidate.scheme: candidate for candidate in choice.compare(request)}
+    request = learning.Request(geometry.bytes_of(x), geometry.Geometry.of(x, row_bytes), torch.device("cpu"))
+    codebook = learning.learn("auto", request)
+    candidates = {candidate.scheme: candidate for candidate in learning.compare(request)}
     return "raw" if codebook is None else codebook.scheme, candidates
 
 
@@ -89,9 +88,9 @@ def test_synthetic_rows(key, monkeypatch):
     mask, bitval = inputs.synthetic_mask(row_bytes, float(case.split()[1].rstrip("%")) / 100)
     codebook = ibp.codecs.Codebook.from_masks(mask, bitval, inputs.CHUNK_BYTES)
     x = inputs.agreeing_rows(64, mask, bitval, "cpu")
-    request = _schemes.Request(geometry.bytes_of(x), geometry.Geometry.of(x, row_bytes), torch.device("cpu"))
-    monkeypatch.setattr(_schemes, "learn", lambda scheme, request: codebook)
-    raw, coded, *_ = choice.compare(request)
+    request = learning.Request(geometry.bytes_of(x), geometry.Geometry.of(x, row_bytes), torch.device("cpu"))
+    monkeypatch.setattr(learning, "learn_scheme", lambda scheme, request: codebook)
+    raw, coded, *_ = learning.compare(request)
     rates = RATES[key] | RATES["synthetic", "int32", row_bytes]
     assert coded.row_ns >= raw.row_ns or rates["ibp slots"] >= rates["raw rows"]
     if rates["ibp slots"] > 1.2 * rates["raw rows"]:

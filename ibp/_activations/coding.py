@@ -11,7 +11,7 @@ import torch
 from .._common.rounding import rounded_up
 from .._layout import geometry
 from .._schemes import AnyCodebook, surveyed
-from .._schemes.kinds import learned_from
+from .._schemes.learning import learned_from
 from .origin import IndexOrigin
 from .spans import SpanView
 

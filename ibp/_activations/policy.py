@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 
 from .._machine import calibration
-from .._schemes import choice
-from .._schemes.kinds import Learner
+from .._schemes.codebook import coder_rates
+from .._schemes.learning import Learner
 from . import coding
 from .spans import SpanView
 
@@ -110,11 +110,14 @@ class ActivationPolicy:
         return recipe if recipe is None or recipe.takes(data.numel()) else None
 
     def _mode(self, recipe: coding.ActivationRecipe | None, device: torch.device) -> str:
-        """How a region leaves: to the host it goes coded where coding takes less time than the link takes for the
-        bytes that it saves."""
+        """Returns how a region leaves. It goes to the host coded if coding and decoding take less time than the link
+        would take for the bytes that they save."""
         saved = 0.0 if recipe is None else 1 - recipe.coded_share
         if device.type == "cpu" or self._options.memory == "device":
             return DEVICE if saved > _LEAST_SAVED else KEEP
+        if recipe is None:
+            return RAW
         machine = calibration.in_force(device)
+        rates = coder_rates(recipe.codebook, machine)
         link_ns = saved * (1 / machine.copy_out_gbps + 1 / machine.copy_in_gbps)
-        return CODED if recipe is not None and link_ns > choice.coder_ns(recipe.codebook, machine) else RAW
+        return CODED if link_ns > 1 / rates.encode_gbps + 1 / rates.decode_gbps else RAW

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from .._rows.handle import Handle
 from .._rows.protocols import CachedRows, Rows
-from .._rows.table import Table
+from .._rows.table import Table, handle_on
 from .calls import check_out, sms_of, target_of, worker_of
 from .ids import check_range, checked_ids, list_of_ids
 
@@ -212,7 +212,7 @@ def _is_fused(source: Table | CachedRows, bags: Bags) -> bool:
         is_served = source.serves(device)
     else:
         is_served = worker_of(table, device) == device
-    return is_served and bags.ids.numel() < table.handle(device).plan.least_bucketed
+    return is_served and bags.ids.numel() < handle_on(table, device).plan.least_bucketed
 
 
 def _table_of(source: Table | CachedRows) -> Table:
@@ -228,12 +228,12 @@ def _found(
         with source.found(ids) as found:
             yield found
     else:
-        yield source.handle(ids.device), None, []
+        yield handle_on(source, ids.device), None, []
 
 
 def _sums_rows_of(table: Table) -> bool:
     """Returns whether the kernel decodes rows of a table (ibp_cuda_sum_bags in ibp_linear.h)."""
-    if table.dtype not in _KINDS or table.item_bytes != table.row_bytes or table.row_bytes > _MOST_ROW_BYTES:
+    if table.dtype not in _KINDS or table.geometry.item_bytes != table.row_bytes or table.row_bytes > _MOST_ROW_BYTES:
         return False
     if table.codebook is None:
         return True

@@ -10,7 +10,7 @@ import torch
 from .._common.modes import outside_of_modes
 from .._common.once import warn_once
 from .._machine.memory import is_capturing
-from .._rows.table import Table
+from .._rows.table import Table, handle_on
 from .._schemes import PlanesCodebook
 from .streaming import decode_items, decompress
 
@@ -55,7 +55,7 @@ class Escapes(NamedTuple):
 
 def prepare(table: Table) -> None:
     """See `CompressedTensor.prepare_linear`."""
-    table.handle(table.device)
+    handle_on(table, table.device)
     if table.is_cuda:
         escapes_of(table)
 
@@ -121,7 +121,7 @@ def _state(table: Table) -> tuple:
 
 def takes(table: Table) -> bool:
     """Returns whether the kernel multiplies a table's rows (ibp_cuda_linear in ibp_linear.h)."""
-    if table.dtype != torch.bfloat16 or table._is_live or table.item_bytes != table.row_bytes:
+    if table.dtype != torch.bfloat16 or table._is_live or table.geometry.item_bytes != table.row_bytes:
         return False
     num_rows, columns = table.shape
     if num_rows < _LEAST_ROWS or columns % COLUMN_UNIT or table.slot_bytes < coded_row_bytes(columns):

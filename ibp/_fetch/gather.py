@@ -14,7 +14,7 @@ from .._rows import plan
 from .._rows.faults import ENTRIES, new_record
 from .._rows.handle import Handle
 from .._rows.protocols import Ids, Rows
-from .._rows.table import Table
+from .._rows.table import Table, handle_on
 from . import host_gather
 from .calls import (
     BUCKETED,
@@ -152,13 +152,13 @@ def select(
     if handle is None:
         target = memory.canonical(target)
         worker = worker_of(table, target)
-        handle = handles.get(worker) or table.handle(worker)
+        handle = handles.get(worker) or handle_on(table, worker)
     elif handle.machine is not None and not is_compiling and handle.machine is not calibration.in_force(target):
-        handle = table.handle(target)
+        handle = handle_on(table, target)
     if path is not None and (worker.type == "cpu" or PATHS.get(path) is None):
         _refuse(table, path, ids, target, worker)
     if out is not None:
-        check_out(out, (ids.shape[0], *table.item_shape), table.dtype)
+        check_out(out, (ids.shape[0], *table.geometry.item_shape), table.dtype)
     way = PLANNED if path is None else PATHS[path]
     if home != worker or target != worker or path == "cpu":
         ids = ids.cpu() if worker.type == "cpu" else ids
@@ -204,7 +204,7 @@ def _refuse(table: Table, path: str, ids: torch.Tensor, target: torch.device, wo
     elif not host_gather.rows_at_once(table):
         reason = (
             "it wants items of whole rows that fit its staging buffers; these have "
-            f"{table.item_bytes:,} bytes in rows of {table.row_bytes:,}"
+            f"{table.geometry.item_bytes:,} bytes in rows of {table.row_bytes:,}"
         )
     elif is_capturing(target):
         reason = "it cannot be captured in a CUDA graph, which the CPU takes no part in: wanted 'gpu' or 'bucketed'"
@@ -229,10 +229,10 @@ def _way_from_cpu(
 ) -> int | None:
     """Returns how ids of the CPU, which are checked, are fetched; None: the CPU gathers their rows."""
     if worker.type == "cuda" or target.type == "cuda":
-        check_range(ids, table.num_items, -from_end)
+        check_range(ids, table.geometry.num_items, -from_end)
     if path is not None:
         return PATHS[path]
-    are_many = ids.shape[0] * table.item_bytes >= plan.LEAST_STAGED_BYTES
+    are_many = ids.shape[0] * table.geometry.item_bytes >= plan.LEAST_STAGED_BYTES
     if are_many and target.type == "cuda" and _is_staged(table, handle, ids, target, worker):
         return None
     is_bucketed = ids.shape[0] >= handle.plan.least_from_cpu and not plan.looks_sorted(ids)
@@ -272,7 +272,8 @@ def _select_by_cpu(
     table._raise_pending(target)
     ids = ids.contiguous()
     is_direct = out is not None and out.is_contiguous()
-    result = out if is_direct else torch.empty((ids.shape[0], *table.item_shape), dtype=table.dtype, device=target)
+    shape = ids.shape[0], *table.geometry.item_shape
+    result = out if is_direct else torch.empty(shape, dtype=table.dtype, device=target)
     assert result is not None
     if ids.shape[0]:
         host_gather.fetch(table, ids, target, sms, result)
@@ -290,10 +291,11 @@ def raise_for(table: Table, ids: torch.Tensor, handle: Handle, from_end: int = 0
     """Raises what is wrong with a call on the CPU that `take` has refused: an id, or a row. near: the entries of the
     rows, and the slabs, if they come from a cache."""
     refuse_mapped(ids)
-    check_range(ids, table.num_items, -from_end)
+    check_range(ids, table.geometry.num_items, -from_end)
     if from_end:
         ids = _from_start(ids, from_end)
-    result, fault = torch.empty((ids.shape[0], *table.item_shape), dtype=table.dtype, device="cpu"), new_record()
+    shape = ids.shape[0], *table.geometry.item_shape
+    result, fault = torch.empty(shape, dtype=table.dtype, device="cpu"), new_record()
     torch.ops.ibp.gather_items.default(handle.table, ids.contiguous(), 0, result, fault, **near)
     table._raise_fault(fault)
 
@@ -324,7 +326,7 @@ def _select_of_many(
         raise ValueError(f"device is {device}, the ids are on {ids.device}; items of several tables come to the ids'")
     device = ids.device
     _check_tables(tables, device)
-    shape = (ids.numel(), *tables[0].item_shape)
+    shape = (ids.numel(), *tables[0].geometry.item_shape)
     if out is not None:
         check_out(out, shape, tables[0].dtype)
         if out.device != device or out.shape != shape or not out.is_contiguous():
@@ -351,10 +353,10 @@ def _check_tables(tables: Sequence[Table], device: torch.device) -> None:
         raise ValueError("there are no tables; wanted one at least")
     for table in tables:
         check_table(table)
-        if (table.dtype, table.item_shape) != (tables[0].dtype, tables[0].item_shape):
+        if (table.dtype, table.shape[1:]) != (tables[0].dtype, tables[0].shape[1:]):
             raise ValueError(
-                f"the tables have items of {tables[0].dtype} {list(tables[0].item_shape)} and of {table.dtype} "
-                f"{list(table.item_shape)}; wanted the same of all"
+                f"the tables have items of {tables[0].dtype} {list(tables[0].shape[1:])} and of {table.dtype} "
+                f"{list(table.shape[1:])}; wanted the same of all"
             )
         if worker_of(table, device) != device:
             raise ValueError(f"a table is on {table.device}; wanted it pinned or on {device}, where the ids are")
@@ -364,7 +366,7 @@ def _check_many(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tenso
     """Raises IndexError for the first of CPU ids that its table lacks."""
     if ids.is_cuda:
         return
-    sizes = torch.tensor([table.num_items for table in tables], dtype=torch.int64, device="cpu")[numbers.cpu()]
+    sizes = torch.tensor([table.geometry.num_items for table in tables], dtype=torch.int64, device="cpu")[numbers.cpu()]
     bad = ((ids < 0) | (ids >= sizes)).nonzero()
     if bad.numel():
         position = int(bad[0])
@@ -381,7 +383,7 @@ def _take_of_many(
     used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
     for number in used:
         tables[number]._raise_pending(out.device)
-    handles = [tables[number].handle(out.device).table for number in used]
+    handles = [handle_on(tables[number], out.device).table for number in used]
     bounds = [*(starts[number] for number in used), starts[-1]]
     try:
         torch.ops.ibp.take_many.default(handles, ids, order.to(torch.int32), bounds, sms, out)

@@ -18,7 +18,8 @@ from .._machine import memory as _memory
 from .._machine.ring import Ring
 from .._rows.faults import new_record
 from .._rows.handle import Handle, Parts
-from .._rows.table import OF_SELECTIONS, Table
+from .._rows.plan import spread_bytes
+from .._rows.table import OF_SELECTIONS, Table, handle_on
 
 CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
 NUM_CHUNKS = 3  # gathered, copied and decoded at the same time; twice their bytes, in pinned and in device memory
@@ -34,7 +35,7 @@ def rows_at_once(table: Table) -> int:
         return 0
     rows_per_item = geometry.item_bytes // geometry.row_bytes
     most_bytes = CHUNK_BYTES - (rows_per_item + _core.ROWS_PER_BASE) * geometry.row_bytes - 64
-    mean_bytes = table.resident_bytes // max(1, geometry.num_rows)
+    mean_bytes = spread_bytes(table) // max(1, geometry.num_rows)
     num_rows = min(2 * most_bytes // 5, CHUNK_BYTES // (mean_bytes + 3))  # the index has at most 2.5 bytes a row
     return num_rows if num_rows >= rows_per_item else 0
 
@@ -59,7 +60,7 @@ def select(
     """
     bases, lengths, rows = parts
     taken, fault = torch.empty(2, dtype=torch.int64, device="cpu"), new_record()
-    torch.ops.ibp.select_rows.default(table.handle(_CPU).table, ids, first, lengths, bases, rows, taken, fault)
+    torch.ops.ibp.select_rows.default(handle_on(table, _CPU).table, ids, first, lengths, bases, rows, taken, fault)
     table._raise_fault(fault)
     return taken.tolist()
 
@@ -152,8 +153,8 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
     if not _gathers_slots(table):
         _fetch_selections(table, ids, device, max_sms, out)
         return
-    table.handle(_CPU)  # after what a GPU has changed in the slots
-    stage, handle, fault = _stage_of(device), table.handle(device), table._faults.on(device)
+    handle_on(table, _CPU)  # after what a GPU has changed in the slots
+    stage, handle, fault = _stage_of(device), handle_on(table, device), table._faults.on(device)
     slots = table._settled("slots")  # threads read what a GPU may be changing
     with stage.lock:
         torch.ops.ibp.stage_items.default(handle.table, slots, ids, stage.stager.address, max_sms, out, fault)

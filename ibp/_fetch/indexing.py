@@ -20,7 +20,7 @@ _WANTED = "wanted an int, a slice, ..., None, or an integer or bool tensor, arra
 def take(table: Table, key: Any) -> torch.Tensor:
     """x[key], on the table's device, or on that of the index tensor that chooses rows."""
     if type(key) is torch.Tensor and key.dtype in ID_DTYPES and key.dim() == 1 and table.shape:
-        return select(table, key, from_end=table.num_items)
+        return select(table, key, from_end=table.geometry.num_items)
     if not isinstance(key, tuple):
         return (
             _rows_at(table, _checked(key))[0]
@@ -84,7 +84,7 @@ def _checked(element: Any) -> Any:
 def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Tensor, Any]:
     """(rows, what to index them with in place of an index of dimension 0). is_alone: the rows are so already, where
     that can be."""
-    num_items = table.num_items
+    num_items = table.geometry.num_items
     if isinstance(index, int):
         if not -num_items <= index < num_items:
             raise IndexError(f"index {index} is out of range; wanted {-num_items} to {num_items - 1}")
@@ -103,12 +103,12 @@ def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Ten
     flat = index.reshape(-1)
     rows = select(table, flat, from_end=num_items)
     if is_alone:
-        return rows.reshape((*index.shape, *table.item_shape)), None
+        return rows.reshape((*index.shape, *table.geometry.item_shape)), None
     return rows, torch.arange(flat.numel(), device=rows.device).reshape(index.shape)
 
 
 def _slice_of(table: Table, key: slice) -> torch.Tensor:
-    start, stop, step = key.indices(table.num_items)
+    start, stop, step = key.indices(table.geometry.num_items)
     if step <= 0:
         raise ValueError(f"the slice has step {step}; wanted a step greater than zero")
     if step == 1:

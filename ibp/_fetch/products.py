@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._rows.table import Table
+from .._rows.table import Table, handle_on
 from .calls import worker_of
 from .escapes import matrix_of
 
@@ -64,4 +64,4 @@ def _times(x: torch.Tensor, table: Table) -> torch.Tensor:
         return x @ matrix_of(table, x.device).to(x.dtype)
     # A compiler would move an operation that only decodes to the forward pass, and keep the matrix from there on.
     worker = worker_of(table, x.device)
-    return torch.ops.ibp.times_matrix.default(table.handle(worker).table, x, table.shape[1], table.dtype, worker)
+    return torch.ops.ibp.times_matrix.default(handle_on(table, worker).table, x, table.shape[1], table.dtype, worker)

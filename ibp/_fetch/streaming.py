@@ -16,9 +16,10 @@ from .._machine.calibration import FEW_SMS
 from .._machine.memory import is_capturing
 from .._rows.faults import ENTRIES, new_record
 from .._rows.handle import Handle
+from .._rows.plan import spread_bytes
 from .._rows.protocols import Decodable
-from .._rows.table import Table
-from .._schemes.choice import coder_rates
+from .._rows.table import Table, handle_on
+from .._schemes.codebook import coder_rates
 from .calls import IN_ORDER, check_out, check_path, check_table, sms_of, target_of, worker_of
 
 # Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
@@ -156,9 +157,9 @@ def decode_items(
         check_table(table)
     is_compiling = torch.compiler.is_compiling()
     sms = 0 if max_sms is None else sms_of(max_sms)
-    shape = table.shape if last_item is None else (last_item - first_item, *table.item_shape)
-    start = first_item * table.item_bytes
-    end = (table.num_items if last_item is None else last_item) * table.item_bytes
+    shape = table.shape if last_item is None else (last_item - first_item, *table.geometry.item_shape)
+    start = first_item * table.geometry.item_bytes
+    end = (table.geometry.num_items if last_item is None else last_item) * table.geometry.item_bytes
     if device is None and (out is None or type(out) is torch.Tensor):
         target = table.slots.device if out is None else out.device
     else:
@@ -170,9 +171,9 @@ def decode_items(
     if handle is None:
         target = memory.canonical(target)
         worker = worker_of(table, target)
-        handle = handles.get(worker) or table.handle(worker)
+        handle = handles.get(worker) or handle_on(table, worker)
     elif handle.machine is not None and not is_compiling and handle.machine is not calibration.in_force(target):
-        handle = table.handle(target)
+        handle = handle_on(table, target)
     crosses = end > start and worker != table.slots.device
     if path is not None:
         check_path(path, PATHS)
@@ -212,8 +213,8 @@ def _decode(
     assert fault is not None
     is_direct = out is not None and target == worker and out.is_contiguous()
     is_spread = out is not None and target == worker and not on_cpu and stream is None and not is_direct
-    is_whole = end - start == table.num_items * table.item_bytes
-    is_spread = is_spread and is_whole and table.item_bytes % table.row_bytes == 0
+    is_whole = end - start == table.geometry.num_bytes
+    is_spread = is_spread and is_whole and table.geometry.item_bytes % table.row_bytes == 0
     result = out if is_direct or is_spread else memory.empty_tensor(shape, table.dtype, worker)
     assert result is not None
     if stream is not None:
@@ -231,7 +232,7 @@ def _decode(
 
 def _stored_bytes(table: Table, num_bytes: int) -> int:
     """Returns the bytes of slots and overflow that hold num_bytes bytes of a table, about."""
-    return (table.slots.numel() + table.overflow.numel()) * num_bytes // max(1, table.num_items * table.item_bytes)
+    return (table.slots.numel() + table.overflow.numel()) * num_bytes // max(1, table.geometry.num_bytes)
 
 
 # ---- paths ----
@@ -302,7 +303,7 @@ def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path:
     for job in jobs:  # what can wait comes before the streams, so that it does not hold them up
         if not torch.compiler.is_compiling():
             job.table._raise_pending(job.worker)
-        job.table.handle(job.worker)
+        handle_on(job.table, job.worker)
     crossing: dict[torch.device, list[_DecodeJob]] = {}
     for job in jobs:
         if job.crosses:
@@ -310,7 +311,7 @@ def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path:
     streams: dict[torch.device, TensorStream] = {}
     try:
         for worker, group in crossing.items():
-            if _copies(worker, sum(job.table.resident_bytes for job in group), sms, path):
+            if _copies(worker, sum(spread_bytes(job.table) for job in group), sms, path):
                 streams[worker] = TensorStream(worker, len(group))
         by_job = [streams.get(job.worker) if job.crosses else None for job in jobs]
         done = {} if torch.compiler.is_compiling() else _decode_together(jobs, by_job, sms)
@@ -328,7 +329,7 @@ def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path:
 
 def _decode_job(job: _DecodeJob, sms: int, stream: TensorStream | None) -> torch.Tensor:
     table, worker = job.table, job.worker
-    handle, end = table.handle(worker), table.original_bytes
+    handle, end = handle_on(table, worker), table.original_bytes
     return _decode(table, handle, table.shape, 0, end, job.target, worker, job.out, sms, stream)
 
 
@@ -351,7 +352,7 @@ def _decode_together(
             for job in some
         ]
         try:
-            torch.ops.ibp.decode_many.default([job.table.handle(worker).table for job in some], sms, outs)
+            torch.ops.ibp.decode_many.default([handle_on(job.table, worker).table for job in some], sms, outs)
         except RuntimeError:  # two results share memory: the tables are decoded one after the other
             continue
         results.update(zip(numbers, outs))
@@ -424,7 +425,7 @@ class TensorStream:
         """Returns what `issue` takes, as often as the same is to be decoded to the same place."""
         stored_bytes = _stored_bytes(table, end - start)
         return (
-            (table.handle(worker).table, table.bases, start, end, self._streamer.address),
+            (handle_on(table, worker).table, table.bases, start, end, self._streamer.address),
             (sms or streamed_sms(table, worker, end - start, stored_bytes), self._ring, bytes_of(out), fault),
         )
 

@@ -15,7 +15,7 @@ import torch
 from .. import _core
 from .._layout.geometry import PAIRS_DTYPE
 from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
-from .._schemes.planes.codebook import num_entries, symbol_bytes
+from .._schemes.planes import num_entries, symbol_bytes
 
 ALIGNMENT = 128  # bytes, of every tensor's data in a file
 TABLE_PARTS = {"slots": "U8", "overflow": "U8", "lengths": "U16", "bases": "U64"}

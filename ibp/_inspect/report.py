@@ -15,6 +15,7 @@ from .._common.statistics import Saves
 from .._core import ROWS_PER_BASE
 from .._layout import slots
 from .._layout.geometry import Geometry
+from .._rows.plan import spread_bytes
 from .._schemes import AnyCodebook, ClusteredCodebook, PlanesCodebook
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
@@ -147,7 +148,7 @@ def report_table(
     codebook_bytes = round(codebook_share * table.codebook.nbytes) if table.codebook else 0
     parts = scaled(split.parts if split else Counter(), found.coded_bytes)
     parts |= {"raw rows": found.raw_bytes, "index": table.index_bytes, "codebook": codebook_bytes}
-    parts["unused room"] = max(0, table.resident_bytes - found.raw_bytes - found.coded_bytes)
+    parts["unused room"] = max(0, spread_bytes(table) - found.raw_bytes - found.coded_bytes)
     parts = {part: size for part, size in parts.items() if size}
     width = split.left_out.size if split else 8 * _element_bytes(geometry)
     left_out, ranked = (split.left_out, split.ranked) if split else (np.zeros(width), np.zeros(width))

@@ -72,7 +72,7 @@ class Geometry:
     """How a tensor of a shape and dtype is cut into rows. An item is x[i]; a 0-D tensor is one item.
 
     Attributes:
-        num_items, item_bytes: how many items there are, and the bytes of one.
+        num_items, item_bytes, item_shape: how many items there are, and the bytes and the shape of one.
         num_bytes: bytes of the tensor.
         num_rows: how many rows there are; the last one may be shorter than row_bytes.
     """
@@ -82,14 +82,21 @@ class Geometry:
     row_bytes: int
     num_items: int = field(init=False, repr=False, compare=False)
     item_bytes: int = field(init=False, repr=False, compare=False)
+    item_shape: torch.Size = field(init=False, repr=False, compare=False)
     num_bytes: int = field(init=False, repr=False, compare=False)
     num_rows: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        num_items, item_bytes = self.shape[0] if self.shape else 1, self.shape[1:].numel() * self.dtype.itemsize
+        num_items, item_shape = self.shape[0] if self.shape else 1, self.shape[1:]
+        item_bytes = item_shape.numel() * self.dtype.itemsize
         num_bytes = num_items * item_bytes
-        num_rows = -(-num_bytes // self.row_bytes)
-        vars(self).update(num_items=num_items, item_bytes=item_bytes, num_bytes=num_bytes, num_rows=num_rows)
+        vars(self).update(
+            num_items=num_items,
+            item_bytes=item_bytes,
+            item_shape=item_shape,
+            num_bytes=num_bytes,
+            num_rows=-(-num_bytes // self.row_bytes),
+        )
 
     @classmethod
     def of(cls, x: torch.Tensor, row_bytes: int | None = None) -> Geometry:

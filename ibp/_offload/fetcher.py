@@ -9,6 +9,7 @@ import torch
 
 from .._fetch.streaming import STREAM_SMS, TensorStream, decode_items
 from .._rows.faults import CorruptTableError, new_record
+from .._rows.table import handle_on
 from .groups import Group, Place, Region, WeightArena, overlap
 from .weights import Weight
 
@@ -147,7 +148,7 @@ class WeightFetcher:
         for weight, part in zip(group.weights, place.data):
             assert weight.table is not None
             fault = new_record()
-            handle = weight.table.handle(self.device)
+            handle = handle_on(weight.table, self.device)
             torch.ops.ibp.decode_bytes.default(handle.table, 0, weight.num_bytes, 0, part, fault)
             weight.table._raise_fault(fault)
         self.waited_s += time.perf_counter() - begun

@@ -28,6 +28,8 @@ from .._common.progress import tqdm
 from .._common.statistics import Statistics, shown_memory
 from .._machine import memory
 from .._rows.faults import CorruptTableError
+from .._rows.plan import spread_bytes
+from .._rows.table import handle_on
 from .._schemes import check_scheme
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
@@ -507,7 +509,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             weight.freeze()
             if weight.table is not None:
                 if device.type == "cpu" or weight.table._serves(device):
-                    weight.table.handle(device)  # copies the index there now, not at the first use
+                    handle_on(weight.table, device)  # copies the index there now, not at the first use
                 blank = ones[device].view(weight.dtype)[0].expand(weight.shape)
                 weight.prepare(blank, self._read)
 
@@ -518,7 +520,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
                 bar.update(weight.num_bytes)
         for group in self._groups:
             tables = [weight.table for weight in group.weights if weight.table is not None]
-            group.stored_bytes = sum(table.resident_bytes for table in tables)
+            group.stored_bytes = sum(spread_bytes(table) for table in tables)
         for other in division.others:
             other.tensor.data = other.tensor.data.to(devices[other.device_number])
         self._install(cache_bytes)

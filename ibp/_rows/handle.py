@@ -43,7 +43,7 @@ class Handle:
         RuntimeError: parts contradict each other.
     """
 
-    # Of a table's handles (`Table.handle`), which `take` is given:
+    # Of a table's handles (`handle_on`), which `take` is given:
     like: torch.Tensor  # empty; its dtype and its dimensions but the first are those of an item
     plan: Plan
     machine: Calibration | None  # whose rates the plan is of

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from .._machine.calibration import Calibration
-from .._schemes.choice import coder_rates, work_of
+from .._schemes.codebook import coder_rates, work_of
 
 if TYPE_CHECKING:
     from .table import Table
@@ -56,8 +56,8 @@ def plan_of(table: Table, machine: Calibration, device: torch.device) -> Plan:
     """Returns the plan of a table for a GPU. Rows in device memory, and rows of pinned memory that address translation
     reaches, are fetched in the order given."""
     all_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    windows = window_bits(table), bucketed_sms(table, machine, all_sms)
-    if table.device.type == "cuda" or table.resident_bytes < machine.reach_bytes:
+    windows = window_bits(table.geometry.num_items, spread_bytes(table)), bucketed_sms(table, machine, all_sms)
+    if table.device.type == "cuda" or spread_bytes(table) < machine.reach_bytes:
         return Plan(NEVER, *windows)
     return Plan(least_bucketed(table, True, machine), *windows, least_bucketed(table, False, machine))
 
@@ -76,15 +76,21 @@ def least_bucketed(table: Table, ids_on_gpu: bool, machine: Calibration) -> int:
 
 def stages(table: Table, num_ids: int, machine: Calibration) -> bool:
     """Returns whether it pays that the CPU gathers items of a pinned table whose ids it has."""
-    if num_ids * table.item_bytes < LEAST_STAGED_BYTES or table.resident_bytes < machine.reach_bytes:
+    if num_ids * table.geometry.item_bytes < LEAST_STAGED_BYTES or spread_bytes(table) < machine.reach_bytes:
         return False
     by_gpu = min(fetched_ns(table, machine), bucketed_ns(table, num_ids, False, machine))
     return PROMISED * staged_ns(table, num_ids, machine, torch.get_num_threads()) < by_gpu
 
 
+def spread_bytes(table: Table) -> int:
+    """Returns the bytes of the slots and the overflow: the memory that fetches of rows at random places are spread
+    over."""
+    return table.slots.numel() + table.overflow.numel()
+
+
 def stored_item_bytes(table: Table) -> float:
     """Returns the bytes that the link brings for an item of a table, on average."""
-    return table.resident_bytes / max(1, table.num_items)
+    return spread_bytes(table) / max(1, table.geometry.num_items)
 
 
 def fetched_ns(table: Table, machine: Calibration, translation_ns: float | None = None) -> float:
@@ -94,13 +100,13 @@ def fetched_ns(table: Table, machine: Calibration, translation_ns: float | None 
     translation_ns: the time that translation takes alone; None: that of items in any order."""
     link_ns = max(stored_item_bytes(table) / machine.read_gbps, machine.least_row_ns)
     if translation_ns is None:
-        translation_ns = machine.random_ns(table.resident_bytes)
-    return max(math.hypot(link_ns, translation_ns), table.item_bytes / machine.device_copy_gbps)
+        translation_ns = machine.random_ns(spread_bytes(table))
+    return max(math.hypot(link_ns, translation_ns), table.geometry.item_bytes / machine.device_copy_gbps)
 
 
 def bucketed_ns(table: Table, num_ids: int, ids_on_gpu: bool, machine: Calibration) -> float:
     """Returns the same for num_ids items in the order of windows, with the time in which they are put in order."""
-    translation_ns = machine.sorted_ns(table.resident_bytes, num_ids)
+    translation_ns = machine.sorted_ns(spread_bytes(table), num_ids)
     prepared_ns = PARTITION_NS if ids_on_gpu else PARTITION_NS + LAUNCHES_NS
     return fetched_ns(table, machine, translation_ns) + prepared_ns / num_ids + PARTITION_ID_NS
 
@@ -117,7 +123,7 @@ def bucketed_sms(table: Table, machine: Calibration, all_sms: int) -> int:
     and write them at the rate at which the link brings them."""
     if table.codebook is None:
         return machine.bucketed_sms
-    stored_bytes = table.resident_bytes / max(1, table.num_rows)
+    stored_bytes = spread_bytes(table) / max(1, table.num_rows)
     work = work_of(table.codebook, table.row_bytes, stored_bytes)
     decode_ns = max(work / coder_rates(table.codebook, machine).work_per_ns, table.row_bytes / machine.memset_gbps)
     link_ns = max(stored_bytes / machine.read_gbps, machine.least_row_ns)
@@ -125,11 +131,11 @@ def bucketed_sms(table: Table, machine: Calibration, all_sms: int) -> int:
     return sms if sms < all_sms else 0
 
 
-def window_bits(table: Table) -> int:
+def window_bits(num_items: int, num_bytes: int) -> int:
     """Returns the least power of two of items in a window that gives at least WINDOW_BYTES and at most MAX_WINDOWS
-    windows."""
-    num_items = max(1, table.num_items)
-    items = max(-(-num_items // MAX_WINDOWS), WINDOW_BYTES * num_items // max(1, table.resident_bytes), 1)
+    windows. num_bytes: bytes of all items as stored."""
+    num_items = max(1, num_items)
+    items = max(-(-num_items // MAX_WINDOWS), WINDOW_BYTES * num_items // max(1, num_bytes), 1)
     return (items - 1).bit_length()
 
 

@@ -22,7 +22,7 @@ from .._layout.manners import TensorManners
 from .._machine import calibration, memory
 from .._machine import numa as _numa
 from .._machine.segments import PART_DTYPES, FileRows, Segment
-from .._schemes import SCHEMES, AnyCodebook, coding_of, total_stored
+from .._schemes import SCHEMES, AnyCodebook, coding_of
 from .faults import Faults, FaultWords, refuse_capture
 from .handle import Handle, Parts
 from .plan import Plan, plan_of
@@ -56,14 +56,11 @@ class Table(TensorManners, Saves):
     overflow: torch.Tensor
     codebook: AnyCodebook | None
     geometry: Geometry
-    num_items: int
-    item_bytes: int
-    item_shape: tuple[int, ...]
     _faults: Faults
     _room: Room | None = None  # of a table whose rows have changed
     _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and the rows' state then
     _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs go on reading
-    version = 0  # how often rows have changed in place, which what holds copies of them must know
+    version = 0  # how often rows have changed in place: holders of copies compare it
     _is_live: bool = False  # rows may be coded into its memory at any time, as `CodedRows.table` says
     _is_aliased: bool = False  # another table may have the same memory
     _is_refused: bool = False  # the system does not pin it, which nobody has said it must
@@ -129,9 +126,6 @@ class Table(TensorManners, Saves):
             bases=torch.empty(0, dtype=torch.int64, device=home) if bases is None else bases.to(home),
             codebook=codebook,
             geometry=geometry,
-            num_items=geometry.num_items,
-            item_bytes=geometry.item_bytes,
-            item_shape=tuple(geometry.shape[1:]),
             _faults=Faults(_WORDS, _WORDS_OF_SELECTIONS),
             _handles={},
             _owner=None,
@@ -198,7 +192,8 @@ class Table(TensorManners, Saves):
     def stored_bytes(self) -> int:
         """Exact bytes of the coded rows and the codebook, which `savings` is about; the memory is `nbytes`."""
         if self._stored_bytes is None:
-            coded = total_stored(self.lengths.cpu(), self.geometry) if self.lengths.numel() else self.original_bytes
+            lengths, geometry = self.lengths, self.geometry
+            coded = _layout.survey(lengths.cpu(), geometry).stored if lengths.numel() else geometry.num_bytes
             self._stored_bytes = coded + (self.codebook.nbytes if self.codebook else 0)
         return self._stored_bytes
 
@@ -235,11 +230,6 @@ class Table(TensorManners, Saves):
     def _has_own_bases(self) -> bool:
         """Whether every row has a base of its own, as in tables whose rows have changed (FORMAT.md section 2)."""
         return 1 < self.num_rows == vars(self)["bases"].numel()
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the slots and the overflow: the memory that fetches of rows at random places are spread over."""
-        return self.slots.numel() + self.overflow.numel()
 
     @property
     def link_bytes(self) -> int:
@@ -345,7 +335,6 @@ class Table(TensorManners, Saves):
             _room=room,
             _segment=None,
             geometry=geometry,
-            num_items=geometry.num_items,
             _is_aliased=False,
             _owner=None if moved else self._owner,
             _pinned_range=None if moved else self._pinned_range,
@@ -432,22 +421,6 @@ class Table(TensorManners, Saves):
             is_pinned = all(not part.numel() or part.is_pinned() for part in (slots, overflow))
         vars(self).update(_stored_bytes=None, _link_bytes=None, _is_pinned=is_pinned)
 
-    def handle(self, device: torch.device) -> Handle:
-        """Returns the table as the operations of a device take it. The handle is made once for each device: the index
-        and the codebook are copied to a GPU, and pinned rows are mapped. It is made anew after a calibration, whose
-        rates its plan reckons with."""
-        handle = self._handles.get(device)
-        if handle is not None:
-            is_planned = handle.machine is None or torch.compiler.is_compiling()
-            if is_planned or calibration.in_force(device) is handle.machine or memory.is_capturing(device):
-                return handle
-        refuse_capture(device)
-        if device != self.device and self._segment is not None:
-            with torch.cuda.device(device):
-                self._pin_segment()
-        with outside_of_modes():
-            return self._keep_handle(device, self._parts(device, self.geometry))
-
     def _keep_handle(self, device: torch.device, parts: Parts) -> Handle:
         """Makes a handle of parts that a device reads, and keeps it as the table's handle for that device."""
         fault, plan, machine = self._faults.on(device), Plan(), None  # compiled code and graphs find the record made
@@ -456,7 +429,7 @@ class Table(TensorManners, Saves):
             plan = plan_of(self, rates, device)
             machine = None if device == self.device else rates
         handle = Handle(parts._replace(fault=fault, plan=plan[:3]))
-        handle.like = torch.empty((0, *self.item_shape), dtype=self.dtype, device=device)
+        handle.like = torch.empty((0, *self.geometry.item_shape), dtype=self.dtype, device=device)
         handle.plan, handle.machine, handle.noted, handle.staged = plan, machine, self._faults.words(device), {}
         self._handles[device] = handle
         return handle
@@ -489,7 +462,7 @@ class Table(TensorManners, Saves):
 
     def _raise_pending(self, device: torch.device) -> None:
         """Raises what earlier calls have noted on a device."""
-        self._faults.raise_pending(device, last=self.num_items - 1)
+        self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
     def _raise_when_done(self, device: torch.device) -> None:
         """Waits for the current stream of a GPU, and raises what calls have noted there."""
@@ -498,7 +471,24 @@ class Table(TensorManners, Saves):
 
     def _raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
         """Raises what a call has noted in a record of its own."""
-        (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.num_items - 1)
+        (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.geometry.num_items - 1)
+
+
+def handle_on(table: Table, device: torch.device) -> Handle:
+    """Returns the table as the operations of a device take it. The handle is made once for each device: the index and
+    the codebook are copied to a GPU, and pinned rows are mapped. It is made anew after a calibration, whose rates its
+    plan reckons with."""
+    handle = table._handles.get(device)
+    if handle is not None:
+        is_planned = handle.machine is None or torch.compiler.is_compiling()
+        if is_planned or calibration.in_force(device) is handle.machine or memory.is_capturing(device):
+            return handle
+    refuse_capture(device)
+    if device != table.device and table._segment is not None:
+        with torch.cuda.device(device):
+            table._pin_segment()
+    with outside_of_modes():
+        return table._keep_handle(device, table._parts(device, table.geometry))
 
 
 # ---- checks ----

@@ -1,17 +1,15 @@
-"""The schemes: how rows can be coded, and how codebooks are learned.
+"""How rows are coded, and how codebooks are learned.
 
-`registry.py` is the table of schemes, a folder each: `masks` is scheme "ibp". `choice.py` is what "auto" takes. The
-rest of the package takes what it needs from here, and the modules here take from it only what cuts tensors into rows
-(`_layout/`, `_machine/staging.py`).
+`codebook.py` has what all codebooks share; `masks.py` (scheme "ibp"), `planes.py` and `clusters.py` each have a
+codebook and the mathematics that finds one in rows. `learning.py` decides which codebook a tensor gets: it has the
+options of `compress`, the table of schemes, the choice of "auto", and when a codebook is learned anew. `estimation.py`
+tells what compressing would save. Each file imports only from the ones before it.
 """
 
 # ruff: noqa: F401
 
-from .clusters.codebook import ClusteredCodebook, with_clusters
-from .clusters.learning import check_clusters, learn
-from .codebook import AnyCodebook
-from .masks.codebook import Codebook
-from .planes.codebook import PlanesCodebook
-from .registry import SCHEMES, check_scheme, coding_of, scheme_of
-from .request import Options, Request
-from .sizes import measure, stored_share, surveyed, total_stored
+from .clusters import ClusteredCodebook, with_clusters
+from .codebook import AnyCodebook, check_codebook, coding_of, measure, surveyed
+from .learning import SCHEMES, Options, Request, check_scheme, checked, learn
+from .masks import Codebook
+from .planes import PlanesCodebook

@@ -1,4 +1,5 @@
-"""What codebooks of all schemes share: frozen values that are checked once, when they are made or unpickled."""
+"""What codebooks of all schemes share: frozen values that are checked once, when they are made or unpickled. `measure`
+and `surveyed` tell what rows take with one, and `coder_rates` how fast its rows are coded and decoded."""
 
 from __future__ import annotations
 
@@ -13,8 +14,12 @@ import torch
 
 from .._common import wire
 from .._common.modes import outside_of_modes
+from .._layout import geometry as _rows
+from .._layout import slots
+from .._machine.calibration import Calibration, CoderRates
 
 _CPU = torch.device("cpu")
+_RAW = 0  # IBP_SCHEME_RAW of ibp.h
 _Class = TypeVar("_Class", bound=type)
 _Book = TypeVar("_Book", bound="AnyCodebook")
 
@@ -80,6 +85,15 @@ class AnyCodebook(ABC):
 
     @property
     @abstractmethod
+    def _coder(self) -> str:
+        """The field of `Calibration` that holds the rates of the family of coders which rows of this form have."""
+
+    @abstractmethod
+    def _work(self, row_bytes: int, stored_bytes: float) -> float:
+        """Returns what the rate `work_per_ns` of its decoders counts of a row (see `CoderRates`)."""
+
+    @property
+    @abstractmethod
     def cluster_words(self) -> torch.Tensor:
         """The working form of this codebook among those of several clusters: a flat CPU tensor."""
 
@@ -102,7 +116,7 @@ class AnyCodebook(ABC):
         return self._words[device]
 
     def with_savings(self: _Book, expected_savings: float | None) -> _Book:
-        """The same codebook, with other expected_savings."""
+        """Returns the same codebook with other expected_savings."""
         same = object.__new__(type(self))
         vars(same).update(vars(self), expected_savings=checked_savings(expected_savings))
         return same
@@ -151,7 +165,7 @@ class AnyCodebook(ABC):
 
     @abstractmethod
     def _description(self) -> list[str]:
-        """What __repr__ says besides expected_savings."""
+        """Returns what __repr__ says besides expected_savings."""
 
     def __repr__(self) -> str:
         parts = self._description() if self.is_finished else ["unfinished"]
@@ -174,7 +188,7 @@ class AnyCodebook(ABC):
 
 
 def whole(name: str, value: object, least: int, most: int) -> int:
-    """The value as an int; ValueError unless it is a whole number from least to most."""
+    """Returns the value as an int. Raises ValueError unless it is a whole number from least to most."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # a tensor is asked for its value
@@ -185,11 +199,11 @@ def whole(name: str, value: object, least: int, most: int) -> int:
 
 
 def fraction(name: str, value: object) -> float | None:
-    """The value as a float, or None; ValueError unless it is a finite number or None."""
+    """Returns the value as a float, or None. Raises ValueError unless it is a finite number or None."""
     if value is None:
         return None
     if not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ValueError(f"{name} is {value if isinstance(value, float) else kind_of(value)}; wanted a number or None")
+        raise ValueError(f"{name} is {value if isinstance(value, float) else shown(value)}; wanted a number or None")
     return float(value)
 
 
@@ -198,8 +212,8 @@ def checked_savings(value: object) -> float | None:
 
 
 def private_copy(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """A contiguous copy on the CPU, which nobody else can write to; ValueError unless it is a dense tensor of the dtype
-    and shape."""
+    """Returns a contiguous copy on the CPU, which nobody else can write to. Raises ValueError unless the tensor is
+    dense and has the dtype and shape."""
     if (
         not isinstance(tensor, torch.Tensor)
         or tensor.layout != torch.strided
@@ -207,12 +221,12 @@ def private_copy(name: str, tensor: object, dtype: torch.dtype, shape: tuple[int
         or tensor.shape != shape
         or tensor.is_meta
     ):
-        raise ValueError(f"{name} is {kind_of(tensor)}; wanted {dtype} {list(shape)}")
+        raise ValueError(f"{name} is {shown(tensor)}; wanted {dtype} {list(shape)}")
     return torch.empty(shape, dtype=dtype, device="cpu").copy_(tensor.detach())
 
 
-def kind_of(value: object) -> str:
-    """A tensor's dtype and shape, or the type of anything else, for messages."""
+def shown(value: object) -> str:
+    """Returns a tensor's dtype and shape, or the type of anything else, for messages."""
     if not isinstance(value, torch.Tensor):
         return f"a {type(value).__name__}"
     return f"{value.dtype} {list(value.shape)}" + (
@@ -220,8 +234,54 @@ def kind_of(value: object) -> str:
     )
 
 
+def check_codebook(codebook: object) -> None:
+    """Raises TypeError unless the argument is a codebook."""
+    if not isinstance(codebook, AnyCodebook):
+        raise TypeError(
+            f"codebook is a {type(codebook).__name__}; wanted an ibp.codecs.Codebook, a PlanesCodebook or a "
+            "ClusteredCodebook"
+        )
+
+
+# ---- rows that a codebook codes ------------------------------------------------------------------------------------
+
+
+def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, progress: bool = False) -> torch.Tensor:
+    """Returns the `lengths` of all rows of the bytes (FORMAT.md section 2), uint16 on the device."""
+    words, codec, parts = codebook.words(device), codebook.codec, []
+    for _, _, block in _rows.blocks(data, codebook.row_bytes, device, "measure" if progress else None):
+        parts.append(torch.ops.ibp.measure_rows.default(block, words, codec))
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint16, device=device)
+
+
+def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | None = None) -> slots.Survey:
+    """Returns what all rows of the bytes take, once the device has measured them. device: None: where the bytes are."""
+    rows = _rows.Geometry(data.shape, torch.uint8, codebook.row_bytes)
+    return slots.survey(measure(data, codebook, device or data.device), rows)
+
+
+def coding_of(codebook: AnyCodebook | None, row_bytes: int, device: torch.device) -> tuple[list[int], torch.Tensor]:
+    """Returns (codec, words) of the operations for a device. codebook: None for raw rows."""
+    if codebook is None:
+        return [_RAW, row_bytes], torch.empty(0, dtype=torch.int32, device=device)
+    return codebook.codec, codebook.words(device)
+
+
+def coder_rates(codebook: AnyCodebook, machine: Calibration) -> CoderRates:
+    """Returns the rates at which a machine codes and decodes rows of a codebook."""
+    rates: CoderRates = getattr(machine, codebook._coder)
+    return rates
+
+
+def work_of(codebook: AnyCodebook, row_bytes: int, stored_bytes: float) -> float:
+    """Returns what a decoder's rate `work_per_ns` counts of a row (see `CoderRates`)."""
+    return codebook._work(row_bytes, stored_bytes)
+
+
 def fingerprint_of(codebook: AnyCodebook, *sizes: float) -> int:
-    """A number that differs where codebooks, or sizes beside them, do: 63 bits."""
+    """Returns a number of 63 bits that differs if codebooks differ, or sizes that are given beside them."""
     content = hashlib.blake2b(repr((codebook.codec, sizes)).encode(), digest_size=8)
     content.update(codebook.words(_CPU).contiguous().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(content.digest(), "little") >> 1

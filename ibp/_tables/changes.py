@@ -20,7 +20,7 @@ from .._rows.faults import new_record
 from .._rows.handle import Handle
 from .._rows.protocols import Ids
 from .._rows.room import Room, room_of
-from .._rows.table import Table
+from .._rows.table import Table, handle_on
 
 _SECTOR = _core.SECTOR_BYTES
 _FEW_IDS = 256  # that the host compares sooner than a GPU sorts them
@@ -33,7 +33,7 @@ def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
 
 def put_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> None:
     """Changes items by their ids, int64, all different and in range. items: as `check_rows` wants them."""
-    if ids.numel() == 0 or table.item_bytes == 0:
+    if ids.numel() == 0 or table.geometry.item_bytes == 0:
         return
     worker = _worker_of(table, items.device, ids.device)
     _make_room(table)
@@ -100,8 +100,8 @@ def check_rows(table: Table, rows: Any, count: int | None) -> None:
         raise TypeError(f"rows is a {type(rows).__name__}; wanted a torch.Tensor")
     if rows.dtype != table.dtype:
         raise TypeError(f"rows has dtype {rows.dtype}; wanted the table's, {table.dtype}")
-    wanted = [count if count is not None else "any number", *table.item_shape]
-    if rows.dim() != len(wanted) or rows.shape[1:] != table.item_shape or count not in (None, rows.shape[0]):
+    wanted = [count if count is not None else "any number", *table.geometry.item_shape]
+    if rows.dim() != len(wanted) or rows.shape[1:] != table.geometry.item_shape or count not in (None, rows.shape[0]):
         raise ValueError(f"rows has shape {list(rows.shape)}; wanted {wanted}")
     if rows.layout != torch.strided or rows.device.type not in ("cpu", "cuda"):
         raise TypeError(f"rows is a {rows.layout} tensor on {rows.device}; wanted a dense one on the CPU or a GPU")
@@ -113,7 +113,7 @@ def changed_items(table: Table, ids: Ids, rows: torch.Tensor) -> tuple[torch.Ten
     ValueError, RuntimeError: as `update_`."""
     ids = list_of_ids(ids)
     check_rows(table, rows, ids.numel())
-    chosen, places = last_of_each(ids, table.num_items)
+    chosen, places = last_of_each(ids, table.geometry.num_items)
     return chosen, rows.detach() if places is None else rows.detach()[places.to(rows.device)]
 
 
@@ -151,7 +151,7 @@ def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch
 
 def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(numbers of the rows that hold items, what these rows have with new items in them: items, or bytes)."""
-    item_bytes, row_bytes = table.item_bytes, table.row_bytes
+    item_bytes, row_bytes = table.geometry.item_bytes, table.row_bytes
     is_bare = items.is_contiguous() and not (items.requires_grad or items.is_conj() or items.is_neg())
     if item_bytes == row_bytes and is_bare:
         return ids, items
@@ -174,7 +174,7 @@ def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tupl
 def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> torch.Tensor:
     out = torch.empty(end - start, dtype=torch.uint8, device=worker)
     fault = new_record(worker)
-    torch.ops.ibp.decode_bytes.default(table.handle(worker).table, start, end, 0, out, fault)
+    torch.ops.ibp.decode_bytes.default(handle_on(table, worker).table, start, end, 0, out, fault)
     table._raise_fault(fault)
     return out
 
@@ -189,7 +189,7 @@ def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
     whole = numbers[:-1] if has_last else numbers
     fault = new_record(worker)
     if whole.numel():
-        parts = table.handle(worker).parts
+        parts = handle_on(table, worker).parts
         parts = parts._replace(bases=parts.bases[:num_whole], num_items=num_whole, item_bytes=row_bytes)
         torch.ops.ibp.gather_items.default(Handle(parts).table, whole, 0, out, fault, None)
         table._raise_fault(fault)
@@ -273,7 +273,7 @@ def _encode(
     most_bytes = -(-data.nbytes // row_bytes) * rounded_up(row_bytes - slot_bytes, _SECTOR)
     room = table._set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))
     same = geometry is table.geometry
-    handle = table.handle(worker) if same else Handle(table._parts(worker, geometry))
+    handle = handle_on(table, worker) if same else Handle(table._parts(worker, geometry))
     index = room.begin_change(worker)
     table._forget_handles(worker)
     room.most_used += most_bytes

@@ -17,9 +17,8 @@ from .._layout.slots import default_length
 from .._machine import memory as _memory
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
-from .._schemes import AnyCodebook
-from .._schemes.estimation import check_codebook
-from .._schemes.planes.codebook import signed
+from .._schemes import AnyCodebook, check_codebook
+from .._schemes.planes import signed
 from .compressed_tensor import CompressedTensor
 
 _NO_BASE = -1  # of a row without a part

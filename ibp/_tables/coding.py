@@ -20,9 +20,7 @@ from .._machine import numa as _numa
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.table import AnyTable, Table
-from .._schemes import AnyCodebook, Options, Request, measure, surveyed
-from .._schemes.choice import learn
-from .._schemes.estimation import check_codebook, checked
+from .._schemes import AnyCodebook, Options, Request, check_codebook, checked, learn, measure, surveyed
 
 _FEW_BYTES = 1 << 20  # The CPU encodes at most this many bytes of host memory sooner than they are copied to a GPU.
 # With a given codebook, rows are encoded while they are measured if there are at least _LEAST_TIMES times as many bytes

@@ -53,6 +53,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         row_bytes, num_rows: the unit of coding: an item x[i] of up to 64 KiB, else a piece of the flat tensor.
         slot_bytes: bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
         slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3); not to be changed.
+        version: how often rows have changed in place; a copy of rows is stale if it has grown since the copy was made.
 
     Pickling and `torch.save` keep everything but pinning: call `pin_memory` after loading. Loading needs `import ibp`
     first.
@@ -414,7 +415,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         return self._items()
 
     def _items(self) -> Iterator[torch.Tensor]:
-        step = max(1, _ITERATED_BYTES // max(1, self.item_bytes))
+        step = max(1, _ITERATED_BYTES // max(1, self.geometry.item_bytes))
         for first in range(0, len(self), step):
             yield from streaming.decode_items(self, first, min(first + step, len(self)), check=self.is_cuda).unbind(0)
 

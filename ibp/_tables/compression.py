@@ -14,8 +14,7 @@ from .._machine import memory as _memory
 from .._machine import staging
 from .._rows.faults import new_record
 from .._rows.handle import Handle, Parts
-from .._schemes import Options, Request
-from .._schemes.estimation import checked
+from .._schemes import Options, Request, checked
 from .coding import CHANGED, Coding, coded, compressed, geometry_of
 from .compressed_tensor import CompressedTensor
 

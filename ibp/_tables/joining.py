@@ -35,7 +35,7 @@ def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | Non
     form = _form(table)
     if form is None or any(_form(part.table) != form for part in parts[1:]):
         return None
-    if len(parts) == 1 and parts[0][1:] == (0, table.num_items):
+    if len(parts) == 1 and parts[0][1:] == (0, table.geometry.num_items):
         return table.to(device)
 
     def on_device(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -51,7 +51,7 @@ def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | Non
 
 def _form(table: CompressedTensor) -> Hashable | None:
     """The same for tables whose rows one table can have. None: the table cannot be cut between any two items."""
-    if table.codebook is None or table.item_bytes != table.row_bytes or table._has_own_bases:
+    if table.codebook is None or table.geometry.item_bytes != table.row_bytes or table._has_own_bases:
         return None
     if not 0 < table.slot_bytes < table.row_bytes:
         return None

@@ -11,7 +11,7 @@ import torch
 from .._fetch.streaming import decompress
 from .._layout.geometry import DTYPES
 from .._schemes import AnyCodebook, Options
-from .._schemes.kinds import LEAST_BYTES, ROW_BYTES, Kind, Learner, kind_of
+from .._schemes.learning import LEAST_BYTES, ROW_BYTES, Kind, Learner, kind_of
 from .compressed_tensor import CompressedTensor
 from .compression import compress_rows
 
@@ -46,7 +46,7 @@ class CodedWeight:
 class WeightCompressor:
     """Compresses the weights of a model into packed tables.
 
-    Weights of a kind share a codebook (see `_schemes/kinds.py`), which is learned from the first of them. Where the
+    Weights of a kind share a codebook (see `_schemes/learning.py`), which is learned from the first of them. Where the
     first is best raw, all are kept raw.
 
     options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096. TypeError: an

@@ -11,8 +11,9 @@ from .._layout.slots import default_length
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
+from .._rows.table import handle_on
 from .._schemes import AnyCodebook, coding_of
-from .._schemes.planes.codebook import signed
+from .._schemes.planes import signed
 from .._tables import changes
 from .._tables.changes import put_rows
 from ._slabs import DIRTY, Entries, Generation, Slab
@@ -39,7 +40,7 @@ def update(state: CacheState, ids: Ids, rows: torch.Tensor) -> None:
 
 def put_items(state: CacheState, ids: torch.Tensor, rows: torch.Tensor) -> None:
     """Changes items by their ids, int64, all different and in range. rows: as `check_rows` wants them."""
-    if ids.numel() == 0 or state.view.item_bytes == 0:
+    if ids.numel() == 0 or state.view.geometry.item_bytes == 0:
         return
     with state.change_lock, state.lock:
         generation = state.generation
@@ -67,7 +68,7 @@ def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows:
     entries = torch.empty_like(numbers)
     state.hold(generation, worker, state.order.read(worker))
     maps, _ = generation.view_of(worker)
-    lengths = view.handle(worker).parts.lengths
+    lengths = handle_on(view, worker).parts.lengths
     torch.ops.ibp.find_cached.default(numbers, 1, view.row_bytes, lengths, maps, generation.ways, entries, None)
     held = entries.nonzero()[:, 0]
     coded = _CodedChanges.of(generation.codebook, _rows_at(data, held), generation.slot_bytes)

@@ -76,7 +76,7 @@ class Peers:
         plans: list[SlabPlan] = []
 
         def plan() -> dict[str, Any]:
-            items = hottest_first(hotness, state.view.num_items)
+            items = hottest_first(hotness, state.view.geometry.num_items)
             rows = rows_of(items, state.rows_per_item)
             found, copies = plan_slabs(state.view, rows, self.size, 0, budget_bytes, True)
             plans.extend(found)

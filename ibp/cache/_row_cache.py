@@ -25,6 +25,7 @@ from .._machine.memory import is_capturing
 from .._rows.faults import ENTRIES, new_record
 from .._rows.handle import Handle
 from .._rows.protocols import Ids
+from .._rows.table import handle_on
 from .._tables.changes import check_can_change
 from .._tables.coded_rows import CodedRows
 from .._tables.compressed_tensor import CompressedTensor
@@ -175,7 +176,7 @@ class RowCache(OfThisProcess, TensorManners):
                 self._given_slot_bytes = in_sectors(whole_number("slot_bytes", slot_bytes, 1, most))
             self._state = CacheState(self.view, self.devices, writable)
             for device in self._state.serving:
-                self.view.handle(device)
+                handle_on(self.view, device)
             self._state.generation = self._made(None)
 
         if self._peers is None:
@@ -298,14 +299,14 @@ class RowCache(OfThisProcess, TensorManners):
         if worker is None:
             self._state.check(self._state.generation)
             return self.view.index_select(ids, device=device, out=out, check=check, max_sms=max_sms)
-        shape, given = (ids.shape[0], *self.view.item_shape), out
+        shape, given = (ids.shape[0], *self.view.geometry.item_shape), out
         if out is not None:
             given = _as_bytes(out, shape) if self._is_of_place else out
             check_out(given, shape, self.view.dtype)
         if ids.device != worker:
             if not ids.is_cuda or worker.type == "cpu":
                 ids = ids.cpu()
-                check_range(ids, self.view.num_items)
+                check_range(ids, self.view.geometry.num_items)
             ids = ids.to(worker)
         take = self._take_outside if torch.compiler.is_compiling() else self._take
         result = take(ids, sms, in_order, given if out is not None and out.device == worker else None)
@@ -322,7 +323,7 @@ class RowCache(OfThisProcess, TensorManners):
         worker, state, view = ids.device, self._state, self.view
         handle, way = view._handles.get(worker), IN_ORDER if in_order else PLANNED
         if handle is None:
-            handle = view.handle(worker)
+            handle = handle_on(view, worker)
         if handle.noted[0] or handle.noted[ENTRIES]:
             view._raise_pending(worker)
         try:
@@ -338,7 +339,7 @@ class RowCache(OfThisProcess, TensorManners):
         except RuntimeError as error:
             if worker.type == "cpu":
                 refuse_mapped(ids)
-                check_range(ids, view.num_items)
+                check_range(ids, view.geometry.num_items)
                 with self.found(ids.contiguous()) as (_, entries, slabs):
                     raise_for(view, ids, handle, entries=entries, slabs=slabs)
             raise refusal(error) from None
@@ -371,7 +372,7 @@ class RowCache(OfThisProcess, TensorManners):
             ids: int32 or int64 [K], contiguous, on one of `devices`.
         """
         worker, view = ids.device, self.view
-        handle = view.handle(worker)
+        handle = handle_on(view, worker)
         entries = torch.empty(ids.numel() * self._state.rows_per_item, dtype=torch.int64, device=worker)
         counts = self._state.counts[worker]
         with self._state.lock:
@@ -459,7 +460,7 @@ class RowCache(OfThisProcess, TensorManners):
         with self._state.change_lock:
             self.flush()
             if self._peers is None:
-                self._swap(self._made(hottest_first(hotness, self.view.num_items)))
+                self._swap(self._made(hottest_first(hotness, self.view.geometry.num_items)))
             else:
                 self._swap(self._peers.made(self._state, hotness, self.budget_bytes))
                 self._peers.give_back()
@@ -472,7 +473,7 @@ class RowCache(OfThisProcess, TensorManners):
 
     def _made(self, items: torch.Tensor | None) -> Generation:
         """What the cache holds of these items, from the hottest on; None: nothing yet. Waits until it is there."""
-        if items is None or self.view.item_bytes == 0:
+        if items is None or self.view.geometry.item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._state.is_idle:
             nothing = SlabPlan(items[:0], items[:0], 0)
@@ -513,7 +514,7 @@ class RowCache(OfThisProcess, TensorManners):
             return made
         for part in items[:held].flip(0).split(max(1, held // _LEAST_PARTS)):
             entries = torch.empty(part.numel() * self._state.rows_per_item, dtype=torch.int64, device=slab.device)
-            self._claim(made, part.contiguous(), self.view.handle(slab.device), entries, None)
+            self._claim(made, part.contiguous(), handle_on(self.view, slab.device), entries, None)
         return made
 
     def _swap(self, made: Generation) -> None:
@@ -541,7 +542,7 @@ class RowCache(OfThisProcess, TensorManners):
         if ids is not None:
             ids = flat_ids(ids)
             if not ids.is_cuda:
-                check_range(ids, self.view.num_items)
+                check_range(ids, self.view.geometry.num_items)
             rows = rows_of(ids, self._state.rows_per_item)
         with self._state.change_lock, self._state.lock:
             for generation in {id(made): made for made in (self._state.generation, *self._state.captured)}.values():
@@ -631,10 +632,10 @@ def _view_of(table: Any) -> CompressedTensor:
         return table._live_table()
     if not isinstance(table, CompressedTensor):
         raise TypeError(f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor or an ibp.CodedRows")
-    if table.item_bytes % table.row_bytes or not table.shape:
+    item_bytes = table.geometry.item_bytes
+    if item_bytes % table.row_bytes or not table.shape:
         raise ValueError(
-            f"the table has items of {table.item_bytes:,} bytes in rows of {table.row_bytes:,}; wanted items of whole "
-            "rows"
+            f"the table has items of {item_bytes:,} bytes in rows of {table.row_bytes:,}; wanted items of whole rows"
         )
     return table
 

@@ -19,7 +19,7 @@ from .._common.modes import outside_of_modes
 from .._common.rounding import rounded_up
 from .._layout import slots
 from .._rows.faults import new_record
-from .._rows.table import Table
+from .._rows.table import Table, handle_on
 from .._schemes import AnyCodebook
 from ._order import Key, key_of
 
@@ -158,7 +158,7 @@ def _none_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
     """Bytes of rows as they are stored, int64, on the device that their numbers are on, which reads the table; 0 for
     default rows, and for those whose length is no row's."""
-    lengths, row_bytes = table.handle(rows.device).parts.lengths, table.row_bytes
+    lengths, row_bytes = handle_on(table, rows.device).parts.lengths, table.row_bytes
     if lengths.numel() == 0:
         return torch.full_like(rows, row_bytes)
     sizes = slots.stored_sizes(lengths.view(torch.int16)[rows].to(torch.int64) & 0xFFFF, row_bytes, row_bytes)
@@ -168,7 +168,7 @@ def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
 def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
     """Bytes of a slot, a multiple of 32, that nearly all rows that have bytes fit; a whole row where there are none.
     may_grow: with room for rows that change to take more bytes."""
-    found = slots.survey(table.handle(device).parts.lengths, table.geometry)
+    found = slots.survey(handle_on(table, device).parts.lengths, table.geometry)
     with_bytes = found.num_rows - int(found.sectors[0])
     if not with_bytes:
         return in_sectors(table.row_bytes)
@@ -262,7 +262,7 @@ def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device)
     if plan.rows.numel():
         fault = new_record(device)
         rows, offsets = plan.rows.to(device), plan.offsets.to(device)
-        handle = table.handle(device)
+        handle = handle_on(table, device)
         torch.ops.ibp.fill_slab.default(handle.table, rows, offsets, number, STATIC_WAYS, slab.bytes, slab.map, fault)
     return slab
 

@@ -27,7 +27,7 @@ class CacheState:
     def __init__(self, view: CompressedTensor, devices: tuple[torch.device, ...], writable: bool) -> None:
         self.view, self.devices, self.writable = view, devices, writable
         self.workers = tuple(dict.fromkeys(devices))  # the devices, each once
-        self.rows_per_item = max(1, view.item_bytes // view.row_bytes)
+        self.rows_per_item = max(1, view.geometry.item_bytes // view.row_bytes)
         # Of each device, what lookups have met.
         self.counts = {device: torch.zeros(COUNTERS, dtype=torch.int64, device=device) for device in self.workers}
         self.change_lock = ForkLock()  # held from the beginning of a change to its end; taken before `lock`

@@ -19,8 +19,9 @@ from .._layout.geometry import Geometry
 from .._machine import memory as _memory
 from .._machine.calibration import FEW_SMS, H200, LARGE_BYTES, LARGE_IDS, Calibration, CoderRates, in_force, keep
 from .._machine.timing import Clock, free_host_bytes
+from .._rows.plan import spread_bytes
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
-from .._schemes.choice import work_of
+from .._schemes.codebook import work_of
 from .._tables.coded_rows import CodedRows, encode_into
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import compress_rows
@@ -123,7 +124,7 @@ def _stream_start_us(clock: Clock, family: _Family, known: Calibration) -> float
     def whole_ns(path: str) -> float:
         return 1e9 * clock.wall_s(lambda: decompress(table, out=out, path=path))
 
-    by_rates_ns = table.resident_bytes * (1 / known.read_gbps - 1 / known.copy_in_gbps)
+    by_rates_ns = spread_bytes(table) * (1 / known.read_gbps - 1 / known.copy_in_gbps)
     return max(1.0, (whole_ns("copy") - whole_ns("gpu") + by_rates_ns) / 1e3)
 
 

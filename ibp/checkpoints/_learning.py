@@ -15,9 +15,9 @@ from .._common.arguments import whole_number
 from .._layout import geometry as _rows
 from .._layout import slots
 from .._machine import memory
-from .._schemes import AnyCodebook, Options, Request, check_clusters, choice, surveyed
-from .._schemes.estimation import checked
-from .._schemes.kinds import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, kind_of
+from .._schemes import AnyCodebook, Options, Request, checked, learn, surveyed
+from .._schemes.clusters import check_clusters
+from .._schemes.learning import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, kind_of
 from ._source import SourceTensor
 
 _LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index would take what they save
@@ -67,13 +67,14 @@ class CheckpointLearning:
         return self.options.scheme != "raw" and has_dtype and tensor.num_bytes >= LEAST_BYTES
 
     def kind_of(self, tensor: SourceTensor) -> tuple:
-        """The kind of a tensor (see `_schemes/kinds.py`), and the bytes of its rows: such tensors share a codebook."""
+        """The kind of a tensor (see `_schemes/learning.py`), and the bytes of its rows: such tensors share a
+        codebook."""
         return kind_of(tensor.name, torch.Size(tensor.shape), tensor.dtype), self.geometry_of(tensor).row_bytes
 
     def learn(self, scheme: str, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
         """A codebook for a tensor, learned from a sample of its rows; None where raw rows are best. sample: uint8 [n *
         row_bytes]; all_rows: whether every row has to have a coded form."""
-        return choice.learn(scheme, Request(sample, geometry, self.device, self.options, 0, codes_invariant=all_rows))
+        return learn(scheme, Request(sample, geometry, self.device, self.options, 0, codes_invariant=all_rows))
 
 
 class Codebooks:

@@ -8,7 +8,7 @@ between them.
 
 from .._common.publishing import published
 from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
-from .._schemes.estimation import analyze
+from .._schemes.learning import analyze
 from ._choice import choose
 from ._chosen import Choice, CodingCost
 from ._whole import WholeTensor

@@ -14,7 +14,7 @@ from .._layout.geometry import check_tensor
 from .._machine import calibration, memory, staging
 from .._machine.timing import timed_once
 from .._schemes import SCHEMES, AnyCodebook
-from .._schemes.estimation import analyze
+from .._schemes.learning import analyze
 from .._tables.compressed_tensor import CompressedTensor
 from . import _nvcomp
 from ._chosen import Choice, CodingCost, arguments_of, ranked

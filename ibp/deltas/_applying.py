@@ -10,6 +10,7 @@ import torch
 from .._layout.geometry import bytes_of
 from .._machine import staging
 from .._rows.faults import CorruptTableError, new_record
+from .._rows.table import handle_on
 from . import _on_gpu
 from ._coding import bits_of, element_bytes_of, note_change
 from ._fingerprint import DeltaMismatchError, check_source, fingerprint
@@ -56,7 +57,7 @@ class InPlace:
         """What that adds to the fingerprint, and whether no row is corrupt; corrupt rows change nothing."""
         change, fault = torch.zeros(1, dtype=torch.int64, device="cpu"), new_record()
         width = element_bytes_of(self._delta.dtype)
-        table = self._table.handle(torch.device("cpu")).table
+        table = handle_on(self._table, torch.device("cpu")).table
         torch.ops.ibp.add_rows.default(table, width, subtracts, self._base, change, fault)
         return int(change), not int(fault[0])
 

@@ -11,11 +11,10 @@ from .._common import wire
 from .._common.rounding import rounded_up
 from .._layout import geometry as _rows
 from .._layout import slots
-from .._schemes import AnyCodebook, surveyed
+from .._schemes import AnyCodebook, check_codebook, surveyed
 from .._schemes.codebook import fingerprint_of
-from .._schemes.estimation import check_codebook
-from .._schemes.kinds import learned_from
-from .._schemes.planes.learning import check_level
+from .._schemes.learning import learned_from
+from .._schemes.planes import check_level
 from .._tables.coded_rows import CodedRows
 
 ROW_BYTES = 4096  # of messages

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from .._common.group import RankGroup
 from .._machine import calibration
 from .._machine.timing import timed_once
-from .._schemes import choice
+from .._schemes.codebook import coder_rates
 from ._codec import Codec
 from ._messages import Messages, Part, shares_of
 from ._slots import Slot
@@ -94,7 +94,7 @@ def raw_all_gather(out: torch.Tensor, x: torch.Tensor, **options: object) -> dis
 def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
     """The coder's, from the calibration in force, or on the CPU measured with some rows."""
     if device.type == "cuda":
-        known = choice.coder_rates(codec.codebook, calibration.in_force(device))
+        known = coder_rates(codec.codebook, calibration.in_force(device))
         return Rates(known.encode_gbps, known.decode_gbps)
     return _measured(codec, rows)
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from .._common import wire
-from .._schemes.kinds import Learner
+from .._schemes.learning import Learner
 from . import _links
 from ._calls import check_tensors, finished, movable, pieces_of_one, root_of, run, travels_raw
 from ._codec import Codec, as_bytes, sample_of

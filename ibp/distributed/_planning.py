@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from .._common import group as _group
 from .._common import wire
-from .._schemes.kinds import Learner
-from .._schemes.planes.learning import LEVELS as CODED_LEVELS
+from .._schemes.learning import Learner
+from .._schemes.planes import LEVELS as CODED_LEVELS
 from . import _links
 from ._codec import Codec, learned, sample_of
 from ._links import Link, Load

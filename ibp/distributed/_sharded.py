@@ -22,10 +22,8 @@ from .._machine.memory import usual
 from .._rows.faults import CorruptTableError, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids
-from .._rows.table import OF_SELECTIONS
-from .._schemes import AnyCodebook, Options, Request, coding_of
-from .._schemes.choice import learn
-from .._schemes.estimation import checked, exact_stored_bytes
+from .._rows.table import OF_SELECTIONS, handle_on
+from .._schemes import AnyCodebook, Options, Request, checked, coding_of, learn, surveyed
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
 from .._tables.compressed_tensor import CompressedTensor
@@ -97,7 +95,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         self.shape = torch.Size((self.starts[-1], *shards[0].item_shape))
         self._starts = torch.tensor(self.starts, dtype=torch.int64, device=members.device)
         self._own_codebook = local_table.codebook
-        self.rows_per_item = local_table.item_bytes // local_table.row_bytes
+        self.rows_per_item = local_table.geometry.item_bytes // local_table.row_bytes
 
     @classmethod
     def from_local(
@@ -259,7 +257,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         sent = self._counts_of(owned)
         received = group.counts(sent)
         local = group.exchange(owned, sent, received) - self.starts[group.rank]
-        item_bytes = self.local_table.item_bytes
+        item_bytes = self.local_table.geometry.item_bytes
         items = group.exchange(data, *([item_bytes * count for count in counts] for counts in (sent, received)))
         shape = local.numel(), *self.shape[1:]
 
@@ -329,7 +327,7 @@ class ShardedTable(OfThisProcess, TensorManners):
             lengths, rows, none = received.lengths.to(target), received.rows.to(target), received.rows[:0].to(target)
             num_items = wanted.unique.numel()
             codec, words = coding_of(self._codebook, table.row_bytes, target)
-            sizes = (0, num_items, table.item_bytes)
+            sizes = (0, num_items, table.geometry.item_bytes)
             if self._codebook is None:
                 parts = Parts(rows, none, lengths[:0], none.view(torch.int64), words, codec, table.row_bytes, *sizes)
             else:
@@ -365,19 +363,19 @@ class ShardedTable(OfThisProcess, TensorManners):
         if ids.numel() == 0:
             nothing = torch.empty(0, dtype=torch.uint8, device=device)
             return [_Received(nothing, nothing) for _ in counts]
-        check_range(ids, table.num_items)
+        check_range(ids, table.geometry.num_items)
         worker = worker_of(table, device)
         parts = torch.arange(self.rows_per_item, device=worker)
         rows = (ids.to(worker).unsqueeze(1) * self.rows_per_item + parts).view(-1)
         ends_of_parts = torch.tensor([0, *counts], dtype=torch.int64, device="cpu").cumsum(0) * self.rows_per_item
-        entries = table.handle(worker).parts.lengths.view(torch.int16)
+        entries = handle_on(table, worker).parts.lengths.view(torch.int16)
         found = entries[rows] if entries.numel() else torch.zeros_like(rows, dtype=torch.int16)
         lengths = found.view(torch.uint16)
         ends = self._places(lengths)
         bounds = ends[ends_of_parts.to(worker)].tolist()
         copied = torch.empty(bounds[-1], dtype=torch.uint8, device=worker)
         fault = new_record(worker)
-        handle, no_map = table.handle(worker), ends[:0]
+        handle, no_map = handle_on(table, worker), ends[:0]
         torch.ops.ibp.fill_slab.default(handle.table, rows, ends[:-1], 0, _ANY_WAYS, copied, no_map, fault)
         table._raise_fault(fault)
         near, sizes = copied.to(device), [end - start for start, end in zip(bounds, bounds[1:])]
@@ -479,8 +477,12 @@ def _learned(
     def stored_bytes(codebook: AnyCodebook | None) -> int:
         if codebook is None:
             return geometry.num_bytes
-        coded = members.together("from_local", lambda: exact_stored_bytes(x, codebook, worker))
-        return sum(int(size) for size in coded)
+
+        def coded() -> int:
+            data = _rows.bytes_of(x)
+            return min(surveyed(data, codebook, worker).stored + codebook.nbytes, data.numel())
+
+        return sum(int(size) for size in members.together("from_local", coded))
 
     codebook = by_rank_0(request)
     if codebook is None or not codebook.is_partial or codebook.expected_savings is None:

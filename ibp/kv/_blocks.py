@@ -15,7 +15,7 @@ from .._common.process import OfThisProcess
 from .._common.rounding import rounded_up
 from .._core import SECTOR_BYTES
 from .._rows.faults import CorruptTableError
-from .._schemes.registry import check_scheme
+from .._schemes import check_scheme
 from ._paged import PagedTensors
 from ._store import KVStore, Transfer
 

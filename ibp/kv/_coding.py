@@ -7,14 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _core, _schemes
+from .. import _core
 from .._common.rounding import rounded_up
 from .._fetch.streaming import STREAM_SMS
 from .._layout import geometry as _rows
 from .._rows.handle import Handle, Parts
-from .._schemes import AnyCodebook, PlanesCodebook
-from .._schemes.estimation import check_codebook
-from .._schemes.kinds import CLEARLY_LESS, Learner, learned_from
+from .._schemes import AnyCodebook, PlanesCodebook, check_codebook, surveyed
+from .._schemes.learning import CLEARLY_LESS, Learner, learned_from
 from .._tables.coded_rows import CodedRows
 
 _SECTOR = _core.SECTOR_BYTES
@@ -340,4 +339,4 @@ def _signed(tensor: torch.Tensor) -> torch.Tensor:
 
 def _saved(sample: torch.Tensor, codebook: AnyCodebook | None) -> float:
     """The share of the sample's bytes that a codebook saves."""
-    return 0.0 if codebook is None else 1 - _schemes.stored_share(sample, codebook)
+    return 0.0 if codebook is None else 1 - surveyed(sample, codebook).stored / sample.numel()

@@ -16,7 +16,7 @@ from .._common.locks import ForkLock
 from .._common.process import OfThisProcess
 from .._machine.memory import usual
 from .._rows.faults import CorruptTableError
-from .._schemes.registry import check_scheme
+from .._schemes import check_scheme
 from ._store import KVStore, KVStoreStats
 
 _KEY_BYTES = 256  # of host memory for a key: what a page without bytes counts as

@@ -25,9 +25,8 @@ from .._fetch.calls import sms_of
 from .._layout.geometry import check_bytes
 from .._rows.faults import Faults, FaultWords
 from .._rows.handle import Handle, Parts
-from .._schemes import AnyCodebook
+from .._schemes import AnyCodebook, check_codebook
 from .._schemes.codebook import fingerprint_of
-from .._schemes.estimation import check_codebook
 from . import _sizes
 from ._paged import PagedTensors, Pages, check_different, check_paged, numbers_on, plan_pages
 

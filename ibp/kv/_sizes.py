@@ -12,8 +12,8 @@ from .._common.arguments import whole_number
 from .._common.rounding import rounded_up
 from .._layout import geometry, slots
 from .._machine import memory
-from .._schemes import AnyCodebook, PlanesCodebook, surveyed
-from .._schemes.estimation import analyze, check_codebook
+from .._schemes import AnyCodebook, PlanesCodebook, check_codebook, surveyed
+from .._schemes.learning import analyze
 
 ROW_BYTES = 2048  # of pages: longer rows save no more, and shorter ones are more work (benchmarks/results/gather.csv)
 _SHARE_IN_SLOTS = 0.999  # of the sample's rows

@@ -242,7 +242,7 @@ class ModelPlan:
         modules = self._modules(key)
         is_looked_up = any(isinstance(module, torch.nn.Embedding) for module in modules)
         is_multiplied = not all(isinstance(module, torch.nn.Embedding) for module in modules)
-        if is_looked_up and table.item_bytes != table.row_bytes:
+        if is_looked_up and table.geometry.item_bytes != table.row_bytes:
             return False
         return not is_multiplied or self._level == "default" or is_fast_matrix(table)
 

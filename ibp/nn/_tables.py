@@ -256,7 +256,7 @@ def _is_fast(table: CompressedTensor) -> bool:
 
 def is_fast_matrix(table: CompressedTensor) -> bool:
     """Whether a table has the form that `matrix_table` gives at level "fast"."""
-    if not _is_fast(table) or table.layout != "slots" or table.item_bytes != table.row_bytes:
+    if not _is_fast(table) or table.layout != "slots" or table.geometry.item_bytes != table.row_bytes:
         return False
     least = slot_bytes_for(table.shape[1], table.dtype)
     return least is None or table.slot_bytes >= least

@@ -9,8 +9,7 @@ from .._layout import geometry as _rows
 from .._layout import slots as _layout
 from .._machine import memory
 from .._machine.staging import to_device
-from .._schemes import AnyCodebook, Options
-from .._schemes.estimation import checked
+from .._schemes import AnyCodebook, Options, checked
 from .._tables.coding import Coding, geometry_of, placed
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.compression import warn_of_gradient

@@ -11,8 +11,7 @@ import torch
 from .._common.progress import tqdm
 from .._layout import geometry, slots
 from .._machine import memory
-from .._schemes import AnyCodebook, Options, Request, surveyed
-from .._schemes.estimation import checked
+from .._schemes import AnyCodebook, Options, Request, checked, surveyed
 from .._tables.coding import coded_in_slots
 from . import _targets
 

@@ -10,6 +10,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding, slow_but, spiky_rows
+from ibp._rows.table import handle_on
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -57,7 +58,7 @@ def test_operations(compiled, place, device, scheme):
     """A gather, one in the order of windows, and decoding, to memory of the function's own."""
     x = spiky_rows(500, 60)
     table = make_table(x, scheme, place, device)
-    handle = table.handle(device).table
+    handle = handle_on(table, device).table
 
     def gather(ids):
         out = [torch.empty(ids.numel(), 60, device=device) for _ in range(2)]

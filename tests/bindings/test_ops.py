@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_map_only
 import ibp
 from handles import BY_VALUES, handle_of, values_of, with_handle
 from helpers import assert_same_bits, bytes_of, embedding, make_tensor, spiky_rows
+from ibp._rows.table import handle_on
 
 OPS = torch.ops.ibp
 CPU = torch.device("cpu")
@@ -72,7 +73,7 @@ def samples():
         yield name, with_handle(name, arguments), options[0] if options else {}
     x = spiky_rows(100, 60)
     table, ids = ibp.compress(x, scheme="planes", device="cpu", memory="host"), torch.tensor([5, 99, 5])
-    handle = table.handle(CPU)
+    handle = handle_on(table, CPU)
     yield "take", (handle.table, ids, handle.like, 0, 0), {}
     yield "take", (handle.table, ids[::2] - 100, handle.like, 3, 1, 100), {}
     yield "take.out", (handle.table, ids, torch.zeros(3, 2, 60)[:, 1], 0, 0), {}

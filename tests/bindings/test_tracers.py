@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import ibp
 from helpers import assert_same_bits, embedding
+from ibp._rows.table import handle_on
 
 pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.")
 
@@ -120,7 +121,7 @@ def test_mapping_ids_is_refused(table, name):
 
 def test_mapping_operations_is_refused(table):
     """An operation that gets mapped tensors says so itself."""
-    handle = table.handle(torch.device("cpu")).table
+    handle = handle_on(table, torch.device("cpu")).table
     out, noted = torch.empty(8, 8, 64), torch.zeros(8, 4, dtype=torch.int64)
     with pytest.raises(RuntimeError, match=r"here ibp::gather_items\): call them without torch\.vmap"):
         torch.vmap(lambda ids, out, noted: torch.ops.ibp.gather_items(handle, ids, 0, out, noted))(

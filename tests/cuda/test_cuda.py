@@ -34,6 +34,7 @@ from helpers import (
     take,
 )  # fmt: skip
 from ibp._machine import memory as _memory
+from ibp._rows.table import handle_on
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 CPU = torch.device("cpu")
@@ -698,7 +699,7 @@ def test_opcheck(cuda):
 @pytest.mark.parametrize("scheme", CODED)
 def test_compile(cuda, scheme):
     x = one_hot_rows(500, 60)
-    handle = ibp.compress(x, scheme=scheme).handle(cuda).table  # which holds the pinned memory
+    handle = handle_on(ibp.compress(x, scheme=scheme), cuda).table  # which holds the pinned memory
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def gather_and_sum(ids):

@@ -11,6 +11,7 @@ import torch
 import ibp
 import reference
 from helpers import assert_same_bits, bytes_of, reference_decode
+from ibp._rows.table import handle_on
 from ibp.deltas import _applying
 
 DTYPES = [
@@ -306,7 +307,7 @@ def test_tables_of_any_codebook_are_added(kept, layout):
         before = ibp.deltas.fingerprint(wanted - x if not subtracts else wanted + x)
         moved = base.clone() if not subtracts else base + x
         change.zero_()
-        torch.ops.ibp.add_rows.default(table.handle(torch.device("cpu")).table, 4, subtracts, moved, change, fault)
+        torch.ops.ibp.add_rows.default(handle_on(table, torch.device("cpu")).table, 4, subtracts, moved, change, fault)
         assert_same_bits(moved, wanted)
         assert (before + int(change)) % 2**64 == ibp.deltas.fingerprint(wanted) and not fault.any()
 

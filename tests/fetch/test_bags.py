@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import ibp
 from helpers import assert_same_bits, pairwise
+from ibp._rows.table import handle_on
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 NUM_ROWS = 60
@@ -276,7 +277,7 @@ def test_faults(cuda, fused):
         with pytest.raises(ValueError, match=r"offsets\[\d\] is"):
             ibp.embedding_bag(table, ids.clamp(max=399).view(-1), torch.tensor(wrong, device=cuda), check=True)
     with pytest.raises(RuntimeError, match="weights has the wrong dtype"):
-        handle, fault = table.handle(cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
+        handle, fault = handle_on(table, cuda), torch.zeros(4, dtype=torch.int64, device=cuda)
         weights = torch.ones(6, device=cuda)
         torch.ops.ibp.sum_bags(handle.table, ids.view(-1), None, [], None, weights, 0, -1, 2, 0, result, fault)
 
@@ -307,7 +308,7 @@ def test_operation(cuda):
     table = tables_on(cuda, x)[1]
     ids, offsets = (part.to(cuda) for part in draw(20, num_rows=400))
     fault, out = torch.zeros(4, dtype=torch.int64, device=cuda), torch.empty(20, 64, dtype=x.dtype, device=cuda)
-    arguments = (table.handle(cuda).table, ids, None, [], offsets, None, 0, -1, 2, 0, out, fault)
+    arguments = (handle_on(table, cuda).table, ids, None, [], offsets, None, 0, -1, 2, 0, out, fault)
     torch.library.opcheck(torch.ops.ibp.sum_bags.default, arguments)
 
 

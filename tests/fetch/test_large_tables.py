@@ -1,8 +1,6 @@
 """Large tables: ids by windows, selections that the CPU gathers for a GPU, and the paths of index_select; on small
 tables, which know no difference."""
 
-import types
-
 import numpy as np
 import pytest
 import torch
@@ -18,10 +16,12 @@ from helpers import (
     make_tensor,
     one_hot_rows,
     reckon_with,
+    sized,
     spiky_rows,
 )
 from ibp._fetch import gather, host_gather
 from ibp._rows import plan
+from ibp._rows.table import handle_on
 
 CPU = torch.device("cpu")
 CODED = ["ibp", "planes"]
@@ -94,17 +94,10 @@ def test_partition_refuses_too_many_windows():
         OPS.partition_ids(torch.tensor([0.5]), 5, 0)
 
 
-class Sized:
-    """What window_bits reads of a table."""
-
-    def __init__(self, num_items, resident_bytes):
-        self.resident_bytes, self.num_items = resident_bytes, num_items
-
-
 @pytest.mark.parametrize("num_items", [0, 1, 5, 65_536, 65_537, 10**6, 10**9])
 @pytest.mark.parametrize("item_bytes", [0, 4, 37, 352, 65_536, 10**6])
 def test_window_bits(num_items, item_bytes):
-    bits = plan.window_bits(Sized(num_items, num_items * item_bytes))
+    bits = plan.window_bits(num_items, num_items * item_bytes)
     windows = ((max(1, num_items) - 1) >> bits) + 1
     assert windows <= plan.MAX_WINDOWS
     if (
@@ -301,11 +294,11 @@ def test_looks_sorted():
 def choice(table, ids, cuda):
     """The path that a call without `path` takes to a GPU; None: the CPU decodes."""
     worker = cuda if table.is_pinned() or table.is_cuda else CPU
-    if not ids.is_cuda and gather._way_from_cpu(table, table.handle(worker), ids, cuda, worker, None, 0) is None:
+    if not ids.is_cuda and gather._way_from_cpu(table, handle_on(table, worker), ids, cuda, worker, None, 0) is None:
         return "cpu"
     if worker == CPU:
         return None
-    made = table.handle(cuda).plan
+    made = handle_on(table, cuda).plan
     least = made.least_bucketed if ids.is_cuda else made.least_from_cpu
     return "bucketed" if len(ids) >= least and (ids.is_cuda or not plan.looks_sorted(ids)) else "gpu"
 
@@ -350,9 +343,7 @@ def test_multiprocessors_of_bucketed_ids(scheme):
 def test_what_is_expected_of_paths(gib, stored_bytes, item_bytes, num_ids, on_gpu, on_cpu):
     """The paths of ids on a GPU and on the CPU, as large_table.csv (an H200) and paths.csv measured them."""
     num_items = int(gib * 2**30) // stored_bytes
-    table = types.SimpleNamespace(
-        num_items=num_items, item_bytes=item_bytes, resident_bytes=num_items * stored_bytes, device=CPU
-    )
+    table = sized(num_items, item_bytes, num_items * stored_bytes)
     machine = ibp.calibration.H200
     for ids_on_gpu, expected in ((True, on_gpu), (False, on_cpu)):
         promised = {

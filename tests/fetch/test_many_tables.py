@@ -5,6 +5,7 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding
+from ibp._rows.table import handle_on
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 SIZES = (40, 7, 100, 1)
@@ -84,11 +85,11 @@ def test_corrupt_rows():
 
 def test_what_does_not_fit_is_refused():
     _, tables = make()
-    handles = [table.handle(torch.device("cpu")).table for table in tables]
+    handles = [handle_on(table, torch.device("cpu")).table for table in tables]
     ids, positions = torch.tensor([0, 0]), torch.tensor([1, 0], dtype=torch.int32)
     out, take = torch.empty(2, 16, dtype=torch.bfloat16), torch.ops.ibp.take_many
     take(handles[:2], ids, positions, [0, 1, 2], 0, out)
-    other = ibp.compress(torch.ones(3, 17), **ON_CPU).handle(torch.device("cpu")).table
+    other = handle_on(ibp.compress(torch.ones(3, 17), **ON_CPU), torch.device("cpu")).table
     for message, wrong in (
         ("starts are not", (handles[:2], ids, positions, [0, 2], 0, out)),
         ("starts are not", (handles[:2], ids, positions, [0, 1, 3], 0, out)),
@@ -173,7 +174,7 @@ def test_faults_of_tables_decoded_together(cuda):
 
 def test_what_decode_many_refuses(cuda):
     tables = [ibp.compress(embedding(40, 16, torch.bfloat16, seed).to(cuda), scheme="planes") for seed in range(2)]
-    handles = [table.handle(tables[0].device).table for table in tables]
+    handles = [handle_on(table, tables[0].device).table for table in tables]
     outs = [torch.empty(40, 16, dtype=torch.bfloat16, device=cuda) for _ in tables]
     for message, wrong in (
         ("there are 1 outs of 2 tables", (handles, 0, outs[:1])),

@@ -14,6 +14,7 @@ import ibp
 from helpers import assert_same_bits
 from ibp._common import once
 from ibp._fetch import linear, products
+from ibp._rows.table import handle_on
 from products import kernels_on_the_cpu, lists
 
 ROWS, COLUMNS = 64, 128
@@ -387,7 +388,7 @@ def test_the_operation_can_be_part_of_cuda_graphs():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_times_matrix(dtype):
     module, plain = coded_linear()
-    x, handle = torch.randn(3, ROWS).to(dtype), module.weight.handle(torch.device("cpu"))
+    x, handle = torch.randn(3, ROWS).to(dtype), handle_on(module.weight, torch.device("cpu"))
     arguments = handle.table, x, COLUMNS, torch.bfloat16, torch.device("cpu")
     assert_same_bits(torch.ops.ibp.times_matrix.default(*arguments), x @ plain.weight.to(dtype))
     torch.library.opcheck(torch.ops.ibp.times_matrix.default, arguments)

@@ -24,6 +24,7 @@ from helpers import (
     spiky_rows,
 )
 from ibp._fetch import streaming
+from ibp._rows.table import handle_on
 
 CPU = torch.device("cpu")
 OPS = torch.ops.ibp
@@ -160,8 +161,8 @@ def test_what_earlier_work_has_noted(number):
     x = half_rows(100)
     table = make_table(x, codebook=half_codebook(), memory="host")
     table.overflow[7 * HALF_CODED] = 0
-    table.handle(CPU)
-    OPS.decode_bytes(table.handle(CPU).table, 0, x.nbytes, 0, torch.empty_like(x), table._faults.on(CPU))
+    handle_on(table, CPU)
+    OPS.decode_bytes(handle_on(table, CPU).table, 0, x.nbytes, 0, torch.empty_like(x), table._faults.on(CPU))
     table.overflow.copy_(make_table(x, codebook=half_codebook(), memory="host").overflow)
     given, out = table if number is None else [table] * number, poisoned(x, CPU)
     outs = out if number is None else [out, None][:number]
@@ -618,7 +619,7 @@ def test_the_operation(cuda):
             torch.zeros(1 << 20, dtype=torch.uint8, device=cuda),
             torch.zeros(4, dtype=torch.int64, device=cuda),
         )
-        arguments = [table.handle(cuda).table, table.bases.cpu(), 1000, 7777, streamer.address, True, True, 8, ring]
+        arguments = [handle_on(table, cuda).table, table.bases.cpu(), 1000, 7777, streamer.address, True, True, 8, ring]
         out = torch.zeros(6777, dtype=torch.uint8, device=cuda)
         torch.library.opcheck(OPS.stream_bytes.default, (*arguments, out, fault))
         OPS.stream_bytes(*arguments, out, fault)

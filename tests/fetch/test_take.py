@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 import ibp
 from helpers import assert_same_bits, embedding, make_tensor, reckon_with, spiky_rows
+from ibp._rows.table import handle_on
 
 ON_CPU = {"device": "cpu", "memory": "host"}
 CPU = torch.device("cpu")
@@ -26,12 +27,12 @@ def table(x):
 
 
 def take(table, ids, max_sms=0, way=PLANNED, from_end=0, cache=None):
-    handle = table.handle(ids.device)
+    handle = handle_on(table, ids.device)
     return torch.ops.ibp.take(handle.table, ids, handle.like, max_sms, way, from_end, cache)
 
 
 def take_out(table, ids, out, max_sms=0, way=PLANNED):
-    return torch.ops.ibp.take.out(table.handle(ids.device).table, ids, out, max_sms, way)
+    return torch.ops.ibp.take.out(handle_on(table, ids.device).table, ids, out, max_sms, way)
 
 
 @pytest.mark.parametrize("scheme", ["raw", "ibp", "planes"])
@@ -145,7 +146,7 @@ def test_refused_results(table):
     with pytest.raises(RuntimeError, match="way is 3"):
         take(table, ids, way=3)
     with pytest.raises(RuntimeError, match="like has items of other bytes than 240"):
-        torch.ops.ibp.take(table.handle(CPU).table, ids, torch.empty(0, 61, dtype=dtype), 0, 0)
+        torch.ops.ibp.take(handle_on(table, CPU).table, ids, torch.empty(0, 61, dtype=dtype), 0, 0)
 
 
 def test_errors_are_those_of_the_operations(table):
@@ -178,14 +179,14 @@ def test_corrupt_rows(x):
 
 def test_a_table_that_moves_is_described_again(x):
     table = ibp.compress(x, **ON_CPU)
-    before = table.handle(CPU)
+    before = handle_on(table, CPU)
     table._refresh()
     assert_same_bits(table.index_select(torch.tensor([7])), x[[7]])
-    assert table.handle(CPU) is not before
+    assert handle_on(table, CPU) is not before
 
 
 def test_handles_are_checked(table):
-    describe, parts = torch.ops.ibp.describe_table, table.handle(CPU).parts
+    describe, parts = torch.ops.ibp.describe_table, handle_on(table, CPU).parts
     with pytest.raises(RuntimeError, match="slot_bytes is -1"):
         describe(*parts._replace(slot_bytes=-1))
     with pytest.raises(RuntimeError, match="plan has 2 numbers, 3 are needed"):
@@ -198,7 +199,7 @@ def test_handles_are_checked(table):
 def test_a_handle_outlives_its_table(x):
     """What operations are given keeps the memory, as long as they use it."""
     table = ibp.compress(x, scheme="planes", **ON_CPU)
-    given = table.handle(CPU).table
+    given = handle_on(table, CPU).table
     del table
     gc.collect()
     out = torch.empty(3, 60, dtype=x.dtype)
@@ -224,7 +225,7 @@ def test_on_a_gpu(place, cuda):
     side.synchronize()
     assert_same_bits(out.cpu(), x[ids.cpu()])
     with pytest.raises(RuntimeError, match="all tensors must be on"):
-        torch.ops.ibp.take(table.handle(ids.device).table, ids.cpu(), table.handle(ids.device).like, 0, 0)
+        torch.ops.ibp.take(handle_on(table, ids.device).table, ids.cpu(), handle_on(table, ids.device).like, 0, 0)
     table.index_select(torch.tensor([1000], device=cuda))
     torch.cuda.synchronize()
     with pytest.raises(IndexError, match=r"ids\[0\] is 1000"):  # before anything else
@@ -235,11 +236,11 @@ def test_on_a_gpu(place, cuda):
 def test_a_plan_is_made_anew_after_a_calibration(cuda, monkeypatch):
     table, ids = ibp.compress(embedding(1000, 256)).pin_memory(), torch.tensor([5, 999], device=cuda)
     table.index_select(ids)
-    before = table.handle(ids.device)
-    assert table.handle(ids.device) is before
+    before = handle_on(table, ids.device)
+    assert handle_on(table, ids.device) is before
     reckon_with(monkeypatch, reach_bytes=1)
     table.index_select(ids)
-    assert table.handle(ids.device) is not before and table.handle(ids.device).machine.reach_bytes == 1
+    assert handle_on(table, ids.device) is not before and handle_on(table, ids.device).machine.reach_bytes == 1
 
 
 @pytest.mark.parametrize("way", [IN_ORDER, BUCKETED])

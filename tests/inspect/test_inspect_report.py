@@ -11,6 +11,7 @@ import row_codecs
 from golden import make_planes
 from helpers import embedding, make_tensor, one_hot_rows, planes_codebook, spiky_rows
 from ibp._inspect import report, splitting
+from ibp._rows.plan import spread_bytes
 from ibp.checkpoints._torch_files import loaded_tensor
 
 # Parts of a table that are none of its coded rows.
@@ -73,7 +74,7 @@ def test_reports_of_whole_tables_are_exact(name):
     rows_and_codebook = coded + found.parts.get("raw rows", 0) + found.parts.get("codebook", 0)
     assert rows_and_codebook == table.stored_bytes
     assert found.stored_bytes == sum(found.parts.values())
-    assert found.stored_bytes == table.resident_bytes + table.index_bytes + found.parts.get("codebook", 0)
+    assert found.stored_bytes == spread_bytes(table) + table.index_bytes + found.parts.get("codebook", 0)
     assert not found.is_sampled and sum(found.lengths) == table.num_rows == found.num_rows
     assert len(found.entropy) in (0, len(found.left_out)) and found.scheme == table.scheme
 
@@ -110,7 +111,7 @@ def test_rows_that_have_changed_are_counted():
     assert (
         found.stored_bytes
         == sum(found.parts.values())
-        == table.resident_bytes + table.index_bytes + table.codebook.nbytes
+        == spread_bytes(table) + table.index_bytes + table.codebook.nbytes
     )
 
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 import ibp
-from helpers import assert_same_bits, embedding, in_threads, reckon_with
-from ibp import _schemes
+from helpers import assert_same_bits, embedding, in_threads, reckon_with, sized
 from ibp._common import ops
 from ibp._fetch import streaming
 from ibp._layout import geometry
 from ibp._machine import calibration
 from ibp._machine import memory as _memory
 from ibp._rows import plan
-from ibp._schemes import choice
+from ibp._schemes import codebook as codebooks
+from ibp._schemes import learning
 from ibp.calibration import _measuring
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -219,19 +219,19 @@ def test_nothing_measures_by_itself(monkeypatch):
 def scheme_for(monkeypatch):
     """The scheme that is chosen for a tensor by the calibration in force, and the time of its rows over that of raw
     ones. Codebooks are learned once."""
-    requests, learned, learn = {}, {}, _schemes.learn
+    requests, learned, learn = {}, {}, learning.learn_scheme
 
     def remembered(scheme, request):
         if (scheme, id(request)) not in learned:
             learned[scheme, id(request)] = learn(scheme, request)
         return learned[scheme, id(request)]
 
-    monkeypatch.setattr(_schemes, "learn", remembered)
+    monkeypatch.setattr(learning, "learn_scheme", remembered)
 
     def choose(x):
-        request = requests.setdefault(id(x), _schemes.Request(geometry.bytes_of(x), geometry.Geometry.of(x), CPU))
-        candidates = choice.compare(request)
-        chosen = choice.choose(candidates)
+        request = requests.setdefault(id(x), learning.Request(geometry.bytes_of(x), geometry.Geometry.of(x), CPU))
+        candidates = learning.compare(request)
+        chosen = learning.choose(candidates)
         return chosen.scheme, chosen.row_ns / candidates[0].row_ns
 
     return choose
@@ -266,23 +266,21 @@ def test_auto_takes_no_slots_that_are_slower_than_raw_rows(monkeypatch, scheme_f
             assert all(scheme_for(x)[1] <= 1 for x in xs)
 
 
-def sized(resident_bytes):
-    """What plans read of a table of rows of 512 bytes, pinned."""
-    return types.SimpleNamespace(
-        resident_bytes=resident_bytes, item_bytes=512, num_items=resident_bytes // 512, codebook=None
-    )
+def pinned(num_bytes):
+    """Returns what plans read of a table of rows of 512 bytes."""
+    return sized(num_bytes // 512, 512, num_bytes)
 
 
 def test_plans_reckon_with_the_machine(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     of_h200 = ibp.calibration.H200
-    assert plan.LEAST_BUCKETED_IDS < plan.least_bucketed(sized(4 << 30), False, of_h200) < 100_000
-    assert plan.least_bucketed(sized(4 << 30), True, of_h200) == plan.LEAST_BUCKETED_IDS
-    assert plan.stages(sized(16 << 30), 100_000, of_h200) and not plan.stages(sized(1 << 30), 40_000, of_h200)
+    assert plan.LEAST_BUCKETED_IDS < plan.least_bucketed(pinned(4 << 30), False, of_h200) < 100_000
+    assert plan.least_bucketed(pinned(4 << 30), True, of_h200) == plan.LEAST_BUCKETED_IDS
+    assert plan.stages(pinned(16 << 30), 100_000, of_h200) and not plan.stages(pinned(1 << 30), 40_000, of_h200)
     changed = dataclasses.replace(of_h200, reach_bytes=1 << 20, gather_gbps=1.0)
-    assert plan.least_bucketed(sized(1 << 24), True, changed) < 100_000
-    assert plan.least_bucketed(sized(1 << 20), True, changed) == plan.NEVER
-    assert not plan.stages(sized(16 << 30), 100_000, changed)
+    assert plan.least_bucketed(pinned(1 << 24), True, changed) < 100_000
+    assert plan.least_bucketed(pinned(1 << 20), True, changed) == plan.NEVER
+    assert not plan.stages(pinned(16 << 30), 100_000, changed)
 
 
 def test_streams_reckon_with_the_machine(monkeypatch):
@@ -319,7 +317,7 @@ def test_families_of_coders(name, row_bytes):
     """Their rows are coded by the family that they are named after, and save something."""
     family = FAMILIES[name]
     table, codebook = family.table(row_bytes, 1 << 19, CPU), family.codebook(row_bytes)
-    assert choice.coder_rates(codebook, ibp.calibration.H200) is getattr(ibp.calibration.H200, name)
+    assert codebooks.coder_rates(codebook, ibp.calibration.H200) is getattr(ibp.calibration.H200, name)
     assert table.savings > 0.15 and table.num_rows == (1 << 19) // row_bytes
     whole = ibp.decompress(table).view(torch.uint8).view(-1)
     assert torch.equal(whole, family.rows.view(torch.uint8).view(-1)[: 1 << 19])
@@ -392,7 +390,7 @@ def test_the_start_of_a_stream(monkeypatch):
     """What is left of the difference where the rates are taken off."""
     taken = iter([2.1e-3, 2.0e-3, 1.0e-3, 2.0e-3])
     clock = types.SimpleNamespace(table_bytes=1 << 20, device=CPU, wall_s=lambda call: next(taken))
-    num_bytes = FAMILIES["pairs"].table(2048, 1 << 20, CPU).resident_bytes
+    num_bytes = plan.spread_bytes(FAMILIES["pairs"].table(2048, 1 << 20, CPU))
     expected = 100 + num_bytes * (1 / 51.4 - 1 / 55.4) / 1e3
     assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == pytest.approx(expected)
     assert _measuring._stream_start_us(clock, FAMILIES["pairs"], ibp.calibration.H200) == 1.0

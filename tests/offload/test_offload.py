@@ -23,6 +23,7 @@ from ibp._offload.groups import WeightArena, divide, overlap, spread
 from ibp._offload.offloaded import _MoveHook
 from ibp._offload.resting import Resting
 from ibp._offload.schedule import Schedule
+from ibp._rows.table import handle_on
 from ibp._tables.weights import WeightCompressor
 from models import IDS, WIDTH, Net, Wide
 
@@ -1431,7 +1432,7 @@ def test_gpu_damaged_table(cuda):
     ids = IDS.to(cuda)
     offloaded = ibp.offload(model, cuda, group_bytes=1 << 23)
     (weight,) = offloaded._groups[4].weights
-    lengths = weight.table.handle(cuda).parts.lengths
+    lengths = handle_on(weight.table, cuda).parts.lengths
     kept = lengths.clone()
     model(ids)
     torch.cuda.synchronize()

@@ -11,6 +11,7 @@ from torch import nn
 import ibp
 from helpers import assert_same_bits, embedding
 from ibp._offload.fetcher import CudaWeightFetcher
+from ibp._rows.table import handle_on
 from stream_clocks import Gpu, clocked_gpu
 
 WIDTH = 32
@@ -37,7 +38,7 @@ def use_gpu(monkeypatch):
             table, start, end, worker, sms, out, fault = job
             address = out.data_ptr()
             gpu.access(address, address + end - start, writes=True)
-            torch.ops.ibp.decode_bytes(table.handle(worker).table, start, end, sms, out, fault)
+            torch.ops.ibp.decode_bytes(handle_on(table, worker).table, start, end, sms, out, fault)
 
         def close(self):
             pass

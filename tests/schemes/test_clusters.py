@@ -33,8 +33,7 @@ from helpers import (
     reference_planes_codebook,
     slow_but,
 )
-from ibp._schemes.clusters import kmeans as clusters_kmeans
-from ibp._schemes.clusters import learning as clusters_learning
+from ibp._schemes import clusters as learned_clusters
 
 CPU = torch.device("cpu")
 CORRUPT = 3  # IBP_CORRUPT_ROW
@@ -664,25 +663,25 @@ def test_256_learned_clusters():
 def test_codebooks_of_many_clusters_take_little_work(monkeypatch):
     """One codebook for each cluster and round is made, whatever is tried, and rows are measured once with each."""
     made, measured = [], []
-    from_masks, measure = ibp.codecs.Codebook.from_masks, clusters_learning.measure
+    from_masks, measure = ibp.codecs.Codebook.from_masks, learned_clusters.measure
     monkeypatch.setattr(
         ibp.codecs.Codebook, "from_masks", lambda *args, **kwargs: made.append(1) or from_masks(*args, **kwargs)
     )
-    monkeypatch.setattr(clusters_learning, "measure", lambda *args: measured.append(1) or measure(*args))
+    monkeypatch.setattr(learned_clusters, "measure", lambda *args: measured.append(1) or measure(*args))
     x = prototypes(800, 16, kinds=64)
     count = num_clusters(ibp.compress(x, scheme="ibp", clusters=64, **ON_CPU))
-    rounds = 1 + clusters_learning._COST_ROUNDS
+    rounds = 1 + learned_clusters._COST_ROUNDS
     assert 32 < count <= 64
     assert len(made) <= 64 * rounds + 8  # and one of each size of chunk for the table
-    assert len(measured) <= 64 * clusters_learning._COST_ROUNDS + 8
+    assert len(measured) <= 64 * learned_clusters._COST_ROUNDS + 8
 
 
 def test_rows_that_stay_end_the_rounds(monkeypatch):
     """Rows that fall apart at once: k-means ends when its centres stay, and codebooks are learned once."""
     distances, learned = [], []
-    plain, relearned = clusters_kmeans._distances, clusters_learning._relearned
-    monkeypatch.setattr(clusters_kmeans, "_distances", lambda *args: distances.append(1) or plain(*args))
-    monkeypatch.setattr(clusters_learning, "_relearned", lambda *args: learned.append(1) or relearned(*args))
+    plain, relearned = learned_clusters._distances, learned_clusters._relearned
+    monkeypatch.setattr(learned_clusters, "_distances", lambda *args: distances.append(1) or plain(*args))
+    monkeypatch.setattr(learned_clusters, "_relearned", lambda *args: learned.append(1) or relearned(*args))
     x = (
         torch.tensor([0x11111111, 0x2468ACE0, -1, 0x0F0F0F0F])
         .to(torch.int32)[torch.arange(400) % 4, None]

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from ibp._layout import geometry
-from ibp._schemes import Request
-from ibp._schemes.kinds import Learner
-from ibp._schemes.masks import learning as masks
-from ibp._schemes.masks.codebook import CHUNK_BYTES
+from ibp._schemes import masks
+from ibp._schemes.learning import Learner
+from ibp._schemes.masks import CHUNK_BYTES
 
 
 @pytest.mark.parametrize("total", [1, 2, 200])
@@ -69,8 +68,7 @@ def test_misfits_are_given_up():
 @pytest.mark.parametrize("kinds", [1, 2, 300])
 def test_masks_of_a_single_row_save_no_more_than_estimated(row_bytes, kinds):
     data = torch.randint(kinds, (row_bytes,), dtype=torch.int64).to(torch.uint8)  # of one kind: zeros
-    request = Request(data, geometry.Geometry(data.shape, data.dtype, row_bytes), data.device)
-    found = masks.learn(request).expected_savings
+    found = masks.learn_masks(data, row_bytes, 1).expected_savings
     least = min(masks._single_row_bytes(data.numpy(), size) for size in CHUNK_BYTES)
     assert 1 - least / row_bytes >= found and min(masks.estimates(data, row_bytes, 1)) >= min(0.0, found)
     if kinds == 300 and row_bytes > 64:

@@ -20,8 +20,8 @@ from golden import make_learned
 from golden.make_planes import CASES, load
 from helpers import DTYPES, assert_same_bits, bytes_of, make_tensor, planes_codebook, reference_planes_codebook
 from ibp._layout import slots
-from ibp._schemes.planes.codebook import PlanesCodebook, num_entries
-from ibp._schemes.planes.learning import learn_planes
+from ibp._schemes import PlanesCodebook
+from ibp._schemes.planes import learn_planes, num_entries
 from test_planes_rows import codec_of as coder_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

@@ -3,13 +3,14 @@
 import torch
 
 from ibp._rows.handle import Handle, Parts
+from ibp._rows.table import handle_on
 
 _SIZES = {"encode_into": 12, "move_parts": 12}  # of the values of a place, with rooms and used
 
 
 def values_of(table, device):
     """The ten values that describe a table on a device."""
-    return list(table.handle(device).parts[:10])
+    return list(handle_on(table, device).parts[:10])
 
 
 def handle_of(*values):

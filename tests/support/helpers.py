@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -317,3 +318,12 @@ def reckon_with(monkeypatch, least_streamed_bytes=None, **changed):
 def default_of(codebook):
     """What a default row repeats."""
     return reference_planes_codebook(codebook).default_row if isinstance(codebook, ibp.codecs.PlanesCodebook) else b"\0"
+
+
+def sized(num_items, item_bytes, num_bytes):
+    """Returns what plans read of a table in host memory: its slots have num_bytes bytes, which are not there."""
+    slots = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+    geometry = types.SimpleNamespace(num_items=num_items, item_bytes=item_bytes)
+    return types.SimpleNamespace(
+        geometry=geometry, slots=slots, overflow=slots[:0], device=torch.device("cpu"), codebook=None
+    )

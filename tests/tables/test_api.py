@@ -682,6 +682,23 @@ def test_public_names():
     assert ibp._core.status_string(0) == "no error" and ibp._core.status_string(99)
 
 
+def test_public_names_of_a_table():
+    """A table answers what users ask. The library's own questions are functions of `ibp._rows`."""
+    table = ibp.compress(torch.randn(100, 64), device="cpu", memory="host")
+    of_tensors = """
+        bfloat16 clone cpu cuda detach device dim double dtype element_size float half is_complex is_cuda
+        is_floating_point is_meta is_pinned is_shared itemsize ndim numel pin_memory requires_grad requires_grad_ shape
+        share_memory_ size to
+    """
+    of_tables = """
+        append bases check codebook decompress device_bytes geometry host_bytes index_bytes index_select layout lengths
+        link_bytes nbytes num_rows of_parts original_bytes overflow prefetch prepare_linear refit row_bytes savings
+        scheme share slot_bytes slots spills_to_host stored_bytes update_ version
+    """
+    public = {name for name in dir(table) if not name.startswith("_")}
+    assert public == {*of_tensors.split(), *of_tables.split()}
+
+
 @pytest.mark.slow
 def test_integrations_are_imported_when_they_are_named():
     code = """

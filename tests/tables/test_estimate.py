@@ -7,7 +7,7 @@ import ibp
 from helpers import assert_same_bits, embedding, make_tensor, one_hot_rows, spiky_rows
 from ibp._layout import slots
 from ibp._layout.geometry import Geometry
-from ibp._schemes import choice
+from ibp._schemes.learning import row_ns
 
 SETS = {
     "BF16 rows of 96 B": lambda: embedding(400, 48, torch.bfloat16),
@@ -127,23 +127,21 @@ def test_sectors_of_raw_rows(num_bytes, row_bytes):
 
 def test_time_of_a_row():
     """Raw rows by their sectors, coded ones by those or by their decoder."""
-    assert choice.row_ns(None, 128, 128, 128, ibp.calibration.H200) == pytest.approx(128 / 51.4)
-    assert choice.row_ns(None, 16, 16, 32, ibp.calibration.H200) == 1.45
+    assert row_ns(None, 128, 128, 128, ibp.calibration.H200) == pytest.approx(128 / 51.4)
+    assert row_ns(None, 16, 16, 32, ibp.calibration.H200) == 1.45
     dense = ibp.codecs.analyze(embedding(500, 256, torch.bfloat16), scheme="planes", device="cpu")
-    assert choice.row_ns(dense, 512, 341, 352, ibp.calibration.H200) == pytest.approx(352 / (0.9 * 51.4))
+    assert row_ns(dense, 512, 341, 352, ibp.calibration.H200) == pytest.approx(352 / (0.9 * 51.4))
     assert (
-        choice.row_ns(dense, 128, 86, 96, ibp.calibration.H200)
+        row_ns(dense, 128, 86, 96, ibp.calibration.H200)
         == ibp.calibration.H200.pairs.least_row_ns
-        > choice.row_ns(None, 128, 128, 128, ibp.calibration.H200)
+        > row_ns(None, 128, 128, 128, ibp.calibration.H200)
     )
     masks = ibp.codecs.analyze(one_hot_rows(500, 60), device="cpu")
-    assert choice.row_ns(masks, 65536, 6600, 6624, ibp.calibration.H200) == pytest.approx(
+    assert row_ns(masks, 65536, 6600, 6624, ibp.calibration.H200) == pytest.approx(
         65536 / ibp.calibration.H200.masks.work_per_ns
     )
     listed = ibp.codecs.analyze(spiky_rows(500, 60), scheme="planes", device="cpu")
-    assert listed.listed and choice.row_ns(listed, 8192, 4000, 4000, ibp.calibration.H200) == pytest.approx(
-        4000 / 46.26
-    )
-    assert choice.row_ns(listed, 4096, 3200, 32, ibp.calibration.H200) == pytest.approx(
+    assert listed.listed and row_ns(listed, 8192, 4000, 4000, ibp.calibration.H200) == pytest.approx(4000 / 46.26)
+    assert row_ns(listed, 4096, 3200, 32, ibp.calibration.H200) == pytest.approx(
         3200 / 4 / ibp.calibration.H200.listed.work_per_ns
     )
