@@ -232,7 +232,7 @@ def _found(
 
 
 def _sums_rows_of(table: Table) -> bool:
-    """Returns whether the kernel decodes rows of a table (ibp_cuda_sum_bags in ibp_linear.h)."""
+    """Whether the kernel decodes rows of a table (ibp_cuda_sum_bags in ibp_cuda.h)."""
     if table.dtype not in _KINDS or table.item_bytes != table.row_bytes or table.row_bytes > _MOST_ROW_BYTES:
         return False
     if table.codebook is None:

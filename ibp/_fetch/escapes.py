@@ -120,7 +120,7 @@ def _state(table: Table) -> tuple:
 
 
 def takes(table: Table) -> bool:
-    """Returns whether the kernel multiplies a table's rows (ibp_cuda_linear in ibp_linear.h)."""
+    """Whether the kernel multiplies a table's rows (ibp_cuda_linear in ibp_cuda.h)."""
     if table.dtype != torch.bfloat16 or table._is_live or table.item_bytes != table.row_bytes:
         return False
     num_rows, columns = table.shape
