@@ -63,8 +63,8 @@ IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *
 IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                         int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
 
-/* Gathers all items of `ids`, as ibp_gather_items does. An id out of range and an item with a corrupt row leave zeros in
- * their place; all other items are right.
+/* Gathers all items of `ids`, as ibp_gather_items does. An id out of range and an item with a corrupt row leave zeros
+ * in their place; all other items are right.
  *
  * table: its slots and overflow may be in device memory or in mapped pinned host memory, from which the kernel reads
  *   the rows that it needs over the link. Lengths, bases and the arrays of the codebook are best in device memory. The

@@ -30,9 +30,9 @@
 extern "C" {
 #endif
 
-/* Rows of a table as they are stored, the slot part and the overflow part joined, in memory that is nearer than the
- * table: slabs, one a GPU. A row is found by its number in a map of its slab, which gives its entry: 64 bits, the
- * paper's, 0 where the cache does not hold the row.
+/* A cache holds rows of a table as they are stored, with the slot part and the overflow part joined, in slabs: memory
+ * that is nearer than the table, one slab for each GPU. The map of a slab gives the entry of a row by the row's number.
+ * An entry has 64 bits, as in the paper, and is 0 if the cache does not hold the row.
  *
  *   bits 0-39   where the row's bytes begin in the slab
  *   bits 40-42  number of the slab
@@ -42,11 +42,12 @@ extern "C" {
  *   bit 60      present: an entry without it is as good as 0
  *   bit 61      dirty: the row has changed since it was taken from the table
  *
- * A lookup takes two steps: find turns ids into the entries of their rows, a gather takes these as a further source of
- * rows' bytes. Caches are for tables whose items are whole rows: item_bytes is a multiple of row_bytes.
+ * A lookup takes two steps: ibp_find_cached finds the entries of the rows that ids ask for, and ibp_gather_cached takes
+ * rows with an entry from the slabs. Caches are for tables whose items are whole rows: item_bytes is a multiple of
+ * row_bytes.
  *
- * Nothing of a cache is trusted. An entry that lies outside its slab is a corrupt row. A map with arbitrary contents
- * gives wrong rows; a search in it ends after as many ways as a row may be found in. */
+ * Nothing in a cache is trusted. An entry that lies outside its slab is a corrupt row. A map with arbitrary contents
+ * gives wrong rows; a search in it ends after IBP_SEARCHED_WAYS ways. */
 #define IBP_MAX_SLABS 8u
 #define IBP_ENTRY_OFFSET_BITS 40u
 #define IBP_ENTRY_SLAB_SHIFT 40u
@@ -64,9 +65,9 @@ typedef struct ibp_cached_row {
 #define IBP_WAY_EMPTY ((int64_t)-1)   /* never used: a search ends in the set that has one */
 #define IBP_WAY_REMOVED ((int64_t)-2) /* used once: a search goes on */
 
-/* A row is found in its home set, which a hash of its number names, or, where that has no empty way, in sets that the
- * hash names after it, IBP_SEARCHED_WAYS ways in all. A map with sets of two ways that is filled by 85 % leaves out
- * fewer than one row in a thousand. */
+/* A row is in its home set, which a hash of its number names, or, if that set has no empty way, in one of the sets that
+ * the hash names next; IBP_SEARCHED_WAYS ways are searched in all. A map with sets of two ways that is filled to 85 %
+ * leaves out fewer than one row in a thousand. */
 #define IBP_SEARCHED_WAYS 32u
 
 /* A slab's map: sets of `ways` ways. An empty map has IBP_WAY_EMPTY and entry 0 in every way. */
@@ -81,8 +82,8 @@ typedef struct ibp_slab {
     int64_t num_bytes;
 } ibp_slab;
 
-/* What a gather reads besides its table: for row r of the item of id k the entry k * rows_per_item + r, rows_per_item
- * being item_bytes / row_bytes. */
+/* What a gather reads besides its table. The entry of row r of item ids[k] is entries[k * rows_per_item + r], where
+ * rows_per_item is item_bytes / row_bytes. */
 typedef struct ibp_cache {
     const uint64_t *entries; /* ids * rows_per_item */
     uint32_t num_slabs;      /* at most IBP_MAX_SLABS */
@@ -96,7 +97,8 @@ typedef struct ibp_cache_counts {
     uint64_t missed_bytes;        /* as stored, each row's in whole units of IBP_OVERFLOW_ALIGN */
 } ibp_cache_counts;
 
-/* owners[i] = the slab of num_slabs, 1 to IBP_MAX_SLABS, whose map row rows[i] belongs to, by a hash of its number. */
+/* Finds the slab whose map each row belongs to, by a hash of the row's number: owners[i] for row rows[i]. num_slabs: 1
+ * to IBP_MAX_SLABS. */
 IBP_API ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners);
 
 /* The items whose rows are looked up: each has rows_per_item rows of row_bytes bytes. */
@@ -108,18 +110,20 @@ typedef struct ibp_row_query {
     int64_t num_rows;        /* rows of the table; ids past them are out of range */
 } ibp_row_query;
 
-/* entries[k * rows_per_item + r] = entry of row r of item ids[k], 0 where no map has it, for first <= k < last.
- * maps: num_maps of them, at most IBP_MAX_SLABS; a row is looked up in the map of its owner among num_maps. counts,
- * which may be NULL, is added to, in one piece, so that threads may share it. */
+/* Looks up the rows of the items ids[first] to ids[last - 1].
+ *
+ * maps: num_maps, at most IBP_MAX_SLABS. A row is looked up in the map that ibp_owners_of_rows names.
+ * entries: entries[k * rows_per_item + r] receives the entry of row r of item ids[k]; 0 if no map has the row.
+ * counts: NULL, or added to atomically, so that threads may share it. */
 IBP_API ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
                                    int64_t first, int64_t last, uint64_t *entries, ibp_cache_counts *counts);
 
-/* As ibp_gather_items, of items of whole rows: a row whose entry is present comes from its slab.
- * @return IBP_INVALID_ARGUMENT also for items that are not whole rows. */
+/* Gathers items as ibp_gather_items does, but takes a row whose entry is present from its slab.
+ * @return IBP_INVALID_ARGUMENT also if items are not whole rows. */
 IBP_API ibp_status ibp_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache, int64_t first,
                                      int64_t last, uint8_t *out, void *scratch, size_t scratch_bytes, ibp_fault *fault);
 
-/* A slab that is written, and its map. */
+/* A slab to which rows are copied, and its map. */
 typedef struct ibp_cache_slab {
     ibp_cache_map map;
     uint8_t *bytes;

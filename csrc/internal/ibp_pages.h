@@ -26,34 +26,40 @@
 extern "C" {
 #endif
 
-/* Pages on their way between the blocks of paged tensors and a place: page k of the transfer is page pages[k] of the
- * place and block blocks[k] of `tensors` tensors. A page has a block of each of num_tensors tensors; the transfer moves
- * the blocks of `tensors` tensors from first_tensor on. A block of a tensor is `pieces` pieces of memory of one size;
- * the place has ids_per_block rows, or items, for it, a whole number for each piece. Page numbers and block numbers may
- * be any. */
+/* A transfer of pages between the blocks of paged tensors and a place. Page k of the transfer is page pages[k] of the
+ * place, and block blocks[k] of each tensor. A page has a block of each of num_tensors tensors; the transfer moves the
+ * blocks of `tensors` of them, beginning with first_tensor. A block of a tensor consists of `pieces` pieces of memory
+ * of one size; the place has ids_per_block rows, or items, for it, a whole number for each piece. Any page numbers and
+ * block numbers are allowed. */
 typedef struct ibp_page_transfer {
     const int64_t *pages, *blocks;
     int64_t count, num_pages, num_blocks; /* of the transfer, of the place, of each tensor */
     uint32_t num_tensors, first_tensor, tensors, pieces, ids_per_block;
     const uint64_t *starts;       /* [tensors * pieces]: where the pieces of block 0 begin */
     const uint64_t *block_starts; /* NULL, or [num_blocks]: what is added to starts for each block */
-    int64_t block_stride;         /* else its number times these bytes */
-    uint64_t scratch;             /* address of a piece that nobody uses: it stands in for missing pieces */
+    int64_t block_stride;         /* bytes from one block to the next; read if block_starts is NULL */
+    uint64_t scratch;             /* the address of a piece that nobody uses, which stands in for missing pieces */
 } ibp_page_transfer;
 
-/* Works out ids, count * tensors * ids_per_block of them: those of the place, in the order of pages, tensors and bytes,
- * and addresses, count * tensors * pieces: of the pieces. ids are -1 where there is no such page or block, or, with
- * stored, where the page's flag of any tensor of the transfer is 0: num_pages * num_tensors flags, of blocks of
- * tensors.
- * @return IBP_INVALID_ARGUMENT for numbers that contradict each other, and then nothing is written. */
+/* Works out which rows of the place a transfer moves, and where the pieces of the tensors are.
+ *
+ * stored: NULL, or num_pages * num_tensors flags that say which blocks the place stores.
+ * ids: receives count * tensors * ids_per_block rows of the place, in the order of pages, tensors and bytes. They are
+ *   -1 for a page or block that does not exist, and for a page that does not store the blocks of all tensors of the
+ *   transfer.
+ * addresses: receives the addresses of count * tensors * pieces pieces.
+ * @return IBP_INVALID_ARGUMENT if numbers contradict each other; then nothing is written. */
 IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
                                   uint64_t *addresses);
 
-/* Notes which blocks of tensors are stored, once their rows have been coded into a place: all of them, but those with a
- * row that was lost. ids: of rows, ids_per_block for each of num_blocks, as ibp_plan_pages has them; those with a first
- * one below 0 are left out. lengths, rooms: of the place, num_rows of them; rooms NULL where slots hold whole rows.
- * stored, seen: flags, num_rows / ids_per_block of them: of the device that decodes, and of the host.
- * @return IBP_INVALID_ARGUMENT also if that is no whole number. */
+/* Notes which blocks of tensors are stored after their rows have been coded into a place: all blocks except those with
+ * a row that was lost.
+ *
+ * ids: ids_per_block rows for each of num_blocks blocks, as ibp_plan_pages writes them; blocks whose first id is below
+ *   0 are left out.
+ * lengths, rooms: the place's, for num_rows rows; rooms is NULL if slots hold whole rows.
+ * stored, seen: num_rows / ids_per_block flags each, for the device that decodes and for the host.
+ * @return IBP_INVALID_ARGUMENT also if num_rows is no multiple of ids_per_block. */
 IBP_API ibp_status ibp_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
                                   const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, uint8_t *stored,
                                   uint8_t *seen);
