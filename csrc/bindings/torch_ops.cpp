@@ -538,29 +538,23 @@ ibp_place place_in(const Tensor &memory, int64_t overflow_start, int64_t num_byt
     return place;
 }
 
-void fill(const Device &device, void *memory, uint8_t value, size_t num_bytes)
-{
-    if (device.is_cuda())
-        check(ibp_cuda_fill(memory, value, num_bytes, device.stream()), "fill");
-    else
-        std::memset(memory, value, num_bytes);
-}
-
 // Codes data into one piece of memory, whatever it held before. memory: uint8, aligned to 8 bytes. It receives
 // counters, int64 [8]: `used`, two counts as encode_into adds them up, a fault, and one that is not used. Then come
 // bases, int64 [rows], and lengths, uint16 [rows]. Overflow begins at overflow_start, and decode_piece needs only its
-// first `used` bytes.
+// first `used` bytes. The bases of rows without bytes in overflow keep what memory held.
 void encode_piece(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &memory)
 {
     bytes_of(data, 0, "data");
-    const ibp_place place = place_in(memory, overflow_start, data.numel(), codebook_of(codebook, codec));
+    ibp_place place = place_in(memory, overflow_start, data.numel(), codebook_of(codebook, codec));
+    place.is_new = 1;
     auto *const fault = static_cast<ibp_fault *>(static_cast<void *>(place.used + 3));
     const ibp_row_source source = source_of(data, std::nullopt, place.table.codebook.row_bytes);
-    const auto bases_bytes = static_cast<size_t>(place.table.num_items) * sizeof(uint64_t);
-    static_assert(IBP_NO_BASE == UINT64_MAX);
-    fill(device, place.used, 0, reinterpret_cast<uintptr_t>(place.bases) - reinterpret_cast<uintptr_t>(place.used));
-    fill(device, place.bases, UINT8_MAX, bases_bytes);
+    const size_t counters_bytes = reinterpret_cast<uintptr_t>(place.bases) - reinterpret_cast<uintptr_t>(place.used);
+    if (device.is_cuda())
+        check(ibp_cuda_fill(place.used, 0, counters_bytes, device.stream()), "encode_piece");
+    else
+        std::memset(place.used, 0, counters_bytes);
     code_rows(device, place, source, nullptr, 0, max_sms, fault);
 }
 
