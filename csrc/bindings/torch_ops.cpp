@@ -301,9 +301,9 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
 // [buffers], or None: addresses of memory that has the layout of x and is coded instead of x; they are trusted.
 // row_ids: int64 [rows of x, or of all buffers], or None: the row of the table that each row becomes. first_row: read
 // if row_ids is None; the first row of the table that is written, followed by those after it. counts: int64 [2], or
-// None; the rows with an overflow part, and the lost rows, are added to it. fault: None if there are no row_ids, which
-// alone can be wrong. is_new: the rows have never been coded, and row_ids is None. Whole slots are written then, `bases`
-// need not be filled, and a row that is lost keeps its length and slot.
+// None; the rows with an overflow part, and the lost rows, are added to it. fault: None if nothing is to be noted; only
+// row_ids can be wrong. is_new: the rows have never been coded, and row_ids is None. Whole slots are written then,
+// `bases` need not be filled, and a row that is lost keeps its length and slot.
 // The rows of a table with neither slots nor bases are packed: each begins where the one before it ends, at byte `used`
 // of overflow. They are on the CPU, and one thread codes them, because callers code several blocks at once.
 void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, const std::optional<Tensor> &buffers,
