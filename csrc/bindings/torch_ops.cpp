@@ -298,9 +298,9 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
 // [buffers], or None: addresses of memory that has the layout of x and is coded instead of x; they are trusted.
 // row_ids: int64 [rows of x, or of all buffers], or None: the row of the table that each row becomes. first_row: read
 // if row_ids is None; the first row of the table that is written, followed by those after it. counts: int64 [2], or
-// None; the rows with an overflow part, and the lost rows, are added to it. fault: None if there are no row_ids, which
-// alone can be wrong. is_new: the rows have never been coded, and row_ids is None. Whole slots are written then, `bases`
-// need not be filled, and a row that is lost keeps its length and slot.
+// None; the rows with an overflow part, and the lost rows, are added to it. fault: None if nothing is to be noted; only
+// row_ids can be wrong. is_new: the rows have never been coded, and row_ids is None. Whole slots are written then,
+// `bases` need not be filled, and a row that is lost keeps its length and slot.
 // The rows of a table with neither slots nor bases are packed: each begins where the one before it ends, at byte `used`
 // of overflow. They are on the CPU, and one thread codes them, because callers code several blocks at once.
 void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, const std::optional<Tensor> &buffers,
@@ -535,29 +535,23 @@ ibp_place place_in(const Tensor &memory, int64_t overflow_start, int64_t num_byt
     return place;
 }
 
-void fill(const Device &device, void *memory, uint8_t value, size_t num_bytes)
-{
-    if (device.is_cuda())
-        check(ibp_cuda_fill(memory, value, num_bytes, device.stream()), "fill");
-    else
-        std::memset(memory, value, num_bytes);
-}
-
 // Codes data into one piece of memory, whatever it held before. memory: uint8, aligned to 8 bytes. It receives
 // counters, int64 [8]: `used`, two counts as encode_into adds them up, a fault, and one that is not used. Then come
 // bases, int64 [rows], and lengths, uint16 [rows]. Overflow begins at overflow_start, and decode_piece needs only its
-// first `used` bytes.
+// first `used` bytes. The bases of rows without bytes in overflow keep what memory held.
 void encode_piece(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &memory)
 {
     bytes_of(data, 0, "data");
-    const ibp_place place = place_in(memory, overflow_start, data.numel(), codebook_of(codebook, codec));
+    ibp_place place = place_in(memory, overflow_start, data.numel(), codebook_of(codebook, codec));
+    place.is_new = 1;
     auto *const fault = static_cast<ibp_fault *>(static_cast<void *>(place.used + 3));
     const ibp_row_source source = source_of(data, std::nullopt, place.table.codebook.row_bytes);
-    const auto bases_bytes = static_cast<size_t>(place.table.num_items) * sizeof(uint64_t);
-    static_assert(IBP_NO_BASE == UINT64_MAX);
-    fill(device, place.used, 0, reinterpret_cast<uintptr_t>(place.bases) - reinterpret_cast<uintptr_t>(place.used));
-    fill(device, place.bases, UINT8_MAX, bases_bytes);
+    const size_t counters_bytes = reinterpret_cast<uintptr_t>(place.bases) - reinterpret_cast<uintptr_t>(place.used);
+    if (device.is_cuda())
+        check(ibp_cuda_fill(place.used, 0, counters_bytes, device.stream()), "encode_piece");
+    else
+        std::memset(place.used, 0, counters_bytes);
     code_rows(device, place, source, nullptr, 0, max_sms, fault);
 }
 

@@ -3,14 +3,12 @@ puts each into its slot and, where it spills, into a part of the overflow of its
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .. import _core
-from .._common.modes import outside_of_modes
 from .._common.rounding import rounded_up
 from .._fetch.ids import check_range, list_of_ids
 from .._layout.geometry import Geometry, bytes_of, rows_of
@@ -252,13 +250,6 @@ def _make_room(table: Table) -> None:
     table._set_room(room_of(table.geometry, table.slot_bytes, slots, overflow, table.lengths, table.bases))
 
 
-@functools.cache
-def _unread(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(counts, fault) of coding on a device, where there is nothing to read: ids are checked, and there is room."""
-    with outside_of_modes():
-        return torch.zeros(2, dtype=torch.int64, device=device), new_record(device)
-
-
 def _encode(
     table: Table,
     geometry: Geometry,
@@ -268,7 +259,7 @@ def _encode(
     first_row: int,
 ) -> None:
     """Codes rows of a tensor of that geometry, contiguous: those of the given numbers, which differ, or from first_row
-    on."""
+    on. Nothing can go wrong with a row that would have to be noted: ids have been checked, and there is room."""
     row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
     most_bytes = -(-data.nbytes // row_bytes) * rounded_up(row_bytes - slot_bytes, _SECTOR)
     room = table._set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))
@@ -277,6 +268,6 @@ def _encode(
     index = room.begin_change(worker)
     table._forget_handles(worker)
     room.most_used += most_bytes
-    handle.encode(data, *_unread(worker), row_ids=numbers, first_row=first_row)
+    handle.encode(data, row_ids=numbers, first_row=first_row)
     if worker.type == "cpu":
         room.most_used = int(index.used)

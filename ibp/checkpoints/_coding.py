@@ -92,8 +92,8 @@ class CpuCoder:
         lengths = torch.empty(-(-size // block.codebook.row_bytes), dtype=torch.uint16, device="cpu")
         counts, none = torch.zeros(2, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
         rows, words = as_tensor(data), block.codebook.words(_CPU)
-        index, sizes = (lengths, none, words), (block.codebook.codec, 0, 0, 1, size)
-        Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)
+        index, sizes = (lengths, none, words, block.codebook.codec), (0, 0, 1, size)
+        Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # packed rows
         _sum_words(rows, block.start, counts[1:])
         stored, total = counts.tolist()
         return CodedBlock(buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
