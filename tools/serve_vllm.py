@@ -448,7 +448,7 @@ def run_arms(args, made):
     return 1 if failed else 0
 
 
-def main():
+def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL_DIR", type=Path, nargs="?")
     parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
@@ -480,6 +480,11 @@ def main():
         default=[1, 4, 32, 128],
         help="in the steps that are timed; empty: none",
     )
+    return parser
+
+
+def main():
+    parser = make_parser()
     args = parser.parse_args()
     if args.task is not None:
         run_arm(json.loads(args.task.read_text()))
@@ -490,14 +495,13 @@ def main():
     words = sys.argv[1:]
     at = words.index("--out") if "--out" in words else len(words)
     args.command = shlex.join(["tools/serve_vllm.py", *words[:at], *words[at + 2 :]])
-    args.share = 1.0
     if args.load:
         args.rates = Rates(args.rates)
         total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 80.0
         args.card_gib = args.card_gib or (SHAPES[args.shape][1] if args.shape else total_gib)
         if args.card_gib > total_gib:
             parser.error(f"--card-gib {args.card_gib:g}: the GPU has {total_gib:.1f} GiB")
-        args.share = args.card_gib / total_gib
+    args.share = args.card_gib / total_gib if args.load else 1.0
     with tempfile.TemporaryDirectory() as made:
         if args.mixture:
             args.model = make_mixture(Path(made))
