@@ -467,7 +467,7 @@ class Table(TensorManners, Saves):
     def _raise_when_done(self, device: torch.device) -> None:
         """Waits for the current stream of a GPU, and raises what calls have noted there."""
         torch.cuda.current_stream(device).synchronize()
-        self._faults.raise_pending(device, last=self.num_items - 1)
+        self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
     def _raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
         """Raises what a call has noted in a record of its own."""
