@@ -790,6 +790,43 @@ TABLES = (
             "loaded, s": cell("load_s", fine_number),
             "host memory, MB": cell("host_bytes", megabytes),
         },
+        where=lambda row: row["answers"] is not None,
+    ),
+    Table(
+        "",
+        "serve_vllm",
+        "vLLM serves requests that come at once, with 0.95 of a card's memory: tokens a second, the share of what "
+        "memory, products and attention allow at most, milliseconds to a request's first token (median and 99th "
+        "percentile) and between two tokens, the requests in a step, the tokens of keys and values that fit, and the "
+        "memory of the weights. Arms run in the order of their numbers",
+        {
+            "model": lambda row: f"{row['case']}, {row['mode']}, {row['card_gib']:g} GiB",
+            "requests": lambda row: f"{row['requests']} x {row['prompt_tokens']:,} + {row['new_tokens']:,}",
+            "arm": lambda row: f"{row['order']}: {row['arm']}",
+            "tokens a second": cell("tokens_per_s", fine_number),
+            "of the bound": cell("share_of_bound", partial(percent, digits=0)),
+            "to the first token": lambda row: f"{fine_number(row['ttft_ms'])}, {fine_number(row['ttft_p99_ms'])}",
+            "between tokens": cell("between_ms", fine_number),
+            "in a step": cell("sequences", fine_number),
+            "tokens that fit": cell("kv_tokens", "{:,}".format),
+            "weights, GB": cell("weight_bytes", gigabytes),
+        },
+        where=lambda row: row["requests"] is not None,
+    ),
+    Table(
+        "",
+        "serve_steps",
+        "A step of these engines in milliseconds: by the clock, of the host's thread without its waiting, of the GPU's "
+        "kernels, and how many kernels there are. More tokens than sequences are those of prompts",
+        {
+            "model": lambda row: f"{row['case']}, {row['mode']}",
+            "sequences, tokens": lambda row: f"{row['sequences']}, {row['tokens']:,}",
+            "arm": lambda row: f"{row['order']}: {row['arm']}",
+            "step": cell("step_ms", fine_number),
+            "host": cell("host_ms", fine_number),
+            "GPU": cell("gpu_ms", fine_number),
+            "kernels": cell("kernels", "{:,.0f}".format),
+        },
     ),
     Table(
         "Slots and overflow",

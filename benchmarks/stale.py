@@ -86,6 +86,8 @@ SOURCES = {
     "sampling": _SAVINGS,
     "scale": _FETCHING,
     "scattered": _FETCHING,
+    "serve_parts": (*_KV, *_LINEAR, "ibp/integrations"),
+    "serve_steps": (*_KV, *_LINEAR, "ibp/integrations"),
     "serve_vllm": (*_KV, *_LINEAR, "ibp/integrations"),
     "host_calls": ("csrc/bindings", "ibp/_fetch", "ibp/_rows", "ibp/_tables", "ibp/cache", "ibp/nn"),
     "small_calls": ("csrc/bindings", "ibp/_fetch", "ibp/_tables"),

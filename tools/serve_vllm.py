@@ -2,32 +2,57 @@
 
     python tools/serve_vllm.py MODEL_DIR [--mode eager] [--prompts FILE] [--arms ARM,ARM] [--out DIR]
     python tools/serve_vllm.py --mixture --mode graphs --length 504 --arms "plain,coded weights"
+    python tools/serve_vllm.py --shape qwen3-32b --mode graphs --load 256x128+1024 --arms "plain,coded weights"
 
-vLLM has to be installed, and to find ibp's plugins by its entry points. The directory is one of `save_pretrained`.
-Prompts are lists of token ids in a JSON file; else pieces of docs/, or random ids for a model without tokenizer.json.
+vLLM has to be installed, and to find ibp's plugins by its entry points. MODEL_DIR is a directory of `save_pretrained`.
 `--mixture` serves a mixture with random weights, which transformers makes: 4 layers of 32 experts, 8 for each token.
+`--shape` serves a model of a known shape with random weights, which are made on the GPU and never stored.
 
-Each arm is a process, with vLLM's engine inside. It answers all prompts one after the other, twice: the second time
-their KV-cache is where the arm keeps it. `plain`, `coded weights` and `coded checkpoint`, which `save_coded` has
-written, keep all on the GPU; `load_s` is what vLLM takes to load the model. The GPU of `computed anew`, `raw KV` and
-`coded KV` keeps a quarter; host memory of the last two has one size, too small for all prompts raw.
-Medians of the second time, over prompts that the small GPU memory does not keep: `ttft_ms`, to the first token;
-`tokens_per_s`, after it. `found` is the share of these prompts that was not computed anew; `batch_tokens_per_s` is the
-rate of a quarter of the prompts together, reading them included.
+Each arm is a process, with vLLM's engine inside, and has `--limit` seconds. Results are written as soon as they are
+there, so that an arm that fails loses no other's. serve_vllm.log in the output directory has what vLLM says. The arms
+run in the order that `--arms` gives; an arm that is named twice runs twice.
+
+Answers (without `--load`). An arm answers all prompts one after the other, twice: the second time their KV-cache is
+where the arm keeps it. Prompts are lists of token ids in a JSON file; else pieces of docs/, or random ids if the model
+has no tokenizer.json. `plain`, `coded weights` and `coded checkpoint`, which `save_coded` has written, keep all on the
+GPU. The GPU of `computed anew`, `raw KV` and `coded KV` keeps a quarter; host memory of the last two has one size, too
+small for all prompts raw. Medians of the second time, over prompts that the small GPU memory does not keep: `ttft_ms`,
+to the first token; `tokens_per_s`, after it. `found` is the share of these prompts that was not computed anew;
+`batch_tokens_per_s` is the rate of a quarter of the prompts together, reading them included.
 
 `equal` counts answers, of both times, with plain's tokens. Products of other shapes add in another order, and so do
 `ibp.linear` and cuBLAS: `largest_gap` is how much likelier, in nats, plain found its own token than the answer's where
 they first differ, at most; of a token that is none of plain's 20 likeliest, than the last of these. Plain tells its
-probabilities the first time, when nothing is timed; where its second answer is another one by then, no gap is known.
+probabilities the first time, when nothing is timed; if its second answer differs by then, no gap is known.
+
+Loads (`--load 256x128+1024,1x128+1024`: 256 requests at once of 128 tokens, each to be continued by 1,024; then one
+alone). vLLM takes 0.95 of a card of `--card-gib`, which may be smaller than the GPU, for weights, keys and values
+together; torch's allocator refuses more than the card has. `plain` and `coded weights` recompute requests that found no
+room, `coded weights and KV` keeps their pages coded in `--host-gib` of host memory. `ttft_ms` and `ttft_p99_ms` are
+median and 99th percentile of the time to a request's first token, `between_ms` the median time between two tokens of a
+request, `sequences` the requests that got a token in a step on average, `kv_tokens` the tokens that vLLM has room for.
+`load_peak_bytes` and `peak_bytes` are the most that torch's allocator held while weights were loaded, and afterwards.
+`load_s` includes making random weights; `capture_s` is compiling, warming up and capturing graphs.
+`bound_tokens_per_s` is the most that memory, products and attention allow (tools/serving_bounds.py, by the rates of
+`--rates`), `share_of_bound` the measured share.
+
+serve_steps.csv has the steps of `--sequences`: `step_ms` by the clock; `host_ms` the processor time of the thread,
+which sleeps while it waits; `gpu_ms` and `kernels` the time and number of kernels. The row with more tokens than
+sequences is a step that reads prompts. serve_parts.csv lists the kernels and the functions of the host that take long,
+the latter under Python's profiler, which makes them slower.
 """
 
 import argparse
+import functools
 import json
 import os
+import shlex
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -37,21 +62,59 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import serving_load  # noqa: E402
+from serving_bounds import Load, Rates, bound_of, kv_bytes_of, weight_bytes_of  # noqa: E402
+
 from benchmarks import harness  # noqa: E402
 
 COLUMNS = (
     "benchmark,case,arm,mode,prompt_tokens,new_tokens,equal,answers,largest_gap,ttft_ms,tokens_per_s,"
-    "batch_tokens_per_s,found,load_s,weight_bytes,host_bytes,stored_pages,raw_pages,engine,gpu,torch,cuda,commit"
+    "batch_tokens_per_s,found,load_s,weight_bytes,host_bytes,stored_pages,raw_pages,requests,order,card_gib,ttft_p99_ms,"
+    "between_ms,sequences,kv_tokens,capture_s,load_peak_bytes,peak_bytes,bound_tokens_per_s,bound_sequences,"
+    "share_of_bound,command,engine,gpu,torch,cuda,commit"
 ).split(",")
+OF_STEPS = "benchmark,case,arm,mode,order,card_gib,sequences,tokens".split(",")
+MACHINE = "engine,gpu,torch,cuda,commit".split(",")
+PROFILES = {  # by kind of result: a CSV and its columns
+    "step": ("serve_steps.csv", [*OF_STEPS, "step_ms", "host_ms", "gpu_ms", "kernels", *MACHINE]),
+    "part": ("serve_parts.csv", [*OF_STEPS, "side", "name", "calls", "us", *MACHINE]),
+}
+OF_ARM = ("case", "mode", "arm", "order", "card_gib")  # columns that name rows
+OF_LOAD = (*OF_ARM, "requests", "prompt_tokens", "new_tokens")
 PROMPTS, QUARTER, NEW_TOKENS = 16, 4, 64
 BLOCK = 16  # tokens
 LIKELIEST = 20  # tokens whose probabilities vLLM tells, at most
-LONGEST_S = 240  # of an arm
+UTILIZATION = 0.95  # of a card's memory that loads may take
+LARGE_CARD_GIB = 70  # from here on vLLM's server reads 8,192 tokens of prompts in a step, not 2,048
 MODES = {
     "eager": {"enforce_eager": True},
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
     "compiled": {},  # as vLLM does by default
 }
+
+SHAPES = {  # the model and the card that it is served on, GiB that a program sees: an H100 of 80 GB, an RTX 4090
+    "qwen3-32b": (
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 64, "hidden_size": 5120}
+        | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 25600}
+        | {"vocab_size": 151936, "max_position_embeddings": 40960, "rope_theta": 1e6, "rms_norm_eps": 1e-6},
+        79.0,
+    ),
+    "llama-3-8b": (
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 32, "hidden_size": 4096}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 14336}
+        | {"vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 5e5, "rms_norm_eps": 1e-5},
+        23.5,
+    ),
+}
+
+
+def make_shape(folder, name):
+    """Writes the config.json of a known shape and returns its folder, which has no weights."""
+    path = folder / f"{name}-random"
+    path.mkdir()
+    config = SHAPES[name][0] | {"tie_word_embeddings": False, "torch_dtype": "bfloat16", "hidden_act": "silu"}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
 
 
 def make_mixture(folder):
@@ -82,7 +145,7 @@ def make_coded(model, folder, min_bytes):
 
 
 def prompts_of(args):
-    """Lists of token ids [length]."""
+    """Returns lists of token ids [length]."""
     if args.prompts is not None:
         return json.loads(args.prompts.read_text())[:PROMPTS]
     if (args.model / "tokenizer.json").exists():
@@ -95,8 +158,8 @@ def prompts_of(args):
 
 
 def answer(engine, name, prompt, **options):
-    """(tokens, logarithms of the likeliest ones' probabilities by position and token, seconds to the first token and
-    after it, how many tokens of the prompt were found)."""
+    """Returns (tokens, logarithms of the likeliest ones' probabilities by position and token, seconds to the first
+    token and after it, how many tokens of the prompt were found)."""
     from vllm import SamplingParams
 
     options |= {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False}
@@ -111,27 +174,79 @@ def answer(engine, name, prompt, **options):
 
 
 def bytes_of(model):
-    """Of parameters and buffers; storage that several share counts once."""
+    """Returns the bytes of parameters and buffers. Storage that several share counts once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({x.data_ptr(): x.numel() * x.element_size() for x in tensors if x.numel()}.values())
 
 
+def timed(function, seconds):
+    """Returns a function that does the same and adds the seconds that it takes to a list."""
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        start = time.perf_counter()
+        try:
+            return function(*args, **options)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    return call
+
+
 def run_arm(task):
-    """Writes what one arm answered and took, as JSON."""
+    """Makes an arm's engine, measures it, and writes each result as a line of JSON to what was the standard output.
+    Other output goes to the standard error from here on."""
+    told = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    if task["share"] < 1 and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(task["share"])
+
     import vllm
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+    from vllm.v1.worker.gpu_worker import Worker
 
-    prompts, fits, load, load_s = task["prompts"], PROMPTS // QUARTER, BaseModelLoader.load_model, []
+    serving_load.register_random_weights()
+    load_s, capture_s, peaks = [], [], []
+    load = timed(BaseModelLoader.load_model, load_s)
 
-    def timed(*args, **options):
-        start = time.perf_counter()
+    def load_and_look(*args, **options):
         model = load(*args, **options)
-        load_s.append(time.perf_counter() - start)
+        peaks.append(torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0)
         return model
 
-    BaseModelLoader.load_model = timed
+    BaseModelLoader.load_model = load_and_look
+    Worker.compile_or_warm_up_model = timed(Worker.compile_or_warm_up_model, capture_s)
     llm = vllm.LLM(**task["options"])
-    engine = llm.llm_engine
+    made = {"load_s": sum(load_s), "capture_s": sum(capture_s), "load_peak_bytes": max(peaks)}
+    made |= {"weight_bytes": sum(llm.apply_model(bytes_of)), "engine": f"vllm {vllm.__version__}"}
+
+    def tell(result):
+        told.write(json.dumps(result | (made if result["kind"] != "progress" else {})) + "\n")
+
+    tell({"kind": "progress", "text": f"loaded in {sum(load_s):.1f} s, captured in {sum(capture_s):.1f} s"})
+    if task["loads"]:
+        serving_load.measure(llm, task, lambda result: tell(result | pages_of(task)))
+    else:
+        tell(answers_of(llm, task) | pages_of(task))
+
+
+def pages_of(task):
+    """Returns how many pages an arm has in host memory, if it keeps coded ones."""
+    connector = task["options"].get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
+    if "ibp_gain" not in connector:
+        return {}
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    blocks = get_kv_transfer_group().connector_worker.worker.blocks
+    stored_pages = sum(pool.stats().stored_pages for pool in blocks.pools)
+    return {"stored_pages": stored_pages, "raw_pages": blocks.num_raw_pages}
+
+
+def answers_of(llm, task):
+    """Returns what an arm answered and took."""
+    from vllm import SamplingParams
+
+    prompts, fits, engine = task["prompts"], PROMPTS // QUARTER, llm.llm_engine
     for number in range(2):  # kernels are made for the first calls
         answer(engine, f"warm {number}", prompts[number][::-1])
     told = {"logprobs": LIKELIEST} if task["arm"] == "plain" else {}
@@ -139,9 +254,10 @@ def run_arm(task):
     backwards = range(PROMPTS - fits - 1, -1, -1)  # what was used last is evicted last
     again = {i: answer(engine, f"again {i}", prompts[i]) for i in backwards}
     start = time.perf_counter()
-    params = vllm.SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": prompt[::-1]} for prompt in prompts[-fits:]], params, use_tqdm=False)
-    result = {
+    return {
+        "kind": "answers",
         "prompts": [*range(PROMPTS), *again],
         "tokens": [tokens for tokens, *_ in (*once, *again.values())],
         "likely": [likely for _, likely, *_ in once],
@@ -149,66 +265,83 @@ def run_arm(task):
         "ttft_ms": statistics.median(one[2] for one in again.values()) * 1e3,
         "tokens_per_s": statistics.median((NEW_TOKENS - 1) / one[3] for one in again.values()),
         "found": sum(one[4] for one in again.values()) / sum(len(prompts[i]) for i in again),
-        "load_s": sum(load_s),
-        "weight_bytes": sum(llm.apply_model(bytes_of)),
-        "engine": f"vllm {vllm.__version__}",
     }
-    if task["arm"] == "coded KV":
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        blocks = get_kv_transfer_group().connector_worker.worker.blocks
-        result["stored_pages"] = sum(pool.stats().stored_pages for pool in blocks.pools)
-        result["raw_pages"] = blocks.num_raw_pages
-    Path(task["result"]).write_text(json.dumps(result))
 
 
 def arms_of(args, length, coded_folder):
-    """By arm, options of `vllm.LLM`."""
+    """Returns options of `vllm.LLM`, by arm. length: tokens of a prompt of answers."""
     config = json.loads((args.model / "config.json").read_text())
-    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    needed = (PROMPTS + 3) * -(-(length + NEW_TOKENS) // BLOCK)  # blocks of all prompts, and a few to warm up
-    block_bytes = config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head_size * BLOCK * 2
     base = {"model": str(args.model), "dtype": "bfloat16", "skip_tokenizer_init": True, "block_size": BLOCK}
-    base |= {"max_model_len": length + NEW_TOKENS, "max_num_seqs": PROMPTS // QUARTER, "gpu_memory_utilization": 0.5}
-    base |= MODES[args.mode]
-    large, small = ({"num_gpu_blocks_override": number} for number in (2 * needed, needed // QUARTER + 2))
+    base |= MODES[args.mode] | ({"load_format": "random"} if args.shape else {})
     fields = {"quantization_config": {"quant_method": "ibp", "min_bytes": args.min_bytes}}
-    extra = {"cpu_bytes_to_use": int(needed / args.gain) * block_bytes}
-    coded = {"ibp_gain": args.gain, "spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm"}
-    tier = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
     weights = {"quantization": "ibp", "hf_overrides": fields}
+    coded = {"ibp_gain": args.gain, "spec_name": "IBPOffloadingSpec", "spec_module_path": "ibp.integrations.vllm"}
+
+    def tier(num_bytes, **extra):
+        options = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
+        extra = {"cpu_bytes_to_use": int(num_bytes), **extra}
+        return {"kv_transfer_config": options | {"kv_connector_extra_config": extra}}
+
+    if args.load:
+        loads = [*args.load, serving_load.STEPS, serving_load.PROMPTS]
+        longest = max(load.prompt_tokens + load.new_tokens for load in loads)
+        most = max(*(load.requests for load in loads), *args.sequences)
+        base |= {"max_model_len": longest, "max_num_seqs": most}
+        base |= {"max_num_batched_tokens": 8192 if args.card_gib >= LARGE_CARD_GIB else 2048}
+        base |= {"gpu_memory_utilization": UTILIZATION * args.share}
+        host = tier(args.host_gib * 2**30, **coded)
+        return {"plain": base, "coded weights": base | weights, "coded weights and KV": base | weights | host}
+    needed = (PROMPTS + 3) * -(-(length + NEW_TOKENS) // BLOCK)  # blocks of all prompts, and a few to warm up
+    host_bytes = int(needed / args.gain) * BLOCK * kv_bytes_of(config)
+    base |= {"max_model_len": length + NEW_TOKENS, "max_num_seqs": PROMPTS // QUARTER, "gpu_memory_utilization": 0.5}
+    large, small = ({"num_gpu_blocks_override": number} for number in (2 * needed, needed // QUARTER + 2))
     checkpoint = {"model": str(coded_folder), "load_format": "ibp"}
-    return {
+    arms = {
         "plain": base | large,
         "coded weights": base | large | weights,
         "coded checkpoint": base | large | weights | checkpoint,
         "computed anew": base | small,
-        "raw KV": base | small | {"kv_transfer_config": tier | {"kv_connector_extra_config": extra}},
-        "coded KV": base | small | {"kv_transfer_config": tier | {"kv_connector_extra_config": extra | coded}},
+        "raw KV": base | small | tier(host_bytes),
+        "coded KV": base | small | tier(host_bytes, **coded),
     }
+    if args.shape:
+        del arms["coded checkpoint"]  # there is no checkpoint
+    return arms
 
 
-def run_in_process(task, folder):
-    """What an arm gives. None: it failed; the end of what it said is printed."""
+def run_in_process(task, folder, args, take):
+    """Runs an arm in a process and passes each of its results to `take` at once. Returns whether the arm came to its
+    end; if not, the end of what it said is printed."""
     path = folder / "task.json"
     path.write_text(json.dumps(task))
-    environment = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", **os.environ}
+    environment = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    with open(folder / "said.txt", "w+") as said:
-        command = [sys.executable, __file__, "--task", str(path)]
-        try:
-            subprocess.run(command, env=environment, stdout=said, stderr=said, timeout=LONGEST_S, check=True)
-        except subprocess.SubprocessError as error:
-            said.seek(0)
-            print(f"FAILED {task['arm']}: {type(error).__name__}\n{said.read()[-3000:]}", flush=True)
-            return None
-        said.seek(0)
-        print("".join(f"  {line}" for line in said if " ibp: " in line), end="")
-    return json.loads(Path(task["result"]).read_text())
+    command = [sys.executable, __file__, "--task", str(path)]
+    with open(args.out / "serve_vllm.log", "a+") as said:
+        said.seek(0, os.SEEK_END)
+        start = said.tell()
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True) as process:
+            timer = threading.Timer(args.limit, process.kill)
+            timer.start()
+            try:
+                for line in process.stdout:
+                    if line.endswith("\n"):  # else the process was killed while it wrote
+                        take(json.loads(line))
+            finally:
+                timer.cancel()
+        said.seek(start)
+        lines = said.readlines()
+    if process.returncode:
+        was_killed = process.returncode == -signal.SIGKILL
+        why = f"killed, its limit is {args.limit:g} s" if was_killed else f"exit status {process.returncode}"
+        print(f"FAILED {task['arm']}: {why}\n{''.join(lines)[-3000:]}", flush=True)
+        return False
+    print("".join(f"  {line}" for line in lines if " ibp: " in line), end="", flush=True)
+    return True
 
 
 def compared(result, plain):
-    """How many answers are plain's, and the largest gap where one first differs."""
+    """Returns how many answers are plain's, and the largest gap where one first differs."""
     others, gaps = 0, []
     for prompt, got, want in zip(result["prompts"], result["tokens"], plain["tokens"]):
         if got == want:
@@ -222,56 +355,158 @@ def compared(result, plain):
     return {"equal": answers - others, "answers": answers} | ({"largest_gap": max(gaps)} if gaps else {})
 
 
-def run_arms(args, made):
-    prompts, plain, failed = prompts_of(args), None, 0
-    case, length, path = args.model.resolve().name, len(prompts[0]), args.out / "serve_vllm.csv"
-    same = {"benchmark": "serve_vllm", "case": case, "mode": args.mode, "prompt_tokens": length}
+def start_file(path, columns, names, rows):
+    """Starts a CSV that keeps earlier rows, except those that have the names of one that comes."""
+
+    def named(row):
+        return tuple(str(row.get(name, "")) for name in names)
+
+    replaced = {named(row) for row in rows}
+    harness.start_file(path, columns, lambda row: named(row) not in replaced)
+
+
+def bound_on_card(args, config, load, is_coded, weight_bytes):
+    """Returns the bound of a load; None for mixtures, whose products are not reckoned."""
+    if "num_experts" in config:
+        return None
+    return bound_of(config, args.rates, load, is_coded, weight_bytes, UTILIZATION * args.card_gib * 2**30)
+
+
+def write_result(args, config, named, options, answers, result):
+    """Writes and prints what an arm has told.
+
+    Args:
+        config: of config.json.
+        named: columns that are known before the arm runs.
+        options: the arm's options of `vllm.LLM`.
+        answers: results of the arms that answered; plain's is the first. This one is added.
+    """
+    kind = result.pop("kind")
+    if kind == "progress":
+        print(f"{named['arm']}: {result['text']}", flush=True)
+        return
+    file, columns = PROFILES.get(kind, ("serve_vllm.csv", COLUMNS))
+    row = named | result
+    if kind == "answers":
+        answers.append(result)
+        row |= compared(result, answers[0])
+    load = Load(*(result.get(name) for name in Load._fields))
+    if kind == "load" and (bound := bound_on_card(args, config, load, "coded" in row["arm"], result["weight_bytes"])):
+        row |= {"bound_tokens_per_s": bound.tokens_per_s, "bound_sequences": bound.sequences}
+        row["share_of_bound"] = row["tokens_per_s"] / bound.tokens_per_s
+    if kind in ("answers", "load") and "KV" in row["arm"]:
+        row["host_bytes"] = options["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"]
+    row = {column: row[column] for column in columns if column in row}
+    row = {name: harness.four_digits(x) if isinstance(x, float) else x for name, x in row.items()}
+    harness.append_row(args.out / file, columns, row)
+    if kind != "part":
+        told = [f"{name} {x}" for name, x in row.items() if name not in named]
+        print(f"{row['case']}, {row['mode']}, {row['arm']}: {', '.join(told)}", flush=True)
+
+
+def named_rows(args, arms, length):
+    """Returns, by arm in order, the columns that are known before it runs."""
+    same = {"benchmark": "serve_vllm", "case": args.model.resolve().name, "mode": args.mode, "command": args.command}
     same |= {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
-    same |= {"cuda": torch.version.cuda or "none", "commit": harness.commit_id(), "new_tokens": NEW_TOKENS}
+    same |= {"cuda": torch.version.cuda or "none", "commit": harness.commit_id()}
+    if not args.load:
+        return [same | {"arm": arm, "prompt_tokens": length, "new_tokens": NEW_TOKENS} for arm in arms]
+    card = harness.four_digits(args.card_gib)
+    return [same | {"arm": arm, "order": order, "card_gib": card} for order, arm in enumerate(arms, 1)]
+
+
+def run_arms(args, made):
+    prompts = [] if args.load else prompts_of(args)
+    length = len(prompts[0]) if prompts else 0
+    config = json.loads((args.model / "config.json").read_text())
+    options, answers, failed = arms_of(args, length, made / "coded"), [], 0
+    arms = args.arms or [*options]
+    if unknown := set(arms) - set(options):
+        raise SystemExit(f"no arm named {', '.join(sorted(unknown))}; wanted some of: {', '.join(options)}")
+    rows = named_rows(args, arms, length)
+    coming = [row | load._asdict() for row in rows for load in args.load] or rows
     args.out.mkdir(parents=True, exist_ok=True)
-    arms = {arm: of for arm, of in arms_of(args, length, made / "coded").items() if arm in (args.arms or [arm])}
-    measured = {(case, args.mode, arm) for arm in arms}
-    harness.start_file(path, COLUMNS, lambda row: (row["case"], row["mode"], row["arm"]) not in measured)
-    for arm, options in arms.items():
+    start_file(args.out / "serve_vllm.csv", COLUMNS, OF_LOAD, coming)
+    for name, columns in PROFILES.values() if args.sequences else ():
+        start_file(args.out / name, columns, OF_ARM, coming)
+    for arm, named in zip(arms, rows):
         if arm == "coded checkpoint":
             make_coded(args.model, made / "coded", args.min_bytes)
-        task = {"arm": arm, "options": options, "prompts": prompts, "result": str(made / "result.json")}
-        result = run_in_process(task, made)
-        plain = plain or result
-        if plain is None:
-            return 1
-        if result is None:
+        try:
+            for load in args.load if arm == "plain" else ():
+                bound_on_card(args, config, load, False, weight_bytes_of(config))
+        except ValueError as error:
+            print(f"FAILED {arm}: {error}", flush=True)
             failed += 1
             continue
-        row = {name: result[name] for name in COLUMNS if name in result} | compared(result, plain)
-        if "KV" in arm:
-            row["host_bytes"] = options["kv_transfer_config"]["kv_connector_extra_config"]["cpu_bytes_to_use"]
-        row = {name: harness.four_digits(x) if isinstance(x, float) else x for name, x in row.items()}
-        harness.append_row(path, COLUMNS, same | {"arm": arm} | row)
-        print(f"{case}, {args.mode}, {arm}: " + ", ".join(f"{name} {x}" for name, x in row.items()), flush=True)
+        task = {"arm": arm, "options": options[arm], "prompts": prompts, "loads": args.load, "share": args.share}
+        task["sequences"] = args.sequences
+        take = functools.partial(write_result, args, config, named, options[arm], answers)
+        failed += not run_in_process(task, made, args, take)
+        if not args.load and not answers:  # there is nothing to compare with
+            return 1
     return 1 if failed else 0
 
 
-def main():
+def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", metavar="MODEL_DIR", type=Path, nargs="?")
     parser.add_argument("--task", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of serve_vllm.csv")
+    parser.add_argument("--out", type=Path, default=harness.RESULTS, help="folder of the CSVs and the log")
     parser.add_argument("--mode", choices=MODES, default="compiled", help="compiled: as vLLM does by default")
     parser.add_argument("--mixture", action="store_true", help="in place of MODEL_DIR: a mixture with random weights")
-    parser.add_argument("--arms", type=lambda given: given.split(","), help="some of the arms, plain among them")
-    parser.add_argument("--length", type=int, default=2040, help="tokens of a prompt")
-    parser.add_argument("--prompts", type=Path, help=f"JSON: {PROMPTS} lists of token ids, of one length")
-    parser.add_argument("--gain", type=float, default=1.4, help="pages for each raw one that fits: ibp_gain")
+    parser.add_argument("--shape", choices=SHAPES, help="in place of MODEL_DIR: a known shape with random weights")
+    parser.add_argument("--arms", type=lambda given: given.split(","), help="some of the arms, plain first for answers")
+    parser.add_argument("--limit", type=float, default=240, metavar="S", help="seconds of an arm")
     parser.add_argument("--min-bytes", type=int, default=1 << 20, help="weights of fewer stay plain")
+    parser.add_argument("--gain", type=float, default=1.4, help="pages for each raw one that fits: ibp_gain")
+    answers = parser.add_argument_group("answers")
+    answers.add_argument("--length", type=int, default=2040, help="tokens of a prompt")
+    answers.add_argument("--prompts", type=Path, help=f"JSON: {PROMPTS} lists of token ids, of one length")
+    loads = parser.add_argument_group("loads")
+    loads.add_argument(
+        "--load",
+        type=lambda given: [Load.parse(load) for load in given.split(",")],
+        default=[],
+        metavar="LOAD,LOAD",
+        help="requests x tokens of a prompt + new tokens, such as 256x128+1024,1x128+1024",
+    )
+    loads.add_argument("--card-gib", type=float, help="memory of the card: the shape's, or the GPU's")
+    loads.add_argument("--host-gib", type=float, default=32, help="host memory for keys and values")
+    loads.add_argument("--rates", type=Path, default=harness.RESULTS / "linear.csv", help="products on this GPU")
+    loads.add_argument(
+        "--sequences",
+        type=lambda given: [int(number) for number in given.split(",") if number],
+        default=[1, 4, 32, 128],
+        help="in the steps that are timed; empty: none",
+    )
+    return parser
+
+
+def main():
+    parser = make_parser()
     args = parser.parse_args()
     if args.task is not None:
         run_arm(json.loads(args.task.read_text()))
         return 0
-    if (args.model is None) != args.mixture:
-        parser.error("wanted either MODEL_DIR or --mixture")
+    if sum([args.model is not None, args.mixture, args.shape is not None]) != 1:
+        parser.error("wanted one of MODEL_DIR, --mixture and --shape")
+    args.sequences = args.sequences if args.load else []
+    words = sys.argv[1:]
+    at = words.index("--out") if "--out" in words else len(words)
+    args.command = shlex.join(["tools/serve_vllm.py", *words[:at], *words[at + 2 :]])
+    if args.load:
+        args.rates = Rates(args.rates)
+        total_gib = torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else 80.0
+        args.card_gib = args.card_gib or (SHAPES[args.shape][1] if args.shape else total_gib)
+        if args.card_gib > total_gib:
+            parser.error(f"--card-gib {args.card_gib:g}: the GPU has {total_gib:.1f} GiB")
+    args.share = args.card_gib / total_gib if args.load else 1.0
     with tempfile.TemporaryDirectory() as made:
-        args.model = make_mixture(Path(made)) if args.mixture else args.model
+        if args.mixture:
+            args.model = make_mixture(Path(made))
+        elif args.shape:
+            args.model = make_shape(Path(made), args.shape)
         return run_arms(args, Path(made))
 
 
