@@ -202,8 +202,8 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 };
 
-// Returns the 16 bytes that start at any address: num_bytes valid ones, then zeros. Words are loaded whole, also if they
-// begin before `from`, but only if they end with the valid bytes: the last row may end where its allocation ends.
+// Returns the 16 bytes that start at any address: num_bytes valid ones, then zeros. Words are loaded whole, even those
+// that begin before `from`, but none that ends behind the valid bytes: the last row may end where its allocation ends.
 static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num_bytes)
 {
     uint32_t words[4] = {};
