@@ -601,7 +601,6 @@ typedef struct dictionary {
 typedef struct part {
     size_t row_step;
     uint32_t columns, column_step;
-    bool is_table; /* it need not stand for other rows */
 } part;
 
 static uint32_t hash_of(uint64_t symbol) { return (uint32_t)(symbol * 0x9e3779b97f4a7c15u >> (64 - HASH_BITS)); }
@@ -670,7 +669,7 @@ static size_t count_columns(const search *s, const part *of, size_t first, size_
 }
 
 /* Tries a shape with entries for each column on a part of the sample. The entries are learned from the even rows and
- * judged by the odd ones, unless the part is the whole table. Returns the cost; *table_cost is what the shape costs
+ * judged by the odd ones, unless the sample is the table. Returns the cost; *table_cost is what the shape costs
  * with entries for the table on the same rows. */
 static double try_columns(const search *s, const values *v, shape sh, const part *of, const room *r, candidates *c,
                           double *table_cost)
@@ -680,14 +679,14 @@ static double try_columns(const search *s, const values *v, shape sh, const part
     double tails[MOST_ENTRIES + 1];
     make_dictionary(v, sh, r, &d);
     const uint32_t stride = d.size + 1;
-    size_t rows = count_columns(s, of, 0, of->is_table ? of->row_step : 2 * of->row_step, &d, sh, r);
+    size_t rows = count_columns(s, of, 0, s->is_whole ? of->row_step : 2 * of->row_step, &d, sh, r);
     memset(r->ranks, MOST_ENTRIES, (size_t)of->columns * stride);
     for (size_t i = 0; i < of->columns; i++) {
         uint8_t order[MOST_ENTRIES];
         const uint32_t size = order_column(&d, r->column_counts + i * stride, order);
         for (uint32_t k = 0; k < size; k++) r->ranks[i * stride + order[k]] = (uint8_t)k;
     }
-    if (!of->is_table) rows = count_columns(s, of, of->row_step, 2 * of->row_step, &d, sh, r);
+    if (!s->is_whole) rows = count_columns(s, of, of->row_step, 2 * of->row_step, &d, sh, r);
     for (size_t i = 0; i < of->columns; i++)
         for (uint32_t k = 0; k < stride; k++) {
             const uint32_t count = r->column_counts[i * stride + k];
@@ -709,7 +708,6 @@ static part tried_part(const search *s)
     part p = {.row_step = 1, .columns = (s->columns + step - 1) / step, .column_step = step};
     const size_t most = TRIED_ELEMENTS / p.columns;
     if (s->num_rows > most) p.row_step = (s->num_rows + most - 1) / most;
-    p.is_table = s->is_whole;
     return p;
 }
 
@@ -744,7 +742,7 @@ static double find_column_shape(const search *s, const values *v, const double *
 static void add_columns(const search *s, const values *v, double (*table_costs)[MOST_BITS + 1], const room *r,
                         candidates *c)
 {
-    const part all = {.row_step = 1, .columns = s->columns, .column_step = 1, .is_table = s->is_whole};
+    const part all = {.row_step = 1, .columns = s->columns, .column_step = 1};
     shape best[2];
     double costs[2], unused;
     costs[0] = find_column_shape(s, v, table_costs[0], 0, INFINITY, r, &best[0]);
