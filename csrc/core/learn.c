@@ -368,22 +368,25 @@ static double try_digits(const search *s, const plan *made, const double *tails,
 {
     const uint32_t symbol_bits = made->shape.symbol_bits;
     const bool is_exact = made->as == DENSE;
-    double parts[IBP_MAX_DIGIT_BITS + 1][MOST_ENTRIES + 1], ends[MOST_ENTRIES + 1], planes[MOST_LISTS];
+    double parts[MOST_ENTRIES + 1][IBP_MAX_DIGIT_BITS + 1], ends[MOST_ENTRIES + 1];
+    double planes[MOST_LISTS], costs[MOST_LISTS];
     for (uint32_t k = 0; k <= MOST_ENTRIES; k++) {
         const double any = share_with_any(tails[k]);
         for (uint32_t bits = 1; bits <= IBP_MAX_DIGIT_BITS; bits++)
-            parts[bits][k] = tails[k] * bits + padding_of(bits) * any;
+            parts[k][bits] = tails[k] * bits + padding_of(bits) * any;
         ends[k] = tails[k] * symbol_bits + padding_of(symbol_bits) * any +
                   8.0 * (codebook_bytes(s, made, k) / s->table_rows + extra_bytes);
     }
-    for (uint32_t bits = 1; bits <= IBP_MAX_DIGIT_BITS; bits++) parts[bits][0] = part_bits(tails[0], bits, is_exact);
+    for (uint32_t bits = 1; bits <= IBP_MAX_DIGIT_BITS; bits++) parts[0][bits] = part_bits(tails[0], bits, is_exact);
     planes[0] = part_bits(tails[0], s->width - symbol_bits, is_exact);
-    double costs[MOST_LISTS], least = costs[0] = planes[0] + ends[0];
-    for (uint32_t i = 1; i < MOST_LISTS; i++) {
-        const uint32_t parent = (i - 1) / IBP_MAX_DIGIT_BITS, bits = (i - 1) % IBP_MAX_DIGIT_BITS + 1;
-        planes[i] = planes[parent] + parts[bits][s->lists[parent].num_entries];
-        costs[i] = planes[i] + ends[s->lists[i].num_entries];
-        least = fmin(least, costs[i]);
+    double least = costs[0] = planes[0] + ends[0];
+    for (uint32_t shorter = 0, i = 1; i < MOST_LISTS; shorter++) {
+        const uint32_t first = s->lists[shorter].num_entries;
+        for (uint32_t bits = 1; bits <= IBP_MAX_DIGIT_BITS; bits++, i++) {
+            planes[i] = planes[shorter] + parts[first][bits];
+            costs[i] = planes[i] + ends[first + (1u << bits) - 1];
+            if (costs[i] < least) least = costs[i];
+        }
     }
     if (c != NULL && least / 8.0 <= FAST_COST * c->least)
         for (uint32_t i = MOST_LISTS; i-- > 0;)
