@@ -35,7 +35,8 @@ enum {
     FEW_BYTES = 1 << 17,
     /* At least this many rows are counted, however long they are. */
     LEAST_ROWS = 16,
-    /* Shapes with entries for each column are compared by up to this many columns and elements. */
+    /* Shapes with entries for each column are compared by up to this many columns, and by up to twice this many
+     * elements. */
     MOST_TRIED_COLUMNS = 64,
     TRIED_ELEMENTS = 1 << 16,
     /* Columns choose their entries from this many of the most frequent symbols of the table. */
@@ -600,10 +601,12 @@ typedef struct dictionary {
     uint64_t symbols[MOST_CHOSEN + 1];
 } dictionary;
 
-/* What is looked at of the sample: `columns` columns of each row_step-th row, each column_step-th one. */
+/* What is looked at of the sample: `columns` columns of each row_step-th row, each column_step-th one. is_table: these
+ * are all rows of the table. */
 typedef struct part {
     size_t row_step;
     uint32_t columns, column_step;
+    bool is_table;
 } part;
 
 static uint32_t hash_of(uint64_t symbol) { return (uint32_t)(symbol * 0x9e3779b97f4a7c15u >> (64 - HASH_BITS)); }
@@ -672,8 +675,9 @@ static size_t count_columns(const search *s, const part *of, size_t first, size_
 }
 
 /* Tries a shape with entries for each column on a part of the sample. The entries are learned from the even rows and
- * judged by the odd ones, unless the sample is the table. Returns the cost; *table_cost is what the shape costs
- * with entries for the table on the same rows. */
+ * judged by the odd ones, because rows that they are learned from take less than others do; only if the part has all
+ * rows of the table are these learned from and judged by. Returns the cost; *table_cost is what the shape costs with
+ * entries for the table on the same rows. */
 static double try_columns(const search *s, const values *v, shape sh, const part *of, const room *r, candidates *c,
                           double *table_cost)
 {
@@ -682,14 +686,14 @@ static double try_columns(const search *s, const values *v, shape sh, const part
     double tails[MOST_ENTRIES + 1];
     make_dictionary(v, sh, r, &d);
     const uint32_t stride = d.size + 1;
-    size_t rows = count_columns(s, of, 0, s->is_whole ? of->row_step : 2 * of->row_step, &d, sh, r);
+    size_t rows = count_columns(s, of, 0, of->is_table ? of->row_step : 2 * of->row_step, &d, sh, r);
     memset(r->ranks, MOST_ENTRIES, (size_t)of->columns * stride);
     for (size_t i = 0; i < of->columns; i++) {
         uint8_t order[MOST_ENTRIES];
         const uint32_t size = order_column(&d, r->column_counts + i * stride, order);
         for (uint32_t k = 0; k < size; k++) r->ranks[i * stride + order[k]] = (uint8_t)k;
     }
-    if (!s->is_whole) rows = count_columns(s, of, of->row_step, 2 * of->row_step, &d, sh, r);
+    if (!of->is_table) rows = count_columns(s, of, of->row_step, 2 * of->row_step, &d, sh, r);
     for (size_t i = 0; i < of->columns; i++)
         for (uint32_t k = 0; k < stride; k++) {
             const uint32_t count = r->column_counts[i * stride + k];
@@ -704,13 +708,15 @@ static double try_columns(const search *s, const values *v, shape sh, const part
     return try_digits(s, &made, tails, 0.0, c);
 }
 
-/* Returns the part of the sample that shapes are compared on. */
+/* Returns the part of the sample that shapes are compared on. Rows are left out only if there are twice as many as are
+ * wanted: a few more cost less than to judge by other rows than those learned from. */
 static part tried_part(const search *s)
 {
     const uint32_t step = (s->columns + MOST_TRIED_COLUMNS - 1) / MOST_TRIED_COLUMNS;
     part p = {.row_step = 1, .columns = (s->columns + step - 1) / step, .column_step = step};
     const size_t most = TRIED_ELEMENTS / p.columns;
-    if (s->num_rows > most) p.row_step = (s->num_rows + most - 1) / most;
+    if (s->num_rows > 2 * most) p.row_step = s->num_rows / most;
+    p.is_table = s->is_whole && p.row_step == 1;
     return p;
 }
 
@@ -745,7 +751,7 @@ static double find_column_shape(const search *s, const values *v, const double *
 static void add_columns(const search *s, const values *v, double (*table_costs)[MOST_BITS + 1], const room *r,
                         candidates *c)
 {
-    const part all = {.row_step = 1, .columns = s->columns, .column_step = 1};
+    const part all = {.row_step = 1, .columns = s->columns, .column_step = 1, .is_table = s->is_whole};
     shape best[2];
     double costs[2], unused;
     costs[0] = find_column_shape(s, v, table_costs[0], 0, INFINITY, r, &best[0]);
