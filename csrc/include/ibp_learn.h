@@ -69,25 +69,28 @@ typedef struct ibp_sample {
                              coded form for any row */
 } ibp_sample;
 
-/* Bytes of scratch, 16-byte aligned, that ibp_learn_planes needs; 0 for a sample that it refuses. */
+/* Returns the bytes of scratch that ibp_learn_planes and ibp_learn_entries need, or 0 for a sample that they refuse.
+ * Scratch is 16-byte aligned. */
 IBP_API size_t ibp_learn_scratch_bytes(const ibp_sample *sample);
 
-/* Bytes that the arrays of a codebook for such rows take at most; 0 for an invalid argument. */
+/* Returns the bytes that the arrays of a codebook for such rows take at most, or 0 for an invalid argument. */
 IBP_API size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes);
 
-/* The best codebook of scheme planes (section 6) for a level: invariant bits, constant columns, symbol widths,
- * rotation, digit widths, dense or listed rows, and entries a table or a column, compared by what counts of the symbols
- * say that a mean row takes. Entries a column are learned from the even rows and judged by the odd ones, unless the
- * sample is the table.
- * arrays: 8-byte aligned room for arrays_bytes, at least ibp_max_planes_bytes; the pointers of *planes point into it.
- * coded_bytes: of a mean row with its share of the codebook, as expected; row_bytes if nothing pays.
+/* Learns the best codebook of scheme planes (section 6) for a level. Invariant bits, constant columns, symbol widths,
+ * rotation, digit widths, dense or listed rows, and entries for the table or for each column are compared by the bytes
+ * that a mean row takes, which counts of the symbols tell. Entries for each column are learned from the even rows and
+ * judged by the odd ones, unless the sample is the table.
+ * arrays: 8-byte aligned, arrays_bytes bytes, at least ibp_max_planes_bytes; the pointers of *planes point into it.
+ * coded_bytes: set to the bytes that a mean row is expected to take, with its share of the codebook; row_bytes if
+ * nothing pays.
  * @return IBP_BUFFER_TOO_SMALL if scratch or arrays has too little room. */
 IBP_API ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scratch_bytes, uint8_t *arrays,
                                     size_t arrays_bytes, ibp_planes *planes, double *coded_bytes);
 
-/* The entries for some rows of a codebook that is given but for them: the most frequent symbols of what it codes of
- * the rows. planes: of one cluster, not consecutive; its entries are not read. entries: exactly entries_bytes.
- * scratch: as for ibp_learn_planes, with the same sample. */
+/* Learns new entries for a codebook whose other fields are given: the most frequent symbols of what it codes of the
+ * sample's rows.
+ * planes: of one cluster, with entries that are not consecutive; they are not read. entries: exactly entries_bytes
+ * bytes. scratch: as ibp_learn_planes needs it for the same sample. */
 IBP_API ibp_status ibp_learn_entries(const ibp_sample *sample, const ibp_planes *planes, void *scratch,
                                      size_t scratch_bytes, uint8_t *entries, size_t entries_bytes);
 
