@@ -22,7 +22,10 @@
 extern "C" {
 #endif
 
-/* As ibp_measure_rows. */
+/* Measures on a stream how long each row of a tensor becomes, as ibp_measure_rows does.
+ *
+ * codebook: the struct is read before the function returns; its arrays are in device memory.
+ * data, lengths: memory that the device can use. */
 IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
                                          uint16_t *lengths, ibp_stream stream);
 
@@ -34,32 +37,37 @@ IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uin
 IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                        uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
                                        ibp_stream stream);
-/* As ibp_survey_rows; adds to survey. */
+/* Counts on a stream how many bytes rows take, as ibp_survey_rows does; adds to survey. lengths, survey: memory that
+ * the device can use. */
 IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                         uint64_t *survey, ibp_stream stream);
-/* As ibp_encode_rows for all rows of data. Writes exactly the bytes that ibp_encode_rows does.
- * *fault (device-accessible, may be NULL) notes a row whose lengths entry does not belong to data. */
+/* Codes all rows of a tensor on a stream, and writes the bytes that ibp_encode_rows writes.
+ *
+ * table: sizes, codebook, lengths and bases; the struct is read before the function returns.
+ * data, slots, overflow: memory that the device can use, such as mapped pinned host memory.
+ * fault: memory that the device can write, zero before the call, or NULL. It receives a row whose entry of lengths does
+ *   not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
-/* As ibp_move_parts. */
+/* Copies on a stream the overflow parts of new rows to where the index of a table puts them, as ibp_move_parts does.
+ * overflow: memory that the device can use. */
 IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow,
                                        ibp_stream stream);
-/* Codes the rows of a source into a place: row i becomes row row_ids[i] of the table, or first_row + i where row_ids is
- * NULL. One launch: nothing is measured before, allocated or asked of the host, and all of it can be captured; where
- * overflow parts lie differs from run to run, the bytes of rows do not. place->slots, place->overflow and the source
- * may be device memory or mapped pinned host memory, each for itself; everything else is device memory.
+/* Measures and codes all rows of a source into a place by one launch, as ibp_encode_into does. It allocates nothing and
+ * does not wait for the device, so that it can be captured in a CUDA graph. Where parts of overflow lie differs from
+ * run to run; the bytes of rows do not.
  *
- * A row that does not shrink is stored raw, one that equals the default as the marker of section 2. Where overflow has
- * no room for a row's part, the row is lost: its base becomes IBP_NO_BASE and its length 0, so that reading it is a
- * fault, and it is counted. A source row with fewer bytes than the table's row has zeros behind them; of one with more
- * the first are taken. Bytes of a slot or room behind a row's own are zeros up to a multiple of IBP_OVERFLOW_ALIGN, or
- * stay as they were.
- * Rows of a place that is_new are treated as ibp_place.h says. Packed rows are refused.
- * row_ids: an id outside the table is noted as IBP_INDEX_OUT_OF_RANGE, and its row left out. Ids must differ. If some
- * are equal and the table has bases, the row is coded for one of them, and equal ids whose turn comes meanwhile are
- * left out and noted as IBP_INVALID_ARGUMENT; without bases the row holds anything. No other row is harmed.
- * lengths, bases and rooms of the place are not trusted: a part that does not lie in overflow is none.
- * fault: device-accessible, or NULL. max_sms as in ibp_cuda_gather_items. */
+ * place, source: the structs are read before the function returns. place->slots, place->overflow and the rows of the
+ *   source may each be in device memory or in mapped pinned host memory; all other arrays are in device memory. Bytes
+ *   of a slot or room after a row's own are zeros up to a multiple of IBP_OVERFLOW_ALIGN, or stay as they were. Packed
+ *   rows are refused.
+ * row_ids: in device memory; NULL: row i becomes row first_row + i of the table. Of equal ids, in a table with bases,
+ *   one row is coded, and those whose turn comes meanwhile are left out and noted as IBP_INVALID_ARGUMENT. Without
+ *   bases the row may hold a mixture of them. No other row is harmed.
+ * fault: memory that the device can write, zero before the call, or NULL.
+ * max_sms: how many SMs the kernel may keep busy at most; 0: all.
+ * stream: the work is queued here; the function does not wait for it.
+ * @return IBP_OK if the arguments are right and the work is queued; what it finds is in *fault and place->counts. */
 IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                         int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
 

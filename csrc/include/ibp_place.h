@@ -77,19 +77,34 @@ typedef struct ibp_row_source {
     uint32_t last_row_bytes; /* bytes of row num_rows - 1 where it is short, with num_dims 0; 0: row_bytes */
 } ibp_row_source;
 
-/* Codes the rows first to last - 1 of a source into a place: row i becomes row row_ids[i] of the table, or
- * first_row + i where row_ids is NULL. Threads may each take rows of one source; the order in which parts are handed
- * out says where they lie, and nothing else. This is the host twin of ibp_cuda_encode_into (ibp_cuda.h), for host
- * pointers, and otherwise does the same with lost rows, equal ids, bytes behind a row's own and untrusted fields.
- * row_ids is NULL if the rows are new or packed.
- * @return the first fault's status, noted in *fault if that is still clear, or IBP_OK; lost rows are counted only. */
+/* Measures and codes rows of a source into a place, in one pass over them. A row that does not shrink is stored raw. A
+ * row whose part of overflow finds no room is lost: its base becomes IBP_NO_BASE, its length 0 (unless the place is
+ * new), so that reading it is a fault, and place->counts counts it.
+ *
+ * place: with arrays in host memory. Its lengths, bases and rooms are not trusted: a part that does not lie in overflow
+ *   counts as none.
+ * source: the rows. One with fewer bytes than a row of the table is filled up with zeros, and of one with more the
+ *   first bytes are taken.
+ * row_ids: row i of the source becomes row row_ids[i] of the table; NULL, as for new and packed rows: row
+ *   first_row + i. Ids must differ. If two are equal and the table has bases, one of the rows is coded, and the other
+ *   id may be noted as IBP_INVALID_ARGUMENT.
+ * first, last: the rows of the source that this call codes; last is not among them. Threads may each code rows of one
+ *   source, unless they are packed. Only where parts of overflow lie depends on which thread is first.
+ * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
+ * fault: the first fault is noted here if *fault is still zero. An id outside the table is noted as
+ *   IBP_INDEX_OUT_OF_RANGE, and its row is left out.
+ * @return IBP_OK, or the status of this call's first fault. Lost rows are no fault. */
 IBP_API ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                    int64_t first_row, int64_t first, int64_t last, void *scratch, size_t scratch_bytes,
                                    ibp_fault *fault);
 
-/* Copies the overflow parts of a place whose rows were coded as new ones to where a table's index says.
- * table: with lengths, bases of IBP_ROWS_PER_BASE rows and the sizes of the place's. overflow: table->overflow_bytes. A
- * part that does not lie in both overflows is left out. */
+/* Copies the overflow parts of new rows to where the index of a table puts them, in the order of the rows.
+ *
+ * table: the place's sizes and lengths, and bases as ibp_index_rows makes them from these lengths. Slots stay where
+ *   they are, and are not read.
+ * from: the place, with is_new, whose rows have all found room.
+ * overflow: receives the parts; table->overflow_bytes bytes, none of them in from->overflow. A part that does not lie
+ *   in both arrays is left out. */
 IBP_API ibp_status ibp_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow);
 
 #ifdef __cplusplus

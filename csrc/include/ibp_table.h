@@ -60,8 +60,15 @@ IBP_API ibp_status ibp_check_table(const ibp_table *table);
  * range. Reads no array. */
 IBP_API int64_t ibp_num_rows(const ibp_table *table);
 
-/* lengths[r] for rows 0 to num_rows - 1 of data (num_bytes bytes, the last row may be short): IBP_DEFAULT_LENGTH for
- * a default row, else the coded size, or 0 if that is not smaller. */
+/* Measures how long each row of a tensor becomes with a codebook, without writing coded rows.
+ *
+ * codebook: of scheme ibp or planes; raw rows have no lengths.
+ * data, num_bytes: the bytes of the tensor. The last row may be shorter than codebook->row_bytes.
+ * lengths: receives an entry for each row: the size of the coded row; 0 if that is not smaller than the row, which is
+ *   then stored raw; IBP_DEFAULT_LENGTH(row_bytes) if the row equals the codebook's default row, which takes no bytes.
+ * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes. Threads may measure parts of one tensor that
+ *   begin at multiples of row_bytes, each with its own scratch.
+ * @return IBP_OK, or IBP_INVALID_ARGUMENT, or IBP_BUFFER_TOO_SMALL if scratch is too small. */
 IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
                                     uint16_t *lengths, void *scratch, size_t scratch_bytes);
 
@@ -76,16 +83,27 @@ IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t 
 IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
                                   uint64_t *bases, int64_t *overflow_bytes);
 
-/* Adds to survey[0] the bytes of the rows as stored and to survey[1 + k] how many of them take k sectors of
- * IBP_OVERFLOW_ALIGN bytes; one that claims to be longer than a row counts as a row of all sectors. lengths: num_rows
- * entries. survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) entries, set to 0 by the caller. */
+/* Counts how many bytes rows take, so that the caller can choose the size of slots.
+ *
+ * lengths: an entry for each row, as ibp_measure_rows makes them. An entry above row_bytes counts as a raw row.
+ * num_bytes: of the tensor, whose rows are num_bytes / row_bytes, rounded up.
+ * survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) counters, to which the function adds; set them to 0 before the first
+ *   call. survey[0] counts the bytes of all rows as they are stored, survey[1 + k] the rows that take k sectors of
+ *   IBP_OVERFLOW_ALIGN bytes. */
 IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey);
 
-/* Codes the rows first_row to last_row - 1 of data into slots and overflow, which have the sizes that the table says;
- * table->slots and table->overflow are not read. Zeros follow each part, to the end of its slot or overflow room. data:
- * the whole tensor. Stops at the first row that it cannot code, noted in *fault if that is still clear.
- * @return IBP_CORRUPT_ROW if table->lengths does not belong to data, IBP_BUFFER_TOO_SMALL if a part lies outside its
- * array. */
+/* Codes rows of a tensor into slots and overflow whose lengths and bases are known. Zeros fill each part up to the end
+ * of its slot, or to the next multiple of IBP_OVERFLOW_ALIGN in overflow. Call it after ibp_index_rows.
+ *
+ * table: sizes, codebook, lengths and bases. Its pointers slots and overflow are not read.
+ * data: the whole tensor, also if not all of its rows are coded.
+ * first_row, last_row: the rows that this call codes; last_row is not among them. Threads may each code a range of
+ *   rows.
+ * slots, overflow: receive the rows; table->slots_bytes and table->overflow_bytes bytes.
+ * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
+ * fault: the first row that cannot be coded is noted here if *fault is still zero; no later row is coded.
+ * @return IBP_OK; IBP_CORRUPT_ROW if an entry of lengths does not belong to data; IBP_BUFFER_TOO_SMALL if a part does
+ * not lie in its array. */
 IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
                                    uint8_t *slots, uint8_t *overflow, void *scratch, size_t scratch_bytes,
                                    ibp_fault *fault);
