@@ -68,7 +68,7 @@ IBP_API int64_t ibp_num_rows(const ibp_table *table);
  *   then stored raw; IBP_DEFAULT_LENGTH(row_bytes) if the row equals the codebook's default row, which takes no bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes. Threads may measure parts of one tensor that
  *   begin at multiples of row_bytes, each with its own scratch.
- * @return IBP_OK, or IBP_INVALID_ARGUMENT, or IBP_BUFFER_TOO_SMALL if scratch is too small. */
+ * @return IBP_OK, or IBP_INVALID_ARGUMENT, also if scratch is too small. */
 IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
                                     uint16_t *lengths, void *scratch, size_t scratch_bytes);
 
