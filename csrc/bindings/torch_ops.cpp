@@ -511,48 +511,56 @@ void decode_bytes(const Device &device, const Table &handle, int64_t start, int6
 
 // ---- rows in one piece of memory ----
 
-// Lays out a place for num_bytes bytes of rows in one piece of memory: counters, bases, lengths, and overflow, which
-// begins at overflow_start.
+// What a piece of memory begins with (ibp/_layout/forms.py).
+struct PieceHead {
+    uint64_t used;
+    ibp_place_counts counts;
+    ibp_fault fault;
+    uint64_t note; // is not read here
+};
+static_assert(sizeof(PieceHead) == 64, "a head has 8 entries");
+
+// Finds the parts of a packed piece that holds num_bytes bytes of rows. Bases and lengths follow the head without gaps.
 ibp_place place_in(const Tensor &memory, int64_t overflow_start, int64_t num_bytes, const ibp_codebook &codebook)
 {
-    constexpr int64_t kCounters = 8, kLong = sizeof(uint64_t), kOfRow = kLong + sizeof(uint16_t); // bytes
+    constexpr int64_t kHead = sizeof(PieceHead), kOfRow = sizeof(uint64_t) + sizeof(uint16_t); // bytes
     const int64_t num_rows = divide_up(num_bytes, codebook.row_bytes);
     require(codebook.scheme != IBP_SCHEME_RAW, "scheme raw has no lengths");
-    require(overflow_start >= kCounters * kLong + num_rows * kOfRow, "overflow_start is ", overflow_start,
-            ": counters and the index of ", num_rows, " rows stand before it");
+    require(overflow_start >= kHead + num_rows * kOfRow, "overflow_start is ", overflow_start,
+            ": the head and the index of ", num_rows, " rows stand before it");
     uint8_t *const bytes = bytes_of(memory, overflow_start, "memory");
-    require(reinterpret_cast<uintptr_t>(bytes) % kLong == 0, "memory is not aligned to 8 bytes");
-    auto *const longs = static_cast<uint64_t *>(static_cast<void *>(bytes));
+    require(reinterpret_cast<uintptr_t>(bytes) % alignof(PieceHead) == 0, "memory is not aligned to 8 bytes");
+    auto *const head = static_cast<PieceHead *>(static_cast<void *>(bytes));
+    auto *const bases = static_cast<uint64_t *>(static_cast<void *>(head + 1));
     ibp_place place{};
     ibp_table &table = place.table;
     table.codebook = codebook;
     table.num_items = num_rows, table.item_bytes = codebook.row_bytes, table.rows_per_base = 1;
     table.overflow = place.overflow = bytes + overflow_start;
     table.overflow_bytes = memory.numel() - overflow_start;
-    table.bases = place.bases = longs + kCounters;
-    table.lengths = place.lengths = static_cast<uint16_t *>(static_cast<void *>(longs + kCounters + num_rows));
-    place.used = longs, place.counts = static_cast<ibp_place_counts *>(static_cast<void *>(longs + 1));
+    table.bases = place.bases = bases;
+    table.lengths = place.lengths = static_cast<uint16_t *>(static_cast<void *>(bases + num_rows));
+    place.used = &head->used, place.counts = &head->counts;
     return place;
 }
 
-// Codes data into one piece of memory, whatever it held before. memory: uint8, aligned to 8 bytes. It receives
-// counters, int64 [8]: `used`, two counts as encode_into adds them up, a fault, and one that is not used. Then come
-// bases, int64 [rows], and lengths, uint16 [rows]. Overflow begins at overflow_start, and decode_piece needs only its
-// first `used` bytes. The bases of rows without bytes in overflow keep what memory held.
+// Codes data into a packed piece of memory, whatever it held before. memory: uint8, aligned to 8 bytes. overflow_start:
+// the byte of memory at which overflow begins. The head receives `used`, two counts as encode_into adds them up, and a
+// fault record. decode_piece needs only the first `used` bytes of overflow. The bases of rows without bytes in overflow
+// keep what memory held.
 void encode_piece(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &memory)
 {
     bytes_of(data, 0, "data");
     ibp_place place = place_in(memory, overflow_start, data.numel(), codebook_of(codebook, codec));
     place.is_new = 1;
-    auto *const fault = static_cast<ibp_fault *>(static_cast<void *>(place.used + 3));
+    auto *const head = static_cast<PieceHead *>(static_cast<void *>(place.used));
     const ibp_row_source source = source_of(data, std::nullopt, place.table.codebook.row_bytes);
-    const size_t counters_bytes = reinterpret_cast<uintptr_t>(place.bases) - reinterpret_cast<uintptr_t>(place.used);
     if (device.is_cuda())
-        check(ibp_cuda_fill(place.used, 0, counters_bytes, device.stream()), "encode_piece");
+        check(ibp_cuda_fill(head, 0, sizeof *head, device.stream()), "encode_piece");
     else
-        std::memset(place.used, 0, counters_bytes);
-    code_rows(device, place, source, nullptr, 0, max_sms, fault);
+        *head = {};
+    code_rows(device, place, source, nullptr, 0, max_sms, &head->fault);
 }
 
 // Decodes what encode_piece coded. coded: uint8, aligned to 8 bytes: its memory, or the beginning of it with the `used`

@@ -1,6 +1,6 @@
-"""Codes activations into one piece of memory, and back. The memory holds counters and an index of the rows, then the
-coded rows, in one overflow area without slots: a copy of the first bytes has everything. Rows are those of
-`CodedRows`, with as few calls as possible, since a step codes hundreds of tensors."""
+"""Codes activations into one piece of memory, and back: a packed piece of coded rows (`_layout.forms`). A copy of its
+first bytes, up to the last one in use, has everything. One operation codes a piece, and one decodes it, because a step
+codes hundreds of tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import functools
 
 import torch
 
-from .._common.rounding import rounded_up
-from .._layout import geometry
+from .._layout import forms, geometry
 from .._schemes import AnyCodebook, surveyed
 from .._schemes.learning import learned_from
 from .origin import IndexOrigin
@@ -17,8 +16,6 @@ from .spans import SpanView
 
 ROW_BYTES = 4096
 PIECE_BYTES = 64 << 20  # about a millisecond of the link: the first is on its way while the next is coded
-COUNTERS_BYTES = 64  # int64: bytes of overflow in use; rows spilled, and lost; 4 for a fault; 1 unused
-_ALIGNMENT = 64  # of overflow
 _SAMPLE_BYTES = 1 << 20
 _FIRST_MARGIN = 1 / 32  # of room, over what a sample took
 _LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # over what was needed
@@ -47,21 +44,22 @@ class ActivationRecipe:
         return 1 if self.origin is None else self.origin.times_narrower
 
     def takes(self, num_bytes: int) -> bool:
-        """Whether activations of num_bytes can be coded."""
+        """Returns whether activations of num_bytes can be coded."""
         return self.origin is None or self.origin.takes(num_bytes)
 
     def room(self, num_bytes: int) -> int:
-        """Bytes of overflow that num_bytes, narrower ones where there is an origin, are expected to fit."""
+        """Returns the bytes of overflow that num_bytes are expected to fit; if there is an origin, num_bytes are those
+        of the narrower elements."""
         return min(_most_overflow(num_bytes), int(self._room_share * num_bytes) + _SPARE_BYTES)
 
     def expected_bytes(self, num_bytes: int) -> int:
-        """Memory that activations of num_bytes are expected to take, coded in pieces."""
+        """Returns how much memory activations of num_bytes are expected to take when they are coded in pieces."""
         parts = [end - start for start, end in pieces(num_bytes // self.times_narrower)]
         return sum(index_bytes(part) + self.room(part) for part in parts)
 
     @property
     def coded_share(self) -> float:
-        """Coded bytes as a share of the activations' bytes."""
+        """The coded bytes as a share of the activations' bytes."""
         return self.needed_share / self.times_narrower
 
     def begin(self) -> None:
@@ -83,7 +81,7 @@ class ActivationRecipe:
 
 
 def pieces(num_bytes: int) -> list[tuple[int, int]]:
-    """Where the pieces of num_bytes start and end: whole rows, but for the last one."""
+    """Returns where the pieces of num_bytes start and end. Each but the last one has whole rows."""
     return [(start, min(start + PIECE_BYTES, num_bytes)) for start in range(0, num_bytes, PIECE_BYTES)]
 
 
@@ -92,24 +90,19 @@ def _num_rows(num_bytes: int) -> int:
 
 
 def _most_overflow(num_bytes: int) -> int:
-    """Bytes of overflow that any rows fit, also rows without a coded form."""
+    """Returns the bytes of overflow that any rows fit, also rows without a coded form."""
     return _num_rows(num_bytes) * ROW_BYTES
 
 
 @functools.lru_cache(1024)
 def index_bytes(num_bytes: int) -> int:
-    """Bytes before overflow: counters, a base and a length for each row."""
-    return rounded_up(COUNTERS_BYTES + 10 * _num_rows(num_bytes), _ALIGNMENT)
-
-
-def used_bytes(counters: torch.Tensor) -> int:
-    """Bytes of overflow in use, by counters in host memory."""
-    return int(counters[:8].view(torch.int64))
+    """Returns the bytes before overflow: the head, a base and a length for each row."""
+    return forms.packed(_num_rows(num_bytes)).overflow.start
 
 
 @functools.lru_cache(1024)
 def memory_bytes(num_bytes: int) -> int:
-    """Bytes of memory that num_bytes fit, whatever they are."""
+    """Returns the bytes of memory that num_bytes fit, whatever they are."""
     return index_bytes(num_bytes) + _most_overflow(num_bytes)
 
 
@@ -129,7 +122,7 @@ def decode(
 
 
 def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:
-    """A recipe, learned from a sample of data, uint8 [num_bytes]. None: data would not get smaller.
+    """Returns a recipe that is learned from a sample of data, uint8 [num_bytes]. None: data would not get smaller.
 
     view: how the tensor lies in data.
     """
@@ -141,7 +134,7 @@ def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:
 
 
 def _learned(data: torch.Tensor, dtype: torch.dtype, origin: IndexOrigin | None) -> ActivationRecipe | None:
-    """A recipe for data, uint8 [num_bytes], elements of dtype."""
+    """Returns a recipe for data, uint8 [num_bytes], elements of dtype. None: data would not get smaller."""
     rows = geometry.sample(data, ROW_BYTES, _SAMPLE_BYTES // ROW_BYTES)
     if not rows.numel():
         return None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .._layout import forms
 from . import coding
 from .origin import IndexOrigin
 from .spans import UnchangedTensor
@@ -41,7 +42,7 @@ class SavedPiece:
     def note_used(self, recipe: coding.ActivationRecipe, counters: torch.Tensor) -> int:
         """Bytes that coded memory uses, from its first one on. counters: the memory, or a copy of its counters, which
         the host may read: after `sent`."""
-        used = coding.used_bytes(counters)
+        used = forms.used_bytes(counters)
         recipe.note(self.num_bytes, used)
         return coding.index_bytes(self.num_bytes) + used
 

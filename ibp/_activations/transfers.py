@@ -8,6 +8,7 @@ from collections import deque
 
 import torch
 
+from .._layout import forms
 from .._machine.pool import Pool
 from . import coding
 from .region import SavedPiece, SavedRegion
@@ -48,7 +49,7 @@ class PieceTransfers:
         """Starts moving a piece, which the current stream has just written. @return its bytes where it goes."""
         self.take_back()
         source = region.to_send(piece)
-        copied = source[: coding.COUNTERS_BYTES] if self._keeps_codes else source
+        copied = source[: forms.HEAD_BYTES] if self._keeps_codes else source
         num_bytes, copied_bytes = source.numel(), copied.numel()
         piece.buffer, piece.room_bytes = self.buffers.take(copied_bytes, self.out), num_bytes
         host = piece.buffer[:copied_bytes]

@@ -10,8 +10,8 @@ import torch
 
 from .. import _core
 from .._common.process import OfThisProcess
-from .._common.rounding import rounded_up
 from .._fetch.calls import sms_of
+from .._layout import forms
 from .._layout.geometry import check_bytes, layout_of
 from .._layout.slots import default_length
 from .._machine import memory as _memory
@@ -21,9 +21,7 @@ from .._schemes import AnyCodebook, check_codebook
 from .._schemes.planes import signed
 from .compressed_tensor import CompressedTensor
 
-_NO_BASE = -1  # of a row without a part
-_ALIGNMENT = 64  # bytes, of each part of memory that is given
-_COUNTERS = 8  # int64: used, spilled, lost, a fault of 4
+_NO_BASE = -1  # the base of a row that has no part in overflow
 _CPU = torch.device("cpu")
 _OUT_OF_RANGE = "row_ids[{position}] is {value}; the place has {num_rows} rows"
 _CODING = FaultWords("row_ids has {value} more than once", RuntimeError, _OUT_OF_RANGE)
@@ -69,7 +67,7 @@ class CodedRows(OfThisProcess):
         overflow_memory: "pinned": overflow is in pinned host memory, so that the rows take no more of the GPU's memory
             than their slots (see `ibp.spill.place`). None: overflow is where the slots are.
         buffer: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous. It holds, from its first byte
-            on: counters, rooms, bases, lengths, slots, overflow. `CodedRows.over` reads a copy of these bytes. None:
+            on: counters, bases, rooms, lengths, slots, overflow. `CodedRows.over` reads a copy of these bytes. None:
             new memory.
         host_buffer: uint8 memory of the host, 1-D and contiguous, which slots lie in where `memory` is "pinned", and
             overflow behind them: pinned, unless the device is a CPU. None: new memory.
@@ -118,13 +116,13 @@ class CodedRows(OfThisProcess):
         slot_bytes: int | None = None,
         overflow_bytes: int | None = None,
     ) -> CodedRows:
-        """A place over memory that holds the bytes of one with the same codebook and sizes, or will before it is read:
-        nothing is cleared. Of overflow, which is last, only the bytes in use need to be there.
+        """Returns a place over memory that holds the bytes of a place with the same codebook and sizes, or will hold
+        them before it is read. Nothing is cleared. Overflow is last, and only its bytes in use need to be there.
 
         Args:
-            buffer: as of `CodedRows`; the device is the buffer's.
-            codebook, num_rows, slot_bytes: of the place whose bytes they are.
-            overflow_bytes: of overflow that are there.
+            buffer: memory as for `CodedRows`; the device is the buffer's.
+            codebook, num_rows, slot_bytes: those of the place whose bytes these are.
+            overflow_bytes: how many bytes of overflow the memory has.
 
         Raises:
             TypeError, ValueError: an argument is not as described there.
@@ -137,14 +135,13 @@ class CodedRows(OfThisProcess):
     def memory_bytes(
         codebook: AnyCodebook, num_rows: int, *, slot_bytes: int | None = None, overflow_bytes: int | None = None
     ) -> int:
-        """Bytes of memory that a place of these sizes lies in. Overflow is the last `overflow_bytes` of them.
+        """Returns how many bytes of memory a place of these sizes takes. Overflow is the last `overflow_bytes` of them.
 
         Raises:
             TypeError, ValueError: an argument is not as described in `CodedRows`.
         """
         check_codebook(codebook)
-        *others, overflow = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
-        return sum(rounded_up(size, _ALIGNMENT) for size in others) + overflow
+        return _form_of(codebook, num_rows, slot_bytes, overflow_bytes).overflow.stop
 
     def _lay_out(
         self,
@@ -160,14 +157,14 @@ class CodedRows(OfThisProcess):
     ) -> None:
         """Checks what is given, and makes the tensors."""
         check_codebook(codebook)
-        sizes = _sizes(codebook, num_rows, slot_bytes, overflow_bytes)
+        form = _form_of(codebook, num_rows, slot_bytes, overflow_bytes)
         if buffer is not None:
             if memory in ("pinned", "host") or overflow_memory is not None:
                 raise ValueError(
                     "a buffer is given, which all rows lie in: memory and overflow_memory do not go with it"
                 )
-            needed = self.memory_bytes(codebook, num_rows, slot_bytes=slot_bytes, overflow_bytes=overflow_bytes)
-            check_bytes("buffer", buffer, needed, None if device is None else _memory.canonical(device), _ALIGNMENT)
+            there = None if device is None else _memory.canonical(device)
+            check_bytes("buffer", buffer, form.overflow.stop, there, forms.ALIGNMENT)
             device = buffer.device
         self.device = _memory.usual(device)
         self.memory = _memory.memory_read_by(self.device, memory, "device")
@@ -175,16 +172,19 @@ class CodedRows(OfThisProcess):
         self.overflow_memory = self.memory if self.device.type == "cpu" else overflow_memory or self.memory
         in_host = [memory == "pinned", "pinned" in (memory, overflow_memory)]  # slots, overflow
         if host_buffer is not None:
-            needed = sum(size for size, is_there in zip(sizes[-2:], in_host) if is_there)
+            needed = sum(part.stop - part.start for part, is_there in zip(form[-2:], in_host) if is_there)
             _check_host_buffer(host_buffer, needed, any(in_host), self.device)
         self.num_rows, self.row_bytes = num_rows, codebook.row_bytes
         self.slot_bytes = self.row_bytes if slot_bytes is None else slot_bytes
-        parts = _allocated(sizes, self.device, in_host, host_buffer) if buffer is None else _carved(buffer, sizes)
-        counters, rooms, bases, lengths, self.slots, self.overflow = parts
+        if buffer is None:
+            parts = _allocated(form, self.device, in_host, host_buffer)
+        else:
+            parts = [buffer[: forms.HEAD_BYTES], *(buffer[part] for part in form)]
+        head, bases, rooms, lengths, self.slots, self.overflow = parts
         self.rooms, self.lengths = rooms.view(torch.uint16), lengths.view(torch.uint16)
         self.bases = bases.view(torch.int64)
-        self.counters = counters.view(torch.int64)
-        self.used, self._counts, self.fault, _ = self.counters.split([1, 2, 4, 1])
+        self.counters = head.view(torch.int64)
+        self.used, self._counts, self.fault, _ = forms.head_of(self.counters)
         words, self.codebook = codebook.words(self.device), codebook
         slots, overflow = (_memory.seen_from(self.device, part) for part in (self.slots, self.overflow))
         rows = (self.slot_bytes, 0, self.num_rows, self.row_bytes)
@@ -199,7 +199,7 @@ class CodedRows(OfThisProcess):
         self.counters.zero_()
 
     def counts(self) -> RowCounts:
-        """How many rows spilled and were lost. Waits for the work on the current stream."""
+        """Returns how many rows spilled and were lost. Waits for the work on the current stream."""
         spilled, lost = self._counts.tolist()
         return RowCounts(spilled, lost, min(int(self.used), self.overflow.numel()))
 
@@ -215,7 +215,7 @@ class CodedRows(OfThisProcess):
         _CODING.raise_for(record, num_rows=self.num_rows)
 
     def decode(self, row_ids: torch.Tensor | None = None, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Rows as they were coded: [rows, row_bytes / itemsize] of dtype, on the place's device.
+        """Returns rows as they were coded: [rows, row_bytes / itemsize] of dtype, on the place's device.
 
         Args:
             row_ids: int32 or int64 rows, on the place's device; None: all of them.
@@ -235,9 +235,9 @@ class CodedRows(OfThisProcess):
         return out.view(count, self.row_bytes).view(dtype)
 
     def table(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> CompressedTensor:
-        """The place as a table of a shape and dtype, whose bytes are those of all rows: [num_rows, row_bytes] of uint8
-        unless given. It reads the place's own memory: rows that are coded later are read as they are then. Of a pinned
-        place the index is copied, so that this holds for rows coded before only.
+        """Returns the place as a table of a shape and dtype that has the bytes of all rows: [num_rows, row_bytes] of
+        uint8, unless they are given. The table reads the place's own memory, so that it sees rows that are coded later.
+        The index of a pinned place is copied, so that such a table sees only rows that were coded before.
 
         Raises:
             ValueError: shape and dtype have other bytes.
@@ -259,14 +259,16 @@ class CodedRows(OfThisProcess):
         return table
 
     def _live_table(self) -> CompressedTensor:
-        """The place as a table that the place's device reads as it is at that time, a pinned one too."""
+        """Returns the place as a table that sees rows that are coded later, even if the place is pinned."""
         table = self.table()
         table._keep_handle(self.device, self.handle.parts)
         return table
 
 
-def _sizes(codebook: AnyCodebook, num_rows: int, slot_bytes: int | None, overflow_bytes: int | None) -> tuple[int, ...]:
-    """Bytes of counters, rooms, bases, lengths, slots and overflow. ValueError: a size is out of range."""
+def _form_of(
+    codebook: AnyCodebook, num_rows: int, slot_bytes: int | None, overflow_bytes: int | None
+) -> forms.PieceForm:
+    """Returns where the parts of coded rows lie. ValueError: a size is out of range."""
     row_bytes = codebook.row_bytes
     slot_bytes = row_bytes if slot_bytes is None else slot_bytes
     if num_rows < 0 or num_rows * row_bytes > 2**58:
@@ -277,9 +279,7 @@ def _sizes(codebook: AnyCodebook, num_rows: int, slot_bytes: int | None, overflo
         raise ValueError(f"slots of {slot_bytes} bytes hold no whole rows; overflow_bytes is needed")
     if overflow_bytes is not None and overflow_bytes < 0:
         raise ValueError(f"overflow_bytes is {overflow_bytes}; wanted 0 or more")
-    with_parts = num_rows if slot_bytes < row_bytes else 0
-    overflow_bytes = overflow_bytes if slot_bytes < row_bytes and overflow_bytes else 0
-    return 8 * _COUNTERS, 2 * with_parts, 8 * with_parts, 2 * num_rows, num_rows * slot_bytes, overflow_bytes
+    return forms.fixed(num_rows, row_bytes, slot_bytes, overflow_bytes or 0)
 
 
 def _check_host_buffer(host_buffer: torch.Tensor, needed: int, is_used: bool, device: torch.device) -> None:
@@ -292,11 +292,11 @@ def _check_host_buffer(host_buffer: torch.Tensor, needed: int, is_used: bool, de
 
 
 def _allocated(
-    sizes: Sequence[int], device: torch.device, in_host: Sequence[bool], host_buffer: torch.Tensor | None
+    form: forms.PieceForm, device: torch.device, in_host: Sequence[bool], host_buffer: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Tensors of these sizes in bytes. in_host: whether slots and overflow are host memory, pinned for a GPU; they are
-    parts of host_buffer, if there is one."""
-    *index, slots, overflow = sizes
+    """Returns memory of its own for the head and for each part of a form. in_host: whether slots and overflow are in
+    host memory, which is pinned for a GPU. If there is a host_buffer, they are parts of it."""
+    *index, slots, overflow = forms.HEAD_BYTES, *(part.stop - part.start for part in form)
     parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in index]
     start = 0
     for size, is_there in zip((slots, overflow), in_host):
@@ -305,15 +305,6 @@ def _allocated(
             start += size
         else:
             parts.append(_memory.empty(size, _CPU if is_there else device, is_there and device.type == "cuda"))
-    return parts
-
-
-def _carved(memory: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Tensors of these sizes in bytes, one behind the other in memory."""
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(memory[start : start + size])
-        start += rounded_up(size, _ALIGNMENT)
     return parts
 
 
@@ -402,7 +393,7 @@ def encode_into(
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
-    """x itself, or, of one that is dense with its dimensions permuted, those in the order of its memory."""
+    """Returns x. If x is dense and its dimensions are permuted, returns a view with them in the order of memory."""
     if x.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(x):
         return x
     strides = x.stride()

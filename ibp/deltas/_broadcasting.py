@@ -72,10 +72,10 @@ def broadcast_delta(
         return _Offer(None, (), heads) if isinstance(delta, Delta) else _Offer(tuple(delta), delta.removed, heads)
 
     offered = members.from_rank(src, "broadcast_delta", offer)
-    starts = _packing.starts_of(offered.heads)
-    data = torch.empty(starts[-1], dtype=torch.uint8, device=members.device)
+    places, num_bytes = _packing.places_of(offered.heads)
+    data = torch.empty(num_bytes, dtype=torch.uint8, device=members.device)
     if members.rank == src and delta is not None:
-        _packing.pack(_changes_of(delta), starts, data)
+        _packing.pack(_changes_of(delta), places, data)
         _exchange(members, src, data)
         return delta if target is None else delta.to(target)
     _exchange(members, src, data)

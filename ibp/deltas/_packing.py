@@ -1,8 +1,11 @@
-"""Changes of tensors as bytes for other processes: of a broadcast, and of messages that name and check themselves."""
+"""Changes of tensors as bytes for other processes: in a broadcast, and in messages that name and check themselves.
+
+The coded rows of a change lie as in a packed piece (`_layout.forms`), but without its head, because the head of the
+message says how large the parts of all changes are.
+"""
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,9 +14,9 @@ import torch
 
 from .._common import wire
 from .._common.rounding import rounded_up
+from .._layout import forms
 from .._machine import staging
 from .._rows.faults import CorruptTableError
-from .._rows.table import TENSORS
 from .._tables.compressed_tensor import CompressedTensor
 from . import _coding
 from ._checkpoints import Version
@@ -22,7 +25,8 @@ from ._tensors import Delta
 
 Change = Delta | Version
 
-_ALIGNMENT = 16  # bytes, of each part
+_ALIGNMENT = 16  # bytes: of each change, and of slots and overflow in it
+_PARTS = ("bases", "lengths", "slots", "overflow")  # of a table, in the order of `ChangeHead.sizes`
 _PREFIX = struct.Struct("<8sQQQ")  # _MAGIC, bytes of the head, bytes of the parts, fingerprint of both
 _MAGIC = b"ibp push"
 _BEGIN_BYTES = 64 << 10  # of a message, which hold most heads
@@ -30,14 +34,18 @@ _BEGIN_BYTES = 64 << 10  # of a message, which hold most heads
 
 @wire.sent
 class ChangeHead(NamedTuple):
-    """What is known of a change besides its bytes. fields: of a table, without the codebook where it is the known one;
-    None of a whole tensor. fingerprints: of a delta."""
+    """What is known of a change besides its bytes.
+
+    fields: of its table, without the codebook if that is the known one; None for a whole tensor.
+    fingerprints: of a delta.
+    sizes: bytes of the table's bases, lengths, slots and overflow, or of the whole tensor.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     fields: dict[str, Any] | None
     fingerprints: tuple[int, int] | None
-    sizes: tuple[int, ...]  # bytes of each part
+    sizes: tuple[int, ...]
 
 
 def head_of(change: Change) -> ChangeHead:
@@ -61,19 +69,32 @@ def _parts(change: Change) -> list[torch.Tensor]:
         return [change.detach().resolve_conj().resolve_neg().contiguous()]
     table = change.table if isinstance(change, Delta) else change
     tensors = table._tensors()
-    return [tensors[name] for name in TENSORS]
+    return [tensors[name] for name in _PARTS]
 
 
-def starts_of(heads: Iterable[ChangeHead]) -> list[int]:
-    """Where each part begins among all of them, and the end."""
-    sizes = [size for head in heads for size in head.sizes]
-    return list(itertools.accumulate((rounded_up(size, _ALIGNMENT) for size in sizes), initial=0))
+def places_of(heads: Iterable[ChangeHead]) -> tuple[list[list[slice]], int]:
+    """Returns where the parts of each change lie in the memory of all changes, and how many bytes that has."""
+    places, end = [], 0
+    for head in heads:
+        if head.fields is None:
+            (num_bytes,) = head.sizes
+            place = [slice(end, end + num_bytes)]
+        else:
+            form = forms.laid_out(end, **dict(zip(_PARTS, head.sizes, strict=True)), alignment=_ALIGNMENT)
+            place = [form.bases, form.lengths, form.slots, form.overflow]
+        places.append(place)
+        end = rounded_up(place[-1].stop, _ALIGNMENT)
+    return places, end
 
 
-def pack(changes: Iterable[Change], starts: Sequence[int], data: torch.Tensor) -> None:
-    """Puts the parts of changes into memory. data: uint8, of as many bytes as `starts` ends with."""
-    parts = [part.reshape(-1).view(torch.uint8) for change in changes for part in _parts(change)]
-    pairs = [(data[start : start + len(part)], part) for start, part in zip(starts, parts) if len(part)]
+def pack(changes: Iterable[Change], places: Iterable[Sequence[slice]], data: torch.Tensor) -> None:
+    """Copies the parts of changes to memory. data: uint8, of as many bytes as `places_of` says."""
+    pairs = [
+        (data[where], part.reshape(-1).view(torch.uint8))
+        for change, place in zip(changes, places)
+        for where, part in zip(place, _parts(change))
+        if part.numel()
+    ]
     if pairs:
         staging.copy_all(*zip(*pairs))
 
@@ -81,14 +102,15 @@ def pack(changes: Iterable[Change], starts: Sequence[int], data: torch.Tensor) -
 def opened(heads: Sequence[ChangeHead], data: torch.Tensor) -> list[Change]:
     """Returns the changes whose parts are in data, which they share. CorruptTableError: a head is not that of its
     parts."""
-    *places, end = starts_of(heads)
-    if min((size for head in heads for size in head.sizes), default=0) < 0 or end != data.numel():
+    if any(len(head.sizes) != (1 if head.fields is None else len(_PARTS)) or min(head.sizes) < 0 for head in heads):
+        raise CorruptTableError("the message has a change whose head does not say how large its parts are")
+    places, end = places_of(heads)
+    if end != data.numel():
         raise CorruptTableError(f"the message has {data.numel()} bytes of changes; its head says {end}")
-    changes, starts = [], iter(places)
-    for head in heads:
-        parts = [data[start : start + size] for size, start in zip(head.sizes, starts)]
+    changes = []
+    for head, place in zip(heads, places):
         try:
-            changes.append(_change(head, parts))
+            changes.append(_change(head, [data[where] for where in place]))
         except torch.OutOfMemoryError:
             raise
         except (TypeError, ValueError, RuntimeError) as error:
@@ -100,7 +122,7 @@ def _change(head: ChangeHead, parts: Sequence[torch.Tensor]) -> Change:
     if head.fields is None:
         (part,) = parts
         return part.view(head.dtype).view(head.shape)
-    slots, overflow, lengths, bases = parts
+    bases, lengths, slots, overflow = parts
     table = CompressedTensor(
         shape=head.shape,
         dtype=head.dtype,
@@ -117,23 +139,23 @@ def _change(head: ChangeHead, parts: Sequence[torch.Tensor]) -> Change:
 
 
 def message_of(head: Any, heads: Sequence[ChangeHead], changes: Iterable[Change], device: torch.device) -> torch.Tensor:
-    """uint8 [bytes] on a device: what `wire` writes of a head, and the parts of changes behind it. A GPU is not waited
-    for."""
-    text, starts = wire.written(head), starts_of(heads)
+    """Returns uint8 [bytes] on a device: what `wire` writes of a head, and the parts of changes behind it. Does not
+    wait for a GPU."""
+    text, (places, num_bytes) = wire.written(head), places_of(heads)
     first = _PREFIX.size + rounded_up(len(text), _ALIGNMENT)
-    message = torch.zeros(first + starts[-1], dtype=torch.uint8, device=device)  # its fingerprint covers gaps
-    prefix = _PREFIX.pack(_MAGIC, len(text), starts[-1], mix(message.numel() - _PREFIX.size))
+    message = torch.zeros(first + num_bytes, dtype=torch.uint8, device=device)  # its fingerprint covers gaps
+    prefix = _PREFIX.pack(_MAGIC, len(text), num_bytes, mix(message.numel() - _PREFIX.size))
     begin = torch.frombuffer(bytearray(prefix + text), dtype=torch.uint8)
     message[: begin.numel()].copy_(staging.queued(begin, device))
-    pack(changes, starts, message[first:])
+    pack(changes, places, message[first:])
     fingerprint_of_both = message[_PREFIX.size - 8 : _PREFIX.size].view(torch.int64)  # so far of the number of bytes
     torch.ops.ibp.sum_words.default(message[_PREFIX.size :], 0, fingerprint_of_both)
     return message
 
 
 def read_message(message: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """(head, memory of the parts) of what `message_of` made; all of its bytes are checked. TypeError: the message is no
-    uint8 [bytes]. CorruptTableError: it is damaged, or something else."""
+    """Returns (head, memory of the parts) of what `message_of` made, once all of its bytes are checked. TypeError: the
+    message is not uint8 [bytes]. CorruptTableError: it is damaged, or something else."""
     if not isinstance(message, torch.Tensor) or message.dtype != torch.uint8 or message.dim() != 1:
         what = f"{message.dtype} {list(message.shape)}" if isinstance(message, torch.Tensor) else type(message).__name__
         raise TypeError(f"the message is a {what}; wanted a torch.uint8 tensor of one dimension")

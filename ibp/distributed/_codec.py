@@ -23,6 +23,7 @@ _SLACK = 1 / 256  # of a message's raw bytes: overflow beyond what rows of the s
 _LEAST_OVERFLOW = 4096  # bytes
 _RULE = slots.SlotRule(near=1.01)  # of such slots the largest are left by the fewest rows
 _LEAST_SAVINGS = 0.02  # a codec that saves less is none
+_LAYOUT = 2  # of messages: it changes when the meaning of their bytes does
 
 
 @wire.sent
@@ -82,7 +83,7 @@ class Codec:
     @functools.cached_property
     def fingerprint(self) -> int:
         """A number that differs where codecs do: 63 bits."""
-        return fingerprint_of(self.codebook, self.slot_bytes, self.overflow_bytes)
+        return fingerprint_of(self.codebook, self.slot_bytes, self.overflow_bytes, _LAYOUT)
 
     def sizes(self, num_rows: int) -> dict[str, int]:
         """Sizes of the `CodedRows` for a message of num_rows rows."""

@@ -1,4 +1,4 @@
-"""Messages of fixed sizes, one behind the other in one piece of memory: a `CodedRows` each, or raw bytes."""
+"""Messages of fixed sizes, one behind the other in memory. Each is a `CodedRows` or raw bytes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from typing import NamedTuple
 import torch
 
 from .._common.rounding import rounded_up
+from .._layout import forms
 from .._rows.faults import ENTRIES as _FAULT
 from .._rows.handle import Handle
 from .._tables.coded_rows import CodedRows
 from ._codec import ROW_BYTES, Codec, rows_of
 from ._slots import Slot
 
-_ALIGNMENT = 64  # bytes
-_EDGE = 8  # times smaller than others are the first and the last of many pieces
-_FIRST_OF_TWO = 4  # pieces that are as large as the first one: coding it takes longer than decoding the second one
-_COUNTERS, _FINGERPRINT = 8, 7  # int64 at the start of a place, and the one of them that places leave alone
+_EDGE = 8  # how many times smaller than others the first and the last of many pieces are
+_FIRST_OF_TWO = 4  # the first of two pieces has a quarter of the rows, because coding takes longer than decoding
 _WHOLE = -1  # instead of a message's number
-_ENTRIES, _LOST = 8, 1  # int64 of a message in a status, as a place has them; and the one of them that counts lost rows
+# Of a message in a status: how many int64 it has, the one that counts lost rows, and the codec's fingerprint. The
+# fingerprint is the note in the message's head.
+_ENTRIES, _LOST, _FINGERPRINT = 8, 1, 7
 
 
 class Part(NamedTuple):
@@ -32,7 +33,7 @@ class Part(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Of messages in a slot: of all of them, as bytes and as int64, and of each."""
+    """The memory of the messages in a slot: of all messages, as bytes and as int64, and of each message."""
 
     whole: torch.Tensor
     words: torch.Tensor
@@ -50,19 +51,19 @@ class Status:
     """What has become of each message of a call, for the host to look at.
 
     Attributes:
-        rows: int64 [8] of each message, from its coder: how many rows were spilled, how many were lost, and last the
-            codec's fingerprint. Ranks can send each other theirs.
-        all_rows: all of these, one tensor.
-        faults: int64 [4] of each message, where it was decoded.
+        rows: int64 [8] for each message, which its coder writes: how many rows were spilled, how many were lost, and
+            last the codec's fingerprint. Ranks can send each other theirs.
+        all_rows: the rows of all messages as one tensor.
+        faults: int64 [4] for each message, a fault record for decoding it.
         heads: the fingerprints, a view.
-        unused: where the coder would note wrong ids.
-        seen: is recorded when the host has a copy; None on the CPU.
+        unused: a fault record for the coder, which finds no wrong ids.
+        seen: an event that is recorded when the host has a copy; None on the CPU.
 
     Args:
-        count: of messages.
-        device: that writes it.
-        fingerprint: of the codec.
-        data: int64 [status_entries(count)] zeros, that it lies in; None: it has its own.
+        count: number of messages.
+        device: the device that writes the status.
+        fingerprint: that of the codec.
+        data: int64 [status_entries(count)] zeros, the status's memory; None: new memory.
     """
 
     @torch.inference_mode(False)  # as all that later calls write to
@@ -98,8 +99,8 @@ class Status:
         self.data.copy_(self._empty)
 
     def read(self) -> None:
-        """What is on the host is looked at, from now on. RuntimeError: on a GPU, where messages are decoded after it
-        was recorded: those of the call before were damaged on their way."""
+        """Takes the host's copy as what the other methods look at. RuntimeError: a message of the call before was
+        damaged on its way. A GPU decodes messages after the status was recorded, so it is noticed a call later."""
         values, of_rows = self._on_host.tolist(), _ENTRIES * self._count
         if self.seen is None:
             self._values = values
@@ -111,8 +112,7 @@ class Status:
             raise RuntimeError("an earlier call has given a wrong tensor: a message was damaged on its way")
 
     def is_lost(self, message: int) -> bool:
-        """Whether the message had no room for all rows: where it was coded, or by what was missing where it was
-        decoded."""
+        """Returns whether rows of the message had no room when it was coded, or were missing when it was decoded."""
         fault = _ENTRIES * self._count + _FAULT * message
         return self._values[_ENTRIES * message + _LOST] != 0 or self._values[fault] != 0
 
@@ -120,7 +120,7 @@ class Status:
         return any(self.is_lost(k) for k in range(self._count))
 
     def strange(self, fingerprint: int) -> bool:
-        """Whether a message came from another codec."""
+        """Returns whether a message came from another codec."""
         heads = self._values[_FINGERPRINT : _ENTRIES * self._count : _ENTRIES]
         return any(head != fingerprint for head in heads)
 
@@ -130,21 +130,21 @@ def status_entries(count: int) -> int:
 
 
 def has_lost(statuses: torch.Tensor) -> torch.Tensor:
-    """Of each of the statuses, int64 [n, status_entries(count)]: whether rows that were coded here had no room, or ones
-    that came lack: bool [n]."""
+    """Returns bool [n] for statuses, int64 [n, status_entries(count)]: whether rows that were coded here had no room,
+    or rows that came were missing."""
     count = (statuses.shape[1] - _FAULT) // (_ENTRIES + _FAULT)
     of_rows, of_faults, _ = statuses.split([_ENTRIES * count, _FAULT * count, _FAULT], 1)
     return (of_rows[:, _LOST::_ENTRIES] != 0).any(1) | (of_faults[:, ::_FAULT] != 0).any(1)
 
 
 class Messages:
-    """How messages lie in a slot. Their sizes follow from the codec and what they carry at most.
+    """How messages lie in a slot. Their sizes follow from the codec and from how many bytes they carry at most.
 
     Args:
-        codec: how they are coded.
-        payloads: bytes that each message carries at most.
+        codec: how messages are coded.
+        payloads: how many bytes each message carries at most.
         least: a message that carries fewer bytes is raw.
-        device: of the memory.
+        device: the device of the memory.
     """
 
     @torch.inference_mode(False)
@@ -156,17 +156,17 @@ class Messages:
         self.num_bytes = self.starts[-1]
         coded = [k for k, is_coded in enumerate(self.is_coded) if is_coded]
         self._empty = {size: self._empty_start(size) for size in {self.payloads[k] for k in coded}}
-        self._heads = [self.starts[k] // 8 + _FINGERPRINT for k in coded]
+        self._heads = [self.starts[k] // 8 + forms.NOTE for k in coded]
         self._coded = coded
         self._statuses: list[Status] = []  # that no call uses
 
     def _size(self, payload: int, is_coded: bool) -> int:
         if is_coded:
             return self.codec.message_bytes(rows_of(payload))
-        return rounded_up(payload, _ALIGNMENT)
+        return rounded_up(payload, forms.ALIGNMENT)
 
     def of(self, slot: Slot) -> Memory:
-        """The memory of the messages in a slot."""
+        """Returns the memory of the messages in a slot."""
         known = slot.bound.setdefault(self, {})
         if _WHOLE not in known:
             known[_WHOLE] = self._memory(slot)
@@ -178,7 +178,7 @@ class Messages:
         return Memory(whole, whole.view(torch.int64), whole.split(self.sizes))
 
     def status(self) -> Status:
-        """One that no other call has."""
+        """Returns a status that no other call has."""
         if self._statuses:
             return self._statuses.pop()
         return Status(len(self.payloads), self.device, self.codec.fingerprint)
@@ -199,7 +199,7 @@ class Messages:
         bound.handle.encode(data, status.counts[k], status.unused, max_sms=max_sms)
 
     def clean(self, slot: Slot, k: int) -> None:
-        """Makes a message that was moved ready for being coded again: by then the host has less to do."""
+        """Makes a message that was moved ready for being coded again, while the host has nothing else to do."""
         if self.is_coded[k]:
             slot.clean = self._bind(slot, k)
             slot.clean.start.copy_(self._empty[self.payloads[k]])
@@ -225,25 +225,25 @@ class Messages:
 
     @torch.inference_mode(False)
     def _bound(self, memory: torch.Tensor, k: int) -> _BoundMessages:
-        place = self._place(memory, self.payloads[k])
-        return _BoundMessages(_start_of(place, memory), place.handle)
+        payload = self.payloads[k]
+        return _BoundMessages(memory[: self._start_bytes(payload)], self._place(memory, payload).handle)
 
     def _empty_start(self, payload: int) -> torch.Tensor:
-        """What a message begins with before rows are coded into it."""
+        """Returns what a message begins with before rows are coded into it."""
         memory = torch.empty(self._size(payload, True), dtype=torch.uint8, device=self.device)
-        place = self._place(memory, payload)
-        place.clear()
-        memory[: 8 * _COUNTERS].view(torch.int64)[_FINGERPRINT] = self.codec.fingerprint
-        return _start_of(place, memory).clone()
+        self._place(memory, payload).clear()
+        forms.head_of(memory[: forms.HEAD_BYTES].view(torch.int64)).note.fill_(self.codec.fingerprint)
+        return memory[: self._start_bytes(payload)].clone()
 
     def _place(self, memory: torch.Tensor, payload: int) -> CodedRows:
         num_rows = rows_of(payload)
         return CodedRows.over(memory, self.codec.codebook, num_rows, **self.codec.sizes(num_rows))
 
-
-def _start_of(place: CodedRows, memory: torch.Tensor) -> torch.Tensor:
-    """The counters, rooms and bases of a place."""
-    return memory[: place.lengths.data_ptr() - memory.data_ptr()]
+    def _start_bytes(self, payload: int) -> int:
+        """Returns how many bytes stand before the lengths: the head, bases and rooms, which have to be empty when rows
+        are coded. Coding all rows writes all lengths."""
+        num_rows = rows_of(payload)
+        return forms.fixed(num_rows, ROW_BYTES, **self.codec.sizes(num_rows)).lengths.start
 
 
 class MessageSpan(NamedTuple):

@@ -97,7 +97,7 @@ class CodedTokens(NamedTuple):
     # lengths, bases: of their rows (FORMAT.md section 2); empty where they are raw
     lengths: torch.Tensor
     bases: torch.Tensor
-    state: torch.Tensor | None  # int64 [8], the counters of `CodedRows`; None where they are raw
+    state: torch.Tensor | None  # int64 [8], the counters of `CodedRows`; None if the items are raw
     num_items: int  # how many they are
 
     def num_bytes(self, state: list[int] | None) -> int:

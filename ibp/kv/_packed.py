@@ -1,11 +1,9 @@
 """Pages as messages for other machines: `PageCodec`, `packed_bytes`, `pack`, `unpack`.
 
-A message has a head of 64 bytes, int64 [8]: bytes of data, rows in data, 0, 0, 0, 0, 0, and a number that follows from
-the codec and from how many rows there are. Behind it are an int64 for each row, where the row's bytes begin in data,
-and a uint16 for each row, its length as stored (FORMAT.md, section 2: `bases`, one a row, and `lengths`); zeros or
-anything else up to a multiple of 64; and data. The rows are those of a packed table (section 3), each at a multiple of
-32 bytes, in whatever order the GPU coded them. Bytes of the index that no row has been coded for are 255, which no
-decoder accepts.
+A message is a packed piece of coded rows (`_layout.forms`) in which every row has a base of its own and begins at a
+multiple of 32 bytes, in whatever order the GPU coded the rows. The note in its head is a number that follows from the
+codec and from how many rows there are. Each byte of bases and lengths is 255 for a row that was not coded, because no
+decoder accepts such an index.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from .._common import wire
 from .._common.arguments import whole_number
 from .._common.rounding import rounded_up
 from .._fetch.calls import sms_of
+from .._layout import forms
 from .._layout.geometry import check_bytes
 from .._rows.faults import Faults, FaultWords
 from .._rows.handle import Handle, Parts
@@ -30,13 +29,9 @@ from .._schemes.codebook import fingerprint_of
 from . import _sizes
 from ._paged import PagedTensors, Pages, check_different, check_paged, numbers_on, plan_pages
 
-_ALIGNMENT = 64  # bytes: of messages, and of data in them
-_HEAD, _HEAD_BYTES = 8, 64  # int64 of the head
-_NUMBER = 7  # the int64 of the head that says what the message is
-_INDEX_BYTES = 8 + 2  # of a row: its base and its length
 _NONE = 255  # each byte of the index of a row that has not been coded
-_MOST_ROW_BYTES = 0xFFFE  # of longer rows the length 0xFFFF means something
-_LAYOUT = 1  # of messages: another number where their bytes mean something else
+_MOST_ROW_BYTES = 0xFFFE  # the length 0xFFFF has a meaning for longer rows
+_LAYOUT = 1  # of messages: it changes when the meaning of their bytes does
 _SPREAD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: counts of rows become numbers far apart
 _STRANGE, _PACKING, _UNPACKING = range(3)  # kinds of faults, the first one the cause of others
 _LATER = " (noted on {device})"
@@ -114,7 +109,7 @@ class PageCodec:
 
     @classmethod
     def learn(cls, pages: torch.Tensor, *, row_bytes: int | None = None, level: str = "default") -> PageCodec:
-        """A codec for pages like these.
+        """Returns a codec for pages like these.
 
         Args:
             pages: [pages, ...] real keys and values, of the dtype that they have: view FP8 caches that are declared as
@@ -131,14 +126,14 @@ class PageCodec:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PageCodec:
-        """The codec of such bytes. ValueError: they are none that `to_bytes` gives."""
+        """Returns the codec that `to_bytes` has written. ValueError: the bytes are not those of a codec."""
         codec = wire.read(content)
         if not isinstance(codec, cls):
             raise ValueError(f"the bytes are of a {type(codec).__name__}; wanted those of a PageCodec")
         return codec
 
     def to_bytes(self) -> bytes:
-        """The codec for another process. Reading them runs nothing that they hold, as pickle would."""
+        """Returns the codec as bytes for another process. Unlike a pickle, they hold nothing that is run."""
         return wire.written(self)
 
     @functools.cached_property
@@ -178,7 +173,7 @@ class PageCodec:
         return _Message(self, data, self._rows(num_pages))
 
     def _call(self, tensors: Tensors, blocks: Pages | None, is_written: bool) -> _PackCall:
-        """The arguments of a call. is_written: blocks are, so that they have to be different."""
+        """Returns the arguments of a call. is_written: the blocks are written, so that they have to be different."""
         paged = tensors if isinstance(tensors, PagedTensors) else PagedTensors(tensors)
         device = paged.device
         check_paged(paged, "codec", device, self.page_bytes, self.codebook.row_bytes)
@@ -203,7 +198,7 @@ class _PackCall(NamedTuple):
         return self.blocks.numel() * len(self.paged)
 
     def plan(self, ids_per_page: int, stored: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids of the rows or pieces of all pages, addresses of the pieces), as of `plan_pages`."""
+        """Returns (ids of the rows or pieces of all pages, addresses of the pieces), as `plan_pages` does."""
         count = self.blocks.numel()
         pages = torch.arange(count, device=self.paged.device)
         return plan_pages(self.paged, pages, self.blocks, ids_per_page, count, len(self.paged), stored=stored)
@@ -213,31 +208,31 @@ class _Message:
     """The parts of a message of num_rows rows, in its memory."""
 
     def __init__(self, codec: PageCodec, memory: torch.Tensor, num_rows: int) -> None:
-        self.codec, self.num_rows, self.start = codec, num_rows, _start_of(num_rows)
-        bases_end = _HEAD_BYTES + 8 * num_rows
-        self.head, self.index = memory[:_HEAD_BYTES].view(torch.int64), memory[_HEAD_BYTES : self.start]
-        self.bases = memory[_HEAD_BYTES:bases_end].view(torch.int64)
-        self.lengths = memory[bases_end : bases_end + 2 * num_rows].view(torch.uint16)
+        self.codec, self.num_rows, form = codec, num_rows, forms.packed(num_rows)
+        self.start = form.overflow.start
+        self.head = memory[: forms.HEAD_BYTES].view(torch.int64)
+        self.index = memory[forms.HEAD_BYTES : self.start]
+        self.bases, self.lengths = memory[form.bases].view(torch.int64), memory[form.lengths].view(torch.uint16)
         self.data = memory[self.start :]
-        self.used, self.counts, self.number = self.head[:1], self.head[1:3], self.head[_NUMBER:]
+        self.used, self.counts, _, self.note = forms.head_of(self.head)
 
-    @torch.inference_mode()  # as it may be where the memory was made
+    @torch.inference_mode()  # the memory may have been made in it
     def clear(self) -> None:
         """Makes it a message without any row."""
         self.head.zero_()
-        self.number.fill_(self.codec._number(self.num_rows))
+        self.note.fill_(self.codec._number(self.num_rows))
         self.index.fill_(_NONE)
 
     @torch.inference_mode()
     def note_other(self, strange: torch.Tensor) -> torch.Tensor:
-        """Notes in a record of faults whether the message is of another codec, or has another number of rows. Returns
-        bool [1] on the device: whether it is this one's."""
-        is_other = self.number != self.codec._number(self.num_rows)
+        """Notes in a fault record whether the message is of another codec or has another number of rows. Returns bool
+        [1] on the device: whether the message is one of this codec."""
+        is_other = self.note != self.codec._number(self.num_rows)
         strange[:1].bitwise_or_(is_other)  # the status "invalid argument"
         return ~is_other
 
     def handle(self, item_bytes: int) -> Handle:
-        """The message as a table for operations, and as a place that rows are coded into."""
+        """Returns the message as a table for operations, and as a place that rows are coded into."""
         codebook, num_bytes = self.codec.codebook, self.num_rows * self.codec.codebook.row_bytes
         index, words = (self.lengths, self.bases), codebook.words(self.data.device)
         sizes = (0, 0, num_bytes // item_bytes, item_bytes)
@@ -245,9 +240,9 @@ class _Message:
 
 
 def packed_bytes(codec: PageCodec, num_pages: int) -> int:
-    """Bytes of memory that a message of num_pages pages takes at most: a multiple of 64, known before pages are coded,
-    so that memory can be registered once. Blocks of several tensors are as many pages. The message itself is shorter,
-    see `pack`; pages that do not shrink take 0.5 % more than they have.
+    """Returns how many bytes of memory a message of num_pages pages takes at most: a multiple of 64. It is known before
+    pages are coded, so that memory can be registered once. Blocks of several tensors are as many pages. The message
+    itself is shorter, see `pack`; pages that do not shrink take 0.5 % more bytes than they have.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -259,8 +254,8 @@ def packed_bytes(codec: PageCodec, num_pages: int) -> int:
         TypeError, ValueError: num_pages is no whole number from 0 on.
     """
     num_rows = codec._rows(whole_number("num_pages", num_pages, 0))
-    room = rounded_up(codec.codebook.row_bytes, _core.SECTOR_BYTES)  # of a row that is stored raw: room for all
-    return rounded_up(_start_of(num_rows) + num_rows * room, _ALIGNMENT)
+    room = rounded_up(codec.codebook.row_bytes, _core.SECTOR_BYTES)  # for a row that is stored raw
+    return rounded_up(forms.packed(num_rows, num_rows * room).overflow.stop, forms.ALIGNMENT)
 
 
 def pack(
@@ -305,7 +300,7 @@ def pack(
     codec._raise_pending(device)
     if out is None:
         out = torch.empty(size, dtype=torch.uint8, device=device)
-    check_bytes("out", out, size, device, _ALIGNMENT)
+    check_bytes("out", out, size, device, forms.ALIGNMENT)
     message = codec._message_of(out[:size], call.num_pages)
     message.clear()
     if call.num_pages:
@@ -351,7 +346,8 @@ def unpack(
     device, piece_bytes = call.paged.device, call.paged.piece_bytes
     strange, fault = (codec._faults.on(device, kind) for kind in (_STRANGE, _UNPACKING))
     codec._raise_pending(device)
-    check_bytes("message", message, _start_of(codec._rows(call.num_pages)), device, _ALIGNMENT)
+    start = forms.packed(codec._rows(call.num_pages)).overflow.start
+    check_bytes("message", message, start, device, forms.ALIGNMENT)
     parts = codec._message_of(message, call.num_pages)
     is_ours = parts.note_other(strange)
     if call.num_pages:
@@ -361,7 +357,3 @@ def unpack(
         torch.ops.ibp.gather_items.default(table, pieces, sms_of(max_sms), near, fault, addresses=addresses)
     if device.type == "cpu":
         codec._raise_pending(device)
-
-
-def _start_of(num_rows: int) -> int:
-    return rounded_up(_HEAD_BYTES + _INDEX_BYTES * num_rows, _ALIGNMENT)

@@ -14,6 +14,7 @@ import ibp
 from helpers import assert_same_bits
 from ibp.deltas import OutOfSyncError, Receiver, Sender, _applying, _on_pieces
 from ibp.deltas._on_pieces import TableRows
+from ibp.deltas._packing import ChangeHead
 from ibp.deltas._regions import PushHead, Region
 from ranks import Ranks
 from test_delta import bits, changed, optimizer_step
@@ -305,6 +306,35 @@ def field(name, value):
 def test_heads_are_read_as_they_are_written():
     (message,) = Link(1 << 20).pushes[1]
     assert torch.equal(with_head(message, lambda form: form), message)
+
+
+@pytest.mark.parametrize(
+    ("change_sizes", "match"),
+    [
+        (lambda sizes: [sizes[2], sizes[3], sizes[1], sizes[0]], "a change of the message is not what its head says"),
+        (lambda sizes: [sum(sizes)], "does not say how large its parts are"),
+        (lambda sizes: [*sizes, 0], "does not say how large its parts are"),
+        (lambda sizes: [sizes[0], -sizes[1], *sizes[2:]], "does not say how large its parts are"),
+        (lambda sizes: [*sizes[:3], sizes[3] + 16], "bytes of changes; its head says"),
+        (lambda sizes: [sizes[0] + 1, sizes[1] - 1, *sizes[2:]], "a change of the message is not what its head says"),
+    ],
+    ids=["older order", "one", "five", "negative", "too many bytes", "odd"],
+)
+def test_sizes_of_changes_that_are_not_those_of_their_parts(change_sizes, match):
+    weights = {"w": torch.randn(64, 300).bfloat16()}
+    sender, receiver = Sender(weights), Receiver(copies(weights))
+    train(weights)
+    (message,) = sender.push(weights)
+
+    def change(form):
+        (region,) = form[2][PushHead._fields.index("regions")][1]
+        sizes = region[2][Region._fields.index("change")][2][ChangeHead._fields.index("sizes")]
+        sizes[1] = change_sizes(sizes[1])
+        return form
+
+    with pytest.raises(ibp.CorruptTableError, match=match):
+        receiver.apply(with_head(message, change))
+    assert receiver.apply(message)
 
 
 @pytest.mark.parametrize(
