@@ -18,8 +18,7 @@ from .._layout.geometry import Geometry
 from .._rows.plan import spread_bytes
 from .._schemes import AnyCodebook, ClusteredCodebook, PlanesCodebook
 from .._tables.changes import decoded_bytes
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from ..checkpoints._source import SourceTensor
 from ..codecs._whole import WholeTensor
 from .splitting import Split, scaled, split_rows

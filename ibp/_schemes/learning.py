@@ -26,7 +26,7 @@ from .._machine.calibration import Calibration
 from .._machine.numa import Numa
 from . import masks, planes
 from .clusters import check_clusters, split
-from .codebook import AnyCodebook, coder_rates, measure, work_of
+from .codebook import AnyCodebook, check_codebook, coder_rates, measure, work_of
 
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _HOST_ELEMENTS, _LEAST_HOST_ROWS = 1 << 19, 16
@@ -97,13 +97,13 @@ def checked(options: Options) -> Options:
 
 @dataclass(frozen=True)
 class Request:
-    """The rows that a codebook is learned for, and the options that it is learned by. Samples of the rows are drawn
-    when they are first asked for.
+    """The rows of a tensor that are to be coded, and the options. `of` makes one of a tensor. Samples of the rows are
+    drawn when they are first asked for.
 
     Attributes:
         data: the bytes of the tensor, uint8 [geometry.num_bytes].
         geometry: how they are cut into rows.
-        device: where the codebook is learned.
+        device: where the codebook is learned and the rows are coded.
         options: checked by `checked`.
         slot_bytes: bytes of the table's slots; 0: the table is packed; None: the size is to be chosen.
         paper: an option of scheme "ibp" (see `ibp.codecs.analyze`).
@@ -123,6 +123,29 @@ class Request:
     measured: list[tuple[AnyCodebook, torch.Tensor, slots.Survey]] = field(
         default_factory=list, init=False, compare=False
     )
+
+    @classmethod
+    def of(cls, x: torch.Tensor, options: Options, paper: bool = False) -> Request:
+        """Returns the rows of a tensor, which `check_tensor` has checked. The options are checked here, without the
+        tensor and with it.
+
+        Raises:
+            TypeError: an option is of another type.
+            ValueError: an option is out of its range, or contradicts another one.
+        """
+        options = checked(options)
+        device, codebook = memory.usual(options.device, x), options.codebook
+        if codebook is None:
+            geometry = _rows.Geometry.of(x, options.row_bytes)
+        else:
+            check_codebook(codebook)
+            if options.row_bytes not in (None, codebook.row_bytes):
+                raise ValueError(
+                    f"row_bytes is {options.row_bytes}, but the codebook is for rows of {codebook.row_bytes} bytes"
+                )
+            geometry = _rows.Geometry(x.shape, x.dtype, codebook.row_bytes)
+        slot_bytes = slots.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
+        return cls(_rows.bytes_of(x), geometry, device, options, slot_bytes, paper)
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
@@ -340,11 +363,12 @@ def analyze(
         ValueError: an argument is outside its range.
     """
     _rows.check_tensor(x)
-    options = checked(Options(scheme, chunk_bytes, tau, sample, level=level, progress=progress))
     if paper and scheme != "ibp":
         raise ValueError(f"paper=True is a choice of scheme 'ibp', but scheme is {scheme!r}")
-    geometry = _rows.Geometry.of(x, row_bytes)
-    return learn(scheme, Request(_rows.bytes_of(x), geometry, memory.usual(device, x), options, paper=paper))
+    options = Options(
+        scheme, chunk_bytes, tau, sample, level=level, row_bytes=row_bytes, device=device, progress=progress
+    )
+    return learn(scheme, Request.of(x, options, paper))
 
 
 # ---- what a table of each scheme would cost ------------------------------------------------------------------------

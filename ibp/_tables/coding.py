@@ -1,6 +1,6 @@
-"""From a tensor to a table. `compressed` checks the options, cuts the tensor into rows, has `coded` find a codebook and
-measure all rows with it, allocates the table, and has `encode` write the rows. `placed` makes tables whose overflow is
-in host memory, and `compress_in_place` of `compression.py` makes those in the tensor's own memory."""
+"""From the rows of a tensor, which `Request.of` makes, to a table. `compressed` has `coded` find a codebook and measure
+all rows with it, allocates the table, and has `encode` write the rows. `placed` makes tables whose overflow is in host
+memory, and `compressed_in_place` makes tables in the tensor's own memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
+from .._common.once import warn_once
 from .._fetch.streaming import decompress
 from .._layout import geometry as _rows
 from .._layout import slots as _layout
@@ -20,7 +21,7 @@ from .._machine import numa as _numa
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.table import AnyTable, Table
-from .._schemes import AnyCodebook, Options, Request, check_codebook, checked, learn, measure, surveyed
+from .._schemes import AnyCodebook, Options, Request, checked, learn, measure, surveyed
 
 _FEW_BYTES = 1 << 20  # The CPU encodes at most this many bytes of host memory sooner than they are copied to a GPU.
 # With a given codebook, rows are encoded while they are measured if there are at least _LEAST_TIMES times as many bytes
@@ -59,22 +60,28 @@ class Coding(NamedTuple):
         return self.survey.stored + self.codebook.nbytes
 
 
-def compressed(kind: type[AnyTable], x: torch.Tensor, options: Options) -> AnyTable:
-    """Returns a table of the rows of x, which `check_tensor` has checked, in memory of its own.
+def warn_of_gradient(x: torch.Tensor) -> None:
+    """Warns, once a process, that a table of a tensor that requires grad has no gradient."""
+    if x.requires_grad and torch.is_grad_enabled():
+        warn_once(
+            "x requires grad, and a table of it has no gradient: give x.detach() if its values alone are meant. Rows "
+            "of ibp.nn.Embedding and EmbeddingBag train, with trainable=True",
+            stacklevel=3,
+        )
+
+
+def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
+    """Returns a table of the rows, in memory of its own.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `ibp.compress`.
     """
-    options = checked(options)
-    worker = memory.usual(options.device, x)
-    home, pins = memory.home_of(x, options.memory, worker)
+    data, geometry, options = request.data, request.geometry, request.options
+    worker, slot_bytes = request.device, request.slot_bytes
+    home, pins = memory.home_of(data.device, options.memory, worker)
     node = _numa.CALLERS_NODE if options.numa is None else _numa.node_of(options.numa)
-    is_there = home == x.device
+    is_there = home == data.device
     pin = pins if is_there else False
-    geometry = geometry_of(x, options.row_bytes, options.codebook)
-    slot_bytes = _layout.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
-    data = _rows.bytes_of(x)
-    request = Request(data, geometry, worker, options, slot_bytes)
 
     def room(num_bytes: int) -> torch.Tensor:
         return memory.empty_parts([num_bytes], data.device, pin, node)[0][0]
@@ -120,30 +127,21 @@ def code_anew(table: Table, options: Options, level: str | None) -> Table:
     options = replace(options, scheme=scheme, level=level, layout=table.layout, row_bytes=table.row_bytes)
     x = decompress(table, check=table.device.type == "cuda")
     if table.spills_to_host:
-        return placed(Table, x, checked(options), lambda _: table.slot_bytes, table.device)
+        options = replace(checked(options), clusters=None, device=table.device)
+        return placed(Table, Request.of(x, options), lambda _: table.slot_bytes)
     home = None if x.is_cuda else "pinned" if table.is_pinned() else "host"
-    return compressed(Table, x, replace(options, memory=home))
+    return compressed(Table, Request.of(x, replace(options, memory=home)))
 
 
-def placed(
-    kind: type[AnyTable],
-    x: torch.Tensor,
-    options: Options,
-    slots_for: Callable[[Coding], int],
-    device: torch.device,
-) -> AnyTable:
-    """Returns a table with slots on a device, and with the overflow in host memory, pinned for a GPU. If slots hold
-    whole rows, and rows take no fewer bytes encoded, they stay raw.
+def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding], int]) -> AnyTable:
+    """Returns a table with slots on the device that codes the rows, and with the overflow in host memory, pinned for a
+    GPU. If slots hold whole rows, and rows take no fewer bytes encoded, they stay raw.
 
     Args:
-        options: checked.
-        slots_for: returns the bytes of a slot if options.slot_bytes is None.
-        device: where the rows are encoded, too.
+        slots_for: returns the bytes of a slot if the request leaves them open.
     """
-    geometry, is_near = geometry_of(x, options.row_bytes, options.codebook), device.type == "cpu"
-    slot_bytes = _layout.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
-    data, options = _rows.bytes_of(x), replace(options, clusters=None, device=device)
-    request = Request(data, geometry, device, options, slot_bytes)
+    data, geometry, device, slot_bytes = request.data, request.geometry, request.device, request.slot_bytes
+    is_near = device.type == "cpu"
     with nullcontext() if is_near else staging.whole_ahead(data, device) as near:
         coding = coded_in_slots(request, near) if geometry.num_bytes else None
         if coding is None:
@@ -162,16 +160,6 @@ def placed(
 
 
 # ---- rows, a codebook for them, and their lengths ----
-
-
-def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
-    """Returns how x is cut into rows of row_bytes, or of those that a codebook is for."""
-    if codebook is None:
-        return _rows.Geometry.of(x, row_bytes)
-    check_codebook(codebook)
-    if row_bytes is not None and row_bytes != codebook.row_bytes:
-        raise ValueError(f"row_bytes is {row_bytes}, but the codebook is for rows of {codebook.row_bytes} bytes")
-    return _rows.Geometry(x.shape, x.dtype, codebook.row_bytes)
 
 
 def coded(
@@ -310,9 +298,84 @@ def encode(
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
             rows, parts = targets if outlet is None else outlet.take([target.numel() for target in targets])
             index, sizes = (lengths[first:last], bases[base:end_base]), (slot_bytes, start, 1, block.numel())
-            place = Handle(Parts(rows, parts, *index, words, codec, *sizes))
-            torch.ops.ibp.encode_rows.default(place.table, block, fault)
+            place = torch.ops.ibp.describe_table.default(rows, parts, *index, words, codec, *sizes)
+            torch.ops.ibp.encode_rows.default(place, block, fault)
             if outlet is not None:
                 outlet.put(targets, (rows, parts))
     CHANGED.raise_for(fault)
     return bases
+
+
+# ---- in the tensor's own memory ----
+
+
+def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options) -> AnyTable:
+    """Returns a table in x's own memory: `ibp.compress(x, inplace=True)`.
+
+    All analysis is done before the first write. Rows are then rewritten in blocks, each with its lengths by one
+    operation, so that the table decompresses to x at any time."""
+    _check_owns_memory(x)
+    request = Request.of(x, options)
+    data, geometry, row_bytes = request.data, request.geometry, request.geometry.row_bytes
+    home, pin = memory.home_of(x.device, options.memory, request.device)
+    if home != x.device:
+        raise ValueError(f"memory is {options.memory!r}, but inplace=True leaves x where it is, on {x.device}")
+    coding = coded(replace(request, slot_bytes=row_bytes), in_place=True)
+    if coding is None or coding.stored_bytes >= geometry.num_bytes:
+        coding = None
+        table = kind.of_parts(geometry, "raw", row_bytes, data)
+    else:
+        book, raw = coding.codebook, torch.zeros_like(coding.lengths, device=data.device)  # what the memory holds
+        table = kind.of_parts(geometry, book.scheme, row_bytes, data, book, raw)
+    table._owner = x
+    kept: list[AnyTable] = []
+
+    def work() -> AnyTable:
+        kept.append(table)  # from the first row rewritten, the table is all that is left of x
+        if coding is not None:
+            _encode_in_place(table, data, coding, options.progress)
+        if pin:
+            table.pin_memory()
+        elif pin is None:
+            memory.pin_if_possible(table)
+        return table
+
+    try:
+        return _core.call_keeping_table(kept, work)
+    except BaseException as interruption:  # Python handles signals as that function returns, too
+        if kept:
+            interruption.table = table  # type: ignore[attr-defined]
+        raise
+
+
+def _check_owns_memory(x: torch.Tensor) -> None:
+    if not x.is_contiguous() or x.is_conj() or x.is_neg():
+        raise ValueError(f"x has strides {x.stride()}; compress(inplace=True) wants a contiguous tensor")
+    held = x.untyped_storage().nbytes()
+    if x.storage_offset() != 0 or held != x.nbytes:
+        raise ValueError(
+            f"x has {x.nbytes} bytes of a storage of {held}; "
+            "compress(inplace=True) wants a tensor that owns all of its storage"
+        )
+    if x.requires_grad:
+        raise ValueError("x requires grad; compress(inplace=True) would destroy its values: detach it first")
+
+
+def _encode_in_place(table: Table, data: torch.Tensor, coding: Coding, progress: bool) -> None:
+    """Rewrites the rows of a table that are still raw. The bytes and the lengths of a block change by one operation of
+    torch, before and after which the table decodes: an interrupt finds it so, however many there are."""
+    codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
+    row_bytes, words, entries = table.row_bytes, codebook.words(worker), table.lengths.view(torch.uint8)
+    no_bases = torch.empty(0, dtype=torch.int64, device=worker)
+    no_overflow = torch.empty(0, dtype=torch.uint8, device=worker)
+    blocks = _rows.blocks(data, row_bytes, worker, "compress" if progress else None, whole=False)
+    with staging.outlet(worker, data.device, pageable=True) as outlet:
+        for first, last, block in blocks:
+            targets = data[first * row_bytes : last * row_bytes], entries[2 * first : 2 * last]
+            rows, new_lengths = outlet.take([target.numel() for target in targets])
+            new_lengths.copy_(lengths[first:last].view(torch.uint8))
+            index, sizes, fault = (lengths[first:last], no_bases), (row_bytes, 0, 1, block.numel()), new_record(worker)
+            place = torch.ops.ibp.describe_table.default(rows, no_overflow, *index, words, codebook.codec, *sizes)
+            torch.ops.ibp.encode_rows.default(place, block, fault)
+            CHANGED.raise_for(fault)
+            outlet.put(targets, (rows, new_lengths))

@@ -9,8 +9,7 @@ import torch
 
 from .._layout import geometry, slots
 from .._schemes import PlanesCodebook
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
 ROW_BYTES = 8192  # what a row takes besides its listed elements, 5 to 7 bytes, is then a small part of it
 # Of the weights that a step of an optimizer changes, most move to the next number, up or down.

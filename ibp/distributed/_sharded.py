@@ -26,8 +26,7 @@ from .._rows.table import OF_SELECTIONS, handle_on
 from .._schemes import AnyCodebook, Options, Request, checked, coding_of, learn, surveyed
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
 _ALIGNMENT = 16  # bytes, of coded rows that are sent
 _ANY_WAYS = 32  # of a map that is empty
