@@ -1,9 +1,13 @@
-"""A tensor as bytes cut into rows (FORMAT.md section 1), brought block by block to the device that works on them."""
+"""How a tensor is cut into rows, and how large the slots, the index and the overflow of a table of the rows are
+(FORMAT.md sections 1 to 3). Below these: which tensors there are, and their bytes, which come block by block to the
+device that works on them."""
 
 from __future__ import annotations
 
+import functools
+import math
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,11 +17,14 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
+from .._common.rounding import rounded_up
 from .._machine import staging
 from .manners import TensorManners
 
 _Given = TypeVar("_Given")
 
+SECTOR_BYTES = _core.SECTOR_BYTES
+SECOND_FETCH_BYTES = 64  # what a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
 LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors
 _BLOCK_BYTES = 64 << 20  # data coded at once; `compress(inplace=True)` holds it twice
 _NEAR_BLOCK_BYTES = 1 << 30  # of host memory that the CPU codes: threads wait for each other after a block
@@ -112,6 +119,178 @@ class Geometry:
         """Whether items begin and end with rows."""
         return self.item_bytes > 0 and self.item_bytes % self.row_bytes == 0
 
+    def survey(self, lengths: torch.Tensor) -> Survey:
+        """Returns what the rows take. lengths: of all rows, on any device; empty: all rows are raw."""
+        if lengths.numel() == 0:
+            lengths = torch.zeros(self.num_rows, dtype=torch.uint16, device="cpu")
+        found = torch.ops.ibp.survey_rows.default(lengths, self.num_bytes, self.row_bytes).cpu()
+        return Survey(self.row_bytes, int(found.numpy()[0]), found[1:])
+
+    def slots_size(self, slot_bytes: int) -> int:
+        """Returns the bytes of all slots: a short last row has a short slot if slots hold whole rows."""
+        return self.num_bytes if slot_bytes == self.row_bytes else self.num_rows * slot_bytes
+
+    def index_rows(self, lengths: torch.Tensor, slot_bytes: int) -> torch.Tensor:
+        """Returns the bases of a table some of whose rows overflow, on the device of the lengths."""
+        return torch.ops.ibp.index_rows.default(lengths, self.num_bytes, self.row_bytes, slot_bytes)[:-1]
+
+    def index_bytes(self, overflows: bool) -> int:
+        """Returns the bytes of the lengths of a coded table, and of its bases if rows overflow their slots."""
+        return 2 * self.num_rows + (8 * -(-self.num_rows // _core.ROWS_PER_BASE) if overflows else 0)
+
+    def link_bytes(
+        self,
+        lengths: torch.Tensor,
+        slot_bytes: int,
+        own_bases: torch.Tensor | None = None,
+        found: Survey | None = None,
+    ) -> int:
+        """Returns the bytes of the whole 32-byte sectors that a fetch of every row reads, each row once.
+
+        Args:
+            own_bases: the bases of a table that has one for each row.
+            found: the survey of the lengths, if it is known.
+        """
+        if slot_bytes > 0 and slot_bytes % SECTOR_BYTES == 0 and own_bases is None:  # slots and parts begin sectors
+            return (found or self.survey(lengths)).spilled(0)[1]
+        sectors, overflow_end, step = 0, 0, 1 << 22
+        for first in range(0, self.num_rows, step):
+            row = torch.arange(first, min(first + step, self.num_rows), device=lengths.device)
+            valid = torch.clamp(self.num_bytes - row * self.row_bytes, max=self.row_bytes)
+            length = lengths[first : first + len(row)] if lengths.numel() else torch.zeros_like(row)
+            stored = stored_sizes(length, self.row_bytes, valid)
+            part = (stored - slot_bytes).clamp(min=0)
+            sectors += _touched(row * slot_bytes, stored - part)
+            if own_bases is not None:
+                sectors += _touched(own_bases[first : first + len(row)], part)
+            elif bool(part.any()):
+                room = part if slot_bytes == 0 else (part + SECTOR_BYTES - 1) // SECTOR_BYTES * SECTOR_BYTES
+                ends = overflow_end + room.cumsum(0)
+                sectors += _touched(ends - room, part)
+                overflow_end = int(ends[-1])
+        return sectors * SECTOR_BYTES
+
+    def raw_link_bytes(self) -> int:
+        """Returns the same for rows that are all raw, one after the other: every sector is read once, and once more for
+        each row that begins inside one."""
+        later_rows, period = self.num_rows - 1, SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.row_bytes)
+        return SECTOR_BYTES * (-(-self.num_bytes // SECTOR_BYTES) + later_rows - later_rows // period)
+
+    def raw_overflow_bytes(self, slot_bytes: int) -> int:
+        """Returns the bytes of the overflow of a table whose rows are all raw."""
+        if slot_bytes == 0:
+            return self.num_bytes
+
+        def overflow_bytes(row_bytes: int) -> int:
+            return max(0, rounded_up(row_bytes - slot_bytes, SECTOR_BYTES))
+
+        num_whole, last_bytes = divmod(self.num_bytes, self.row_bytes)
+        return num_whole * overflow_bytes(self.row_bytes) + overflow_bytes(last_bytes)
+
+
+def _touched(start: torch.Tensor, size: torch.Tensor) -> int:
+    touched = (start + size - 1) // SECTOR_BYTES - start // SECTOR_BYTES + 1
+    return int((touched * (size > 0)).sum())
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What rows take as stored, raw ones included.
+
+    Attributes:
+        row_bytes: bytes of a row.
+        stored: bytes of all rows.
+        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: how many rows take k sectors of 32 bytes.
+    """
+
+    row_bytes: int
+    stored: int
+    sectors: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.sectors.sum())
+
+    @functools.cached_property
+    def table_slot_bytes(self) -> int:
+        """Bytes of the slots that suit a table of the rows."""
+        return self.best_slots(SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)[0]
+
+    def best_slots(
+        self,
+        least: int = 0,
+        *,
+        overflow_cost: float = 1.0,
+        part_cost: float = 0.0,
+        most_spilled: float = math.inf,
+        near: float = 1.0,
+        sizes: Sequence[int] | None = None,
+    ) -> tuple[int, float]:
+        """Returns (bytes of the slots that suit the rows, bytes of overflow of a mean row).
+
+        A slot has a multiple of 32 bytes below row_bytes, or row_bytes. Of the sizes that few enough rows outgrow, the
+        one is chosen whose slots and overflow cost the least together, and the largest of several such sizes.
+
+        Args:
+            least: bytes of a slot, at least.
+            overflow_cost: what a byte in the overflow costs, in bytes of slots.
+            part_cost: what a row that has a part in the overflow costs besides its bytes.
+            most_spilled: how many rows may have a part in the overflow.
+            near: the largest slots are chosen among those that cost at most this many times the least.
+            sizes: to choose from; None: all.
+        """
+        costs = (overflow_cost, part_cost, most_spilled, near)
+        return _core.choose_slots(self.sectors.numpy(), self.row_bytes, least, *costs, sizes)
+
+    def spilled(self, slot_bytes: int) -> tuple[int, int]:
+        """Returns (rows that leave slots of this size, bytes of their parts in whole sectors)."""
+        return _core.count_spilled(self.sectors.numpy(), slot_bytes)
+
+    def overflow_bytes(self, slot_bytes: int) -> int:
+        """Returns the bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact
+        bytes without slots."""
+        return self.stored if slot_bytes == 0 else self.spilled(slot_bytes)[1]
+
+
+def stored_sizes(lengths: torch.Tensor, row_bytes: int, valid: torch.Tensor | int) -> torch.Tensor:
+    """Returns the bytes of rows as stored, int64. lengths: their entries of the index; valid: their bytes before
+    coding."""
+    sizes = lengths.to(torch.int64)
+    sizes = torch.where(sizes == 0, valid, sizes)
+    return torch.where(lengths.to(torch.int64) == default_length(row_bytes), 0, sizes)
+
+
+def default_length(row_bytes: int) -> int:
+    """Returns the entry of `lengths` of a default row, which has no bytes."""
+    return min(row_bytes, 65535)
+
+
+def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
+    """Raises ValueError if rows of row_bytes cannot have slots of that size."""
+    if slot_bytes == row_bytes or (0 < slot_bytes < row_bytes and slot_bytes % SECTOR_BYTES == 0):
+        return
+    raise ValueError(
+        f"slot_bytes is {slot_bytes}; wanted a multiple of {SECTOR_BYTES} below the row's {row_bytes} bytes, "
+        f"or {row_bytes} itself"
+    )
+
+
+def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> int | None:
+    """Returns the bytes of a slot that these arguments of `compress` ask for: 0 for packed rows, None if the size is to
+    be chosen. Raises TypeError or ValueError if a table cannot have such a layout or such slots."""
+    if layout not in ("slots", "packed"):
+        raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
+    if layout == "packed" and slot_bytes is not None:
+        raise ValueError(f"slot_bytes is {slot_bytes}, but the packed layout has no slots")
+    if slot_bytes is None:
+        return 0 if layout == "packed" else None
+    slot_bytes = whole_number("slot_bytes", slot_bytes)
+    check_slot_bytes(slot_bytes, row_bytes)
+    return slot_bytes
+
+
+# ---- tensors that can be coded, and their bytes ----
+
 
 def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype] = DTYPES) -> None:
     """Raises TypeError for what cannot be compressed, or is not of one of the dtypes, by its name."""
@@ -203,6 +382,9 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
     return x.as_strided((x.numel(),), (1,)).view(
         torch.uint8
     )  # a contiguous tensor of at most one element may have any strides
+
+
+# ---- rows of a tensor, by blocks and by samples ----
 
 
 def blocks(

@@ -12,8 +12,7 @@ import torch
 from .. import _core
 from .._common.modes import outside_of_modes
 from .._common.rounding import rounded_up
-from .._layout import slots as _layout
-from .._layout.geometry import Geometry
+from .._layout.geometry import Geometry, stored_sizes
 
 _NO_BASE = -1  # IBP_NO_BASE of ibp.h: a row that owns no overflow part
 _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
@@ -156,7 +155,7 @@ def _own_bases(
     rows = torch.arange(num_rows, device=device)
     valid = torch.clamp(geometry.num_bytes - rows * geometry.row_bytes, max=geometry.row_bytes)
     entries = lengths.view(torch.int16).to(torch.int64) & 0xFFFF
-    parts = (_layout.stored_sizes(entries, geometry.row_bytes, valid) - slot_bytes).clamp(min=0)
+    parts = (stored_sizes(entries, geometry.row_bytes, valid) - slot_bytes).clamp(min=0)
     if not bases.numel():
         own = torch.full((num_rows,), _NO_BASE, dtype=torch.int64, device=device)
     elif bases.numel() == num_rows:

@@ -12,7 +12,6 @@ import torch
 from .. import _core
 from .._common.statistics import share_saved
 from .._layout import geometry as _rows
-from .._layout import slots
 from .codebook import AnyCodebook
 from .learning import SCHEMES, Candidate, Options, Request, choose, compare, exact
 
@@ -194,9 +193,9 @@ def _advice(geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEsti
         return "compress keeps raw rows: no scheme saves anything."
     saved = f"compress keeps raw rows: {rows} save {_percent(best.savings)} of their bytes with scheme {best.scheme!r}"
     saved_bytes, helps = geometry.num_bytes - best.stored_bytes, []  # arguments that make use of the saved bytes
-    if layout == "slots" and saved_bytes > slots.index_bytes(geometry, True):
+    if layout == "slots" and saved_bytes > geometry.index_bytes(True):
         helps.append("layout='packed' for a smaller table and for streaming")
-    least = max(_LONGER_ROW_BYTES, math.ceil(2 * slots.SECTOR_BYTES / best.savings))  # rows that save two sectors
+    least = max(_LONGER_ROW_BYTES, math.ceil(2 * _rows.SECTOR_BYTES / best.savings))  # rows that save two sectors
     row_bytes = -(-least // max(1, geometry.item_bytes)) * geometry.item_bytes
     if geometry.row_bytes < row_bytes <= min(_core.MAX_ROW_BYTES, geometry.num_bytes):
         helps.append(f"row_bytes={row_bytes} where x is used as a whole")

@@ -20,7 +20,6 @@ import torch
 
 from .._common.arguments import number, whole_number
 from .._layout import geometry as _rows
-from .._layout import slots
 from .._machine import calibration, memory, staging
 from .._machine.calibration import Calibration
 from .._machine.numa import Numa
@@ -120,7 +119,7 @@ class Request:
     slot_bytes: int | None = None
     paper: bool = False
     codes_invariant: bool = False
-    measured: list[tuple[AnyCodebook, torch.Tensor, slots.Survey]] = field(
+    measured: list[tuple[AnyCodebook, torch.Tensor, _rows.Survey]] = field(
         default_factory=list, init=False, compare=False
     )
 
@@ -144,7 +143,7 @@ class Request:
                     f"row_bytes is {options.row_bytes}, but the codebook is for rows of {codebook.row_bytes} bytes"
                 )
             geometry = _rows.Geometry(x.shape, x.dtype, codebook.row_bytes)
-        slot_bytes = slots.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
+        slot_bytes = _rows.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
         return cls(_rows.bytes_of(x), geometry, device, options, slot_bytes, paper)
 
     @functools.cached_property
@@ -186,7 +185,7 @@ class Request:
             wanted = min(wanted, int(geometry.num_rows * self.options.sample) + 1)
         return staging.to_host(_rows.sample(self.data, geometry.row_bytes, wanted))
 
-    def known(self, codebook: AnyCodebook) -> tuple[torch.Tensor, slots.Survey] | None:
+    def known(self, codebook: AnyCodebook) -> tuple[torch.Tensor, _rows.Survey] | None:
         """Returns what `measured` says of a codebook; None if it was not learned from `host_rows`."""
         return next(((lengths, survey) for learned, lengths, survey in self.measured if learned is codebook), None)
 
@@ -453,15 +452,15 @@ def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
     so far. With slots it must save a sector of raw rows."""
     row_bytes, savings = request.geometry.row_bytes, 1 - (1 - savings) * ESTIMATE_MARGIN
     if best.codebook is None and request.slot_bytes != 0:
-        sectors = math.ceil(row_bytes * (1 - savings) / slots.SECTOR_BYTES)
-        return sectors < math.ceil(row_bytes / slots.SECTOR_BYTES)
+        sectors = math.ceil(row_bytes * (1 - savings) / _rows.SECTOR_BYTES)
+        return sectors < math.ceil(row_bytes / _rows.SECTOR_BYTES)
     return request.geometry.num_bytes * (1 - savings) < best.stored_bytes
 
 
 def _raw(request: Request) -> Candidate:
     """Returns the candidate of raw rows, for which no row needs to be measured."""
     geometry, row_bytes = request.geometry, request.geometry.row_bytes
-    link_bytes, machine = slots.raw_link_bytes(geometry), calibration.in_force(request.device)
+    link_bytes, machine = geometry.raw_link_bytes(), calibration.in_force(request.device)
     time = row_ns(None, row_bytes, row_bytes, link_bytes / max(1, geometry.num_rows), machine)
     return Candidate(None, geometry.num_bytes, row_bytes, geometry.num_bytes, link_bytes, link_bytes, 0, time)
 
@@ -484,19 +483,19 @@ def _coded(
         lengths, survey = known
     else:
         lengths = measure(rows, codebook, device, progress)
-        survey = slots.survey(lengths, sampled)
+        survey = sampled.survey(lengths)
     scale = geometry.num_bytes / sampled.num_bytes  # A short last row counts as what it is.
     stored_bytes = round(survey.stored * scale) + codebook.nbytes
     if stored_bytes >= geometry.num_bytes:
         return []
     slot_bytes = survey.table_slot_bytes if request.slot_bytes is None else request.slot_bytes
     overflow_bytes = round(survey.overflow_bytes(slot_bytes) * scale) if slot_bytes < geometry.row_bytes else 0
-    index_bytes = slots.index_bytes(geometry, overflow_bytes > 0)
+    index_bytes = geometry.index_bytes(overflow_bytes > 0)
     words = codebook.words(_CPU)
-    nbytes = slots.slots_size(geometry, slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
-    link_bytes = slots.link_bytes(lengths, sampled, slot_bytes, found=survey)
+    nbytes = geometry.slots_size(slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
+    link_bytes = sampled.link_bytes(lengths, slot_bytes, found=survey)
     second_fetches = survey.spilled(slot_bytes)[0] if slot_bytes else 0  # of rows that overflow their slot
-    fetched_bytes = link_bytes + second_fetches * slots.SECOND_FETCH_BYTES
+    fetched_bytes = link_bytes + second_fetches * _rows.SECOND_FETCH_BYTES
     stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
     found = Candidate(
         codebook=codebook,

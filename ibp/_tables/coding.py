@@ -15,7 +15,6 @@ from .. import _core
 from .._common.once import warn_once
 from .._fetch.streaming import decompress
 from .._layout import geometry as _rows
-from .._layout import slots as _layout
 from .._machine import memory, staging
 from .._machine import numa as _numa
 from .._rows.faults import FaultWords, new_record
@@ -51,7 +50,7 @@ class Coding(NamedTuple):
 
     codebook: AnyCodebook
     lengths: torch.Tensor
-    survey: _layout.Survey
+    survey: _rows.Survey
     place: Handle | None = None
 
     @property
@@ -95,14 +94,14 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
         else:
             book, survey, place = coding.codebook, coding.survey, coding.place
             slot_bytes = survey.table_slot_bytes if slot_bytes is None else slot_bytes
-            sizes = [_layout.slots_size(geometry, slot_bytes), survey.overflow_bytes(slot_bytes)]
+            sizes = [geometry.slots_size(slot_bytes), survey.overflow_bytes(slot_bytes)]
             if place is not None and place.parts.slot_bytes == slot_bytes:
                 slots = place.parts.slots
                 like_slots = pin if slots.is_pinned() else False
                 (overflow,), is_pinned = memory.empty_parts(sizes[1:], data.device, like_slots, node)
                 bases = None
                 if sizes[1]:
-                    bases = _layout.index_rows(coding.lengths, geometry, slot_bytes)
+                    bases = geometry.index_rows(coding.lengths, slot_bytes)
                     torch.ops.ibp.move_parts.default(place.table, bases, overflow)
             else:  # No rows are encoded yet, or all rows ask for other slots than the sample did.
                 place, coding = None, coding._replace(place=None)  # frees its memory
@@ -152,7 +151,7 @@ def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding],
             nothing = torch.empty(0, dtype=torch.uint8, device=_CPU)
             slots = data.to(device, copy=True)
             return kind.of_parts(geometry, "raw", geometry.row_bytes, slots, overflow=nothing)
-        slots = memory.empty(_layout.slots_size(geometry, slot_bytes), device, False)
+        slots = memory.empty(geometry.slots_size(slot_bytes), device, False)
         overflow = memory.empty(coding.survey.overflow_bytes(slot_bytes), _CPU, not is_near)
         bases = encode(request, coding, near, slot_bytes, slots, memory.seen_from(device, overflow), is_near)
     book = coding.codebook
@@ -228,14 +227,14 @@ def _measured(
         if some is not None:
             return _encoded_ahead(request, codebook, some, room)
     lengths = measure(data if near is None else near(), codebook, coder, request.options.progress)
-    return Coding(codebook, lengths, _layout.survey(lengths, request.geometry))
+    return Coding(codebook, lengths, request.geometry.survey(lengths))
 
 
 # ---- encoding ----
 
 
 def _encoded_ahead(
-    request: Request, codebook: AnyCodebook, some: _layout.Survey, room: Callable[[int], torch.Tensor]
+    request: Request, codebook: AnyCodebook, some: _rows.Survey, room: Callable[[int], torch.Tensor]
 ) -> Coding:
     """Returns rows that are encoded into slots in the pass that measures them. some: what some of the rows take. If the
     overflow does not hold all parts, the coding has no place, and the rows are encoded again."""
@@ -243,7 +242,7 @@ def _encoded_ahead(
     slot_bytes = request.slot_bytes or some.table_slot_bytes
     scale = _MORE_OVERFLOW * geometry.num_rows / some.num_rows
     spare = data.new_empty(int(scale * some.spilled(slot_bytes)[1] + _LEAST_SHARE * geometry.num_bytes))
-    slots = room(_layout.slots_size(geometry, slot_bytes))
+    slots = room(geometry.slots_size(slot_bytes))
     lengths = data.new_empty(geometry.num_rows, dtype=torch.uint16)
     bases, used = data.new_empty(geometry.num_rows, dtype=torch.int64), data.new_zeros(1, dtype=torch.int64)
     words = codebook.words(data.device)
@@ -256,7 +255,7 @@ def _encoded_ahead(
     bar = "compress" if request.options.progress else None
     for first, last, block in _rows.blocks(data, geometry.row_bytes, data.device, bar):
         place_of(first, last, block.numel()).encode(block, is_new=True)
-    survey = _layout.survey(lengths, geometry)
+    survey = geometry.survey(lengths)
     is_whole = survey.spilled(slot_bytes)[1] <= spare.numel()
     return Coding(codebook, lengths, survey, place_of(0, geometry.num_rows, data.numel()) if is_whole else None)
 
@@ -285,7 +284,7 @@ def encode(
     data, lies_near, num_bytes = request.data if near is None else near(), slots.device == worker, overflow.numel()
     bases = torch.empty(0, dtype=torch.int64, device=worker)
     if num_bytes:
-        bases = _layout.index_rows(lengths, geometry, slot_bytes)
+        bases = geometry.index_rows(lengths, slot_bytes)
     is_cut = num_bytes > 0 and not (lies_near and worker.type == "cuda")  # The overflow is given block by block.
     starts, fault = bases.cpu() if is_cut else bases, new_record(worker)
     words, codec = codebook.words(worker), codebook.codec

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from .._layout import slots as _layout
 from .._layout.geometry import Geometry
 from .._schemes.codebook import fingerprint_of
 from .compressed_tensor import CompressedTensor
@@ -45,7 +44,7 @@ def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | Non
     geometry = Geometry(torch.Size((num_items, *table.shape[1:])), table.dtype, table.row_bytes)
     slots, overflow = on_device([part.slots() for part in parts]), on_device([part.overflow() for part in parts])
     lengths = on_device([part.table.lengths[part.first : part.last] for part in parts])
-    bases = _layout.index_rows(lengths, geometry, size) if len(overflow) else None
+    bases = geometry.index_rows(lengths, size) if len(overflow) else None
     return CompressedTensor.of_parts(geometry, table.scheme, size, slots, table.codebook, lengths, overflow, bases)
 
 
@@ -61,4 +60,4 @@ def _form(table: CompressedTensor) -> Hashable | None:
 def _overflow_before(table: CompressedTensor, item: int) -> int:
     """Bytes of overflow of the items before one."""
     geometry = Geometry(torch.Size((item, *table.shape[1:])), table.dtype, table.row_bytes)
-    return _layout.survey(table.lengths[:item], geometry).overflow_bytes(table.slot_bytes)
+    return geometry.survey(table.lengths[:item]).overflow_bytes(table.slot_bytes)

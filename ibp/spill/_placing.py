@@ -6,7 +6,6 @@ import torch
 
 from .._fetch.streaming import decompress
 from .._layout import geometry as _rows
-from .._layout import slots as _layout
 from .._machine import memory
 from .._machine.staging import to_device
 from .._schemes import AnyCodebook, Options, Request
@@ -86,7 +85,7 @@ def place(
     options = Options(scheme, level=level, codebook=codebook, row_bytes=row_bytes, device=worker, progress=progress)
     request = Request.of(x, options)
     if slot_bytes not in (None, 0):
-        _layout.checked_slot_bytes("slots", slot_bytes, request.geometry.row_bytes)
+        _rows.checked_slot_bytes("slots", slot_bytes, request.geometry.row_bytes)
 
     def slots_for(coding: Coding) -> int:
         if slot_bytes is not None:
