@@ -108,6 +108,7 @@ class Request:
         paper: an option of scheme "ibp" (see `ibp.codecs.analyze`).
         codes_invariant: whether the codebook has a coded form for every row, also for rows that lack what all sampled
             rows have in common.
+        in_place: whether rows stay where they are, so that "auto" takes the scheme of fewest bytes.
         measured: the codebooks that were learned from `host_rows`, each with the lengths that these rows have with it,
             and the survey of the lengths.
     """
@@ -119,6 +120,7 @@ class Request:
     slot_bytes: int | None = None
     paper: bool = False
     codes_invariant: bool = False
+    in_place: bool = False
     measured: list[tuple[AnyCodebook, torch.Tensor, _rows.Survey]] = field(
         default_factory=list, init=False, compare=False
     )
@@ -289,7 +291,7 @@ def _owner(option: str) -> str:
 # ---- learning ------------------------------------------------------------------------------------------------------
 
 
-def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook | None:
+def learn(scheme: str, request: Request) -> AnyCodebook | None:
     """Returns a codebook of a scheme for a table; None for raw rows.
 
     "auto" takes the best of all schemes on a sample (see `choose`), or the scheme whose options are given.
@@ -300,7 +302,7 @@ def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook 
             scheme = "ibp"
         elif options.level not in ("default", None):
             scheme = "planes"
-    return _best(request, in_place).codebook if scheme == "auto" else learn_scheme(scheme, request)
+    return _best(request).codebook if scheme == "auto" else learn_scheme(scheme, request)
 
 
 def learn_scheme(scheme: str, request: Request) -> AnyCodebook | None:
@@ -432,19 +434,19 @@ def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
     return min(better, key=lambda candidate: (candidate.fetch_bytes, candidate.stored_bytes), default=raw)
 
 
-def _best(request: Request, in_place: bool) -> Candidate:
+def _best(request: Request) -> Candidate:
     """Returns what `choose` takes, by fewer rows than `compare` looks at. A scheme that cannot be best is not learned:
     schemes that have estimates come last."""
     candidates, geometry = [_raw(request)], request.geometry
     for name in sorted(SCHEMES, key=lambda name: SCHEMES[name].estimates is not None) if geometry.num_bytes else ():
         estimates = SCHEMES[name].estimates
         if estimates is not None and request.options.clusters in (None, 1):
-            best = choose(candidates, in_place)
+            best = choose(candidates, request.in_place)
             bounds = estimates(request.host_rows, geometry.row_bytes, geometry.num_rows)
             if not all(_may_be_best(savings, best, request) for savings in bounds):
                 continue
         candidates += _coded(request, learn_scheme(name, request), request.host_rows, _CPU)
-    return choose(candidates, in_place)
+    return choose(candidates, request.in_place)
 
 
 def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:

@@ -165,7 +165,6 @@ def coded(
     request: Request,
     near: Near | None = None,
     room: Callable[[int], torch.Tensor] | None = None,
-    in_place: bool = False,
 ) -> Coding | None:
     """Returns the codebook that is given or learned, and what all rows take with it; None if there are no rows, or raw
     rows are best.
@@ -177,12 +176,11 @@ def coded(
         near: returns the bytes where a GPU reads them, if they are copied there ahead.
         room: allocates slots beside the tensor, so that many rows are encoded in the pass that measures them; None:
             rows are only measured.
-        in_place: whether rows stay where they are, so that the scheme of fewest bytes is taken.
     """
     options, num_bytes = request.options, request.geometry.num_bytes
     if not num_bytes:
         return None
-    codebook = learn(options.scheme, request, in_place) if options.codebook is None else options.codebook
+    codebook = learn(options.scheme, request) if options.codebook is None else options.codebook
     if codebook is None:
         return None
     coding = _measured(request, codebook, near, room)
@@ -191,7 +189,7 @@ def coded(
     if 1 - coding.stored_bytes / num_bytes > codebook.expected_savings - MOST_LACKING:
         return coding
     request = replace(request, codes_invariant=True)
-    codebook = learn(options.scheme, request, in_place)
+    codebook = learn(options.scheme, request)
     if codebook is None:
         return coding
     again = _measured(request, codebook, near, room)
@@ -319,7 +317,7 @@ def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options)
     home, pin = memory.home_of(x.device, options.memory, request.device)
     if home != x.device:
         raise ValueError(f"memory is {options.memory!r}, but inplace=True leaves x where it is, on {x.device}")
-    coding = coded(replace(request, slot_bytes=row_bytes), in_place=True)
+    coding = coded(replace(request, slot_bytes=row_bytes, in_place=True))
     if coding is None or coding.stored_bytes >= geometry.num_bytes:
         coding = None
         table = kind.of_parts(geometry, "raw", row_bytes, data)
