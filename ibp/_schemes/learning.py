@@ -264,6 +264,8 @@ SCHEMES: Mapping[str, Scheme] = {
         options={"level": planes.check_level},
     ),
 }
+# "auto" chooses among these and raw rows. Schemes with estimates come last: they are learned only if they may be best.
+_CODED = sorted((name for name in SCHEMES if name != "raw"), key=lambda name: SCHEMES[name].estimates is not None)
 
 
 def check_scheme(scheme: str, **options: object) -> None:
@@ -408,7 +410,7 @@ def compare(request: Request) -> list[Candidate]:
     """Returns a candidate of every scheme, measured on the same sample of the table's rows; raw rows first. A scheme
     whose rows would take more bytes than x is left out."""
     found = [_raw(request)]
-    for scheme in SCHEMES if request.geometry.num_bytes else ():
+    for scheme in _CODED if request.geometry.num_bytes else ():
         found += _coded(request, learn_scheme(scheme, request), request.few_rows, request.device)
     return found
 
@@ -435,10 +437,10 @@ def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
 
 
 def _best(request: Request) -> Candidate:
-    """Returns what `choose` takes, by fewer rows than `compare` looks at. A scheme that cannot be best is not learned:
-    schemes that have estimates come last."""
+    """Returns what `choose` takes, by fewer rows than `compare` looks at. A scheme that cannot be best is not
+    learned."""
     candidates, geometry = [_raw(request)], request.geometry
-    for name in sorted(SCHEMES, key=lambda name: SCHEMES[name].estimates is not None) if geometry.num_bytes else ():
+    for name in _CODED if geometry.num_bytes else ():
         estimates = SCHEMES[name].estimates
         if estimates is not None and request.options.clusters in (None, 1):
             best = choose(candidates, request.in_place)
