@@ -1,6 +1,6 @@
-"""How a tensor is cut into rows, and how large the slots, the index and the overflow of a table of the rows are
-(FORMAT.md sections 1 to 3). Below these: which tensors there are, and their bytes, which come block by block to the
-device that works on them."""
+"""How a tensor is cut into rows, and how large the slots, the index and the overflow of a table of these rows are
+(FORMAT.md sections 1 to 3). The second half of the file checks tensors, gives their bytes, and brings these block by
+block to the device that works on them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _Given = TypeVar("_Given")
 
 SECTOR_BYTES = _core.SECTOR_BYTES
 SECOND_FETCH_BYTES = 64  # what a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
-LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors
-_BLOCK_BYTES = 64 << 20  # data coded at once; `compress(inplace=True)` holds it twice
-_NEAR_BLOCK_BYTES = 1 << 30  # of host memory that the CPU codes: threads wait for each other after a block
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of their elements
+LONG_ITEM_ROW_BYTES = 4096  # rows of 1-D tensors, and of tensors whose items are longer than a row may be
+_BLOCK_BYTES = 64 << 20  # bytes that are coded at once; `compress(inplace=True)` holds them twice
+_NEAR_BLOCK_BYTES = 1 << 30  # the same of host memory that the CPU codes, whose threads wait after each block
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
-# What a tensor may hold: elements of whole bytes, 1, 2, 4 or 8 of them, that torch neither scales nor packs.
+# A tensor may hold elements of 1, 2, 4 or 8 whole bytes that torch neither scales nor packs.
 _DTYPE_NAMES = (
     "bool",
     "uint8",
@@ -54,11 +54,11 @@ _DTYPE_NAMES = (
     "float8_e8m0fnu",
 )
 DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
-# two values in a byte; None in a torch that lacks it
+# Two values in a byte; None if torch lacks the dtype.
 PAIRS_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
-KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # of plain tensors in files
+KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # dtypes of plain tensors in files
 
-# What takes things that are given in the place of a tensor, or makes tensors of them: by type, and by attribute.
+# The calls that take an object which is no tensor, or that make a tensor of it: by its type, and by its attributes.
 _WAYS: tuple[tuple[Any, str], ...] = (
     ((str, os.PathLike), "ibp.checkpoints.compress(path, output) takes a file, ibp.load(path) reads one"),
     (torch.nn.Module, "ibp.nn.compress(model) takes a model"),
@@ -293,7 +293,8 @@ def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> i
 
 
 def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype] = DTYPES) -> None:
-    """Raises TypeError for what cannot be compressed, or is not of one of the dtypes, by its name."""
+    """Raises TypeError unless x is a tensor that can be compressed and has one of the dtypes. name: what the message
+    calls x."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor{_way_from(x)}")
     if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
@@ -319,7 +320,7 @@ def _way_from(x: object) -> str:
 
 
 class _Memory:
-    """The memory of an array, which it keeps, without the flag that it is read-only."""
+    """Gives numpy the memory of an array, which it keeps alive, as memory that may be written to."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._owner = array
@@ -327,14 +328,14 @@ class _Memory:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """An array as a tensor over the same memory, which must not be written to if the array must not: torch.from_numpy
-    warns of arrays that are read-only."""
+    """Returns a tensor over the memory of an array. If the array is read-only, the tensor must not be written to; that
+    is why torch.from_numpy warns of such an array."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
 
 
 def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tensor:
-    """What is given, or an array as a tensor, over its memory where torch can; dtypes of ml_dtypes are torch's of
-    the same name. TypeError for arrays of dtypes that torch lacks."""
+    """Returns x, or a tensor if x is an array: over the array's memory if torch can do that, else a copy. A dtype of
+    ml_dtypes becomes torch's dtype of the same name. Raises TypeError for an array of a dtype that torch lacks."""
     if not isinstance(x, np.ndarray):
         return x
     x = np.asarray(x, dtype=x.dtype.newbyteorder("="))
@@ -343,21 +344,21 @@ def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tens
         raise TypeError(f"{name} is an array of {x.dtype}; wanted a dtype that torch has")
     if any(stride < 0 or stride % x.dtype.itemsize for stride in x.strides):
         x = x.copy()
-    if x.dtype.kind == "V":  # of ml_dtypes: numpy sees bytes alone
+    if x.dtype.kind == "V":  # a dtype of ml_dtypes, in which numpy sees bytes alone
         return as_tensor(x.view(f"u{x.dtype.itemsize}")).view(dtype)
     return as_tensor(x)
 
 
 def layout_of(x: torch.Tensor) -> str:
-    """What tensors that are alike but for their values have in common."""
+    """Returns what messages say of a tensor: dtype, shape, device and strides."""
     return f"{x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
 
 
 def check_bytes(
     name: str, given: object, least_bytes: int, device: torch.device | None = None, alignment: int = 1
 ) -> None:
-    """TypeError, ValueError: it is no contiguous uint8 [least_bytes or more] at an address that is a multiple of the
-    alignment. device: where it has to be; None: anywhere."""
+    """Raises TypeError or ValueError unless `given` is contiguous uint8 [least_bytes or more] at an address that is a
+    multiple of the alignment. device: where it has to be; None: anywhere."""
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{name} is a {type(given).__name__}; wanted a tensor")
     is_there = device is None or given.device == device
@@ -373,15 +374,14 @@ def check_bytes(
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, uint8 [num_bytes]: a view where it is contiguous, else a copy."""
+    """Returns the tensor's bytes, uint8 [num_bytes]: a view if the tensor is contiguous, else a copy."""
     x = x.detach().resolve_conj().resolve_neg()
     if x.dtype.is_complex:
         x = torch.view_as_real(x)
     if not x.is_contiguous():
         x = x.view(INTEGERS[x.element_size()]).contiguous()
-    return x.as_strided((x.numel(),), (1,)).view(
-        torch.uint8
-    )  # a contiguous tensor of at most one element may have any strides
+    # A contiguous tensor of at most one element may have any strides.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
 
 
 # ---- rows of a tensor, by blocks and by samples ----
@@ -395,7 +395,7 @@ def blocks(
 
     Data on the device that works on it is one block on a GPU, if `whole`, and blocks of 1 GiB on the CPU. A GPU's copy
     engine brings host data in smaller blocks, the next one while the caller works on one: such a block is valid until
-    the next one is asked for (see `_staging`).
+    the next one is asked for (see `staging.copied_ahead`).
 
     bar: the name of a progress bar, which counts a block when the next one is asked for; None: no bar is shown.
     """
@@ -438,8 +438,8 @@ def _counted(
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """The bytes of num_sampled whole rows, as `sampled` chooses them; all whole rows without a copy if there are no
-    more."""
+    """Returns the bytes of num_sampled whole rows, which `sampled` chooses; if there are no more, all whole rows, not
+    copied."""
     num_rows = data.numel() // row_bytes
     rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
     if num_sampled >= num_rows:
@@ -451,8 +451,9 @@ def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) 
 
 
 def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """The rows of a sample, int64 [at most num_sampled], in order: one drawn from each of as many equal parts of the
-    table. At equal distances all could be the same part of an image, or of a head."""
+    """Returns the numbers of the rows of a sample, int64 [at most num_sampled], in order. One row is drawn from each of
+    num_sampled equal parts of the table: rows at equal distances could all be the same part of an image, or of a
+    head."""
     if num_sampled >= num_rows:
         return torch.arange(num_rows, device="cpu")
     generator = torch.Generator().manual_seed(seed)
@@ -462,7 +463,7 @@ def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
 
 
 def rows_of(items: torch.Tensor, rows_per_item: int) -> torch.Tensor:
-    """Numbers of the rows of items, int64."""
+    """Returns the numbers of the rows that items consist of, int64. items: the numbers of the items."""
     items = items.to(torch.int64)
     if rows_per_item == 1:
         return items

@@ -197,8 +197,8 @@ def coded(
 
 
 def coded_in_slots(request: Request, near: Near | None = None) -> Coding:
-    """Returns the same for slots that are smaller than rows: always with a codebook, because even a table whose rows
-    are all raw has parts in the overflow. The tensor is not empty."""
+    """Returns what `coded` returns, for slots that are smaller than rows. There is always a codebook, because even a
+    table whose rows are all raw has parts in the overflow. The tensor is not empty."""
     found = coded(request, near)
     if found is None:
         codebook = learn("planes", request)
@@ -309,8 +309,8 @@ def encode(
 def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options) -> AnyTable:
     """Returns a table in x's own memory: `ibp.compress(x, inplace=True)`.
 
-    All analysis is done before the first write. Rows are then rewritten in blocks, each with its lengths by one
-    operation, so that the table decompresses to x at any time."""
+    All analysis is done before the first write. Then the rows are rewritten block by block. One operation writes a
+    block and its lengths, so that the table decompresses to x at any time."""
     _check_owns_memory(x)
     request = Request.of(x, options)
     data, geometry, row_bytes = request.data, request.geometry, request.geometry.row_bytes
@@ -322,7 +322,7 @@ def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options)
         coding = None
         table = kind.of_parts(geometry, "raw", row_bytes, data)
     else:
-        book, raw = coding.codebook, torch.zeros_like(coding.lengths, device=data.device)  # what the memory holds
+        book, raw = coding.codebook, torch.zeros_like(coding.lengths, device=data.device)  # the memory holds raw rows
         table = kind.of_parts(geometry, book.scheme, row_bytes, data, book, raw)
     table._owner = x
     kept: list[AnyTable] = []
@@ -359,8 +359,8 @@ def _check_owns_memory(x: torch.Tensor) -> None:
 
 
 def _encode_in_place(table: Table, data: torch.Tensor, coding: Coding, progress: bool) -> None:
-    """Rewrites the rows of a table that are still raw. The bytes and the lengths of a block change by one operation of
-    torch, before and after which the table decodes: an interrupt finds it so, however many there are."""
+    """Rewrites the rows of a table, all of which are still raw. One operation of torch changes the bytes and the
+    lengths of a block; the table decodes before it and after it, so that interrupts at any time do no harm."""
     codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
     row_bytes, words, entries = table.row_bytes, codebook.words(worker), table.lengths.view(torch.uint8)
     no_bases = torch.empty(0, dtype=torch.int64, device=worker)
