@@ -109,6 +109,7 @@ class Request:
         codes_invariant: whether the codebook has a coded form for every row, also for rows that lack what all sampled
             rows have in common.
         in_place: whether rows stay where they are, so that "auto" takes the scheme of fewest bytes.
+        near: returns the bytes in memory of the device, if they are copied there ahead; None: they are not.
         measured: the codebooks that were learned from `host_rows`, each with the lengths that these rows have with it,
             and the survey of the lengths.
     """
@@ -121,6 +122,7 @@ class Request:
     paper: bool = False
     codes_invariant: bool = False
     in_place: bool = False
+    near: Callable[[], torch.Tensor] | None = None
     measured: list[tuple[AnyCodebook, torch.Tensor, _rows.Survey]] = field(
         default_factory=list, init=False, compare=False
     )

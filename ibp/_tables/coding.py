@@ -31,7 +31,6 @@ _SURVEYED_BYTES, _LEAST_TIMES = 1 << 20, 32
 _MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
 MOST_LACKING = 0.01  # Share of the bytes that may stay raw because rows lack what all sampled rows have in common.
 _CPU = torch.device("cpu")
-Near = Callable[[], torch.Tensor]  # Returns the bytes of a tensor where its coder reads them.
 CHANGED = FaultWords(
     "x changed while it was being compressed: row {position} of a block no longer has the length measured", RuntimeError
 )
@@ -85,8 +84,10 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
     def room(num_bytes: int) -> torch.Tensor:
         return memory.empty_parts([num_bytes], data.device, pin, node)[0][0]
 
-    with staging.whole_ahead(data, worker) if worker.type == "cuda" else nullcontext() as near:
-        coding = coded(request, near, room)
+    is_far = worker.type == "cuda" and not data.is_cuda
+    with staging.whole_ahead(data, worker) if is_far else nullcontext() as near:
+        request = request if near is None else replace(request, near=near)
+        coding = coded(request, room)
         if coding is None or coding.stored_bytes >= geometry.num_bytes:
             coding = None  # frees the slots that rows were encoded into
             (slots,), is_pinned = memory.empty_parts([geometry.num_bytes], data.device, pin, node)
@@ -106,7 +107,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
             else:  # No rows are encoded yet, or all rows ask for other slots than the sample did.
                 place, coding = None, coding._replace(place=None)  # frees its memory
                 (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
-                bases = encode(request, coding, near, slot_bytes, slots, overflow, not is_pinned)
+                bases = encode(request, coding, slot_bytes, slots, overflow, not is_pinned)
             table = kind.of_parts(geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
     if pin is None and not is_pinned:
         table._is_refused = True
@@ -142,7 +143,8 @@ def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding],
     data, geometry, device, slot_bytes = request.data, request.geometry, request.device, request.slot_bytes
     is_near = device.type == "cpu"
     with nullcontext() if is_near else staging.whole_ahead(data, device) as near:
-        coding = coded_in_slots(request, near) if geometry.num_bytes else None
+        request = request if near is None else replace(request, near=near)
+        coding = coded_in_slots(request) if geometry.num_bytes else None
         if coding is None:
             slot_bytes = geometry.row_bytes
         elif slot_bytes is None:
@@ -153,7 +155,7 @@ def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding],
             return kind.of_parts(geometry, "raw", geometry.row_bytes, slots, overflow=nothing)
         slots = memory.empty(geometry.slots_size(slot_bytes), device, False)
         overflow = memory.empty(coding.survey.overflow_bytes(slot_bytes), _CPU, not is_near)
-        bases = encode(request, coding, near, slot_bytes, slots, memory.seen_from(device, overflow), is_near)
+        bases = encode(request, coding, slot_bytes, slots, memory.seen_from(device, overflow), is_near)
     book = coding.codebook
     return kind.of_parts(geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
 
@@ -161,11 +163,7 @@ def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding],
 # ---- rows, a codebook for them, and their lengths ----
 
 
-def coded(
-    request: Request,
-    near: Near | None = None,
-    room: Callable[[int], torch.Tensor] | None = None,
-) -> Coding | None:
+def coded(request: Request, room: Callable[[int], torch.Tensor] | None = None) -> Coding | None:
     """Returns the codebook that is given or learned, and what all rows take with it; None if there are no rows, or raw
     rows are best.
 
@@ -173,7 +171,6 @@ def coded(
     second codebook is learned that leaves out nothing, and the better one is taken.
 
     Args:
-        near: returns the bytes where a GPU reads them, if they are copied there ahead.
         room: allocates slots beside the tensor, so that many rows are encoded in the pass that measures them; None:
             rows are only measured.
     """
@@ -183,7 +180,7 @@ def coded(
     codebook = learn(options.scheme, request) if options.codebook is None else options.codebook
     if codebook is None:
         return None
-    coding = _measured(request, codebook, near, room)
+    coding = _measured(request, codebook, room)
     if options.codebook is not None or not codebook.is_partial or codebook.expected_savings is None:
         return coding
     if 1 - coding.stored_bytes / num_bytes > codebook.expected_savings - MOST_LACKING:
@@ -192,24 +189,22 @@ def coded(
     codebook = learn(options.scheme, request)
     if codebook is None:
         return coding
-    again = _measured(request, codebook, near, room)
+    again = _measured(request, codebook, room)
     return min(coding, again, key=lambda tried: tried.stored_bytes)
 
 
-def coded_in_slots(request: Request, near: Near | None = None) -> Coding:
+def coded_in_slots(request: Request) -> Coding:
     """Returns what `coded` returns, for slots that are smaller than rows. There is always a codebook, because even a
     table whose rows are all raw has parts in the overflow. The tensor is not empty."""
-    found = coded(request, near)
+    found = coded(request)
     if found is None:
         codebook = learn("planes", request)
         assert codebook is not None, "scheme 'planes' always has a codebook"
-        found = _measured(request, codebook, near, None)
+        found = _measured(request, codebook, None)
     return found
 
 
-def _measured(
-    request: Request, codebook: AnyCodebook, near: Near | None, room: Callable[[int], torch.Tensor] | None
-) -> Coding:
+def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], torch.Tensor] | None) -> Coding:
     """Returns what all rows take with a codebook."""
     data, device = request.data, request.device
     known = None if codebook is request.options.codebook else request.known(codebook)
@@ -224,7 +219,8 @@ def _measured(
             some = surveyed(sample, codebook)
         if some is not None:
             return _encoded_ahead(request, codebook, some, room)
-    lengths = measure(data if near is None else near(), codebook, coder, request.options.progress)
+    near = data if request.near is None else request.near()
+    lengths = measure(near, codebook, coder, request.options.progress)
     return Coding(codebook, lengths, request.geometry.survey(lengths))
 
 
@@ -261,7 +257,6 @@ def _encoded_ahead(
 def encode(
     request: Request,
     coding: Coding,
-    near: Near | None,
     slot_bytes: int,
     slots: torch.Tensor,
     overflow: torch.Tensor,
@@ -271,7 +266,6 @@ def encode(
     table's bases, which are empty if no row has a part in the overflow.
 
     Args:
-        near: as in `coded`.
         slots, overflow: both on the device of the coding, or both in host memory.
         pageable: whether host memory is pageable.
 
@@ -279,7 +273,8 @@ def encode(
         RuntimeError: a row no longer has the length that was measured, because the tensor was changed.
     """
     geometry, lengths, codebook, worker = request.geometry, coding.lengths, coding.codebook, coding.lengths.device
-    data, lies_near, num_bytes = request.data if near is None else near(), slots.device == worker, overflow.numel()
+    data = request.data if request.near is None else request.near()
+    lies_near, num_bytes = slots.device == worker, overflow.numel()
     bases = torch.empty(0, dtype=torch.int64, device=worker)
     if num_bytes:
         bases = geometry.index_rows(lengths, slot_bytes)
