@@ -7,7 +7,7 @@ calibrated, else an H200's on PCIe 5 x16.
 import torch
 
 import ibp
-from ibp._layout import slots
+from ibp._layout.geometry import stored_sizes
 
 SECTOR_BYTES = 32
 # A kernel's reads reach host memory as requests for a line or less. What a line takes of the link beside its own bytes:
@@ -66,7 +66,7 @@ def stored_row_bytes(table):
         valid[-1] = original - (table.num_rows - 1) * table.row_bytes
     if table.lengths is None or table.lengths.numel() == 0:
         return valid
-    return slots.stored_sizes(table.lengths, table.row_bytes, valid)
+    return stored_sizes(table.lengths, table.row_bytes, valid)
 
 
 def original_bytes(table):

@@ -41,7 +41,7 @@ SOURCES = {
     "clusters": _SAVINGS,
     "codec": (*_KERNELS, "ibp/_tables"),
     "collectives": (*_KERNELS, "ibp/distributed"),
-    "compress": (*_ENCODING, "ibp/_tables/compression.py", "ibp/_schemes"),
+    "compress": (*_ENCODING, "ibp/_tables/coding.py", "ibp/_schemes"),
     "copy_threads": _FETCHING,
     "cpu": ("csrc/core", "csrc/x86"),
     "deltas": ("csrc/cuda/delta", "ibp/deltas"),

@@ -238,7 +238,7 @@ PYBIND11_MODULE(_core, m)
           py::arg("overflow_cost"), py::arg("part_cost"), py::arg("most_spilled"), py::arg("near"), py::arg("sizes"),
           "Returns (bytes of the slots that suit rows, bytes of overflow of a mean row). sectors: int64 array; "
           "sectors[k] "
-          "rows take k sectors. The other arguments are those of ibp._layout.slots.SlotRule.");
+          "rows take k sectors. The other arguments are those of Survey.best_slots.");
     m.def("count_spilled", &count_spilled, py::arg("sectors"), py::arg("slot_bytes"),
           "Returns (rows that leave slots of this size, bytes of their parts in whole sectors).");
 

@@ -18,11 +18,9 @@ import torch
 import xxhash
 
 from .. import _core
-from .._layout import slots
 from .._layout.geometry import DTYPES, Geometry
 from .._machine import memory
 from .._machine.segments import PART_DTYPES
-from .._rows.table import raw_overflow_bytes
 from .._schemes import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import CODECS, WholeTensor
@@ -465,10 +463,10 @@ def _part_bytes(part: str, fields: TableFields, geometry: Geometry, entry: Entry
     """Bytes of a table's part without padding (FORMAT.md sections 1 to 3); for overflow, the bytes in the file."""
     is_raw = fields.scheme == "raw"
     if part == "slots":
-        return slots.slots_size(geometry, fields.slot_bytes)
+        return geometry.slots_size(fields.slot_bytes)
     if part == "lengths":
         return 0 if is_raw else 2 * geometry.num_rows
-    raw_overflow = raw_overflow_bytes(geometry, fields.slot_bytes) if is_raw else 0
+    raw_overflow = geometry.raw_overflow_bytes(fields.slot_bytes) if is_raw else 0
     if part == "overflow":
         return raw_overflow if is_raw or entry is None else entry.num_bytes
     return 8 * -(-geometry.num_rows // fields.rows_per_base) if raw_overflow or (entry and not is_raw) else 0

@@ -13,13 +13,11 @@ import torch
 
 from .._common.statistics import Saves
 from .._core import ROWS_PER_BASE
-from .._layout import slots
-from .._layout.geometry import Geometry
+from .._layout.geometry import Geometry, default_length, stored_sizes
 from .._rows.plan import spread_bytes
 from .._schemes import AnyCodebook, ClusteredCodebook, PlanesCodebook
 from .._tables.changes import decoded_bytes
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from ..checkpoints._source import SourceTensor
 from ..codecs._whole import WholeTensor
 from .splitting import Split, scaled, split_rows
@@ -263,7 +261,7 @@ def _count_rows(table: CompressedTensor) -> _ReportRows:
         counts += np.bincount(lengths[start : start + _BLOCK_ROWS], minlength=len(counts))
     if not len(lengths):
         counts[0] = geometry.num_rows
-    default = slots.default_length(geometry.row_bytes)
+    default = default_length(geometry.row_bytes)
     raw_rows, default_rows = int(counts[0]), int(counts[default])
     rest = geometry.num_rows * geometry.row_bytes - geometry.num_bytes  # that a short last row lacks
     is_short_raw = bool(rest) and (not len(lengths) or not lengths[-1])
@@ -290,7 +288,7 @@ def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
 def _split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split | None:
     """What the coded ones of some rows consist of, given with their numbers; None if there are none."""
     lengths = _lengths(table, numbers)
-    coded = (lengths != 0) & (lengths != slots.default_length(table.row_bytes))
+    coded = (lengths != 0) & (lengths != default_length(table.row_bytes))
     rows, numbers = rows[coded], numbers[coded]
     if table.codebook is None or not len(rows):
         return None
@@ -321,7 +319,7 @@ def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
         return overflow[bases[numbers]]
     of_group = numbers[:, None] // ROWS_PER_BASE * ROWS_PER_BASE + np.arange(ROWS_PER_BASE)
     lengths = torch.from_numpy(_lengths(table, np.minimum(of_group, table.num_rows - 1)))
-    stored = slots.stored_sizes(lengths, table.row_bytes, table.row_bytes).numpy()
+    stored = stored_sizes(lengths, table.row_bytes, table.row_bytes).numpy()
     before = np.where(of_group < numbers[:, None], stored, 0).sum(1)
     return overflow[bases[numbers // ROWS_PER_BASE] + before]
 

@@ -1,9 +1,13 @@
-"""A tensor as bytes cut into rows (FORMAT.md section 1), brought block by block to the device that works on them."""
+"""How a tensor is cut into rows, and how large the slots, the index and the overflow of a table of these rows are
+(FORMAT.md sections 1 to 3). The second half of the file checks tensors, gives their bytes, and brings these block by
+block to the device that works on them."""
 
 from __future__ import annotations
 
+import functools
+import math
 import os
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -13,17 +17,20 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._common.progress import tqdm
+from .._common.rounding import rounded_up
 from .._machine import staging
 from .manners import TensorManners
 
 _Given = TypeVar("_Given")
 
-LONG_ITEM_ROW_BYTES = 4096  # rows of items that are longer than a row may be, and of 1-D tensors
-_BLOCK_BYTES = 64 << 20  # data coded at once; `compress(inplace=True)` holds it twice
-_NEAR_BLOCK_BYTES = 1 << 30  # of host memory that the CPU codes: threads wait for each other after a block
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of their elements
+SECTOR_BYTES = _core.SECTOR_BYTES
+SECOND_FETCH_BYTES = 64  # what a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
+LONG_ITEM_ROW_BYTES = 4096  # rows of 1-D tensors, and of tensors whose items are longer than a row may be
+_BLOCK_BYTES = 64 << 20  # bytes that are coded at once; `compress(inplace=True)` holds them twice
+_NEAR_BLOCK_BYTES = 1 << 30  # the same of host memory that the CPU codes, whose threads wait after each block
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
-# What a tensor may hold: elements of whole bytes, 1, 2, 4 or 8 of them, that torch neither scales nor packs.
+# A tensor may hold elements of 1, 2, 4 or 8 whole bytes that torch neither scales nor packs.
 _DTYPE_NAMES = (
     "bool",
     "uint8",
@@ -47,11 +54,11 @@ _DTYPE_NAMES = (
     "float8_e8m0fnu",
 )
 DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
-# two values in a byte; None in a torch that lacks it
+# Two values in a byte; None if torch lacks the dtype.
 PAIRS_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
-KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # of plain tensors in files
+KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # dtypes of plain tensors in files
 
-# What takes things that are given in the place of a tensor, or makes tensors of them: by type, and by attribute.
+# The calls that take an object which is no tensor, or that make a tensor of it: by its type, and by its attributes.
 _WAYS: tuple[tuple[Any, str], ...] = (
     ((str, os.PathLike), "ibp.checkpoints.compress(path, output) takes a file, ibp.load(path) reads one"),
     (torch.nn.Module, "ibp.nn.compress(model) takes a model"),
@@ -112,9 +119,182 @@ class Geometry:
         """Whether items begin and end with rows."""
         return self.item_bytes > 0 and self.item_bytes % self.row_bytes == 0
 
+    def survey(self, lengths: torch.Tensor) -> Survey:
+        """Returns what the rows take. lengths: of all rows, on any device; empty: all rows are raw."""
+        if lengths.numel() == 0:
+            lengths = torch.zeros(self.num_rows, dtype=torch.uint16, device="cpu")
+        found = torch.ops.ibp.survey_rows.default(lengths, self.num_bytes, self.row_bytes).cpu()
+        return Survey(self.row_bytes, int(found.numpy()[0]), found[1:])
+
+    def slots_size(self, slot_bytes: int) -> int:
+        """Returns the bytes of all slots: a short last row has a short slot if slots hold whole rows."""
+        return self.num_bytes if slot_bytes == self.row_bytes else self.num_rows * slot_bytes
+
+    def index_rows(self, lengths: torch.Tensor, slot_bytes: int) -> torch.Tensor:
+        """Returns the bases of a table some of whose rows overflow, on the device of the lengths."""
+        return torch.ops.ibp.index_rows.default(lengths, self.num_bytes, self.row_bytes, slot_bytes)[:-1]
+
+    def index_bytes(self, overflows: bool) -> int:
+        """Returns the bytes of the lengths of a coded table, and of its bases if rows overflow their slots."""
+        return 2 * self.num_rows + (8 * -(-self.num_rows // _core.ROWS_PER_BASE) if overflows else 0)
+
+    def link_bytes(
+        self,
+        lengths: torch.Tensor,
+        slot_bytes: int,
+        own_bases: torch.Tensor | None = None,
+        found: Survey | None = None,
+    ) -> int:
+        """Returns the bytes of the whole 32-byte sectors that a fetch of every row reads, each row once.
+
+        Args:
+            own_bases: the bases of a table that has one for each row.
+            found: the survey of the lengths, if it is known.
+        """
+        if slot_bytes > 0 and slot_bytes % SECTOR_BYTES == 0 and own_bases is None:  # slots and parts begin sectors
+            return (found or self.survey(lengths)).spilled(0)[1]
+        sectors, overflow_end, step = 0, 0, 1 << 22
+        for first in range(0, self.num_rows, step):
+            row = torch.arange(first, min(first + step, self.num_rows), device=lengths.device)
+            valid = torch.clamp(self.num_bytes - row * self.row_bytes, max=self.row_bytes)
+            length = lengths[first : first + len(row)] if lengths.numel() else torch.zeros_like(row)
+            stored = stored_sizes(length, self.row_bytes, valid)
+            part = (stored - slot_bytes).clamp(min=0)
+            sectors += _touched(row * slot_bytes, stored - part)
+            if own_bases is not None:
+                sectors += _touched(own_bases[first : first + len(row)], part)
+            elif bool(part.any()):
+                room = part if slot_bytes == 0 else (part + SECTOR_BYTES - 1) // SECTOR_BYTES * SECTOR_BYTES
+                ends = overflow_end + room.cumsum(0)
+                sectors += _touched(ends - room, part)
+                overflow_end = int(ends[-1])
+        return sectors * SECTOR_BYTES
+
+    def raw_link_bytes(self) -> int:
+        """Returns the same for rows that are all raw, one after the other: every sector is read once, and once more for
+        each row that begins inside one."""
+        later_rows, period = self.num_rows - 1, SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.row_bytes)
+        return SECTOR_BYTES * (-(-self.num_bytes // SECTOR_BYTES) + later_rows - later_rows // period)
+
+    def raw_overflow_bytes(self, slot_bytes: int) -> int:
+        """Returns the bytes of the overflow of a table whose rows are all raw."""
+        if slot_bytes == 0:
+            return self.num_bytes
+
+        def overflow_bytes(row_bytes: int) -> int:
+            return max(0, rounded_up(row_bytes - slot_bytes, SECTOR_BYTES))
+
+        num_whole, last_bytes = divmod(self.num_bytes, self.row_bytes)
+        return num_whole * overflow_bytes(self.row_bytes) + overflow_bytes(last_bytes)
+
+
+def _touched(start: torch.Tensor, size: torch.Tensor) -> int:
+    touched = (start + size - 1) // SECTOR_BYTES - start // SECTOR_BYTES + 1
+    return int((touched * (size > 0)).sum())
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What rows take as stored, raw ones included.
+
+    Attributes:
+        row_bytes: bytes of a row.
+        stored: bytes of all rows.
+        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: how many rows take k sectors of 32 bytes.
+    """
+
+    row_bytes: int
+    stored: int
+    sectors: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.sectors.sum())
+
+    @functools.cached_property
+    def table_slot_bytes(self) -> int:
+        """Bytes of the slots that suit a table of the rows."""
+        return self.best_slots(SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)[0]
+
+    def best_slots(
+        self,
+        least: int = 0,
+        *,
+        overflow_cost: float = 1.0,
+        part_cost: float = 0.0,
+        most_spilled: float = math.inf,
+        near: float = 1.0,
+        sizes: Sequence[int] | None = None,
+    ) -> tuple[int, float]:
+        """Returns (bytes of the slots that suit the rows, bytes of overflow of a mean row).
+
+        A slot has a multiple of 32 bytes below row_bytes, or row_bytes. Of the sizes that few enough rows outgrow, the
+        one is chosen whose slots and overflow cost the least together, and the largest of several such sizes.
+
+        Args:
+            least: bytes of a slot, at least.
+            overflow_cost: what a byte in the overflow costs, in bytes of slots.
+            part_cost: what a row that has a part in the overflow costs besides its bytes.
+            most_spilled: how many rows may have a part in the overflow.
+            near: the largest slots are chosen among those that cost at most this many times the least.
+            sizes: to choose from; None: all.
+        """
+        costs = (overflow_cost, part_cost, most_spilled, near)
+        return _core.choose_slots(self.sectors.numpy(), self.row_bytes, least, *costs, sizes)
+
+    def spilled(self, slot_bytes: int) -> tuple[int, int]:
+        """Returns (rows that leave slots of this size, bytes of their parts in whole sectors)."""
+        return _core.count_spilled(self.sectors.numpy(), slot_bytes)
+
+    def overflow_bytes(self, slot_bytes: int) -> int:
+        """Returns the bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact
+        bytes without slots."""
+        return self.stored if slot_bytes == 0 else self.spilled(slot_bytes)[1]
+
+
+def stored_sizes(lengths: torch.Tensor, row_bytes: int, valid: torch.Tensor | int) -> torch.Tensor:
+    """Returns the bytes of rows as stored, int64. lengths: their entries of the index; valid: their bytes before
+    coding."""
+    sizes = lengths.to(torch.int64)
+    sizes = torch.where(sizes == 0, valid, sizes)
+    return torch.where(lengths.to(torch.int64) == default_length(row_bytes), 0, sizes)
+
+
+def default_length(row_bytes: int) -> int:
+    """Returns the entry of `lengths` of a default row, which has no bytes."""
+    return min(row_bytes, 65535)
+
+
+def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
+    """Raises ValueError if rows of row_bytes cannot have slots of that size."""
+    if slot_bytes == row_bytes or (0 < slot_bytes < row_bytes and slot_bytes % SECTOR_BYTES == 0):
+        return
+    raise ValueError(
+        f"slot_bytes is {slot_bytes}; wanted a multiple of {SECTOR_BYTES} below the row's {row_bytes} bytes, "
+        f"or {row_bytes} itself"
+    )
+
+
+def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> int | None:
+    """Returns the bytes of a slot that these arguments of `compress` ask for: 0 for packed rows, None if the size is to
+    be chosen. Raises TypeError or ValueError if a table cannot have such a layout or such slots."""
+    if layout not in ("slots", "packed"):
+        raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
+    if layout == "packed" and slot_bytes is not None:
+        raise ValueError(f"slot_bytes is {slot_bytes}, but the packed layout has no slots")
+    if slot_bytes is None:
+        return 0 if layout == "packed" else None
+    slot_bytes = whole_number("slot_bytes", slot_bytes)
+    check_slot_bytes(slot_bytes, row_bytes)
+    return slot_bytes
+
+
+# ---- tensors that can be coded, and their bytes ----
+
 
 def check_tensor(x: torch.Tensor, name: str = "x", dtypes: Container[torch.dtype] = DTYPES) -> None:
-    """Raises TypeError for what cannot be compressed, or is not of one of the dtypes, by its name."""
+    """Raises TypeError unless x is a tensor that can be compressed and has one of the dtypes. name: what the message
+    calls x."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; wanted a torch.Tensor{_way_from(x)}")
     if x.layout != torch.strided or x.is_nested or x.device.type not in ("cpu", "cuda"):
@@ -140,7 +320,7 @@ def _way_from(x: object) -> str:
 
 
 class _Memory:
-    """The memory of an array, which it keeps, without the flag that it is read-only."""
+    """Gives numpy the memory of an array, which it keeps alive, as memory that may be written to."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._owner = array
@@ -148,14 +328,14 @@ class _Memory:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """An array as a tensor over the same memory, which must not be written to if the array must not: torch.from_numpy
-    warns of arrays that are read-only."""
+    """Returns a tensor over the memory of an array. If the array is read-only, the tensor must not be written to; that
+    is why torch.from_numpy warns of such an array."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
 
 
 def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tensor:
-    """What is given, or an array as a tensor, over its memory where torch can; dtypes of ml_dtypes are torch's of
-    the same name. TypeError for arrays of dtypes that torch lacks."""
+    """Returns x, or a tensor if x is an array: over the array's memory if torch can do that, else a copy. A dtype of
+    ml_dtypes becomes torch's dtype of the same name. Raises TypeError for an array of a dtype that torch lacks."""
     if not isinstance(x, np.ndarray):
         return x
     x = np.asarray(x, dtype=x.dtype.newbyteorder("="))
@@ -164,21 +344,21 @@ def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tens
         raise TypeError(f"{name} is an array of {x.dtype}; wanted a dtype that torch has")
     if any(stride < 0 or stride % x.dtype.itemsize for stride in x.strides):
         x = x.copy()
-    if x.dtype.kind == "V":  # of ml_dtypes: numpy sees bytes alone
+    if x.dtype.kind == "V":  # a dtype of ml_dtypes, in which numpy sees bytes alone
         return as_tensor(x.view(f"u{x.dtype.itemsize}")).view(dtype)
     return as_tensor(x)
 
 
 def layout_of(x: torch.Tensor) -> str:
-    """What tensors that are alike but for their values have in common."""
+    """Returns what messages say of a tensor: dtype, shape, device and strides."""
     return f"{x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
 
 
 def check_bytes(
     name: str, given: object, least_bytes: int, device: torch.device | None = None, alignment: int = 1
 ) -> None:
-    """TypeError, ValueError: it is no contiguous uint8 [least_bytes or more] at an address that is a multiple of the
-    alignment. device: where it has to be; None: anywhere."""
+    """Raises TypeError or ValueError unless `given` is contiguous uint8 [least_bytes or more] at an address that is a
+    multiple of the alignment. device: where it has to be; None: anywhere."""
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{name} is a {type(given).__name__}; wanted a tensor")
     is_there = device is None or given.device == device
@@ -194,15 +374,17 @@ def check_bytes(
 
 
 def bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes, uint8 [num_bytes]: a view where it is contiguous, else a copy."""
+    """Returns the tensor's bytes, uint8 [num_bytes]: a view if the tensor is contiguous, else a copy."""
     x = x.detach().resolve_conj().resolve_neg()
     if x.dtype.is_complex:
         x = torch.view_as_real(x)
     if not x.is_contiguous():
         x = x.view(INTEGERS[x.element_size()]).contiguous()
-    return x.as_strided((x.numel(),), (1,)).view(
-        torch.uint8
-    )  # a contiguous tensor of at most one element may have any strides
+    # A contiguous tensor of at most one element may have any strides.
+    return x.as_strided((x.numel(),), (1,)).view(torch.uint8)
+
+
+# ---- rows of a tensor, by blocks and by samples ----
 
 
 def blocks(
@@ -213,7 +395,7 @@ def blocks(
 
     Data on the device that works on it is one block on a GPU, if `whole`, and blocks of 1 GiB on the CPU. A GPU's copy
     engine brings host data in smaller blocks, the next one while the caller works on one: such a block is valid until
-    the next one is asked for (see `_staging`).
+    the next one is asked for (see `staging.copied_ahead`).
 
     bar: the name of a progress bar, which counts a block when the next one is asked for; None: no bar is shown.
     """
@@ -256,8 +438,8 @@ def _counted(
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """The bytes of num_sampled whole rows, as `sampled` chooses them; all whole rows without a copy if there are no
-    more."""
+    """Returns the bytes of num_sampled whole rows, which `sampled` chooses; if there are no more, all whole rows, not
+    copied."""
     num_rows = data.numel() // row_bytes
     rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
     if num_sampled >= num_rows:
@@ -269,8 +451,9 @@ def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) 
 
 
 def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """The rows of a sample, int64 [at most num_sampled], in order: one drawn from each of as many equal parts of the
-    table. At equal distances all could be the same part of an image, or of a head."""
+    """Returns the numbers of the rows of a sample, int64 [at most num_sampled], in order. One row is drawn from each of
+    num_sampled equal parts of the table: rows at equal distances could all be the same part of an image, or of a
+    head."""
     if num_sampled >= num_rows:
         return torch.arange(num_rows, device="cpu")
     generator = torch.Generator().manual_seed(seed)
@@ -280,7 +463,7 @@ def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
 
 
 def rows_of(items: torch.Tensor, rows_per_item: int) -> torch.Tensor:
-    """Numbers of the rows of items, int64."""
+    """Returns the numbers of the rows that items consist of, int64. items: the numbers of the items."""
     items = items.to(torch.int64)
     if rows_per_item == 1:
         return items

@@ -212,12 +212,12 @@ def pins(where: str | None) -> bool | None:
     return where == "pinned"
 
 
-def home_of(x: torch.Tensor, where: str | None, worker: torch.device) -> tuple[torch.device, bool | None]:
-    """Returns the device where the coded bytes of a tensor live, and whether they are pinned. where: None: they live
-    where the tensor does. ValueError, RuntimeError: as `pins`."""
+def home_of(source: torch.device, where: str | None, worker: torch.device) -> tuple[torch.device, bool | None]:
+    """Returns the device where the coded bytes of a tensor on the device `source` live, and whether they are pinned.
+    where: None: they live where the tensor does. ValueError, RuntimeError: as `pins`."""
     if where is not None:
         check_memory(where)
-    home = worker if where == "device" else x.device if where is None else _CPU
+    home = worker if where == "device" else source if where is None else _CPU
     return home, False if home.type == "cuda" or where in ("device", "host") else pins(where)
 
 

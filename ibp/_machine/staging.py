@@ -194,8 +194,8 @@ class Coming:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """As tensor.cpu(), of a flat tensor of bytes; from a GPU through pinned memory, which is faster."""
-    return Coming(tensor).wait()
+    """Returns tensor.cpu() of a flat tensor of bytes, which come from a GPU through pinned memory: that is faster."""
+    return Coming(tensor).wait() if tensor.is_cuda else tensor
 
 
 def queued(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

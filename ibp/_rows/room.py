@@ -12,8 +12,7 @@ import torch
 from .. import _core
 from .._common.modes import outside_of_modes
 from .._common.rounding import rounded_up
-from .._layout import slots as _layout
-from .._layout.geometry import Geometry
+from .._layout.geometry import Geometry, stored_sizes
 
 _NO_BASE = -1  # IBP_NO_BASE of ibp.h: a row that owns no overflow part
 _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
@@ -34,7 +33,7 @@ class Index(NamedTuple):
     used: torch.Tensor  # int64 [1], bytes of the overflow that have been handed out
 
     def first(self, num_rows: int) -> Index:
-        """Of the first rows."""
+        """Returns the index of the first rows."""
         return Index(self.lengths[:num_rows], self.bases[:num_rows], self.rooms[:num_rows], self.used)
 
 
@@ -49,7 +48,7 @@ def _enlarged(tensor: torch.Tensor, size: int, byte: int) -> torch.Tensor:
 
 @dataclass
 class Room:
-    """What a table's rows are in. The table's own tensors are the first parts of these."""
+    """The memory that a table's rows are in. The table's own tensors are the first parts of these tensors."""
 
     capacity: int  # rows that there is room for, all of them whole
     # slots, overflow: where the table lives; the end of the overflow has not been handed out
@@ -80,7 +79,7 @@ class Room:
         self.current = None
 
     def index_on(self, device: torch.device) -> Index:
-        """The index as it is now, on a device."""
+        """Returns the index on a device, as the last change has left it."""
         if device == self.slots.device:
             self.settle()
             return self.index
@@ -92,7 +91,7 @@ class Room:
         return self.copies[device]
 
     def begin_change(self, device: torch.device) -> Index:
-        """The index on a device that is about to change rows: other copies are not true any more."""
+        """Returns the index on a device that is about to change rows, and forgets the copies on other devices."""
         index = self.index_on(device)
         is_home = device == self.slots.device
         self.copies = {} if is_home else {device: index}
@@ -100,8 +99,8 @@ class Room:
         return index
 
     def with_overflow(self, num_bytes: int, empty: Empty) -> Room:
-        """A room in which num_bytes more bytes of overflow can be handed out: itself, if it has them. Waits for the GPU
-        only where that is not known."""
+        """Returns a room in which num_bytes more bytes of overflow can be handed out: the room itself, if it has them.
+        Waits for the GPU only if the host does not know how many bytes have been handed out."""
         if self.most_used + num_bytes <= self.overflow.numel():
             return self
         newest = self.index if self.current is None else self.copies[self.current]
@@ -117,7 +116,7 @@ class Room:
         return replace(self, overflow=larger)
 
     def with_rows(self, num_rows: int, slot_bytes: int, empty: Empty) -> Room:
-        """A room with capacity for num_rows rows: itself, if it has that."""
+        """Returns a room with capacity for num_rows rows: the room itself, if it has that."""
         if num_rows <= self.capacity:
             return self
         self.settle()
@@ -137,8 +136,8 @@ def room_of(
     lengths: torch.Tensor,
     bases: torch.Tensor,
 ) -> Room:
-    """The room of a table that has not changed before: its own slots and overflow; the index is new. The table's is not
-    trusted: what is wrong in it stays so, and harms no row that changes."""
+    """Returns the room of a table that has not changed before: it has the table's slots and overflow, and a new index.
+    The table's index is not trusted: a row whose entry is wrong stays wrong, and harms no row that changes."""
     device, num_rows, used = slots.device, geometry.num_rows, overflow.numel()
     none = torch.empty(0, dtype=torch.uint16, device=device)
     index = Index(lengths.clone(), bases[:0], none, torch.tensor([used], dtype=torch.int64, device=device))
@@ -151,12 +150,12 @@ def room_of(
 def _own_bases(
     geometry: Geometry, slot_bytes: int, overflow_bytes: int, lengths: torch.Tensor, bases: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """A base and a room for each row of a table with overflow."""
+    """Returns a base and a room for each row of a table with overflow."""
     num_rows, device = geometry.num_rows, lengths.device
     rows = torch.arange(num_rows, device=device)
     valid = torch.clamp(geometry.num_bytes - rows * geometry.row_bytes, max=geometry.row_bytes)
     entries = lengths.view(torch.int16).to(torch.int64) & 0xFFFF
-    parts = (_layout.stored_sizes(entries, geometry.row_bytes, valid) - slot_bytes).clamp(min=0)
+    parts = (stored_sizes(entries, geometry.row_bytes, valid) - slot_bytes).clamp(min=0)
     if not bases.numel():
         own = torch.full((num_rows,), _NO_BASE, dtype=torch.int64, device=device)
     elif bases.numel() == num_rows:
@@ -177,7 +176,7 @@ def _own_bases(
 
 
 def _are_apart(bases: torch.Tensor, sizes: torch.Tensor, overflow_bytes: int) -> bool:
-    """Whether parts of these sizes share no byte, and lie in the overflow. Those of no bytes do not count."""
+    """Returns whether parts of these sizes share no byte and lie in the overflow. Parts of no bytes do not count."""
     starts, order = bases[sizes > 0].sort()
     sizes = sizes[sizes > 0][order]
     if not starts.numel():

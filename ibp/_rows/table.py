@@ -14,10 +14,8 @@ import torch
 
 from .. import _core
 from .._common.modes import outside_of_modes
-from .._common.rounding import rounded_up
 from .._common.statistics import Saves
-from .._layout import slots as _layout
-from .._layout.geometry import DTYPES, Geometry
+from .._layout.geometry import DTYPES, Geometry, check_slot_bytes
 from .._layout.manners import TensorManners
 from .._machine import calibration, memory
 from .._machine import numa as _numa
@@ -193,7 +191,7 @@ class Table(TensorManners, Saves):
         """Exact bytes of the coded rows and the codebook, which `savings` is about; the memory is `nbytes`."""
         if self._stored_bytes is None:
             lengths, geometry = self.lengths, self.geometry
-            coded = _layout.survey(lengths.cpu(), geometry).stored if lengths.numel() else geometry.num_bytes
+            coded = geometry.survey(lengths.cpu()).stored if lengths.numel() else geometry.num_bytes
             self._stored_bytes = coded + (self.codebook.nbytes if self.codebook else 0)
         return self._stored_bytes
 
@@ -236,7 +234,7 @@ class Table(TensorManners, Saves):
         """Bytes that fetching every row once reads over the link, in whole 32-byte sectors."""
         if self._link_bytes is None:
             bases = self.bases.cpu() if self._has_own_bases else None
-            self._link_bytes = _layout.link_bytes(self.lengths.cpu(), self.geometry, self.slot_bytes, bases)
+            self._link_bytes = self.geometry.link_bytes(self.lengths.cpu(), self.slot_bytes, bases)
         return self._link_bytes
 
     def is_pinned(self) -> bool:
@@ -327,7 +325,7 @@ class Table(TensorManners, Saves):
         if room is self._room and geometry is None:
             return room
         geometry = geometry or self.geometry
-        slots = room.slots[: _layout.slots_size(geometry, self.slot_bytes)]
+        slots = room.slots[: geometry.slots_size(self.slot_bytes)]
         moved = slots.data_ptr() != self.slots.data_ptr()
         index = room.index.first(geometry.num_rows)
         self._handles.clear()
@@ -442,7 +440,7 @@ class Table(TensorManners, Saves):
         if self._room is None:
             lengths, bases = (vars(self)[name].to(device) for name in ("lengths", "bases"))
             return Parts(memory.seen_from(device, self.slots), overflow, lengths, bases, words, codec, *sizes)
-        slots = memory.seen_from(device, self._room.slots[: _layout.slots_size(geometry, self.slot_bytes)])
+        slots = memory.seen_from(device, self._room.slots[: geometry.slots_size(self.slot_bytes)])
         lengths, bases, rooms, used = self._room.index_on(device).first(geometry.num_rows)
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, rooms, used)
 
@@ -530,7 +528,7 @@ def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes
     if not 1 <= row_bytes <= _core.MAX_ROW_BYTES:
         raise ValueError(f"the table has rows of {row_bytes} bytes; wanted 1 to {_core.MAX_ROW_BYTES}")
     if slot_bytes != 0:
-        _layout.check_slot_bytes(slot_bytes, row_bytes)
+        check_slot_bytes(slot_bytes, row_bytes)
 
 
 def _checked_tensors(
@@ -539,10 +537,10 @@ def _checked_tensors(
     """The table's tensors, each an alias that nobody else holds. ValueError unless sizes, dtypes and devices fit; what
     the bytes say is checked when they are decoded."""
     num_bases = -(-geometry.num_rows // _core.ROWS_PER_BASE)
-    raw_overflow = raw_overflow_bytes(geometry, slot_bytes)
+    raw_overflow = geometry.raw_overflow_bytes(slot_bytes)
     is_raw = scheme == "raw"
     wanted = (
-        ("slots", slots, torch.uint8, {_layout.slots_size(geometry, slot_bytes)}),
+        ("slots", slots, torch.uint8, {geometry.slots_size(slot_bytes)}),
         ("overflow", overflow, torch.uint8, {raw_overflow} if is_raw else None),
         ("lengths", lengths, torch.uint16, {0} if is_raw else {geometry.num_rows}),
         ("bases", bases, torch.int64, {num_bases} if is_raw and raw_overflow else {0, num_bases, geometry.num_rows}),
@@ -599,18 +597,6 @@ def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
         got = repr(codebook) if is_codebook else f"a {type(codebook).__name__}"
         wanted = "none" if scheme == "raw" else f"one of scheme {scheme!r} for rows of {row_bytes} bytes"
         raise ValueError(f"the table's codebook is {got}; wanted {wanted}")
-
-
-def raw_overflow_bytes(geometry: Geometry, slot_bytes: int) -> int:
-    """Bytes of the overflow of a table whose rows are all raw (FORMAT.md section 3)."""
-    if slot_bytes == 0:
-        return geometry.num_bytes
-
-    def overflow_bytes(row_bytes: int) -> int:
-        return max(0, rounded_up(row_bytes - slot_bytes, _layout.SECTOR_BYTES))
-
-    num_whole, last_bytes = divmod(geometry.num_bytes, geometry.row_bytes)
-    return num_whole * overflow_bytes(geometry.row_bytes) + overflow_bytes(last_bytes)
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:

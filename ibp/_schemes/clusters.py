@@ -7,8 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 
-from .._layout import slots
-from .._layout.geometry import sampled
+from .._layout.geometry import sampled, stored_sizes
 from .codebook import AnyCodebook, checked_savings, measure, public
 
 MAX_CLUSTERS = 256
@@ -179,7 +178,7 @@ def _cost(codebook: AnyCodebook, table: torch.Tensor, num_rows: int) -> float:
 def _stored(codebook: AnyCodebook, table: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of every row as stored: int64 [n]."""
     lengths = measure(table.reshape(-1), codebook, table.device)
-    return slots.stored_sizes(lengths, codebook.row_bytes, codebook.row_bytes)
+    return stored_sizes(lengths, codebook.row_bytes, codebook.row_bytes)
 
 
 def _with_count(

@@ -15,7 +15,6 @@ import torch
 from .._common import wire
 from .._common.modes import outside_of_modes
 from .._layout import geometry as _rows
-from .._layout import slots
 from .._machine.calibration import Calibration, CoderRates
 
 _CPU = torch.device("cpu")
@@ -256,10 +255,10 @@ def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, pro
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint16, device=device)
 
 
-def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | None = None) -> slots.Survey:
+def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | None = None) -> _rows.Survey:
     """Returns what all rows of the bytes take, once the device has measured them. device: None: where the bytes are."""
     rows = _rows.Geometry(data.shape, torch.uint8, codebook.row_bytes)
-    return slots.survey(measure(data, codebook, device or data.device), rows)
+    return rows.survey(measure(data, codebook, device or data.device))
 
 
 def coding_of(codebook: AnyCodebook | None, row_bytes: int, device: torch.device) -> tuple[list[int], torch.Tensor]:

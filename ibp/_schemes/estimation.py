@@ -12,10 +12,8 @@ import torch
 from .. import _core
 from .._common.statistics import share_saved
 from .._layout import geometry as _rows
-from .._layout import slots
-from .._machine import memory
-from .codebook import AnyCodebook, check_codebook
-from .learning import SCHEMES, Candidate, Options, Request, check_scheme, choose, compare, exact
+from .codebook import AnyCodebook
+from .learning import SCHEMES, Candidate, Options, Request, choose, compare, exact
 
 _LONGER_ROW_BYTES = 512  # Dense rows of this size come at more than 0.9 of the link's rate (results/gather.csv).
 
@@ -133,22 +131,25 @@ def estimate(
         TypeError, ValueError: as `compress`.
     """
     _rows.check_tensor(x)
-    options = Options(level=level, progress=progress)
-    if codebook is None:
-        geometry = _rows.Geometry.of(x, row_bytes)
-        slot_bytes = slots.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
-        check_scheme("planes", level=level)
-        request = Request(_rows.bytes_of(x), geometry, memory.usual(device, x), options, slot_bytes)
-        return _estimate_of(geometry, layout, compare(request))
-    check_codebook(codebook)
-    if layout != "slots" or slot_bytes is not None or row_bytes is not None or level != "default":
+    is_plain = layout == "slots" and slot_bytes is row_bytes is None and level == "default"
+    if isinstance(codebook, AnyCodebook) and not is_plain:
         raise ValueError(
             "layout, slot_bytes, level and row_bytes belong to an estimate without a codebook: "
             "the bytes of rows are the same in all layouts"
         )
-    geometry = _rows.Geometry.of(x, codebook.row_bytes)
-    request = Request(_rows.bytes_of(x), geometry, memory.usual(device, x), options)
-    return _estimate_of(geometry, layout, exact(request, codebook), codebook.scheme)
+    options = Options(
+        level=level,
+        codebook=codebook,
+        layout=layout,
+        slot_bytes=slot_bytes,
+        row_bytes=row_bytes,
+        device=device,
+        progress=progress,
+    )
+    request = Request.of(x, options)
+    if codebook is None:
+        return _estimate_of(request.geometry, layout, compare(request))
+    return _estimate_of(request.geometry, layout, exact(request, codebook), codebook.scheme)
 
 
 def _estimate_of(
@@ -192,9 +193,9 @@ def _advice(geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEsti
         return "compress keeps raw rows: no scheme saves anything."
     saved = f"compress keeps raw rows: {rows} save {_percent(best.savings)} of their bytes with scheme {best.scheme!r}"
     saved_bytes, helps = geometry.num_bytes - best.stored_bytes, []  # arguments that make use of the saved bytes
-    if layout == "slots" and saved_bytes > slots.index_bytes(geometry, True):
+    if layout == "slots" and saved_bytes > geometry.index_bytes(True):
         helps.append("layout='packed' for a smaller table and for streaming")
-    least = max(_LONGER_ROW_BYTES, math.ceil(2 * slots.SECTOR_BYTES / best.savings))  # rows that save two sectors
+    least = max(_LONGER_ROW_BYTES, math.ceil(2 * _rows.SECTOR_BYTES / best.savings))  # rows that save two sectors
     row_bytes = -(-least // max(1, geometry.item_bytes)) * geometry.item_bytes
     if geometry.row_bytes < row_bytes <= min(_core.MAX_ROW_BYTES, geometry.num_bytes):
         helps.append(f"row_bytes={row_bytes} where x is used as a whole")

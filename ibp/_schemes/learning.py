@@ -20,13 +20,12 @@ import torch
 
 from .._common.arguments import number, whole_number
 from .._layout import geometry as _rows
-from .._layout import slots
 from .._machine import calibration, memory, staging
 from .._machine.calibration import Calibration
 from .._machine.numa import Numa
 from . import masks, planes
 from .clusters import check_clusters, split
-from .codebook import AnyCodebook, coder_rates, measure, work_of
+from .codebook import AnyCodebook, check_codebook, coder_rates, measure, work_of
 
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _HOST_ELEMENTS, _LEAST_HOST_ROWS = 1 << 19, 16
@@ -97,18 +96,20 @@ def checked(options: Options) -> Options:
 
 @dataclass(frozen=True)
 class Request:
-    """The rows that a codebook is learned for, and the options that it is learned by. Samples of the rows are drawn
-    when they are first asked for.
+    """The rows of a tensor that are to be coded, and the options. `of` makes one of a tensor. Samples of the rows are
+    drawn when they are first asked for.
 
     Attributes:
         data: the bytes of the tensor, uint8 [geometry.num_bytes].
         geometry: how they are cut into rows.
-        device: where the codebook is learned.
+        device: where the codebook is learned and the rows are coded.
         options: checked by `checked`.
         slot_bytes: bytes of the table's slots; 0: the table is packed; None: the size is to be chosen.
         paper: an option of scheme "ibp" (see `ibp.codecs.analyze`).
         codes_invariant: whether the codebook has a coded form for every row, also for rows that lack what all sampled
             rows have in common.
+        in_place: whether rows stay where they are, so that "auto" takes the scheme of fewest bytes.
+        near: returns the bytes in memory of the device, if they are copied there ahead; None: they are not.
         measured: the codebooks that were learned from `host_rows`, each with the lengths that these rows have with it,
             and the survey of the lengths.
     """
@@ -120,9 +121,34 @@ class Request:
     slot_bytes: int | None = None
     paper: bool = False
     codes_invariant: bool = False
-    measured: list[tuple[AnyCodebook, torch.Tensor, slots.Survey]] = field(
+    in_place: bool = False
+    near: Callable[[], torch.Tensor] | None = None
+    measured: list[tuple[AnyCodebook, torch.Tensor, _rows.Survey]] = field(
         default_factory=list, init=False, compare=False
     )
+
+    @classmethod
+    def of(cls, x: torch.Tensor, options: Options, paper: bool = False) -> Request:
+        """Returns the rows of a tensor, which `check_tensor` has checked. The options are checked here, without the
+        tensor and with it.
+
+        Raises:
+            TypeError: an option is of another type.
+            ValueError: an option is out of its range, or contradicts another one.
+        """
+        options = checked(options)
+        device, codebook = memory.usual(options.device, x), options.codebook
+        if codebook is None:
+            geometry = _rows.Geometry.of(x, options.row_bytes)
+        else:
+            check_codebook(codebook)
+            if options.row_bytes not in (None, codebook.row_bytes):
+                raise ValueError(
+                    f"row_bytes is {options.row_bytes}, but the codebook is for rows of {codebook.row_bytes} bytes"
+                )
+            geometry = _rows.Geometry(x.shape, x.dtype, codebook.row_bytes)
+        slot_bytes = _rows.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
+        return cls(_rows.bytes_of(x), geometry, device, options, slot_bytes, paper)
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
@@ -163,7 +189,7 @@ class Request:
             wanted = min(wanted, int(geometry.num_rows * self.options.sample) + 1)
         return staging.to_host(_rows.sample(self.data, geometry.row_bytes, wanted))
 
-    def known(self, codebook: AnyCodebook) -> tuple[torch.Tensor, slots.Survey] | None:
+    def known(self, codebook: AnyCodebook) -> tuple[torch.Tensor, _rows.Survey] | None:
         """Returns what `measured` says of a codebook; None if it was not learned from `host_rows`."""
         return next(((lengths, survey) for learned, lengths, survey in self.measured if learned is codebook), None)
 
@@ -240,6 +266,8 @@ SCHEMES: Mapping[str, Scheme] = {
         options={"level": planes.check_level},
     ),
 }
+# "auto" chooses among these and raw rows. Schemes with estimates come last: they are learned only if they may be best.
+_CODED = sorted((name for name in SCHEMES if name != "raw"), key=lambda name: SCHEMES[name].estimates is not None)
 
 
 def check_scheme(scheme: str, **options: object) -> None:
@@ -267,7 +295,7 @@ def _owner(option: str) -> str:
 # ---- learning ------------------------------------------------------------------------------------------------------
 
 
-def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook | None:
+def learn(scheme: str, request: Request) -> AnyCodebook | None:
     """Returns a codebook of a scheme for a table; None for raw rows.
 
     "auto" takes the best of all schemes on a sample (see `choose`), or the scheme whose options are given.
@@ -278,7 +306,7 @@ def learn(scheme: str, request: Request, in_place: bool = False) -> AnyCodebook 
             scheme = "ibp"
         elif options.level not in ("default", None):
             scheme = "planes"
-    return _best(request, in_place).codebook if scheme == "auto" else learn_scheme(scheme, request)
+    return _best(request).codebook if scheme == "auto" else learn_scheme(scheme, request)
 
 
 def learn_scheme(scheme: str, request: Request) -> AnyCodebook | None:
@@ -340,11 +368,12 @@ def analyze(
         ValueError: an argument is outside its range.
     """
     _rows.check_tensor(x)
-    options = checked(Options(scheme, chunk_bytes, tau, sample, level=level, progress=progress))
     if paper and scheme != "ibp":
         raise ValueError(f"paper=True is a choice of scheme 'ibp', but scheme is {scheme!r}")
-    geometry = _rows.Geometry.of(x, row_bytes)
-    return learn(scheme, Request(_rows.bytes_of(x), geometry, memory.usual(device, x), options, paper=paper))
+    options = Options(
+        scheme, chunk_bytes, tau, sample, level=level, row_bytes=row_bytes, device=device, progress=progress
+    )
+    return learn(scheme, Request.of(x, options, paper))
 
 
 # ---- what a table of each scheme would cost ------------------------------------------------------------------------
@@ -383,7 +412,7 @@ def compare(request: Request) -> list[Candidate]:
     """Returns a candidate of every scheme, measured on the same sample of the table's rows; raw rows first. A scheme
     whose rows would take more bytes than x is left out."""
     found = [_raw(request)]
-    for scheme in SCHEMES if request.geometry.num_bytes else ():
+    for scheme in _CODED if request.geometry.num_bytes else ():
         found += _coded(request, learn_scheme(scheme, request), request.few_rows, request.device)
     return found
 
@@ -409,19 +438,19 @@ def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
     return min(better, key=lambda candidate: (candidate.fetch_bytes, candidate.stored_bytes), default=raw)
 
 
-def _best(request: Request, in_place: bool) -> Candidate:
-    """Returns what `choose` takes, by fewer rows than `compare` looks at. A scheme that cannot be best is not learned:
-    schemes that have estimates come last."""
+def _best(request: Request) -> Candidate:
+    """Returns what `choose` takes, by fewer rows than `compare` looks at. A scheme that cannot be best is not
+    learned."""
     candidates, geometry = [_raw(request)], request.geometry
-    for name in sorted(SCHEMES, key=lambda name: SCHEMES[name].estimates is not None) if geometry.num_bytes else ():
+    for name in _CODED if geometry.num_bytes else ():
         estimates = SCHEMES[name].estimates
         if estimates is not None and request.options.clusters in (None, 1):
-            best = choose(candidates, in_place)
+            best = choose(candidates, request.in_place)
             bounds = estimates(request.host_rows, geometry.row_bytes, geometry.num_rows)
             if not all(_may_be_best(savings, best, request) for savings in bounds):
                 continue
         candidates += _coded(request, learn_scheme(name, request), request.host_rows, _CPU)
-    return choose(candidates, in_place)
+    return choose(candidates, request.in_place)
 
 
 def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
@@ -429,15 +458,15 @@ def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
     so far. With slots it must save a sector of raw rows."""
     row_bytes, savings = request.geometry.row_bytes, 1 - (1 - savings) * ESTIMATE_MARGIN
     if best.codebook is None and request.slot_bytes != 0:
-        sectors = math.ceil(row_bytes * (1 - savings) / slots.SECTOR_BYTES)
-        return sectors < math.ceil(row_bytes / slots.SECTOR_BYTES)
+        sectors = math.ceil(row_bytes * (1 - savings) / _rows.SECTOR_BYTES)
+        return sectors < math.ceil(row_bytes / _rows.SECTOR_BYTES)
     return request.geometry.num_bytes * (1 - savings) < best.stored_bytes
 
 
 def _raw(request: Request) -> Candidate:
     """Returns the candidate of raw rows, for which no row needs to be measured."""
     geometry, row_bytes = request.geometry, request.geometry.row_bytes
-    link_bytes, machine = slots.raw_link_bytes(geometry), calibration.in_force(request.device)
+    link_bytes, machine = geometry.raw_link_bytes(), calibration.in_force(request.device)
     time = row_ns(None, row_bytes, row_bytes, link_bytes / max(1, geometry.num_rows), machine)
     return Candidate(None, geometry.num_bytes, row_bytes, geometry.num_bytes, link_bytes, link_bytes, 0, time)
 
@@ -460,19 +489,19 @@ def _coded(
         lengths, survey = known
     else:
         lengths = measure(rows, codebook, device, progress)
-        survey = slots.survey(lengths, sampled)
+        survey = sampled.survey(lengths)
     scale = geometry.num_bytes / sampled.num_bytes  # A short last row counts as what it is.
     stored_bytes = round(survey.stored * scale) + codebook.nbytes
     if stored_bytes >= geometry.num_bytes:
         return []
     slot_bytes = survey.table_slot_bytes if request.slot_bytes is None else request.slot_bytes
     overflow_bytes = round(survey.overflow_bytes(slot_bytes) * scale) if slot_bytes < geometry.row_bytes else 0
-    index_bytes = slots.index_bytes(geometry, overflow_bytes > 0)
+    index_bytes = geometry.index_bytes(overflow_bytes > 0)
     words = codebook.words(_CPU)
-    nbytes = slots.slots_size(geometry, slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
-    link_bytes = slots.link_bytes(lengths, sampled, slot_bytes, found=survey)
+    nbytes = geometry.slots_size(slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
+    link_bytes = sampled.link_bytes(lengths, slot_bytes, found=survey)
     second_fetches = survey.spilled(slot_bytes)[0] if slot_bytes else 0  # of rows that overflow their slot
-    fetched_bytes = link_bytes + second_fetches * slots.SECOND_FETCH_BYTES
+    fetched_bytes = link_bytes + second_fetches * _rows.SECOND_FETCH_BYTES
     stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
     found = Candidate(
         codebook=codebook,

@@ -14,7 +14,6 @@ import torch
 from .. import _core
 from .._common.rounding import rounded_up
 from .._layout import geometry as _rows
-from .._layout import slots
 from .._machine import staging
 from .codebook import AnyCodebook, checked_savings, private_copy, public, shown, whole
 
@@ -389,12 +388,12 @@ class LearnedPlanes:
 
     codebook: PlanesCodebook
     entries: torch.Tensor
-    survey: slots.Survey | None
+    survey: _rows.Survey | None
 
     @property
     def lengths(self) -> torch.Tensor:
         """The bytes of the sample's rows as coded, int64 [n]; row_bytes for rows that are stored raw."""
-        return slots.stored_sizes(self.entries, self.codebook.row_bytes, self.codebook.row_bytes)
+        return _rows.stored_sizes(self.entries, self.codebook.row_bytes, self.codebook.row_bytes)
 
 
 def check_level(level: str) -> None:
@@ -454,7 +453,7 @@ def learn_planes(
     )
     codebook = PlanesCodebook.of_words(words, codec.tolist())
     entries = torch.ops.ibp.measure_rows.default(sample, codebook.words("cpu"), codebook.codec)
-    survey = slots.survey(entries, _rows.Geometry(sample.shape, torch.uint8, row_bytes))
+    survey = _rows.Geometry(sample.shape, torch.uint8, row_bytes).survey(entries)
     coded_bytes = survey.stored / len(entries) + codebook.nbytes / num_rows
     if coded_bytes > row_bytes:  # The codebook of a few rows takes more than it saves.
         return LearnedPlanes(_rows_as_they_are(row_bytes, element_bytes), torch.zeros_like(entries), None)

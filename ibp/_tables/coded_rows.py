@@ -12,8 +12,7 @@ from .. import _core
 from .._common.process import OfThisProcess
 from .._fetch.calls import sms_of
 from .._layout import forms
-from .._layout.geometry import check_bytes, layout_of
-from .._layout.slots import default_length
+from .._layout.geometry import check_bytes, default_length, layout_of
 from .._machine import memory as _memory
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts

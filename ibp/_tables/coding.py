@@ -1,6 +1,6 @@
-"""From a tensor to a table. `compressed` checks the options, cuts the tensor into rows, has `coded` find a codebook and
-measure all rows with it, allocates the table, and has `encode` write the rows. `placed` makes tables whose overflow is
-in host memory, and `compress_in_place` of `compression.py` makes those in the tensor's own memory."""
+"""From the rows of a tensor, which `Request.of` makes, to a table. `compressed` has `coded` find a codebook and measure
+all rows with it, allocates the table, and has `encode` write the rows. `placed` makes tables whose overflow is in host
+memory, and `compressed_in_place` makes tables in the tensor's own memory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import NamedTuple
 import torch
 
 from .. import _core
+from .._common.once import warn_once
 from .._fetch.streaming import decompress
 from .._layout import geometry as _rows
-from .._layout import slots as _layout
 from .._machine import memory, staging
 from .._machine import numa as _numa
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.table import AnyTable, Table
-from .._schemes import AnyCodebook, Options, Request, check_codebook, checked, learn, measure, surveyed
+from .._schemes import AnyCodebook, Options, Request, checked, learn, measure, surveyed
 
 _FEW_BYTES = 1 << 20  # The CPU encodes at most this many bytes of host memory sooner than they are copied to a GPU.
 # With a given codebook, rows are encoded while they are measured if there are at least _LEAST_TIMES times as many bytes
@@ -31,7 +31,6 @@ _SURVEYED_BYTES, _LEAST_TIMES = 1 << 20, 32
 _MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
 MOST_LACKING = 0.01  # Share of the bytes that may stay raw because rows lack what all sampled rows have in common.
 _CPU = torch.device("cpu")
-Near = Callable[[], torch.Tensor]  # Returns the bytes of a tensor where its coder reads them.
 CHANGED = FaultWords(
     "x changed while it was being compressed: row {position} of a block no longer has the length measured", RuntimeError
 )
@@ -50,7 +49,7 @@ class Coding(NamedTuple):
 
     codebook: AnyCodebook
     lengths: torch.Tensor
-    survey: _layout.Survey
+    survey: _rows.Survey
     place: Handle | None = None
 
     @property
@@ -59,28 +58,36 @@ class Coding(NamedTuple):
         return self.survey.stored + self.codebook.nbytes
 
 
-def compressed(kind: type[AnyTable], x: torch.Tensor, options: Options) -> AnyTable:
-    """Returns a table of the rows of x, which `check_tensor` has checked, in memory of its own.
+def warn_of_gradient(x: torch.Tensor) -> None:
+    """Warns, once a process, that a table of a tensor that requires grad has no gradient."""
+    if x.requires_grad and torch.is_grad_enabled():
+        warn_once(
+            "x requires grad, and a table of it has no gradient: give x.detach() if its values alone are meant. Rows "
+            "of ibp.nn.Embedding and EmbeddingBag train, with trainable=True",
+            stacklevel=3,
+        )
+
+
+def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
+    """Returns a table of the rows, in memory of its own.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `ibp.compress`.
     """
-    options = checked(options)
-    worker = memory.usual(options.device, x)
-    home, pins = memory.home_of(x, options.memory, worker)
+    data, geometry, options = request.data, request.geometry, request.options
+    worker, slot_bytes = request.device, request.slot_bytes
+    home, pins = memory.home_of(data.device, options.memory, worker)
     node = _numa.CALLERS_NODE if options.numa is None else _numa.node_of(options.numa)
-    is_there = home == x.device
+    is_there = home == data.device
     pin = pins if is_there else False
-    geometry = geometry_of(x, options.row_bytes, options.codebook)
-    slot_bytes = _layout.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
-    data = _rows.bytes_of(x)
-    request = Request(data, geometry, worker, options, slot_bytes)
 
     def room(num_bytes: int) -> torch.Tensor:
         return memory.empty_parts([num_bytes], data.device, pin, node)[0][0]
 
-    with staging.whole_ahead(data, worker) if worker.type == "cuda" else nullcontext() as near:
-        coding = coded(request, near, room)
+    is_far = worker.type == "cuda" and not data.is_cuda
+    with staging.whole_ahead(data, worker) if is_far else nullcontext() as near:
+        request = request if near is None else replace(request, near=near)
+        coding = coded(request, room)
         if coding is None or coding.stored_bytes >= geometry.num_bytes:
             coding = None  # frees the slots that rows were encoded into
             (slots,), is_pinned = memory.empty_parts([geometry.num_bytes], data.device, pin, node)
@@ -88,19 +95,19 @@ def compressed(kind: type[AnyTable], x: torch.Tensor, options: Options) -> AnyTa
         else:
             book, survey, place = coding.codebook, coding.survey, coding.place
             slot_bytes = survey.table_slot_bytes if slot_bytes is None else slot_bytes
-            sizes = [_layout.slots_size(geometry, slot_bytes), survey.overflow_bytes(slot_bytes)]
+            sizes = [geometry.slots_size(slot_bytes), survey.overflow_bytes(slot_bytes)]
             if place is not None and place.parts.slot_bytes == slot_bytes:
                 slots = place.parts.slots
                 like_slots = pin if slots.is_pinned() else False
                 (overflow,), is_pinned = memory.empty_parts(sizes[1:], data.device, like_slots, node)
                 bases = None
                 if sizes[1]:
-                    bases = _layout.index_rows(coding.lengths, geometry, slot_bytes)
+                    bases = geometry.index_rows(coding.lengths, slot_bytes)
                     torch.ops.ibp.move_parts.default(place.table, bases, overflow)
             else:  # No rows are encoded yet, or all rows ask for other slots than the sample did.
                 place, coding = None, coding._replace(place=None)  # frees its memory
                 (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
-                bases = encode(request, coding, near, slot_bytes, slots, overflow, not is_pinned)
+                bases = encode(request, coding, slot_bytes, slots, overflow, not is_pinned)
             table = kind.of_parts(geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
     if pin is None and not is_pinned:
         table._is_refused = True
@@ -120,32 +127,24 @@ def code_anew(table: Table, options: Options, level: str | None) -> Table:
     options = replace(options, scheme=scheme, level=level, layout=table.layout, row_bytes=table.row_bytes)
     x = decompress(table, check=table.device.type == "cuda")
     if table.spills_to_host:
-        return placed(Table, x, checked(options), lambda _: table.slot_bytes, table.device)
+        options = replace(checked(options), clusters=None, device=table.device)
+        return placed(Table, Request.of(x, options), lambda _: table.slot_bytes)
     home = None if x.is_cuda else "pinned" if table.is_pinned() else "host"
-    return compressed(Table, x, replace(options, memory=home))
+    return compressed(Table, Request.of(x, replace(options, memory=home)))
 
 
-def placed(
-    kind: type[AnyTable],
-    x: torch.Tensor,
-    options: Options,
-    slots_for: Callable[[Coding], int],
-    device: torch.device,
-) -> AnyTable:
-    """Returns a table with slots on a device, and with the overflow in host memory, pinned for a GPU. If slots hold
-    whole rows, and rows take no fewer bytes encoded, they stay raw.
+def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding], int]) -> AnyTable:
+    """Returns a table with slots on the device that codes the rows, and with the overflow in host memory, pinned for a
+    GPU. If slots hold whole rows, and rows take no fewer bytes encoded, they stay raw.
 
     Args:
-        options: checked.
-        slots_for: returns the bytes of a slot if options.slot_bytes is None.
-        device: where the rows are encoded, too.
+        slots_for: returns the bytes of a slot if the request leaves them open.
     """
-    geometry, is_near = geometry_of(x, options.row_bytes, options.codebook), device.type == "cpu"
-    slot_bytes = _layout.checked_slot_bytes(options.layout, options.slot_bytes, geometry.row_bytes)
-    data, options = _rows.bytes_of(x), replace(options, clusters=None, device=device)
-    request = Request(data, geometry, device, options, slot_bytes)
+    data, geometry, device, slot_bytes = request.data, request.geometry, request.device, request.slot_bytes
+    is_near = device.type == "cpu"
     with nullcontext() if is_near else staging.whole_ahead(data, device) as near:
-        coding = coded_in_slots(request, near) if geometry.num_bytes else None
+        request = request if near is None else replace(request, near=near)
+        coding = coded_in_slots(request) if geometry.num_bytes else None
         if coding is None:
             slot_bytes = geometry.row_bytes
         elif slot_bytes is None:
@@ -154,9 +153,9 @@ def placed(
             nothing = torch.empty(0, dtype=torch.uint8, device=_CPU)
             slots = data.to(device, copy=True)
             return kind.of_parts(geometry, "raw", geometry.row_bytes, slots, overflow=nothing)
-        slots = memory.empty(_layout.slots_size(geometry, slot_bytes), device, False)
+        slots = memory.empty(geometry.slots_size(slot_bytes), device, False)
         overflow = memory.empty(coding.survey.overflow_bytes(slot_bytes), _CPU, not is_near)
-        bases = encode(request, coding, near, slot_bytes, slots, memory.seen_from(device, overflow), is_near)
+        bases = encode(request, coding, slot_bytes, slots, memory.seen_from(device, overflow), is_near)
     book = coding.codebook
     return kind.of_parts(geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
 
@@ -164,22 +163,7 @@ def placed(
 # ---- rows, a codebook for them, and their lengths ----
 
 
-def geometry_of(x: torch.Tensor, row_bytes: int | None, codebook: AnyCodebook | None) -> _rows.Geometry:
-    """Returns how x is cut into rows of row_bytes, or of those that a codebook is for."""
-    if codebook is None:
-        return _rows.Geometry.of(x, row_bytes)
-    check_codebook(codebook)
-    if row_bytes is not None and row_bytes != codebook.row_bytes:
-        raise ValueError(f"row_bytes is {row_bytes}, but the codebook is for rows of {codebook.row_bytes} bytes")
-    return _rows.Geometry(x.shape, x.dtype, codebook.row_bytes)
-
-
-def coded(
-    request: Request,
-    near: Near | None = None,
-    room: Callable[[int], torch.Tensor] | None = None,
-    in_place: bool = False,
-) -> Coding | None:
+def coded(request: Request, room: Callable[[int], torch.Tensor] | None = None) -> Coding | None:
     """Returns the codebook that is given or learned, and what all rows take with it; None if there are no rows, or raw
     rows are best.
 
@@ -187,44 +171,40 @@ def coded(
     second codebook is learned that leaves out nothing, and the better one is taken.
 
     Args:
-        near: returns the bytes where a GPU reads them, if they are copied there ahead.
         room: allocates slots beside the tensor, so that many rows are encoded in the pass that measures them; None:
             rows are only measured.
-        in_place: whether rows stay where they are, so that the scheme of fewest bytes is taken.
     """
     options, num_bytes = request.options, request.geometry.num_bytes
     if not num_bytes:
         return None
-    codebook = learn(options.scheme, request, in_place) if options.codebook is None else options.codebook
+    codebook = learn(options.scheme, request) if options.codebook is None else options.codebook
     if codebook is None:
         return None
-    coding = _measured(request, codebook, near, room)
+    coding = _measured(request, codebook, room)
     if options.codebook is not None or not codebook.is_partial or codebook.expected_savings is None:
         return coding
     if 1 - coding.stored_bytes / num_bytes > codebook.expected_savings - MOST_LACKING:
         return coding
     request = replace(request, codes_invariant=True)
-    codebook = learn(options.scheme, request, in_place)
+    codebook = learn(options.scheme, request)
     if codebook is None:
         return coding
-    again = _measured(request, codebook, near, room)
+    again = _measured(request, codebook, room)
     return min(coding, again, key=lambda tried: tried.stored_bytes)
 
 
-def coded_in_slots(request: Request, near: Near | None = None) -> Coding:
-    """Returns the same for slots that are smaller than rows: always with a codebook, because even a table whose rows
-    are all raw has parts in the overflow. The tensor is not empty."""
-    found = coded(request, near)
+def coded_in_slots(request: Request) -> Coding:
+    """Returns what `coded` returns, for slots that are smaller than rows. There is always a codebook, because even a
+    table whose rows are all raw has parts in the overflow. The tensor is not empty."""
+    found = coded(request)
     if found is None:
         codebook = learn("planes", request)
         assert codebook is not None, "scheme 'planes' always has a codebook"
-        found = _measured(request, codebook, near, None)
+        found = _measured(request, codebook, None)
     return found
 
 
-def _measured(
-    request: Request, codebook: AnyCodebook, near: Near | None, room: Callable[[int], torch.Tensor] | None
-) -> Coding:
+def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], torch.Tensor] | None) -> Coding:
     """Returns what all rows take with a codebook."""
     data, device = request.data, request.device
     known = None if codebook is request.options.codebook else request.known(codebook)
@@ -239,15 +219,16 @@ def _measured(
             some = surveyed(sample, codebook)
         if some is not None:
             return _encoded_ahead(request, codebook, some, room)
-    lengths = measure(data if near is None else near(), codebook, coder, request.options.progress)
-    return Coding(codebook, lengths, _layout.survey(lengths, request.geometry))
+    near = data if request.near is None else request.near()
+    lengths = measure(near, codebook, coder, request.options.progress)
+    return Coding(codebook, lengths, request.geometry.survey(lengths))
 
 
 # ---- encoding ----
 
 
 def _encoded_ahead(
-    request: Request, codebook: AnyCodebook, some: _layout.Survey, room: Callable[[int], torch.Tensor]
+    request: Request, codebook: AnyCodebook, some: _rows.Survey, room: Callable[[int], torch.Tensor]
 ) -> Coding:
     """Returns rows that are encoded into slots in the pass that measures them. some: what some of the rows take. If the
     overflow does not hold all parts, the coding has no place, and the rows are encoded again."""
@@ -255,7 +236,7 @@ def _encoded_ahead(
     slot_bytes = request.slot_bytes or some.table_slot_bytes
     scale = _MORE_OVERFLOW * geometry.num_rows / some.num_rows
     spare = data.new_empty(int(scale * some.spilled(slot_bytes)[1] + _LEAST_SHARE * geometry.num_bytes))
-    slots = room(_layout.slots_size(geometry, slot_bytes))
+    slots = room(geometry.slots_size(slot_bytes))
     lengths = data.new_empty(geometry.num_rows, dtype=torch.uint16)
     bases, used = data.new_empty(geometry.num_rows, dtype=torch.int64), data.new_zeros(1, dtype=torch.int64)
     words = codebook.words(data.device)
@@ -268,7 +249,7 @@ def _encoded_ahead(
     bar = "compress" if request.options.progress else None
     for first, last, block in _rows.blocks(data, geometry.row_bytes, data.device, bar):
         place_of(first, last, block.numel()).encode(block, is_new=True)
-    survey = _layout.survey(lengths, geometry)
+    survey = geometry.survey(lengths)
     is_whole = survey.spilled(slot_bytes)[1] <= spare.numel()
     return Coding(codebook, lengths, survey, place_of(0, geometry.num_rows, data.numel()) if is_whole else None)
 
@@ -276,7 +257,6 @@ def _encoded_ahead(
 def encode(
     request: Request,
     coding: Coding,
-    near: Near | None,
     slot_bytes: int,
     slots: torch.Tensor,
     overflow: torch.Tensor,
@@ -286,7 +266,6 @@ def encode(
     table's bases, which are empty if no row has a part in the overflow.
 
     Args:
-        near: as in `coded`.
         slots, overflow: both on the device of the coding, or both in host memory.
         pageable: whether host memory is pageable.
 
@@ -294,10 +273,11 @@ def encode(
         RuntimeError: a row no longer has the length that was measured, because the tensor was changed.
     """
     geometry, lengths, codebook, worker = request.geometry, coding.lengths, coding.codebook, coding.lengths.device
-    data, lies_near, num_bytes = request.data if near is None else near(), slots.device == worker, overflow.numel()
+    data = request.data if request.near is None else request.near()
+    lies_near, num_bytes = slots.device == worker, overflow.numel()
     bases = torch.empty(0, dtype=torch.int64, device=worker)
     if num_bytes:
-        bases = _layout.index_rows(lengths, geometry, slot_bytes)
+        bases = geometry.index_rows(lengths, slot_bytes)
     is_cut = num_bytes > 0 and not (lies_near and worker.type == "cuda")  # The overflow is given block by block.
     starts, fault = bases.cpu() if is_cut else bases, new_record(worker)
     words, codec = codebook.words(worker), codebook.codec
@@ -310,9 +290,84 @@ def encode(
             targets = slots[first * slot_bytes : last * slot_bytes], overflow[start:end]
             rows, parts = targets if outlet is None else outlet.take([target.numel() for target in targets])
             index, sizes = (lengths[first:last], bases[base:end_base]), (slot_bytes, start, 1, block.numel())
-            place = Handle(Parts(rows, parts, *index, words, codec, *sizes))
-            torch.ops.ibp.encode_rows.default(place.table, block, fault)
+            place = torch.ops.ibp.describe_table.default(rows, parts, *index, words, codec, *sizes)
+            torch.ops.ibp.encode_rows.default(place, block, fault)
             if outlet is not None:
                 outlet.put(targets, (rows, parts))
     CHANGED.raise_for(fault)
     return bases
+
+
+# ---- in the tensor's own memory ----
+
+
+def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options) -> AnyTable:
+    """Returns a table in x's own memory: `ibp.compress(x, inplace=True)`.
+
+    All analysis is done before the first write. Then the rows are rewritten block by block. One operation writes a
+    block and its lengths, so that the table decompresses to x at any time."""
+    _check_owns_memory(x)
+    request = Request.of(x, options)
+    data, geometry, row_bytes = request.data, request.geometry, request.geometry.row_bytes
+    home, pin = memory.home_of(x.device, options.memory, request.device)
+    if home != x.device:
+        raise ValueError(f"memory is {options.memory!r}, but inplace=True leaves x where it is, on {x.device}")
+    coding = coded(replace(request, slot_bytes=row_bytes, in_place=True))
+    if coding is None or coding.stored_bytes >= geometry.num_bytes:
+        coding = None
+        table = kind.of_parts(geometry, "raw", row_bytes, data)
+    else:
+        book, raw = coding.codebook, torch.zeros_like(coding.lengths, device=data.device)  # the memory holds raw rows
+        table = kind.of_parts(geometry, book.scheme, row_bytes, data, book, raw)
+    table._owner = x
+    kept: list[AnyTable] = []
+
+    def work() -> AnyTable:
+        kept.append(table)  # from the first row rewritten, the table is all that is left of x
+        if coding is not None:
+            _encode_in_place(table, data, coding, options.progress)
+        if pin:
+            table.pin_memory()
+        elif pin is None:
+            memory.pin_if_possible(table)
+        return table
+
+    try:
+        return _core.call_keeping_table(kept, work)
+    except BaseException as interruption:  # Python handles signals as that function returns, too
+        if kept:
+            interruption.table = table  # type: ignore[attr-defined]
+        raise
+
+
+def _check_owns_memory(x: torch.Tensor) -> None:
+    if not x.is_contiguous() or x.is_conj() or x.is_neg():
+        raise ValueError(f"x has strides {x.stride()}; compress(inplace=True) wants a contiguous tensor")
+    held = x.untyped_storage().nbytes()
+    if x.storage_offset() != 0 or held != x.nbytes:
+        raise ValueError(
+            f"x has {x.nbytes} bytes of a storage of {held}; "
+            "compress(inplace=True) wants a tensor that owns all of its storage"
+        )
+    if x.requires_grad:
+        raise ValueError("x requires grad; compress(inplace=True) would destroy its values: detach it first")
+
+
+def _encode_in_place(table: Table, data: torch.Tensor, coding: Coding, progress: bool) -> None:
+    """Rewrites the rows of a table, all of which are still raw. One operation of torch changes the bytes and the
+    lengths of a block; the table decodes before it and after it, so that interrupts at any time do no harm."""
+    codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
+    row_bytes, words, entries = table.row_bytes, codebook.words(worker), table.lengths.view(torch.uint8)
+    no_bases = torch.empty(0, dtype=torch.int64, device=worker)
+    no_overflow = torch.empty(0, dtype=torch.uint8, device=worker)
+    blocks = _rows.blocks(data, row_bytes, worker, "compress" if progress else None, whole=False)
+    with staging.outlet(worker, data.device, pageable=True) as outlet:
+        for first, last, block in blocks:
+            targets = data[first * row_bytes : last * row_bytes], entries[2 * first : 2 * last]
+            rows, new_lengths = outlet.take([target.numel() for target in targets])
+            new_lengths.copy_(lengths[first:last].view(torch.uint8))
+            index, sizes, fault = (lengths[first:last], no_bases), (row_bytes, 0, 1, block.numel()), new_record(worker)
+            place = torch.ops.ibp.describe_table.default(rows, no_overflow, *index, words, codebook.codec, *sizes)
+            torch.ops.ibp.encode_rows.default(place, block, fault)
+            CHANGED.raise_for(fault)
+            outlet.put(targets, (rows, new_lengths))

@@ -14,13 +14,14 @@ from .._common import ipc, wire
 from .._common.statistics import shown_memory
 from .._fetch import escapes, gather, indexing, streaming
 from .._fetch import prefetch as prefetching
+from .._layout.geometry import check_tensor, given_tensor
 from .._layout.manners import CodedManners, Movable
 from .._machine import memory
 from .._machine import numa as _numa
 from .._machine.segments import Segment, SharedHandle
 from .._machine.staging import to_device
 from .._rows.table import TENSORS, Table
-from .._schemes import AnyCodebook, Options
+from .._schemes import AnyCodebook, Options, Request
 from . import changes, coding, torch_functions
 
 _ITERATED_BYTES = 4 << 20  # of a block that iteration decodes at once: many rows, little memory
@@ -442,3 +443,10 @@ class CompressedTensor(Movable, CodedManners, Table):
 
 
 torch.serialization.add_safe_globals([CompressedTensor])
+
+
+def compress_rows(x: torch.Tensor | np.ndarray, **options: Any) -> CompressedTensor:
+    """Returns a table of a tensor's rows: `ibp.compress` for the schemes of rows. options: fields of `Options`."""
+    x = given_tensor(x)
+    check_tensor(x)
+    return coding.compressed(CompressedTensor, Request.of(x, Options(**options)))

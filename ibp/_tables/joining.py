@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from .._layout import slots as _layout
 from .._layout.geometry import Geometry
 from .._schemes.codebook import fingerprint_of
 from .compressed_tensor import CompressedTensor
@@ -24,13 +23,13 @@ class Items(NamedTuple):
         return self.table.slots[self.first * self.table.slot_bytes : self.last * self.table.slot_bytes]
 
     def overflow(self) -> torch.Tensor:
-        """What of them lies behind the slots."""
+        """Returns the parts of these items that lie in the overflow."""
         return self.table.overflow[_overflow_before(self.table, self.first) : _overflow_before(self.table, self.last)]
 
 
 def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | None:
-    """One table of items of several tables, one after the other, on a device. Nothing is decoded. None: the tables are
-    not of one form: rows that are items, in slots of one size, coded by equal codebooks."""
+    """Returns one table of items of several tables, one after the other, on a device. Nothing is decoded. Returns None
+    if the tables are not of one form: rows that are items, in slots of one size, coded with equal codebooks."""
     table = parts[0].table
     form = _form(table)
     if form is None or any(_form(part.table) != form for part in parts[1:]):
@@ -45,12 +44,13 @@ def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | Non
     geometry = Geometry(torch.Size((num_items, *table.shape[1:])), table.dtype, table.row_bytes)
     slots, overflow = on_device([part.slots() for part in parts]), on_device([part.overflow() for part in parts])
     lengths = on_device([part.table.lengths[part.first : part.last] for part in parts])
-    bases = _layout.index_rows(lengths, geometry, size) if len(overflow) else None
+    bases = geometry.index_rows(lengths, size) if len(overflow) else None
     return CompressedTensor.of_parts(geometry, table.scheme, size, slots, table.codebook, lengths, overflow, bases)
 
 
 def _form(table: CompressedTensor) -> Hashable | None:
-    """The same for tables whose rows one table can have. None: the table cannot be cut between any two items."""
+    """Returns a value that is equal for tables whose rows can be in one table. Returns None if a table cannot be cut
+    between any two items."""
     if table.codebook is None or table.geometry.item_bytes != table.row_bytes or table._has_own_bases:
         return None
     if not 0 < table.slot_bytes < table.row_bytes:
@@ -59,6 +59,6 @@ def _form(table: CompressedTensor) -> Hashable | None:
 
 
 def _overflow_before(table: CompressedTensor, item: int) -> int:
-    """Bytes of overflow of the items before one."""
+    """Returns the bytes of overflow that the items before `item` have."""
     geometry = Geometry(torch.Size((item, *table.shape[1:])), table.dtype, table.row_bytes)
-    return _layout.survey(table.lengths[:item], geometry).overflow_bytes(table.slot_bytes)
+    return geometry.survey(table.lengths[:item]).overflow_bytes(table.slot_bytes)

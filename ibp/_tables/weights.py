@@ -12,8 +12,7 @@ from .._fetch.streaming import decompress
 from .._layout.geometry import DTYPES
 from .._schemes import AnyCodebook, Options
 from .._schemes.learning import LEAST_BYTES, ROW_BYTES, Kind, Learner, kind_of
-from .compressed_tensor import CompressedTensor
-from .compression import compress_rows
+from .compressed_tensor import CompressedTensor, compress_rows
 
 _OF_LEARNING = {"scheme", "chunk_bytes", "tau", "sample", "clusters"}  # options that a codebook has settled
 _OF_A_MODEL = {field.name for field in fields(Options)} - {"codebook"}

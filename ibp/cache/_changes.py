@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .._layout.geometry import bytes_of, rows_of
-from .._layout.slots import default_length
+from .._layout.geometry import bytes_of, default_length, rows_of
 from .._rows.faults import FaultWords, new_record
 from .._rows.handle import Handle, Parts
 from .._rows.protocols import Ids

@@ -17,7 +17,7 @@ import torch
 from .. import _core
 from .._common.modes import outside_of_modes
 from .._common.rounding import rounded_up
-from .._layout import slots
+from .._layout.geometry import stored_sizes
 from .._rows.faults import new_record
 from .._rows.table import Table, handle_on
 from .._schemes import AnyCodebook
@@ -161,19 +161,18 @@ def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
     lengths, row_bytes = handle_on(table, rows.device).parts.lengths, table.row_bytes
     if lengths.numel() == 0:
         return torch.full_like(rows, row_bytes)
-    sizes = slots.stored_sizes(lengths.view(torch.int16)[rows].to(torch.int64) & 0xFFFF, row_bytes, row_bytes)
+    sizes = stored_sizes(lengths.view(torch.int16)[rows].to(torch.int64) & 0xFFFF, row_bytes, row_bytes)
     return torch.where(sizes <= row_bytes, sizes, 0)
 
 
 def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
     """Bytes of a slot, a multiple of 32, that nearly all rows that have bytes fit; a whole row where there are none.
     may_grow: with room for rows that change to take more bytes."""
-    found = slots.survey(handle_on(table, device).parts.lengths, table.geometry)
+    found = table.geometry.survey(handle_on(table, device).parts.lengths)
     with_bytes = found.num_rows - int(found.sectors[0])
     if not with_bytes:
         return in_sectors(table.row_bytes)
-    rule = slots.SlotRule(overflow_cost=0.0, most_spilled=with_bytes - math.ceil(SLOT_QUANTILE * with_bytes))
-    fits = slots.slots_for(found, rule)[0]
+    fits = found.best_slots(overflow_cost=0.0, most_spilled=with_bytes - math.ceil(SLOT_QUANTILE * with_bytes))[0]
     return in_sectors(min(fits + fits // GROWTH if may_grow else fits, table.row_bytes))
 
 

@@ -23,8 +23,7 @@ from .._rows.plan import spread_bytes
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
 from .._schemes.codebook import work_of
 from .._tables.coded_rows import CodedRows, encode_into
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
 _NEAR_BYTES = 128 << 20  # of pinned memory that address translation reaches on every GPU
 _STREAMED_BYTES = 32 << 20  # of the tensor by which the start of a stream is timed

@@ -12,7 +12,6 @@ from .._common.progress import tqdm
 from .._common.statistics import share_saved
 from .._files.fields import as_json
 from .._files.paths import PathLike
-from .._layout import slots
 from .._layout.geometry import as_tensor
 from .._schemes import SCHEMES, AnyCodebook, Options
 from ._learning import TRIED_BYTES, CheckpointLearning, Codebooks, sample_of, savings_of
@@ -185,7 +184,7 @@ class _Kinds:
         geometry, estimates = self._learning.geometry_of(tensor), SCHEMES[scheme].estimates
         if estimates is not None:
             rows = sample_of([tensor], geometry, TRIED_BYTES)
-            index_share = slots.index_bytes(geometry, True) / geometry.num_bytes
+            index_share = geometry.index_bytes(True) / geometry.num_bytes
             return min(estimates(rows, geometry.row_bytes, geometry.num_rows)) - index_share
         sample = sample_of([tensor], geometry)
         codebook = self._learning.learn(scheme, sample, geometry, False)

@@ -13,7 +13,6 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._layout import geometry as _rows
-from .._layout import slots
 from .._machine import memory
 from .._schemes import AnyCodebook, Options, Request, checked, learn, surveyed
 from .._schemes.clusters import check_clusters
@@ -187,7 +186,7 @@ def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
     """The share of their bytes that a codebook saves of rows, the last one shorter or not, their index counted."""
     geometry = _rows.Geometry(sample.shape, torch.uint8, codebook.row_bytes)
     stored = surveyed(sample, codebook, _CPU).stored
-    return 1 - (stored + slots.index_bytes(geometry, True)) / geometry.num_bytes
+    return 1 - (stored + geometry.index_bytes(True)) / geometry.num_bytes
 
 
 def _pays(savings: float, geometry: _rows.Geometry) -> bool:

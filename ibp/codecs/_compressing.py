@@ -10,10 +10,9 @@ import torch
 from .._common.arguments import near
 from .._layout import geometry as _rows
 from .._machine import numa as _numa
-from .._schemes import SCHEMES, AnyCodebook, Options
-from .._tables.coding import compressed
+from .._schemes import SCHEMES, AnyCodebook, Options, Request
+from .._tables.coding import compressed, compressed_in_place, warn_of_gradient
 from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_in_place, warn_of_gradient
 from ._whole import CODECS, WholeTensor, compress_whole, is_general
 
 if TYPE_CHECKING:
@@ -168,9 +167,9 @@ def compress(
     if not isinstance(scheme, str) or scheme not in _SCHEMES_OF_ROWS:
         return _coded_otherwise(x, scheme, options, inplace)
     if not inplace:
-        return compressed(CompressedTensor, x, options)
+        return compressed(CompressedTensor, Request.of(x, options))
     _refuse("inplace=True keeps every row where it is", options, "layout", "slot_bytes", "numa")
-    return compress_in_place(x, options)
+    return compressed_in_place(CompressedTensor, x, options)
 
 
 def _coded_otherwise(
@@ -189,7 +188,7 @@ def _coded_otherwise(
         raise ValueError(
             f"scheme is {scheme!r}{hint}; wanted one of {_SCHEMES_OF_ROWS}, or a general codec of {sorted(CODECS)}"
         )
-    return compressed(CompressedTensor, x, options)  # which refuses it
+    return compressed(CompressedTensor, Request.of(x, options))  # which refuses it
 
 
 def _refuse(why: str, options: Options, *names: str, inplace: bool = False) -> None:

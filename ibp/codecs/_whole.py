@@ -265,7 +265,7 @@ def compress_whole(
     progress: bool,
 ) -> WholeTensor:
     """See `ibp.compress`."""
-    (home, pin), node = _memory.home_of(x, memory, _memory.usual(device, x)), node_of(numa)
+    (home, pin), node = _memory.home_of(x.device, memory, _memory.usual(device, x)), node_of(numa)
     codec, level = codec_of(scheme)
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
     options = codec.options(x.dtype, level, chunk_bytes)

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 
 import torch
 
-from .._layout import geometry, slots
+from .._layout import geometry
 from .._schemes import PlanesCodebook
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
 ROW_BYTES = 8192  # what a row takes besides its listed elements, 5 to 7 bytes, is then a small part of it
 # Of the weights that a step of an optimizer changes, most move to the next number, up or down.
@@ -54,7 +53,7 @@ def is_well_coded(differences: torch.Tensor) -> bool:
     rows = geometry.sample(data, ROW_BYTES, _SAMPLED_ROWS) if data.numel() >= ROW_BYTES else data
     lengths = torch.ops.ibp.measure_rows(rows, codebook.words(rows.device), codebook.codec)
     valid = min(ROW_BYTES, rows.numel())
-    return int(slots.stored_sizes(lengths, ROW_BYTES, valid).sum()) <= WELL_CODED * rows.numel()
+    return int(geometry.stored_sizes(lengths, ROW_BYTES, valid).sum()) <= WELL_CODED * rows.numel()
 
 
 def code(differences: torch.Tensor, like: torch.Tensor | CompressedTensor) -> CompressedTensor:

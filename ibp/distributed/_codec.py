@@ -10,7 +10,6 @@ import torch
 from .._common import wire
 from .._common.rounding import rounded_up
 from .._layout import geometry as _rows
-from .._layout import slots
 from .._schemes import AnyCodebook, check_codebook, surveyed
 from .._schemes.codebook import fingerprint_of
 from .._schemes.learning import learned_from
@@ -18,10 +17,11 @@ from .._schemes.planes import check_level
 from .._tables.coded_rows import CodedRows
 
 ROW_BYTES = 4096  # of messages
-_SECTOR = slots.SECTOR_BYTES  # of slots and of parts of overflow
+_SECTOR = _rows.SECTOR_BYTES  # of slots and of parts of overflow
 _SLACK = 1 / 256  # of a message's raw bytes: overflow beyond what rows of the sample take
 _LEAST_OVERFLOW = 4096  # bytes
-_RULE = slots.SlotRule(near=1.01)  # of such slots the largest are left by the fewest rows
+# The largest slots are taken that cost this many times the least: the fewest rows leave them.
+_NEAR = 1.01
 _LEAST_SAVINGS = 0.02  # a codec that saves less is none
 _LAYOUT = 2  # of messages: it changes when the meaning of their bytes does
 
@@ -127,7 +127,7 @@ def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
     codebook = learned_from(data, ROW_BYTES, dtype if is_known else torch.uint8, level=level)
     if codebook is None:
         return None
-    slot_bytes, mean_overflow = slots.slots_for(surveyed(data, codebook), _RULE)
+    slot_bytes, mean_overflow = surveyed(data, codebook).best_slots(near=_NEAR)
     if slot_bytes == ROW_BYTES:
         return None
     codec = Codec(codebook, slot_bytes, 1.25 * mean_overflow + _SLACK * ROW_BYTES)

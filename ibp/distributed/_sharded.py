@@ -16,7 +16,6 @@ from .._fetch.calls import check_out, sms_of, target_of, worker_of
 from .._fetch.ids import check_range, list_of_ids
 from .._layout import geometry as _rows
 from .._layout.manners import TensorManners
-from .._layout.slots import checked_slot_bytes, stored_sizes
 from .._machine import numa as _numa
 from .._machine.memory import usual
 from .._rows.faults import CorruptTableError, new_record
@@ -26,8 +25,7 @@ from .._rows.table import OF_SELECTIONS, handle_on
 from .._schemes import AnyCodebook, Options, Request, checked, coding_of, learn, surveyed
 from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
 _ALIGNMENT = 16  # bytes, of coded rows that are sent
 _ANY_WAYS = 32  # of a map that is empty
@@ -138,7 +136,7 @@ class ShardedTable(OfThisProcess, TensorManners):
             checked(Options(**options))
             geometry = _rows.Geometry.of(x, row_bytes)
             _check_whole_rows(geometry)
-            checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
+            _rows.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
             same = {"shape of items": list(x.shape[1:]), "dtype": x.dtype, "row_bytes": geometry.row_bytes, **options}
             return same, x.shape[0], usual(device, x)
 
@@ -146,7 +144,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         same_on_all("from_local", [same for same, _, _ in described])
         num_items, worker = sum(count for _, count, _ in described), described[members.rank][2]
         geometry = _rows.Geometry(torch.Size((num_items, *x.shape[1:])), x.dtype, described[0][0]["row_bytes"])
-        slots = checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
+        slots = _rows.checked_slot_bytes(layout, slot_bytes, geometry.row_bytes)
         codebook = _learned(x, members, geometry, checked(Options(**options)), worker, slots)
         settings: dict[str, Any] = {"scheme": "raw", "row_bytes": geometry.row_bytes}
         if codebook is not None:
@@ -386,7 +384,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         """Where rows with these entries of the index begin when they are sent one after the other, and the end: int64
         [rows + 1]. Coded ones begin at multiples of 16 bytes, which kernels copy faster."""
         row_bytes = self.local_table.row_bytes
-        sizes = stored_sizes(lengths, row_bytes, row_bytes)
+        sizes = _rows.stored_sizes(lengths, row_bytes, row_bytes)
         if self._codebook is not None:
             sizes = (sizes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
         return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))

@@ -26,8 +26,7 @@ from .._files.fields import dtype_name
 from .._files.saving import save
 from .._files.sets import INDEX_SUFFIX, coded_name, index_of
 from .._offload.offloaded import Offloaded, offload
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from ..checkpoints._ibp_files import open_ibp
 from ..checkpoints._model_files import CODED_WEIGHTS, METHOD, WEIGHTS, lines_that_load
 from ..checkpoints._planning import SHARD_BYTES

@@ -10,7 +10,7 @@ import torch
 from .. import _core
 from .._common.arguments import whole_number
 from .._common.rounding import rounded_up
-from .._layout import geometry, slots
+from .._layout import geometry
 from .._machine import memory
 from .._schemes import AnyCodebook, PlanesCodebook, check_codebook, surveyed
 from .._schemes.learning import analyze
@@ -99,8 +99,8 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
     data, worker = geometry.bytes_of(_as_rows(sample, row_bytes)), memory.usual(None, sample)
     survey = surveyed(data, codebook, worker)
     last = survey.num_rows - 1
-    rule = slots.SlotRule(_SECTOR, overflow_cost=0.0, most_spilled=last - int(_SHARE_IN_SLOTS * last))
-    return _rounded(*slots.slots_for(survey, rule), row_bytes)
+    suited = survey.best_slots(_SECTOR, overflow_cost=0.0, most_spilled=last - int(_SHARE_IN_SLOTS * last))
+    return _rounded(*suited, row_bytes)
 
 
 def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:

@@ -18,7 +18,7 @@ from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
 from .._fetch.calls import sms_of
 from .._fetch.ids import check_range, list_of_ids
-from .._layout.slots import stored_sizes
+from .._layout.geometry import stored_sizes
 from .._machine import memory as _memory
 from .._machine.memory import is_capturing
 from .._rows.faults import Faults, FaultWords

@@ -15,8 +15,7 @@ from .._common.conversions import guard_conversions
 from .._common.in_place import NotTheModel, check_model
 from .._common.progress import tqdm
 from .._common.statistics import share_saved, shown_memory
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from .._tables.weights import is_worth_coding
 from ..checkpoints._source import is_chosen
 from ._embedding import Embedding

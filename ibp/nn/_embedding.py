@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 import torch
 
 from .._fetch.bags import checked_padding
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from .._tables.torch_functions import embedding_of
 from ..cache import RowCache
 from ._making import NormalRows, table_of

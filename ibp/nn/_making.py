@@ -9,8 +9,7 @@ import torch
 from .._layout.geometry import sampled
 from .._machine import memory
 from .._tables import changes
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
 _BLOCK_BYTES = 64 << 20
 _SAMPLED_ELEMENTS = 1 << 19  # of rows that a codebook is learned from, as ibp.compress takes them

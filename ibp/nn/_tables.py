@@ -18,8 +18,7 @@ from .._fetch.linear import linear, slot_bytes_for
 from .._fetch.products import differentiable
 from .._machine import memory
 from .._schemes import PlanesCodebook
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from .._tables.torch_functions import linear_of
 from ._neighbours import Neighbours
 from ._stacks import by_rows, reshaped

@@ -23,8 +23,7 @@ import torch.distributed as dist
 from .._common.graphs import outside_of_graphs
 from .._common.group import RankGroup
 from .._tables.changes import put_items
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import compress_rows
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from ..nn._tables import placed_like
 from ..nn._training import RowGradient, RowsModule, summed
 

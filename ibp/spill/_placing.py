@@ -6,13 +6,11 @@ import torch
 
 from .._fetch.streaming import decompress
 from .._layout import geometry as _rows
-from .._layout import slots as _layout
 from .._machine import memory
 from .._machine.staging import to_device
-from .._schemes import AnyCodebook, Options, checked
-from .._tables.coding import Coding, geometry_of, placed
+from .._schemes import AnyCodebook, Options, Request
+from .._tables.coding import Coding, placed, warn_of_gradient
 from .._tables.compressed_tensor import CompressedTensor
-from .._tables.compression import warn_of_gradient
 from . import _targets
 from ._profiling import TensorProfile
 
@@ -83,19 +81,20 @@ def place(
     warn_of_gradient(x)
     if scheme == "raw":
         raise ValueError("scheme is 'raw'; wanted 'planes', 'ibp' or 'auto': raw rows need slots of their full size")
-    options = checked(Options(scheme, level=level, codebook=codebook, row_bytes=row_bytes, progress=progress))
-    geometry = geometry_of(x, row_bytes, codebook)
+    worker = memory.usual(device, x)
+    options = Options(scheme, level=level, codebook=codebook, row_bytes=row_bytes, device=worker, progress=progress)
+    request = Request.of(x, options)
     if slot_bytes not in (None, 0):
-        _layout.checked_slot_bytes("slots", slot_bytes, geometry.row_bytes)
+        _rows.checked_slot_bytes("slots", slot_bytes, request.geometry.row_bytes)
 
     def slots_for(coding: Coding) -> int:
         if slot_bytes is not None:
             return slot_bytes
         if ratio is not None:
-            return _targets.slot_bytes_of(ratio, geometry.row_bytes)
+            return _targets.slot_bytes_of(ratio, request.geometry.row_bytes)
         return _targets.slots_within(threshold, coding.survey, _targets.RATIOS)
 
-    return placed(CompressedTensor, x, options, slots_for, memory.usual(device, x))
+    return placed(CompressedTensor, request, slots_for)
 
 
 def _moved(table: CompressedTensor, device: torch.device) -> CompressedTensor:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from .._common.progress import tqdm
-from .._layout import geometry, slots
+from .._layout import geometry
 from .._machine import memory
 from .._schemes import AnyCodebook, Options, Request, checked, surveyed
 from .._tables.coding import coded_in_slots
@@ -88,10 +88,10 @@ class TensorProfile:
         wanted = (_targets.slots_within(share, found, self.ratios) for found in surveys)
         return replace(self, slot_bytes=max(wanted))
 
-    def _survey(self, sectors: tuple[int, ...]) -> slots.Survey:
+    def _survey(self, sectors: tuple[int, ...]) -> geometry.Survey:
         """Of rows that take k sectors each, as `histograms` counts them."""
-        stored = slots.SECTOR_BYTES * sum(k * count for k, count in enumerate(sectors))
-        return slots.Survey(self.row_bytes, stored, torch.tensor(sectors, dtype=torch.int64, device="cpu"))
+        stored = geometry.SECTOR_BYTES * sum(k * count for k, count in enumerate(sectors))
+        return geometry.Survey(self.row_bytes, stored, torch.tensor(sectors, dtype=torch.int64, device="cpu"))
 
 
 @dataclass(frozen=True)

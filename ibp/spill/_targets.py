@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .. import _core
 from .._common.arguments import number
-from .._layout import slots
+from .._layout.geometry import Survey
 
 # Those of Buddy Compression (section 3.4), 16 for what is mostly zero; and infinity, where nothing has a slot.
 RATIOS = (1.0, 4 / 3, 2.0, 4.0, 16.0, math.inf)
@@ -43,10 +43,9 @@ def checked_threshold(threshold: float) -> float:
     return share
 
 
-def slots_within(share: float, found: slots.Survey, ratios: Sequence[float] | None) -> int:
+def slots_within(share: float, found: Survey, ratios: Sequence[float] | None) -> int:
     """The smallest slots that at most this share of the rows leaves. ratios: to choose from, besides 1; None: all whole
     numbers of sectors."""
     row_bytes = found.row_bytes
     sizes = None if ratios is None else [row_bytes, *(slot_bytes_of(ratio, row_bytes) for ratio in ratios)]
-    rule = slots.SlotRule(overflow_cost=0.0, most_spilled=share * found.num_rows, sizes=sizes)
-    return slots.slots_for(found, rule)[0]
+    return found.best_slots(overflow_cost=0.0, most_spilled=share * found.num_rows, sizes=sizes)[0]

@@ -26,7 +26,7 @@ from helpers import (
     planes_codebook,
     spiky_rows,
 )
-from ibp._layout import slots
+from ibp._layout.geometry import Survey
 from ibp._machine import memory as _memory
 from ibp._machine import staging
 from interrupts import Interrupted, InterruptedOperations, assert_kept, interrupt_at
@@ -141,13 +141,13 @@ def test_slots_coded_ahead_are_those_of_all_rows(cuda, monkeypatch, slot_bytes):
     assert_same_table(
         table.cpu(), ibp.compress(x, layout=layout, slot_bytes=slot_bytes or None, codebook=table.codebook)
     )
-    right, asked = slots.Survey.table_slot_bytes.func, []
+    right, asked = Survey.table_slot_bytes.func, []
 
     def table_slot_bytes(survey):
         asked.append(survey.num_rows)
         return right(survey) - (64 if survey.num_rows < len(x) else 0)
 
-    monkeypatch.setattr(slots.Survey, "table_slot_bytes", property(table_slot_bytes))
+    monkeypatch.setattr(Survey, "table_slot_bytes", property(table_slot_bytes))
     assert_same_table(ibp.compress(x.to(cuda), layout=layout, slot_bytes=slot_bytes or None), table)
     assert slot_bytes is not None or {len(x)} < {*asked}
 

@@ -19,7 +19,7 @@ import reference_planes as reference
 from golden import make_learned
 from golden.make_planes import CASES, load
 from helpers import DTYPES, assert_same_bits, bytes_of, make_tensor, planes_codebook, reference_planes_codebook
-from ibp._layout import slots
+from ibp._layout.geometry import stored_sizes
 from ibp._schemes import PlanesCodebook
 from ibp._schemes.planes import learn_planes, num_entries
 from test_planes_rows import codec_of as coder_of
@@ -58,7 +58,7 @@ def as_sample(rows):
 def row_bytes_of(codebook, sample):
     """Bytes of every row as stored."""
     lengths = torch.ops.ibp.measure_rows(sample, codebook.words("cpu"), codebook.codec)
-    return slots.stored_sizes(lengths, codebook.row_bytes, codebook.row_bytes)
+    return stored_sizes(lengths, codebook.row_bytes, codebook.row_bytes)
 
 
 def learned(x, row_bytes=None, **kwargs):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import ibp
 from helpers import assert_same_bits
-from ibp._layout import slots
+from ibp._layout.geometry import Survey, stored_sizes
 from ibp._rows.table import Table
 from ibp._schemes import Options
 from ibp._tables import coding
@@ -43,7 +43,7 @@ def mixed(count=300):
 def stored(table):
     """Bytes of every row as stored."""
     lengths = table.lengths.view(torch.int16).to(torch.int64) & 0xFFFF
-    return slots.stored_sizes(lengths, table.row_bytes, table.row_bytes)
+    return stored_sizes(lengths, table.row_bytes, table.row_bytes)
 
 
 def row_bytes_of(table, row):
@@ -259,8 +259,8 @@ def test_the_cheapest_slots(row_bytes, options, data):
             costs[size] = size * len(taken) + options.get("overflow_cost", 1) * sum(parts)
             costs[size] += options.get("part_cost", 0) * spilled
     wanted = max(size for size, cost in costs.items() if cost <= options.get("near", 1) * min(costs.values()))
-    survey = slots.Survey(row_bytes, 0, torch.tensor([taken.count(k) for k in range(most + 1)]))
-    found = slots.slots_for(survey, slots.SlotRule(least=least, **options))
+    survey = Survey(row_bytes, 0, torch.tensor([taken.count(k) for k in range(most + 1)]))
+    found = survey.best_slots(least, **options)
     assert found == (wanted, pytest.approx(sum(overflows[wanted]) / len(taken)))
 
 

@@ -1,14 +1,14 @@
 """How many Python functions of ibp a call of `compress` enters: what a tensor costs does not grow by checks, bars,
-blocks and devices that it does not need."""
+blocks and devices that it does not need, and its way through the files is short."""
 
 import pytest
 import torch
 
 import ibp
-from counted import calls_of
+from counted import calls_of, files_of, returns_of, stations_of
 from helpers import assert_same_bits
 
-MOST_WITH_A_CODEBOOK = 40
+MOST_WITH_A_CODEBOOK = 39
 ON_CPU = {"device": torch.device("cpu"), "memory": "host"}
 
 
@@ -35,3 +35,14 @@ def test_a_given_codebook(dtype, options, num_rows):
 def test_raw_rows():
     x = rows(torch.bfloat16)
     assert len(calls_of(lambda: ibp.compress(x, scheme="raw", **ON_CPU))) <= 30
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "packed"}], ids=str)
+def test_the_way_of_a_tensor(options):
+    """With a given codebook few functions are given the tensor or its bytes, and few files are entered twice."""
+    x = rows(torch.bfloat16)
+    codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
+    call = lambda: ibp.compress(x, codebook=codebook, **options, **ON_CPU)  # noqa: E731
+    stations = stations_of(call, x)
+    assert len(stations) <= 15 and returns_of(stations) <= 5, stations
+    assert len(files_of(call)) <= 8, files_of(call)

@@ -5,7 +5,6 @@ import torch
 
 import ibp
 from helpers import assert_same_bits, embedding, make_tensor, one_hot_rows, spiky_rows
-from ibp._layout import slots
 from ibp._layout.geometry import Geometry
 from ibp._schemes.learning import row_ns
 
@@ -122,7 +121,7 @@ def test_arguments_of_estimate(arguments, error):
 @pytest.mark.parametrize("num_bytes", [1, 31, 4096, 100_001])
 def test_sectors_of_raw_rows(num_bytes, row_bytes):
     geometry = Geometry(torch.Size((num_bytes,)), torch.uint8, row_bytes)
-    assert slots.raw_link_bytes(geometry) == slots.link_bytes(torch.empty(0, dtype=torch.uint16), geometry, row_bytes)
+    assert geometry.raw_link_bytes() == geometry.link_bytes(torch.empty(0, dtype=torch.uint16), row_bytes)
 
 
 def test_time_of_a_row():

@@ -18,13 +18,12 @@ from helpers import (
     TENSORS,
     assert_same_bits,
     assert_same_table,
-    bytes_of,
     embedding,
     make_tensor,
     plain_table,
     spiky_rows,
 )
-from ibp._layout import geometry, slots
+from ibp._layout import geometry
 from ibp._schemes import Options, Request
 from ibp._tables import coding
 from ibp._tables.compressed_tensor import CompressedTensor
@@ -810,8 +809,8 @@ def test_few_bytes_of_the_host_are_coded_there(monkeypatch, num_rows, is_free, d
     options = Options("planes", sample=0.9, device=named)  # lengths of all sampled rows are known without a device
     codebook = ibp.codecs.analyze(x, scheme="planes", device="cpu")
     for given in (options, dataclasses.replace(options, codebook=codebook)):
-        rows = coding.geometry_of(x, None, given.codebook)
-        found = coding.coded(Request(bytes_of(x), rows, torch.device("cuda", 0), given))
+        request = Request.of(x, dataclasses.replace(given, device="cpu"))
+        found = coding.coded(dataclasses.replace(request, device=torch.device("cuda", 0), options=given))
         assert found.stored_bytes < x.nbytes and asked.pop() == device and not asked
 
 
@@ -831,10 +830,10 @@ def test_rows_coded_while_they_are_measured(monkeypatch, options):
     with monkeypatch.context() as patched:  # in several blocks
         patched.setattr(geometry, "_NEAR_BLOCK_BYTES", x.nbytes // 3)
         assert_same_table(ibp.compress(x, device="cpu", **options), table)
-    right = slots.Survey.table_slot_bytes.func
+    right = geometry.Survey.table_slot_bytes.func
     wrong = property(lambda survey: right(survey) - (64 if survey.num_rows < len(x) else 0))
     with monkeypatch.context() as patched:
-        patched.setattr(slots.Survey, "table_slot_bytes", wrong)
+        patched.setattr(geometry.Survey, "table_slot_bytes", wrong)
         assert_same_table(ibp.compress(x, device="cpu", **options), table)
     monkeypatch.setattr(coding, "_MORE_OVERFLOW", 0)
     monkeypatch.setattr(coding, "_LEAST_SHARE", 0)
