@@ -5,7 +5,7 @@ that many of them share (table, codebook, codec, ids, fault, max_sms) are docume
 Unless an operation's documentation says otherwise:
 
 - Tensors are flat and contiguous. All tensors of a call are on the CPU, or all on one CUDA device. Pinned host memory
-  is given as a tensor of the CUDA device (`_memory.device_view`).
+  is given as a tensor of the CUDA device (`_machine.memory.device_view`).
 - Memory that an operation writes is shared with no other argument.
 - Arguments that break these rules or contradict each other raise RuntimeError, whatever their values are. An operation
   trusts only the bytes of `table` and `cache`, and addresses: of streamers, stagers, `buffers`, `addresses` and deltas.

@@ -22,7 +22,7 @@ allocator is told of these streams, and keeps the former memory until they are d
 
 Users: blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), layers of KV-caches, and
 blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) go through a ring of the core,
-csrc/cuda/stream.cu, which decodes where its copies arrive and needs Python once a tensor, not once a buffer.
+csrc/cuda/stream/stream.cu, which decodes where its copies arrive and needs Python once a tensor, not once a buffer.
 """
 
 from __future__ import annotations
