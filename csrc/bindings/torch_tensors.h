@@ -1,6 +1,6 @@
 // torch_tensors.h - turns tensors into checked memory, and functions into operations of torch, whose work on the CPU it
-// shares among torch's threads. If an argument is wrong, or a call of torch fails, a std::runtime_error is thrown, which
-// torch hands to Python as a RuntimeError.
+// shares among torch's threads. If an argument is wrong, or a call of torch fails, a std::runtime_error is thrown,
+// which torch hands to Python as a RuntimeError.
 //
 // Messages are put together without streams, because streams crash if a compiler has linked a part of libstdc++
 // statically, beside the libstdc++ of torch. Torch's own inline functions write their messages to streams. So this file

@@ -5,9 +5,9 @@
  * every k how many elements have a symbol of rank k or higher. These numbers are called the tails of the shape.
  *
  * The counted elements are sorted once, by value. The symbols of every shape are prefixes of the values, possibly
- * without the sign, so that one pass over the sorted counts gives the counts of a shape. Plans for listed rows and plans
- * with entries for each column get tails in the same way, from the elements that are listed and from counts of some
- * columns. All plans are then compared by the bytes that a mean row takes, with its share of the codebook. */
+ * without the sign, so that one pass over the sorted counts gives the counts of a shape. Plans for listed rows and
+ * plans with entries for each column get tails in the same way, from the elements that are listed and from counts of
+ * some columns. All plans are then compared by the bytes that a mean row takes, with its share of the codebook. */
 #include "bits.h"
 #include "checks.h"
 #include "planes_layout.h"
@@ -28,7 +28,8 @@ enum {
     /* Whole elements that are longer than a prefix are sorted, and this many give their counts; of floats half as many,
      * because these are seldom symbols. */
     MOST_LONG = 1 << 14,
-    /* Up to this many elements are sorted for their prefixes, too, which is faster than to clear and to read the array. */
+    /* Up to this many elements are sorted for their prefixes, too, because that is faster than clearing and reading the
+     * array. */
     MOST_SORTED = 1 << 12,
     /* Plans are compared by about this many elements, or by this many if elements are bytes. */
     FEW_ELEMENTS = 1 << 16,
@@ -60,8 +61,8 @@ static const double AS_GOOD = 1.001;
 static const double FAST_COST = 1.006;
 /* The same holds for a plan with entries for each column, which is decoded less fast. */
 static const double FAST_COLUMNS_COST = 1.003;
-/* Rotated shapes with entries for each column are searched only if the first of them costs no more than the best that is
- * not rotated, times this. */
+/* Rotated shapes with entries for each column are searched only if the first of them costs no more than the best that
+ * is not rotated, times this. */
 static const double FAR_WORSE = 1.03;
 /* Of the two shapes found, rotated and not, both are compared on all columns if their costs are within this factor. */
 static const double WORSE = 1.01;
@@ -172,8 +173,8 @@ typedef struct room {
 
 /* ---- shapes and digits ------------------------------------------------------------------------------------------- */
 
-/* Returns whether to try prefixes of `prefix` bits as symbols, without their highest bit if rotate is 1. All prefixes of
- * integers and of bytes are tried. Of other floats whole elements are, and prefixes about as long as the exponent. */
+/* Returns whether to try prefixes of `prefix` bits as symbols, without their highest bit if rotate is 1. All prefixes
+ * of integers and of bytes are tried. Of other floats whole elements are, and prefixes about as long as the exponent. */
 static bool is_tried(const search *s, uint32_t prefix, uint32_t rotate)
 {
     const uint32_t least = s->exponent_bits > 3 ? s->exponent_bits - 2 : 1;
