@@ -174,7 +174,8 @@ typedef struct room {
 /* ---- shapes and digits ------------------------------------------------------------------------------------------- */
 
 /* Returns whether to try prefixes of `prefix` bits as symbols, without their highest bit if rotate is 1. All prefixes
- * of integers and of bytes are tried. Of other floats whole elements are, and prefixes about as long as the exponent. */
+ * of integers and of bytes are tried. Of other floats whole elements are tried, and prefixes about as long as the
+ * exponent. */
 static bool is_tried(const search *s, uint32_t prefix, uint32_t rotate)
 {
     const uint32_t least = s->exponent_bits > 3 ? s->exponent_bits - 2 : 1;
