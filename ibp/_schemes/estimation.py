@@ -268,7 +268,7 @@ def _percent(share: float) -> str:
 
 
 def checked(options: Options) -> Options:
-    """Returns the options with Python's own numbers in place of those of numpy and of tensors.
+    """Returns the options, checked as far as that needs no tensor. Numbers of numpy and of tensors become Python's own.
 
     Only the options that a codebook is learned by are checked. The others depend on the tensor, as the codebook does.
 

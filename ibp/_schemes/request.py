@@ -1,4 +1,4 @@
-"""The options of `ibp.compress`, what a codebook is learned for, and the rows that it is learned from."""
+"""Holds the options of `ibp.compress`, and draws the rows from which a codebook is learned."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `ibp.compress` besides x and inplace, which describes them. All code below `ibp.compress` is
-    given an `Options` and reads what it needs from it. `estimation.checked` checks one without the tensor."""
+    """Holds the arguments of `ibp.compress` other than x and inplace; its docstring describes them. All code below
+    `ibp.compress` reads them from here. `estimation.checked` checks them as far as that needs no tensor."""
 
     scheme: str = "auto"
     chunk_bytes: int | None = None
@@ -44,14 +44,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Request:
-    """The rows that a codebook is learned for, and the options that it is learned by.
+    """Holds the rows of a tensor for which a codebook is wanted, and the options for learning one.
 
     Attributes:
         data: the bytes of the tensor, uint8 [geometry.num_bytes].
-        geometry: how they are cut into rows.
+        geometry: how these bytes are cut into rows.
         device: where the codebook is learned.
         options: checked by `estimation.checked`.
-        slot_bytes: of the table's slots; 0: the table is packed; None: the size is to be chosen.
+        slot_bytes: the size of the table's slots; 0: the table is packed; None: the size is still to be chosen.
         paper: an option of scheme "ibp" (see `ibp.codecs.analyze`).
         codes_invariant: whether the codebook has a coded form for every row, also for rows that lack what all sampled
             rows have in common.
