@@ -83,8 +83,8 @@ def empty_tensor(
 def empty_parts(
     sizes: Sequence[int], device: torch.device, pin: bool | None, node: int = -1
 ) -> tuple[list[torch.Tensor], bool]:
-    """Returns tensors as `empty` makes them, and whether they are pinned. pin: None: they are where the system lets;
-    either all of them are, or none is and a warning says so."""
+    """Returns tensors as `empty` makes them, and whether they are pinned. pin: if it is None, the tensors are pinned if
+    the system allows it for all of them; else all are pageable, and a warning says so."""
     if pin is not False:
         try:
             return [empty(size, device, True, node) for size in sizes], True
@@ -237,8 +237,8 @@ def canonical(device: torch.device | str | int) -> torch.device:
 
 
 def usual(device: torch.device | str | int | None, x: torch.Tensor | None = None) -> torch.device:
-    """Returns the device that works: the one asked for, as `canonical` gives it. None: the GPU of a tensor x that is on
-    one, else the current CUDA device if there is one, else the CPU."""
+    """Returns the device that does the work: the named device, as `canonical` gives it. If device is None, this is x's
+    GPU if x is on a GPU, else the current CUDA device if there is one, else the CPU."""
     if device is None and x is not None and x.is_cuda:
         device = x.device
     elif device is None and not ops.cuda_is_available():

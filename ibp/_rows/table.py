@@ -42,8 +42,8 @@ _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "over
 
 
 class Table(TensorManners, Saves):
-    """What a table consists of. The constructor checks fields that come from a file, a pickle or a caller; `of_parts`
-    takes those that the library itself has made. From then on only `update_`, `append` and `refit` set them."""
+    """Holds the parts of a table. The constructor checks parts that come from a file, a pickle or a caller; `of_parts`
+    takes parts that the library itself has made. Later only `update_`, `append` and `refit` change them."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -420,7 +420,7 @@ class Table(TensorManners, Saves):
         vars(self).update(_stored_bytes=None, _link_bytes=None, _is_pinned=is_pinned)
 
     def _keep_handle(self, device: torch.device, parts: Parts) -> Handle:
-        """Makes a handle of parts that a device reads, and keeps it as the table's handle for that device."""
+        """Makes the table's handle for a device from parts that the device can read, and keeps the handle."""
         fault, plan, machine = self._faults.on(device), Plan(), None  # compiled code and graphs find the record made
         if device.type == "cuda":
             rates = calibration.in_force(device)

@@ -40,8 +40,8 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `ibp.compress` besides x and inplace, which describes them. All code below `ibp.compress` is
-    given an `Options` and reads what it needs from it. `checked` checks one without the tensor."""
+    """Holds the arguments of `ibp.compress` other than x and inplace; its docstring describes them. All code below
+    `ibp.compress` reads them from here. `checked` checks them as far as that needs no tensor."""
 
     scheme: str = "auto"
     chunk_bytes: int | None = None
@@ -60,7 +60,7 @@ class Options:
 
 
 def checked(options: Options) -> Options:
-    """Returns the options with Python's own numbers in place of those of numpy and of tensors.
+    """Returns the options, checked as far as that needs no tensor. Numbers of numpy and of tensors become Python's own.
 
     Only the options that a codebook is learned by are checked. The others depend on the tensor, as the codebook does.
 
@@ -96,15 +96,15 @@ def checked(options: Options) -> Options:
 
 @dataclass(frozen=True)
 class Request:
-    """The rows of a tensor that are to be coded, and the options. `of` makes one of a tensor. Samples of the rows are
-    drawn when they are first asked for.
+    """Holds the rows of a tensor that are to be coded, and the options. `of` makes a request from a tensor. Samples of
+    the rows are drawn when they are first asked for.
 
     Attributes:
         data: the bytes of the tensor, uint8 [geometry.num_bytes].
-        geometry: how they are cut into rows.
+        geometry: how these bytes are cut into rows.
         device: where the codebook is learned and the rows are coded.
         options: checked by `checked`.
-        slot_bytes: bytes of the table's slots; 0: the table is packed; None: the size is to be chosen.
+        slot_bytes: the size of the table's slots; 0: the table is packed; None: the size is still to be chosen.
         paper: an option of scheme "ibp" (see `ibp.codecs.analyze`).
         codes_invariant: whether the codebook has a coded form for every row, also for rows that lack what all sampled
             rows have in common.

@@ -37,7 +37,7 @@ CHANGED = FaultWords(
 
 
 class Coding(NamedTuple):
-    """What is known of all rows before memory is allocated for them.
+    """Holds what measuring all rows has told, before the table's memory is allocated.
 
     Attributes:
         codebook: what they are encoded with.
@@ -164,8 +164,8 @@ def placed(kind: type[AnyTable], request: Request, slots_for: Callable[[Coding],
 
 
 def coded(request: Request, room: Callable[[int], torch.Tensor] | None = None) -> Coding | None:
-    """Returns the codebook that is given or learned, and what all rows take with it; None if there are no rows, or raw
-    rows are best.
+    """Measures all rows with the codebook that is given, or with one that it learns. Returns None if there are no rows,
+    or if raw rows are best.
 
     A codebook may leave out what all sampled rows have in common; rows that lack it stay raw. If these are too many, a
     second codebook is learned that leaves out nothing, and the better one is taken.

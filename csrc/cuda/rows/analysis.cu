@@ -11,9 +11,8 @@ namespace ibp {
 
 constexpr uint32_t kThreads = 256, kRowsAhead = 8;
 
-// Returns word w of a row at any address, filled up with zeros. is_inner: the word and the next three bytes are in the
-// row, or the word is, and all rows are aligned. Words are then loaded whole, and bytes one by one if not: the last row
-// may end where its allocation ends.
+// Returns word w of a row at any address; bytes after the row count as zeros. is_inner: what is_inner_word says of w.
+// If it is true, the row's memory is loaded by aligned words, else byte by byte.
 __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t row_bytes, uint32_t w, bool is_inner)
 {
     const uint8_t *const from = row + 4u * w;
@@ -28,7 +27,8 @@ __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t r
     return word;
 }
 
-// Returns whether `load_row_word` loads words whole, word w of every row.
+// Returns whether word w of every row can be loaded by aligned words that end within the row. A load beyond the last
+// row could leave its allocation. The second aligned word of a row that is not aligned ends up to 3 bytes after word w.
 __device__ __forceinline__ bool is_inner_word(const uint8_t *data, uint32_t row_bytes, uint32_t w)
 {
     const bool are_aligned = aligned(data, 4u) && row_bytes % 4u == 0u;
