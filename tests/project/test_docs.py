@@ -1,11 +1,13 @@
 """README.md, docs/*.md and their like: their code runs, their links lead somewhere.
 
 The first word after a fence says what a block is. `python` blocks of one file run one after the other with the same
-names; further words say what a block needs: `gpu`, or modules, without which it is left out. `c` blocks are translation
-units, which are compiled, and run if they have a main(); a second word `fragment` marks C that belongs into a function
-of the reader's. The commands of `sh` blocks must exist. `text` is output.
+names; further words say what a block needs: `gpu`, or modules. A block is left out if one of them is missing, or is of
+an older release than pages are written for. `c` blocks are translation units, which are compiled, and run if they have
+a main(); a second word `fragment` marks C that belongs into a function of the reader's. The commands of `sh` blocks
+must exist. `text` is output.
 """
 
+import importlib.metadata
 import importlib.util
 import re
 import shlex
@@ -19,6 +21,7 @@ import pytest
 import torch
 
 import ibp
+from ibp.integrations._releases import numbers
 from native import CORE_SOURCES, CSRC, INCLUDES, PLAIN, ROOT, c_compiler, compiled, core_objects, linked, run, written
 
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -27,6 +30,7 @@ LANGUAGES = {"python", "python gpu", "c", "c fragment", "cuda", "cmake", "make",
 # Modules that blocks may need.
 MODULES = {"accelerate", "dgl", "diffusers", "flexgen", "peft", "pyg_lib", "scipy", "torch_geometric", "transformers"}
 PACKAGES = {"zstandard"}  # optional, without which blocks are left out
+WRITTEN_FOR = {"transformers": "5.24"}  # whose arguments have other names before
 MAX_COLUMNS = 80  # of code
 MAX_ENTRIES = 18  # of the menu
 names_of_pages = {"ids": lambda page: page.name}
@@ -72,10 +76,12 @@ def test_code_is_narrow(page):
 
 
 def is_there(need):
-    """Whether a GPU, or a module, is."""
+    """Whether a GPU, or a module of a release that pages are written for, is."""
     if need == "gpu":
         return torch.cuda.is_available() and ibp.cuda_is_available()
-    return importlib.util.find_spec(need) is not None
+    if importlib.util.find_spec(need) is None:
+        return False
+    return need not in WRITTEN_FOR or numbers(importlib.metadata.version(need)) >= numbers(WRITTEN_FOR[need])
 
 
 def marks_of(page):
