@@ -1301,6 +1301,7 @@ def language_models(results):
     return f"{steps.text} {source(results, 'llm')}:\n\n{steps.markdown(results)}" if steps.rows(results) else ""
 
 
+LOAD = ("case", "card_gib", "requests", "prompt_tokens", "new_tokens")
 SHOWN_VECTORS = (1, 16, 64, 512)  # of products, in docs/llm.md
 
 
@@ -1330,6 +1331,39 @@ def freed_memory(results):
         f"Tokens whose BF16 keys and values fit beside the weights, with room to compute on a prompt of {PROMPT:,} "
         f"tokens, and how many sequences of {SEQUENCE:,} tokens these are; reckoned from measured bytes "
         f"{source(results, 'llm')}:\n\n{markdown(heads, lines)}"
+    )
+
+
+PLAIN, CODED = "plain", "coded weights"  # arms of serve_vllm
+
+
+def loads(results):
+    """Loads that vLLM served with plain and with coded weights. Several runs of an arm are averaged."""
+    rows = [row for row in results.rows("serve_vllm") if row["requests"] is not None]
+    lines = []
+    for key in dict.fromkeys(tuple(row[name] for name in LOAD) for row in rows):
+        of_load = [row for row in rows if tuple(row[name] for name in LOAD) == key]
+        arms = [[row for row in of_load if row["arm"] == arm] for arm in (PLAIN, CODED)]
+        if not all(arms):
+            continue
+        case, card_gib, requests, prompt, new = key
+        names = ("tokens_per_s", "bound_tokens_per_s", "ttft_ms", "kv_tokens")
+        rates, bounds, first, fitting = ([statistics.fmean(row[name] for row in arm) for arm in arms] for name in names)
+        lines.append(
+            [
+                f"{case.removesuffix('-random')}, {card_gib:g} GiB",
+                f"{requests} x {prompt:,} + {new:,}",
+                *map(fine_number, rates),
+                f"{rates[1] / rates[0]:.2f}",
+                f"{bounds[1] / bounds[0]:.2f}",
+                " and ".join(map(fine_number, first)),
+                " and ".join(f"{tokens:,.0f}" for tokens in fitting),
+            ]
+        )
+    heads = ["model, card", "requests x prompt + new tokens", "tokens/s, plain", "tokens/s, ibp", "times", "at most"]
+    heads += ["ms to the first token, plain and ibp", "tokens of KV that fit, plain and ibp"]
+    return f"vLLM with random weights, from 0.95 of a card's memory {source(results, 'serve_vllm')}:\n\n" + markdown(
+        heads, lines
     )
 
 
@@ -1454,6 +1488,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "language models": language_models,
     "products": products,
     "freed memory": freed_memory,
+    "loads": loads,
     "linear": "Through the matrices of a 32-layer model one token at a time, `ibp.linear` gives "
     "{linear|tokens_per_s|stack of 32 layers, together, 1|ibp.linear} tokens a second, cuBLAS with plain BF16 weights "
     "{linear|tokens_per_s|stack of 32 layers, together, 1|cuBLAS}, both with query, key and value together, and gate "

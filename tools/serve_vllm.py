@@ -44,6 +44,7 @@ the latter under Python's profiler, which makes them slower.
 
 import argparse
 import functools
+import importlib.util
 import json
 import os
 import shlex
@@ -316,6 +317,8 @@ def run_in_process(task, folder, args, take):
     path.write_text(json.dumps(task))
     environment = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if importlib.util.find_spec("flashinfer") is None:
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM's own, which needs no module besides
     command = [sys.executable, __file__, "--task", str(path)]
     with open(args.out / "serve_vllm.log", "a+") as said:
         said.seek(0, os.SEEK_END)
