@@ -25,6 +25,13 @@ to the first token; `tokens_per_s`, after it. `found` is the share of these prom
 they first differ, at most; of a token that is none of plain's 20 likeliest, than the last of these. Plain tells its
 probabilities the first time, when nothing is timed; if its second answer differs by then, no gap is known.
 
+Features. `plain with FEATURE` and `coded weights with FEATURE` are arms of answers, too: `two adapters`, which requests
+take in turn (LoRA, random, for all matrices of a layer); `a draft`, a model of two layers and random weights that
+proposes three tokens at a time; `FP8 KV`; and `four together`, four prompts at a time. `equal` and `largest_gap`
+compare an arm with the same weights without a feature if the feature is a draft, else with plain weights and the same
+feature. `plain with four together` is compared with plain, and tells what other sizes of a batch alone make of the
+answers.
+
 Loads (`--load 256x128+1024,1x128+1024`: 256 requests at once of 128 tokens, each to be continued by 1,024; then one
 alone). vLLM takes 0.95 of a card of `--card-gib`, which may be smaller than the GPU, for weights, keys and values
 together; torch's allocator refuses more than the card has. `plain` and `coded weights` recompute requests that found no
@@ -64,7 +71,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import serving_load  # noqa: E402
-from serving_bounds import Load, Rates, bound_of, kv_bytes_of, weight_bytes_of  # noqa: E402
+from serving_bounds import Load, Rates, bound_of, head_size_of, kv_bytes_of, weight_bytes_of  # noqa: E402
 
 from benchmarks import harness  # noqa: E402
 
@@ -87,6 +94,9 @@ BLOCK = 16  # tokens
 LIKELIEST = 20  # tokens whose probabilities vLLM tells, at most
 UTILIZATION = 0.95  # of a card's memory that loads may take
 LARGE_CARD_GIB = 70  # from here on vLLM's server reads 8,192 tokens of prompts in a step, not 2,048
+PLAIN, CODED = "plain", "coded weights"  # arms
+ADAPTERS, DRAFT, FP8, TOGETHER = "two adapters", "a draft", "FP8 KV", "four together"  # features of arms
+RANK, DRAFT_LAYERS, DRAFT_TOKENS = 8, 2, 3
 MODES = {
     "eager": {"enforce_eager": True},
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
@@ -133,6 +143,47 @@ def make_mixture(folder):
     return path
 
 
+def make_adapters(config, folder):
+    """Writes two LoRA adapters with random weights for all matrices of a dense model's layers, and returns their
+    folders."""
+    from safetensors.torch import save_file
+
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], head_size_of(config)
+    queries, keys = (config[f"num_{name}_heads"] * heads for name in ("attention", "key_value"))
+    sizes = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    names = [name.rpartition(".")[2] for name in sizes]
+    settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "r": RANK, "lora_alpha": 2 * RANK}
+    paths = [folder / f"adapter-{number}" for number in (1, 2)]
+    for seed, path in enumerate(paths):
+        path.mkdir()
+        generator, tensors = torch.Generator().manual_seed(seed), {}
+        for layer in range(config["num_hidden_layers"]):
+            for name, (rows, columns) in sizes.items():
+                start = f"base_model.model.model.layers.{layer}.{name}"
+                for part, shape in (("lora_A", (RANK, columns)), ("lora_B", (rows, RANK))):
+                    values = serving_load.SPREAD * torch.randn(shape, generator=generator)
+                    tensors[f"{start}.{part}.weight"] = values.bfloat16()
+        save_file(tensors, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": names}))
+    return paths
+
+
+def make_draft(config, folder):
+    """Writes the config.json of a model of a few layers with the same words, and returns its folder."""
+    path = folder / "draft-random"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": DRAFT_LAYERS}))
+    return path
+
+
 def make_coded(model, folder, min_bytes):
     """Writes a model's coded weights."""
     from transformers import AutoModelForCausalLM
@@ -158,20 +209,33 @@ def prompts_of(args):
     return np.random.default_rng(0).integers(3, num_words, (PROMPTS, args.length)).tolist()
 
 
-def answer(engine, name, prompt, **options):
-    """Returns (tokens, logarithms of the likeliest ones' probabilities by position and token, seconds to the first
-    token and after it, how many tokens of the prompt were found)."""
+def answer(engine, prompts, adapters=(), **options):
+    """Answers prompts together. Returns for each of them (tokens, logarithms of the likeliest ones' probabilities by
+    position and token, seconds to the first token and after it, how many tokens of the prompt were found).
+
+    Args:
+        prompts: lists of tokens by number and name.
+        adapters: that prompts of even and of odd numbers take, if any.
+    """
     from vllm import SamplingParams
 
     options |= {"temperature": 0.0, "max_tokens": NEW_TOKENS, "ignore_eos": True, "detokenize": False}
-    start, first, outputs = time.perf_counter(), 0.0, []
-    engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**options))
+    start, first, last = time.perf_counter(), {}, {}
+    for (number, name), prompt in prompts.items():
+        taken = {"lora_request": adapters[number % len(adapters)]} if adapters else {}
+        engine.add_request(name, {"prompt_token_ids": prompt}, SamplingParams(**options), **taken)
     while engine.has_unfinished_requests():
-        outputs = engine.step() or outputs
-        first = first or (time.perf_counter() if outputs else 0.0)
-    last, seconds = outputs[-1].outputs[0], (first - start, time.perf_counter() - first)
-    likely = [{token: one.logprob for token, one in each.items()} for each in last.logprobs or ()]
-    return list(last.token_ids), likely, *seconds, outputs[-1].num_cached_tokens
+        for output in engine.step():
+            now = time.perf_counter()
+            first.setdefault(output.request_id, now)
+            last[output.request_id] = output, now
+    found = []
+    for _, name in prompts:
+        output, end = last[name]
+        likely = [{token: one.logprob for token, one in each.items()} for each in output.outputs[0].logprobs or ()]
+        seconds = first[name] - start, end - first[name]
+        found.append((list(output.outputs[0].token_ids), likely, *seconds, output.num_cached_tokens))
+    return found
 
 
 def bytes_of(model):
@@ -246,14 +310,25 @@ def pages_of(task):
 def answers_of(llm, task):
     """Returns what an arm answered and took."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     prompts, fits, engine = task["prompts"], PROMPTS // QUARTER, llm.llm_engine
+    size = fits if task["arm"].endswith(TOGETHER) else 1
+    told = {"logprobs": LIKELIEST} if task["is_baseline"] else {}
+    adapters = [LoRARequest(path, number, path) for number, path in enumerate(task["adapters"], 1)]
+
+    def answered(name, numbers, **options):
+        found = []
+        for first in range(0, len(numbers), size):
+            of_call = {(number, f"{name} {number}"): prompts[number] for number in numbers[first : first + size]}
+            found += answer(engine, of_call, adapters, **options)
+        return found
+
     for number in range(2):  # kernels are made for the first calls
-        answer(engine, f"warm {number}", prompts[number][::-1])
-    told = {"logprobs": LIKELIEST} if task["arm"] == "plain" else {}
-    once = [answer(engine, f"once {i}", prompt, **told) for i, prompt in enumerate(prompts)]
+        answer(engine, {(number, f"warm {number}"): prompts[number][::-1]}, adapters)
+    once = answered("once", range(PROMPTS), **told)
     backwards = range(PROMPTS - fits - 1, -1, -1)  # what was used last is evicted last
-    again = {i: answer(engine, f"again {i}", prompts[i]) for i in backwards}
+    again = dict(zip(backwards, answered("again", backwards)))
     start = time.perf_counter()
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
     llm.generate([{"prompt_token_ids": prompt[::-1]} for prompt in prompts[-fits:]], params, use_tqdm=False)
@@ -307,7 +382,24 @@ def arms_of(args, length, coded_folder):
     }
     if args.shape:
         del arms["coded checkpoint"]  # there is no checkpoint
+    features = {TOGETHER: {}, FP8: {"kv_cache_dtype": "fp8"}}
+    if "num_experts" not in config:
+        features[ADAPTERS] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
+    if args.shape:  # whose loader makes the draft's weights, too
+        draft = {"model": str(args.draft), "method": "draft_model", "num_speculative_tokens": DRAFT_TOKENS}
+        features[DRAFT] = {"speculative_config": draft}
+    for feature, options in features.items():
+        for arm in (PLAIN, CODED):
+            arms[f"{arm} with {feature}"] = arms[arm] | options
     return arms
+
+
+def baseline_of(arm):
+    """Returns the arm whose answers an arm's are compared with."""
+    weights, _, feature = arm.partition(" with ")
+    if feature == DRAFT:
+        return weights
+    return f"{PLAIN} with {feature}" if feature in (ADAPTERS, FP8) else PLAIN
 
 
 def run_in_process(task, folder, args, take):
@@ -343,18 +435,18 @@ def run_in_process(task, folder, args, take):
     return True
 
 
-def compared(result, plain):
-    """Returns how many answers are plain's, and the largest gap where one first differs."""
+def compared(result, baseline):
+    """Returns how many answers are the baseline's, and the largest gap where one first differs."""
     others, gaps = 0, []
-    for prompt, got, want in zip(result["prompts"], result["tokens"], plain["tokens"]):
+    for prompt, got, want in zip(result["prompts"], result["tokens"], baseline["tokens"]):
         if got == want:
             continue
         others += 1
         at = next(k for k in range(NEW_TOKENS) if got[k] != want[k])
-        if plain["tokens"][prompt][: at + 1] == want[: at + 1]:
-            likely = plain["likely"][prompt][at]
+        if baseline["tokens"][prompt][: at + 1] == want[: at + 1]:
+            likely = baseline["likely"][prompt][at]
             gaps.append(likely[str(want[at])] - likely.get(str(got[at]), min(likely.values())))
-    answers = len(plain["tokens"])
+    answers = len(baseline["tokens"])
     return {"equal": answers - others, "answers": answers} | ({"largest_gap": max(gaps)} if gaps else {})
 
 
@@ -382,7 +474,7 @@ def write_result(args, config, named, options, answers, result):
         config: of config.json.
         named: columns that are known before the arm runs.
         options: the arm's options of `vllm.LLM`.
-        answers: results of the arms that answered; plain's is the first. This one is added.
+        answers: results by arms that answered. This one is added.
     """
     kind = result.pop("kind")
     if kind == "progress":
@@ -391,8 +483,8 @@ def write_result(args, config, named, options, answers, result):
     file, columns = PROFILES.get(kind, ("serve_vllm.csv", COLUMNS))
     row = named | result
     if kind == "answers":
-        answers.append(result)
-        row |= compared(result, answers[0])
+        answers[row["arm"]] = result
+        row |= compared(result, answers[baseline_of(row["arm"])])
     load = Load(*(result.get(name) for name in Load._fields))
     if kind == "load" and (bound := bound_on_card(args, config, load, "coded" in row["arm"], result["weight_bytes"])):
         row |= {"bound_tokens_per_s": bound.tokens_per_s, "bound_sequences": bound.sequences}
@@ -422,10 +514,15 @@ def run_arms(args, made):
     prompts = [] if args.load else prompts_of(args)
     length = len(prompts[0]) if prompts else 0
     config = json.loads((args.model / "config.json").read_text())
-    options, answers, failed = arms_of(args, length, made / "coded"), [], 0
-    arms = args.arms or [*options]
+    args.draft = make_draft(config, made)
+    options, answers, failed = arms_of(args, length, made / "coded"), {}, 0
+    arms = args.arms or [arm for arm in options if " with " not in arm]
     if unknown := set(arms) - set(options):
         raise SystemExit(f"no arm named {', '.join(sorted(unknown))}; wanted some of: {', '.join(options)}")
+    for number, arm in enumerate(arms) if prompts else ():
+        if baseline_of(arm) not in arms[: number + 1]:
+            raise SystemExit(f"{arm} is compared with {baseline_of(arm)}; wanted this arm before it")
+    adapters = make_adapters(config, made) if any(arm.endswith(ADAPTERS) for arm in arms) else []
     rows = named_rows(args, arms, length)
     coming = [row | load._asdict() for row in rows for load in args.load] or rows
     args.out.mkdir(parents=True, exist_ok=True)
@@ -443,10 +540,11 @@ def run_arms(args, made):
             failed += 1
             continue
         task = {"arm": arm, "options": options[arm], "prompts": prompts, "loads": args.load, "share": args.share}
-        task["sequences"] = args.sequences
+        task |= {"sequences": args.sequences, "is_baseline": arm in map(baseline_of, arms)}
+        task["adapters"] = list(map(str, adapters)) if arm.endswith(ADAPTERS) else []
         take = functools.partial(write_result, args, config, named, options[arm], answers)
         failed += not run_in_process(task, made, args, take)
-        if not args.load and not answers:  # there is nothing to compare with
+        if task["is_baseline"] and prompts and arm not in answers:  # there is nothing to compare with
             return 1
     return 1 if failed else 0
 
@@ -459,7 +557,11 @@ def make_parser():
     parser.add_argument("--mode", choices=MODES, default="compiled", help="compiled: as vLLM does by default")
     parser.add_argument("--mixture", action="store_true", help="in place of MODEL_DIR: a mixture with random weights")
     parser.add_argument("--shape", choices=SHAPES, help="in place of MODEL_DIR: a known shape with random weights")
-    parser.add_argument("--arms", type=lambda given: given.split(","), help="some of the arms, plain first for answers")
+    parser.add_argument(
+        "--arms",
+        type=lambda given: given.split(","),
+        help="some of the arms; of answers each after the one it is compared with",
+    )
     parser.add_argument("--limit", type=float, default=240, metavar="S", help="seconds of an arm")
     parser.add_argument("--min-bytes", type=int, default=1 << 20, help="weights of fewer stay plain")
     parser.add_argument("--gain", type=float, default=1.4, help="pages for each raw one that fits: ibp_gain")

@@ -9,6 +9,7 @@ import sys
 import types
 
 import pytest
+import safetensors.torch
 import torch
 
 from native import ROOT
@@ -205,6 +206,77 @@ sys.exit(coded)
 """
 
 
+# ---- answers ----
+
+
+class Answering:
+    """An engine that answers each prompt with NEW_TOKENS times its first token, one token a step for all requests."""
+
+    def __init__(self, num_tokens):
+        self.num_tokens, self.most_together = num_tokens, 0
+        self.asked, self.adapters = {}, {}
+
+    def add_request(self, name, prompt, params, lora_request=None):
+        self.asked[name], self.adapters[name] = [prompt["prompt_token_ids"][0], 0], lora_request
+        self.most_together = max(self.most_together, len(self.asked))
+
+    def has_unfinished_requests(self):
+        return bool(self.asked)
+
+    def step(self):
+        outputs = []
+        for name, asked in [*self.asked.items()]:
+            asked[1] += 1
+            answer = types.SimpleNamespace(token_ids=[asked[0]] * asked[1], logprobs=None)
+            outputs.append(types.SimpleNamespace(request_id=name, outputs=[answer], num_cached_tokens=1))
+            if asked[1] == self.num_tokens:
+                del self.asked[name]
+        return outputs
+
+
+def test_answers_with_adapters(tools, vllm):
+    engine = Answering(tools.serve.NEW_TOKENS)
+    prompts = {(4, "b"): [5, 1], (3, "a"): [6, 1], (0, "c"): [7, 1]}
+    found = tools.serve.answer(engine, prompts, ["even", "odd"])
+    assert [tokens for tokens, *_ in found] == [[number] * tools.serve.NEW_TOKENS for number in (5, 6, 7)]
+    assert [engine.adapters[name] for name in "bac"] == ["even", "odd", "even"]
+    assert all(to_first >= 0 and after >= 0 and cached == 1 for _, _, to_first, after, cached in found)
+    assert tools.serve.answer(engine, {(0, "d"): [8]})[0][0][0] == 8 and engine.adapters["d"] is None
+
+
+@pytest.mark.parametrize("feature, together", [("", 1), (" with four together", 4)])
+def test_how_many_prompts_are_answered_together(tools, vllm, monkeypatch, feature, together):
+    module(monkeypatch, "vllm.lora")
+    module(monkeypatch, "vllm.lora.request", LoRARequest=lambda *which: which)
+    engine = Answering(tools.serve.NEW_TOKENS)
+    llm = types.SimpleNamespace(llm_engine=engine, generate=lambda *_, **__: None)
+    prompts = [[number, 0] for number in range(tools.serve.PROMPTS)]
+    task = {"arm": "coded weights" + feature, "prompts": prompts, "is_baseline": False, "adapters": ["x", "y"]}
+    told = tools.serve.answers_of(llm, task)
+    assert [engine.adapters[f"once {number}"] for number in (0, 1, 2)] == [("x", 1, "x"), ("y", 2, "y"), ("x", 1, "x")]
+    assert engine.most_together == together
+    assert [tokens[0] for tokens in told["tokens"]] == told["prompts"]
+    assert told["prompts"][: tools.serve.PROMPTS] == [*range(tools.serve.PROMPTS)]
+
+
+def test_what_an_arm_is_compared_with(tools):
+    baseline_of = tools.serve.baseline_of
+    assert {baseline_of(arm) for arm in ("plain", "coded KV", "coded weights with four together")} == {"plain"}
+    assert baseline_of("coded weights with a draft") == "coded weights"
+    assert baseline_of("coded weights with two adapters") == "plain with two adapters"
+
+
+def test_adapters_fit_a_shape(tools, tmp_path):
+    folders = tools.serve.make_adapters(TINY, tmp_path)
+    assert len(folders) == 2
+    for folder in folders:
+        weights = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+        assert len(weights) == 2 * 7 * TINY["num_hidden_layers"]
+        down = "base_model.model.model.layers.1.mlp.down_proj"
+        assert weights[f"{down}.lora_A.weight"].shape == (8, 128) and weights[f"{down}.lora_B.weight"].shape == (64, 8)
+        assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8
+
+
 @pytest.fixture
 def run(tools, rates, tmp_path, monkeypatch):
     """Runs the tool with arms that tell what ARM says; returns (exit status, rows by CSV)."""
@@ -281,6 +353,8 @@ def test_bad_input(run, capsys):
     assert status == 1 and [row["arm"] for row in found["serve_vllm"]] == ["coded weights"]
     said = capsys.readouterr().out
     assert "FAILED plain: the weights take 65.5 GB of 61.2 GB, which leaves room for 0 tokens" in said
+    with pytest.raises(SystemExit, match="coded weights with FP8 KV is compared with plain with FP8 KV; wanted"):
+        run("--shape", "qwen3-32b", "--arms", "plain,coded weights with FP8 KV")
     with pytest.raises(SystemExit, match="no arm named coded; wanted some of: plain, coded weights"):
         run("--shape", "qwen3-32b", "--load", "4x8+8", "--arms", "coded")
     for words in (["--shape", "qwen3-32b", "--mixture"], [], ["--shape", "qwen3-32b", "--load", "4"]):
