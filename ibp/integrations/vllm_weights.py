@@ -55,7 +55,7 @@ except ImportError as error:
 
 __all__ = ["IBPConfig", "IBPModelLoader", "IBPWeightMethod", "register"]
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("vllm.ibp")  # vLLM shows what loggers below its own one say
 # By the address of a table's slots. Compiled graphs have the slots as inputs, so that layers of a shape share them.
 _tables: WeakValueDictionary[int, CompressedTensor] = WeakValueDictionary()
 
@@ -90,6 +90,7 @@ class IBPConfig(QuantizationConfig):
         self.fields = CodingFields(**fields)
         self._is_coded = False  # whether the checkpoint has tables
         self._said: set[str] = set()
+        self._has_told = False  # whether the log says that weights are compressed
 
     def get_name(self) -> str:
         return METHOD
@@ -161,6 +162,9 @@ class IBPConfig(QuantizationConfig):
                 table = matrix_table(weight)
             if table.nbytes > num_bytes * (1 - LEAST_SAVINGS) or not takes(table):
                 table, why = None, f"it does not shrink, or the kernel takes no shape {list(weight.shape)}"
+        if table is not None and not self._has_told:
+            self._has_told, sizes = True, (table.nbytes / 1e6, num_bytes / 1e6)
+            _logger.info("ibp: weights are compressed while they are loaded: %s takes %.1f MB of %.1f", name, *sizes)
         self._say(name, why)
         return None if table is None else table.prepare_linear()
 

@@ -87,7 +87,7 @@ def test_a_table_that_is_gone_is_not_kept(table):
 def test_without_vllm(caplog):
     with pytest.raises(ImportError, match=r"needs vLLM 0.26.0 to 0.33.0; none is installed"):
         vllm_weights.IBPConfig()
-    with caplog.at_level(logging.WARNING, "ibp.integrations.vllm_weights"):
+    with caplog.at_level(logging.WARNING, "vllm.ibp"):
         vllm_weights.register()
     assert "--quantization ibp is not there with this vLLM: No module named 'vllm'" in caplog.text
 
@@ -214,15 +214,18 @@ def test_codebooks_that_differ():
     assert_same_bits(weight, torch.cat(plain))
 
 
-def test_a_config_joins_parts_or_decodes_them():
+def test_a_config_joins_parts_or_decodes_them(caplog):
+    caplog.set_level(logging.INFO, "vllm.ibp")
     config = object.__new__(vllm_weights.IBPConfig)
-    config.fields, config._said = types.SimpleNamespace(min_bytes=0), set()
+    config.fields, config._said, config._has_told = types.SimpleNamespace(min_bytes=0), set(), False
     for scale, is_joined in ((0.02, True), (0.3, False)):
         (first, second), plain = matrices(0.02, scale)
         weight = torch.zeros(64, 64).bfloat16()
         table = config.table_of(weight, "a", notes([(weight[:32], first), (weight[32:], second)]))
         assert bool(weight.any()) != is_joined
         assert_same_bits(table.decompress(), torch.cat(plain))
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["ibp: weights are compressed while they are loaded: a takes 0.0 MB of 0.0"]  # once
     (first, second), plain = matrices(0.02, 200.0)  # one codebook for both saves nothing
     method, layer = object.__new__(_vllm_methods.CodedMethod), torch.nn.Module()
     layer.weight = torch.nn.Parameter(torch.zeros(64, 64).bfloat16(), requires_grad=False)
