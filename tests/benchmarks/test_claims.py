@@ -69,7 +69,8 @@ def test_targets_are_counted(tmp_path):
     write(tmp_path, "a", "met", "yes", "no", "")
     results = write(tmp_path, "b", "met", "yes", "yes")
     text = claims.targets(results)
-    assert text.startswith("Of 4 targets 3 are met and 1 are missed.") and "| `a` | 1 | 1 |" in text
+    assert text.startswith("Of 4 targets, which the project set for itself, 3 are met and 1 are missed:")
+    assert "| `a` | 1 | 1 |" in text
 
 
 def test_a_figure_is_of_one_row(tmp_path):
@@ -119,15 +120,36 @@ def test_steps_of_language_models(tmp_path):
         tmp_path,
         *("Large,step,coded,8,512,20,400,,75,,100,1", "Small,step,plain,1,512,2,500,1.000,10,,10,1"),
         *("Small,step,coded,1,512,1.6,625,1.250,8,,10,1", "Small,compiled step,plain,16,512,2,500,1.000,10,,10,1"),
-        "Small,prefill,plain,64,,9,9,1.000,10,,10,1",
+        *("Small,prefill,plain,64,,9,9,1.000,10,,10,1", "Small,step,coded,1,8192,3,400,1.100,8,,10,1"),
     )
     text, table = claims.language_models(results).split(":\n\n")
     assert text.endswith("#language-models-from-coded-weights))")
     assert table.split("\n") == [
-        "| model | batch | context | plain | coded |",
-        "| --- | --- | --- | --- | --- |",
-        "| Small | 1 | 512 | 2.00 | 1.60 (1.25) |",
-        "| Large | 8 | 512 |  | 20.0 |",
+        "| model | batch | plain | coded |",
+        "| --- | --- | --- | --- |",
+        "| Small | 1 | 2.00 | 1.60 (1.25) |",
+        "| Large | 8 |  | 20.0 |",
+    ]
+
+
+def test_loads_of_an_engine(tmp_path):
+    """Runs of an arm in both orders are averaged. A load that one arm alone has served has no line."""
+    columns = "case,arm,card_gib,requests,prompt_tokens,new_tokens,order,tokens_per_s,bound_tokens_per_s,ttft_ms,"
+    results = write(
+        tmp_path,
+        "serve_vllm",
+        columns + "kv_tokens,gpu",
+        *(
+            "big-random,plain,79,256,128,1024,1,900,2000,50,1000,H",
+            "big-random,plain,79,256,128,1024,2,1100,2000,70,1000,H",
+        ),
+        *("big-random,coded weights,79,256,128,1024,2,1500,3000,40,2500,H", "big-random,plain,79,1,8,8,1,5,9,9,9,H"),
+        "toy,plain,,,,,,7,,9,,H",
+    )
+    text, table = claims.loads(results).split(":\n\n")
+    assert text.endswith("RESULTS.md#serving-engines))")
+    assert table.split("\n")[2:] == [
+        "| big, 79 GiB | 256 x 128 + 1,024 | 1,000 | 1,500 | 1.50 | 1.50 | 60.0 and 40.0 | 1,000 and 2,500 |"
     ]
 
 
