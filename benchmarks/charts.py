@@ -22,22 +22,16 @@ try:
 except ImportError:
     plt = None
 
-RATE_LABEL = "GB/s of original bytes"
-ROW_BYTES = 2048  # of the rows that are shown
-IBP, PAPER, RAW_COPY, NVCOMP = "ibp", "the paper's code", "raw copy_", "nvCOMP, pipelined"
-KINDS = {
-    **{"cpu pipelined": "cpu pipelined", "raw rows": "raw rows", PAPER: PAPER},
-    **{"ibp slots": IBP, "planes slots": IBP},
-}
+RATE_LABEL, STEP_LABEL = "GB/s of original bytes", "ms a token"
+ROW_BYTES = 2048  # of the rows that pages name
+CONTEXT = 512  # tokens before the one that is timed
+IBP, RAW_COPY, NVCOMP, PLAIN = "ibp", "raw copy_", "nvCOMP, pipelined", "plain"
+KINDS = {"cpu pipelined": "cpu pipelined", "raw rows": "raw rows", "ibp slots": IBP, "planes slots": IBP}
 STYLE = {  # label and colour of each kind
-    "cpu pipelined": ("CPU gather, pipelined with the copy", "#a5c78b"),
-    "raw rows": ("raw rows by the same kernel", "#7a7a7a"),
-    PAPER: ("the paper's code", "#b5453c"),
-    IBP: ("ibp, its better scheme", "#1f5fa8"),
-}
-BAR_COLORS = {
-    **{RAW_COPY: "#7a7a7a", "copy_ of the tensor": "#7a7a7a"},
-    **{NVCOMP: "#5d8c3e", "nvCOMP ANS": "#5d8c3e", IBP: STYLE[IBP][1]},
+    "cpu pipelined": ("gathered by the CPU while it is copied", "#a5c78b"),
+    "raw rows": ("raw rows, read by the GPU", "#7a7a7a"),
+    PLAIN: ("plain weights", "#b9b9b9"),
+    IBP: ("ibp", "#1f5fa8"),
 }
 
 
@@ -56,12 +50,6 @@ def gathers(rows, label_of):
     for (label, kind), gbps in best_by(shown, lambda row: (label_of(row), KINDS[row["arm"]])).items():
         groups.setdefault(label, {})[kind] = gbps
     return groups
-
-
-def rows_by_savings(reference):
-    """The paper's synthetic rows of one size: every rate is of the run in which both codes fetched the same rows."""
-    own = [row for row in reference if row["row_bytes"] == ROW_BYTES]
-    return gathers(own, lambda row: f"{row['case'].removeprefix(SYNTHETIC)} saved")
 
 
 def rows_of_tables(gather):
@@ -84,32 +72,32 @@ def way_of(arm):
     return RAW_COPY if arm == RAW_COPY else IBP
 
 
-def device_rates(codec):
-    """{way: GB/s} of decoding a normal BF16 table in device memory."""
-    own = [row for row in codec if row["dtype"] == "bfloat16" and row["case"].startswith(NORMAL)]
-    best = best_by([row for row in own if row["row_bytes"] == ROW_BYTES], lambda row: row["arm"])
-    return {
-        "copy_ of the tensor": next(row["gbps"] for row in codec if (row["case"], row["arm"]) == ("device", "copy_")),
-        "nvCOMP ANS": max(gbps for arm, gbps in best.items() if arm.startswith("nvcomp ANS decode")),
-        IBP: max(best["planes decode"], best["planes decode packed"]),
-    }
+def steps_of_models(llm):
+    """{model: {kind: row}} of steps of one sequence, the fastest model first. Models whose plain weights fit no GPU have
+    one kind."""
+    kinds, groups = {"plain": PLAIN, "coded": IBP}, {}
+    for row in llm:
+        if (row["way"], row["rows"], row["context"]) == ("step", 1, CONTEXT) and row["arm"] in kinds:
+            groups.setdefault(row["model"], {})[kinds[row["arm"]]] = row
+    return dict(sorted(groups.items(), key=lambda item: item[1][IBP]["ms"]))
 
 
-def draw_groups(panel, groups, title):
+def draw_groups(panel, groups, title, axis, text_of):
     kinds = [kind for kind in STYLE if any(kind in group for group in groups.values())]
     width = 0.86 / len(kinds)
     for i, kind in enumerate(kinds):
         places = [at + (i - (len(kinds) - 1) / 2) * width for at, group in enumerate(groups.values()) if kind in group]
-        rates = [group[kind] for group in groups.values() if kind in group]
+        values = [group[kind] for group in groups.values() if kind in group]
         label, color = STYLE[kind]
-        bars = panel.bar(places, rates, width, color=color, label=label)
-        panel.bar_label(bars, [f"{gbps:,.0f}" for gbps in rates], padding=2, fontsize=7.5)
+        bars = panel.bar(places, values, width, color=color, label=label)
+        panel.bar_label(bars, [text_of(value) for value in values], padding=2, fontsize=8)
     panel.set_xticks(range(len(groups)), groups, fontsize=8)
-    panel.set_ylabel(RATE_LABEL, fontsize=9)
+    panel.set_ylabel(axis, fontsize=9)
     panel.set_title(title, fontsize=10, loc="left")
     panel.margins(y=0.1)
     panel.grid(axis="y", alpha=0.3)
     panel.set_axisbelow(True)
+    panel.legend(fontsize=8, frameon=False)
 
 
 def set_rate_axis(panel, groups):
@@ -121,44 +109,26 @@ def set_rate_axis(panel, groups):
     panel.set_ylim(min(10, 0.9 * min(rates)), 1.6 * max(rates))
 
 
-def draw_bars(panel, rates, title):
-    """Horizontal bars from above with their numbers."""
-    colors = [BAR_COLORS[way] for way in rates]
-    bars = panel.barh(list(rates), list(rates.values()), 0.74, color=colors)
-    panel.bar_label(bars, [reading.number(gbps) for gbps in rates.values()], padding=4, fontsize=8)
-    panel.set_xlim(0, 1.18 * max(rates.values()))
-    panel.invert_yaxis()
-    panel.tick_params(labelsize=8)
-    panel.set_xlabel(RATE_LABEL, fontsize=9)
-    panel.set_title(title, fontsize=10, loc="left")
-    panel.grid(axis="x", alpha=0.3)
-    panel.set_axisbelow(True)
-
-
 def draw(directory):
     """Writes overview.png; says so where matplotlib or measurements are missing."""
     results = reading.Results(Path(directory))
-    gather, stream, codec, reference = (results.rows(name) for name in ("gather", "stream", "codec", "reference"))
-    by_savings = rows_by_savings(reference)
-    is_full = any(row["row_bytes"] == ROW_BYTES for row in gather) and any(row["case"] == "device" for row in codec)
-    if plt is None or not (is_full and stream and by_savings):
-        wanted = "full runs of gather.py, stream.py, codec.py and reference.py on a GPU are missing"
-        print("no chart: " + (wanted if plt else "matplotlib is missing"))
+    gather, llm = results.rows("gather"), results.rows("llm")
+    real, models = rows_of_tables(gather), steps_of_models(llm)
+    is_full = any(row["row_bytes"] == ROW_BYTES for row in gather)
+    if plt is None or not (is_full and models):
+        print(f"no chart: {'runs of gather.py and llm.py on a GPU are' if plt else 'matplotlib is'} missing")
         return
-    size, real = reading.size_name(ROW_BYTES), rows_of_tables(gather)
-    figure, panels = plt.subplots(2, 2, figsize=(13, 7.8), layout="constrained")
-    draw_groups(panels[0, 0], by_savings, f"Random rows of {size} from host memory, by savings; scheme ibp")
-    draw_groups(panels[0, 1], real, "Random rows of real tables from host memory (logarithmic)")
-    set_rate_axis(panels[0, 1], real)
-    draw_bars(panels[1, 0], tensor_rates(stream), "A whole BF16 tensor, N(0, 0.02), from host memory")
-    draw_bars(panels[1, 1], device_rates(codec), f"Decoding BF16, N(0, 0.02), rows of {size}, in device memory")
-    shown = {label: bar for panel in panels[0] for bar, label in zip(*panel.get_legend_handles_labels())}
-    figure.legend(shown.values(), shown.keys(), fontsize=8, ncols=4, loc="outside lower center", frameon=False)
-    commits = ", ".join(reading.in_order(row["commit"][:10] for row in gather))
-    measured = (
-        f"{gather[0]['gpu']}, torch {gather[0]['torch']}, commit {commits}; by savings {reference[0]['commit'][:10]}"
-    )
-    figure.suptitle(f"What ibp gains ({measured})", fontsize=10)
+    times = {
+        model + ("" if PLAIN in kinds else "\n(plain: no room)"): {kind: row["ms"] for kind, row in kinds.items()}
+        for model, kinds in models.items()
+    }
+    figure, (rows, steps) = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained", width_ratios=(1.6, 1))
+    draw_groups(rows, real, "Random rows of real tables from host memory (logarithmic)", RATE_LABEL, "{:,.0f}".format)
+    set_rate_axis(rows, real)
+    draw_groups(steps, times, "A token of a language model whose weights are on the GPU", STEP_LABEL, "{:.1f}".format)
+    shown = [gather, [row for kinds in models.values() for row in kinds.values()]]
+    commits = (", ".join(reading.in_order(row["commit"][:10] for row in table)) for table in shown)
+    figure.suptitle("{}, torch {}; commits {}; {}".format(gather[0]["gpu"], gather[0]["torch"], *commits), fontsize=9)
     save(figure, directory, "overview", 130)
 
 

@@ -149,6 +149,25 @@ class File(Mapping[str, Value], Closing):
         self._check_name(name)
         return self._value(name)
 
+    def get_tensor(self, name: str, device: torch.device | str | int | None = None) -> torch.Tensor:
+        """Returns the plain tensor of a name, decompressed if the file has a table of it, as `get_tensor` of
+        safetensors' `safe_open` does.
+
+        Args:
+            device: where the tensor is wanted. None: on the CPU.
+
+        Raises:
+            KeyError: there is none.
+            TypeError: the name is that of a delta.
+            FileFormatError, ChecksumError, ValueError: as `file[name]`.
+        """
+        value, home = self[name], _memory.canonical("cpu" if device is None else device)
+        if isinstance(value, torch.Tensor):
+            return value.to(home)
+        if isinstance(value, Delta):
+            raise TypeError(f"{name!r} is a delta; wanted a tensor, compressed or not: apply the delta to its base")
+        return value.decompress(device=home)
+
     def _value(self, name: str) -> Value:
         """Returns the value of a name in the file: a tensor, or a base of views that users do not see as a tensor."""
         if name not in self._made:

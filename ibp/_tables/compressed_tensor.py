@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -408,6 +408,14 @@ class CompressedTensor(Movable, CodedManners, Table):
             ValueError: a slice has a step below 1.
         """
         return indexing.take(self, key)
+
+    def __getitems__(self, ids: Sequence[int]) -> list[torch.Tensor]:
+        """Returns the items of some ids by one call. torch's DataLoader asks for the items of a batch in this way.
+
+        Raises:
+            IndexError, TypeError: an id is out of range, or no integer.
+        """
+        return list(self[torch.as_tensor(ids, device="cpu")])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """The items x[0], x[1] and so on, decoded in blocks of about 4 MiB, on the table's device."""

@@ -215,7 +215,10 @@ class TableModule(torch.nn.Module):
         self.weight = table
 
     def extra_repr(self) -> str:
-        return f"{self.weight!r}{', stays=True' if self.stays else ''}"
+        table = self.weight
+        megabytes = f"{table.nbytes / 1e6:.2f} of {table.original_bytes / 1e6:.2f} MB"
+        kept = f"{list(table.shape)}, {table.dtype}, scheme={table.scheme!r}, {megabytes}"
+        return f"{kept}{', stays=True' if self.stays else ''}"
 
 
 def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torch.Tensor | CompressedTensor:

@@ -63,6 +63,19 @@ def test_an_opened_file_is_a_mapping(path):
     assert_same_bits(tensor, torch.arange(6.0).view(2, 3))
 
 
+def test_plain_tensors_by_name(path, tmp_path):
+    """As of safetensors' `safe_open`."""
+    with ibp.open(path) as file:
+        assert_same_bits(file.get_tensor("t"), ROWS)
+        assert_same_bits(file.get_tensor("p", device="cpu"), torch.arange(6.0).view(2, 3))
+        assert list(file.keys()) == ["t", "p"]
+        with pytest.raises(KeyError, match="has no tensor 'u'"):
+            file.get_tensor("u")
+    ibp.save(tmp_path / "delta.safetensors", ibp.deltas.make({"a": ROWS + 1}, {"a": ROWS}))
+    with ibp.open(tmp_path / "delta.safetensors") as file, pytest.raises(TypeError, match="'a' is a delta; wanted"):
+        file.get_tensor("a")
+
+
 def test_what_a_file_says_of_tensors(path, table):
     file = ibp.open(path)
     info = file.info("t")

@@ -461,6 +461,19 @@ def test_devices_that_are_refused(table):
 # ---- iteration ----
 
 
+def test_a_table_is_a_data_set(table, x, monkeypatch):
+    """A DataLoader gets the items of a batch by one call."""
+    calls = []
+    monkeypatch.setattr(type(table), "__getitem__", lambda self, key: calls.append(len(key)) or x[key])
+    batches = list(torch.utils.data.DataLoader(table, batch_size=7))
+    assert_same_bits(torch.cat(batches), x)
+    assert calls == [len(batch) for batch in batches]
+    monkeypatch.undo()
+    assert_same_bits(torch.stack(table.__getitems__([3, 0, 3])), x[[3, 0, 3]])
+    with pytest.raises(IndexError):
+        table.__getitems__([len(x)])
+
+
 @pytest.mark.parametrize("block_bytes", [1, 1000, 4 << 20])
 def test_iteration(table, x, monkeypatch, block_bytes):
     monkeypatch.setattr("ibp._tables.compressed_tensor._ITERATED_BYTES", block_bytes)
