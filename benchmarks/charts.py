@@ -73,8 +73,8 @@ def way_of(arm):
 
 
 def steps_of_models(llm):
-    """{model: {kind: row}} of steps of one sequence, the fastest model first. Models whose plain weights fit no GPU have
-    one kind."""
+    """{model: {kind: row}} of steps of one sequence, the fastest model first. A model whose plain weights fit no GPU
+    has one kind."""
     kinds, groups = {"plain": PLAIN, "coded": IBP}, {}
     for row in llm:
         if (row["way"], row["rows"], row["context"]) == ("step", 1, CONTEXT) and row["arm"] in kinds:
@@ -116,7 +116,7 @@ def draw(directory):
     real, models = rows_of_tables(gather), steps_of_models(llm)
     is_full = any(row["row_bytes"] == ROW_BYTES for row in gather)
     if plt is None or not (is_full and models):
-        print(f"no chart: {'runs of gather.py and llm.py on a GPU are' if plt else 'matplotlib is'} missing")
+        print(f"no chart: {'full runs of gather.py and llm.py on a GPU are' if plt else 'matplotlib is'} missing")
         return
     times = {
         model + ("" if PLAIN in kinds else "\n(plain: no room)"): {kind: row["ms"] for kind, row in kinds.items()}

@@ -240,7 +240,7 @@ def test_no_chart_without_measurements(tmp_path, capsys):
 
 
 def test_no_chart_of_quick_runs(tmp_path, capsys):
-    for name in ("gather", "reference", "stream", "codec"):
+    for name in ("gather", "llm"):
         lines = (harness.RESULTS / f"{name}.csv").read_text().splitlines()
         few = [line for line in lines if f",{charts.ROW_BYTES}," not in line and ",device," not in line]
         (tmp_path / f"{name}.csv").write_text("\n".join(few))
