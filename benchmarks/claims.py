@@ -1509,8 +1509,8 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "spill": spilled_rates,
     "profiles": "A small net in training takes {spill|target|training, the paper's ratios|profile, 30%} times less of "
     "the GPU's memory at a threshold of 30 %, and its 15 tensors decode at "
-    "{spill|gbps|training, the paper's ratios|profile, 30%} GB/s one after the other. The ratio says little of other "
-    "nets: ids name few rows of its embedding, and "
+    "{spill|gbps|training, the paper's ratios|profile, 30%} GB/s one after the other. Expect less of "
+    "other nets: most of this one's embedding is never used, and "
     "{probes|value|AdamW's states of the embedding of spill.py's net, on a CPU; last snapshot|} % of the rows of that "
     "embedding's states are zero to the last {from spill}.",
     "activations": "A step of ResNet-50 has a peak of {activations|peak_gb|ResNet-50|plain} GB beyond weights and "
