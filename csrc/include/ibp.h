@@ -56,21 +56,22 @@ extern "C" {
 #define IBP_VERSION_MAJOR 0
 #define IBP_VERSION_MINOR 2
 #define IBP_VERSION_PATCH 0
-/* A number that grows with every version. */
+/* Grows with every version. */
 #define IBP_VERSION_NUMBER (IBP_VERSION_MAJOR * 10000 + IBP_VERSION_MINOR * 100 + IBP_VERSION_PATCH)
 /* The version of the format of stored bytes (FORMAT.md). */
 #define IBP_FORMAT_VERSION 1
 
-/* The macros above are of the header that you compile with; the following functions are of the library that you link
- * or load. */
+/* The macros above describe the header that you compile with. The following functions describe the library that you
+ * link or load. */
 
 /* Returns the version of the library as text, such as "0.2.0". The text lives as long as the library is loaded. */
 IBP_API const char *ibp_version(void);
 
-/* Returns the version of the library as a number, which IBP_VERSION_NUMBER is for the header. */
+/* Returns the version of the library as a number, which can be compared with IBP_VERSION_NUMBER of the header. */
 IBP_API int ibp_version_number(void);
 
-/* Returns the version of the format that the library writes. It also reads all older versions from 1 on. */
+/* Returns the version of the format that the library writes. The library reads this version and all older ones from
+ * version 1 on. */
 IBP_API int ibp_format_version(void);
 
 #ifdef __cplusplus

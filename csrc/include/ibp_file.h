@@ -33,7 +33,7 @@
 extern "C" {
 #endif
 
-#define IBP_MAX_FILE_DIMS 64u /* as many as torch's tensors have */
+#define IBP_MAX_FILE_DIMS 64u /* dimensions that torch's tensors have at most */
 
 /* A name or a value: the inside of a string of the header in JSON, with its escapes. It points into the bytes of the
  * file and ends without a 0. */
@@ -42,14 +42,15 @@ typedef struct ibp_text {
     size_t num_bytes;
 } ibp_text;
 
-/* Returns whether a text is the same as a string in UTF-8, which ends with a 0. Escapes of the text are resolved. */
+/* Returns whether a text equals a string in UTF-8 that ends with a 0. Escapes of the text are resolved. */
 IBP_API bool ibp_is_text(ibp_text text, const char *utf8);
 
 /* Copies a text in UTF-8 and with a final 0, as snprintf does.
  *
- * utf8, room: receives at most `room` bytes, the 0 included; what does not fit is left out. If room is 0, utf8 may be
- *   NULL.
- * @return the number of bytes of the whole text in UTF-8, without the 0: the copy is whole if this is below room. */
+ * utf8, room: receives at most `room` bytes, the 0 included; bytes that do not fit are left out. If room is 0, utf8 may
+ *   be NULL.
+ * @return the number of bytes of the whole text in UTF-8, without the 0. The copy is complete if this number is below
+ * room. */
 IBP_API size_t ibp_copy_text(ibp_text text, char *utf8, size_t room);
 
 /* Why a file or a table is refused, in words. */
