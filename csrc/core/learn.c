@@ -1,8 +1,9 @@
 /* learn.c - learns a codebook of scheme planes from counts (FORMAT.md, section 6).
  *
- * A plan is a shape, which says what of an element is its symbol, and a list of widths of digits. What a mean row takes
- * by a plan follows from how often each symbol occurs: if symbols are ranked by frequency, it is enough to know for
- * every k how many elements have a symbol of rank k or higher. These numbers are called the tails of the shape.
+ * A plan consists of a shape, which says which bits of an element are its symbol, and of a list of digit widths. The
+ * mean size of a row under a plan follows from the frequencies of the symbols: if symbols are ranked by frequency,
+ * it is enough to know for every k how many elements have a symbol of rank k or higher. These numbers are called the
+ * tails of the shape.
  *
  * The counted elements are sorted once, by value. The symbols of every shape are prefixes of the values, possibly
  * without the sign, so that one pass over the sorted counts gives the counts of a shape. Plans for listed rows and
@@ -158,7 +159,7 @@ typedef struct search {
     digit_list lists[MOST_LISTS];
 } search;
 
-/* Room for what is counted: `elements` and `listed` hold as many values as the counted rows have. Each way to list has
+/* The arrays for counting. `elements` and `listed` hold as many values as the counted rows have. Each listing has
  * counts of its own. */
 typedef struct room {
     uint64_t *elements, *listed, *longs, *other_longs;
@@ -245,7 +246,7 @@ static void drop_sign(const value_counts *counts, value_counts *out)
     }
 }
 
-/* Counts the prefixes of values. The result may take the place of `counts`. */
+/* Counts the prefixes of `bits` bits of counted values. `out` may be the same as `counts`. */
 static void fold(const value_counts *counts, uint32_t bits, value_counts *out)
 {
     const uint32_t shift = counts->bits - bits;
@@ -421,7 +422,7 @@ static void clear_candidates(candidates *c)
 
 /* ---- values ------------------------------------------------------------------------------------------------------ */
 
-/* element_bytes is a constant where this is called. */
+/* Loads elements as numbers. element_bytes is a constant at every call. */
 static inline void load_elements_of(const uint8_t *from, uint32_t count, uint64_t *elements, uint32_t element_bytes)
 {
     for (uint32_t i = 0; i < count; i++) elements[i] = ibp_load_number(from + (size_t)i * element_bytes, element_bytes);
@@ -448,7 +449,7 @@ static void load_row(const search *s, size_t row, uint64_t *elements)
         for (uint32_t c = 0; c < s->columns; c++) elements[c] >>= s->invariant_bits;
 }
 
-/* Counts the prefixes of values. */
+/* Counts the prefixes of values, either by sorting them or in an array of bins. */
 static void count_prefixes(const uint64_t *elements, size_t count, uint32_t shift, const room *r, value_counts *out)
 {
     const size_t num_bins = (size_t)1 << out->bits;
@@ -474,7 +475,7 @@ static void count_whole(const uint64_t *elements, size_t count, uint64_t common,
     size_t size = 0;
     for (size_t i = 0; i < num_drawn; i++) {
         r->longs[size] = elements[i * step + (i * 0x9e3779b97f4a7c15u >> 32) % step];
-        size += r->longs[size] != common; /* zeros are common, and need not be sorted */
+        size += r->longs[size] != common; /* the most common value is often 0, and need not be sorted */
     }
     const size_t num_common = num_drawn - size;
     if (num_common) r->longs[size++] = common;
@@ -603,8 +604,8 @@ typedef struct dictionary {
     uint64_t symbols[MOST_CHOSEN + 1];
 } dictionary;
 
-/* What is looked at of the sample: `columns` columns of each row_step-th row, each column_step-th one. is_table: these
- * are all rows of the table. */
+/* The part of the sample that is looked at: `columns` columns, each column_step-th one, of each row_step-th row.
+ * is_table: these are all rows of the table. */
 typedef struct part {
     size_t row_step;
     uint32_t columns, column_step;
@@ -640,7 +641,7 @@ static uint32_t order_column(const dictionary *d, const uint32_t *counts, uint8_
     return size;
 }
 
-/* is_short and element_bytes are constants where this is called. */
+/* Counts the symbols of columns. is_short and element_bytes are constants at every call. */
 static inline void count_columns_of(const search *s, const part *of, size_t first, size_t step, const dictionary *d,
                                     shape sh, const room *r, bool is_short, uint32_t element_bytes)
 {
@@ -661,8 +662,8 @@ static inline void count_columns_of(const search *s, const part *of, size_t firs
     }
 }
 
-/* Counts the symbols of columns, and those that are not in the dictionary as one, in each step-th row from `first` on.
- * Returns how many rows there are. */
+/* Counts the symbols of columns in each step-th row, beginning with row `first`. Symbols that are not in the dictionary
+ * are counted together. Returns the number of rows. */
 static size_t count_columns(const search *s, const part *of, size_t first, size_t step, const dictionary *d, shape sh,
                             const room *r)
 {
@@ -722,10 +723,10 @@ static part tried_part(const search *s)
     return p;
 }
 
-/* Finds the shape to have entries for each column with, among those that are rotated or those that are not: it begins
- * with the best for the table, and goes to wider and to narrower ones for as long as they are better. table_costs: of
- * these shapes, by the bits of the prefix. Returns the cost; INFINITY if none pays, or if the first costs more than
- * `most`. */
+/* Finds the shape that suits entries for each column best, among either the rotated shapes or the others. The search
+ * begins with the best shape for the table, and tries longer and shorter symbols as long as they get better.
+ * table_costs: the costs of these shapes with entries for the table, by the bits of the prefix. Returns the cost;
+ * INFINITY if no shape pays, or if the first one costs more than `most`. */
 static double find_column_shape(const search *s, const values *v, const double *table_costs, uint32_t rotate,
                                 double most, const room *r, shape *best)
 {
@@ -891,14 +892,15 @@ static bool search_fast(const search *s, const room *r, const values *v, plan *f
         for (uint32_t rotate = 0; rotate < 2; rotate++) {
             const uint32_t symbol_bits = prefix - rotate, residual_bits = s->width - symbol_bits;
             if (!is_tried(s, prefix, rotate) || symbol_bits < FAST_DIGIT_BITS || symbol_bits > 8) continue;
-            if (16 / s->element_bytes * residual_bits % 8 != 0) continue; /* those of 16 bytes begin and end a byte */
+            /* The residuals of 16 bytes of elements must begin and end at a byte. */
+            if (16 / s->element_bytes * residual_bits % 8 != 0) continue;
             plan made = {{rotate, symbol_bits}, .consecutive = true, .digits = &s->lists[FAST_DIGIT_BITS]};
             const uint64_t inside = find_run(v, made.shape, r, &made.first_symbol);
             made.num_values = s->columns;
             made.cost = (part_bits(s->columns, residual_bits, true) + part_bits(s->columns, FAST_DIGIT_BITS, true) +
                          part_bits((v->total - (double)inside) / v->num_rows, symbol_bits, false)) /
                         8.0;
-            if (made.cost <= found->cost) *found = made; /* rotated, if that costs the same */
+            if (made.cost <= found->cost) *found = made; /* if costs are equal, the rotated shape is taken */
         }
     return found->cost < s->columns * s->width / 8.0 - LEAST_FAST * s->row_bytes;
 }
@@ -942,8 +944,8 @@ static void init_search(const ibp_sample *sample, search *s)
     s->table_rows = (double)(s->is_whole ? sample->num_rows : sample->table_rows);
 }
 
-/* Finds the value that most of the loaded rows of one value have, and takes these rows away: default rows take no bytes
- * and are not counted. At least one row stays. */
+/* Finds the value of default rows by a majority vote among the loaded rows that consist of one value, and removes the
+ * rows of that value: default rows take no bytes and are not counted. At least one row stays. */
 static void drop_default_rows(search *s, const room *r)
 {
     int64_t ahead = 0;
@@ -965,8 +967,8 @@ static void drop_default_rows(search *s, const room *r)
     s->num_loaded = kept;
 }
 
-/* Sets up the search for a plan, and loads and counts the elements without num_constant columns, of which live_columns
- * are the others, and without the lowest invariant_bits bits. */
+/* Sets up the search for a plan, without the constant columns and without the lowest invariant_bits bits. Loads and
+ * counts the elements. live_columns: the columns that are not constant, if num_constant is not 0. */
 static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_constant, uint32_t invariant_bits,
                          const room *r, values *all)
 {
@@ -982,7 +984,7 @@ static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_c
 /* Returns how many of the lowest bits all elements of a row have in common. *first is its first element. */
 static uint32_t common_bits(const search *s, size_t row, uint64_t *first)
 {
-    enum { SOME = 64 }; /* few rows have any bit in common, and that many elements show it */
+    enum { SOME = 64 }; /* most rows have no bit in common, which this many elements show */
     const uint8_t *const from = s->rows + row * s->row_bytes;
     const uint32_t width = 8 * s->element_bytes, columns = s->row_bytes / s->element_bytes;
     uint64_t differing = 0, some[SOME];
@@ -1005,7 +1007,8 @@ static uint32_t find_invariant_bits(search *s)
     uint32_t rows_with[65] = {0}, bits = most, found = 0;
     for (size_t i = 0; i < s->num_counted; i++) {
         const uint32_t common = common_bits(s, i * s->step, &s->invariant_value);
-        if (common <= most) rows_with[common]++, found++; /* other rows may be default rows */
+        /* Other rows consist of one value, and may be default rows. */
+        if (common <= most) rows_with[common]++, found++;
     }
     uint32_t lacking = 0;
     for (uint32_t k = 0; k <= most; lacking += rows_with[k], k++)
@@ -1027,8 +1030,8 @@ static uint32_t find_invariant_bits(search *s)
     return s->lacking <= MOST_LACKING ? bits : 0;
 }
 
-/* Lists the columns that are not equal in all rows, until there are more than `most` of them. Returns how many it
- * listed. element_bytes is a constant where this is called. */
+/* Lists the columns that are not equal in all rows, and stops when there are more than `most`. Returns how many it
+ * listed. element_bytes is a constant at every call. */
 static inline uint32_t list_live_of(const search *s, uint32_t most, uint16_t *live_columns, uint32_t element_bytes)
 {
     const uint32_t columns = s->row_bytes / element_bytes;
@@ -1056,8 +1059,8 @@ static uint32_t find_constant_columns(const search *s, uint16_t *live_columns)
     return pays ? columns - num_live : 0;
 }
 
-/* Searches for a plan, first without the bits and columns that all of the sample agrees on, then again with those that
- * do not pay to be left out. */
+/* Searches for a plan without the bits and columns that all of the sample agrees on. If leaving them out does not pay,
+ * searches again with them. */
 static void find_plan(search *s, const ibp_sample *sample, const room *r, uint16_t *live_columns, values *known,
                       plan *found)
 {

@@ -62,11 +62,9 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
 
 /* ---- products with a matrix -------------------------------------------------------------------------------------- */
 
-#define IBP_MOST_VECTORS 512 /* vectors of one call */
-#define IBP_MOST_INVARIANT \
-    64                      /* up to this many vectors, the result of a vector does not depend on how many there
-                                 are */
-#define IBP_MOST_MATRICES 4 /* matrices of one call */
+#define IBP_MOST_VECTORS 512  /* vectors of one call */
+#define IBP_MOST_INVARIANT 64 /* up to here, a vector's result does not depend on their number */
+#define IBP_MOST_MATRICES 4   /* matrices of one call */
 
 /* An element of a row whose digit is the escape. */
 typedef struct {
