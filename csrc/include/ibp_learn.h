@@ -30,8 +30,9 @@ extern "C" {
  * counts: 8 * row_bytes entries, set to 0 by the caller. */
 IBP_API ibp_status ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts);
 
-/* Finds invariant bits by the paper's threshold. With tau < 1 a bit is invariant with value 1 if count > tau *
- * num_rows, and with value 0 if count < (1 - tau) * num_rows. With tau = 1 a bit is invariant if all rows agree on it.
+/* Finds invariant bits by the paper's threshold. With tau < 1 a bit is invariant with value 1 if count
+ * > tau * num_rows, and with value 0 if count < (1 - tau) * num_rows. With tau = 1 a bit is invariant if all rows agree
+ * on it.
  *
  * counts, num_rows: as ibp_count_bits counts them.
  * tau: 0.5 to 1.

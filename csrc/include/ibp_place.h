@@ -62,8 +62,8 @@ typedef struct ibp_place {
     uint32_t is_new;          /* 0 or 1 */
 } ibp_place;
 
-/* Rows before coding, in one buffer or in many of the same layout (pages, tensors). Row i is row k = i %
- * rows_per_buffer of buffer i / rows_per_buffer. With num_dims 0 it begins at byte k * row_bytes of the buffer.
+/* Rows before coding, in one buffer or in many of the same layout (pages, tensors). Row i is row
+ * k = i % rows_per_buffer of buffer i / rows_per_buffer. With num_dims 0 it begins at byte k * row_bytes of the buffer.
  * Otherwise k is counted in row-major order over num_dims dimensions, and the row begins at the sum of index * stride,
  * so that a slice of a cache is a source where it lies. A row is row_bytes contiguous bytes at any alignment; 16 bytes
  * are read at once. */
