@@ -9,8 +9,7 @@
 extern "C" {
 #endif
 
-#define IBP_CHUNK_ALIGN \
-    128 /* of a chunk's parts: in the table's arrays, where they start at multiples of it, and in the ring */
+#define IBP_CHUNK_ALIGN 128 /* bytes; alignment of a chunk's parts in the table's arrays and in the ring */
 
 /* A chunk: rows, and the ranges of the table's slots and overflow that hold them. */
 typedef struct ibp_chunk {

@@ -56,18 +56,22 @@ enum {
     MOST_SAMPLED_BYTES = 1 << 30
 };
 
-/* A plan whose cost is within this factor of the least is as good: the one that decodes faster is taken. */
+/* Plans whose cost is within this factor of the least count as equally good; among them the one that decodes faster is
+ * taken. */
 static const double AS_GOOD = 1.001;
 /* A plan that a GPU decodes fastest is taken if its cost is within this factor of the least. */
 static const double FAST_COST = 1.006;
-/* The same holds for a plan with entries for each column, which is decoded less fast. */
+/* A plan with entries for each column, which a GPU decodes less fast, is taken if its cost is within this factor of the
+ * least. */
 static const double FAST_COLUMNS_COST = 1.003;
-/* Rotated shapes with entries for each column are searched only if the first of them costs no more than the best that
- * is not rotated, times this. */
+/* Rotated shapes with entries for each column are searched only if the first of them costs at most this factor times
+ * the best shape that is not rotated. */
 static const double FAR_WORSE = 1.03;
-/* Of the two shapes found, rotated and not, both are compared on all columns if their costs are within this factor. */
+/* Both the best rotated shape and the best other shape are compared on all columns if their costs are within this
+ * factor. */
 static const double WORSE = 1.01;
-/* Entries for each column are searched only if some columns cost less than this share of what they cost without. */
+/* Entries for each column are searched only if, on some columns, they cost less than this share of the cost without
+ * them. */
 static const double COLUMNS_PAY = 0.9995;
 /* Entries for each column are not tried if dense rows are larger than listed ones by more than this factor. */
 static const double COLUMNS_GAIN = 1.25;
@@ -106,8 +110,8 @@ typedef struct digit_list {
     bool is_fast; /* dense rows with short symbols have a decoder of their own (csrc/cuda/decode/decode_dense.cuh) */
 } digit_list;
 
-/* Which elements rows code: all of them; those that differ from a default; or those that differ from it in other bits
- * than the highest. */
+/* The elements that rows code: all elements; the elements that differ from a default; or the elements that differ from
+ * the default in other bits than the highest. */
 typedef enum listing { DENSE, LISTED, LISTED_SIGNED, NUM_LISTINGS } listing;
 
 /* The elements that rows code, counted. */
@@ -142,7 +146,8 @@ typedef struct candidates {
     plan fast[2];                                      /* the cheapest that is fast: without and with such entries */
 } candidates;
 
-/* What is known of the table and its sample. Values are those of coded elements: without the invariant bits. */
+/* The state of a search: facts about the table and its sample. Values are those of coded elements, without the
+ * invariant bits. */
 typedef struct search {
     const uint8_t *rows;
     size_t num_rows, step, num_counted; /* rows of the sample; each step-th one is counted */
@@ -153,7 +158,7 @@ typedef struct search {
     uint64_t invariant_value;
     const uint16_t *live_columns; /* NULL if all are */
     uint32_t exponent_bits;
-    double table_rows, lacking; /* the latter is the share of the rows that are raw because they lack invariant bits */
+    double table_rows, lacking; /* lacking: share of the rows that are raw because they lack invariant bits */
     uint64_t default_value;
     bool is_whole; /* the sample is the table */
     digit_list lists[MOST_LISTS];
@@ -278,7 +283,8 @@ static value_counts count_symbols(const values *v, shape of, const room *r)
     return without_sign;
 }
 
-/* Returns a count that at least `most` of the values have, or all of them. */
+/* Returns a count such that at least `most` of the values have this count or a higher one; 0 if there are not that many
+ * values. */
 static uint64_t least_of_top(const value_counts *counts, uint32_t most)
 {
     enum { NUM_BUCKETS = 1024 };
@@ -316,7 +322,7 @@ static uint32_t top_values(const value_counts *counts, uint32_t most, value_coun
 /* ---- costs ------------------------------------------------------------------------------------------------------- */
 
 /* Fills in how many elements of a mean row have rank k or higher, for every k, from the counts of the most frequent
- * symbols. num_rows rows have `total` elements; each counted one stands for `scale` of them. */
+ * symbols. The num_rows rows have `total` elements; each counted element stands for `scale` elements. */
 static void find_tails(double total, double scale, double num_rows, const value_count *ranked, uint32_t size,
                        double *tails)
 {
@@ -327,8 +333,8 @@ static void find_tails(double total, double scale, double num_rows, const value_
     }
 }
 
-/* Returns the share of the rows that have any of some elements, if a mean row has `mean` of them and they fall
- * independently: 1 - exp(-mean), by a series that gives the same on every machine. */
+/* Returns the share of the rows that have at least one element of some kind, if a mean row has `mean` of them and they
+ * fall independently: 1 - exp(-mean), by a series that gives the same result on every machine. */
 static double share_with_any(double mean) { return 1.0 - 1.0 / (1.0 + mean * (1.0 + mean * (0.5 + mean / 6.0))); }
 
 /* Returns the bits that pad fields of `bits` bits to a whole byte, on average. */
@@ -338,7 +344,7 @@ static double padding_of(uint32_t bits)
 }
 
 /* Returns the bits of a part with a field of `bits` bits for each of `mean` elements of a mean row, padded. is_exact:
- * all rows have as many. */
+ * whether all rows have exactly `mean` elements. */
 static double part_bits(double mean, uint32_t bits, bool is_exact)
 {
     return is_exact ? 8.0 * ceil(mean * bits / 8.0) : mean * bits + padding_of(bits) * share_with_any(mean);
@@ -467,8 +473,8 @@ static void count_prefixes(const uint64_t *elements, size_t count, uint32_t shif
     }
 }
 
-/* Counts whole values, of which it looks at about MOST_LONG. They are drawn one from each run of `step`, at places
- * that do not repeat with the columns. */
+/* Counts whole values. It looks at about r->num_long of them, one from each run of `step` values, at places that do not
+ * repeat with the columns. common: a value that is expected to be frequent. */
 static void count_whole(const uint64_t *elements, size_t count, uint64_t common, const room *r, value_counts *out)
 {
     const size_t most = r->num_long, step = (count + most - 1) / most, num_drawn = count / step;
@@ -517,7 +523,7 @@ static uint64_t most_frequent(const values *v, uint32_t width, double *share)
     return top.value;
 }
 
-/* Returns the bits for each element that say which elements belong to a share of them. */
+/* Returns the entropy of a choice of elements, in bits for each element, if `share` of the elements are chosen. */
 static double entropy(double share)
 {
     return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
@@ -556,7 +562,8 @@ static void count_listed(const search *s, const room *r, bool has_closed, values
     count_values(listed, size, s->width, r, v);
 }
 
-/* Counts the elements that rows list. The closed value is the most frequent one of them, if any row lists only that. */
+/* Counts the elements that rows list. The closed value is the most frequent listed element, if any row lists one value
+ * only. */
 static void count_as(const search *s, const room *r, listing as, values *v)
 {
     double unused;
@@ -595,10 +602,11 @@ static double try_shapes(const search *s, const values *v, const room *r, candid
 
 /* ---- entries for each column ------------------------------------------------------------------------------------- */
 
-/* The symbols that columns choose from, the most frequent ones first, and the place of each. A short symbol is itself
- * the index into places. A long one's hash is, and the symbol at that place has to be compared. */
+/* The symbols that columns choose from, the most frequent ones first, and the place of each. A short symbol is the
+ * index into `places` itself. A long symbol is found by its hash, and must be compared with the symbol at that
+ * place. */
 typedef struct dictionary {
-    uint32_t size; /* also the place of all symbols that are not in it */
+    uint32_t size; /* number of symbols; also stands for the place of a symbol that is not in the dictionary */
     bool is_short;
     uint8_t *places;
     uint64_t symbols[MOST_CHOSEN + 1];
@@ -621,14 +629,14 @@ static void make_dictionary(const values *v, shape of, const room *r, dictionary
     d->size = top_values(&counts, MOST_CHOSEN, top), d->places = r->places, d->symbols[d->size] = 0;
     d->is_short = of.symbol_bits <= MOST_PREFIX_BITS;
     memset(d->places, (int)d->size, (size_t)1 << (d->is_short ? of.symbol_bits : HASH_BITS));
-    for (uint32_t k = d->size; k-- > 0;) { /* of symbols with one hash the most frequent is found */
+    for (uint32_t k = d->size; k-- > 0;) { /* if symbols have the same hash, the most frequent one is found */
         d->symbols[k] = top[k].value;
         d->places[d->is_short ? top[k].value : hash_of(top[k].value)] = (uint8_t)k;
     }
 }
 
-/* Orders a column's symbols by their counts, and equally frequent ones as the table does: order[k] is the place in the
- * dictionary of its k-th entry. Returns how many there are. */
+/* Orders a column's symbols by their counts, and equally frequent symbols in the order of the table. order[k] receives
+ * the place of the k-th entry in the dictionary. Returns how many entries there are. */
 static uint32_t order_column(const dictionary *d, const uint32_t *counts, uint8_t *order)
 {
     uint32_t size = 0;
@@ -678,9 +686,9 @@ static size_t count_columns(const search *s, const part *of, size_t first, size_
 }
 
 /* Tries a shape with entries for each column on a part of the sample. The entries are learned from the even rows and
- * judged by the odd ones, because rows that they are learned from take less than others do; only if the part has all
- * rows of the table are these learned from and judged by. Returns the cost; *table_cost is what the shape costs with
- * entries for the table on the same rows. */
+ * judged by the odd ones, because rows that entries are learned from take less than other rows. If the part has all
+ * rows of the table, entries are learned from all of these and judged by all of them. Returns the cost; *table_cost
+ * receives the cost of the shape with entries for the table, on the same rows. */
 static double try_columns(const search *s, const values *v, shape sh, const part *of, const room *r, candidates *c,
                           double *table_cost)
 {
@@ -711,8 +719,9 @@ static double try_columns(const search *s, const values *v, shape sh, const part
     return try_digits(s, &made, tails, 0.0, c);
 }
 
-/* Returns the part of the sample that shapes are compared on. Rows are left out only if there are twice as many as are
- * wanted: a few more cost less than to judge by other rows than those learned from. */
+/* Returns the part of the sample that shapes are compared on. Rows are left out only if there are more than twice as
+ * many as are wanted, because counting a few more rows costs less than judging entries by rows that they are not
+ * learned from. */
 static part tried_part(const search *s)
 {
     const uint32_t step = (s->columns + MOST_TRIED_COLUMNS - 1) / MOST_TRIED_COLUMNS;
@@ -749,8 +758,8 @@ static double find_column_shape(const search *s, const values *v, const double *
     return here;
 }
 
-/* Adds plans with entries for each column: the best that is rotated and the best that is not, unless one of them is
- * clearly better on a part of the sample. */
+/* Adds plans with entries for each column: for the best rotated shape and for the best other shape, unless one of the
+ * two is clearly better on a part of the sample. */
 static void add_columns(const search *s, const values *v, double (*table_costs)[MOST_BITS + 1], const room *r,
                         candidates *c)
 {
@@ -905,7 +914,8 @@ static bool search_fast(const search *s, const room *r, const values *v, plan *f
     return found->cost < s->columns * s->width / 8.0 - LEAST_FAST * s->row_bytes;
 }
 
-/* Finds the best of all plans. known: what rows code by each listing; those that are tried are counted. */
+/* Finds the best of all plans. known: the elements that rows code under each listing; the function counts those of the
+ * listings that it tries. */
 static void search_all(search *s, const room *r, values *known, plan *found)
 {
     candidates c;

@@ -1,5 +1,12 @@
 /* planes.c - codes and decodes rows of scheme planes in plain C (FORMAT.md section 6). It is the oracle that every
- * other encoder and decoder is compared to. */
+ * other encoder and decoder is compared to. A coded row consists of parts, each of which is padded to a byte:
+ *
+ *     values:      residuals | digits of plane 0 | digits of plane 1 | ... | raw symbols
+ *     dense row:   values of all columns
+ *     listed row:  header | positions | highest bits of unlisted elements | values of listed elements
+ *
+ * In a listed row, positions are there if any element is listed, highest bits if the codebook has signed_default, and
+ * values if any element is listed and the row is not closed. */
 #include "bits.h"
 #include "planes_layout.h"
 #include "schemes.h"

@@ -1,5 +1,7 @@
-/* row_codec.c - codes and decodes one row in the scheme that its codebook names. If there are several clusters, the
- * coded row begins with the number of its cluster. */
+/* row_codec.c - codes and decodes one row in the scheme that its codebook names. If the codebook has clusters, a coded
+ * row begins with a byte:
+ *
+ *     number of the cluster | the row as coded by that cluster */
 #include "../internal/ibp_coding.h"
 #include "schemes.h"
 

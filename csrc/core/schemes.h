@@ -98,9 +98,12 @@ typedef struct ibp_row_codec {
 /* Opens a codec. scratch: the scratch of a function of ibp.h, without the two rows that tables use. Returns
  * IBP_INVALID_ARGUMENT if fields contradict each other, or if the scheme has no coded rows. */
 ibp_status ibp_open_codec(const ibp_codebook *codebook, void *scratch, ibp_row_codec *codec);
+/* Returns the size of a coded row; IBP_NO_CODED_FORM if the codebook cannot code it. */
 size_t ibp_measure_with(const ibp_row_codec *codec, const uint8_t *row);
+/* Codes a row, as ibp_encode_row does. */
 ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
                            size_t *coded_bytes);
+/* Decodes a row, as ibp_decode_row does. */
 ibp_status ibp_decode_with(const ibp_row_codec *codec, const uint8_t *src, size_t src_bytes, uint8_t *row);
 
 /* ibp_sum_words for whole words, and ibp_greedy_gain, for processors with IBP_CPU_AVX512. */

@@ -22,8 +22,10 @@
 extern "C" {
 #endif
 
+/* The schemes by which rows are coded (sections 4 to 6). */
 typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLANES = 2 } ibp_scheme;
 
+/* Limits of codebooks (sections 6 and 7). */
 #define IBP_MAX_CLUSTERS 256u
 #define IBP_MAX_PLANES 4u
 #define IBP_MAX_DIGIT_BITS 4u

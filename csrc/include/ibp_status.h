@@ -42,6 +42,7 @@ extern "C" {
     X(IBP_UNSUPPORTED_TABLE, 10, "the table has fields or a codec that are not known here") \
     X(IBP_WRONG_CHECKSUM, 11, "bytes of the file do not have the checksum that it names")
 
+/* The statuses that functions return; IBP_STATUS_LIST has their texts. */
 typedef enum ibp_status {
 #define IBP_STATUS_ENUM(name, value, text) name = value,
     IBP_STATUS_LIST(IBP_STATUS_ENUM)

@@ -24,9 +24,15 @@ extern "C" {
 
 /* A table: where the bytes of a coded tensor are, and how they are coded. The tensor is num_items items of item_bytes
  * bytes, back to back. Its bytes are cut into rows of codebook.row_bytes bytes, which are coded one by one. Row r has
- * slot_bytes bytes of `slots` for itself, and a part in `overflow` if it needs more. The caller keeps all arrays. The
- * pointers are host pointers for the functions of ibp.h, and pointers that the device can use for those of
- * ibp_cuda.h. */
+ * slot_bytes bytes of `slots` for itself, and a part in `overflow` if it needs more:
+ *
+ *     lengths    one number for each row: its bytes as coded; 0: it is stored raw; or that of a default row
+ *     bases      one number for 32 rows, or for each row: where their parts begin in overflow
+ *     slots      | row 0 | row 1 | row 2 | ...                 slot_bytes bytes each
+ *     overflow   | rest of row 0 | rest of row 2 | ...         only of rows that are longer than their slot
+ *
+ * The caller keeps all arrays. The pointers are host pointers for the functions of ibp.h, and pointers that the device
+ * can use for those of ibp_cuda.h. */
 typedef struct ibp_table {
     int64_t num_items;       /* along the first dimension of the tensor */
     int64_t item_bytes;      /* of one item; all items together have less than INT64_MAX / 32 bytes */

@@ -77,6 +77,7 @@ typedef struct ibp_cache_map {
     uint32_t ways;        /* 2, 4, 8, 16 or 32 */
 } ibp_cache_map;
 
+/* A slab: memory that holds cached rows. */
 typedef struct ibp_slab {
     const uint8_t *bytes;
     int64_t num_bytes;
