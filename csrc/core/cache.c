@@ -12,10 +12,9 @@ ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_s
 
 /* ---- maps: several threads may take ways of a map while others read it ---- */
 
-/* Finds the way of a row.
- *
- * takes: false: returns the way of the row, or NULL if the map does not have the row. true: takes an empty way for the
- *   row and returns it, still without an entry; returns NULL if the map has the row already, or if there is no room. */
+/* Finds the way of a row. Returns NULL if the map does not have the row. If `takes` is true, takes an empty way for the
+ * row instead and returns it, still without an entry; returns NULL if the map has the row already, or if there is no
+ * room. */
 static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row, bool takes)
 {
     const uint64_t hash = ibp_hash_of_row(row);

@@ -36,9 +36,9 @@ IBP_INLINE uint64_t ibp_rewrite_entry(uint64_t entry, uint32_t length, bool dirt
     return kept | ibp_entry_of_length(length) | (dirty ? IBP_ENTRY_DIRTY : 0u);
 }
 
-/* Finds the bytes of a cached row. Fills in *place as ibp_split_row does: all bytes count to in_slot, which begin at
- * slot_start of *slab. Returns false if the row is corrupt: its entry is longer than a row, or lies outside its
- * slab. */
+/* Finds the bytes of a cached row. Fills in *place as ibp_split_row does: in_slot counts all bytes of the row, and they
+ * begin at slot_start of *slab. Returns false if the row is corrupt: its entry is longer than a row, or lies outside
+ * its slab. */
 IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32_t row_bytes, ibp_row_place *place,
                                   const uint8_t **slab)
 {

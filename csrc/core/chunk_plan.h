@@ -14,7 +14,8 @@ extern "C" {
 /* A chunk: rows, and the ranges of the table's slots and overflow that hold them. */
 typedef struct ibp_chunk {
     int64_t first_row,
-        last_row; /* rows first_row to last_row - 1; multiples of IBP_ROWS_PER_BASE, but for the end of the table */
+        last_row; /* rows first_row to last_row - 1; both are multiples of IBP_ROWS_PER_BASE, except at the end of
+                     the table */
     uint64_t slots_start, slots_bytes;
     uint64_t overflow_start, overflow_bytes; /* 0 if every row has its own base */
     bool fits; /* false: the ranges mean nothing, because bases are out of order or 32 rows are larger than the room */

@@ -13,7 +13,7 @@ ibp_status ibp_refuse(ibp_refusal *refusal, ibp_text found, const char *wanted);
 
 /* ---- fields: "key=value key=value" ---- */
 
-/* Fields of a codebook; from IBP_C_ROW on they are the same in all codebooks of a table. */
+/* The fields of a codebook. Those from IBP_C_ROW on are the same in all clusters of a codebook. */
 enum {
     IBP_C_SCHEME,
     IBP_C_CLUSTERS,

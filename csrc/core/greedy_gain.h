@@ -22,8 +22,7 @@ static inline uint64_t ibp_greedy_gain(const uint64_t *columns, uint32_t num_bit
     uint64_t matching = ~(uint64_t)0 >> (64 - num_rows), used = 0;
     uint32_t num_matching = num_rows, best = 0;
     for (uint32_t k = 0; k < num_bits && num_matching * num_bits > num_rows + best;) {
-        uint32_t ones[IBP_CHUNK_BITS], top = 0; /* for each bit the agreeing rows in the high bits, and a number that
-                                                   prefers the lowest of equal bits */
+        uint32_t ones[IBP_CHUNK_BITS], top = 0; /* agreeing rows in the high bits, and lower bits first among equals */
         for (uint32_t b = 0; b < num_bits; b++) ones[b] = ibp_count_ones(columns[b] & matching);
         for (uint32_t b = 0; b < num_bits; b++) {
             const uint32_t agreeing = ones[b] > num_matching - ones[b] ? ones[b] : num_matching - ones[b];

@@ -1,9 +1,9 @@
 /* learn.c - learns a codebook of scheme planes from counts (FORMAT.md, section 6).
  *
  * A plan consists of a shape, which says which bits of an element are its symbol, and of a list of digit widths. The
- * mean size of a row under a plan follows from the frequencies of the symbols: if symbols are ranked by frequency,
- * it is enough to know for every k how many elements have a symbol of rank k or higher. These numbers are called the
- * tails of the shape.
+ * mean size of a row under a plan follows from the frequencies of the symbols: if symbols are ranked by frequency, it
+ * is enough to know for every k how many elements have a symbol of rank k or higher. These numbers are called the tails
+ * of the shape.
  *
  * The counted elements are sorted once, by value. The symbols of every shape are prefixes of the values, possibly
  * without the sign, so that one pass over the sorted counts gives the counts of a shape. Plans for listed rows and
@@ -18,7 +18,7 @@
 #include <string.h>
 
 enum {
-    /* Prefixes of up to this many bits are counted in an array. Longer ones are sorted, and of fewer elements. */
+    /* Prefixes of up to this many bits are counted in an array. Longer prefixes are sorted, for fewer elements. */
     MOST_PREFIX_BITS = 16,
     /* No list of digits names more entries than this. */
     MOST_ENTRIES = IBP_MAX_PLANES * ((1 << IBP_MAX_DIGIT_BITS) - 1),
@@ -26,8 +26,8 @@ enum {
     MOST_BITS = 64,
     /* There are 4^n lists of n digits. */
     MOST_LISTS = 1 + 4 + 16 + 64 + 256,
-    /* Whole elements that are longer than a prefix are sorted, and this many give their counts; of floats half as many,
-     * because these are seldom symbols. */
+    /* Whole elements that are longer than a prefix are counted from this many elements, which are sorted. Half as many
+     * are counted for floats, because whole floats are seldom symbols. */
     MOST_LONG = 1 << 14,
     /* Up to this many elements are sorted for their prefixes, too, because that is faster than clearing and reading the
      * array. */
@@ -91,12 +91,12 @@ typedef struct value_count {
     uint64_t count;
 } value_count;
 
-/* The distinct values of some bits, in increasing order. */
+/* Counts of the distinct values of some bits, in increasing order of the values. */
 typedef struct value_counts {
     value_count *items;
     size_t size;
     uint32_t bits;
-    double scale; /* each counted element stands for this many */
+    double scale; /* the number of elements that each counted element stands for */
 } value_counts;
 
 /* The symbol of an element: its highest bits, or, if it is rotated, the bits that follow the highest one. */
@@ -114,15 +114,15 @@ typedef struct digit_list {
  * the default in other bits than the highest. */
 typedef enum listing { DENSE, LISTED, LISTED_SIGNED, NUM_LISTINGS } listing;
 
-/* The elements that rows code, counted. */
+/* Counts of the elements that rows code. */
 typedef struct values {
     value_counts prefixes; /* of up to MOST_PREFIX_BITS bits */
     value_counts whole;    /* of whole elements, if these are longer */
-    double total;          /* elements */
-    double num_rows;       /* rows that have these elements */
-    double extra_bytes;    /* a mean row takes these besides the values */
-    uint64_t closed_value; /* the listed elements of closed rows, which are not counted, equal it */
-    bool has_uniform;      /* some row lists one value only */
+    double total;          /* number of elements */
+    double num_rows;       /* number of rows that have these elements */
+    double extra_bytes;    /* bytes that a mean row takes besides the values */
+    uint64_t closed_value; /* the value of all listed elements of closed rows, which are not counted */
+    bool has_uniform;      /* whether some row lists one value only */
     listing as;
 } values;
 
@@ -130,17 +130,17 @@ typedef struct values {
 typedef struct plan {
     shape shape;
     listing as;
-    uint32_t sets; /* of entries: one for the table, or one for each column */
+    uint32_t sets; /* sets of entries: one for the table, or one for each column */
     bool consecutive;
     uint64_t first_symbol;
     const digit_list *digits;
-    double num_values; /* elements that a mean row codes */
+    double num_values; /* number of elements that a mean row codes */
     double cost;
 } plan;
 
 /* The plans that may be chosen. */
 typedef struct candidates {
-    double least;                                      /* cost of any plan */
+    double least;                                      /* least cost of any plan */
     plan simple[NUM_LISTINGS + 1][IBP_MAX_PLANES + 1]; /* the cheapest of each kind, by the number of planes; kind 1 is
                                                           dense rows with entries for each column */
     plan fast[2];                                      /* the cheapest that is fast: without and with such entries */
@@ -152,7 +152,7 @@ typedef struct search {
     const uint8_t *rows;
     size_t num_rows, step, num_counted; /* rows of the sample; each step-th one is counted */
     size_t num_loaded, num_defaults;    /* counted rows that are in `elements`, and default rows among the counted */
-    uint64_t default_row;               /* the value of such rows */
+    uint64_t default_row;               /* the value that such rows consist of */
     uint32_t element_bytes, width, row_bytes, columns;
     uint32_t invariant_bits;
     uint64_t invariant_value;
@@ -160,7 +160,7 @@ typedef struct search {
     uint32_t exponent_bits;
     double table_rows, lacking; /* lacking: share of the rows that are raw because they lack invariant bits */
     uint64_t default_value;
-    bool is_whole; /* the sample is the table */
+    bool is_whole; /* whether the sample is the table */
     digit_list lists[MOST_LISTS];
 } search;
 
@@ -168,13 +168,13 @@ typedef struct search {
  * counts of its own. */
 typedef struct room {
     uint64_t *elements, *listed, *longs, *other_longs;
-    size_t num_long; /* whole elements that are counted at most */
+    size_t num_long; /* number of whole elements that are counted at most */
     uint32_t *bins;
     value_count *prefixes[NUM_LISTINGS], *whole[NUM_LISTINGS], *folded, *without_sign;
-    uint32_t *column_counts; /* of each symbol to choose from, column by column */
-    uint8_t *ranks;          /* of the same symbols in each column */
-    uint8_t *places;         /* of symbols, or of their hashes */
-    uint32_t *offsets;       /* of columns in a row, in bytes */
+    uint32_t *column_counts; /* counts of each symbol to choose from, column by column */
+    uint8_t *ranks;          /* ranks of the same symbols in each column */
+    uint8_t *places;         /* places of symbols, or of their hashes */
+    uint32_t *offsets;       /* offsets of columns in a row, in bytes */
 } room;
 
 /* ---- shapes and digits ------------------------------------------------------------------------------------------- */
@@ -305,7 +305,7 @@ static uint32_t top_values(const value_counts *counts, uint32_t most, value_coun
         const value_count item = counts->items[i];
         if (item.count < least || (size == most && item.count <= top[size - 1].count)) continue;
         uint32_t at = 0;
-        for (uint32_t end = size; at < end;) { /* after all that are as frequent */
+        for (uint32_t end = size; at < end;) { /* the place after all that are as frequent */
             const uint32_t middle = (at + end) / 2;
             if (top[middle].count >= item.count)
                 at = middle + 1;
@@ -357,8 +357,8 @@ static double codebook_bytes(const search *s, const plan *p, uint32_t num_entrie
     return p->consecutive ? 0.0 : entries + (p->as != DENSE ? 2.0 * s->width / 8.0 : 0.0);
 }
 
-/* Makes a plan with these digits a candidate unless there is a cheaper one of its kind. Of equally cheap plans the last
- * is kept: the one with the shortest symbols and the fewest entries. */
+/* Makes a plan with these digits a candidate, unless there is a cheaper one of its kind. Of equally cheap plans the
+ * last is kept, which has the shortest symbols and the fewest entries. */
 static void add_candidate(const search *s, const plan *made, uint32_t list, double cost, candidates *c)
 {
     const digit_list *const digits = &s->lists[list];
@@ -372,8 +372,9 @@ static void add_candidate(const search *s, const plan *made, uint32_t list, doub
     if (cost < c->least) c->least = cost;
 }
 
-/* Compares all lists of digits for a shape with these tails, whose rows take extra_bytes besides the values. Adds them
- * to the candidates, if any are given. Returns the least bytes of a mean row with its share of the codebook. */
+/* Compares all lists of digits for a shape with these tails, whose rows take extra_bytes bytes besides the values. Adds
+ * the plans to the candidates if c is not NULL. Returns the least bytes of a mean row with its share of the
+ * codebook. */
 static double try_digits(const search *s, const plan *made, const double *tails, double extra_bytes, candidates *c)
 {
     const uint32_t symbol_bits = made->shape.symbol_bits;
@@ -404,8 +405,9 @@ static double try_digits(const search *s, const plan *made, const double *tails,
     return least / 8.0;
 }
 
-/* Chooses a plan: the cheapest of those that decode fastest, unless others cost clearly less; else, of those that are
- * as good as the cheapest, the first kind with the fewest planes. */
+/* Chooses a plan. Takes the cheapest of the plans that decode fastest, unless other plans cost clearly less. Otherwise
+ * takes, among the plans that are as good as the cheapest, those of the first kind, and among these the one with the
+ * fewest planes. */
 static const plan *choose(const candidates *c)
 {
     const plan *best = NULL;
@@ -536,12 +538,12 @@ static bool is_run(const uint64_t *elements, size_t count)
     return same >= count;
 }
 
-/* Counts the elements that rows list, except those of closed rows if has_closed, and the bytes that rows take besides
- * them. */
+/* Counts the elements that rows list, and the bytes that rows take besides these elements. If has_closed is true, the
+ * elements of closed rows are not counted. */
 static void count_listed(const search *s, const room *r, bool has_closed, values *v)
 {
-    const uint32_t signs = v->as == LISTED_SIGNED;                  /* bits stored of each unlisted element */
-    const uint64_t bits = ~(uint64_t)0 >> (64 - s->width) >> signs; /* that make an element differ */
+    const uint32_t signs = v->as == LISTED_SIGNED;                  /* bits stored for each unlisted element */
+    const uint64_t bits = ~(uint64_t)0 >> (64 - s->width) >> signs; /* the bits that make an element differ */
     uint64_t *const listed = r->listed;
     size_t size = 0, bytes = 0;
     for (size_t row = 0; row < s->num_loaded; row++) {
@@ -573,7 +575,7 @@ static void count_as(const search *s, const room *r, listing as, values *v)
     if (v->has_uniform) count_listed(s, r, true, v);
 }
 
-/* Tries all shapes, and fills in the least cost of each by the bits of its prefix, INFINITY if it is not tried.
+/* Tries all shapes. Fills in the least cost of each shape by the bits of its prefix; INFINITY if it is not tried.
  * Prefixes go from long to short, so that each is folded from the one before it. Returns the least of the costs. */
 static double try_shapes(const search *s, const values *v, const room *r, candidates *c, double (*costs)[MOST_BITS + 1])
 {

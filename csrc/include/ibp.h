@@ -5,7 +5,7 @@
  * ibp_cuda.h declares the CUDA twins, which take device pointers and a stream. Each header may also be included alone.
  * The following rules hold for all of them.
  *
- *     bool is_current(void) // whether the library that is linked has what this header declares
+ *     bool is_current(void) // returns whether the linked library has everything that this header declares
  *     {
  *         return ibp_version_number() >= IBP_VERSION_NUMBER;
  *     }

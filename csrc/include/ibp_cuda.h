@@ -8,9 +8,9 @@
  *         return ibp_cuda_is_built() && ibp_cuda_device_count() > 0;
  *     }
  *
- * Pointers. A pointer may be to any memory that the current device can use: device memory, or pinned host memory that
- * is mapped into its address space. Kernels fetch rows from pinned memory over the link themselves (the paper's section
- * 4.4). Structs that arguments point to are in host memory and are read before the function returns.
+ * Pointers. A pointer may point to any memory that the current device can use: device memory, or pinned host memory
+ * that is mapped into its address space. Kernels fetch rows from pinned memory over the link themselves (the paper's
+ * section 4.4). Structs that arguments point to are in host memory and are read before the function returns.
  *
  * Streams. The last argument is the stream that the work is queued on. Apart from the allocators of pinned memory, no
  * function allocates memory, waits for the GPU or uses the default stream, and every function can be captured in a CUDA

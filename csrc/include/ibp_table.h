@@ -1,5 +1,5 @@
-/* ibp_table.h - tables of rows (sections 1 to 3 of FORMAT.md). To make a table, measure its rows, index them and
- * code them, in this order; then gather items or decode bytes.
+/* ibp_table.h - tables of rows (sections 1 to 3 of FORMAT.md). To make a table, measure its rows, index them and code
+ * them, in this order; then gather items or decode bytes.
  *
  *     ibp_status three_items(const ibp_table *table, uint8_t *out, void *scratch) // items 7, 0 and 7
  *     {
@@ -35,7 +35,7 @@ extern "C" {
  * can use for those of ibp_cuda.h. */
 typedef struct ibp_table {
     int64_t num_items;       /* along the first dimension of the tensor */
-    int64_t item_bytes;      /* of one item; all items together have less than INT64_MAX / 32 bytes */
+    int64_t item_bytes;      /* bytes of one item; all items together have less than INT64_MAX / 32 bytes */
     const uint8_t *slots;    /* NULL if slots_bytes is 0 */
     const uint8_t *overflow; /* NULL if overflow_bytes is 0 */
     const uint16_t *lengths; /* an entry for each row, or NULL: every row is raw; NULL in scheme raw */

@@ -26,7 +26,7 @@ IBP_API ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uin
 /* Counts hits on a GPU as ibp_count_hits does. Adds to hits. */
 IBP_API ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows,
                                        uint64_t *hits, ibp_stream stream);
-/* Sets num_bytes bytes of device memory to one value, such as the arrays of an ibp_place before anything is coded. */
+/* Sets num_bytes bytes of device memory, such as an array of an ibp_place before anything is coded, to one value. */
 IBP_API ibp_status ibp_cuda_fill(void *memory, uint8_t value, size_t num_bytes, ibp_stream stream);
 
 #ifdef __cplusplus

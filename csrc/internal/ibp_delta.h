@@ -42,8 +42,8 @@ IBP_API uint64_t ibp_fingerprint(const uint8_t *data, int64_t num_bytes);
  * if *fault is still zero, and the other rows are still added. Several threads may each take rows of one table.
  *
  * base: the whole tensor, of as many bytes as the table, at any alignment.
- * change: receives, by addition, the change of the tensor's sum of ibp_sum_words.
- * scratch, scratch_bytes: ibp_scratch_bytes(row_bytes) + row_bytes bytes.
+ * change: the change of the tensor's sum (ibp_sum_words) is added to it.
+ * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) + row_bytes bytes.
  * @return the first fault's status, or IBP_OK; IBP_INVALID_ARGUMENT also if row_bytes is no multiple of 8. */
 IBP_API ibp_status ibp_add_rows(const ibp_table *table, uint32_t element_bytes, bool subtracts, int64_t first_row,
                                 int64_t last_row, uint8_t *base, uint64_t *change, void *scratch, size_t scratch_bytes,
@@ -108,8 +108,8 @@ typedef enum ibp_delta_verdict {
     IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or a result does not have its sum: all changes were undone */
 } ibp_delta_verdict;
 
-/* Adds the differences to the bases, either all of them or none. Only words of the bases that change are written. Bases
- * must not share memory with anything else. Rows are not trusted.
+/* Adds the differences to the bases, either all of them or none. Only those parts of the bases that change are written.
+ * Bases must not share memory with anything else. Rows are not trusted.
  *
  * takes_back: if true, undoes the changes of an earlier call instead. `state` is then the state of that call, with
  *   IBP_DELTA_DAMAGED in place of its verdict.

@@ -17,7 +17,7 @@ IBP_API ibp_status ibp_open_header(const uint8_t *bytes, size_t num_bytes, size_
 
 /* Finds the next entry of the metadata. Keys that begin with "ibp." belong to the format.
  *
- * cursor: set *cursor to 0 before the first call; each call moves it on.
+ * cursor: set *cursor to 0 before the first call; each call advances it.
  * @return IBP_NOT_IN_FILE after the last entry. */
 IBP_API ibp_status ibp_next_metadata(const ibp_file *file, size_t *cursor, ibp_text *key, ibp_text *value);
 

@@ -96,16 +96,16 @@ typedef struct {
     uint16_t *y;          /* [num_vectors, N] */
 } ibp_product;
 
-/* Multiplies vectors by up to IBP_MOST_MATRICES matrices that have K columns each, by one launch. The query, key and
- * value matrices of a model so take as long as one matrix with the rows of all three. Rows are decoded in registers and
+/* Multiplies vectors by up to IBP_MOST_MATRICES matrices that have K columns each, by one launch. So the query, key and
+ * value matrices of a model take as long as one matrix with the rows of all three. Rows are decoded in registers and
  * never written.
  *
  * A matrix is read once for up to 8 vectors. GPUs of compute capability 9.0 read it once for up to 64 vectors (32 if K
- * is above 14,336) and once for 65 to 256 vectors. Otherwise it is read once for every 8 vectors.
+ * is above 14,336), and once for 65 to 256 vectors. Otherwise it is read once for every 8 vectors.
  *
  * Products are added in float and rounded once. For up to IBP_MOST_INVARIANT vectors the order of additions depends on
  * K alone, so that the result of a vector depends neither on the number of vectors nor on the other matrices. For more
- * vectors it depends on the matrices' sizes and on the GPU.
+ * vectors the order depends on the matrices' sizes and on the GPU.
  *
  * Rows that are stored raw or as default rows give unspecified numbers, which are finite if x is finite. The list of
  * escapes is not compared with the rows. Columns and starts out of range do no harm.

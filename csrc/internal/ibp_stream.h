@@ -9,7 +9,7 @@
  *         if (status == IBP_OK) status = ibp_cuda_begin_stream(streamer, ring, ring_bytes);
  *         if (status == IBP_OK)
  *             status = ibp_cuda_stream_bytes(streamer, table, host_bases, 0, end, true, out, fault, 0, stream);
- *         ibp_cuda_destroy_streamer(streamer); // what is queued is completed
+ *         ibp_cuda_destroy_streamer(streamer); // first completes the work that is queued
  *         return status;
  *     }
  */
@@ -79,7 +79,7 @@ IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
  *   fetches rows from host memory itself. */
 IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes);
 
-/* Begins another stream through the ring of the previous stream, if nothing else has used the ring since. Its first
+/* Begins another stream through the ring of the previous stream. Nothing else may have used the ring since. The first
  * copies wait only for room in the ring, so that the link stays busy from one stream into the next. Neither stream may
  * be captured.
  *

@@ -10,7 +10,7 @@
 typedef struct wide_word {
     uint64_t mask, bitval;
     uint64_t flagged;     /* the lowest bit of each flagged chunk */
-    uint32_t flags_entry; /* of the first word */
+    uint32_t flags_entry; /* flags of the first word */
 } wide_word;
 
 IBP_AVX2_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t chunk_bytes)

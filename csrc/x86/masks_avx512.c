@@ -14,7 +14,7 @@ enum { BLOCK = IBP_VECTOR_BYTES, WORDS = BLOCK / 8 };
 typedef struct block {
     __m512i mask, bitval;
     uint64_t flagged;     /* a bit for each chunk */
-    uint32_t flags_entry; /* of the first word */
+    uint32_t flags_entry; /* flags of the first word */
 } block;
 
 IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t chunk_bytes)

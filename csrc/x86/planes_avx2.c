@@ -1,13 +1,12 @@
-/* planes_avx2.c - codes and decodes rows of scheme planes with AVX2 and BMI2. Bytes and statuses are those of
- * planes.c.
+/* planes_avx2.c - codes and decodes rows of scheme planes with AVX2 and BMI2. Bytes and statuses are those of planes.c.
  *
- * Eight fields of b bits are b whole bytes. So digits, residuals and raw symbols are unpacked to lanes by one
- * parallel deposit for each 64 bits of lanes, and packed by one parallel extract.
+ * Eight fields of b bits are b whole bytes. So digits, residuals and raw symbols are unpacked to lanes by one parallel
+ * deposit for each 64 bits of lanes, and packed by one parallel extract.
  *
  * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
- * level has a byte for each raw symbol. If symbols are bytes from one set of entries, the byte is the symbol.
- * Otherwise it is the symbol's rank: the number of its entry, or num_entries if it has none. A decoder builds levels
- * from the last to the first; an encoder strips them from the first to the last. */
+ * level has a byte for each raw symbol. If symbols are bytes from one set of entries, the byte is the symbol. Otherwise
+ * it is the symbol's rank: the number of its entry, or num_entries if it has none. A decoder builds levels from the
+ * last to the first; an encoder strips them from the first to the last. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -130,8 +129,8 @@ IBP_AVX2_INLINE __m256i look_up(const uint8_t *table, __m256i x)
 #define FOR_LANES(lane_bytes, name) \
     ((lane_bytes) == 1 ? name##8 : (lane_bytes) == 2 ? name##16 : (lane_bytes) == 4 ? name##32 : name##64)
 
-/* Returns a codebook for the coded bits of elements that have invariant bits. Coders get these elements already
- * rotated, in lanes whose highest bits are 0. */
+/* Returns a codebook for the coded bits of elements that have invariant bits. Its `rotate` is 0, because cut_elements
+ * and restore_elements rotate these elements. Coders get them in lanes whose highest bits are 0. */
 static ibp_codebook coded_codebook(const ibp_codebook *codebook)
 {
     ibp_codebook coded = *codebook;
@@ -169,7 +168,7 @@ IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks,
     }
 }
 
-/* Sets a bit for each of n ranks that is no entry. */
+/* Sets a bit for each of n ranks that stands for no entry. */
 IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
 {
     find_others8(ranks, n, planes->num_entries, 0xff, is_raw);
@@ -188,7 +187,7 @@ IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, ui
 /* Counts the escapes among n digits of b bits, which begin at byte `at` of src. */
 IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
 {
-    const uint32_t fields = b == 3 ? 16 : 64 / b; /* in whole bytes */
+    const uint32_t fields = b == 3 ? 16 : 64 / b; /* fields that fill whole bytes */
     const uint64_t lowest = ibp_low_bits(~(uint64_t)0, b * fields) / ((1u << b) - 1);
     uint32_t count = 0;
     for (;; n -= fields, at += b * fields / 8) {
@@ -263,14 +262,16 @@ IBP_AVX2 static void build_levels(const ibp_planes *planes, const value_bytes *b
     }
 }
 
-/* Limits ranks to num_entries. Levels have higher ranks if their digits changed after they were counted. Padded. */
+/* Limits ranks to num_entries. Levels have higher ranks if their digits changed after they were counted. ranks is
+ * padded. */
 IBP_AVX2 static void bound_ranks(const ibp_planes *planes, uint32_t n, uint8_t *ranks)
 {
     const __m256i most = _mm256_set1_epi8((char)planes->num_entries);
     for (uint32_t i = 0; i < n; i += 32) store_vector(ranks + i, _mm256_min_epu8(load_vector(ranks + i), most));
 }
 
-/* Looks up the symbols of the elements of level 0, which holds ranks, into lanes of symbol_bytes bytes. Padded. */
+/* Looks up the symbols of the elements of level 0, which holds ranks, into lanes of symbol_bytes bytes. level0 and
+ * symbols are padded. */
 IBP_AVX2 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                      uint8_t *level0, uint8_t *symbols, ibp_scratch *scratch)
 {
@@ -623,7 +624,7 @@ IBP_AVX2 static void write_positions(uint32_t columns, uint32_t k, bool closed, 
     ibp_flush_bits(&low);
 }
 
-/* Codes a whole listed row. The result is that of encode_values. */
+/* Codes a whole listed row. Returns what encode_values returns. */
 IBP_AVX2 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
                                      ibp_scratch *scratch)
 {

@@ -121,7 +121,8 @@ IBP_AVX2 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols
     }
 }
 
-/* Ranks symbols among the entries of their columns, as `rank` does among those of the table, for all widths. */
+/* Ranks symbols among the entries of their columns, as `rank` does among those of the table. It works for lanes of all
+ * widths. */
 IBP_AVX2 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const uint32_t num_entries = planes->num_entries;

@@ -133,7 +133,8 @@ IBP_AVX512_INLINE __m512i rotate(const rotation *r, __m512i x)
 
 /* ---- decoding ---- */
 
-/* Unpacks a level of n digits of `bits` bits. Padded. Returns the number of escapes, which have all bits set. */
+/* Unpacks a level of n digits of `bits` bits. level is padded. Returns the number of escapes, which have all bits
+ * set. */
 IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint32_t n, uint32_t bits, uint8_t *level)
 {
     const unpacking digits = unpacking_of(bits, 1);
@@ -249,7 +250,8 @@ IBP_AVX512 uint32_t ibp_list_avx512(const uint8_t *row, uint32_t n, uint64_t val
     return IBP_BY_SIZE(lane_bytes, list_of, row, n, value, mask, bitmap, listed);
 }
 
-/* Cuts the low bytes of the symbols out of elements, and their ninth bits if they have nine. Padded. */
+/* Cuts the low bytes of the symbols out of elements, and their ninth bits if they have nine. symbols and ninths are
+ * padded. */
 IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elements, uint32_t num_bytes,
                                    uint8_t *symbols, uint8_t *ninths)
 {
@@ -312,8 +314,8 @@ IBP_AVX512_INLINE uint32_t rank_symbols(const ibp_planes *planes, const uint8_t 
     return num_raw;
 }
 
-/* Replaces a level of n ranks by the next level, in place, and writes its digits unless dst is NULL. Padded. Returns n
- * of the next level. */
+/* Replaces a level of n ranks by the next level, in place, and writes its digits unless dst is NULL. level is padded.
+ * Returns n of the next level. */
 IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits, uint8_t *dst)
 {
     const packing digits = packing_of(bits, 1);
