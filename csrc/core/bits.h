@@ -1,4 +1,4 @@
-/* bits.h - bit fields at any position of byte buffers, for the plain C coders. */
+/* bits.h - reads and writes bit fields at any position of byte buffers, for the plain C coders. */
 #ifndef IBP_BITS_H
 #define IBP_BITS_H
 

@@ -30,9 +30,9 @@ extern "C" {
  * counts: 8 * row_bytes entries, set to 0 by the caller. */
 IBP_API ibp_status ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts);
 
-/* Finds invariant bits by the paper's threshold. With tau < 1 a bit is invariant with value 1 if count
- * > tau * num_rows, and with value 0 if count < (1 - tau) * num_rows. With tau = 1 a bit is invariant if all rows agree
- * on it.
+/* Finds invariant bits by the paper's threshold. With tau < 1 a bit is invariant with value 1 if
+ * count > tau * num_rows, and with value 0 if count < (1 - tau) * num_rows. With tau = 1 a bit is invariant if all rows
+ * agree on it.
  *
  * counts, num_rows: as ibp_count_bits counts them.
  * tau: 0.5 to 1.
@@ -108,7 +108,7 @@ IBP_API ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, siz
  *
  * planes: has one cluster and entries that are not consecutive; the old entries are not read.
  * scratch, scratch_bytes: as ibp_learn_planes needs them for the same sample.
- * entries, entries_bytes: receives the entries; exactly entries_bytes bytes. */
+ * entries, entries_bytes: receives the entries, exactly entries_bytes bytes. */
 IBP_API ibp_status ibp_learn_entries(const ibp_sample *sample, const ibp_planes *planes, void *scratch,
                                      size_t scratch_bytes, uint8_t *entries, size_t entries_bytes);
 

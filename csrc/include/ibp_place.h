@@ -51,12 +51,13 @@ typedef struct ibp_place_counts {
  * lost if overflow has no room for its raw bytes. */
 typedef struct ibp_place {
     ibp_table table;   /* sizes and codebook; its pointers are not read. rows_per_base is 1, and both starts are 0 */
-    uint8_t *slots;    /* table.slots_bytes */
-    uint8_t *overflow; /* table.overflow_bytes */
-    uint16_t *lengths; /* one a row; NULL in scheme raw */
-    uint64_t *bases; /* one a row; NULL if rows are packed, or if slot_bytes is row_bytes, so that there are no parts */
-    uint16_t *rooms; /* one a row: how many units of IBP_OVERFLOW_ALIGN the row owns, from its base on; or NULL */
-    uint64_t *used;  /* bytes of overflow that have been handed out; more than overflow has once a part was refused.
+    uint8_t *slots;    /* table.slots_bytes bytes */
+    uint8_t *overflow; /* table.overflow_bytes bytes */
+    uint16_t *lengths; /* one for each row; NULL in scheme raw */
+    uint64_t *bases;   /* one for each row; NULL if rows are packed, or if slot_bytes is row_bytes and there are no
+                        parts */
+    uint16_t *rooms;   /* for each row how many units of IBP_OVERFLOW_ALIGN it owns, from its base on; or NULL */
+    uint64_t *used;    /* bytes of overflow that have been handed out; more than overflow has once a part was refused.
                         NULL only if slot_bytes is row_bytes and bases is NULL */
     ibp_place_counts *counts; /* or NULL */
     uint32_t is_new;          /* 0 or 1 */
@@ -92,7 +93,7 @@ typedef struct ibp_row_source {
  *   packed rows require this. Ids must differ. If two are equal and the table has bases, one of the rows is coded, and
  *   the other id may be noted as IBP_INVALID_ARGUMENT.
  * first, last: the rows first to last - 1 of the source are coded. Several threads may each code rows of one source,
- *   unless rows are packed. Their order changes only where parts of overflow lie.
+ *   unless rows are packed. The order in which they run changes only where parts of overflow lie.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
  * fault: receives the first fault if *fault is still zero. An id outside the table is noted as IBP_INDEX_OUT_OF_RANGE,
  *   and its row is left out.
@@ -106,8 +107,8 @@ IBP_API ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source 
  * table: the place's sizes and lengths, and bases as ibp_index_rows makes them from these lengths. Slots stay where
  *   they are, and are not read.
  * from: the place, with is_new, whose rows have all found room.
- * overflow: receives the parts; table->overflow_bytes bytes, outside from->overflow. A part that does not lie in both
- *   arrays is left out. */
+ * overflow: receives the parts; table->overflow_bytes bytes, which must not overlap from->overflow. A part that does
+ *   not lie in both arrays is left out. */
 IBP_API ibp_status ibp_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow);
 
 #ifdef __cplusplus

@@ -1,4 +1,4 @@
-/* ibp_file_fields.h - what a file's header says, piece by piece: metadata, checksums, and the fields of tables. */
+/* ibp_file_fields.h - reads a file's header piece by piece: metadata, checksums, and the fields of tables. */
 #ifndef IBP_FILE_FIELDS_H
 #define IBP_FILE_FIELDS_H
 

@@ -1,5 +1,4 @@
-/* ibp_gathers.h - gathers of several tables, ids in the order of windows, and selections of items as they are stored.
- */
+/* ibp_gathers.h - gathers items of several tables, sorts ids by windows, and selects items as they are stored. */
 #ifndef IBP_GATHERS_H
 #define IBP_GATHERS_H
 

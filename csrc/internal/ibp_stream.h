@@ -9,7 +9,7 @@
  *         if (status == IBP_OK) status = ibp_cuda_begin_stream(streamer, ring, ring_bytes);
  *         if (status == IBP_OK)
  *             status = ibp_cuda_stream_bytes(streamer, table, host_bases, 0, end, true, out, fault, 0, stream);
- *         ibp_cuda_destroy_streamer(streamer); // first completes the work that is queued
+ *         ibp_cuda_destroy_streamer(streamer); // work that is queued is still completed
  *         return status;
  *     }
  */
@@ -67,7 +67,7 @@ typedef struct ibp_streamer ibp_streamer;
 
 /* Creates a streamer for the current device. */
 IBP_API ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer);
-/* Destroys a streamer, whichever device is current, after the work already queued is completed. NULL is allowed. */
+/* Destroys a streamer, whichever device is current. Work that is already queued is still completed. NULL is allowed. */
 IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
 
 /* Begins a stream of tables. Each of the following calls of ibp_cuda_stream_bytes, with the same caller's stream,

@@ -152,7 +152,7 @@ static uint64_t *take_bitmap(ibp_scratch *scratch, uint32_t n) { return ibp_take
 IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
 {
     const uint8_t *const entries = planes->entries;
-    uint8_t tables[2][MAX_ENTRIES] = {{0}}; /* of the low bytes and of the high bytes */
+    uint8_t tables[2][MAX_ENTRIES] = {{0}}; /* low bytes of the entries, and high bytes */
     for (uint32_t e = 0; e < planes->num_entries; e++)
         for (uint32_t byte = 0; byte < 2; byte++) tables[byte][e] = entries[2 * e + byte];
     for (uint32_t i = 0; i < n; i += 32) {
