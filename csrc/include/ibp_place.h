@@ -54,11 +54,10 @@ typedef struct ibp_place {
     uint8_t *slots;    /* table.slots_bytes bytes */
     uint8_t *overflow; /* table.overflow_bytes bytes */
     uint16_t *lengths; /* one for each row; NULL in scheme raw */
-    uint64_t *bases;   /* one for each row; NULL if rows are packed, or if slot_bytes is row_bytes and there are no
-                        parts */
+    uint64_t *bases;   /* one for each row; NULL if rows are packed, or have no parts because slot_bytes is row_bytes */
     uint16_t *rooms;   /* for each row how many units of IBP_OVERFLOW_ALIGN it owns, from its base on; or NULL */
     uint64_t *used;    /* bytes of overflow that have been handed out; more than overflow has once a part was refused.
-                        NULL only if slot_bytes is row_bytes and bases is NULL */
+                          NULL only if slot_bytes is row_bytes and bases is NULL */
     ibp_place_counts *counts; /* or NULL */
     uint32_t is_new;          /* 0 or 1 */
 } ibp_place;
