@@ -1,5 +1,5 @@
-// file_reader.h - the C reader of files (ibp_file.h) for Python. It returns headers, and lines of fields, as Python's
-// values. If a file is refused, a ValueError says why.
+// file_reader.h - gives Python the C reader of files (ibp_file.h). It returns headers, and lines of fields, as Python's
+// values. If a file is refused, it raises a ValueError that says why.
 #ifndef IBP_FILE_READER_H
 #define IBP_FILE_READER_H
 
@@ -76,12 +76,17 @@ inline py::object checks_of(const ibp_file &file)
     return py::make_tuple(checks.block_bytes, checks.num_blocks);
 }
 
-// Returns (tensors, metadata, checks): {name: (dtype, shape, first byte in the file, end)}, {key: text}, and what
-// checks_of returns. header: the bytes in front of the data.
+// Returns (tensors, metadata, checks):
+//
+// tensors: {name: (dtype, shape, first byte in the file, end)}.
+// metadata: {key: text}.
+// checks: the value that checks_of returns.
+//
+// header: the bytes in front of the data.
 inline py::tuple read_header(const py::bytes &header, size_t file_bytes)
 {
     const std::string_view view = header;
-    const std::vector<uint8_t> bytes(view.begin(), view.end()); // a copy, because it is aligned
+    const std::vector<uint8_t> bytes(view.begin(), view.end()); // copied, because the copy is aligned
     ibp_file file;
     ibp_file_tensor tensor;
     ibp_text key, value;

@@ -135,12 +135,12 @@ class MappedPages {
     pid_t pinned_in_ = 0;
 };
 
-// The memory of a file descriptor, which all processes that map it share. Each process pins it for itself by pin();
-// the memory stays pinned there until it is unmapped.
+// The memory of a file descriptor, which all processes that map it share. Each process pins it for itself with pin().
+// It stays pinned in that process until it is unmapped.
 class SharedPages : public MappedPages {
   public:
-    // is_new: nobody has written to the memory yet. Its pages are then made here, on a NUMA node; a negative node means
-    // the node of the caller.
+    // is_new: whether nobody has written to the memory yet. If so, its pages are made here, on a NUMA node. A negative
+    // node means the node of the caller.
     SharedPages(int file, size_t num_bytes, bool is_new, int node)
         : MappedPages(file, 0, num_bytes, PROT_READ | PROT_WRITE, ibp_cuda_register_pinned, "shared memory")
     {
@@ -149,8 +149,9 @@ class SharedPages : public MappedPages {
     }
 };
 
-// Bytes of a file in the page cache, which must only be read. All processes that map them share them, and GPUs read
-// them if the system supports it. The buffer claims to be writable because torch.frombuffer warns about others.
+// Bytes of a file in the page cache, which must only be read. All processes that map them share them, and GPUs can read
+// them if the system supports it. The buffer claims to be writable because torch.frombuffer warns about read-only
+// buffers.
 class FilePages : public MappedPages {
   public:
     FilePages(int file, size_t start, size_t num_bytes)

@@ -14,7 +14,7 @@
 
 namespace ibp {
 
-// Pinned memory on a NUMA node. Only in `process` is it pinned.
+// Pinned memory on a NUMA node. It is pinned only in `process`.
 struct PinnedBlock {
     void *data;
     size_t num_bytes;
@@ -28,11 +28,12 @@ struct PinnedSource {
     ibp_status (*free)(void *host, size_t num_bytes);
 };
 
-// A pool of pinned blocks that nobody uses. It keeps at most `limit` bytes; if there are more, it returns the blocks
-// that it was given first to the system. Several threads may call its functions at once.
+// A pool of pinned blocks that nobody uses. It keeps at most `limit` bytes. If it has more, it frees the blocks that
+// were given to it first. Several threads may call its functions at once.
 //
-// When a block is given back, GPUs may still be reading it, on any stream. So whoever takes a used block must wait for
-// them before writing to it. After fork() the blocks belong to the parent: the child has copies that are not pinned.
+// When a block is given back, GPUs may still be reading it, on any stream. So the next owner of a used block must wait
+// for the GPUs before it writes to the block. After fork() the blocks belong to the parent; the child has copies that
+// are not pinned.
 class PinnedPool {
   public:
     static constexpr size_t kLeastKept = size_t{64} << 10; // bytes; pinning less takes no longer than waiting for GPUs
@@ -60,9 +61,9 @@ class PinnedPool {
         return std::min(size_t{4} << 30, pages / 8 * page_bytes);
     }
 
-    // Takes a block of num_bytes > 0 bytes, or up to an eighth more, on a NUMA node. *is_used: whether somebody has
-    // used it before. If new memory cannot be pinned, all kept blocks are freed and it is tried once more.
-    // @return the status of pinning; IBP_OK for a kept block.
+    // Takes a block of num_bytes > 0 bytes, or up to an eighth more, on a NUMA node. *is_used receives whether somebody
+    // has used the block before. If new memory cannot be pinned, frees all kept blocks and tries once more. Returns the
+    // status of pinning; IBP_OK for a kept block.
     ibp_status take(size_t num_bytes, int node, PinnedBlock *block, bool *is_used)
     {
         *is_used = take_kept(num_bytes, node, block);
@@ -104,7 +105,7 @@ class PinnedPool {
         return kept_bytes_;
     }
 
-    // Frees kept blocks, oldest first, until at most most_bytes bytes are kept. @return the bytes freed.
+    // Frees kept blocks, oldest first, until at most most_bytes bytes are kept. Returns the number of bytes freed.
     size_t release(size_t most_bytes)
     {
         size_t freed_bytes = 0;
@@ -134,8 +135,8 @@ class PinnedPool {
         return true;
     }
 
-    // Takes the block that was given first, if more than most_bytes bytes are kept. Destructors call this, so it
-    // allocates nothing.
+    // Takes the block that was given first, if more than most_bytes bytes are kept. Returns whether it did. It
+    // allocates nothing, because destructors call it.
     bool take_first(size_t most_bytes, PinnedBlock *block)
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -171,7 +172,7 @@ class PinnedPool {
 
     const PinnedSource source_;
     std::mutex mutex_;
-    std::vector<PinnedBlock> kept_; // in the order in which they were given
+    std::vector<PinnedBlock> kept_; // in the order in which they were given back
     size_t limit_, kept_bytes_ = 0;
 };
 

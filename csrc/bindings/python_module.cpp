@@ -43,7 +43,7 @@ void sync_directory(const char *path)
     throw py::error_already_set();
 }
 
-// The struct DLManagedTensor of dlpack.h, version 0.8, by which DLPack's C interface hands over an array.
+// The struct DLManagedTensor of dlpack.h, version 0.8, through which DLPack's C interface passes an array.
 struct DLManagedTensor {
     struct {
         void *data;
@@ -61,8 +61,8 @@ static_assert(sizeof(DLManagedTensor) == 64, "the layout of dlpack.h on a 64-bit
 enum : int32_t { kDLCUDA = 2 };
 enum : uint8_t { kDLUInt = 1 };
 
-// Bytes of an object in pinned memory, as a CUDA device sees them. Whoever takes the DLPack capsule holds them, and the
-// object lives as long as they are held.
+// Bytes of an object in pinned memory, as a CUDA device sees them. The object lives as long as the DLPack capsule, or
+// whoever has taken the bytes from it, holds them.
 struct MappedBytes {
     DLManagedTensor managed;
     py::object owner;
@@ -76,9 +76,12 @@ struct MappedBytes {
     }
 };
 
-// Returns a DLPack capsule with pinned bytes, which begin at address, as uint8 on the current CUDA device, whose index
-// is device. Torch's own ways to wrap an address, from_blob and __cuda_array_interface__, do not serve: they ask the
-// driver for its device, and the driver names the device that was current when the memory was pinned.
+// Returns a DLPack capsule with pinned bytes as uint8 on the current CUDA device. Torch's own ways to wrap an address,
+// from_blob and __cuda_array_interface__, cannot be used: they ask the driver for the device of the address, and the
+// driver names the device that was current when the memory was pinned.
+//
+// address, num_bytes: the bytes.
+// device: the index of the current device.
 py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, int32_t device)
 {
     void *mapped = nullptr;
@@ -118,8 +121,8 @@ class Streamer {
     ibp_streamer *streamer_ = nullptr;
 };
 
-// An ibp_stager (ibp_stream.h), which brings items to the current device with the CPU's help, through two rings.
-// kept: the object that owns the rings.
+// An ibp_stager (ibp_stream.h), which brings items to the current device with the CPU's help, through two rings. kept:
+// the object that owns the rings.
 class Stager {
   public:
     Stager(uintptr_t pinned, uintptr_t near, int64_t ring_bytes, py::object kept) : kept_(std::move(kept))
@@ -138,8 +141,8 @@ class Stager {
     ibp_stager *stager_ = nullptr;
 };
 
-// Implements __init__ of a class, as py::init does. py::init registers the object where no exception is caught, so the
-// process would end if there were no memory for that.
+// Implements __init__ of a class, as py::init does. py::init itself registers the object at a point where no exception
+// is caught, so the process would end if there were no memory for the registration.
 template <typename T, typename... Args> void make(py::detail::value_and_holder &place, Args... args)
 {
     auto holder = std::make_unique<T>(std::forward<Args>(args)...);
@@ -171,7 +174,7 @@ class Counts {
     Py_buffer view_;
 };
 
-// ibp_choose_slots (slots.h). Returns the bytes of a slot, and of the overflow of a mean row.
+// Chooses slots by ibp_choose_slots (slots.h). Returns the bytes of a slot, and the bytes of overflow of a mean row.
 std::pair<uint32_t, double> choose_slots(const py::buffer &sectors, uint32_t row_bytes, uint32_t least_bytes,
                                          double overflow_cost, double part_cost, double most_spilled, double near,
                                          const std::optional<std::vector<int64_t>> &sizes)
@@ -187,7 +190,7 @@ std::pair<uint32_t, double> choose_slots(const py::buffer &sectors, uint32_t row
     return {slot_bytes, mean_overflow};
 }
 
-// ibp_count_spilled (slots.h). Returns how many rows leave their slots, and the bytes of their parts.
+// Counts by ibp_count_spilled (slots.h). Returns how many rows leave their slots, and the bytes of their parts.
 std::pair<uint64_t, uint64_t> count_spilled(const py::buffer &sectors, uint32_t slot_bytes)
 {
     const Counts counts(sectors);
@@ -197,7 +200,7 @@ std::pair<uint64_t, uint64_t> count_spilled(const py::buffer &sectors, uint32_t 
 }
 
 // Returns call(). If call raises, the exception gets kept[0], if there is one, as its attribute `table`. No Python code
-// runs in between, so no further interrupt can come before that.
+// runs between the two, so no interrupt can come in between.
 py::object call_keeping_table(const py::list &kept, const py::object &call)
 {
     try {
@@ -213,7 +216,7 @@ py::object call_keeping_table(const py::list &kept, const py::object &call)
 PYBIND11_MODULE(_core, m)
 {
     m.doc() = "The ibp core without torch: status, versions, pinned memory.";
-    ibp::PinnedPool::of_process(); // made now, because no other thread can be making it during a fork yet
+    ibp::PinnedPool::of_process(); // made here, while no other thread can be making it during a fork
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;

@@ -1,6 +1,6 @@
 // table_handle.h - handles of tables and of caches of rows. describe_table and describe_cache check the memory once and
-// return a handle's bytes as a tensor on the CPU, which the operations of that memory's device take. A copy of the
-// bytes serves as well.
+// return the bytes of a handle as a tensor on the CPU. The operations of that memory's device take this tensor, or a
+// copy of it.
 #ifndef IBP_TABLE_HANDLE_H
 #define IBP_TABLE_HANDLE_H
 
@@ -22,8 +22,8 @@ enum TablePart { kSlots, kOverflow, kLengths, kBases, kCodebook, kRooms, kUsed, 
 constexpr const char *kPartNames[kNumParts] = {"slots",    "overflow", "lengths", "bases",
                                                "codebook", "rooms",    "used",    "fault"};
 
-// How `take` fetches items from memory that is far from the GPU. If there are at least least_bucketed ids, it first
-// puts them in the order of windows of 2^window_bits items, and then fetches them with bucketed_sms multiprocessors (0:
+// The way in which `take` fetches items from memory that is far from the GPU. If there are at least least_bucketed ids,
+// it first sorts them by windows of 2^window_bits items, and then fetches them with bucketed_sms multiprocessors (0:
 // all).
 struct GatherPlan {
     int64_t least_bucketed;
@@ -37,9 +37,9 @@ struct TableHandle {
     uint64_t mark;
     int64_t device;   // the CUDA device that reads the table; -1: the CPU
     ibp_place place;  // counts is nullptr; used is nullptr unless a place was described
-    ibp_fault *fault; // `take` notes faults here on a GPU; nullptr: `take` is refused there
+    ibp_fault *fault; // the record in which `take` notes faults on a GPU; nullptr: a GPU's `take` refuses the table
     GatherPlan plan;
-    Memory parts[kNumParts]; // of the tensors
+    Memory parts[kNumParts]; // memory of the tensors
 
     const ibp_table &table() const { return place.table; }
 };

@@ -3,7 +3,7 @@
 //
 //     sum_bags  table ids entries slabs offsets weights reduction padding_idx kind max_sms out fault
 //
-// It is documented at its function; arguments that other operations have, too, are described in torch_tables.h.
+// The operation is documented at its function. torch_tables.h describes the arguments that other operations have, too.
 #include "torch_tables.h"
 
 #include <optional>
@@ -17,7 +17,7 @@ ScalarType dtype_of(ibp_float_kind kind)
     return kind == IBP_FLOAT32 ? ScalarType::Float : kind == IBP_FLOAT16 ? ScalarType::Half : ScalarType::BFloat16;
 }
 
-// Makes the struct ibp_bags of the arguments of sum_bags.
+// Makes the struct ibp_bags from the arguments of sum_bags.
 ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const std::optional<Tensor> &weights,
                  int64_t reduction, int64_t padding_idx, int64_t kind, const Tensor &out)
 {
@@ -46,13 +46,17 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
     return bags;
 }
 
-// Sums bags of rows, or takes their mean or maximum (ibp_linear.h). A bag without rows gives zeros. Items of table
-// are single rows. An id out of range and a corrupt row are noted in fault and count as rows of zeros.
-// entries: int64 [ids], or None; rows that have an entry come from slabs. offsets: int32 or int64, ascending; bag b
-// begins with ids[offsets[b]]. Elements after the first [bags] are not read. None: all bags have equally many ids.
-// weights: [ids], of the elements' dtype, for sums only; None: all are 1. reduction: a number of ibp_bag_mode.
-// padding_idx: rows with this id count as absent; -1: none do. kind: a number of ibp_float_kind, the elements' dtype.
-// out: [bags, elements], contiguous; its first dimension says how many bags there are.
+// Sums bags of rows, or takes their mean or maximum (ibp_linear.h). A bag without rows gives zeros. Items of table are
+// single rows. An id out of range and a corrupt row are noted in fault and count as rows of zeros.
+//
+// entries: int64 [ids], or None. Rows that have an entry come from slabs.
+// offsets: int32 or int64, ascending; bag b begins with ids[offsets[b]]. Elements after the first [bags] are not read.
+//   None: all bags have equally many ids.
+// weights: [ids], of the elements' dtype, for sums only. None: all are 1.
+// reduction: a number of ibp_bag_mode.
+// padding_idx: rows with this id count as absent; -1: no id does.
+// kind: a number of ibp_float_kind, the elements' dtype.
+// out: [bags, elements], contiguous. Its first dimension is the number of bags.
 void sum_bags(const Device &device, const Table &handle, const Tensor &ids, const std::optional<Tensor> &entries,
               const Near &slabs, const std::optional<Tensor> &offsets, const std::optional<Tensor> &weights,
               int64_t reduction, int64_t padding_idx, int64_t kind, int64_t max_sms, const Out &out, const Out &fault)

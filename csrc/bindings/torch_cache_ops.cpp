@@ -89,9 +89,12 @@ ibp_lru lru_of(const Tensor &bytes, const Tensor &map, int64_t ways, int64_t slo
 // ---- describing ----
 
 // Returns the argument `cache` of `take`: the bytes of a struct ibp::CacheHandle, uint8 on the CPU. They hold the
-// addresses of the tensors, which must outlive them. The handle is for the device that counts is on.
-// maps, slabs: as many of the one as of the other. stamps, clock, slot_bytes: for a cache that replaces its rows, as
-// claim_cached takes them; it has one slab and 32 ways. For other caches None, None and 0.
+// addresses of the tensors, which must live longer than the handle is used. The handle is for the device that counts is
+// on.
+//
+// maps, slabs: equally many, one map for each slab.
+// stamps, clock, slot_bytes: for a cache that replaces its rows, as claim_cached takes them; such a cache has one slab
+//   and 32 ways. For other caches None, None and 0.
 Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, const Near &slabs, const Tensor &counts,
                       const std::optional<Tensor> &stamps, const std::optional<Tensor> &clock, int64_t slot_bytes)
 {
@@ -120,8 +123,11 @@ Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, cons
 
 // ---- find ----
 
-// Looks up the rows of items. rows_per_item, row_bytes: of the table whose rows they are. lengths: uint16 [rows], the
-// table's, or empty: every row is raw. counts may be None.
+// Looks up the rows of items.
+//
+// rows_per_item, row_bytes: of the table that has the rows.
+// lengths: uint16 [rows], the table's; empty: every row is raw.
+// counts: may be None.
 void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item, int64_t row_bytes,
                  const Tensor &lengths, const Near &maps, int64_t ways, const Out &entries,
                  const std::optional<Out> &counts)
@@ -136,8 +142,8 @@ void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item,
     find_in_maps(device, query, found.data(), static_cast<uint32_t>(found.size()), to, to_counts);
 }
 
-// Returns, as uint8 [rows], which of num_slabs slabs is to hold each row: a row is looked up in the map of that slab
-// only.
+// Returns uint8 [rows]: for each row the slab, among num_slabs, that is to hold it. A row is looked up only in the map
+// of that slab.
 Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slabs)
 {
     Tensor found = new_tensor(rows, {rows.numel()}, ScalarType::Byte);
@@ -151,8 +157,10 @@ Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slab
 // ---- fill ----
 
 // Copies stored rows of a table to `bytes`, the memory of a slab, and enters them in `map`, the slab's map, unless the
-// map is empty. offsets: int64 [rows], where the bytes of each row go; rows with a negative offset are left out. slab:
-// the number of the slab in its cache.
+// map is empty.
+//
+// offsets: int64 [rows], the place of each row in bytes. Rows with a negative offset are left out.
+// slab: the number of the slab in its cache.
 void fill_slab(const Device &device, const Table &handle, const Tensor &rows, const Tensor &offsets, int64_t number,
                int64_t ways, const Out &bytes, const Out &map, const Out &fault)
 {
@@ -175,9 +183,12 @@ void fill_slab(const Device &device, const Table &handle, const Tensor &rows, co
 
 // ---- the least recently used ----
 
-// Looks up the rows of items in a cache that replaces its rows: missing rows are copied into the cache in place of the
-// rows that were used longest ago. ways: 32. cache_slot_bytes: the bytes that each way has in `bytes`, a multiple of
-// 32; longer rows are not cached. counts may be None. An id out of range and a corrupt row are noted in fault.
+// Looks up the rows of items in a cache that replaces its rows. Missing rows are copied into the cache in place of the
+// rows that were used longest ago. An id out of range and a corrupt row are noted in fault.
+//
+// ways: 32.
+// cache_slot_bytes: the bytes that each way has in `bytes`, a multiple of 32; longer rows are not cached.
+// counts: may be None.
 void claim_cached(const Device &device, const Table &handle, const Tensor &ids, int64_t ways, int64_t slot_bytes,
                   const Out &bytes, const Out &map, const Out &stamps, const Out &clock, const Out &entries,
                   const std::optional<Out> &counts, const Out &fault)
@@ -193,7 +204,7 @@ void claim_cached(const Device &device, const Table &handle, const Tensor &ids, 
 
 // ---- changes ----
 
-// Takes rows out of a map.
+// Removes rows from a map.
 void drop_cached(const Device &device, const Tensor &rows, int64_t ways, const Out &map)
 {
     const ibp_cache_map changed = map_of(map, ways);
@@ -201,8 +212,10 @@ void drop_cached(const Device &device, const Tensor &rows, int64_t ways, const O
     run_on(device, "drop_cached", ibp_cuda_drop_cached, ibp_drop_cached, numbers, rows.numel(), &changed);
 }
 
-// Says that the cached bytes of rows were written anew. lengths: uint16 [rows], their new lengths; empty: the lengths
-// have not changed. dirty: whether the table's own rows are older than the cached ones.
+// Notes in a map that the cached bytes of rows have been rewritten.
+//
+// lengths: uint16 [rows], the rows' new lengths; empty: the lengths have not changed.
+// dirty: whether the table's own rows are older than the cached ones.
 void set_cached(const Device &device, const Tensor &rows, const Tensor &lengths, int64_t ways, bool dirty,
                 const Out &map)
 {

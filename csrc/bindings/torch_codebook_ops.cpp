@@ -26,14 +26,14 @@ using namespace ibp_torch;
 
 // ---- statistics ----
 
-// Returns num_counts counts of all rows. call(count, rows, num_rows, counts) counts some rows. On the CPU it is called
-// with on_cpu, for a range of rows on each thread; on a GPU once for all rows, with on_cuda and a stream as its last
-// argument.
+// Returns num_counts counts of all rows. call(count, rows, num_rows, counts) counts some rows with the function
+// `count`. On the CPU it is called with on_cpu for a range of rows on each thread. On a GPU it is called once for all
+// rows, with on_cuda and a stream as its last argument.
 template <typename Cuda, typename Cpu, typename Call>
 Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, uint32_t row_bytes, const char *name,
                  const Cuda &on_cuda, const Cpu &on_cpu, const Call &call)
 {
-    constexpr int64_t kLeastCounted = 1 << 20; // bytes of a range, whose counts are 64 times as large as a row
+    constexpr int64_t kLeastCounted = 1 << 20; // bytes of a range; its counts take 64 times as many bytes as a row
     const uint8_t *const rows = bytes_of(data, 0, "data");
     const int64_t num_rows = data.numel() / row_bytes;
     Tensor counts = new_counts(data, num_counts);
@@ -54,7 +54,7 @@ Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, u
     return counts;
 }
 
-// Returns int64 [8 * row_bytes]: for bit b of byte i, at 8 * i + b, the number of rows in which it is 1.
+// Returns int64 [8 * row_bytes]: at 8 * i + b the number of rows in which bit b of byte i is 1.
 Tensor count_bits(const Device &device, const Tensor &data, int64_t row_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes);
@@ -64,8 +64,8 @@ Tensor count_bits(const Device &device, const Tensor &data, int64_t row_bytes)
                      });
 }
 
-// Returns int64 [ceil(row_bytes / chunk_bytes)]: for each chunk the number of rows in which it participates, under the
-// codebook's first cluster. Only for scheme ibp.
+// Returns int64 [ceil(row_bytes / chunk_bytes)]: for each chunk the number of rows in which it participates under the
+// codebook's first cluster. Only scheme ibp has chunks.
 Tensor count_hits(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     require(!codec.empty() && codec[0] == IBP_SCHEME_IBP, "only scheme ibp has chunks");
@@ -77,8 +77,10 @@ Tensor count_hits(const Device &device, const Tensor &data, const Tensor &codebo
 
 // ---- masks ----
 
-// Returns the argument `codebook` of scheme ibp, int32 [3, words]. chunk_bytes: 1, 2, 4 or 8. flag_all: whether every
-// chunk has a participation bit, or only chunks with a mask.
+// Returns the argument `codebook` for scheme ibp, int32 [3, words].
+//
+// chunk_bytes: 1, 2, 4 or 8.
+// flag_all: whether every chunk has a participation bit, or only chunks with a mask.
 Tensor codebook_words(const Device &, const Tensor &mask, const Tensor &bitval, int64_t chunk_bytes, bool flag_all)
 {
     const uint32_t row_bytes = to_u32(mask.numel(), 1, IBP_MAX_ROW_BYTES, "the size of mask");
@@ -93,8 +95,11 @@ Tensor codebook_words(const Device &, const Tensor &mask, const Tensor &bitval, 
 }
 
 // Returns (mask, bitval) by the threshold of the paper's section 4.1: a bit is invariant if it has the same value in
-// more than tau * num_rows rows, or in all of them if tau is 1. counts: as count_bits returns them. num_rows: how many
-// rows were counted. tau: 0.5 to 1.
+// more than tau * num_rows rows, or, with tau 1, in all of them.
+//
+// counts: as count_bits returns them.
+// num_rows: the number of rows that were counted.
+// tau: 0.5 to 1.
 std::tuple<Tensor, Tensor> threshold_bits(const Device &, const Tensor &counts, int64_t num_rows, double tau)
 {
     require(counts.numel() % 8 == 0, "counts has ", counts.numel(), " elements, 8 a byte of a row are needed");
@@ -108,7 +113,7 @@ std::tuple<Tensor, Tensor> threshold_bits(const Device &, const Tensor &counts, 
     return {mask, bitval};
 }
 
-// Returns (mask, bitval) with, for each chunk, the mask that a greedy search finds to save most bits on these rows
+// Returns (mask, bitval) with, for each chunk, the mask that saves most bits on these rows according to a greedy search
 // (ibp_learn.h). chunk_bytes: 1, 2, 4 or 8.
 std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int64_t row_bytes, int64_t chunk_bytes)
 {
@@ -119,7 +124,8 @@ std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int6
     require((chunk & (chunk - 1)) == 0, "chunk_bytes is ", chunk_bytes, ", not 1, 2, 4 or 8");
     uint8_t *const to_mask = bytes_of(mask, bytes, "mask"), *const to_bitval = bytes_of(bitval, bytes, "bitval");
     const int64_t num_rows = data.numel() / row_bytes;
-    // Rows are read once for each bit that is added to a mask: about a quarter of a chunk's bits, it is assumed.
+    // Rows are read once for each bit that is added to a mask. The estimate is that a quarter of a chunk's bits are
+    // added.
     const int64_t times_read = 2 * chunk_bytes;
     ibp_fault unused{};
     over_ranges(divide_up(row_bytes, chunk_bytes), num_rows * chunk_bytes * times_read, 0, &unused,
@@ -131,8 +137,8 @@ std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int6
     return {mask, bitval};
 }
 
-// Returns float64 [1]: about which share of the rows' bytes masks would save, judged by up to 64 rows. It is quick, and
-// rather too high.
+// Returns float64 [1]: an estimate of the share of the rows' bytes that masks would save, from up to 64 rows. It is
+// quick, and rather too high than too low.
 Tensor estimate_masks(const Device &, const Tensor &data, int64_t row_bytes)
 {
     Tensor savings = new_tensor(data, {1}, ScalarType::Double);
@@ -165,7 +171,7 @@ Tensor learning_scratch(const Tensor &data, const ibp_sample &sample)
     return new_tensor(data, {bytes}, ScalarType::Byte);
 }
 
-// Returns a codebook of scheme planes as the argument `codebook`, which read_planes reads.
+// Returns a codebook of scheme planes in the form of the argument `codebook`, which read_planes reads.
 Tensor planes_words(const Tensor &data, const ibp_planes &planes, uint32_t row_bytes)
 {
     const ConstantColumns constants(planes, row_bytes);
@@ -208,10 +214,13 @@ Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_by
 
 // Learns a codebook of scheme planes from rows: all rows of a table, or some of them drawn at random. Returns
 // (codebook, codec): uint8 [bytes] and int64 [numbers].
-// element_bytes: 1, 2, 4 or 8, which divides row_bytes. exponent_bits: of floats; 0 for other elements. table_rows: how
-// many rows the whole table has, over which the codebook's own bytes are spread. fast: take a codebook that decodes at
-// the rate of memory, unless it saves nothing. codes_invariant: code also the bits and columns that all of these rows
-// agree on, so that the codebook has a coded form for any row.
+//
+// element_bytes: 1, 2, 4 or 8, which divides row_bytes.
+// exponent_bits: exponent bits of floats; 0 for other elements.
+// table_rows: the number of rows of the whole table, over which the codebook's own bytes are spread.
+// fast: whether to take a codebook that decodes at the rate of memory, unless it saves nothing.
+// codes_invariant: whether to code also the bits and columns that all of these rows agree on, so that the codebook has
+//   a coded form for any row.
 std::tuple<Tensor, Tensor> learn_planes(const Device &, const Tensor &data, int64_t row_bytes, int64_t element_bytes,
                                         int64_t exponent_bits, int64_t table_rows, bool fast, bool codes_invariant)
 {
@@ -229,8 +238,8 @@ std::tuple<Tensor, Tensor> learn_planes(const Device &, const Tensor &data, int6
     return {planes_words(data, planes, sample.row_bytes), planes_codec(data, planes, row_bytes)};
 }
 
-// Learns new entries, the most frequent symbols of these rows, for a codebook of scheme planes with one cluster.
-// Returns a copy of `codebook` with these entries.
+// Learns new entries for a codebook of scheme planes with one cluster: the most frequent symbols of these rows. Returns
+// a copy of `codebook` with the new entries.
 Tensor learn_entries(const Device &, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     const ibp_codebook cb = codebook_of(codebook, codec);

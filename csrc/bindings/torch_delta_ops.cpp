@@ -22,12 +22,14 @@ namespace {
 
 using namespace ibp_torch;
 
-// Adds to sum[0] what the words of a part of a tensor add to its fingerprint. part: any dtype and shape; a multiple of
-// 8 bytes, except for the last part of a tensor. first_word: the number of its first word in the tensor. sum: int64 [1]
-// or more.
+// Adds to sum[0] the contribution of a part of a tensor to its fingerprint.
+//
+// part: any dtype and shape; a multiple of 8 bytes, except for the last part of a tensor.
+// first_word: the number of the part's first 8-byte word in the tensor.
+// sum: int64 [1] or more.
 void sum_words(const Device &device, const Tensor &part, int64_t first_word, const Out &sum)
 {
-    constexpr int64_t kWordsARange = 1 << 17; // a megabyte
+    constexpr int64_t kWordsARange = 1 << 17; // words in a megabyte
     require(first_word >= 0, "first_word is ", first_word);
     const auto start = static_cast<uint64_t>(first_word);
     uint64_t *const out = unsigned_longs_of(sum, 1, "sum");
@@ -49,9 +51,11 @@ void sum_words(const Device &device, const Tensor &part, int64_t first_word, con
 
 // ---- deltas ----
 
-// Adds a table of differences to a tensor, or subtracts it, element by element modulo 2^(8 * element_bytes). base:
-// contiguous, any dtype, as many bytes as the table's tensor. change: int64 [1]; what this adds to the sum of sum_words
-// is added to it. A corrupt row changes nothing and is noted in fault.
+// Adds a table of differences to a tensor, or subtracts it, element by element modulo 2^(8 * element_bytes). A corrupt
+// row changes nothing and is noted in fault.
+//
+// base: contiguous, any dtype, as many bytes as the table's tensor.
+// change: int64 [1]; the change of base's sum (sum_words) is added to it.
 void add_rows(const Device &, const Table &handle, int64_t element_bytes, bool subtracts, const Out &base,
               const Out &change, const Out &fault)
 {
@@ -102,8 +106,10 @@ struct DeltaRows {
     }
 };
 
-// Measures how each row of the differences newer - base is coded: fills lengths and counts. sums: int64 [2 n], zeros at
-// first; receives for each tensor the sums of words (sum_words) of its base and of its newer version.
+// Measures how each row of the differences newer - base is coded, and fills lengths and counts.
+//
+// sums: int64 [2 n], zeros at first; receives for each tensor the sums of words (sum_words) of its base and of its
+//   newer version.
 void measure_deltas(const Device &device, const Tensor &tensors, const Tensor &codebook, const Codec &codec,
                     const Out &lengths, const Out &counts, const Out &sums)
 {
@@ -114,9 +120,11 @@ void measure_deltas(const Device &device, const Tensor &tensors, const Tensor &c
           "measure_deltas");
 }
 
-// Codes the differences back to back into overflow, uint8 [bytes]. lengths, counts: as measure_deltas filled them.
-// bases: int64 [rows / 32], as index_rows makes them of lengths. updates_bases: also turns the bases into the newer
-// versions, row by row as they are coded.
+// Codes the differences back to back into overflow, uint8 [bytes].
+//
+// lengths, counts: as measure_deltas filled them.
+// bases: int64 [rows / 32], as index_rows makes them from lengths.
+// updates_bases: whether to turn the bases into the newer versions, row by row as they are coded.
 void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &codebook, const Codec &codec,
                    const Tensor &lengths, const Tensor &counts, const Tensor &bases, bool updates_bases,
                    const Out &overflow)
@@ -129,9 +137,12 @@ void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &co
           "encode_deltas");
 }
 
-// Adds the differences to the bases: all of them, or none. num_rows: of the sequence. state: int64 [1 + 3 n], zeros at
-// first; receives an ibp_delta_verdict and three numbers for each tensor. takes_back: undoes an earlier call instead,
-// whose state is given with IBP_DELTA_DAMAGED in place of its verdict.
+// Adds the differences to the bases: either all of them or none.
+//
+// num_rows: rows of the sequence.
+// state: int64 [1 + 3 n], zeros at first; receives an ibp_delta_verdict and three numbers for each tensor.
+// takes_back: whether to undo an earlier call instead. `state` is then the state of that call, with IBP_DELTA_DAMAGED
+//   in place of its verdict.
 void apply_deltas(const Device &device, const Tensor &tensors, int64_t num_rows, const Tensor &codebook,
                   const Codec &codec, bool takes_back, const Out &state)
 {

@@ -23,17 +23,23 @@ uint8_t *flags_of(const Tensor &flags, int64_t num_pages, int64_t num_tensors, c
     return found;
 }
 
-// Works out the ids of the place's rows, and the addresses of the tensors' memory, for a transfer of pages.
+// Works out the ids of the place's rows, and the addresses of the tensors' memory, for a transfer of pages. No address
+// is read from or written to.
+//
 // pages, blocks: int64 [pages]; page pages[k] of the place goes to or comes from block blocks[k] of each tensor. Any
-// numbers are allowed: the ids of a page or block that does not exist are -1. num_pages, num_blocks: of the place, and
-// of each tensor. num_tensors: tensors of which a page has a block; the transfer moves those from first_tensor on, as
-// many as starts describes.
-// starts: int64 [tensors * pieces], the addresses at which the pieces of block 0 begin. block_starts: int64
-// [num_blocks], what is added to starts for each block; None: its number times block_stride. scratch: the address of a
-// piece that nobody uses, which stands in for missing ones. pieces: how many pieces of memory a block has.
-// stored: flags [num_pages * num_tensors], or None; ids are also -1 if a flag of the page is 0.
-// ids: int64, written; its size, divided by pages and tensors, is the number of rows that the place has for a block, a
-// multiple of pieces. addresses: int64 [pages * tensors * pieces], written. No address is read from or written to.
+//   numbers are allowed: the ids of a page or block that does not exist are -1.
+// num_pages, num_blocks: pages of the place, and blocks of each tensor.
+// num_tensors, first_tensor: a page has a block of each of num_tensors tensors. The transfer moves as many of them as
+//   `starts` describes, beginning with first_tensor.
+// starts: int64 [tensors * pieces], the addresses of the pieces of block 0.
+// block_starts: int64 [num_blocks], numbers that are added to starts for each block. None: the block's number times
+//   block_stride.
+// scratch: the address of a piece that nobody uses, which stands in for missing pieces.
+// pieces: the number of pieces of memory that a block has.
+// stored: flags [num_pages * num_tensors], or None. Ids are also -1 if a flag of the page is 0.
+// ids: int64, written. Its size, divided by pages and tensors, is the number of rows that the place has for a block, a
+//   multiple of pieces.
+// addresses: int64 [pages * tensors * pieces], written.
 void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks, int64_t num_pages, int64_t num_blocks,
                 int64_t num_tensors, int64_t first_tensor, const Tensor &starts,
                 const std::optional<Tensor> &block_starts, int64_t block_stride, int64_t scratch, int64_t pieces,
@@ -62,10 +68,13 @@ void plan_pages(const Device &device, const Tensor &pages, const Tensor &blocks,
     run_on(device, "plan_pages", ibp_cuda_plan_pages, ibp_plan_pages, &t, flags, longs_of(ids, 0, "ids"), places);
 }
 
-// Notes which blocks are stored once their rows have been coded into a place: all blocks but those with a lost row.
-// ids: int64, as plan_pages wrote them. ids_per_block: rows that the place has for a block. lengths: uint16 [rows], the
-// place's. rooms: uint16 [rows], the place's, or empty if slots hold whole rows. stored, seen: flags [rows /
-// ids_per_block], written: for the device that decodes, and for the host.
+// Notes which blocks are stored after their rows have been coded into a place: all blocks except those with a lost row.
+//
+// ids: int64, as plan_pages wrote them.
+// ids_per_block: rows that the place has for a block.
+// lengths: uint16 [rows], the place's.
+// rooms: uint16 [rows], the place's; empty if slots hold whole rows.
+// stored, seen: flags [rows / ids_per_block], written: for the device that decodes, and for the host.
 void note_pages(const Device &device, const Tensor &ids, int64_t ids_per_block, const Tensor &lengths,
                 const Tensor &rooms, const Out &stored, const Out &seen)
 {

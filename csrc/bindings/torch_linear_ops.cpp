@@ -22,7 +22,7 @@ namespace {
 
 using namespace ibp_torch;
 
-// Returns the elements of a tensor of the dtype that the kernels multiply, of which there must be `count`.
+// Returns the elements of a bfloat16 tensor, of which there must be `count`.
 uint16_t *elements_of(const Tensor &tensor, int64_t count, const char *name)
 {
     require(tensor.numel() == count, name, " has ", tensor.numel(), " elements, ", count, " are needed");
@@ -47,7 +47,7 @@ ibp_digit_matrix matrix_of(const Tensor &slots, int64_t slot_bytes, const Tensor
     return matrix;
 }
 
-// Returns vectors as ibp_cuda_linear takes them, contiguous and aligned to 16 bytes: x itself, or a copy.
+// Returns vectors in the form that ibp_cuda_linear takes, contiguous and aligned to 16 bytes: x itself, or a copy.
 Tensor aligned(const Tensor &x)
 {
     const bool is_aligned = reinterpret_cast<uintptr_t>(x.data_ptr()) % 16u == 0u;
@@ -102,10 +102,13 @@ void multiply(const Device &device, const Tensor &x, Products &products, const T
           "linear");
 }
 
-// Returns x times one to four matrices of K columns, by one launch, plus biases. The results of one matrix with N rows
-// are [..., N]; the results of several follow one another in one dimension.
-// x: [..., K], up to 512 vectors. parts: for each matrix its slots, below, starts and entries. slot_bytes: one number
-// for each matrix. biases: empty, or a tensor [N] for each matrix; an empty tensor adds nothing.
+// Returns x times one to four matrices of K columns, plus biases, by one launch. The results of one matrix with N rows
+// are [..., N]. The results of several matrices follow one another in one dimension.
+//
+// x: [..., K], up to 512 vectors.
+// parts: for each matrix its slots, below, starts and entries.
+// slot_bytes: one number for each matrix.
+// biases: empty, or a tensor [N] for each matrix; an empty tensor adds nothing.
 Tensor linear(const Device &device, const Tensor &x, const Tensors &parts, const std::vector<int64_t> &slot_bytes,
               const Tensors &biases)
 {
@@ -117,7 +120,7 @@ Tensor linear(const Device &device, const Tensor &x, const Tensors &parts, const
     return out;
 }
 
-// As `linear`, but writes the results to out: contiguous, any shape of as many elements.
+// Multiplies as `linear` does, but writes the results to out: contiguous, any shape with as many elements.
 void linear_out(const Device &device, const Tensor &x, const Tensors &parts, const std::vector<int64_t> &slot_bytes,
                 const Tensors &biases, const Out &out)
 {
@@ -127,10 +130,13 @@ void linear_out(const Device &device, const Tensor &x, const Tensors &parts, con
 
 // Multiplies groups of vectors, each group by one matrix of a stack. The stack is given as one matrix that has the rows
 // of all matrices, num_rows each.
-// x: [vectors / sharing, K]. groups: int32 [groups, 3], as group_vectors returns them: the number of a matrix, the
-// number of the first vector, and how many vectors there are. order: int64 [vectors], or None; vector v of the groups
-// is vector order[v]. sharing: how many consecutive vectors are the same row of x; 1 without an order. out: contiguous,
-// vectors * num_rows elements; the results of vectors that are in no group are not written.
+//
+// x: [vectors / sharing, K].
+// groups: int32 [groups, 3], as group_vectors returns them: the number of a matrix, the number of the first vector, and
+//   the number of vectors.
+// order: int64 [vectors], or None. Vector v of the groups is vector order[v].
+// sharing: how many consecutive vectors share one row of x; 1 without an order.
+// out: contiguous, vectors * num_rows elements. The results of vectors that are in no group are not written.
 void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes, const Tensor &below,
                    const Tensor &starts, const Tensor &entries, const Tensor &x, const Tensor &groups,
                    const std::optional<Tensor> &order, int64_t sharing, int64_t num_rows, const Out &out)

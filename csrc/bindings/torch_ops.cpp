@@ -40,16 +40,21 @@ using namespace ibp_torch;
 // ---- describing tables ----
 
 // Returns the argument `table` of other operations: the bytes of a struct ibp::TableHandle, uint8 on the CPU. They hold
-// the addresses of the tensors, which must outlive them.
-// slots, overflow: uint8 [bytes]. lengths: uint16 [rows]; empty: every row is raw. bases: int64 [ceil(rows / 32)], or
-// [rows] if every row has a base of its own; empty: no row has an overflow part (FORMAT.md, section 2). slot_bytes:
-// bytes of a row's slot. overflow_start: which byte of the whole table's overflow `overflow` begins with; not 0 for a
-// block of a table's rows. num_items, item_bytes: the tensor that is coded.
+// the addresses of the tensors, which must live longer than the handle is used.
+//
+// slots, overflow: uint8 [bytes].
+// lengths: uint16 [rows]; empty: every row is raw.
+// bases: int64 [ceil(rows / 32)], or [rows] if every row has its own base; empty: no row has an overflow part
+//   (FORMAT.md, section 2).
+// slot_bytes: bytes of a row's slot.
+// overflow_start: the byte of the whole table's overflow at which `overflow` begins; not 0 for a block of a table's
+//   rows.
+// num_items, item_bytes: the tensor that is coded.
 // rooms, used: only for a place, into which rows are coded one by one (ibp_place.h). rooms is uint16 [rows], empty if
-// slots hold whole rows; used is int64 [1], and bases then has one entry for each row, or is empty if rows are packed.
-// encode_into refuses a table that is described without `used`.
-// fault: the record of `take` on a GPU, which refuses tables without one. plan: [least_bucketed, window_bits,
-// bucketed_sms] of ibp::GatherPlan; empty: `take` never puts ids in order by itself.
+//   slots hold whole rows. used is int64 [1]; bases then has one entry for each row, or is empty if rows are packed.
+//   encode_into refuses a table that is described without `used`.
+// fault: the fault record of `take` on a GPU, which refuses tables without one.
+// plan: [least_bucketed, window_bits, bucketed_sms] of ibp::GatherPlan; empty: `take` never sorts ids by itself.
 Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &overflow, const Tensor &lengths,
                       const Tensor &bases, const Tensor &codebook, const Codec &codec, int64_t slot_bytes,
                       int64_t overflow_start, int64_t num_items, int64_t item_bytes, const std::optional<Tensor> &rooms,
@@ -74,7 +79,7 @@ Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &o
     table.lengths = place.lengths = lengths_of(lengths, num_rows);
     table.bases = place.bases =
         unsigned_longs_of(bases, bases.numel() ? divide_up(num_rows, IBP_ROWS_PER_BASE) : 0, "bases");
-    table.rows_per_base = bases.numel() == num_rows ? 1u : IBP_ROWS_PER_BASE; // the same for a table of one row
+    table.rows_per_base = bases.numel() == num_rows ? 1u : IBP_ROWS_PER_BASE; // both are right for a single row
     require(table.codebook.scheme != IBP_SCHEME_RAW || !table.lengths, "scheme raw has no lengths");
     if (rooms) place.rooms = lengths_of(*rooms, num_rows, "rooms");
     if (used) {
@@ -104,8 +109,8 @@ Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &o
 
 // ---- measuring, indexing and coding rows ----
 
-// Returns lengths, uint16 [rows]: the coded size of each row of data, 0 if the row is not smaller coded, or the length
-// that marks a default row.
+// Returns lengths, uint16 [rows]: the coded size of each row of data; 0 if the coded row would not be smaller than the
+// row; or the length that marks a default row.
 Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     const ibp_codebook cb = codebook_of(codebook, codec);
@@ -117,8 +122,8 @@ Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &code
         check(ibp_cuda_measure_rows(&cb, bytes, data.numel(), out, device.stream()), "measure_rows");
         return lengths;
     }
-    // Rows are only read, which is fast: a sample of 2^19 elements stays on the calling thread, unless each column has
-    // entries of its own that have to be searched.
+    // Rows are only read, which is fast. So a sample of 2^19 elements stays on the calling thread, unless each column
+    // has entries of its own that have to be searched.
     const int64_t bytes_as_one = cb.scheme == IBP_SCHEME_PLANES && cb.planes.per_column ? 1 : 4;
     const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
     ibp_fault unused{};
@@ -131,8 +136,10 @@ Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &code
     return lengths;
 }
 
-// Returns int64 [ceil(rows / 32) + 1]: bases, and then how many bytes of overflow the table needs. lengths: as
-// measure_rows returns them; empty: every row is raw. num_bytes: of all rows before coding.
+// Returns int64 [ceil(rows / 32) + 1]: bases, and then the number of bytes of overflow that the table needs.
+//
+// lengths: as measure_rows returns them; empty: every row is raw.
+// num_bytes: bytes of all rows before coding.
 Tensor index_rows(const Device &device, const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes), slot = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
@@ -146,8 +153,11 @@ Tensor index_rows(const Device &device, const Tensor &lengths, int64_t num_bytes
     return bases;
 }
 
-// Returns int64 [2 + ceil(row_bytes / 32)]: the bytes that all rows take as stored, and then how many rows take 0, 1,
-// 2, ... sectors of 32 bytes. lengths: as measure_rows returns them. num_bytes: of all rows before coding.
+// Returns int64 [2 + ceil(row_bytes / 32)]: the bytes that all rows take as stored, and then the numbers of rows that
+// take 0, 1, 2, ... sectors of 32 bytes.
+//
+// lengths: as measure_rows returns them.
+// num_bytes: bytes of all rows before coding.
 Tensor survey_rows(const Device &device, const Tensor &lengths, int64_t num_bytes, int64_t row_bytes)
 {
     constexpr int64_t kSectorBytes = IBP_OVERFLOW_ALIGN;
@@ -161,8 +171,8 @@ Tensor survey_rows(const Device &device, const Tensor &lengths, int64_t num_byte
     return found;
 }
 
-// Codes all rows of data into the slots and overflow of a table, whose lengths and bases are already those of data. A
-// row that does not fit them is noted in fault.
+// Codes all rows of data into the slots and overflow of a table whose lengths and bases were made from data. A row that
+// does not fit them is noted in fault.
 void encode_rows(const Device &device, const TableOut &handle, const Tensor &data, const Out &fault)
 {
     const ibp_table &table = handle.table();
@@ -182,8 +192,10 @@ void encode_rows(const Device &device, const TableOut &handle, const Tensor &dat
                 });
 }
 
-// Copies the overflow parts that new rows have in a place to `overflow`, uint8 [bytes], where an ordinary table has
-// them. table: described with `used`. bases: int64 [ceil(rows / 32)], as index_rows returns them.
+// Copies the overflow parts of new rows from a place to `overflow`, uint8 [bytes], in the order of an ordinary table.
+//
+// table: described with `used`.
+// bases: int64 [ceil(rows / 32)], as index_rows returns them.
 void move_parts(const Device &device, const Table &handle, const Tensor &bases, const Out &overflow)
 {
     ibp_table table = handle.place.table;
@@ -201,8 +213,8 @@ struct Dimension {
     int64_t size, stride;
 };
 
-// Returns a tensor's dimensions, the innermost first, with adjacent dimensions merged if one continues the other. The
-// first one counts the bytes of a contiguous run.
+// Returns a tensor's dimensions, the innermost first. Adjacent dimensions are merged if one continues the other. The
+// first dimension is a contiguous run of bytes.
 std::vector<Dimension> dimensions_of(const Tensor &x)
 {
     const auto element_bytes = static_cast<int64_t>(x.element_size());
@@ -266,8 +278,10 @@ ibp_row_source source_of(const Tensor &x, const std::optional<Tensor> &buffers, 
     return source;
 }
 
-// Codes the rows of a source into a place. ids: the row of the table that each becomes; nullptr: first_row and those
-// after it. What goes wrong with a row is noted in first_fault, unless that is nullptr, and not raised.
+// Codes the rows of a source into a place. Faults of rows are noted in first_fault, unless it is nullptr, and are not
+// raised.
+//
+// ids: the row of the table that each row becomes. nullptr: first_row and the rows after it.
 void code_rows(const Device &device, const ibp_place &place, const ibp_row_source &source, const int64_t *ids,
                int64_t first_row, int64_t max_sms, ibp_fault *first_fault)
 {
@@ -282,9 +296,9 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
     const auto code = [&](int64_t first, int64_t last, uint8_t *scratch, ibp_fault *mine) {
         const ibp_status status =
             ibp_encode_into(&place, &source, ids, first_row, first, last, scratch, scratch_bytes, mine);
-        return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // a fault that is noted must not raise
+        return mine->status == IBP_OK ? status : IBP_CORRUPT_ROW; // a noted fault must not raise
     };
-    if (ibp_is_packed(&place)) { // a row begins where the one before it ends
+    if (ibp_is_packed(&place)) { // each row begins where the row before it ends, so one thread codes them all
         const std::unique_ptr<uint8_t[]> scratch(new uint8_t[scratch_bytes]);
         check(code(0, source.num_rows, scratch.get(), &unused), "encode_into");
     } else {
@@ -292,17 +306,21 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
     }
 }
 
-// Codes rows into a place (ibp_place.h), in any order; a row may be coded again and again. A row is lost if there is
-// no room for its overflow part. Lost rows are counted, but they are not faults.
-// table: described with `used`. x: any dtype, shape and strides; its elements, in their order, are rows. buffers: int64
-// [buffers], or None: addresses of memory that has the layout of x and is coded instead of x; they are trusted.
-// row_ids: int64 [rows of x, or of all buffers], or None: the row of the table that each row becomes. first_row: read
-// if row_ids is None; the first row of the table that is written, followed by those after it. counts: int64 [2], or
-// None; the rows with an overflow part, and the lost rows, are added to it. fault: None if nothing is to be noted; only
-// row_ids can be wrong. is_new: the rows have never been coded, and row_ids is None. Whole slots are written then,
-// `bases` need not be filled, and a row that is lost keeps its length and slot.
-// The rows of a table with neither slots nor bases are packed: each begins where the one before it ends, at byte `used`
-// of overflow. They are on the CPU, and one thread codes them, because callers code several blocks at once.
+// Codes rows into a place (ibp_place.h), in any order and as often as they change. A row is lost if there is no room
+// for its overflow part. Lost rows are counted, but they are not faults.
+//
+// table: described with `used`. If it has neither slots nor bases, rows are packed: each begins where the row before it
+//   ends, at byte `used` of overflow. Packed rows are on the CPU, and one thread codes them, because callers code
+//   several blocks at once.
+// x: any dtype, shape and strides; its elements, in their order, are rows.
+// buffers: int64 [buffers], or None: addresses of memory that has the layout of x and is coded instead of x. They are
+//   trusted.
+// row_ids: int64 [rows of x, or of all buffers], or None: the row of the table that each row becomes.
+// first_row: read if row_ids is None: the first row of the table that is written; the others follow it.
+// counts: int64 [2], or None; the numbers of rows with an overflow part and of lost rows are added to it.
+// fault: None if nothing is to be noted; only row_ids can be wrong.
+// is_new: whether the rows have never been coded; row_ids is then None. Whole slots are written, `bases` need not be
+//   filled before, and a lost row keeps its length and slot.
 void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, const std::optional<Tensor> &buffers,
                  const std::optional<Tensor> &row_ids, int64_t first_row, int64_t max_sms,
                  const std::optional<Out> &counts, const std::optional<Out> &fault, bool is_new)
@@ -330,11 +348,14 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
 
 // ---- lists of ids ----
 
-// Puts vectors in the order of the matrices of a stack that multiply them, for linear_groups. ids: the matrix of each
-// vector, up to 1024. num_matrices: how many matrices the stack has, up to 4096.
-// Returns order and groups. order: int64 [vectors], the vectors' numbers, sorted by matrix; a vector with an id out of
-// range comes last and is in no group. groups: int32 [min(vectors, num_matrices) + vectors // 8, 3]: the number of a
-// matrix, the first of its vectors in `order`, and how many there are, up to 8. Groups of no vectors fill the rest.
+// Sorts vectors by the matrices of a stack that multiply them, for linear_groups. Returns (order, groups):
+//
+// order: int64 [vectors], the vectors' numbers, sorted by matrix. A vector with an id out of range comes last and is in
+//   no group.
+// groups: int32 [min(vectors, num_matrices) + vectors // 8, 3]: the number of a matrix, the first of its vectors in
+//   `order`, and the number of vectors, up to 8. Groups without vectors fill the rest.
+//
+// ids: the matrix of each vector, up to 1024. num_matrices: the number of matrices of the stack, up to 4096.
 std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids, int64_t num_matrices)
 {
     const ibp_ids matrices = ids_of(ids);
@@ -352,11 +373,19 @@ std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids
 }
 
 // Lists the matrices that ids ask for, each once and in the order of their numbers, and puts one into each slot.
-// num_matrices: how many matrices there are; an id out of range asks for matrix num_matrices, which no stack has.
-// num_slots: at least the smaller of the number of ids and num_matrices + 1. num_rows: up to 16 numbers, the rows that
-// a matrix has in each of several stacks. num_spare: int64 [1], or None; how many slots are left over is added to it.
-// Returns int64: slots [ids], the slot of each id; then held [num_slots], the matrix in each slot, or -1; then for each
-// stack rows [num_slots * num_rows], the numbers of the matrices' rows, with zeros for slots that are left over.
+// Returns one int64 tensor with three parts, one after the other:
+//
+// slots [ids]: the slot of each id.
+// held [num_slots]: the matrix in each slot, or -1.
+// rows [num_slots * num_rows], for each stack: the numbers of the matrices' rows, with zeros for slots that are left
+//   over.
+//
+// Arguments:
+//
+// num_matrices: the number of matrices. An id out of range asks for matrix num_matrices, which no stack has.
+// num_slots: at least the smaller of the number of ids and num_matrices + 1.
+// num_rows: up to 16 numbers, the rows that a matrix has in each of several stacks.
+// num_spare: int64 [1], or None; the number of slots that are left over is added to it.
 Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matrices, int64_t num_slots,
                      const std::vector<int64_t> &num_rows, const std::optional<Out> &num_spare)
 {
@@ -380,11 +409,14 @@ Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matric
 }
 
 // Copies items, as they are stored, into a packed table of their own: the items at ids[first], ids[first + 1], ..., as
-// many as the outputs have room for. Items must be whole rows.
-// lengths_out: uint16, room for the rows of at least one item. bases_out: int64, one for every 32 rows that lengths_out
-// has room for. rows_out: uint8, room for the rows of an item and for 32 rows more. taken: int64 [2], receives how many
-// items were taken, and the bytes of rows_out that they fill. If there is a fault, nothing is taken.
-// torch's threads measure groups of 32 rows, which share a base, and then copy those that fit.
+// many as the outputs have room for. Items must be whole rows. Torch's threads measure groups of 32 rows, which share a
+// base, and then copy the groups that fit.
+//
+// lengths_out: uint16, room for the rows of at least one item.
+// bases_out: int64, one for every 32 rows that lengths_out has room for.
+// rows_out: uint8, room for the rows of an item and for 32 rows more.
+// taken: int64 [2], receives the number of items taken, and the bytes of rows_out that they fill. If there is a fault,
+//   nothing is taken.
 void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t first, const Out &lengths_out,
                  const Out &bases_out, const Out &rows_out, const Out &taken, const Out &fault)
 {
@@ -400,7 +432,7 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
     const int64_t most_items = std::min(items.count, lengths_out.numel() / rows_per_item);
     int64_t num_rows = most_items * rows_per_item, num_groups = divide_up(num_rows, kGroup);
     int64_t *const bases_to = longs_of(bases_out, num_groups, "bases_out");
-    // Starts are read back to say where rows go, so they are in memory that no caller can write.
+    // Starts are read again to place rows, so they must be in memory that no caller can write.
     const auto starts = std::make_unique<int64_t[]>(static_cast<size_t>(num_groups));
     int64_t *const result = longs_of(taken, 2, "taken");
     uint8_t *const to = bytes_of(rows_out, (rows_per_item + kGroup) * row_bytes, "rows_out");
@@ -447,9 +479,12 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
 
 // Fetches items of whole rows from pinned memory to a GPU with the CPU's help: torch's threads gather the slots into a
 // ring, from which they are copied (ibp_cuda_stage_items). Returns when the last copy is queued.
-// table: as the GPU sees it. host_slots: uint8 on the CPU, the table's slots as the CPU sees them. host_ids: int32 or
-// int64 [ids] on the CPU. stager: the address of a living `_core.Stager` of the GPU. out: contiguous, any dtype,
-// receives the items one after the other.
+//
+// table: as the GPU sees it.
+// host_slots: uint8 on the CPU, the table's slots as the CPU sees them.
+// host_ids: int32 or int64 [ids] on the CPU.
+// stager: the address of a living `_core.Stager` of the GPU.
+// out: contiguous, any dtype; receives the items one after the other.
 void stage_items(const Device &device, const Table &handle, const OnCpu &host_slots, const OnCpu &ids, int64_t stager,
                  int64_t max_sms, const Out &out, const Out &fault)
 {
@@ -511,7 +546,7 @@ void decode_bytes(const Device &device, const Table &handle, int64_t start, int6
 
 // ---- rows in one piece of memory ----
 
-// What a piece of memory begins with (ibp/_layout/forms.py).
+// The head of a piece of memory (ibp/_layout/forms.py).
 struct PieceHead {
     uint64_t used;
     ibp_place_counts counts;
@@ -520,7 +555,9 @@ struct PieceHead {
 };
 static_assert(sizeof(PieceHead) == 64, "a head has 8 entries");
 
-// Finds the parts of a packed piece that holds num_bytes bytes of rows. Bases and lengths follow the head without gaps.
+// Finds the parts of a packed piece that holds num_bytes bytes of rows:
+//
+//     head | bases, 8 bytes a row | lengths, 2 bytes a row | (at byte overflow_start) overflow
 ibp_place place_in(const Tensor &memory, int64_t overflow_start, int64_t num_bytes, const ibp_codebook &codebook)
 {
     constexpr int64_t kHead = sizeof(PieceHead), kOfRow = sizeof(uint64_t) + sizeof(uint16_t); // bytes
@@ -544,10 +581,12 @@ ibp_place place_in(const Tensor &memory, int64_t overflow_start, int64_t num_byt
     return place;
 }
 
-// Codes data into a packed piece of memory, whatever it held before. memory: uint8, aligned to 8 bytes. overflow_start:
-// the byte of memory at which overflow begins. The head receives `used`, two counts as encode_into adds them up, and a
-// fault record. decode_piece needs only the first `used` bytes of overflow. The bases of rows without bytes in overflow
-// keep what memory held.
+// Codes data into a packed piece of memory, whatever the memory held before. The head receives `used`, two counts as in
+// encode_into, and a fault record. decode_piece needs only the first `used` bytes of overflow. The bases of rows
+// without bytes in overflow keep what memory held.
+//
+// memory: uint8, aligned to 8 bytes.
+// overflow_start: the byte of memory at which overflow begins.
 void encode_piece(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &memory)
 {
@@ -563,8 +602,10 @@ void encode_piece(const Device &device, const Tensor &data, const Tensor &codebo
     code_rows(device, place, source, nullptr, 0, max_sms, &head->fault);
 }
 
-// Decodes what encode_piece coded. coded: uint8, aligned to 8 bytes: its memory, or the beginning of it with the `used`
-// bytes of overflow. out: contiguous, any dtype, as many bytes as data had.
+// Decodes a piece that encode_piece coded.
+//
+// coded: uint8, aligned to 8 bytes: the memory of the piece, or its beginning up to the `used` bytes of overflow.
+// out: contiguous, any dtype, as many bytes as data had.
 void decode_piece(const Device &device, const Tensor &coded, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &out, const Out &fault)
 {
@@ -575,9 +616,12 @@ void decode_piece(const Device &device, const Tensor &coded, const Tensor &codeb
 
 // Decodes bytes [start, end) of a table in pinned host memory. The GPU's copy engine brings the table chunk by chunk
 // through a ring (ibp_stream.h). Several calls, one for each table, make a stream.
-// host_bases: int64, the table's bases on the CPU. streamer: the address of a living `_core.Streamer` of out's device.
-// begins, ends: whether this is the first, the last table of a stream. ring: uint8 in device memory, the same for all
-// tables of a stream. out: uint8, end - start bytes or more.
+//
+// host_bases: int64, the table's bases on the CPU.
+// streamer: the address of a living `_core.Streamer` of out's device.
+// begins, ends: whether this is the first, and the last, table of a stream.
+// ring: uint8 in device memory, the same for all tables of a stream.
+// out: uint8, end - start bytes or more.
 void stream_bytes(const Device &device, const Table &handle, const OnCpu &host_bases, int64_t start, int64_t end,
                   int64_t streamer, bool begins, bool ends, int64_t max_sms, const Out &ring, const Out &out,
                   const Out &fault)

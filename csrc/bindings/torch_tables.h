@@ -64,8 +64,9 @@ inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *co
     codebook->cluster_flags = data + 3 * num_words;
 }
 
-// Where the constant columns of scheme planes lie in the argument `codebook`: the row template comes first and then the
-// live columns, each padded to a multiple of 16 bytes. num_bytes: of both together; 0 if no column is constant.
+// The place of the constant columns of scheme planes in the argument `codebook`: the row template comes first and then
+// the live columns, each padded to a multiple of 16 bytes. num_bytes: bytes of both together; 0 if no column is
+// constant.
 struct ConstantColumns {
     int64_t num_live, live_start, num_bytes;
 
@@ -79,8 +80,8 @@ struct ConstantColumns {
     static int64_t padded(int64_t bytes) { return divide_up(bytes, 16) * 16; }
 };
 
-// Reads a codebook of scheme planes. words: the constant columns, if there are any, and then the packed symbols of each
-// cluster.
+// Reads a codebook of scheme planes. words: the constant columns, if there are any, followed by the packed symbols of
+// each cluster.
 inline void read_planes(const Tensor &words, const Codec &codec, ibp_codebook *codebook)
 {
     constexpr size_t kFields = 15;
@@ -200,7 +201,7 @@ inline ibp_ids ids_of(const Tensor &ids)
 
 inline int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
 
-// Dimensions of items in a strided tensor: the stride in bytes, and the size.
+// Dimensions of items in a strided tensor, each with its stride in bytes and its size.
 using Steps = std::vector<std::array<int64_t, 2>>;
 
 // Returns the bytes from the first item to the end of the last one, or -1 if two items share memory.
@@ -215,7 +216,7 @@ inline int64_t bytes_of_items(Steps steps, int64_t item_bytes)
     return end;
 }
 
-// Spreads the items of a call over a strided tensor: its first outer_dims dimensions number the items, and its other
+// Spreads the items of a call over a strided tensor. The first outer_dims dimensions number the items; the other
 // dimensions hold one item, contiguously. Fills in the dimensions of ids. Returns the memory from the tensor's first
 // byte to its last.
 inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_bytes, ibp_ids *ids)
@@ -256,7 +257,7 @@ inline int64_t rows_per_item_of(const ibp_table &table)
     return table.item_bytes / row_bytes;
 }
 
-// Makes the struct that a gather reads from `entries` and `slabs`. num_rows: rows that the call fetches.
+// Makes the struct that a gather reads from the arguments `entries` and `slabs`. num_rows: rows that the call fetches.
 inline ibp_cache cache_of(const Tensor &entries, const std::vector<Tensor> &slabs, int64_t num_rows)
 {
     ibp_cache cache{};
@@ -282,8 +283,8 @@ inline void find_in_maps(const Device &device, const ibp_row_query &query, const
                 });
 }
 
-// Looks up the rows of items in a cache that replaces its rows, and gives missing rows ways of it. counts: nullptr if
-// nothing is counted.
+// Looks up the rows of items in a cache that replaces its rows, and gives missing rows a place in it. counts: nullptr
+// if nothing is counted.
 inline void claim_ways(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp_lru &lru,
                        uint64_t *entries, ibp_cache_counts *counts, ibp_fault *fault)
 {

@@ -26,17 +26,17 @@ namespace {
 
 using namespace ibp_torch;
 
-// Filling this many bytes of new memory, or more, is several times faster with huge pages.
+// From this size on, filling new memory is several times faster with huge pages.
 constexpr int64_t kLeastHugeBytes = 4 << 20;
 
-// The order in which `take` fetches on a GPU: by the table's plan, in the order given, or in the order of the table's
+// The order in which `take` fetches on a GPU: chosen by the table's plan, the order given, or the order of the table's
 // windows.
 enum Way : int64_t { kPlanned, kInOrder, kBucketed };
 
 // ---- the order of windows ----
 
 struct Ordered {
-    Tensor ids, positions; // ids in the order of the windows of a table, and the position of each
+    Tensor ids, positions; // ids in the order of a table's windows, and the position that each had before
 };
 
 Ordered in_order(const Device &device, const Tensor &ids, const ibp_ids &items, int64_t num_items, uint32_t bits)
@@ -49,8 +49,8 @@ Ordered in_order(const Device &device, const Tensor &ids, const ibp_ids &items, 
     return ordered;
 }
 
-// Puts ids in the order of the windows of a table, which have 2^window_bits items each. num_items: of the table.
-// Returns (ids, positions): the ids in that order, flat, and int32 [ids], the position that each had before.
+// Sorts ids by the windows of a table, which have 2^window_bits items each. num_items: items of the table. Returns
+// (ids, positions): the sorted ids, flat, and int32 [ids], the position that each had before.
 std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids, int64_t num_items,
                                          int64_t window_bits)
 {
@@ -88,12 +88,16 @@ void gather(const Device &device, const ibp_table &table, const ibp_ids &items, 
 }
 
 // Fetches the items at ids, or all items if ids is None, to out: contiguous, any dtype, the items one after the other.
-// At most one of these says otherwise:
-// positions: int32 [ids]; item k goes to position positions[k] of out. addresses: int64 [ids]; item k goes to
-// addresses[k], which is trusted, and out is the first of the tensors that these addresses are in. outer_dims: out has
-// any strides; its first outer_dims dimensions number the items, and its others hold one item, contiguously.
-// entries, slabs: None, or a cache's; rows that have an entry come from slabs, and the others from the table. They go
-// with positions, but not with addresses or outer_dims.
+// At most one of the following three arguments chooses other places:
+//
+// positions: int32 [ids]; item k goes to position positions[k] of out.
+// addresses: int64 [ids]; item k goes to addresses[k], which is trusted. out is the first of the tensors that these
+//   addresses are in.
+// outer_dims: out has any strides. Its first outer_dims dimensions number the items, and its other dimensions hold one
+//   item, contiguously.
+//
+// entries, slabs: None, or those of a cache. Rows that have an entry come from slabs, the others from the table. They
+// can be combined with positions, but not with addresses or outer_dims.
 void gather_items(const Device &device, const Table &handle, const std::optional<Tensor> &ids, int64_t max_sms,
                   const Out &out, const Out &fault, const std::optional<Tensor> &positions,
                   const std::optional<Tensor> &addresses, const std::optional<int64_t> &outer_dims,
@@ -177,7 +181,7 @@ void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_id
     require(raised.status == IBP_OK, ibp_status_string(static_cast<ibp_status>(raised.status)));
 }
 
-// Reads ids, [ids] of any strides. If they are not contiguous, they are copied, and `kept` receives the copy.
+// Reads ids, [ids] with any strides. If they are not contiguous, they are copied, and `kept` receives the copy.
 ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
 {
     require(ids.dim() == 1, "ids has ", ids.dim(), " dimensions, 1 is needed");
@@ -186,11 +190,14 @@ ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
     return ids_of(**kept);
 }
 
-// Returns the items at ids: [ids, *item]. ids: [ids] of any strides, on the device of the table.
-// like: a tensor with the dtype of the result; its dimensions after the first are those of an item. way: a Way; the CPU
-// fetches in the order given. from_end: 0, or the table's number of items: then ids below 0 count from the end. cache:
-// None, or a cache of the table's rows, which the call reads and updates. notes: whether the CPU notes a fault in the
-// table's record, which must be there, and does not raise.
+// Returns the items at ids: [ids, *item].
+//
+// ids: [ids] with any strides, on the device of the table.
+// like: a tensor with the dtype of the result. Its dimensions after the first are those of an item.
+// way: a number of Way. The CPU fetches in the order given.
+// from_end: 0, or the table's number of items; ids below 0 then count from the end.
+// cache: None, or a cache of the table's rows, which the call reads and updates.
+// notes: whether the CPU notes a fault in the table's record, which must exist, and does not raise.
 Tensor take(const Device &device, const Source &handle, const Tensor &ids, const Tensor &like, int64_t max_sms,
             int64_t way, int64_t from_end, const std::optional<Cache> &cache, bool notes)
 {
@@ -214,8 +221,8 @@ Tensor take(const Device &device, const Source &handle, const Tensor &ids, const
     return out;
 }
 
-// Returns how many of out's first dimensions number the items, if each item is contiguous and no two share memory.
-// Returns -1 for other layouts, which are written by way of a copy.
+// Returns how many of out's first dimensions number the items, if each item is contiguous and no two items share
+// memory. Returns -1 for other layouts, which are written through a copy.
 int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
 {
     const auto element_bytes = static_cast<int64_t>(out.element_size());
@@ -229,9 +236,9 @@ int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
     return is_possible && bytes_of_items(steps, item_bytes) >= 0 ? dims : -1;
 }
 
-// As `take`, but writes the items to out: [ids, *item], or several dimensions in place of the first, with any strides;
-// without ids all items in their order. It may allocate work memory, and a copy of out if items are not contiguous in
-// it.
+// Fetches items as `take` does, but writes them to out: [ids, *item], or several dimensions in place of the first, with
+// any strides. If ids is None, it fetches all items in their order. It may allocate work memory, and a copy of out if
+// items are not contiguous in it.
 void take_out(const Device &device, const Source &handle, const std::optional<Tensor> &ids, const Out &out,
               int64_t max_sms, int64_t way, const std::optional<Cache> &cache, bool notes)
 {
@@ -282,9 +289,12 @@ void require_apart(const ibp::TableHandle &handle, const Memory &written)
         require(!handle.parts[p].meets(written), ibp::kPartNames[p], " of a table and out share memory");
 }
 
-// Fetches items of several tables, whose items have one size: those at ids[starts[t]] to ids[starts[t + 1] - 1] from
-// table t. positions: int32 [ids]; the item at ids[k] goes to position positions[k] of out. starts: one number for each
-// table, ascending from 0, and then the number of ids. out: contiguous, any dtype.
+// Fetches items of several tables, whose items have one size: from table t the items at ids[starts[t]] to
+// ids[starts[t + 1] - 1].
+//
+// positions: int32 [ids]; the item at ids[k] goes to position positions[k] of out.
+// starts: one number for each table, ascending from 0, followed by the number of ids.
+// out: contiguous, any dtype.
 void take_many(const Device &device, const Handles &tables, const Tensor &ids, const Tensor &positions,
                const std::vector<int64_t> &starts, int64_t max_sms, const Out &out)
 {

@@ -1,6 +1,6 @@
-// torch_tensors.h - turns tensors into checked memory, and functions into operations of torch, whose work on the CPU it
-// shares among torch's threads. If an argument is wrong, or a call of torch fails, a std::runtime_error is thrown,
-// which torch hands to Python as a RuntimeError.
+// torch_tensors.h - turns tensors into checked memory and functions into operations of torch, and shares work on the
+// CPU among torch's threads. If an argument is wrong, or a call of torch fails, it throws a std::runtime_error, which
+// torch passes to Python as a RuntimeError.
 //
 // Messages are put together without streams, because streams crash if a compiler has linked a part of libstdc++
 // statically, beside the libstdc++ of torch. Torch's own inline functions write their messages to streams. So this file
@@ -28,7 +28,7 @@
 #include <type_traits>
 #include <vector>
 
-// The first is missing from torch without CUDA, the second from torch before 2.13.
+// The first function is missing from torch without CUDA, the second from torch before 2.13.
 extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device_index, void **stream) __attribute__((weak));
 extern "C" const char *torch_exception_get_what_without_backtrace() __attribute__((weak));
 
@@ -118,8 +118,8 @@ inline uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *nam
 
 using ibp::Memory;
 
-// Returns the bytes from a tensor's first element to the end of its storage, or -1 if the element lies past the end:
-// storages can be resized.
+// Returns the bytes from a tensor's first element to the end of its storage. Returns -1 if the element lies past the
+// end, which is possible because storages can be resized.
 inline int64_t bytes_held(const Tensor &tensor)
 {
     const auto element_bytes = static_cast<int64_t>(tensor.element_size());
@@ -129,8 +129,8 @@ inline int64_t bytes_held(const Tensor &tensor)
     return offset < 0 || offset > storage_bytes / element_bytes ? -1 : storage_bytes - offset * element_bytes;
 }
 
-// Returns the memory of a contiguous tensor, which is new or an argument of the operation: class Given has compared
-// arguments with their storages.
+// Returns the memory of a contiguous tensor. The tensor is new, or it is an argument of the operation, whose size class
+// Given has compared with its storage.
 inline Memory memory_of(const Tensor &tensor, const char *name)
 {
     require(tensor.is_contiguous(), name, " is not contiguous");
@@ -234,7 +234,8 @@ class Device {
                                              : "all tensors must be on the CPU, or all on one CUDA device");
     }
 
-    // Throws unless a tensor is on the CPU, as the call, or on any CUDA device, because these read each other's memory.
+    // Throws unless a tensor is on the CPU if the call is there, or on any CUDA device otherwise; CUDA devices can read
+    // each other's memory.
     void require_near(const Tensor &tensor) const
     {
         if (!is_cuda()) require_cpu(tensor);
@@ -251,17 +252,17 @@ class Device {
     }
 
   private:
-    const int32_t number_;               // of the CUDA device; -1: the CPU
-    std::unique_ptr<DeviceGuard> guard_; // not std::optional, for which gcc 12 gives a warning
+    const int32_t number_;               // number of the CUDA device; -1: the CPU
+    std::unique_ptr<DeviceGuard> guard_; // not std::optional, because gcc 12 gives a warning for it
 };
 
 // ---- arguments ----
 
-// An argument of an operation is a value as torch gives it, or it has a role: a class that is made from such a value
-// and says where its tensor is and whether the operation writes it.
+// An argument of an operation is either a plain value from torch, or it has a role. A role is a class that is made from
+// such a value and that says where its tensor is and whether the operation writes it.
 template <typename T, typename = void> constexpr bool kIsRole = false;
 template <typename T> constexpr bool kIsRole<T, std::void_t<typename T::Value>> = true;
-// True for the roles that describe further memory, which are tables and caches.
+// True for roles that describe further memory: tables and caches.
 template <typename T, typename = void> constexpr bool kHasParts = false;
 template <typename T> constexpr bool kHasParts<T, std::void_t<decltype(&T::add_parts)>> = true;
 
@@ -273,12 +274,12 @@ template <typename T, Place PLACE, bool IS_WRITTEN = false> struct Role : T {
     explicit Role(const T &value) : T(value) {}
 };
 using Out = Role<Tensor, kHere, true>;         // a tensor that the operation writes
-using OnCpu = Role<Tensor, kCpu>;              // on the CPU, wherever the other tensors are
-using Tensors = std::vector<Tensor>;           // on the device of the call, as tensors without a role are
-using Near = Role<std::vector<Tensor>, kNear>; // on any CUDA device if the call is on one; else on the CPU
+using OnCpu = Role<Tensor, kCpu>;              // a tensor on the CPU, wherever the other tensors are
+using Tensors = std::vector<Tensor>;           // tensors on the device of the call, as tensors without a role
+using Near = Role<std::vector<Tensor>, kNear>; // tensors on any CUDA device if the call is on one; else on the CPU
 
-// The tensors of a call. It checks that they are on one device and that no byte that is written belongs to another
-// tensor: an operation could otherwise overwrite numbers that it has checked, and then act on the new ones.
+// The tensors of a call. The class checks that they are on one device, and that no byte that is written belongs to
+// another tensor. Otherwise an operation could overwrite numbers that it has checked, and then use the new ones.
 class Given {
   public:
     // names: the names of the operation's arguments, in their order, separated by blanks.
@@ -310,7 +311,7 @@ class Given {
     {
         if (memory.num_bytes != 0) add({position_, name, nullptr, kHere, is_written, memory});
     }
-    // Says that an argument is for a certain CUDA device; -1: for the CPU.
+    // Notes that an argument is for a certain CUDA device; -1: for the CPU.
     void require_device(int64_t number) { wanted_ = number, is_wanted_ = true; }
 
     // Returns the device on which the call runs. Throws if arguments are on other devices or share memory.
@@ -378,25 +379,29 @@ class Given {
 
 // ---- the work of an operation ----
 
-// Calls a function of the core on the device of the call. on_cuda takes a stream as its last argument.
+// Calls a function of the core on the device of the call: on_cuda, with a stream as its last argument, or on_cpu.
 template <typename Cuda, typename Cpu, typename... Parameters>
 void run_on(const Device &device, const char *what, const Cuda &on_cuda, const Cpu &on_cpu, const Parameters &...given)
 {
     check(device.is_cuda() ? on_cuda(given..., device.stream()) : on_cpu(given...), what);
 }
 
-inline constexpr int64_t kGrainBytes = 1 << 16; // least work of a thread
-// Less work stays on the calling thread: other threads take some 10 us to wake, and then spin for a while.
+inline constexpr int64_t kGrainBytes = 1 << 16; // bytes of the least work of a thread
+// Less work than these bytes stays on the calling thread: other threads take some 10 us to wake, and then spin for a
+// while.
 inline constexpr int64_t kLeastSharedBytes = 1 << 19;
 
 // Runs work(first, last, scratch, fault) over ranges of [0, count), on several of torch's threads if there is enough
-// work, and keeps the fault with the lowest position. bytes_each: bytes that one step reads or writes. scratch_bytes:
-// memory of a thread. work returns a status; IBP_INVALID_ARGUMENT raises an error. Memory for all ranges is allocated
-// before the first of them begins, so that nothing is half done if there is too little.
+// work. `fault` keeps the fault with the lowest position. If work returns IBP_INVALID_ARGUMENT, an error is raised.
+// Memory for all ranges is allocated before the first of them begins, so that no range is done if there is too little
+// memory.
+//
+// bytes_each: bytes that one step reads or writes.
+// scratch_bytes: scratch for each thread.
 template <typename Work>
 void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
 {
-    constexpr size_t kLine = 64; // bytes that threads do not share
+    constexpr size_t kLine = 64; // a cache line in bytes; threads do not share one
     bytes_each = std::max<int64_t>(1, bytes_each);
     const bool is_little = count <= kLeastSharedBytes / bytes_each;
     const int64_t grain = std::max<int64_t>(1, kGrainBytes / bytes_each),
@@ -426,21 +431,21 @@ void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fa
 
 // ---- new tensors ----
 
-// Returns a new contiguous tensor whose values are not set. dtype: torch's number of it.
+// Returns a new contiguous tensor whose values are not set. dtype: the number that torch has for it.
 inline Tensor empty_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int32_t device_type, int32_t device_index)
 {
     std::vector<int64_t> strides(sizes.size());
     int64_t stride = 1;
     for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(1, sizes[d])) strides[d] = stride;
     AtenTensorHandle made = nullptr;
-    // torch before 2.13 does not hand on what it said: memory is all that it can lack.
+    // Torch before 2.13 does not pass on its error message. A lack of memory is the only possible cause.
     if (aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, device_type,
                                  device_index, &made) != TORCH_SUCCESS)
         fail_in_torch_call("out of memory");
     return Tensor(made);
 }
 
-// Returns such a tensor on the device of another one.
+// Returns a new tensor, as empty_tensor does, on the device of another one.
 inline Tensor new_tensor(const Tensor &like, const std::vector<int64_t> &sizes, int32_t dtype)
 {
     return empty_tensor(sizes, dtype, device_type_of(like), like.get_device_index());
@@ -472,7 +477,7 @@ template <typename T> Tensor bytes_of_struct(const T &value)
     return bytes;
 }
 
-// Returns int64 [size], zeros, on the device of another tensor.
+// Returns int64 [size] with zeros, on the device of another tensor.
 inline Tensor new_counts(const Tensor &like, int64_t size)
 {
     Tensor counts = new_tensor(like, {size}, ScalarType::Long);

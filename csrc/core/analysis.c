@@ -1,10 +1,11 @@
-/* analysis.c - from rows to masks in plain C (the paper's section 4.1, and a choice of masks beyond it). */
+/* analysis.c - finds masks for rows in plain C: by the paper's threshold (section 4.1), and by a greedy choice beyond
+ * it. */
 #include "bits.h"
 #include "format.h"
 #include "greedy_gain.h"
 #include "schemes.h"
 
-/* The bits of a byte as eight bytes of 0 or 1, bit 0 lowest. */
+/* Returns the bits of a byte as eight bytes of 0 or 1, with bit 0 in the lowest byte. */
 static uint64_t spread_bits(uint8_t byte)
 {
     const uint64_t one_bit_each = byte * 0x0101010101010101u & 0x8040201008040201u;
@@ -48,13 +49,14 @@ ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows, uint32_
     return IBP_OK;
 }
 
-/* A chunk as a number, extended with zeros past the end of the row. */
+/* Returns a chunk as a number, extended with zeros past the end of the row. */
 static uint64_t load_chunk(const uint8_t *row, uint32_t row_bytes, uint32_t first, uint32_t chunk_bytes)
 {
     return ibp_load_number(row + first, ibp_min_u32(chunk_bytes, row_bytes - first));
 }
 
-/* chunk_bytes is a constant where this is called, so that whole chunks are single loads. */
+/* Adds to hits as ibp_count_hits does. chunk_bytes is a constant at every call, so that whole chunks are single
+ * loads. */
 static inline void count_hits_of(const ibp_codebook *cb, const uint8_t *data, size_t num_rows, uint64_t *hits,
                                  uint32_t chunk_bytes)
 {
@@ -89,7 +91,7 @@ typedef struct growing_mask {
     uint32_t num_bits;
 } growing_mask;
 
-/* ones[b]: rows that agree with the mask so far and have bit b of their chunk set. */
+/* Counts in ones[b] the rows that agree with the mask so far and have bit b of their chunk set. */
 static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_bytes, uint32_t valid_bytes,
                            const growing_mask *grown, uint64_t ones[IBP_CHUNK_BITS])
 {
@@ -109,7 +111,7 @@ static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_
     }
 }
 
-/* Adds the bit that most of the matching rows agree on. @return false if no bit is left. */
+/* Adds the bit that most of the matching rows agree on to the mask. Returns false if no bit is left. */
 static bool grow_mask(growing_mask *grown, const uint64_t ones[IBP_CHUNK_BITS], uint32_t valid_bits)
 {
     uint64_t most = 0;
@@ -129,7 +131,7 @@ static bool grow_mask(growing_mask *grown, const uint64_t ones[IBP_CHUNK_BITS], 
     return true;
 }
 
-/* Bits that a mask saves over all rows, its participation bits paid. */
+/* Returns how many bits a mask saves over all rows, after its participation bits are paid for. */
 static int64_t gain_of(const growing_mask *grown, size_t num_rows)
 {
     return (int64_t)(grown->num_matching * grown->num_bits) - (int64_t)num_rows;
@@ -147,7 +149,7 @@ ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_b
         growing_mask grown = {0, 0, num_rows, 0}, best = grown;
         int64_t best_gain = 0;
         for (;;) {
-            /* Even if all other bits agreed in all rows that still match, would it be worth it? */
+            /* Stop if even a mask of all bits in all rows that still match would not save more. */
             const growing_mask most = {0, 0, grown.num_matching, valid_bits};
             if (gain_of(&most, num_rows) <= best_gain) break;
             uint64_t ones[IBP_CHUNK_BITS];
@@ -167,10 +169,11 @@ ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_b
 
 enum { ESTIMATE_ROWS = 64, ESTIMATE_BLOCKS = 32, BLOCK_BYTES = IBP_CHUNK_BITS / 8 };
 
-/* Turns 64 words of 64 bits: bit r of word b becomes bit b of word r. */
+/* Transposes 64 words of 64 bits: bit r of word b becomes bit b of word r. */
 static void transpose_bits(uint64_t words[64])
 {
-    uint64_t low = 0xffffffffu; /* of each pair of fields of `size` bits, which change places crosswise */
+    uint64_t low = 0xffffffffu; /* the lower half of each pair of fields of `size` bits, whose halves are exchanged
+                                   crosswise */
     for (uint32_t size = 32; size > 0; size /= 2, low ^= low << size)
         for (uint32_t w = 0; w < 64; w = (w + size + 1) & ~size) {
             const uint64_t differing = (words[w] >> size ^ words[w + size]) & low;
@@ -188,7 +191,7 @@ ibp_status ibp_estimate_masks(const uint8_t *data, size_t num_rows, uint32_t row
 #if IBP_HAS_X86_ROWS
     if (ibp_cpu_features() & IBP_CPU_AVX512) gain = ibp_greedy_gain_avx512;
 #endif
-    uint64_t saved[4] = {0}, bytes = 0; /* by chunks of 1, 2, 4 and 8 bytes */
+    uint64_t saved[4] = {0}, bytes = 0; /* for chunks of 1, 2, 4 and 8 bytes */
     for (uint32_t first = 0; first < row_bytes; first += block_step) {
         uint64_t columns[8 * BLOCK_BYTES] = {0};
         const uint32_t valid_bytes = ibp_min_u32(BLOCK_BYTES, row_bytes - first);

@@ -1,4 +1,4 @@
-/* bits.h - bit fields at any position of byte buffers, for the plain C coders. */
+/* bits.h - reads and writes bit fields at any position of byte buffers, for the plain C coders. */
 #ifndef IBP_BITS_H
 #define IBP_BITS_H
 
@@ -6,14 +6,14 @@
 #include <stdint.h>
 #include <string.h>
 
-/* function(..., n) for an n of 1, 2, 4 or 8, which is a constant in what is inlined. */
+/* Calls function(..., n) for an n of 1, 2, 4 or 8. n is a constant in functions that are inlined. */
 #define IBP_BY_SIZE(n, function, ...)      \
     ((n) == 1   ? function(__VA_ARGS__, 1) \
      : (n) == 2 ? function(__VA_ARGS__, 2) \
      : (n) == 4 ? function(__VA_ARGS__, 4) \
                 : function(__VA_ARGS__, 8))
 
-/* A number of up to 8 bytes. */
+/* Loads a number of up to 8 bytes. */
 static inline uint64_t ibp_load_number(const void *src, size_t num_bytes)
 {
     uint64_t number = 0;
@@ -21,7 +21,7 @@ static inline uint64_t ibp_load_number(const void *src, size_t num_bytes)
     return number;
 }
 
-/* The 57 bits or more from a bit position on; bits past the end of src read as zero. */
+/* Loads at least the 57 bits that begin at a bit position. Bits past the end of src read as zero. */
 static inline uint64_t ibp_load_bits(const uint8_t *src, size_t src_bytes, size_t position)
 {
     const size_t byte = position / 8;
@@ -38,7 +38,7 @@ static inline uint64_t ibp_low_bits(uint64_t value, uint32_t num_bits)
     return num_bits >= 64 ? value : value & (((uint64_t)1 << num_bits) - 1);
 }
 
-/* A field of up to 64 bits. */
+/* Loads a field of up to 64 bits. */
 static inline uint64_t ibp_load_field(const uint8_t *src, size_t src_bytes, size_t position, uint32_t num_bits)
 {
     uint64_t bits = ibp_load_bits(src, src_bytes, position);
@@ -49,8 +49,9 @@ static inline uint64_t ibp_load_field(const uint8_t *src, size_t src_bytes, size
     return ibp_low_bits(bits, num_bits);
 }
 
-/* ORs a field of up to 64 bits, with no bits set above it, to a buffer that is still zero there. Bits past its end are
- * dropped: only a row that changes while it is coded, or a codebook that is not right, has any. */
+/* ORs a field of up to 64 bits to a buffer that is still zero there. `bits` has no bits set above the field. Bits past
+ * the end of the buffer are dropped: this happens only if a row changes while it is coded, or if a codebook is
+ * wrong. */
 static inline void ibp_or_bits(uint8_t *dst, size_t dst_bytes, size_t position, uint64_t bits)
 {
     const uint32_t shift = position % 8;

@@ -1,4 +1,4 @@
-/* cache.c - a cache of rows in host memory: the twin that the kernels of cuda/cache/cache.cu are compared to. */
+/* cache.c - a cache of rows in host memory. The kernels of cuda/cache/cache.cu are compared to it. */
 #include "cache.h"
 #include "ids.h"
 #include "rows.h"
@@ -10,10 +10,11 @@ ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_s
     return IBP_OK;
 }
 
-/* ---- maps: ways are taken by several threads, and read meanwhile ---- */
+/* ---- maps: several threads may take ways of a map while others read it ---- */
 
-/* The way of a row; NULL if the map does not have it. takes: a way for a row that is in the map from now on, without an
- * entry; NULL if it is there already or there is no room. */
+/* Finds the way of a row. Returns NULL if the map does not have the row. If `takes` is true, takes an empty way for the
+ * row instead and returns it, still without an entry; returns NULL if the map has the row already, or if there is no
+ * room. */
 static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row, bool takes)
 {
     const uint64_t hash = ibp_hash_of_row(row);
@@ -28,7 +29,7 @@ static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row, bool take
                 __atomic_compare_exchange_n(&ways[w].row, &found, row, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
                 return &ways[w];
             if (found == row) return takes ? NULL : &ways[w];
-            if (found == IBP_WAY_EMPTY) return NULL; /* ways are taken in order */
+            if (found == IBP_WAY_EMPTY) return NULL; /* ways are taken in order, so that the row is in no later one */
         }
     }
     return NULL;
@@ -83,8 +84,8 @@ ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps
 
 /* ---- fill ---- */
 
-/* The place of a row that is to be copied, and the bytes of it as stored. @return IBP_INDEX_OUT_OF_RANGE or
- * IBP_CORRUPT_ROW. */
+/* Finds the place of a row that is to be copied, and its size in bytes as stored. Returns IBP_INDEX_OUT_OF_RANGE or
+ * IBP_CORRUPT_ROW if the row cannot be copied. */
 static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place *place, uint32_t *stored)
 {
     *stored = 0;
@@ -95,7 +96,8 @@ static ibp_status find_stored(const ibp_table *table, int64_t row, ibp_row_place
     return IBP_OK;
 }
 
-/* The entry of lengths that a place was found by, of a row that has bytes: the table's may have changed. */
+/* Returns the entry of lengths that a place was computed from, for a row that has bytes. The table's entry may have
+ * changed meanwhile. */
 static uint32_t length_of_place(const ibp_row_place *place)
 {
     return place->raw ? 0u : place->in_slot + place->in_overflow;
@@ -134,12 +136,12 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
 
 /* ---- the least recently used ---- */
 
-/* The way that a missing row takes; -1 if all of its set are in use. */
+/* Returns the way that a missing row takes; -1 if all ways of its set are in use. */
 static int64_t choose_way(const ibp_lru *lru, int64_t set, uint32_t now)
 {
     const int64_t first = set * lru->slab.map.ways;
     int64_t chosen = -1;
-    uint32_t oldest = 0; /* its age */
+    uint32_t oldest = 0; /* age of the chosen way */
     for (int64_t w = first; w < first + lru->slab.map.ways; w++) {
         const ibp_cached_row *const way = &lru->slab.map.rows[w];
         if (way->row < 0) return w;
@@ -151,7 +153,7 @@ static int64_t choose_way(const ibp_lru *lru, int64_t set, uint32_t now)
     return chosen;
 }
 
-/* Gives a missing row a way, and returns its entry; 0 if there is none. */
+/* Takes a way for a missing row and copies the row there. Returns the row's entry; 0 if there is no way for it. */
 static uint64_t claim_way(const ibp_lru *lru, const ibp_table *table, int64_t row, const ibp_row_place *place,
                           uint32_t stored, uint32_t now)
 {
@@ -177,7 +179,8 @@ ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ib
     const uint32_t now = (uint32_t)lru->clock[0] + 1u;
     ibp_cache_counts mine = {{0}, 0, 0};
     ibp_fault_log log = {fault, IBP_OK};
-    for (int claims = 0; claims < 2; claims++) /* first all rows that are there are looked up */
+    for (int claims = 0; claims < 2; claims++) /* the first pass looks up the rows that are in the cache, so that
+                                                  none of them is replaced */
         for (int64_t n = 0; n < ids->count * rows_per_item; n++) {
             const int64_t item = n / rows_per_item, id = ibp_id_at(ids, item),
                           row = ibp_row_of_item(id, n - item * rows_per_item, rows_per_item, num_rows);

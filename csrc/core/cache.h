@@ -1,4 +1,4 @@
-/* cache.h - entries and maps of a cache of rows (ibp.h, "a cache of rows"), for gcc, g++ and nvcc. */
+/* cache.h - entries and maps of a cache of rows (ibp_cache.h), for gcc, g++ and nvcc. */
 #ifndef IBP_CORE_CACHE_H
 #define IBP_CORE_CACHE_H
 
@@ -14,7 +14,7 @@ IBP_INLINE uint32_t ibp_slab_of_entry(uint64_t entry)
     return (uint32_t)(entry >> IBP_ENTRY_SLAB_SHIFT) & (IBP_MAX_SLABS - 1u);
 }
 
-/* A row's entry of lengths, and the bits of an entry that say it. */
+/* Convert between a row's entry of lengths and the bits of a cache entry that hold it. */
 IBP_INLINE uint32_t ibp_length_of_entry(uint64_t entry)
 {
     return (entry & IBP_ENTRY_CODED) != 0u ? (uint32_t)(entry >> IBP_ENTRY_LENGTH_SHIFT) & 0xffffu : 0u;
@@ -24,20 +24,21 @@ IBP_INLINE uint64_t ibp_entry_of_length(uint32_t length)
     return length == 0u ? 0u : IBP_ENTRY_CODED | (uint64_t)length << IBP_ENTRY_LENGTH_SHIFT;
 }
 
-/* offset: below 2^IBP_ENTRY_OFFSET_BITS. */
+/* Makes the entry of a row. offset: below 2^IBP_ENTRY_OFFSET_BITS. */
 IBP_INLINE uint64_t ibp_make_entry(uint32_t slab, uint64_t offset, uint32_t length)
 {
     return offset | (uint64_t)slab << IBP_ENTRY_SLAB_SHIFT | ibp_entry_of_length(length) | IBP_ENTRY_PRESENT;
 }
-/* The same row, written anew. */
+/* Returns the entry of a row whose cached bytes were rewritten. */
 IBP_INLINE uint64_t ibp_rewrite_entry(uint64_t entry, uint32_t length, bool dirty)
 {
     const uint64_t kept = entry & ~(ibp_entry_of_length(0xffffu) | IBP_ENTRY_DIRTY);
     return kept | ibp_entry_of_length(length) | (dirty ? IBP_ENTRY_DIRTY : 0u);
 }
 
-/* Where a cached row's bytes are: as ibp_split_row, all of it in place->in_slot bytes from slot_start of *slab on.
- * @return false if the row is corrupt: the entry is longer than a row, or lies outside its slab. */
+/* Finds the bytes of a cached row. Fills in *place as ibp_split_row does: in_slot counts all bytes of the row, and they
+ * begin at slot_start of *slab. Returns false if the row is corrupt: its entry is longer than a row, or lies outside
+ * its slab. */
 IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32_t row_bytes, ibp_row_place *place,
                                   const uint8_t **slab)
 {
@@ -57,7 +58,8 @@ IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32
 
 /* ---- maps ---- */
 
-/* The high half names the home set, the low one the owner and which sets follow. */
+/* Hash a row. The high half of the hash selects the home set. The low half selects the slab and the sets that
+ * follow. */
 IBP_INLINE uint64_t ibp_hash_of_row(int64_t row) { return ibp_mix_word((uint64_t)row, 0u); }
 IBP_INLINE uint32_t ibp_owner_of_row(int64_t row, uint32_t num_slabs)
 {
@@ -68,8 +70,8 @@ IBP_INLINE uint32_t ibp_home_of_hash(uint64_t hash, const ibp_cache_map *map)
     return (uint32_t)((hash >> 32) * (uint32_t)map->num_sets >> 32);
 }
 
-/* How many sets further on a search for a row looks next, from its home on (double hashing): full sets then lie apart,
- * and searches stay short in a map of high load. 1 in a map of few sets, which is searched whole. */
+/* Returns how many sets further a search looks next (double hashing), so that full sets lie apart and searches stay
+ * short in a map of high load. The step is 1 in a map of few sets, which is searched completely. */
 IBP_INLINE uint32_t ibp_step_of_hash(uint64_t hash, const ibp_cache_map *map)
 {
     if (map->num_sets <= (int64_t)IBP_SEARCHED_WAYS) return 1;
@@ -81,14 +83,14 @@ IBP_INLINE uint32_t ibp_next_set(uint32_t set, uint32_t step, const ibp_cache_ma
     return set < above ? set + step : set - above;
 }
 
-/* Sets that a row may lie in. */
+/* Returns how many sets a row may lie in. */
 IBP_INLINE uint32_t ibp_searched_sets(const ibp_cache_map *map)
 {
     const uint32_t sets = IBP_SEARCHED_WAYS / map->ways;
     return (int64_t)sets < map->num_sets ? sets : (uint32_t)map->num_sets;
 }
 
-/* Whether the fields of a map are in range. */
+/* Returns whether the fields of a map are in range. */
 IBP_INLINE bool ibp_is_map(const ibp_cache_map *map)
 {
     const bool is_power = map->ways >= 2u && map->ways <= IBP_SEARCHED_WAYS && (map->ways & (map->ways - 1u)) == 0u;
@@ -100,7 +102,7 @@ IBP_INLINE bool ibp_is_cache_slab(const ibp_cache_slab *slab)
     return ibp_is_map(&slab->map) && slab->num_bytes >= 0 && slab->num_bytes <= (int64_t)1 << IBP_ENTRY_OFFSET_BITS &&
            slab->number < IBP_MAX_SLABS && (slab->num_bytes == 0 || slab->bytes != NULL);
 }
-/* Whether a table's items are whole rows, as those of a cache are. */
+/* Returns whether a table's items are whole rows, which a cache needs. */
 IBP_INLINE bool ibp_has_whole_rows(const ibp_table *table)
 {
     return table->item_bytes > 0 && table->item_bytes % table->codebook.row_bytes == 0;
@@ -115,7 +117,7 @@ IBP_INLINE bool ibp_is_lru(const ibp_lru *lru)
            slab->map.num_sets <= slab->num_bytes / ((int64_t)slab->map.ways * lru->slot_bytes);
 }
 
-/* Whether a search of an owner's map is for rows of items at all: fields of a query, which reads no memory. */
+/* Returns whether the fields of a query are in range. Reads no memory. */
 IBP_INLINE bool ibp_is_query(const ibp_row_query *query)
 {
     const ibp_ids *const ids = query->ids;
@@ -123,13 +125,13 @@ IBP_INLINE bool ibp_is_query(const ibp_row_query *query)
            query->rows_per_item >= 1 && ids->count >= 0 && ids->count <= INT64_MAX / 16 / query->rows_per_item;
 }
 
-/* Row `part` of an item as a row of the table; -1 if there is no such item. */
+/* Returns row `part` of an item as a row of the table; -1 if there is no such item. */
 IBP_INLINE int64_t ibp_row_of_item(int64_t id, int64_t part, int64_t rows_per_item, int64_t num_rows)
 {
     return id >= 0 && id < num_rows / rows_per_item ? id * rows_per_item + part : -1;
 }
 
-/* A way's age: calls since its last use; 0: this call's. */
+/* Returns a way's age: the number of calls since its last use, 0 for the current call. */
 IBP_INLINE uint32_t ibp_age_of_way(uint32_t now, uint32_t stamp) { return now - stamp; }
 
 #endif

@@ -1,5 +1,5 @@
-/* checks.h - checks of sizes and fields that take no memory to be read, so that pointers may be a device's; for gcc,
- * g++ and nvcc. */
+/* checks.h - checks of sizes and fields that read no memory, so that pointers may be device pointers. For gcc, g++ and
+ * nvcc. */
 #ifndef IBP_CHECKS_H
 #define IBP_CHECKS_H
 
@@ -10,53 +10,53 @@
 extern "C" {
 #endif
 
-/* Whether the fields of a codebook, or of a table and its codebook, fit each other (schemes.c). */
+/* Check whether the fields of a codebook, or of a table and its codebook, fit each other (schemes.c). */
 ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
 ibp_status ibp_check_table_fields(const ibp_table *table);
-/* Whether those of a place do, and its rows have slots, and an index where they need one. */
+/* Returns whether the fields of a place fit each other, its rows have slots, and there is an index if they need one. */
 bool ibp_is_place(const ibp_place *place);
-/* Whether ibp_move_parts takes these. */
+/* Returns whether ibp_move_parts accepts these arguments. */
 bool ibp_can_move_parts(const ibp_table *table, const ibp_place *from, const uint8_t *overflow);
-/* Whether those of a source do. */
+/* Returns whether the fields of a source fit each other. */
 bool ibp_is_row_source(const ibp_row_source *source, uint32_t row_bytes);
 
 #ifdef __cplusplus
 }
 #endif
 
-/* Whether num_bytes bytes of data may have rows of row_bytes bytes. */
+/* Returns whether num_bytes bytes of data can be cut into rows of row_bytes bytes. */
 IBP_INLINE bool ibp_are_sizes(int64_t num_bytes, uint32_t row_bytes)
 {
     return num_bytes >= 0 && num_bytes <= INT64_MAX / (int64_t)IBP_OVERFLOW_ALIGN && row_bytes >= 1 &&
            row_bytes <= IBP_MAX_ROW_BYTES;
 }
 
-/* Whether there may be num_items items of item_bytes bytes. */
+/* Returns whether num_items items of item_bytes bytes are within the limits of a table. */
 IBP_INLINE bool ibp_are_items(int64_t num_items, int64_t item_bytes)
 {
     const int64_t most = INT64_MAX / (int64_t)IBP_OVERFLOW_ALIGN;
     return num_items >= 0 && item_bytes >= 0 && (item_bytes == 0 || num_items <= most / item_bytes);
 }
 
-/* Whether slots may have that size (section 3). */
+/* Returns whether slots can have this size (section 3). */
 IBP_INLINE bool ibp_is_slot(uint32_t slot_bytes, uint32_t row_bytes)
 {
     return slot_bytes == row_bytes || (slot_bytes < row_bytes && slot_bytes % IBP_OVERFLOW_ALIGN == 0);
 }
 
-/* Whether elements, or chunks, may have that size. */
+/* Returns whether elements or chunks can have this size. */
 IBP_INLINE bool ibp_is_element_size(uint32_t num_bytes)
 {
     return num_bytes == 1u || num_bytes == 2u || num_bytes == 4u || num_bytes == 8u;
 }
 
-/* Whether there are pointers to slots and overflow of a table that have bytes. */
+/* Returns whether the slots and overflow of a table have pointers if they have bytes. */
 IBP_INLINE bool ibp_has_arrays(const ibp_table *table, const uint8_t *slots, const uint8_t *overflow)
 {
     return (slots != NULL || table->slots_bytes == 0) && (overflow != NULL || table->overflow_bytes == 0);
 }
 
-/* Whether the rows of a place have neither slots nor bases, because each begins where the one before it ends. */
+/* Returns whether rows are packed: they have neither slots nor bases, and each begins where the row before it ends. */
 IBP_INLINE bool ibp_is_packed(const ibp_place *place) { return place->table.slot_bytes == 0u && place->bases == NULL; }
 
 IBP_INLINE bool ibp_has_clusters(const ibp_codebook *codebook) { return codebook->num_clusters > 1u; }

@@ -1,12 +1,12 @@
-/* chunk_plan.c - see chunk_plan.h. No byte of bases is trusted. */
+/* chunk_plan.c - implements chunk_plan.h. Bases are not trusted. */
 #include "chunk_plan.h"
 
 #include "locate.h"
 
-/* What an H200 and PCIe 5 x16 ask for: a copy costs its bytes and a few microseconds. */
+/* Sizes that suit an H200 on PCIe 5 x16, where a copy costs its bytes and a few microseconds. */
 #define FIRST_CHUNK_BYTES (1 << 20)
 #define LAST_CHUNK_BYTES (1 << 19)
-#define LAST_CHUNKS_SHARE 3 /* each of the last ones has a third of what is left */
+#define LAST_CHUNKS_SHARE 3 /* each of the last chunks has a third of the bytes that are left */
 
 static int64_t min_i64(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t max_i64(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -22,7 +22,8 @@ int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_byte
     return (left_bytes - 1) / num_equal + 1;
 }
 
-/* Bytes of slots and of overflow before a row that is a multiple of IBP_ROWS_PER_BASE, or past the last row. */
+/* Return the bytes of slots, and of overflow, before a row that is a multiple of IBP_ROWS_PER_BASE or past the last
+ * row. */
 static uint64_t slots_before(const ibp_table *table, int64_t row)
 {
     const uint64_t before = (uint64_t)row * table->slot_bytes, all = (uint64_t)table->slots_bytes;
@@ -30,7 +31,7 @@ static uint64_t slots_before(const ibp_table *table, int64_t row)
 }
 static uint64_t overflow_before(const ibp_table *table, const uint64_t *bases, int64_t row)
 {
-    if (!bases || ibp_has_own_bases(table)) return 0; /* no part of overflow belongs to a chunk */
+    if (!bases || ibp_has_own_bases(table)) return 0; /* parts of overflow do not belong to chunks */
     return row >= ibp_num_rows(table) ? (uint64_t)table->overflow_bytes : IBP_LOAD_ONCE(bases[row / IBP_ROWS_PER_BASE]);
 }
 static int64_t bytes_between(const ibp_table *table, const uint64_t *bases, int64_t row, int64_t end_row)
@@ -39,8 +40,8 @@ static int64_t bytes_between(const ibp_table *table, const uint64_t *bases, int6
                      overflow_before(table, bases, row));
 }
 
-/* The last of the group ends in (first_row, end_row] up to which there are at most wanted_bytes; at least the first of
- * them. */
+/* Returns the last end of a group in (first_row, end_row] up to which there are at most wanted_bytes bytes; the first
+ * one if there is none. */
 static int64_t find_end(const ibp_table *table, const uint64_t *bases, int64_t first_row, int64_t end_row,
                         int64_t wanted_bytes)
 {
@@ -60,7 +61,7 @@ ibp_chunk ibp_plan_chunk(const ibp_table *table, const uint64_t *bases, int64_t 
 {
     const int64_t left = max_i64(1, bytes_between(table, bases, first_row, end_row));
     const int64_t most =
-        max_i64(1, room_bytes - 3 * IBP_CHUNK_ALIGN); /* both starts and the overflow part's place are rounded */
+        max_i64(1, room_bytes - 3 * IBP_CHUNK_ALIGN); /* both starts and the place of the overflow part are rounded */
     ibp_chunk chunk = {.first_row = first_row};
     chunk.last_row = find_end(table, bases, first_row, end_row, ibp_size_chunk(done_bytes, left, most, ends));
     const uint64_t overflow_from = overflow_before(table, bases, first_row),

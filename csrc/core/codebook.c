@@ -1,4 +1,4 @@
-/* codebook.c - the working codebook of scheme ibp: made from masks, and checked (FORMAT.md section 5). */
+/* codebook.c - builds the working codebook of scheme ibp from masks, and checks it (FORMAT.md section 5). */
 #include "format.h"
 #include "schemes.h"
 
@@ -9,7 +9,8 @@ _Static_assert(IBP_MAX_ROW_BYTES < 1u << IBP_FLAG_POS_BITS,
 
 size_t ibp_codebook_words(uint32_t row_bytes) { return ((size_t)row_bytes + 15u) / 16u * 4u; }
 
-/* The chunks that start in word w of a row, as the flags of an entry name them; and those of them that have a mask. */
+/* Return the chunks that start in word w of a row, as a bit set in the form of an entry of flags: all of them, or those
+ * with a mask. */
 static uint32_t chunks_of_word(const ibp_codebook *cb, uint32_t w)
 {
     uint32_t chunks = 0;
@@ -28,11 +29,13 @@ static uint32_t masked_chunks_of_word(const ibp_codebook *cb, uint32_t w)
     return masked & chunks;
 }
 
-/* The entry of flags of word w, of whose chunks some are flagged. *position: of the next participation bit. */
+/* Makes the entry of flags of word w. flagged: the set of its flagged chunks. *position: the position of the next
+ * participation bit, which the function advances. */
 static uint32_t flags_entry(const ibp_codebook *cb, uint32_t w, uint32_t flagged, uint32_t *position)
 {
     const bool is_second =
-        cb->chunk_bytes == 8 && w % 2 == 1; /* of its chunk, whose participation bit came with the first */
+        cb->chunk_bytes == 8 && w % 2 == 1; /* this word is the second half of its chunk, whose participation bit
+                                               came with the first half */
     const uint32_t first = is_second && ibp_flagged_chunks(cb->flags[w - 1]) ? *position - 1 : *position;
     *position += ibp_popcount(flagged);
     return first | flagged << IBP_FLAG_POS_BITS | ibp_gaps_of_word(cb->mask[w], cb->chunk_bytes);
@@ -91,7 +94,8 @@ bool ibp_are_masks_words(const ibp_codebook *cb)
     return position == cb->num_flags;
 }
 
-/* cluster_flags may hold anything: no row has more participation bits than bytes, and coders rely on it. */
+/* Selects cluster k. The number of flags is bounded by row_bytes because cluster_flags may hold anything, and coders
+ * rely on a row having no more participation bits than bytes. */
 void ibp_select_masks(ibp_codebook *one, uint32_t k)
 {
     const size_t offset = (size_t)k * one->cluster_stride;

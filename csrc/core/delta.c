@@ -1,15 +1,16 @@
-/* delta.c - rows of differences added to the tensor that they are of (FORMAT.md section 9). */
+/* delta.c - adds rows of differences to a tensor (FORMAT.md section 9). */
 #include "../internal/ibp_delta.h"
 #include "bits.h"
 #include "rows.h"
 
-/* What becomes of a base. */
+/* The state of an addition: the highest bit of each element, the change of the tensor's sum so far, and the sign. */
 typedef struct adding {
     uint64_t highest, change;
     bool subtracts;
 } adding;
 
-/* Adds a row's differences word by word. first: number of its first word. Bytes past its end count as zeros. */
+/* Adds a row's differences word by word. first: the number of its first word in the tensor. Bytes past the end of the
+ * row count as zeros. */
 static void add_row(adding *add, uint8_t *base, const uint8_t *differences, uint32_t num_bytes, uint64_t first)
 {
     for (uint32_t at = 0; at < num_bytes; at += 8) {
@@ -24,7 +25,7 @@ static void add_row(adding *add, uint8_t *base, const uint8_t *differences, uint
     }
 }
 
-/* Whether a row has no bytes, and only zeros. */
+/* Returns whether a row is a default row that consists of zeros. */
 static bool is_zero_row(const ibp_table *table, int64_t row)
 {
     const ibp_codebook *const cb = &table->codebook;

@@ -1,4 +1,9 @@
-/* file.c - files of compressed tables: the header, what it names, and checksums (FORMAT.md section 9). */
+/* file.c - reads files of compressed tables: the header, the tensors and tables that it lists, and the checksums
+ * (FORMAT.md section 9).
+ *
+ *   byte 0       N, as uint64
+ *   byte 8       N bytes of JSON, the header: {"__metadata__": {"key": "text", ...}, "<tensor>": {...}, ...}
+ *   byte 8 + N   the data of all tensors, without gaps; the last tensor is "ibp.checks" */
 #include "file.h"
 #include "format.h"
 
@@ -9,29 +14,29 @@
 #endif
 _Static_assert(sizeof(size_t) == 8, "files are mapped whole: this needs a machine of 64 bits");
 
-#define CHECKS "ibp.checks" /* the key of the fields of the checksums, and the tensor that holds them */
+#define CHECKS "ibp.checks" /* the key for the fields of the checksums, and the name of the tensor that holds them */
 #define OTHER_NAMES                                                                                                  \
     ": the header is damaged, since a file of ibp has 'ibp.format' and 'ibp.checks' in its metadata and the tensor " \
     "'ibp.checks', and any other file no 'ibp.' in its metadata"
 
-enum { LENGTH_BYTES = 8, MAX_HEADER_BYTES = 100000000 /* as in the safetensors package */ };
+enum { LENGTH_BYTES = 8, MAX_HEADER_BYTES = 100000000 /* the same limit as in the safetensors package */ };
 
 /* ---- entries of the header ---- */
 
-/* The key of the next entry of an object, and what stands before and after it. */
+/* Takes the key of the next entry of an object, with the comma before it and the colon after it. */
 static bool take_key(ibp_json *json, bool is_first, ibp_text *key)
 {
     return (is_first || ibp_take_symbol(json, ',')) && ibp_take_string(json, key) && ibp_take_symbol(json, ':');
 }
 
-/* The rest of an object's inside, or of JSON, to show where it went wrong. */
+/* Returns the rest of an object's inside, or of JSON, to show where an error is. */
 static ibp_text rest_of(const char *at, ibp_text inside)
 {
     return (ibp_text){at, (size_t)(inside.data + inside.num_bytes - at)};
 }
 
-/* Begins to read behind the first *cursor bytes of an object's inside: with the next entry's key.
- * @return IBP_NOT_IN_FILE if there is none. */
+/* Begins to read an entry of an object, behind the first *cursor bytes of its inside, and takes its key. Returns
+ * IBP_NOT_IN_FILE if there is no further entry. */
 static ibp_status open_entry(ibp_text inside, size_t cursor, ibp_json *json, ibp_text *key)
 {
     if (cursor > inside.num_bytes) return IBP_INVALID_ARGUMENT;
@@ -51,7 +56,7 @@ ibp_status ibp_next_metadata(const ibp_file *file, size_t *cursor, ibp_text *key
     return IBP_OK;
 }
 
-/* {"key": "value", ...}, whose inside is *metadata. */
+/* Takes an object {"key": "value", ...} and returns its inside in *metadata. */
 static bool take_metadata(ibp_json *json, ibp_text *metadata)
 {
     ibp_text key, value;
@@ -63,7 +68,7 @@ static bool take_metadata(ibp_json *json, ibp_text *metadata)
     return true;
 }
 
-/* [1, 2, ...] of at most `most` numbers. */
+/* Takes a list [1, 2, ...] of at most `most` numbers. */
 static bool take_sizes(ibp_json *json, int64_t *sizes, uint32_t most, uint32_t *count)
 {
     *count = 0;
@@ -75,7 +80,7 @@ static bool take_sizes(ibp_json *json, int64_t *sizes, uint32_t most, uint32_t *
     return true;
 }
 
-/* {"dtype": "U8", "shape": [2, 3], "data_offsets": [0, 6]}, in any order. */
+/* Takes the fields of a tensor, {"dtype": "U8", "shape": [2, 3], "data_offsets": [0, 6]}, in any order. */
 static bool take_tensor(ibp_json *json, ibp_file_tensor *tensor, int64_t offsets[2])
 {
     enum { DTYPE = 1, SHAPE = 2, OFFSETS = 4 };
@@ -98,7 +103,7 @@ static bool take_tensor(ibp_json *json, ibp_file_tensor *tensor, int64_t offsets
     return found == (DTYPE | SHAPE | OFFSETS);
 }
 
-/* What a reader wanted, where a tensor is not as it says or does not lie in the data; else NULL. */
+/* Returns what was expected if a tensor contradicts itself or does not lie in the data; NULL if it is right. */
 static const char *wanted_of(const ibp_file *file, const ibp_file_tensor *tensor, const int64_t offsets[2])
 {
     const uint32_t bits = ibp_bits_of_dtype(tensor->dtype);
@@ -111,7 +116,7 @@ static const char *wanted_of(const ibp_file *file, const ibp_file_tensor *tensor
     return num_bytes == offsets[1] - offsets[0] ? NULL : "as many bytes as its dtype and shape have";
 }
 
-/* The next tensor of the header; over the metadata, which *metadata becomes. */
+/* Finds the next tensor of the header. If the metadata comes first, skips it and returns it in *metadata. */
 static ibp_status next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor *tensor, ibp_text *metadata,
                               ibp_refusal *refusal)
 {
@@ -151,9 +156,10 @@ ibp_status ibp_next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor
 
 /* ---- opening ---- */
 
-/* Counts the tensors and finds the metadata. The tensors lie one after the other, in any order of the header, just if
- * their starts and the end of the data are the same numbers as their ends and 0: sums of a hash of them say so, without
- * memory for them. That is no matter of safety. */
+/* Counts the tensors and finds the metadata. Checks that the tensors lie one after the other up to the end of the data,
+ * whatever their order in the header. They do if their starts and the end of the data are the same set of numbers as 0
+ * and their ends. Sums of a hash of these numbers are compared, which needs no memory for them. Memory safety does not
+ * depend on this check. */
 static ibp_status read_tensors(ibp_file *file)
 {
     ibp_file_tensor tensor;
@@ -180,14 +186,14 @@ static bool find_own_metadata(const ibp_file *file, ibp_text *own)
     return false;
 }
 
-/* Refuses a file of this format that lacks one of its names. found: another one. */
+/* Refuses a file of this format because one of the names that it must have is missing or occurs twice. found: a name
+ * that is there. */
 static ibp_status refuse_name(ibp_file *file, ibp_status status, ibp_text found, const char *wanted)
 {
     return ibp_refuse(&file->refusal, found, status == IBP_BAD_FILE ? "each name of a file of ibp once" : wanted);
 }
 
-/* Reads the version, makes sure that none of the names is lost by which the checksums are found, and counts the
- * tables. */
+/* Reads the version, checks that the names that lead to the checksums are there, and counts the tables. */
 static ibp_status read_metadata(ibp_file *file)
 {
     ibp_file_tensor checks;
@@ -214,7 +220,7 @@ static ibp_status read_metadata(ibp_file *file)
     return status == IBP_NOT_IN_FILE ? IBP_OK : status;
 }
 
-/* The inside of the header, which may be followed by white space. */
+/* Finds the inside of the header, which white space may follow. */
 static bool find_header(const uint8_t *bytes, uint64_t header_bytes, ibp_text *header)
 {
     const char *const start = (const char *)bytes + LENGTH_BYTES, *end = start + header_bytes;
@@ -288,7 +294,8 @@ ibp_status ibp_find_tensor(const ibp_file *file, const char *name, ibp_file_tens
     return status == IBP_NOT_IN_FILE && is_found ? IBP_OK : status;
 }
 
-/* Takes another text, which may have other escapes, if it comes next. */
+/* Removes `other` from the beginning of *text. Returns false if *text begins with something else. The two texts may
+ * have different escapes. */
 static bool take_text(ibp_text *text, ibp_text other)
 {
     uint8_t ours[4], theirs[4];
@@ -320,7 +327,7 @@ bool ibp_is_part(const ibp_file *file, const ibp_file_tensor *tensor)
 
 uint32_t ibp_bits_of_dtype(ibp_text dtype)
 {
-    /* What safetensors names, and then those of torch's that it does not. */
+    /* The dtypes of safetensors come first, then those of torch that safetensors does not have. */
     static const struct {
         const char *name;
         uint32_t bits;

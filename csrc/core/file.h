@@ -1,19 +1,19 @@
-/* file.h - what the parts of the reader of files share. */
+/* file.h - declarations that the parts of the reader of files share. */
 #ifndef IBP_CORE_FILE_H
 #define IBP_CORE_FILE_H
 
 #include "../internal/ibp_file_fields.h"
 #include "json.h"
 
-#define IBP_FILE_ALIGN 128u                                    /* what the writer pads tensors to */
-#define IBP_SHAPE_BITS "2^63 - 1 bits, each size 0 taken as 1" /* of a tensor */
+#define IBP_FILE_ALIGN 128u                                    /* the writer pads tensors to a multiple of this */
+#define IBP_SHAPE_BITS "2^63 - 1 bits, each size 0 taken as 1" /* the limit on the size of a tensor, for messages */
 
-/* Notes a refusal. @return IBP_BAD_FILE. */
+/* Notes a refusal. Returns IBP_BAD_FILE. */
 ibp_status ibp_refuse(ibp_refusal *refusal, ibp_text found, const char *wanted);
 
 /* ---- fields: "key=value key=value" ---- */
 
-/* Fields of a codebook; from IBP_C_ROW on they are the same in all codebooks of a table. */
+/* The fields of a codebook. Those from IBP_C_ROW on are the same in all clusters of a codebook. */
 enum {
     IBP_C_SCHEME,
     IBP_C_CLUSTERS,
@@ -39,26 +39,26 @@ enum {
     IBP_C_COUNT
 };
 
-/* Reads all fields of a line. A key that is none of them makes the whole unsupported; the others are read all the
- * same. */
+/* Reads all fields of a line. Returns IBP_UNSUPPORTED_TABLE if a key is none of `fields`, after the other fields have
+ * been read. */
 ibp_status ibp_read_fields(ibp_text line, ibp_field *fields, size_t num_fields, ibp_refusal *refusal);
-/* Whether the needed fields are given, by bits of their places, and no others but the optional ones.
- * @return IBP_BAD_FILE for one that is missing, IBP_UNSUPPORTED_TABLE for others. */
+/* Checks that all needed fields are given, and no others but the optional ones. needed, optional: bit i stands for
+ * fields[i]. Returns IBP_BAD_FILE if a field is missing, IBP_UNSUPPORTED_TABLE if there are others. */
 ibp_status ibp_check_given(const ibp_field *fields, size_t num_fields, uint32_t needed, uint32_t optional,
                            ibp_refusal *refusal);
-/* Notes that a field is missing, or has another value than wanted. @return IBP_BAD_FILE. */
+/* Notes that a field is missing, or has another value than wanted. Returns IBP_BAD_FILE. */
 ibp_status ibp_refuse_field(ibp_refusal *refusal, const ibp_field *of);
-/* Takes a number of a list, which is separated from the one before it by a comma. */
+/* Takes a number of a list. Unless it is the first, a comma comes before it. */
 bool ibp_take_listed(ibp_text *list, bool is_first, uint64_t *number);
 
-/* The value of a key of the metadata, whose name is these two, one after the other.
- * @return IBP_NOT_IN_FILE if it is not there, IBP_BAD_FILE if it is there twice. */
+/* Finds the value of the metadata's key whose name is `prefix` followed by `name`. Returns IBP_NOT_IN_FILE if there is
+ * no such key, IBP_BAD_FILE if there are two. */
 ibp_status ibp_find_metadata(const ibp_file *file, const char *prefix, const char *name, ibp_text *value);
 
-/* Bits of an element of a dtype; 0 for one that is not known. */
+/* Returns the bits of an element of a dtype; 0 if the dtype is not known. */
 uint32_t ibp_bits_of_dtype(ibp_text dtype);
-/* Bytes of a tensor of num_dims dimensions whose elements have `bits` bits. @return false if they are no whole number,
- * or if the bits are too many for an int64_t, each size 0 taken as 1. */
+/* Computes the bytes of a tensor of num_dims dimensions whose elements have `bits` bits. Returns false if they are no
+ * whole number, or if the bits, with each size 0 taken as 1, do not fit an int64_t. */
 bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes);
 
 #endif

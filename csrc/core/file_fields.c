@@ -1,4 +1,4 @@
-/* file_fields.c - the fields of tables, codebooks and checksums: "key=value key=value" (FORMAT.md section 9). */
+/* file_fields.c - reads the fields of tables, codebooks and checksums: "key=value key=value" (FORMAT.md section 9). */
 #include "checks.h"
 #include "file.h"
 
@@ -19,7 +19,7 @@ ibp_status ibp_refuse_field(ibp_refusal *refusal, const ibp_field *of)
 
 /* ---- one field --------------------------------------------------------------------------------------------------- */
 
-/* Takes a pair: all up to a space or the end. */
+/* Takes a pair: all characters up to a space or the end. */
 static bool take_pair(ibp_text *line, ibp_text *pair)
 {
     uint8_t utf8[4];
@@ -33,7 +33,7 @@ static bool take_pair(ibp_text *line, ibp_text *pair)
     return true;
 }
 
-/* 16 hexadecimal digits. */
+/* Takes 16 hexadecimal digits. */
 static bool take_fingerprint(ibp_text *text, uint64_t *number)
 {
     uint8_t c[4];
@@ -56,7 +56,7 @@ static bool take_digits(ibp_text *text)
     return is_one;
 }
 
-/* -1.5e-07 */
+/* Takes a real number, such as -1.5e-07. */
 static bool take_real(ibp_text *text)
 {
     ibp_take_prefix(text, "-");
@@ -81,7 +81,7 @@ static bool take_list(const ibp_field *of, ibp_text *list)
     return true;
 }
 
-/* Reads the number that the text of a field is, and checks the text of the other kinds. */
+/* Checks the text of a field against its kind. If it is a number, stores the number. */
 static bool read_value(ibp_field *of)
 {
     ibp_text rest = of->text;
@@ -97,8 +97,8 @@ static bool read_value(ibp_field *of)
     return false;
 }
 
-/* Takes the key and the "=" of one of the fields, or of several fields the beginning of the key.
- * @return NULL if it is none of them. */
+/* Takes the key and the "=" of one of the fields; for a field of kind IBP_FIELD_OTHERS only the beginning of the key.
+ * Returns NULL if the text begins with none of them. */
 static ibp_field *take_key(ibp_text *text, ibp_field *fields, size_t num_fields)
 {
     for (size_t i = 0; i < num_fields; i++) {
@@ -233,7 +233,7 @@ static const ibp_field codebook_fields[IBP_C_COUNT] = {
 
 /* ---- a table ----------------------------------------------------------------------------------------------------- */
 
-/* Whether just the fields are given that a table of its kind has. */
+/* Checks that exactly the fields are given that a table of its kind has. */
 static ibp_status check_kind(ibp_field *fields, ibp_refusal *refusal)
 {
     const bool is_delta = fields[T_BASE].is_given || fields[T_RESULT].is_given;
@@ -251,7 +251,7 @@ static ibp_status check_kind(ibp_field *fields, ibp_refusal *refusal)
     return ibp_check_given(fields, T_COUNT, needed, optional, refusal);
 }
 
-/* The sizes of its items, where the dtype is known. */
+/* Computes the number of items and the bytes of an item, if the dtype is known. */
 static ibp_status size_items(const ibp_field *fields, ibp_file_table *table)
 {
     const uint32_t bits = ibp_bits_of_dtype(table->dtype), has_items = table->num_dims != 0;
@@ -298,8 +298,8 @@ ibp_status ibp_read_table(ibp_text line, ibp_field fields[IBP_TABLE_FIELDS], ibp
 
 #define BIT(name) (1u << IBP_C_##name)
 
-/* Checks that the fields of a codebook of scheme planes fit each other, and notes the widths of its digits as the bytes
- * of a number. */
+/* Checks that the fields of a codebook of scheme planes fit each other. Stores the widths of its digits as the bytes of
+ * a number. */
 static ibp_status check_planes(ibp_field *fields, ibp_refusal *refusal)
 {
     const uint64_t element_bytes = fields[IBP_C_ELEMENT].number, bits = 8 * element_bytes,

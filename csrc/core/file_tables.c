@@ -1,4 +1,4 @@
-/* file_tables.c - tables of a file, and their codebooks in working form (FORMAT.md section 9). */
+/* file_tables.c - opens tables of a file and builds their codebooks in working form (FORMAT.md section 9). */
 #include "checks.h"
 #include "file.h"
 #include "locate.h"
@@ -8,7 +8,7 @@
 
 /* ---- a codebook's sizes ------------------------------------------------------------------------------------------ */
 
-/* Whether two codebooks may be clusters of one. */
+/* Returns whether two codebooks can be clusters of one codebook. */
 static bool are_alike(const ibp_field *a, const ibp_field *b)
 {
     if (a[IBP_C_SCHEME].number != b[IBP_C_SCHEME].number) return false;
@@ -17,8 +17,8 @@ static bool are_alike(const ibp_field *a, const ibp_field *b)
     return true;
 }
 
-/* A codebook of a file before its working form is made: its clusters' numbers in the file, the fields of the first
- * one, to which all others must be alike, and the sizes of what is made. */
+/* A codebook of a file before its working form is built: the numbers of its clusters in the file, the fields of the
+ * first cluster, to which all others must be alike, and the sizes of the working form. */
 typedef struct codebook_plan {
     const ibp_file *file;
     uint32_t members[IBP_MAX_CLUSTERS], num_members;
@@ -27,9 +27,9 @@ typedef struct codebook_plan {
     uint32_t row_bytes;
     ibp_planes planes;      /* scheme planes, without its arrays */
     uint32_t num_live;      /* live columns */
-    size_t set_bytes;       /* of a member: words, or entries */
-    size_t constants_bytes; /* of the template, and of the live columns */
-    size_t spare_bytes;     /* for the mask and bitval of a row, or the constants of another cluster */
+    size_t set_bytes;       /* bytes of one member: its words, or its entries */
+    size_t constants_bytes; /* bytes of the template and of the live columns */
+    size_t spare_bytes;     /* bytes for the mask and bitval of a row, or for the constants of another cluster */
     size_t workspace_bytes;
 } codebook_plan;
 
@@ -42,7 +42,7 @@ typedef struct file_part {
 
 enum { PALETTE, INDEX, ENTRIES, LIVE_COLUMNS, ROW_TEMPLATE, NUM_CODEBOOK_PARTS };
 
-/* A cluster of it: its fields and parts. */
+/* The fields and parts of a cluster, as they stand in the file. */
 typedef struct codebook_source {
     ibp_text text;
     file_part parts[NUM_CODEBOOK_PARTS];
@@ -82,11 +82,12 @@ static bool plan_planes(codebook_plan *plan)
     plan->spare_bytes = plan->num_members > 1 ? plan->constants_bytes : 0;
     if (!p->consecutive)
         plan->set_bytes = (p->per_column ? plan->num_live : 1) * num_entries * ibp_bytes_of_symbol(ibp_symbol_bits(p));
-    if (plan->set_bytes > plan->file->data_bytes) return false; /* the workspace is no larger than the file warrants */
+    /* A codebook must not ask for more workspace than the file has bytes. */
+    if (plan->set_bytes > plan->file->data_bytes) return false;
     return plan->num_members == 1 || plan->set_bytes != 0;
 }
 
-/* The digits of a number, and a final 0, at the end of text. */
+/* Writes a number in decimal digits, with a final 0, to the end of `text`. Returns its first digit. */
 static const char *to_decimal(uint32_t number, char text[11])
 {
     char *at = text + 10;
@@ -94,7 +95,7 @@ static const char *to_decimal(uint32_t number, char text[11])
     return at;
 }
 
-/* The fields of a codebook of the file. @return IBP_BAD_FILE if it is not there. */
+/* Finds and reads the fields of a codebook of the file. Returns IBP_BAD_FILE if the file does not have it. */
 static ibp_status find_codebook(const ibp_file *file, uint32_t number, ibp_field *fields, ibp_refusal *refusal)
 {
     ibp_text text;
@@ -123,7 +124,7 @@ static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_
         status = find_codebook(file, plan->members[0], fields, refusal);
     }
     if (status != IBP_OK) return status;
-    if (fields[IBP_C_CLUSTERS].is_given) return IBP_BAD_FILE; /* clusters of clusters */
+    if (fields[IBP_C_CLUSTERS].is_given) return IBP_BAD_FILE; /* clusters must not have clusters of their own */
     plan->scheme = (ibp_scheme)fields[IBP_C_SCHEME].number;
     plan->row_bytes = number_of(plan, IBP_C_ROW);
     if (plan->scheme == IBP_SCHEME_IBP)
@@ -137,7 +138,8 @@ static ibp_status plan_codebook(const ibp_file *file, uint32_t number, codebook_
 
 /* ---- a codebook's working form ----------------------------------------------------------------------------------- */
 
-/* Notes a part. @return whether it is the first one of its name, of one dimension and of unsigned numbers. */
+/* Notes a part. Returns whether it is the first part of its name, has one dimension and consists of unsigned
+ * numbers. */
 static bool note_part(const ibp_file_tensor *tensor, file_part *part)
 {
     static const char *const dtypes[] = {"U8", "U16", "U32", "U64"};
@@ -149,7 +151,7 @@ static bool note_part(const ibp_file_tensor *tensor, file_part *part)
     return is_new && element_bytes != 0 && tensor->num_dims == 1;
 }
 
-/* Whether a part has count numbers of element_bytes bytes, and then only the zeros that files are padded with. */
+/* Returns whether a part holds `count` numbers of element_bytes bytes, followed by nothing but padding. */
 static bool holds(const file_part *part, uint64_t count, uint32_t element_bytes)
 {
     const uint64_t num_bytes = count * element_bytes;
@@ -184,7 +186,7 @@ static ibp_status find_sources(const codebook_plan *plan, codebook_source *sourc
     return status == IBP_NOT_IN_FILE ? IBP_OK : status;
 }
 
-/* The mask and bitval of a row, from the pairs that its chunks have. */
+/* Fills in the mask and bitval of a row from the pairs of its chunks. */
 static bool spread_pairs(const codebook_plan *plan, const codebook_source *source, uint64_t num_pairs, uint8_t *mask,
                          uint8_t *bitval)
 {
@@ -209,14 +211,14 @@ static bool spread_pairs(const codebook_plan *plan, const codebook_source *sourc
     return true;
 }
 
-/* Reads the fields of a cluster. @return whether it may be one of the codebook. */
+/* Reads the fields of a cluster. Returns whether it can be a cluster of this codebook. */
 static bool read_member(const codebook_plan *plan, const codebook_source *source, ibp_field *fields)
 {
     ibp_refusal refusal;
     return ibp_read_codebook(source->text, fields, &refusal) == IBP_OK && are_alike(plan->fields, fields);
 }
 
-/* room: what the plan says, behind the sources. */
+/* Builds a codebook of scheme ibp. room: the part of the workspace behind the sources. */
 static ibp_status build_masks(const codebook_plan *plan, const codebook_source *sources, uint8_t *room,
                               ibp_codebook *out)
 {
@@ -242,7 +244,7 @@ static ibp_status build_masks(const codebook_plan *plan, const codebook_source *
     return IBP_OK;
 }
 
-/* The default row and the live columns, as the functions of ibp.h take them. */
+/* Writes the template and the live columns in the form that the functions of ibp.h take. */
 static bool write_constants(const codebook_plan *plan, const codebook_source *source, uint8_t *to)
 {
     const file_part *const row = &source->parts[ROW_TEMPLATE], *const live = &source->parts[LIVE_COLUMNS];
@@ -285,7 +287,7 @@ static ibp_status build_planes(const codebook_plan *plan, const codebook_source 
     return ibp_build_planes_codebook(&planes, plan->row_bytes, entries_bytes, out) == IBP_OK ? IBP_OK : IBP_BAD_FILE;
 }
 
-/* The codebook of a table, in a workspace of just plan->workspace_bytes. */
+/* Builds the codebook of a table in a workspace of plan->workspace_bytes bytes. */
 static ibp_status build_codebook(const codebook_plan *plan, void *workspace, ibp_codebook *out)
 {
     codebook_source *const sources = workspace;
@@ -297,7 +299,7 @@ static ibp_status build_codebook(const codebook_plan *plan, void *workspace, ibp
 
 /* ---- tables ------------------------------------------------------------------------------------------------------ */
 
-/* Finds the fields of a table, in one of the files. */
+/* Finds the fields of a table in one of the files. */
 static ibp_status find_fields(const ibp_file *files, size_t num_files, const char *name, size_t *file, ibp_text *text)
 {
     ibp_status status = IBP_NOT_IN_FILE;
@@ -335,7 +337,7 @@ ibp_status ibp_find_table(const ibp_file *files, size_t num_files, const char *n
 
 enum { SLOTS, OVERFLOW, LENGTHS, BASES, NUM_PARTS };
 
-/* Finds the parts of a table, in any of the files. */
+/* Finds the parts of a table in any of the files. */
 static ibp_status find_parts(const ibp_file_table *found, file_part *parts)
 {
     static const char *const names[NUM_PARTS] = {":slots", ":overflow", ":lengths", ":bases"};
@@ -352,7 +354,7 @@ static ibp_status find_parts(const ibp_file_table *found, file_part *parts)
     return IBP_OK;
 }
 
-/* A part that has `count` numbers. @return IBP_NOT_IN_FILE if it should be there and is not. */
+/* Checks that a part holds `count` numbers. Returns IBP_NOT_IN_FILE if it is missing although it is needed. */
 static ibp_status check_part(const file_part *part, int64_t count, uint32_t element_bytes)
 {
     if (count == 0) return IBP_OK;
@@ -361,7 +363,7 @@ static ibp_status check_part(const file_part *part, int64_t count, uint32_t elem
     return is_aligned && holds(part, (uint64_t)count, element_bytes) ? IBP_OK : IBP_BAD_FILE;
 }
 
-/* The arrays of a table. Arrays that a table of its sizes does not have are not read. */
+/* Sets the arrays of a table. Parts that a table of these sizes does not need are not read. */
 static ibp_status place_parts(const ibp_file_table *found, const file_part *parts, ibp_table *table)
 {
     const int64_t num_bytes = ibp_bytes_of_table(table), num_rows = ibp_rows_of_bytes(num_bytes, found->row_bytes),

@@ -1,4 +1,4 @@
-/* fingerprint.c - the fingerprint of a tensor's bytes (FORMAT.md section 10). */
+/* fingerprint.c - computes the fingerprint of a tensor's bytes (FORMAT.md section 10). */
 #include "../internal/ibp_delta.h"
 #include "bits.h"
 #include "format.h"

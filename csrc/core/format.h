@@ -1,7 +1,7 @@
 /* format.h - the rules of FORMAT.md as inline functions, shared by gcc, g++ and nvcc.
  *
- * Scheme ibp works on 32-bit words of a row (byte 4w is the low byte of word w): because kept bits are stored in
- * increasing position, only ibp_keep_word and ibp_match_word know what a chunk is. */
+ * Scheme ibp works on 32-bit words of a row (byte 4w is the low byte of word w). Kept bits are stored in the order
+ * of their positions, so that only ibp_keep_word and ibp_match_word need to know the size of a chunk. */
 #ifndef IBP_FORMAT_H
 #define IBP_FORMAT_H
 
@@ -13,18 +13,23 @@
 #define IBP_INLINE static inline
 #endif
 
-/* Split of an entry of ibp_codebook.flags: position of the word's first participation bit, flagged chunks, where the
- * first and the last of the gaps that participating chunks leave in the word start, and whether there are more than
- * these two. */
+/* The fields of an entry of ibp_codebook.flags. Participating chunks leave gaps, the runs of their invariant bits, in a
+ * word.
+ *
+ *   bits 0-16    position of the word's first participation bit
+ *   bits 17-20   which of the word's chunks are flagged
+ *   bits 21-25   where the first gap starts
+ *   bits 26-30   where the last gap starts
+ *   bit 31       there are more than two gaps */
 #define IBP_FLAG_POS_BITS 17u
 #define IBP_FLAG_FIRST_GAP (IBP_FLAG_POS_BITS + 4u)
 #define IBP_FLAG_LAST_GAP (IBP_FLAG_FIRST_GAP + 5u)
 #define IBP_FLAG_MANY_GAPS (1u << (IBP_FLAG_LAST_GAP + 5u))
 
-/* IBP_LOAD_ONCE: the value of an element of an array, by one load: the value checked is the value used, also where
- * another thread or another stream writes the array meanwhile. The compiler may repeat a plain load. In kernels it is a
- * relaxed load of a block's scope; arrays that no thread of a kernel writes are read by __ldg there, which is one load
- * too. */
+/* IBP_LOAD_ONCE(element) returns the value of an element of an array by exactly one load. So the value that was checked
+ * is the value that is used, even if another thread or another stream writes the array meanwhile; the compiler may
+ * repeat a plain load. In kernels it is a relaxed load with the scope of a block. Arrays that no thread of a kernel
+ * writes are read by __ldg there, which is also one load. */
 #if defined(__CUDA_ARCH__)
 template <typename T> static __device__ __forceinline__ T ibp_load_once(const T *global)
 {
@@ -61,11 +66,11 @@ IBP_INLINE uint32_t ibp_popcount(uint32_t x)
 
 IBP_INLINE uint32_t ibp_min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-/* The lowest run of ones in x, as a mask. */
+/* Returns the lowest run of ones in x as a mask. */
 IBP_INLINE uint32_t ibp_lowest_run(uint32_t x) { return x & ~(x + (x & (0u - x))); }
 
-/* Moves the bits of word from bit start % 32 on up to make room for gap, a run of ones that begins there; for no gap,
- * 0, none moves. The gap's bits become 0. */
+/* Inserts a gap into a word. Bits from bit start % 32 move up to make room for `gap`, a run of ones that begins there;
+ * the gap's bits become 0. If gap is 0, no bit moves. */
 IBP_INLINE uint32_t ibp_insert_gap(uint32_t word, uint32_t gap, uint32_t start)
 {
 #if defined(__CUDA_ARCH__)
@@ -75,17 +80,17 @@ IBP_INLINE uint32_t ibp_insert_gap(uint32_t word, uint32_t gap, uint32_t start)
 #endif
 }
 
-/* Inserts the lowest of the gaps, and takes it off them. */
+/* Inserts the lowest of the gaps into a word, and removes it from *gaps. */
 IBP_INLINE uint32_t ibp_insert_lowest_gap(uint32_t word, uint32_t *gaps)
 {
     const uint32_t gap = ibp_lowest_run(*gaps),
-                   below = (gap & (0u - gap)) - 1u; /* ones under the gap: their count is its start */
+                   below = (gap & (0u - gap)) - 1u; /* the number of ones below the gap is its start */
     *gaps ^= gap;
     return ibp_insert_gap(word, gap, ibp_popcount(below));
 }
 
-/* Parallel bit deposit: the low popcount(keep) bits of word, in order, at the ones of keep; gaps, the zeros of keep,
- * are inserted one after the other: floating point masks have one to three. */
+/* Parallel bit deposit: moves the low popcount(keep) bits of word, in order, to the ones of keep. The gaps, which are
+ * runs of zeros of keep, are inserted one after the other; masks of floats have one to three. */
 IBP_INLINE uint32_t ibp_deposit(uint32_t word, uint32_t keep)
 {
     uint32_t gaps = ~keep;
@@ -93,13 +98,13 @@ IBP_INLINE uint32_t ibp_deposit(uint32_t word, uint32_t keep)
     return word;
 }
 
-/* Parallel bit extract, the inverse: the bits of word at the ones of keep, packed from bit 0. */
+/* Parallel bit extract, the inverse: packs the bits of word at the ones of keep, from bit 0. */
 IBP_INLINE uint32_t ibp_extract(uint32_t word, uint32_t keep)
 {
     uint32_t bits = 0, filled = 0;
     while (keep != 0) {
         const uint32_t run = ibp_lowest_run(keep);
-        const uint32_t below = (run & (0u - run)) - 1u; /* ones under the run: their count is the run's start */
+        const uint32_t below = (run & (0u - run)) - 1u; /* the number of ones below the run is its start */
         bits |= ((word & run) >> ibp_popcount(below)) << filled;
         filled += ibp_popcount(run);
         keep ^= run;
@@ -107,19 +112,19 @@ IBP_INLINE uint32_t ibp_extract(uint32_t word, uint32_t keep)
     return bits;
 }
 
-/* Ones at the bits of word w that belong to a row of row_bytes bytes. */
+/* Returns ones at the bits of word w that belong to a row of row_bytes bytes. */
 IBP_INLINE uint32_t ibp_row_bits_of_word(uint32_t row_bytes, uint32_t w)
 {
     if (4u * w + 4u <= row_bytes) return ~0u;
     return 4u * w >= row_bytes ? 0u : (1u << (8u * (row_bytes - 4u * w))) - 1u;
 }
 
-/* Where a word's first participation bit is, and which of its (up to four) chunks have one. */
+/* Return the position of a word's first participation bit, and the set of its (up to four) chunks that have one. */
 IBP_INLINE uint32_t ibp_flag_position(uint32_t flags_entry) { return flags_entry & ((1u << IBP_FLAG_POS_BITS) - 1u); }
 IBP_INLINE uint32_t ibp_flagged_chunks(uint32_t flags_entry) { return flags_entry >> IBP_FLAG_POS_BITS & 0xfu; }
 
-/* The entry's part on the gaps of a word: the runs of ones of its mask, cut where chunks end, so that a gap is left or
- * not as a whole. */
+/* Returns the fields of a flags entry that describe the gaps of a word. Gaps are the runs of ones of its mask, cut at
+ * the ends of chunks, so that a gap is removed either as a whole or not at all. */
 IBP_INLINE uint32_t ibp_gaps_of_word(uint32_t mask, uint32_t chunk_bytes)
 {
     uint32_t first = 0, last = 0, count = 0;
@@ -132,7 +137,8 @@ IBP_INLINE uint32_t ibp_gaps_of_word(uint32_t mask, uint32_t chunk_bytes)
     return first << IBP_FLAG_FIRST_GAP | last << IBP_FLAG_LAST_GAP | (count > 2u ? IBP_FLAG_MANY_GAPS : 0u);
 }
 
-/* ibp_deposit of a word whose entry knows of no more than two gaps; some of them, or none, are in removed. */
+/* Deposits a word as ibp_deposit does, if its entry has at most two gaps. removed: the gaps that the word leaves out,
+ * possibly none. */
 IBP_INLINE uint32_t ibp_insert_two_gaps(uint32_t word, uint32_t removed, uint32_t flags_entry)
 {
     const uint32_t first = flags_entry >> IBP_FLAG_FIRST_GAP, last = flags_entry >> IBP_FLAG_LAST_GAP;
@@ -144,9 +150,9 @@ IBP_INLINE uint32_t ibp_insert_two_gaps(uint32_t word, uint32_t removed, uint32_
     return ibp_insert_gap(ibp_insert_gap(word, removed & ~from_last, first), removed & from_last, last);
 }
 
-/* Kept bits of a word, from its mask, its flags entry and the participation bits that start at its flag position.
- * A chunk of 4 or 8 bytes has one participation bit for the whole word; where such a chunk is not flagged its mask is
- * 0, so that the stray bit read for it does not matter. */
+/* Returns the kept bits of a word, from its mask, its flags entry and the participation bits that start at its flag
+ * position. A chunk of 4 or 8 bytes has one participation bit for the whole word. If such a chunk is not flagged, its
+ * mask is 0, so that it does not matter which bit is read for it. */
 IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_t flags_entry, uint32_t chunk_bytes)
 {
     if (chunk_bytes >= 4u) return ~(mask * (participation & 1u));
@@ -161,8 +167,8 @@ IBP_INLINE uint32_t ibp_keep_word(uint32_t participation, uint32_t mask, uint32_
     return ~removed;
 }
 
-/* The participation bits of the flagged chunks that start in a word, packed. mismatch = (word ^ bitval) & mask; for
- * chunks of 8 bytes the OR of both words' mismatches. */
+/* Returns the participation bits of the flagged chunks that start in a word, packed. mismatch: (word ^ bitval) & mask;
+ * for chunks of 8 bytes the OR of this value over both words. */
 IBP_INLINE uint32_t ibp_match_word(uint32_t mismatch, uint32_t flags_entry, uint32_t chunk_bytes)
 {
     const uint32_t flagged = ibp_flagged_chunks(flags_entry);
@@ -181,18 +187,18 @@ IBP_INLINE uint32_t ibp_match_word(uint32_t mismatch, uint32_t flags_entry, uint
 
 #define IBP_MAX_LOW_BITS 13u
 
-/* Bytes of a listed row's header, and the bit of it that says is_closed. */
+/* Return the bytes of a listed row's header, and the bit of the header that says is_closed. */
 IBP_INLINE uint32_t ibp_header_bytes(uint32_t columns) { return columns < 128u ? 1u : columns < 32768u ? 2u : 3u; }
 IBP_INLINE uint32_t ibp_closed_bit(uint32_t columns) { return 1u << (8u * ibp_header_bytes(columns) - 1u); }
 
-/* A listed row's header. */
+/* The header of a listed row. */
 typedef struct ibp_listed_header {
     uint32_t num_listed;
     bool is_closed;
 } ibp_listed_header;
 
-/* bits: of the header. @return false if the row, of src_bytes bytes, has none, or lists more elements than there are.
- */
+/* Splits the bits of a header. Returns false if the row of src_bytes bytes is too short for a header, or if it lists
+ * more elements than there are columns. */
 IBP_INLINE bool ibp_split_header(uint32_t bits, uint32_t src_bytes, uint32_t columns, ibp_listed_header *header)
 {
     header->num_listed = bits & (ibp_closed_bit(columns) - 1u);
@@ -200,14 +206,14 @@ IBP_INLINE bool ibp_split_header(uint32_t bits, uint32_t src_bytes, uint32_t col
     return src_bytes >= ibp_header_bytes(columns) && header->num_listed <= columns;
 }
 
-/* The form in which k listed positions of a row are stored. */
+/* The form in which the k listed positions of a row are stored. */
 typedef struct ibp_position_form {
-    uint32_t is_list;       /* else a bitmap */
-    uint32_t is_complement; /* the list names the positions that are not listed */
-    uint32_t low_bits;      /* of each position of a list */
-    uint32_t num_positions; /* in the list */
-    uint32_t upper_bits;    /* of the list, or bits of the bitmap */
-    uint32_t num_bytes;     /* in all */
+    uint32_t is_list;       /* 1: a list; 0: a bitmap */
+    uint32_t is_complement; /* 1: the list names the positions that are not listed */
+    uint32_t low_bits;      /* low bits of each position of a list */
+    uint32_t num_positions; /* positions in the list */
+    uint32_t upper_bits;    /* upper bits of a list, or bits of a bitmap */
+    uint32_t num_bytes;     /* bytes of the list or bitmap */
 } ibp_position_form;
 
 IBP_INLINE ibp_position_form ibp_bitmap_form(uint32_t k, uint32_t columns)
@@ -215,20 +221,20 @@ IBP_INLINE ibp_position_form ibp_bitmap_form(uint32_t k, uint32_t columns)
     const ibp_position_form form = {0, 0, 0, k, columns, (columns + 7u) / 8u};
     return form;
 }
-/* The list (m, l) of the positions that are listed, or of the complement. */
+/* Returns the list (m, l) of the listed positions, or of the complement. */
 IBP_INLINE ibp_position_form ibp_list_form(uint32_t k, uint32_t columns, uint32_t complement, uint32_t l)
 {
     const uint32_t m = complement ? columns - k : k, upper = m + ((columns - 1u) >> l);
     const ibp_position_form form = {1, complement, l, m, upper, (upper + 7u) / 8u + (m * l + 7u) / 8u};
     return form;
 }
-/* Whether both k and columns - k are large enough that a bitmap is the shortest form: each list of m positions has at
- * least m * (l + 1) + (columns - 1) / 2^l bits, which is more than columns. */
+/* Returns whether k and columns - k are both so large that a bitmap is the shortest form. Each list of m positions has
+ * at least m * (l + 1) + (columns - 1) / 2^l bits, which is then more than columns. */
 IBP_INLINE bool ibp_is_bitmap_shortest(uint32_t k, uint32_t columns)
 {
     return 4u * ibp_min_u32(k, columns - k) >= columns + 4u;
 }
-/* The first of the shortest. */
+/* Returns the shortest form; the first one among equals. */
 IBP_INLINE ibp_position_form ibp_choose_position_form(uint32_t k, uint32_t columns)
 {
     ibp_position_form best = ibp_bitmap_form(k, columns);
@@ -252,12 +258,12 @@ IBP_INLINE uint64_t ibp_mix(uint64_t x)
     x = (x ^ x >> 27) * 0x94D049BB133111EBu;
     return x ^ x >> 31;
 }
-/* What word i of a tensor adds to its fingerprint. */
+/* Returns the term of word i of a tensor in the sum of its fingerprint. */
 IBP_INLINE uint64_t ibp_mix_word(uint64_t word, uint64_t i) { return ibp_mix(word + (i + 1u) * IBP_GOLDEN); }
 
-/* ---- differences (section 9): elements that lie side by side in 64 bits, modulo 2^w each ---- */
+/* ---- differences (section 9): elements side by side in 64 bits, each modulo 2^w ---- */
 
-/* The highest bit of each. */
+/* Returns the highest bit of each element. */
 IBP_INLINE uint64_t ibp_highest_bits(uint32_t element_bytes)
 {
     const uint64_t each = element_bytes == 8u ? 1u : ~(uint64_t)0 / (((uint64_t)1 << 8u * element_bytes) - 1u);
@@ -274,7 +280,8 @@ IBP_INLINE uint64_t ibp_subtract_elements(uint64_t a, uint64_t b, uint64_t highe
 
 /* ---- rows of a table (sections 2 and 3) ---- */
 
-/* The byte at position i of a default row of a codebook without constant columns is byte i % 8 of this. */
+/* Returns 8 bytes of a default row of a codebook without constant columns: byte i of the row is byte i % 8 of the
+ * result. */
 IBP_INLINE uint64_t ibp_default_bytes(const ibp_codebook *codebook)
 {
     if (codebook->scheme != IBP_SCHEME_PLANES) return 0;
@@ -282,28 +289,29 @@ IBP_INLINE uint64_t ibp_default_bytes(const ibp_codebook *codebook)
     for (uint32_t filled = 8u * codebook->planes.element_bytes; filled < 64u; filled *= 2u) bytes |= bytes << filled;
     return bytes;
 }
-/* Where there are constant columns, the default row; else NULL. */
+/* Returns the default row if there are constant columns, else NULL. */
 IBP_INLINE const uint8_t *ibp_template_of(const ibp_codebook *codebook)
 {
     const bool has_constants = codebook->scheme == IBP_SCHEME_PLANES && codebook->planes.num_constant != 0u;
     return has_constants ? codebook->planes.row_template : NULL;
 }
 
-/* The entry of lengths of a row whose coded form has coded_bytes bytes: these, if they are fewer than valid_bytes and
- * than the length that marks a default row; else 0, for raw. */
+/* Returns the entry of lengths of a row whose coded form has coded_bytes bytes: this number if it is less than
+ * valid_bytes and less than the length that marks a default row, else 0 (raw). */
 IBP_INLINE uint32_t ibp_length_of_coded(size_t coded_bytes, uint32_t row_bytes, uint32_t valid_bytes)
 {
     return coded_bytes < ibp_min_u32(valid_bytes, IBP_DEFAULT_LENGTH(row_bytes)) ? (uint32_t)coded_bytes : 0u;
 }
 
-/* The sectors of IBP_OVERFLOW_ALIGN bytes that num_bytes bytes need, and the bytes of these sectors. */
+/* Return the number of sectors of IBP_OVERFLOW_ALIGN bytes that num_bytes bytes need, and the bytes of these
+ * sectors. */
 IBP_INLINE uint32_t ibp_sectors_of(uint32_t num_bytes)
 {
     return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN;
 }
 IBP_INLINE uint32_t ibp_sector_bytes(uint32_t num_bytes) { return ibp_sectors_of(num_bytes) * IBP_OVERFLOW_ALIGN; }
 
-/* Bytes of row r before coding; what of its stored bytes lies in overflow, exactly and with its padding. */
+/* Return the bytes of row r before coding, the bytes of its overflow part, and the bytes of this part with padding. */
 IBP_INLINE uint32_t ibp_valid_bytes(int64_t num_bytes, uint32_t row_bytes, int64_t row)
 {
     const int64_t left = num_bytes - row * (int64_t)row_bytes;

@@ -1,4 +1,4 @@
-/* groups.c - vectors in the order of the matrices that multiply them, groups of them, and which matrices these are, by
+/* groups.c - sorts vectors by the matrices that multiply them, makes groups of them, and lists these matrices, by
  * counting. */
 #include "groups.h"
 
@@ -9,7 +9,7 @@ ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *
 {
     if (!ibp_can_group(ids, num_matrices, order, groups, num_groups)) return IBP_INVALID_ARGUMENT;
     uint32_t starts[IBP_MOST_STACKED + 1] = {0};
-    uint16_t matrices[IBP_MOST_GROUPED]; /* as counted: ids may change meanwhile */
+    uint16_t matrices[IBP_MOST_GROUPED]; /* as counted, because ids may change meanwhile */
     for (int64_t k = 0; k < ids->count; k++) {
         matrices[k] = (uint16_t)ibp_matrix_of_id(ibp_id_at(ids, k), num_matrices);
         starts[matrices[k]]++;
@@ -32,10 +32,11 @@ ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *
 ibp_status ibp_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed)
 {
     if (!ibp_can_list(ids, num_matrices, listed)) return IBP_INVALID_ARGUMENT;
-    uint32_t slots[IBP_MOST_STACKED + 1] = {0}; /* at first: whether a matrix is asked for */
+    uint32_t slots[IBP_MOST_STACKED + 1] = {0}; /* at first whether a matrix is asked for, then its slot */
     int64_t used = 0, *row = listed->rows;
     for (int64_t k = 0; k < ids->count; k++) {
-        listed->slots[k] = ibp_matrix_of_id(ibp_id_at(ids, k), num_matrices); /* as seen: ids may change meanwhile */
+        /* Matrices are noted as they were seen, because ids may change meanwhile. */
+        listed->slots[k] = ibp_matrix_of_id(ibp_id_at(ids, k), num_matrices);
         slots[listed->slots[k]] = 1;
     }
     for (int64_t matrix = 0; matrix <= num_matrices; matrix++) {

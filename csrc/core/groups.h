@@ -1,5 +1,5 @@
-/* groups.h - which arguments ibp_group_vectors and ibp_list_matrices take, and matrices of vectors, for gcc, g++ and
- * nvcc. */
+/* groups.h - checks of the arguments of ibp_group_vectors and ibp_list_matrices, and the matrix of a vector, for gcc,
+ * g++ and nvcc. */
 #ifndef IBP_CORE_GROUPS_H
 #define IBP_CORE_GROUPS_H
 
@@ -7,13 +7,13 @@
 #include "format.h"
 #include "ibp.h"
 
-/* A vector's matrix; num_matrices: it is not there. */
+/* Returns a vector's matrix; num_matrices if it does not exist. */
 IBP_INLINE uint32_t ibp_matrix_of_id(int64_t id, int64_t num_matrices)
 {
     return (uint32_t)(id >= 0 && id < num_matrices ? id : num_matrices);
 }
 
-/* Whether arguments are in range; reads no ids. */
+/* Returns whether the arguments of ibp_group_vectors are in range. Reads no ids. */
 IBP_INLINE bool ibp_can_group(const ibp_ids *ids, int64_t num_matrices, const int64_t *order,
                               const ibp_vector_group *groups, int64_t num_groups)
 {
@@ -25,7 +25,7 @@ IBP_INLINE bool ibp_can_group(const ibp_ids *ids, int64_t num_matrices, const in
     return (ids->count == 0 || (ids->data != NULL && order != NULL)) && (num_groups == 0 || groups != NULL);
 }
 
-/* The same of ibp_list_matrices. */
+/* Returns whether the arguments of ibp_list_matrices are in range. Reads no ids. */
 IBP_INLINE bool ibp_can_list(const ibp_ids *ids, int64_t num_matrices, const ibp_listed *listed)
 {
     if (ids == NULL || listed == NULL || (ids->id_bytes != 4u && ids->id_bytes != 8u) || ids->positions != NULL)

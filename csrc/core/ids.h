@@ -1,15 +1,15 @@
-/* ids.h - ids of items as they are read, and where their items go: for gcc, g++ and nvcc. */
+/* ids.h - reads ids of items, and finds where their items go in the output. For gcc, g++ and nvcc. */
 #ifndef IBP_IDS_H
 #define IBP_IDS_H
 
 #include "format.h"
 #include "ibp.h"
 
-/* Returns the number of the item that an id names: ids below 0 count from the end if from_end is num_items, and stay
- * below 0 if it is 0. */
+/* Returns the number of the item that an id names. Ids below 0 count from the end if from_end is num_items; they stay
+ * below 0 if from_end is 0. */
 IBP_INLINE int64_t ibp_item_of_id(const ibp_ids *ids, int64_t id) { return id < 0 ? id + ids->from_end : id; }
 
-/* Returns the item of ids[k]. Each call loads the id anew: a caller that checks an item keeps it. */
+/* Returns the item of ids[k]. Each call loads the id anew, so a caller that checks an item must keep it. */
 static inline int64_t ibp_id_at(const ibp_ids *ids, int64_t k)
 {
     if (ids->id_bytes == 0) return k;
@@ -17,11 +17,12 @@ static inline int64_t ibp_id_at(const ibp_ids *ids, int64_t k)
                                                   : IBP_LOAD_ONCE(((const int32_t *)ids->data)[k]));
 }
 
-/* How many positions the output has: out_items where ids go to positions, else one for each id. */
+/* Returns the number of positions of the output: out_items if there are positions, else one for each id. */
 IBP_INLINE int64_t ibp_num_positions(const ibp_ids *ids) { return ids->positions ? ids->out_items : ids->count; }
 
-/* Whether a strided output has room for the positions, and their numbers and places are numbers; whether nothing but
- * addresses says where they are, where there are some. */
+/* Returns whether the output can hold all positions. If it has addresses, it must have neither positions nor
+ * dimensions. If it is strided, it must have at least as many positions as ids need, and their numbers and offsets must
+ * not overflow. */
 IBP_INLINE bool ibp_are_dims(const ibp_ids *ids)
 {
     int64_t positions = 1, reach = 0;
@@ -38,7 +39,7 @@ IBP_INLINE bool ibp_are_dims(const ibp_ids *ids)
     return ibp_num_positions(ids) <= positions;
 }
 
-/* Whether there are ids first to last - 1. */
+/* Returns whether there are ids first to last - 1. */
 static inline bool ibp_are_ids(const ibp_ids *ids, int64_t first, int64_t last)
 {
     if (ids->id_bytes != 0 && ids->id_bytes != 4 && ids->id_bytes != 8) return false;
@@ -46,7 +47,8 @@ static inline bool ibp_are_ids(const ibp_ids *ids, int64_t first, int64_t last)
     return ids->id_bytes == 0 ? ids->data == NULL : ids->data != NULL || ids->count == 0;
 }
 
-/* Where in the output a position begins. 0 <= position < positions. Kernels have their own (cuda/decode/fetch.cuh). */
+/* Returns the offset of a position in the output. 0 <= position < positions. Kernels have a function of their own
+ * (cuda/decode/fetch.cuh). */
 static inline int64_t ibp_offset_of_position(const ibp_ids *ids, int64_t position, int64_t item_bytes)
 {
     int64_t offset = 0;
@@ -59,7 +61,7 @@ static inline int64_t ibp_offset_of_position(const ibp_ids *ids, int64_t positio
     return offset + position * ids->strides[0];
 }
 
-/* Where in memory it begins. out: of position 0, where there are no addresses. */
+/* Returns the address of a position. out: the address of position 0, if there are no addresses. */
 static inline uint8_t *ibp_memory_of_position(const ibp_ids *ids, uint8_t *out, int64_t position, int64_t item_bytes)
 {
     if (ids->addresses) return (uint8_t *)(uintptr_t)ids->addresses[position];

@@ -1,4 +1,4 @@
-/* json.c - strings and whole numbers of JSON (RFC 8259), in UTF-8 (RFC 3629). */
+/* json.c - reads strings and whole numbers of JSON (RFC 8259), in UTF-8 (RFC 3629). */
 #include "json.h"
 
 #include "format.h"
@@ -27,7 +27,7 @@ static uint32_t write_utf8(uint32_t code, uint8_t utf8[4])
     return num_bytes;
 }
 
-/* What follows a \u: a character, or the two halves of one. */
+/* Takes the digits after \u: a character, or the first half of a surrogate pair and the second half after it. */
 static uint32_t take_escaped_code(const char **at, const char *end, uint8_t utf8[4])
 {
     uint32_t code, low;
@@ -50,7 +50,8 @@ static uint32_t take_escape(const char **at, const char *end, uint8_t utf8[4])
     return 0;
 }
 
-/* Takes a character of several bytes; *at is the second. Refuses longer ones than need be, and surrogate halves. */
+/* Takes a character of several bytes; *at is its second byte. Refuses characters that are longer than necessary, and
+ * surrogate halves. */
 static uint32_t take_long(uint8_t first, const char **at, const char *end, uint8_t utf8[4])
 {
     const uint32_t num_bytes = first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;

@@ -1,4 +1,4 @@
-/* kv_pages.c - transfers of pages of a KV-cache: what they move from where to where, and what has become of it. */
+/* kv_pages.c - plans transfers of pages of a KV-cache, and notes which of their blocks are stored. */
 #include "kv_pages.h"
 
 ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids, uint64_t *addresses)

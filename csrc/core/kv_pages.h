@@ -1,4 +1,4 @@
-/* kv_pages.h - where the rows of a transfer's pages are and their blocks' pieces, one by one: for gcc, g++ and nvcc. */
+/* kv_pages.h - the row ids and piece addresses of a transfer of pages, one by one, for gcc, g++ and nvcc. */
 #ifndef IBP_KV_PAGES_H
 #define IBP_KV_PAGES_H
 
@@ -6,7 +6,7 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Whether a transfer is one that can be: its numbers, and that there are pointers to what it has. */
+/* Returns whether the numbers of a transfer fit each other, and whether its arrays are there if it has pages. */
 IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
 {
     if (t->count < 0 || t->num_pages < 0 || t->num_blocks < 0 || t->pieces < 1 || t->ids_per_block < t->pieces)
@@ -19,10 +19,10 @@ IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
     return t->count == 0 || (t->pages && t->blocks && t->starts);
 }
 
-/* Ids of a transfer in all. */
+/* Returns the number of ids of a transfer. */
 IBP_INLINE int64_t ibp_num_transfer_ids(const ibp_page_transfer *t) { return t->count * t->tensors * t->ids_per_block; }
 
-/* Whether a page is stored in all tensors of a transfer, whose flags begin with first_flag. */
+/* Returns whether the place stores a page in all tensors of a transfer, whose flags begin with first_flag. */
 IBP_INLINE bool ibp_is_stored_page(const ibp_page_transfer *t, const uint8_t *stored, int64_t first_flag)
 {
     uint32_t lacking = 0;
@@ -30,7 +30,8 @@ IBP_INLINE bool ibp_is_stored_page(const ibp_page_transfer *t, const uint8_t *st
     return lacking == 0;
 }
 
-/* Id i of a transfer, and the address of the piece that begins with it, if one does. stored: as in ibp_plan_pages. */
+/* Computes id i of a transfer, and, if a piece begins with it, the address of the piece. stored: as in
+ * ibp_plan_pages. */
 IBP_INLINE void ibp_plan_id(const ibp_page_transfer *t, const uint8_t *stored, int64_t i, int64_t *ids,
                             uint64_t *addresses)
 {
@@ -48,8 +49,8 @@ IBP_INLINE void ibp_plan_id(const ibp_page_transfer *t, const uint8_t *stored, i
     addresses[i / ids_per_piece] = from + (is_there ? t->starts[in_page / ids_per_piece] : 0u);
 }
 
-/* Whether row r of a place is lost: nothing says where its bytes are. rooms NULL: slots hold whole rows. A row that is
- * not there counts as lost. */
+/* Returns whether row r of a place is lost, so that nothing says where its bytes are. A row that does not exist counts
+ * as lost. rooms: NULL if slots hold whole rows. */
 IBP_INLINE bool ibp_is_lost_row(const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, int64_t row)
 {
     if (row < 0 || row >= num_rows) return true;

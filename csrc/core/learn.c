@@ -1,8 +1,9 @@
 /* learn.c - learns a codebook of scheme planes from counts (FORMAT.md, section 6).
  *
- * A plan is a shape, which says what of an element is its symbol, and a list of widths of digits. What a mean row takes
- * by a plan follows from how often each symbol occurs: if symbols are ranked by frequency, it is enough to know for
- * every k how many elements have a symbol of rank k or higher. These numbers are called the tails of the shape.
+ * A plan consists of a shape, which says which bits of an element are its symbol, and of a list of digit widths. The
+ * mean size of a row under a plan follows from the frequencies of the symbols: if symbols are ranked by frequency, it
+ * is enough to know for every k how many elements have a symbol of rank k or higher. These numbers are called the tails
+ * of the shape.
  *
  * The counted elements are sorted once, by value. The symbols of every shape are prefixes of the values, possibly
  * without the sign, so that one pass over the sorted counts gives the counts of a shape. Plans for listed rows and
@@ -17,7 +18,7 @@
 #include <string.h>
 
 enum {
-    /* Prefixes of up to this many bits are counted in an array. Longer ones are sorted, and of fewer elements. */
+    /* Prefixes of up to this many bits are counted in an array. Longer prefixes are sorted, for fewer elements. */
     MOST_PREFIX_BITS = 16,
     /* No list of digits names more entries than this. */
     MOST_ENTRIES = IBP_MAX_PLANES * ((1 << IBP_MAX_DIGIT_BITS) - 1),
@@ -25,8 +26,8 @@ enum {
     MOST_BITS = 64,
     /* There are 4^n lists of n digits. */
     MOST_LISTS = 1 + 4 + 16 + 64 + 256,
-    /* Whole elements that are longer than a prefix are sorted, and this many give their counts; of floats half as many,
-     * because these are seldom symbols. */
+    /* Whole elements that are longer than a prefix are counted from this many elements, which are sorted. Half as many
+     * are counted for floats, because whole floats are seldom symbols. */
     MOST_LONG = 1 << 14,
     /* Up to this many elements are sorted for their prefixes, too, because that is faster than clearing and reading the
      * array. */
@@ -55,18 +56,22 @@ enum {
     MOST_SAMPLED_BYTES = 1 << 30
 };
 
-/* A plan whose cost is within this factor of the least is as good: the one that decodes faster is taken. */
+/* Plans whose cost is within this factor of the least count as equally good; among them the one that decodes faster is
+ * taken. */
 static const double AS_GOOD = 1.001;
 /* A plan that a GPU decodes fastest is taken if its cost is within this factor of the least. */
 static const double FAST_COST = 1.006;
-/* The same holds for a plan with entries for each column, which is decoded less fast. */
+/* A plan with entries for each column, which a GPU decodes less fast, is taken if its cost is within this factor of the
+ * least. */
 static const double FAST_COLUMNS_COST = 1.003;
-/* Rotated shapes with entries for each column are searched only if the first of them costs no more than the best that
- * is not rotated, times this. */
+/* Rotated shapes with entries for each column are searched only if the first of them costs at most this factor times
+ * the best shape that is not rotated. */
 static const double FAR_WORSE = 1.03;
-/* Of the two shapes found, rotated and not, both are compared on all columns if their costs are within this factor. */
+/* Both the best rotated shape and the best other shape are compared on all columns if their costs are within this
+ * factor. */
 static const double WORSE = 1.01;
-/* Entries for each column are searched only if some columns cost less than this share of what they cost without. */
+/* Entries for each column are searched only if, on some columns, they cost less than this share of the cost without
+ * them. */
 static const double COLUMNS_PAY = 0.9995;
 /* Entries for each column are not tried if dense rows are larger than listed ones by more than this factor. */
 static const double COLUMNS_GAIN = 1.25;
@@ -86,12 +91,12 @@ typedef struct value_count {
     uint64_t count;
 } value_count;
 
-/* The distinct values of some bits, in increasing order. */
+/* Counts of the distinct values of some bits, in increasing order of the values. */
 typedef struct value_counts {
     value_count *items;
     size_t size;
     uint32_t bits;
-    double scale; /* each counted element stands for this many */
+    double scale; /* the number of elements that each counted element stands for */
 } value_counts;
 
 /* The symbol of an element: its highest bits, or, if it is rotated, the bits that follow the highest one. */
@@ -105,19 +110,19 @@ typedef struct digit_list {
     bool is_fast; /* dense rows with short symbols have a decoder of their own (csrc/cuda/decode/decode_dense.cuh) */
 } digit_list;
 
-/* Which elements rows code: all of them; those that differ from a default; or those that differ from it in other bits
- * than the highest. */
+/* The elements that rows code: all elements; the elements that differ from a default; or the elements that differ from
+ * the default in other bits than the highest. */
 typedef enum listing { DENSE, LISTED, LISTED_SIGNED, NUM_LISTINGS } listing;
 
-/* The elements that rows code, counted. */
+/* Counts of the elements that rows code. */
 typedef struct values {
     value_counts prefixes; /* of up to MOST_PREFIX_BITS bits */
     value_counts whole;    /* of whole elements, if these are longer */
-    double total;          /* elements */
-    double num_rows;       /* rows that have these elements */
-    double extra_bytes;    /* a mean row takes these besides the values */
-    uint64_t closed_value; /* the listed elements of closed rows, which are not counted, equal it */
-    bool has_uniform;      /* some row lists one value only */
+    double total;          /* number of elements */
+    double num_rows;       /* number of rows that have these elements */
+    double extra_bytes;    /* bytes that a mean row takes besides the values */
+    uint64_t closed_value; /* the value of all listed elements of closed rows, which are not counted */
+    bool has_uniform;      /* whether some row lists one value only */
     listing as;
 } values;
 
@@ -125,50 +130,51 @@ typedef struct values {
 typedef struct plan {
     shape shape;
     listing as;
-    uint32_t sets; /* of entries: one for the table, or one for each column */
+    uint32_t sets; /* sets of entries: one for the table, or one for each column */
     bool consecutive;
     uint64_t first_symbol;
     const digit_list *digits;
-    double num_values; /* elements that a mean row codes */
+    double num_values; /* number of elements that a mean row codes */
     double cost;
 } plan;
 
 /* The plans that may be chosen. */
 typedef struct candidates {
-    double least;                                      /* cost of any plan */
+    double least;                                      /* least cost of any plan */
     plan simple[NUM_LISTINGS + 1][IBP_MAX_PLANES + 1]; /* the cheapest of each kind, by the number of planes; kind 1 is
                                                           dense rows with entries for each column */
     plan fast[2];                                      /* the cheapest that is fast: without and with such entries */
 } candidates;
 
-/* What is known of the table and its sample. Values are those of coded elements: without the invariant bits. */
+/* The state of a search: facts about the table and its sample. Values are those of coded elements, without the
+ * invariant bits. */
 typedef struct search {
     const uint8_t *rows;
     size_t num_rows, step, num_counted; /* rows of the sample; each step-th one is counted */
     size_t num_loaded, num_defaults;    /* counted rows that are in `elements`, and default rows among the counted */
-    uint64_t default_row;               /* the value of such rows */
+    uint64_t default_row;               /* the value that such rows consist of */
     uint32_t element_bytes, width, row_bytes, columns;
     uint32_t invariant_bits;
     uint64_t invariant_value;
     const uint16_t *live_columns; /* NULL if all are */
     uint32_t exponent_bits;
-    double table_rows, lacking; /* the latter is the share of the rows that are raw because they lack invariant bits */
+    double table_rows, lacking; /* lacking: share of the rows that are raw because they lack invariant bits */
     uint64_t default_value;
-    bool is_whole; /* the sample is the table */
+    bool is_whole; /* whether the sample is the table */
     digit_list lists[MOST_LISTS];
 } search;
 
-/* Room for what is counted: `elements` and `listed` hold as many values as the counted rows have. Each way to list has
+/* The arrays for counting. `elements` and `listed` hold as many values as the counted rows have. Each listing has
  * counts of its own. */
 typedef struct room {
     uint64_t *elements, *listed, *longs, *other_longs;
-    size_t num_long; /* whole elements that are counted at most */
+    size_t num_long; /* number of whole elements that are counted at most */
     uint32_t *bins;
     value_count *prefixes[NUM_LISTINGS], *whole[NUM_LISTINGS], *folded, *without_sign;
-    uint32_t *column_counts; /* of each symbol to choose from, column by column */
-    uint8_t *ranks;          /* of the same symbols in each column */
-    uint8_t *places;         /* of symbols, or of their hashes */
-    uint32_t *offsets;       /* of columns in a row, in bytes */
+    uint32_t *column_counts; /* counts of each symbol to choose from, column by column */
+    uint8_t *ranks;          /* ranks of the same symbols in each column */
+    uint8_t *places;         /* places of symbols, or of their hashes */
+    uint32_t *offsets;       /* offsets of columns in a row, in bytes */
 } room;
 
 /* ---- shapes and digits ------------------------------------------------------------------------------------------- */
@@ -245,7 +251,7 @@ static void drop_sign(const value_counts *counts, value_counts *out)
     }
 }
 
-/* Counts the prefixes of values. The result may take the place of `counts`. */
+/* Counts the prefixes of `bits` bits of counted values. `out` may be the same as `counts`. */
 static void fold(const value_counts *counts, uint32_t bits, value_counts *out)
 {
     const uint32_t shift = counts->bits - bits;
@@ -277,7 +283,8 @@ static value_counts count_symbols(const values *v, shape of, const room *r)
     return without_sign;
 }
 
-/* Returns a count that at least `most` of the values have, or all of them. */
+/* Returns a count such that at least `most` of the values have this count or a higher one; 0 if there are not that many
+ * values. */
 static uint64_t least_of_top(const value_counts *counts, uint32_t most)
 {
     enum { NUM_BUCKETS = 1024 };
@@ -298,7 +305,7 @@ static uint32_t top_values(const value_counts *counts, uint32_t most, value_coun
         const value_count item = counts->items[i];
         if (item.count < least || (size == most && item.count <= top[size - 1].count)) continue;
         uint32_t at = 0;
-        for (uint32_t end = size; at < end;) { /* after all that are as frequent */
+        for (uint32_t end = size; at < end;) { /* the place after all that are as frequent */
             const uint32_t middle = (at + end) / 2;
             if (top[middle].count >= item.count)
                 at = middle + 1;
@@ -315,7 +322,7 @@ static uint32_t top_values(const value_counts *counts, uint32_t most, value_coun
 /* ---- costs ------------------------------------------------------------------------------------------------------- */
 
 /* Fills in how many elements of a mean row have rank k or higher, for every k, from the counts of the most frequent
- * symbols. num_rows rows have `total` elements; each counted one stands for `scale` of them. */
+ * symbols. The num_rows rows have `total` elements; each counted element stands for `scale` elements. */
 static void find_tails(double total, double scale, double num_rows, const value_count *ranked, uint32_t size,
                        double *tails)
 {
@@ -326,8 +333,8 @@ static void find_tails(double total, double scale, double num_rows, const value_
     }
 }
 
-/* Returns the share of the rows that have any of some elements, if a mean row has `mean` of them and they fall
- * independently: 1 - exp(-mean), by a series that gives the same on every machine. */
+/* Returns the share of the rows that have at least one element of some kind, if a mean row has `mean` of them and they
+ * fall independently: 1 - exp(-mean), by a series that gives the same result on every machine. */
 static double share_with_any(double mean) { return 1.0 - 1.0 / (1.0 + mean * (1.0 + mean * (0.5 + mean / 6.0))); }
 
 /* Returns the bits that pad fields of `bits` bits to a whole byte, on average. */
@@ -337,7 +344,7 @@ static double padding_of(uint32_t bits)
 }
 
 /* Returns the bits of a part with a field of `bits` bits for each of `mean` elements of a mean row, padded. is_exact:
- * all rows have as many. */
+ * whether all rows have exactly `mean` elements. */
 static double part_bits(double mean, uint32_t bits, bool is_exact)
 {
     return is_exact ? 8.0 * ceil(mean * bits / 8.0) : mean * bits + padding_of(bits) * share_with_any(mean);
@@ -350,8 +357,8 @@ static double codebook_bytes(const search *s, const plan *p, uint32_t num_entrie
     return p->consecutive ? 0.0 : entries + (p->as != DENSE ? 2.0 * s->width / 8.0 : 0.0);
 }
 
-/* Makes a plan with these digits a candidate unless there is a cheaper one of its kind. Of equally cheap plans the last
- * is kept: the one with the shortest symbols and the fewest entries. */
+/* Makes a plan with these digits a candidate, unless there is a cheaper one of its kind. Of equally cheap plans the
+ * last is kept, which has the shortest symbols and the fewest entries. */
 static void add_candidate(const search *s, const plan *made, uint32_t list, double cost, candidates *c)
 {
     const digit_list *const digits = &s->lists[list];
@@ -365,8 +372,9 @@ static void add_candidate(const search *s, const plan *made, uint32_t list, doub
     if (cost < c->least) c->least = cost;
 }
 
-/* Compares all lists of digits for a shape with these tails, whose rows take extra_bytes besides the values. Adds them
- * to the candidates, if any are given. Returns the least bytes of a mean row with its share of the codebook. */
+/* Compares all lists of digits for a shape with these tails, whose rows take extra_bytes bytes besides the values. Adds
+ * the plans to the candidates if c is not NULL. Returns the least bytes of a mean row with its share of the
+ * codebook. */
 static double try_digits(const search *s, const plan *made, const double *tails, double extra_bytes, candidates *c)
 {
     const uint32_t symbol_bits = made->shape.symbol_bits;
@@ -397,8 +405,9 @@ static double try_digits(const search *s, const plan *made, const double *tails,
     return least / 8.0;
 }
 
-/* Chooses a plan: the cheapest of those that decode fastest, unless others cost clearly less; else, of those that are
- * as good as the cheapest, the first kind with the fewest planes. */
+/* Chooses a plan. Takes the cheapest of the plans that decode fastest, unless other plans cost clearly less. Otherwise
+ * takes, among the plans that are as good as the cheapest, those of the first kind, and among these the one with the
+ * fewest planes. */
 static const plan *choose(const candidates *c)
 {
     const plan *best = NULL;
@@ -421,7 +430,7 @@ static void clear_candidates(candidates *c)
 
 /* ---- values ------------------------------------------------------------------------------------------------------ */
 
-/* element_bytes is a constant where this is called. */
+/* Loads elements as numbers. element_bytes is a constant at every call. */
 static inline void load_elements_of(const uint8_t *from, uint32_t count, uint64_t *elements, uint32_t element_bytes)
 {
     for (uint32_t i = 0; i < count; i++) elements[i] = ibp_load_number(from + (size_t)i * element_bytes, element_bytes);
@@ -448,7 +457,7 @@ static void load_row(const search *s, size_t row, uint64_t *elements)
         for (uint32_t c = 0; c < s->columns; c++) elements[c] >>= s->invariant_bits;
 }
 
-/* Counts the prefixes of values. */
+/* Counts the prefixes of values, either by sorting them or in an array of bins. */
 static void count_prefixes(const uint64_t *elements, size_t count, uint32_t shift, const room *r, value_counts *out)
 {
     const size_t num_bins = (size_t)1 << out->bits;
@@ -466,15 +475,15 @@ static void count_prefixes(const uint64_t *elements, size_t count, uint32_t shif
     }
 }
 
-/* Counts whole values, of which it looks at about MOST_LONG. They are drawn one from each run of `step`, at places
- * that do not repeat with the columns. */
+/* Counts whole values. It looks at about r->num_long of them, one from each run of `step` values, at places that do not
+ * repeat with the columns. common: a value that is expected to be frequent. */
 static void count_whole(const uint64_t *elements, size_t count, uint64_t common, const room *r, value_counts *out)
 {
     const size_t most = r->num_long, step = (count + most - 1) / most, num_drawn = count / step;
     size_t size = 0;
     for (size_t i = 0; i < num_drawn; i++) {
         r->longs[size] = elements[i * step + (i * 0x9e3779b97f4a7c15u >> 32) % step];
-        size += r->longs[size] != common; /* zeros are common, and need not be sorted */
+        size += r->longs[size] != common; /* the most common value is often 0, and need not be sorted */
     }
     const size_t num_common = num_drawn - size;
     if (num_common) r->longs[size++] = common;
@@ -516,7 +525,7 @@ static uint64_t most_frequent(const values *v, uint32_t width, double *share)
     return top.value;
 }
 
-/* Returns the bits for each element that say which elements belong to a share of them. */
+/* Returns the entropy of a choice of elements, in bits for each element, if `share` of the elements are chosen. */
 static double entropy(double share)
 {
     return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
@@ -529,12 +538,12 @@ static bool is_run(const uint64_t *elements, size_t count)
     return same >= count;
 }
 
-/* Counts the elements that rows list, except those of closed rows if has_closed, and the bytes that rows take besides
- * them. */
+/* Counts the elements that rows list, and the bytes that rows take besides these elements. If has_closed is true, the
+ * elements of closed rows are not counted. */
 static void count_listed(const search *s, const room *r, bool has_closed, values *v)
 {
-    const uint32_t signs = v->as == LISTED_SIGNED;                  /* bits stored of each unlisted element */
-    const uint64_t bits = ~(uint64_t)0 >> (64 - s->width) >> signs; /* that make an element differ */
+    const uint32_t signs = v->as == LISTED_SIGNED;                  /* bits stored for each unlisted element */
+    const uint64_t bits = ~(uint64_t)0 >> (64 - s->width) >> signs; /* the bits that make an element differ */
     uint64_t *const listed = r->listed;
     size_t size = 0, bytes = 0;
     for (size_t row = 0; row < s->num_loaded; row++) {
@@ -555,7 +564,8 @@ static void count_listed(const search *s, const room *r, bool has_closed, values
     count_values(listed, size, s->width, r, v);
 }
 
-/* Counts the elements that rows list. The closed value is the most frequent one of them, if any row lists only that. */
+/* Counts the elements that rows list. The closed value is the most frequent listed element, if any row lists one value
+ * only. */
 static void count_as(const search *s, const room *r, listing as, values *v)
 {
     double unused;
@@ -565,7 +575,7 @@ static void count_as(const search *s, const room *r, listing as, values *v)
     if (v->has_uniform) count_listed(s, r, true, v);
 }
 
-/* Tries all shapes, and fills in the least cost of each by the bits of its prefix, INFINITY if it is not tried.
+/* Tries all shapes. Fills in the least cost of each shape by the bits of its prefix; INFINITY if it is not tried.
  * Prefixes go from long to short, so that each is folded from the one before it. Returns the least of the costs. */
 static double try_shapes(const search *s, const values *v, const room *r, candidates *c, double (*costs)[MOST_BITS + 1])
 {
@@ -594,17 +604,18 @@ static double try_shapes(const search *s, const values *v, const room *r, candid
 
 /* ---- entries for each column ------------------------------------------------------------------------------------- */
 
-/* The symbols that columns choose from, the most frequent ones first, and the place of each. A short symbol is itself
- * the index into places. A long one's hash is, and the symbol at that place has to be compared. */
+/* The symbols that columns choose from, the most frequent ones first, and the place of each. A short symbol is the
+ * index into `places` itself. A long symbol is found by its hash, and must be compared with the symbol at that
+ * place. */
 typedef struct dictionary {
-    uint32_t size; /* also the place of all symbols that are not in it */
+    uint32_t size; /* number of symbols; also stands for the place of a symbol that is not in the dictionary */
     bool is_short;
     uint8_t *places;
     uint64_t symbols[MOST_CHOSEN + 1];
 } dictionary;
 
-/* What is looked at of the sample: `columns` columns of each row_step-th row, each column_step-th one. is_table: these
- * are all rows of the table. */
+/* The part of the sample that is looked at: `columns` columns, each column_step-th one, of each row_step-th row.
+ * is_table: these are all rows of the table. */
 typedef struct part {
     size_t row_step;
     uint32_t columns, column_step;
@@ -620,14 +631,14 @@ static void make_dictionary(const values *v, shape of, const room *r, dictionary
     d->size = top_values(&counts, MOST_CHOSEN, top), d->places = r->places, d->symbols[d->size] = 0;
     d->is_short = of.symbol_bits <= MOST_PREFIX_BITS;
     memset(d->places, (int)d->size, (size_t)1 << (d->is_short ? of.symbol_bits : HASH_BITS));
-    for (uint32_t k = d->size; k-- > 0;) { /* of symbols with one hash the most frequent is found */
+    for (uint32_t k = d->size; k-- > 0;) { /* if symbols have the same hash, the most frequent one is found */
         d->symbols[k] = top[k].value;
         d->places[d->is_short ? top[k].value : hash_of(top[k].value)] = (uint8_t)k;
     }
 }
 
-/* Orders a column's symbols by their counts, and equally frequent ones as the table does: order[k] is the place in the
- * dictionary of its k-th entry. Returns how many there are. */
+/* Orders a column's symbols by their counts, and equally frequent symbols in the order of the table. order[k] receives
+ * the place of the k-th entry in the dictionary. Returns how many entries there are. */
 static uint32_t order_column(const dictionary *d, const uint32_t *counts, uint8_t *order)
 {
     uint32_t size = 0;
@@ -640,7 +651,7 @@ static uint32_t order_column(const dictionary *d, const uint32_t *counts, uint8_
     return size;
 }
 
-/* is_short and element_bytes are constants where this is called. */
+/* Counts the symbols of columns. is_short and element_bytes are constants at every call. */
 static inline void count_columns_of(const search *s, const part *of, size_t first, size_t step, const dictionary *d,
                                     shape sh, const room *r, bool is_short, uint32_t element_bytes)
 {
@@ -661,8 +672,8 @@ static inline void count_columns_of(const search *s, const part *of, size_t firs
     }
 }
 
-/* Counts the symbols of columns, and those that are not in the dictionary as one, in each step-th row from `first` on.
- * Returns how many rows there are. */
+/* Counts the symbols of columns in each step-th row, beginning with row `first`. Symbols that are not in the dictionary
+ * are counted together. Returns the number of rows. */
 static size_t count_columns(const search *s, const part *of, size_t first, size_t step, const dictionary *d, shape sh,
                             const room *r)
 {
@@ -677,9 +688,9 @@ static size_t count_columns(const search *s, const part *of, size_t first, size_
 }
 
 /* Tries a shape with entries for each column on a part of the sample. The entries are learned from the even rows and
- * judged by the odd ones, because rows that they are learned from take less than others do; only if the part has all
- * rows of the table are these learned from and judged by. Returns the cost; *table_cost is what the shape costs with
- * entries for the table on the same rows. */
+ * judged by the odd ones, because rows that entries are learned from take less than other rows. If the part has all
+ * rows of the table, entries are learned from all of these and judged by all of them. Returns the cost; *table_cost
+ * receives the cost of the shape with entries for the table, on the same rows. */
 static double try_columns(const search *s, const values *v, shape sh, const part *of, const room *r, candidates *c,
                           double *table_cost)
 {
@@ -710,8 +721,9 @@ static double try_columns(const search *s, const values *v, shape sh, const part
     return try_digits(s, &made, tails, 0.0, c);
 }
 
-/* Returns the part of the sample that shapes are compared on. Rows are left out only if there are twice as many as are
- * wanted: a few more cost less than to judge by other rows than those learned from. */
+/* Returns the part of the sample that shapes are compared on. Rows are left out only if there are more than twice as
+ * many as are wanted, because counting a few more rows costs less than judging entries by rows that they are not
+ * learned from. */
 static part tried_part(const search *s)
 {
     const uint32_t step = (s->columns + MOST_TRIED_COLUMNS - 1) / MOST_TRIED_COLUMNS;
@@ -722,10 +734,10 @@ static part tried_part(const search *s)
     return p;
 }
 
-/* Finds the shape to have entries for each column with, among those that are rotated or those that are not: it begins
- * with the best for the table, and goes to wider and to narrower ones for as long as they are better. table_costs: of
- * these shapes, by the bits of the prefix. Returns the cost; INFINITY if none pays, or if the first costs more than
- * `most`. */
+/* Finds the shape that suits entries for each column best, among either the rotated shapes or the others. The search
+ * begins with the best shape for the table, and tries longer and shorter symbols as long as they get better.
+ * table_costs: the costs of these shapes with entries for the table, by the bits of the prefix. Returns the cost;
+ * INFINITY if no shape pays, or if the first one costs more than `most`. */
 static double find_column_shape(const search *s, const values *v, const double *table_costs, uint32_t rotate,
                                 double most, const room *r, shape *best)
 {
@@ -748,8 +760,8 @@ static double find_column_shape(const search *s, const values *v, const double *
     return here;
 }
 
-/* Adds plans with entries for each column: the best that is rotated and the best that is not, unless one of them is
- * clearly better on a part of the sample. */
+/* Adds plans with entries for each column: for the best rotated shape and for the best other shape, unless one of the
+ * two is clearly better on a part of the sample. */
 static void add_columns(const search *s, const values *v, double (*table_costs)[MOST_BITS + 1], const room *r,
                         candidates *c)
 {
@@ -891,19 +903,21 @@ static bool search_fast(const search *s, const room *r, const values *v, plan *f
         for (uint32_t rotate = 0; rotate < 2; rotate++) {
             const uint32_t symbol_bits = prefix - rotate, residual_bits = s->width - symbol_bits;
             if (!is_tried(s, prefix, rotate) || symbol_bits < FAST_DIGIT_BITS || symbol_bits > 8) continue;
-            if (16 / s->element_bytes * residual_bits % 8 != 0) continue; /* those of 16 bytes begin and end a byte */
+            /* The residuals of 16 bytes of elements must begin and end at a byte. */
+            if (16 / s->element_bytes * residual_bits % 8 != 0) continue;
             plan made = {{rotate, symbol_bits}, .consecutive = true, .digits = &s->lists[FAST_DIGIT_BITS]};
             const uint64_t inside = find_run(v, made.shape, r, &made.first_symbol);
             made.num_values = s->columns;
             made.cost = (part_bits(s->columns, residual_bits, true) + part_bits(s->columns, FAST_DIGIT_BITS, true) +
                          part_bits((v->total - (double)inside) / v->num_rows, symbol_bits, false)) /
                         8.0;
-            if (made.cost <= found->cost) *found = made; /* rotated, if that costs the same */
+            if (made.cost <= found->cost) *found = made; /* if costs are equal, the rotated shape is taken */
         }
     return found->cost < s->columns * s->width / 8.0 - LEAST_FAST * s->row_bytes;
 }
 
-/* Finds the best of all plans. known: what rows code by each listing; those that are tried are counted. */
+/* Finds the best of all plans. known: the elements that rows code under each listing; the function counts those of the
+ * listings that it tries. */
 static void search_all(search *s, const room *r, values *known, plan *found)
 {
     candidates c;
@@ -942,8 +956,8 @@ static void init_search(const ibp_sample *sample, search *s)
     s->table_rows = (double)(s->is_whole ? sample->num_rows : sample->table_rows);
 }
 
-/* Finds the value that most of the loaded rows of one value have, and takes these rows away: default rows take no bytes
- * and are not counted. At least one row stays. */
+/* Finds the value of default rows by a majority vote among the loaded rows that consist of one value, and removes the
+ * rows of that value: default rows take no bytes and are not counted. At least one row stays. */
 static void drop_default_rows(search *s, const room *r)
 {
     int64_t ahead = 0;
@@ -965,8 +979,8 @@ static void drop_default_rows(search *s, const room *r)
     s->num_loaded = kept;
 }
 
-/* Sets up the search for a plan, and loads and counts the elements without num_constant columns, of which live_columns
- * are the others, and without the lowest invariant_bits bits. */
+/* Sets up the search for a plan, without the constant columns and without the lowest invariant_bits bits. Loads and
+ * counts the elements. live_columns: the columns that are not constant, if num_constant is not 0. */
 static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_constant, uint32_t invariant_bits,
                          const room *r, values *all)
 {
@@ -982,7 +996,7 @@ static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_c
 /* Returns how many of the lowest bits all elements of a row have in common. *first is its first element. */
 static uint32_t common_bits(const search *s, size_t row, uint64_t *first)
 {
-    enum { SOME = 64 }; /* few rows have any bit in common, and that many elements show it */
+    enum { SOME = 64 }; /* most rows have no bit in common, which this many elements show */
     const uint8_t *const from = s->rows + row * s->row_bytes;
     const uint32_t width = 8 * s->element_bytes, columns = s->row_bytes / s->element_bytes;
     uint64_t differing = 0, some[SOME];
@@ -1005,7 +1019,8 @@ static uint32_t find_invariant_bits(search *s)
     uint32_t rows_with[65] = {0}, bits = most, found = 0;
     for (size_t i = 0; i < s->num_counted; i++) {
         const uint32_t common = common_bits(s, i * s->step, &s->invariant_value);
-        if (common <= most) rows_with[common]++, found++; /* other rows may be default rows */
+        /* Other rows consist of one value, and may be default rows. */
+        if (common <= most) rows_with[common]++, found++;
     }
     uint32_t lacking = 0;
     for (uint32_t k = 0; k <= most; lacking += rows_with[k], k++)
@@ -1027,8 +1042,8 @@ static uint32_t find_invariant_bits(search *s)
     return s->lacking <= MOST_LACKING ? bits : 0;
 }
 
-/* Lists the columns that are not equal in all rows, until there are more than `most` of them. Returns how many it
- * listed. element_bytes is a constant where this is called. */
+/* Lists the columns that are not equal in all rows, and stops when there are more than `most`. Returns how many it
+ * listed. element_bytes is a constant at every call. */
 static inline uint32_t list_live_of(const search *s, uint32_t most, uint16_t *live_columns, uint32_t element_bytes)
 {
     const uint32_t columns = s->row_bytes / element_bytes;
@@ -1056,8 +1071,8 @@ static uint32_t find_constant_columns(const search *s, uint16_t *live_columns)
     return pays ? columns - num_live : 0;
 }
 
-/* Searches for a plan, first without the bits and columns that all of the sample agrees on, then again with those that
- * do not pay to be left out. */
+/* Searches for a plan without the bits and columns that all of the sample agrees on. If leaving them out does not pay,
+ * searches again with them. */
 static void find_plan(search *s, const ibp_sample *sample, const room *r, uint16_t *live_columns, values *known,
                       plan *found)
 {

@@ -1,16 +1,16 @@
-/* place.c - rows coded one by one into memory that is there: overflow parts are handed out as rows need them. */
+/* place.c - codes rows one by one into existing memory, and hands out parts of overflow as rows need them. */
 #include "rows.h"
 
-/* Base of a row that a thread is coding. */
+/* The base of a row while a thread is coding it. */
 #define CLAIMED (IBP_NO_BASE - 1u)
 
-/* What a row owns of overflow. */
+/* A part of overflow that a row owns. */
 typedef struct part {
     uint64_t base;
     uint32_t sectors;
 } part;
 
-/* The part that a row's base says, if that lies in overflow; else none. */
+/* Returns the part that a row's base names if the part lies in overflow; otherwise an empty part. */
 static part part_of(const ibp_place *place, int64_t row, uint64_t base, uint32_t valid)
 {
     const ibp_table *const table = &place->table;
@@ -21,15 +21,16 @@ static part part_of(const ibp_place *place, int64_t row, uint64_t base, uint32_t
     return (part){base, sectors};
 }
 
-/* The same of a row that other threads may have too: they find CLAIMED until its base is written. */
+/* Returns the part of a row, as part_of does, and marks the row as CLAIMED until its base is written, because other
+ * threads may code the same row. */
 static part claim_part(const ibp_place *place, int64_t row, uint32_t valid)
 {
     const uint64_t base = __atomic_exchange_n(&place->bases[row], CLAIMED, __ATOMIC_ACQ_REL);
     return base == CLAIMED ? (part){CLAIMED, 0} : part_of(place, row, base, valid);
 }
 
-/* A part that no other row has; none where there is no room. The counter is read before it is added to, so that it
- * stays near what there is, however many are refused. */
+/* Takes a new part of overflow; returns an empty part if there is no room. The counter is read before it is added to,
+ * so that it stays close to the size of overflow, however many parts are refused. */
 static part take_part(const ibp_place *place, uint32_t sectors)
 {
     const uint32_t num_bytes = IBP_OVERFLOW_ALIGN * sectors;
@@ -40,7 +41,8 @@ static part take_part(const ibp_place *place, uint32_t sectors)
     return ibp_part_in_bounds(start, num_bytes, there_are) ? (part){start, sectors} : (part){IBP_NO_BASE, 0};
 }
 
-/* A part for a row whose own one is too small: for its raw bytes, if it had one and remembers what it owns. */
+/* Takes a part for a row whose own part is too small. If the row had one and remembers what it owns, the new part has
+ * room for its raw bytes. */
 static part take_part_for(const ibp_place *place, part own, uint32_t in_overflow, uint32_t valid)
 {
     part taken = {IBP_NO_BASE, 0};
@@ -49,7 +51,7 @@ static part take_part_for(const ibp_place *place, part own, uint32_t in_overflow
     return taken.base != IBP_NO_BASE ? taken : take_part(place, ibp_sectors_of(in_overflow));
 }
 
-/* Returns where row i of a source is that has buffers or dimensions. */
+/* Returns the address of row i of a source that has buffers or dimensions. */
 static const uint8_t *spread_address(const ibp_row_source *source, uint32_t row_bytes, int64_t i)
 {
     const uint8_t *from = source->data;
@@ -65,14 +67,15 @@ static const uint8_t *spread_address(const ibp_row_source *source, uint32_t row_
     return from + i * source->strides[0];
 }
 
-/* Returns where row i of a source is. */
+/* Returns the address of row i of a source. */
 static inline const uint8_t *address_of(const ibp_row_source *source, uint32_t row_bytes, int64_t i)
 {
     if (source->buffers || source->num_dims != 0u) return spread_address(source, row_bytes, i);
     return source->data + i * (int64_t)row_bytes;
 }
 
-/* Row i of a source as a row of the table, with `valid` valid bytes: where it lies, or a copy in the workspace. */
+/* Returns row i of a source as a row of the table, with `valid` valid bytes: in its place, or as a copy in the
+ * workspace. */
 static const uint8_t *source_row(const ibp_row_source *source, uint32_t row_bytes, int64_t i, uint32_t valid,
                                  const ibp_workspace *work)
 {
@@ -82,7 +85,7 @@ static const uint8_t *source_row(const ibp_row_source *source, uint32_t row_byte
     return ibp_whole_row(address_of(source, row_bytes, i), num_bytes, row_bytes, work->whole);
 }
 
-/* Codes a row. @return its entry of lengths; *stored: its bytes as stored. */
+/* Codes a row. Returns its entry of lengths; *stored receives the address of its bytes as stored. */
 static uint32_t code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t valid, const ibp_workspace *work,
                          const uint8_t **stored)
 {
@@ -93,15 +96,15 @@ static uint32_t code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t va
     return length;
 }
 
-/* Writes num_bytes bytes, and zeros up to byte `end`, or `room` if that is less. */
+/* Writes num_bytes bytes, then zeros up to byte min(end, room). */
 static void put(uint8_t *to, const uint8_t *from, uint32_t num_bytes, uint32_t end, uint64_t room)
 {
     memcpy(to, from, num_bytes);
     memset(to + num_bytes, 0, (room < end ? (uint32_t)room : end) - num_bytes);
 }
 
-/* Puts a row of the table where there is room for it, and writes down where it is. claims: other threads may have the
- * same row. @return IBP_INVALID_ARGUMENT if another one has it now, and then nothing is written. */
+/* Stores a row of the table where there is room for it, and notes its place in the index. claims: other threads may
+ * code the same row. Returns IBP_INVALID_ARGUMENT, and writes nothing, if another thread is coding it now. */
 static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, uint32_t valid, const uint8_t *stored,
                          bool claims, ibp_place_counts *counts)
 {
@@ -138,7 +141,7 @@ static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, u
     return IBP_OK;
 }
 
-/* Codes the rows first to last - 1 of a source, each to where the row before it ends. */
+/* Codes the rows first to last - 1 of a source, each to the end of the row before it. */
 static void pack_rows(const ibp_place *place, const ibp_row_source *source, int64_t first_row, int64_t first,
                       int64_t last, const ibp_workspace *work, ibp_place_counts *counts)
 {

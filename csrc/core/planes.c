@@ -1,5 +1,12 @@
-/* planes.c - rows of scheme planes in plain C (FORMAT.md section 6): the oracle that every other encoder and decoder is
- * compared to. */
+/* planes.c - codes and decodes rows of scheme planes in plain C (FORMAT.md section 6). It is the oracle that every
+ * other encoder and decoder is compared to. A coded row consists of parts, each of which is padded to a byte:
+ *
+ *     values:      residuals | digits of plane 0 | digits of plane 1 | ... | raw symbols
+ *     dense row:   values of all columns
+ *     listed row:  header | positions | highest bits of unlisted elements | values of listed elements
+ *
+ * In a listed row, positions are there if any element is listed, highest bits if the codebook has signed_default, and
+ * values if any element is listed and the row is not closed. */
 #include "bits.h"
 #include "planes_layout.h"
 #include "schemes.h"
@@ -11,7 +18,7 @@ static uint64_t load_number(const void *numbers, size_t i, uint32_t num_bytes)
 
 /* ---- codebooks ---- */
 
-/* Counts the entries of a column. @return false if a plane's digits are out of range. */
+/* Counts the entries of a column. Returns false if a plane's digits are out of range. */
 static bool count_entries(const ibp_planes *p, uint32_t *num_entries)
 {
     *num_entries = 0;
@@ -22,7 +29,7 @@ static bool count_entries(const ibp_planes *p, uint32_t *num_entries)
     return true;
 }
 
-/* Bytes of one cluster's entries: at most 2^16 columns of 60 entries of 8 bytes. */
+/* Returns the bytes of one cluster's entries: at most those of 2^16 columns with 60 entries of 8 bytes. */
 static size_t bytes_of_entries(const ibp_codebook *cb)
 {
     const ibp_planes *const p = &cb->planes;
@@ -31,7 +38,7 @@ static size_t bytes_of_entries(const ibp_codebook *cb)
 
 static bool fits_bits(uint64_t value, uint32_t num_bits) { return ibp_low_bits(value, num_bits) == value; }
 
-/* Whether an element's bits can be split so. */
+/* Returns whether the bits of an element can be split in this way. */
 static bool are_bits(const ibp_planes *p)
 {
     return ibp_is_element_size(p->element_bytes) && p->invariant_bits < ibp_element_bits(p) &&
@@ -125,7 +132,7 @@ static uint64_t rotate_left(uint64_t x, uint32_t by, uint32_t width)
     return by == 0 ? x : ibp_low_bits(x << by, width) | x >> (width - by);
 }
 
-/* Which entry a symbol has: the first that equals it; num_entries if none does. */
+/* Returns the first entry that equals a symbol; num_entries if there is none. */
 static uint32_t rank_of(const ibp_planes *planes, uint32_t column, uint64_t symbol)
 {
     const size_t first = planes->per_column ? (size_t)column * planes->num_entries : 0;
@@ -137,7 +144,7 @@ static uint32_t rank_of(const ibp_planes *planes, uint32_t column, uint64_t symb
 
 /* ---- encoding ---- */
 
-/* What a row is coded as. */
+/* The statistics of a row that its coded size depends on. */
 typedef struct row_census {
     uint32_t reaching[IBP_MAX_PLANES + 1];
     bool closed, has_form;
@@ -203,7 +210,7 @@ static void write_positions(const ibp_codebook *cb, const uint8_t *row, const ro
     }
 }
 
-/* The highest bits of the k' = columns - k elements that are not listed, from bit `at` on. */
+/* Writes the highest bits of the columns - k elements that are not listed, from bit `at`. */
 static void write_signs(const ibp_codebook *cb, const uint8_t *row, size_t at, uint8_t *dst, size_t dst_bytes)
 {
     const ibp_planes *const planes = &cb->planes;
@@ -266,7 +273,7 @@ typedef struct value_reader {
     ibp_value_parts parts;
 } value_reader;
 
-/* Finds the parts of n values from bit start on. @return false if they do not end just where src does. */
+/* Finds the parts of n values that begin at bit `start`. Returns false unless they end exactly where src does. */
 static bool open_values(value_reader *reader, size_t start, uint32_t n)
 {
     const ibp_planes *const planes = reader->planes;
@@ -320,8 +327,8 @@ static void store_element(const ibp_planes *planes, uint8_t *row, uint32_t colum
 
 enum { BITMAP_BYTES = IBP_MAX_ROW_BYTES / 8 };
 
-/* The listed positions as a bitmap of columns bits. @return false if the form does not hold the right number of
- * increasing ones. */
+/* Reads the listed positions into a bitmap of `columns` bits. Returns false unless there are exactly
+ * form->num_positions positions, in increasing order. */
 static bool read_positions(const value_reader *reader, uint32_t columns, const ibp_position_form *form, uint8_t *bitmap)
 {
     const size_t start = 8 * (size_t)ibp_header_bytes(columns), low_start = start + ibp_to_byte(form->upper_bits);

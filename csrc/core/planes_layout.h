@@ -1,12 +1,12 @@
-/* planes_layout.h - where the parts of a row of scheme planes are (FORMAT.md section 6), shared by the C coders of that
- * scheme. */
+/* planes_layout.h - computes where the parts of a row of scheme planes lie (FORMAT.md section 6). The C coders of that
+ * scheme share it. */
 #ifndef IBP_PLANES_LAYOUT_H
 #define IBP_PLANES_LAYOUT_H
 
 #include "format.h"
 #include "ibp.h"
 
-/* Columns that are coded: the live ones. */
+/* Returns the number of columns that are coded, the live ones. */
 static inline uint32_t ibp_columns_of(const ibp_codebook *cb)
 {
     return cb->row_bytes / cb->planes.element_bytes - cb->planes.num_constant;
@@ -14,7 +14,7 @@ static inline uint32_t ibp_columns_of(const ibp_codebook *cb)
 
 static inline uint32_t ibp_element_bits(const ibp_planes *planes) { return 8 * planes->element_bytes; }
 
-/* Bits of an element that are coded. */
+/* Returns how many bits of an element are coded. */
 static inline uint32_t ibp_coded_bits(const ibp_planes *planes)
 {
     return ibp_element_bits(planes) - planes->invariant_bits;
@@ -25,7 +25,7 @@ static inline uint32_t ibp_symbol_bits(const ibp_planes *planes)
     return ibp_coded_bits(planes) - planes->residual_bits;
 }
 
-/* Bytes of a symbol among entries. */
+/* Returns the bytes of a symbol among entries. */
 static inline uint32_t ibp_bytes_of_symbol(uint32_t symbol_bits)
 {
     return symbol_bits <= 8 ? 1 : symbol_bits <= 16 ? 2 : symbol_bits <= 32 ? 4 : 8;
@@ -36,7 +36,8 @@ static inline uint32_t ibp_escape_of(const ibp_planes *planes, uint32_t plane)
     return (1u << planes->digit_bits[plane]) - 1;
 }
 
-/* Where the parts of the values of n elements are, in bits from the start of the coded row; each begins a byte. */
+/* The places of the parts of the values of n elements, in bits from the start of the coded row. Each part begins at a
+ * byte. */
 typedef struct ibp_value_parts {
     size_t residuals;
     size_t digits[IBP_MAX_PLANES + 1]; /* one past the last plane: the raw symbols */
@@ -45,7 +46,8 @@ typedef struct ibp_value_parts {
 
 static inline size_t ibp_to_byte(size_t bits) { return (bits + 7) / 8 * 8; }
 
-/* reaching[p]: elements with a digit in plane p; reaching[num_planes]: elements with a raw symbol. */
+/* Computes the places of the parts. reaching[p]: elements with a digit in plane p; reaching[num_planes]: elements with
+ * a raw symbol. */
 static inline ibp_value_parts ibp_lay_out(const ibp_planes *planes, size_t start, const uint32_t *reaching)
 {
     ibp_value_parts parts = {.residuals = start};
@@ -57,8 +59,8 @@ static inline ibp_value_parts ibp_lay_out(const ibp_planes *planes, size_t start
     return parts;
 }
 
-/* Of a row with k listed elements: the form of their positions, and at which bits the highest bits of the others and
- * the values begin; all 0 if it is dense. */
+/* The layout of a row with k listed elements: the form of their positions, and the bits at which the highest bits of
+ * the other elements and the values begin. All are 0 if the row is dense. */
 typedef struct ibp_listed_parts {
     ibp_position_form form;
     size_t signs, values;

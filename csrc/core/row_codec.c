@@ -1,5 +1,7 @@
-/* row_codec.c - one coded row in whichever scheme its codebook names, behind its cluster's number if there are several.
- */
+/* row_codec.c - codes and decodes one row in the scheme that its codebook names. If the codebook has clusters, a coded
+ * row begins with a byte:
+ *
+ *     number of the cluster | the row as coded by that cluster */
 #include "../internal/ibp_coding.h"
 #include "schemes.h"
 
@@ -37,21 +39,21 @@ ibp_status ibp_open_codec(const ibp_codebook *cb, void *scratch, ibp_row_codec *
 
 /* ---- constant columns ---- */
 
-/* The column of live element i, which a codebook that is not right may have anywhere. */
+/* Returns the column of live element i. The number is bounded because a wrong codebook may hold any number. */
 static uint32_t column_of(const ibp_codebook *cb, uint32_t i)
 {
     const uint32_t columns = cb->row_bytes / cb->planes.element_bytes;
     return ibp_min_u32(IBP_LOAD_ONCE(cb->planes.live_columns[i]), columns - 1);
 }
 
-/* Whether the columns from first to end - 1 are as in the template. */
+/* Returns whether the columns first to end - 1 of a row equal the template. */
 static bool are_constant(const ibp_codebook *cb, const uint8_t *row, uint32_t first, uint32_t end)
 {
     const size_t at = (size_t)first * cb->planes.element_bytes, end_at = (size_t)end * cb->planes.element_bytes;
     return end_at <= at || memcmp(row + at, cb->planes.row_template + at, end_at - at) == 0;
 }
 
-/* The row that coders get. NULL if constant columns are not what they should be. */
+/* Returns the live elements of a row, which coders take; NULL if the constant columns differ from the template. */
 static const uint8_t *gather_live(const ibp_row_codec *codec, const uint8_t *row)
 {
     if (!codec->live) return row;
@@ -67,7 +69,7 @@ static const uint8_t *gather_live(const ibp_row_codec *codec, const uint8_t *row
     return are_constant(cb, row, next, cb->row_bytes / element_bytes) ? codec->live : NULL;
 }
 
-/* The row whose live elements coders have rebuilt. */
+/* Builds a row from the template and the live elements that coders have decoded. */
 static void scatter_live(const ibp_row_codec *codec, uint8_t *row)
 {
     const ibp_codebook *const cb = codec->codebook;
@@ -87,7 +89,8 @@ static size_t coded_bytes_of(const ibp_row_codec *codec, const ibp_codebook *one
     return bytes;
 }
 
-/* The cluster that codes a row in the fewest bytes, the first of equal ones, and how many, with its number. */
+/* Returns the cluster that codes a row in the fewest bytes, the first one among equals. *coded_bytes receives the
+ * bytes, with the cluster's number. */
 static uint32_t best_cluster(const ibp_row_codec *codec, const uint8_t *row, size_t *coded_bytes)
 {
     uint32_t best = 0;
@@ -126,11 +129,12 @@ ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8
     const ibp_codebook one = ibp_cluster_of(codec->scheme, &codec->coded, k);
     dst[0] = (uint8_t)k;
     const ibp_status status = codec->coder->encode(&one, live, dst + 1, dst_bytes - 1, coded_bytes, codec->scratch);
-    if (*coded_bytes != IBP_NO_CODED_FORM) *coded_bytes += 1; /* as after a row that changes meanwhile */
+    /* A row that another thread changes may have lost its coded form since best_cluster. */
+    if (*coded_bytes != IBP_NO_CODED_FORM) *coded_bytes += 1;
     return status;
 }
 
-/* Of the cluster that the coded row names. */
+/* Decodes the live elements of a row with the cluster that the coded row names. */
 static ibp_status decode_live(const ibp_row_codec *codec, const uint8_t *src, size_t src_bytes, uint8_t *row)
 {
     if (!ibp_has_clusters(&codec->coded))

@@ -1,5 +1,5 @@
-/* rows.h - what functions over many rows share: what they work in, the rows that have no bytes, and how they tell of
- * faults. */
+/* rows.h - helpers of functions that work on many rows: prefetching, reading and coding rows of tables, workspaces, and
+ * the log of faults. */
 #ifndef IBP_CORE_ROWS_H
 #define IBP_CORE_ROWS_H
 
@@ -8,8 +8,8 @@
 
 #include <string.h>
 
-/* Rows are coded in less time than their bytes take to come, and each in streams too short for the processor to
- * foresee: while one is coded, a row that lies about IBP_BYTES_AHEAD bytes behind it is prefetched. */
+/* A row is coded in less time than its bytes take to arrive, and rows are too short for the processor to predict the
+ * next accesses. So while a row is coded, a row about IBP_BYTES_AHEAD bytes further is prefetched. */
 enum { IBP_BYTES_AHEAD = 2048, IBP_LINE_BYTES = 64 };
 
 /* Returns IBP_BYTES_AHEAD as a number of rows, or items, of step_bytes bytes. */
@@ -28,7 +28,7 @@ static inline uint32_t ibp_length_of_row(const uint16_t *lengths, int64_t row)
     return lengths ? IBP_LOAD_ONCE(lengths[row]) : 0;
 }
 
-/* Where a row of a table is. @return false if the index contradicts the table's buffers. */
+/* Finds the place of a row of a table. Returns false if the index contradicts the table's buffers. */
 static inline bool ibp_locate_row(const ibp_table *table, int64_t row, ibp_row_place *place)
 {
     const uint32_t row_bytes = table->codebook.row_bytes;
@@ -43,14 +43,15 @@ static inline bool ibp_locate_row(const ibp_table *table, int64_t row, ibp_row_p
     return ibp_place_in_bounds(table, base, rooms, place);
 }
 
-/* Both parts of a row that has been located, joined. */
+/* Copies both parts of a located row, one after the other. */
 static inline void ibp_copy_stored(const ibp_table *table, const ibp_row_place *place, uint8_t *dst)
 {
     if (place->in_slot) memcpy(dst, table->slots + place->slot_start, place->in_slot);
     if (place->in_overflow) memcpy(dst + place->in_slot, table->overflow + place->overflow_start, place->in_overflow);
 }
 
-/* num_bytes bytes extended with zeros to row_bytes: where they lie, if they are as many, else in `room`. */
+/* Extends num_bytes bytes with zeros to row_bytes. Returns `from` itself if it is long enough, else a copy in
+ * `room`. */
 static inline const uint8_t *ibp_whole_row(const uint8_t *from, uint32_t num_bytes, uint32_t row_bytes, uint8_t *room)
 {
     if (num_bytes == row_bytes) return from;
@@ -66,18 +67,20 @@ static inline bool ibp_is_default_row(const ibp_codebook *cb, const uint8_t *row
     const uint64_t bytes = ibp_default_bytes(cb);
     uint64_t first;
     if (num_bytes < sizeof first) return memcmp(row, &bytes, num_bytes) == 0;
-    memcpy(&first, row, sizeof first); /* most rows are none by what they begin with; the others go on as they began */
+    memcpy(&first, row, sizeof first); /* most rows differ from a default row in the first bytes; the others are
+                                          compared with themselves, 8 bytes further */
     return first == bytes && memcmp(row + sizeof first, row, num_bytes - sizeof first) == 0;
 }
 
-/* What tables work in: two rows, and what is left for coders. */
+/* The scratch of functions that work on tables: two rows, and the rest for coders. */
 typedef struct ibp_workspace {
     uint8_t *stored; /* a row as stored */
-    uint8_t *whole;  /* a row before coding, where it cannot lie where it belongs */
+    uint8_t *whole;  /* a row before coding, if it must be copied or decoded aside */
     ibp_row_codec codec;
 } ibp_workspace;
 
-/* @return IBP_INVALID_ARGUMENT as ibp_open_codec; not for a scheme without coded rows, unless they are needed. */
+/* Opens a workspace. has_coded_rows: whether rows are coded or decoded; only then must the scheme have coded rows.
+ * Returns IBP_INVALID_ARGUMENT if ibp_open_codec does, or if scratch is too small. */
 static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_coded_rows, void *scratch,
                                             size_t scratch_bytes, ibp_workspace *work)
 {
@@ -90,8 +93,8 @@ static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_cod
     return ibp_open_codec(cb, work->stored + two_rows, &work->codec);
 }
 
-/* Codes a row, whose first valid_bytes bytes count, into dst. work: opened for coded rows. @return its entry of
- * lengths; where that is 0 or the default row's, dst means nothing. */
+/* Codes a row, of which the first valid_bytes bytes count, into dst. work: opened for coded rows. Returns the row's
+ * entry of lengths; if that is 0 or that of a default row, dst means nothing. */
 static inline uint32_t ibp_code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t valid_bytes,
                                     const ibp_workspace *work, uint8_t *dst, size_t dst_bytes)
 {
@@ -101,7 +104,7 @@ static inline uint32_t ibp_code_row(const ibp_codebook *cb, const uint8_t *row, 
     return status == IBP_OK ? ibp_length_of_coded(coded_bytes, cb->row_bytes, valid_bytes) : 0u;
 }
 
-/* The faults of one call: the first of all calls in the caller's ibp_fault, the first of this one as its status. */
+/* The faults of a call: `fault` keeps the first fault of all calls, and `status` is the first fault of this call. */
 typedef struct ibp_fault_log {
     ibp_fault *fault;
     ibp_status status;

@@ -1,5 +1,5 @@
-/* schemes.h - the table of schemes: all that the core knows of a scheme as one row. A new scheme adds its coders, and a
- * row in schemes.c. */
+/* schemes.h - the table of schemes, with one row for all that the core knows of a scheme. To add a scheme, write its
+ * coders and add a row in schemes.c. */
 #ifndef IBP_SCHEMES_H
 #define IBP_SCHEMES_H
 
@@ -14,8 +14,8 @@
 
 /* ---- scratch of row coders ---- */
 
-/* What is left of a caller's scratch. Coders take arrays from it, one after the other; the sum of what any coder takes
- * is at most IBP_SCRATCH_BYTES less the two rows that tables use, which tests/c/test_cpu_paths.c holds against. */
+/* The rest of a caller's scratch. Coders take arrays from it, one after the other. The arrays of any coder together
+ * have at most IBP_SCRATCH_BYTES less the two rows that tables use; tests/c/test_cpu_paths.c checks this. */
 typedef struct ibp_scratch {
     uint8_t *at;
 } ibp_scratch;
@@ -36,10 +36,10 @@ static inline void *ibp_take(ibp_scratch *scratch, size_t num_bytes)
 
 /* ---- coders of single rows ---- */
 
-/* A set of coders for one scheme and kind of processor, of codebooks without clusters, constant columns and consecutive
- * entries, whose fields are checked; with the contracts of ibp.h, the same bytes and the same statuses. Nothing is
- * trusted of what the codebook's arrays hold.
- * coded_bytes: NULL where nothing is faster than to encode to no bytes at all. */
+/* The coders of a scheme for one kind of processor. They take codebooks whose fields are checked and that have no
+ * clusters, constant columns or consecutive entries. They keep the contracts of ibp.h, and all kinds give the same
+ * bytes and the same statuses. The contents of the codebook's arrays are not trusted. coded_bytes is NULL if no method
+ * is faster than to encode into 0 bytes. */
 typedef struct ibp_row_coder {
     size_t (*coded_bytes)(const ibp_codebook *codebook, const uint8_t *row);
     ibp_status (*encode)(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
@@ -48,10 +48,10 @@ typedef struct ibp_row_coder {
                          ibp_scratch scratch);
 } ibp_row_coder;
 
-extern const ibp_row_coder ibp_masks_plain, ibp_planes_plain; /* the oracle */
+extern const ibp_row_coder ibp_masks_plain, ibp_planes_plain; /* the oracle that the others are compared to */
 #if IBP_HAS_X86_ROWS
 extern const ibp_row_coder ibp_masks_avx2, ibp_masks_avx512; /* for processors with IBP_CPU_AVX2_BMI2, IBP_CPU_AVX512 */
-extern const ibp_row_coder ibp_planes_x86;                   /* with both, or the first alone */
+extern const ibp_row_coder ibp_planes_x86;                   /* with IBP_CPU_AVX2_BMI2, and with both */
 #endif
 
 /* ---- the table ---- */
@@ -59,22 +59,22 @@ extern const ibp_row_coder ibp_planes_x86;                   /* with both, or th
 typedef struct ibp_scheme_row {
     ibp_scheme id;
     const char *name;
-    /* Coders for processors without features, with IBP_CPU_AVX2_BMI2, with IBP_CPU_AVX512 too. All NULL: the scheme has
-     * no coded rows. */
+    /* Coders for processors without features, with IBP_CPU_AVX2_BMI2, and also with IBP_CPU_AVX512. All are NULL if the
+     * scheme has no coded rows. */
     const ibp_row_coder *plain, *avx2, *avx512;
-    /* Whether the scheme's own fields of a codebook fit each other and its row_bytes; called when the fields that all
-     * schemes have do. */
+    /* Returns whether the scheme's own fields of a codebook fit each other and its row_bytes. Called after the fields
+     * that all schemes have are checked. */
     bool (*are_fields)(const ibp_codebook *codebook);
-    /* Whether the arrays of a codebook without clusters, whose fields are checked, hold what they should. */
+    /* Returns whether the arrays of a codebook without clusters, whose fields are checked, hold valid contents. */
     bool (*are_arrays)(const ibp_codebook *codebook);
-    /* Moves the arrays of `one`, a copy of a codebook with clusters, to cluster k. */
+    /* Moves the array pointers of `one`, a copy of a codebook with clusters, to cluster k. */
     void (*select_cluster)(ibp_codebook *one, uint32_t k);
 } ibp_scheme_row;
 
-/* The row of a scheme; NULL if there is none. */
+/* Returns the row of a scheme; NULL if there is no such scheme. */
 const ibp_scheme_row *ibp_find_scheme(ibp_scheme id);
 
-/* Cluster k as a codebook that has no clusters. */
+/* Returns cluster k as a codebook without clusters. */
 static inline ibp_codebook ibp_cluster_of(const ibp_scheme_row *scheme, const ibp_codebook *codebook, uint32_t k)
 {
     ibp_codebook one = *codebook;
@@ -83,39 +83,43 @@ static inline ibp_codebook ibp_cluster_of(const ibp_scheme_row *scheme, const ib
     return one;
 }
 
-/* How the rows of a codebook are coded on this processor, looked up once for many rows. Not to be copied. */
+/* The coder of a codebook's rows on this processor, looked up once for many rows. It must not be copied. */
 typedef struct ibp_row_codec {
     const ibp_codebook *codebook;
-    ibp_codebook coded; /* what coders get: of the live columns, with entries where they are consecutive */
+    ibp_codebook coded; /* the codebook that coders get: of the live columns, with its entries written out if they
+                           are consecutive */
     uint64_t entries[IBP_MAX_PLANES << IBP_MAX_DIGIT_BITS];
     const ibp_scheme_row *scheme;
     const ibp_row_coder *coder;
     ibp_scratch scratch;
-    uint8_t *live; /* a row's live elements; NULL if it has no others */
+    uint8_t *live; /* room for a row's live elements; NULL if all columns are live */
 } ibp_row_codec;
 
-/* scratch: that of a function of ibp.h less the two rows that tables use.
- * @return IBP_INVALID_ARGUMENT for fields that contradict each other, or a scheme without coded rows. */
+/* Opens a codec. scratch: the scratch of a function of ibp.h, without the two rows that tables use. Returns
+ * IBP_INVALID_ARGUMENT if fields contradict each other, or if the scheme has no coded rows. */
 ibp_status ibp_open_codec(const ibp_codebook *codebook, void *scratch, ibp_row_codec *codec);
+/* Returns the size of a coded row; IBP_NO_CODED_FORM if the codebook cannot code it. */
 size_t ibp_measure_with(const ibp_row_codec *codec, const uint8_t *row);
+/* Codes a row, as ibp_encode_row does. */
 ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
                            size_t *coded_bytes);
+/* Decodes a row, as ibp_decode_row does. */
 ibp_status ibp_decode_with(const ibp_row_codec *codec, const uint8_t *src, size_t src_bytes, uint8_t *row);
 
-/* ibp_sum_words over whole words, and ibp_greedy_gain, with IBP_CPU_AVX512. */
+/* ibp_sum_words for whole words, and ibp_greedy_gain, for processors with IBP_CPU_AVX512. */
 #if IBP_HAS_X86_ROWS
 uint64_t ibp_greedy_gain_avx512(const uint64_t *columns, uint32_t num_bits, uint32_t num_rows);
 uint64_t ibp_sum_words_avx512(const uint8_t *words, int64_t num_words, uint64_t first_word);
 #endif
 
-/* The parts of the table that stand in files of their own. */
+/* Functions of the table's rows, which are defined in the files of their schemes. */
 bool ibp_are_masks_fields(const ibp_codebook *codebook);
 bool ibp_are_masks_words(const ibp_codebook *codebook);
 void ibp_select_masks(ibp_codebook *one, uint32_t k);
 bool ibp_are_planes_fields(const ibp_codebook *codebook);
 bool ibp_are_planes_arrays(const ibp_codebook *codebook);
 void ibp_select_planes(ibp_codebook *one, uint32_t k);
-/* A codebook of the live columns of cb, whose consecutive entries, if it has such, are written to `entries`. */
+/* Makes a codebook of the live columns of cb. If its entries are consecutive, they are written to `entries`. */
 void ibp_write_out_planes(const ibp_codebook *cb, uint64_t *entries, ibp_codebook *out);
 
 #endif

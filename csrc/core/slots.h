@@ -1,4 +1,5 @@
-/* slots.h - which slots suit rows that ibp_survey_rows has counted (FORMAT.md section 3), for gcc and g++. */
+/* slots.h - chooses the size of slots for rows that ibp_survey_rows has counted (FORMAT.md section 3), for gcc and
+ * g++. */
 #ifndef IBP_CORE_SLOTS_H
 #define IBP_CORE_SLOTS_H
 
@@ -7,19 +8,21 @@
 
 #include <math.h>
 
-/* Of the sizes that few enough rows outgrow, the one is chosen whose slots and overflow cost the least together. */
+/* The rule by which a size is chosen: among the sizes that few enough rows outgrow, the one whose slots and overflow
+ * cost the least together. */
 typedef struct ibp_slot_rule {
-    uint32_t least_bytes; /* of a slot, at least */
-    double overflow_cost; /* of a byte in overflow, in bytes of slots */
-    double part_cost;     /* of a row that has a part in overflow, besides its bytes */
-    double most_spilled;  /* rows with a part in overflow, at most */
+    uint32_t least_bytes; /* least size of a slot */
+    double overflow_cost; /* cost of a byte in overflow, in bytes of slots */
+    double part_cost;     /* cost of a row that has a part in overflow, besides its bytes */
+    double most_spilled;  /* largest number of rows with a part in overflow */
     double near;          /* of all sizes that cost at most this many times the least, the largest is chosen */
     const int64_t *sizes; /* num_sizes sizes to choose from; NULL: all */
     size_t num_sizes;
 } ibp_slot_rule;
 
-/* Counts the rows that leave slots of slot_bytes, and the bytes of their parts in whole sectors. sectors: num_counts
- * entries; sectors[k] rows take k sectors of IBP_OVERFLOW_ALIGN bytes, as survey[1 + k] of ibp_survey_rows says. */
+/* Counts the rows that leave slots of slot_bytes bytes, and the bytes of their parts in whole sectors. sectors:
+ * num_counts entries; sectors[k] rows take k sectors of IBP_OVERFLOW_ALIGN bytes, as survey[1 + k] of ibp_survey_rows
+ * says. */
 IBP_INLINE void ibp_count_spilled(const uint64_t *sectors, size_t num_counts, uint32_t slot_bytes, uint64_t *num_rows,
                                   uint64_t *overflow_bytes)
 {
@@ -31,7 +34,7 @@ IBP_INLINE void ibp_count_spilled(const uint64_t *sectors, size_t num_counts, ui
     }
 }
 
-/* Returns the bytes of a slot of k sectors; the last sector of a row may be a part of one. */
+/* Returns the bytes of a slot of k sectors. The last sector of a row may be incomplete. */
 IBP_INLINE uint32_t ibp_slot_of(uint32_t row_bytes, uint32_t k)
 {
     return ibp_min_u32(k * IBP_OVERFLOW_ALIGN, row_bytes);
@@ -44,9 +47,10 @@ IBP_INLINE bool ibp_is_among(const ibp_slot_rule *rule, uint32_t slot_bytes)
     return rule->sizes == NULL;
 }
 
-/* Chooses slots for rows of row_bytes. sectors: 1 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) entries, as above.
+/* Chooses slots for rows of row_bytes bytes. sectors: 1 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) entries, as above.
+ * *mean_overflow receives the bytes of overflow of a mean row.
  * @return the bytes of a slot: a multiple of IBP_OVERFLOW_ALIGN below row_bytes, or row_bytes if no smaller size is
- * better, or if the rule allows none. *mean_overflow: bytes of overflow of a mean row. */
+ * better or if the rule allows none. */
 IBP_INLINE uint32_t ibp_choose_slots(const uint64_t *sectors, uint32_t row_bytes, const ibp_slot_rule *rule,
                                      double *mean_overflow)
 {

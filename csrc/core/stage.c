@@ -1,4 +1,4 @@
-/* stage.c - slots of chosen items, copied together. */
+/* stage.c - copies the slots of chosen items, so that they lie together. */
 #include "stage.h"
 
 #include "ids.h"
@@ -9,8 +9,9 @@
 #include <emmintrin.h>
 #endif
 
-/* Slots at random places come as fast as their lines are asked for: those of items some way ahead are prefetched, this
- * many bytes, which is more than a processor foresees of copies that it has begun. */
+/* Slots at random places arrive only as fast as their cache lines are requested. So the slots of items about
+ * BYTES_AHEAD bytes ahead are prefetched, which is further than a processor looks ahead from copies that it has
+ * begun. */
 enum { BYTES_AHEAD = 6144, MOST_AHEAD = 16, LINE_BYTES = 64, MOST_PREFETCHED = 4096 };
 
 static void prefetch(const uint8_t *from, uint64_t num_bytes)
@@ -18,8 +19,8 @@ static void prefetch(const uint8_t *from, uint64_t num_bytes)
     for (uint64_t at = 0; at < num_bytes && at < MOST_PREFETCHED; at += LINE_BYTES) __builtin_prefetch(from + at, 0, 3);
 }
 
-/* Bytes of a store past the caches, which both the bytes and the place of slots must be multiples of. Processors
- * without such stores copy. */
+/* The size in bytes of a store that bypasses the caches. The size and the address of slots must be multiples of it.
+ * Processors without such stores copy. */
 #if defined(__SSE2__)
 enum { STREAMED_BYTES = sizeof(__m128i) };
 

@@ -1,5 +1,5 @@
-/* table.c - tables in host memory: the row index, coding rows into slots and overflow, gathering and selecting items
- * (FORMAT.md 1 to 3). */
+/* table.c - tables in host memory: makes the row index, codes rows into slots and overflow, gathers and selects items
+ * (FORMAT.md sections 1 to 3). */
 #include "../internal/ibp_gathers.h"
 #include "cache.h"
 #include "ids.h"
@@ -76,7 +76,7 @@ ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t 
     return IBP_OK;
 }
 
-/* slots, overflow: the table's, or the ones that are being written. */
+/* Prefetches the stored bytes of a row. slots, overflow: the table's arrays, or the arrays that are being written. */
 static void prefetch_row(const ibp_table *table, int64_t row, const uint8_t *slots, const uint8_t *overflow)
 {
     ibp_row_place place;
@@ -85,7 +85,7 @@ static void prefetch_row(const ibp_table *table, int64_t row, const uint8_t *slo
     if (place.in_overflow) ibp_prefetch(overflow + place.overflow_start, place.in_overflow);
 }
 
-/* Writes zeros after the num_bytes bytes of a part that begins at start, to the end of its room. */
+/* Writes zeros after the num_bytes bytes of a part that begins at `start`, up to the end of its room. */
 static void clear_room(uint8_t *array, int64_t array_bytes, uint64_t start, uint32_t num_bytes, uint32_t room)
 {
     if (start > (uint64_t)array_bytes) return;
@@ -93,7 +93,6 @@ static void clear_room(uint8_t *array, int64_t array_bytes, uint64_t start, uint
     if (num_bytes < end) memset(array + start + num_bytes, 0, (size_t)(end - num_bytes));
 }
 
-/* Codes row r of data. */
 static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, int64_t r, uint8_t *slots,
                                    uint8_t *overflow, const ibp_workspace *work)
 {
@@ -144,8 +143,9 @@ ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t 
     return log.status;
 }
 
-/* A row whose parts have been found, slot part in `slots` and overflow part in `overflow`. out: row_bytes bytes; *row
- * is out, or points into the workspace or those arrays where the row is raw. */
+/* Decodes a row whose parts have been found, the slot part in `slots` and the overflow part in `overflow`. out: room
+ * for row_bytes bytes. *row receives the row: it is `out`, or, if the row is raw, points into the workspace or the
+ * arrays. */
 static ibp_status read_place(const ibp_codebook *cb, const ibp_row_place *place, const uint8_t *slots,
                              const uint8_t *overflow, const ibp_workspace *work, uint8_t *out, const uint8_t **row)
 {
@@ -165,7 +165,7 @@ static ibp_status read_place(const ibp_codebook *cb, const ibp_row_place *place,
     return IBP_OK;
 }
 
-/* Row r of the table. */
+/* Decodes row r of a table, as read_place does. */
 static ibp_status read_row(const ibp_table *table, int64_t r, const ibp_workspace *work, uint8_t *out,
                            const uint8_t **row)
 {
@@ -174,8 +174,8 @@ static ibp_status read_row(const ibp_table *table, int64_t r, const ibp_workspac
     return read_place(&table->codebook, &place, table->slots, table->overflow, work, out, row);
 }
 
-/* Bytes [start, end) of the original tensor. A corrupt row leaves zeros. @return the first corrupt row, -1 if there is
- * none. */
+/* Decodes bytes [start, end) of the original tensor. A corrupt row leaves zeros. Returns the first corrupt row; -1 if
+ * all rows are good. */
 static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, const ibp_workspace *work)
 {
     const int64_t row_bytes = table->codebook.row_bytes;
@@ -188,7 +188,8 @@ static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, ui
             ibp_prefetch(out + ((r + ahead) * row_bytes - start), table->codebook.row_bytes);
         }
         const int64_t stop = end < row_start + row_bytes ? end : row_start + row_bytes;
-        uint8_t *const decoded = stop - start == row_bytes ? out : work->whole; /* whole rows where they belong */
+        /* Whole rows are decoded in their place. */
+        uint8_t *const decoded = stop - start == row_bytes ? out : work->whole;
         const uint8_t *row = decoded;
         if (read_row(table, r, work, decoded, &row) != IBP_OK) {
             memset(out, 0, (size_t)(stop - start));
@@ -202,7 +203,7 @@ static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, ui
     return first_bad;
 }
 
-/* A row from a cache. @return whether it is good; else zeros. */
+/* Decodes a row from a cache. Returns false, and writes zeros, if it is corrupt. */
 static bool read_cached(const ibp_codebook *cb, const ibp_cache *cache, uint64_t entry, uint8_t *out,
                         const ibp_workspace *work)
 {
@@ -218,15 +219,15 @@ static bool read_cached(const ibp_codebook *cb, const ibp_cache *cache, uint64_t
     return true;
 }
 
-/* The first row of an item, if there is one. */
+/* Prefetches the first row of an item, if there is one. */
 static void prefetch_item(const ibp_table *table, int64_t id)
 {
     if (id < 0 || id >= table->num_items || table->item_bytes == 0) return;
     prefetch_row(table, id * table->item_bytes / table->codebook.row_bytes, table->slots, table->overflow);
 }
 
-/* Whether the table's arrays can be read, and there are ids first to last - 1, for whose items the output's size is a
- * number. */
+/* Return whether the table's arrays can be read, and also whether there are ids first to last - 1 whose output has a
+ * size without overflow. */
 static bool can_read(const ibp_table *table) { return ibp_has_arrays(table, table->slots, table->overflow); }
 static bool can_gather(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last)
 {
@@ -236,7 +237,7 @@ static bool can_gather(const ibp_table *table, const ibp_ids *ids, int64_t first
            (table->item_bytes == 0 || out_items <= INT64_MAX / table->item_bytes);
 }
 
-/* Whether a cache is one for the items at ids. */
+/* Returns whether a cache can be used for the items at ids. */
 static bool can_use(const ibp_cache *cache, const ibp_table *table, const ibp_ids *ids)
 {
     if (!ibp_has_whole_rows(table) || cache->num_slabs > IBP_MAX_SLABS || (!cache->entries && ids->count != 0))
@@ -246,8 +247,8 @@ static bool can_use(const ibp_cache *cache, const ibp_table *table, const ibp_id
     return true;
 }
 
-/* The bytes of item number id into out, and of rows that a cache holds, which may be NULL, from there: their entries
- * are those from number `first` on. @return whether all rows were good; others are zeros. */
+/* Decodes item number id into out. cache: NULL, or the cache that rows with an entry come from; the item's entries
+ * begin with number `first`. Returns whether all rows were good; corrupt rows become zeros. */
 static bool read_item(const ibp_table *table, int64_t id, const ibp_cache *cache, int64_t first, uint8_t *out,
                       const ibp_workspace *work)
 {
@@ -265,7 +266,7 @@ static bool read_item(const ibp_table *table, int64_t id, const ibp_cache *cache
     return good;
 }
 
-/* cache: NULL, or where rows may be besides. */
+/* Gathers items. cache: NULL, or a cache that holds some of the rows. */
 static ibp_status gather(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache, int64_t first,
                          int64_t last, uint8_t *out, void *scratch, size_t scratch_bytes, ibp_fault *fault)
 {
@@ -317,7 +318,7 @@ ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, 
     return log.status;
 }
 
-/* Items of a table by their ids, as the rows that they are made of. */
+/* A selection: items of a table by their ids, as the rows that they consist of. */
 typedef struct selection {
     const ibp_table *table;
     const ibp_ids *ids;
@@ -325,7 +326,8 @@ typedef struct selection {
     ibp_fault_log log;
 } selection;
 
-/* The rows first_row to last_row - 1 of a selection. @return IBP_INVALID_ARGUMENT if there are none such. */
+/* Opens a selection for its rows first_row to last_row - 1. Returns IBP_INVALID_ARGUMENT if it does not have these
+ * rows. */
 static ibp_status open_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
                                  ibp_fault *fault, selection *of)
 {
@@ -338,7 +340,7 @@ static ibp_status open_selection(const ibp_table *table, const ibp_ids *ids, int
     return exist && can_read(table) ? IBP_OK : IBP_INVALID_ARGUMENT;
 }
 
-/* Row q of a selection as a row of the table; -1 if its id is out of range. */
+/* Returns row q of a selection as a row of the table; -1 if its id is out of range. */
 static int64_t selected_row(const selection *of, int64_t q)
 {
     const int64_t position = of->rows_per_item == 1 ? q : q / of->rows_per_item, id = ibp_id_at(of->ids, position);
@@ -353,7 +355,8 @@ static ibp_status note_row(selection *of, int64_t q, ibp_status status)
     return of->log.status;
 }
 
-/* Lengths at random places come no faster than their lines do: those of rows some way ahead are prefetched. */
+/* How many rows ahead lengths are prefetched. Lengths at random places arrive only as fast as their cache lines are
+ * requested. */
 #define PREFETCH_LENGTHS 32
 
 static void prefetch_length(const selection *of, int64_t q)
@@ -382,7 +385,8 @@ ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int
     return IBP_OK;
 }
 
-/* Few instructions a row, so that the processor has many rows' lines on their way at a time: no prefetch gains more. */
+/* Takes few instructions for each row, so that the processor requests the lines of many rows at the same time. A
+ * prefetch gains nothing here. */
 ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
                               uint8_t *dst, uint64_t dst_bytes, ibp_fault *fault)
 {

@@ -22,8 +22,10 @@
 extern "C" {
 #endif
 
+/* The schemes by which rows are coded (sections 4 to 6). */
 typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLANES = 2 } ibp_scheme;
 
+/* Limits of codebooks (sections 6 and 7). */
 #define IBP_MAX_CLUSTERS 256u
 #define IBP_MAX_PLANES 4u
 #define IBP_MAX_DIGIT_BITS 4u
@@ -56,13 +58,13 @@ typedef struct ibp_planes {
     const uint8_t *row_template;  /* row_bytes bytes: the default row, which is default_value in the live columns */
 } ibp_planes;
 
-/* How the rows of a table are coded: a value, whose arrays the caller keeps. ibp_build_codebook and
- * ibp_build_planes_codebook make codebooks whose fields fit each other.
+/* How the rows of a table are coded. The struct is copied by value; the caller keeps the arrays that it points to.
+ * ibp_build_codebook and ibp_build_planes_codebook make codebooks whose fields fit each other.
  *
- * The pointers are host pointers for the functions of ibp.h and device pointers for the functions of ibp_cuda.h. For a
- * GPU, copy the arrays and change the pointers. Only the fields of the codebook's own scheme are read. In scheme ibp
- * mask, bitval and flags have an entry for each 32-bit word of a row: ibp_codebook_words(row_bytes) entries, aligned to
- * 16 bytes, of which those behind the end of the row are zero. */
+ * The pointers are host pointers for the functions of ibp.h and device pointers for the functions of ibp_cuda.h. To use
+ * a codebook on a GPU, copy its arrays there and change the pointers. Only the fields of the codebook's own scheme are
+ * read. In scheme ibp mask, bitval and flags have an entry for each 32-bit word of a row: ibp_codebook_words(row_bytes)
+ * entries, aligned to 16 bytes. Entries past the end of the row are zero. */
 typedef struct ibp_codebook {
     ibp_scheme scheme;
     uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES; read in every scheme */
@@ -80,21 +82,22 @@ typedef struct ibp_codebook {
     const uint32_t *cluster_flags; /* scheme ibp: num_flags of cluster k at [k * cluster_stride] */
 } ibp_codebook;
 
-/* Returns "raw", "ibp" or "planes"; NULL if `scheme` is none of them. */
+/* Returns "raw", "ibp" or "planes"; NULL if `scheme` has another value. */
 IBP_API const char *ibp_scheme_name(ibp_scheme scheme);
 
 /* Returns how many entries mask, bitval and flags of a codebook of scheme ibp have each: row_bytes / 4, rounded up to a
  * multiple of 4. */
 IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
 
-/* Builds a codebook of scheme ibp (section 5) from the invariant bits of a row, as ibp_threshold_bits or
- * ibp_choose_masks finds them.
+/* Builds a codebook of scheme ibp (section 5) from the invariant bits of a row, which ibp_threshold_bits or
+ * ibp_choose_masks find.
  *
  * mask, bitval: row_bytes bytes each: which bits are invariant, and their values.
  * row_bytes: 1 to IBP_MAX_ROW_BYTES.
- * chunk_bytes: 1, 2, 4 or 8: a row is coded in chunks of this size, each of which has its invariant bits or is stored
- *   as it is; a participation bit says which.
- * flag_all: gives every chunk a participation bit, as in the paper; else only chunks with invariant bits have one.
+ * chunk_bytes: 1, 2, 4 or 8. A row is coded in chunks of this size. A chunk is coded without its invariant bits if it
+ *   has their values, and is stored as it is otherwise; a participation bit says which.
+ * flag_all: if true, every chunk has a participation bit, as in the paper; otherwise only chunks with invariant bits
+ *   have one.
  * words: 3 * ibp_codebook_words(row_bytes) entries, aligned to 16 bytes. The function fills them with mask, bitval and
  *   flags. Keep them as long as the codebook, whose pointers point to them.
  * @return IBP_INVALID_ARGUMENT if row_bytes or chunk_bytes is out of range, or if a bit of bitval is set whose mask bit
@@ -114,11 +117,14 @@ IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval
 IBP_API ibp_status ibp_build_planes_codebook(const ibp_planes *planes, uint32_t row_bytes, size_t entries_bytes,
                                              ibp_codebook *out);
 
-/* Checks the fields of a codebook and what its arrays hold, for a codebook that comes from elsewhere. It reads all
- * arrays, which must be in host memory. In every cluster flags must fit the masks, masks must lie inside the row,
- * bitvals inside masks, and entries must have no more bits than symbols; live columns must exist and increase, and the
- * template must have the default value in them. A codebook that fails only because of its arrays does no harm in other
- * calls, but rows may come back wrong.
+/* Checks the fields of a codebook and the contents of its arrays. Call it for a codebook that comes from elsewhere. It
+ * reads all arrays, which must be in host memory. It requires that
+ *
+ *   - in every cluster flags fit the masks, masks lie inside the row, and bitvals lie inside masks;
+ *   - entries have no more bits than symbols;
+ *   - live columns exist and increase, and the template has the default value in them.
+ *
+ * A codebook that fails only because of its arrays does no harm in other calls, but rows may come back wrong.
  *
  * @return IBP_OK if the codebook is right, else IBP_INVALID_ARGUMENT. */
 IBP_API ibp_status ibp_check_codebook(const ibp_codebook *codebook);

@@ -1,20 +1,20 @@
 /* ibp_cuda.h - the CUDA twins of ibp.h: the same verbs and the same bytes, with device pointers and a stream.
  *
- * This header includes the other headers of CUDA; each may also be included alone. The following rules hold for all of
- * them.
+ * This header includes the other CUDA headers; each of them may also be included alone. The following rules hold for
+ * all of them.
  *
  *     bool can_use_gpu(void)
  *     {
  *         return ibp_cuda_is_built() && ibp_cuda_device_count() > 0;
  *     }
  *
- * Pointers. A pointer may be to any memory that the current device can use: device memory, or pinned host memory that
- * is mapped into its address space. Kernels fetch rows from pinned memory over the link themselves (the paper's section
- * 4.4). Structs that arguments point to are in host memory and are read before the function returns.
+ * Pointers. A pointer may point to any memory that the current device can use: device memory, or pinned host memory
+ * that is mapped into its address space. Kernels fetch rows from pinned memory over the link themselves (the paper's
+ * section 4.4). Structs that arguments point to are in host memory and are read before the function returns.
  *
- * Streams. The last argument is the stream that the work is queued on. No function but the allocators of pinned memory
- * allocates memory, none waits for the GPU or uses the default stream, and all but the allocators can be captured in a
- * CUDA graph. In a build without CUDA the functions that return an ibp_status return IBP_NO_CUDA.
+ * Streams. The last argument is the stream that the work is queued on. Apart from the allocators of pinned memory, no
+ * function allocates memory, waits for the GPU or uses the default stream, and every function can be captured in a CUDA
+ * graph. In a build without CUDA the functions that return an ibp_status return IBP_NO_CUDA.
  *
  * Devices. Every function works on the device that is current when it is called. The stream must belong to this device,
  * and the device must be able to read the inputs and write the outputs. Pinned memory belongs to no device: all devices
@@ -22,10 +22,10 @@
  *
  * Errors. IBP_INVALID_ARGUMENT means that an argument is NULL although bytes are needed, is out of range, or
  * contradicts another one (raw rows with lengths, an unknown scheme, a codebook whose fields do not fit each other);
- * then nothing has been launched. What arrays in device memory hold is not checked before the launch and does no harm,
- * even if kernels of other streams write them meanwhile: what is wrong in a table's index and rows is noted in *fault,
- * and wrong words of a codebook give wrong rows. IBP_CUDA_ERROR means that a CUDA call failed: ibp_cuda_last_error()
- * says why, and cudaGetLastError() no longer has the error. */
+ * then nothing has been launched. The contents of arrays in device memory are not checked before the launch. They do no
+ * harm, even if kernels of other streams write them meanwhile: errors in a table's index and rows are noted in *fault,
+ * and wrong words of a codebook give wrong rows. IBP_CUDA_ERROR means that a CUDA call failed. Then
+ * ibp_cuda_last_error() says why, and cudaGetLastError() no longer has the error. */
 #ifndef IBP_CUDA_H
 #define IBP_CUDA_H
 

@@ -33,24 +33,25 @@ IBP_API const char *ibp_cuda_last_error(void);
 
 /* ---- pinned memory ----------------------------------------------------------------------------------------------- */
 
-/* Allocates pinned host memory, which all GPUs can read and write: it is mapped into the address spaces of all devices,
- * whichever is current now. The call may take milliseconds and may wait for the GPU.
+/* Allocates pinned host memory and sets it to zero. The memory is mapped into the address spaces of all devices, so
+ * that all GPUs can read and write it, whichever device is current during the call. The call may take milliseconds and
+ * may wait for the GPU.
  *
- * num_bytes: exactly so many are allocated, without rounding to a power of two, and set to zero.
- * node: the NUMA node whose memory is preferred; negative: that of the calling thread. If the system refuses or the
- *   node is full, pages lie elsewhere.
+ * num_bytes: exactly this many bytes are allocated, without rounding to a power of two.
+ * node: the NUMA node whose memory is preferred; if negative, the node of the calling thread. If the system refuses or
+ *   the node is full, pages lie elsewhere.
  * host: receives the address for the CPU; NULL if num_bytes is 0.
  * @return IBP_CUDA_ERROR if there is not enough memory. */
 IBP_API ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host);
 
-/* Frees what ibp_cuda_alloc_pinned has allocated; does nothing if `host` is NULL. Kernels that use the memory must have
- * ended.
+/* Frees memory that ibp_cuda_alloc_pinned has allocated; does nothing if `host` is NULL. Kernels that use the memory
+ * must have ended.
  *
- * num_bytes: as it was given to ibp_cuda_alloc_pinned. */
+ * num_bytes: the value that was given to ibp_cuda_alloc_pinned. */
 IBP_API ibp_status ibp_cuda_free_pinned(void *host, size_t num_bytes);
 
-/* Pins memory that the caller owns, such as a writable mapping of a file, where it is: it is then like memory of
- * ibp_cuda_alloc_pinned until ibp_cuda_unregister_pinned is called.
+/* Pins memory that the caller owns, such as a writable mapping of a file. The memory keeps its address. Until
+ * ibp_cuda_unregister_pinned is called it can be used like memory of ibp_cuda_alloc_pinned.
  *
  * num_bytes: above 0. */
 IBP_API ibp_status ibp_cuda_register_pinned(void *host, size_t num_bytes);
@@ -61,7 +62,7 @@ IBP_API ibp_status ibp_cuda_unregister_pinned(void *host);
 /* Finds the address of pinned host memory for the current device. Devices may have different addresses for the same
  * memory: ask again when another device is current.
  *
- * host: the address that ibp_cuda_alloc_pinned gave or ibp_cuda_register_pinned was given.
+ * host: the address that ibp_cuda_alloc_pinned returned or that ibp_cuda_register_pinned was called with.
  * device: receives the address for kernels. */
 IBP_API ibp_status ibp_cuda_map_pinned(void *host, void **device);
 

@@ -22,7 +22,7 @@
 extern "C" {
 #endif
 
-/* Measures on a stream how long each row of a tensor becomes, as ibp_measure_rows does.
+/* Measures on a stream the coded length of each row of a tensor, as ibp_measure_rows does.
  *
  * codebook: the struct is read before the function returns; its arrays are in device memory.
  * data, lengths: memory that the device can use. */
@@ -32,63 +32,69 @@ IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uin
 /* Works out on a stream where the overflow parts of a table's rows lie and how large overflow must be, as
  * ibp_index_rows does.
  *
- * lengths, bases, overflow_bytes: memory that the device can use. *overflow_bytes is an int64_t there, which the caller
- *   copies to the host to allocate overflow. lengths may be NULL: all rows are raw. */
+ * lengths: memory that the device can use; NULL if all rows are raw.
+ * bases: memory that the device can use.
+ * overflow_bytes: memory that the device can use. The caller copies the int64_t that is written there to the host, to
+ *   allocate overflow. */
 IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                        uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
                                        ibp_stream stream);
-/* Counts on a stream how many bytes rows take, as ibp_survey_rows does; adds to survey. lengths, survey: memory that
- * the device can use. */
+/* Counts on a stream how many bytes rows take, as ibp_survey_rows does. Adds to the counters in `survey`.
+ *
+ * lengths, survey: memory that the device can use. */
 IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                         uint64_t *survey, ibp_stream stream);
 /* Codes all rows of a tensor on a stream, and writes the bytes that ibp_encode_rows writes.
  *
  * table: sizes, codebook, lengths and bases; the struct is read before the function returns.
  * data, slots, overflow: memory that the device can use, such as mapped pinned host memory.
- * fault: memory that the device can write, zero before the call, or NULL. It receives a row whose entry of lengths does
+ * fault: memory that the device can write, zero before the call; or NULL. It receives a row whose entry of lengths does
  *   not belong to data. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
-/* Copies on a stream the overflow parts of new rows to where the index of a table puts them, as ibp_move_parts does.
+/* Copies on a stream the overflow parts of new rows to the places that the index of a table gives them, as
+ * ibp_move_parts does.
+ *
  * overflow: memory that the device can use. */
 IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow,
                                        ibp_stream stream);
 /* Measures and codes all rows of a source into a place by one launch, as ibp_encode_into does. It allocates nothing and
- * does not wait for the device, so that it can be captured in a CUDA graph. Where parts of overflow lie differs from
+ * does not wait for the device, so that it can be captured in a CUDA graph. The places of overflow parts differ from
  * run to run; the bytes of rows do not.
  *
  * place, source: the structs are read before the function returns. place->slots, place->overflow and the rows of the
- *   source may each be in device memory or in mapped pinned host memory; all other arrays are in device memory. Bytes
- *   of a slot or room after a row's own are zeros up to a multiple of IBP_OVERFLOW_ALIGN, or stay as they were. Packed
- *   rows are refused.
- * row_ids: in device memory; NULL: row i becomes row first_row + i of the table. Of equal ids, in a table with bases,
- *   one row is coded, and those whose turn comes meanwhile are left out and noted as IBP_INVALID_ARGUMENT. Without
- *   bases the row may hold a mixture of them. No other row is harmed.
- * fault: memory that the device can write, zero before the call, or NULL.
+ *   source may each be in device memory or in mapped pinned host memory; all other arrays are in device memory. Packed
+ *   rows are refused. Bytes behind a row's own bytes in its slot or room become zeros up to a multiple of
+ *   IBP_OVERFLOW_ALIGN, or stay as they were.
+ * row_ids: in device memory. If NULL, row i becomes row first_row + i of the table. If ids are equal and the table has
+ *   bases, one of the rows is coded; others that arrive while it is being coded are left out and noted as
+ *   IBP_INVALID_ARGUMENT. Without bases the row may hold a mixture of them. No other row is harmed.
+ * fault: memory that the device can write, zero before the call; or NULL.
  * max_sms: how many SMs the kernel may keep busy at most; 0: all.
  * stream: the work is queued here; the function does not wait for it.
- * @return IBP_OK if the arguments are right and the work is queued; what it finds is in *fault and place->counts. */
+ * @return IBP_OK if the arguments are right and the work is queued. Faults of rows are reported in *fault and
+ * place->counts. */
 IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_source *source, const int64_t *row_ids,
                                         int64_t first_row, ibp_fault *fault, int max_sms, ibp_stream stream);
 
-/* Gathers all items of `ids`, as ibp_gather_items does. An id out of range and an item with a corrupt row leave zeros
- * in their place; all other items are right.
+/* Gathers all items of `ids`, as ibp_gather_items does. If an id is out of range or an item has a corrupt row, zeros
+ * are written in its place; all other items are right.
  *
  * table: its slots and overflow may be in device memory or in mapped pinned host memory, from which the kernel reads
  *   the rows that it needs over the link. Lengths, bases and the arrays of the codebook are best in device memory. The
  *   struct itself is read before the function returns.
- * ids: the struct is in host memory, its arrays are memory that the device can use.
+ * ids: the struct is in host memory; its arrays are in memory that the device can use.
  * out: position 0 of the output.
- * fault: memory that the device can write, zero before the call. Of all faults it receives the one that a warp meets
- *   first; read it after the stream is synchronised.
+ * fault: memory that the device can write, zero before the call. It receives the fault that a warp meets first; read it
+ *   after the stream is synchronised.
  * max_sms: how many SMs the kernel may keep busy at most; 0: all. Rows that come over the link need few.
  * stream: the work is queued here; the function does not wait for it.
- * @return IBP_OK if the arguments are right and the work is queued; what it finds is in *fault. */
+ * @return IBP_OK if the arguments are right and the work is queued. Faults of rows are reported in *fault. */
 IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);
 
-/* Decodes bytes [start, end) of a table, as ibp_decode_bytes does. The memory of the other arguments, max_sms and the
- * result are as in ibp_cuda_gather_items. */
+/* Decodes bytes [start, end) of a table, as ibp_decode_bytes does. For the memory of the other arguments, for max_sms
+ * and for the result, see ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out,
                                          ibp_fault *fault, int max_sms, ibp_stream stream);
 

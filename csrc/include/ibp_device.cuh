@@ -1,5 +1,5 @@
-// ibp_device.cuh - rows decoded and coded inside kernels of your own, as the paper's header-only library does it. For
-// nvcc, C++17.
+// ibp_device.cuh - decodes and codes rows inside your own kernels, as the paper's header-only library does. For nvcc,
+// C++17.
 //
 //     template <uint32_t KINDS = ibp::kAllRows>
 //     uint32_t ibp::warp_scratch_bytes(const ibp_codebook &);
@@ -11,11 +11,11 @@
 //     uint32_t ibp::warp_encode_scratch_bytes(const ibp_codebook &);
 //     uint32_t ibp::warp_encode_row(const ibp_codebook &, const uint8_t *row, uint8_t *coded, uint32_t scratch);
 //
-// A warp decodes a row, of any scheme, from a table or from coded bytes in any memory that the device can read, into
-// any memory that it can write; it codes rows of scheme ibp. warp_rows.cuh and warp_encode.cuh, which this file
-// includes, say what each function is given and what it guarantees; names of namespace ibp that are not listed here are
-// no part of the interface and change from version to version. Nothing has to be linked for kernels; the functions of
-// ibp.h and ibp_cuda.h, which make tables, are in libibp.
+// A warp decodes a row of any scheme, from a table or from coded bytes in any memory that the device can read, into any
+// memory that it can write. It codes rows of scheme ibp. warp_rows.cuh and warp_encode.cuh, which this file includes,
+// document the arguments and guarantees of each function. Other names of namespace ibp are no part of the interface and
+// change from version to version. Kernels need not be linked with the library. The functions of ibp.h and ibp_cuda.h,
+// which make tables, are in libibp.
 //
 //     __global__ void kernel(const __grid_constant__ ibp_table table, uint32_t warp_bytes, ...)
 //     {

@@ -1,8 +1,13 @@
 /* ibp_file.h - reads files of compressed tables from memory, such as a mapping of the file. C11 and C++17.
  *
- * A file is a safetensors file whose metadata says which of its tensors are parts of tables (FORMAT.md section 9).
- * What the functions find points into the caller's bytes. Only codebooks are copied, into memory that the caller gives.
- * The rules of ibp.h hold: no function allocates memory, threads may share a file, pointers are not NULL.
+ * A file is a safetensors file whose metadata says which of its tensors are parts of tables (FORMAT.md section 9):
+ *
+ *     8 bytes   N, the length of the header, as uint64
+ *     N bytes   the header: JSON with the metadata and the name, dtype, shape and place of each tensor
+ *     the rest  the data of all tensors, one after the other
+ *
+ * The functions return pointers into the caller's bytes. Only codebooks are copied, into memory that the caller
+ * provides. The rules of ibp.h hold: no function allocates memory, threads may share a file, and pointers are not NULL.
  *
  *     // Reads item `number` of the table "embedding" from the bytes of a file.
  *     ibp_status read_item(const uint8_t *bytes, size_t num_bytes, int64_t number, void *workspace,
@@ -20,8 +25,8 @@
  *         return ibp_decode_bytes(&table, start, start + table.item_bytes, item, scratch, scratch_bytes, &fault);
  *     }
  *
- * Safety. No byte of a file is trusted, and nothing outside of it is read. If another process changes a file while it
- * is read, the data are wrong at worst. The caller must see to it that nobody shortens a file that is mapped.
+ * Safety. No byte of a file is trusted, and nothing outside the file is read. If another process changes a file while
+ * it is read, the data are wrong at worst. The caller must ensure that nobody shortens a file that is mapped.
  *
  * Files are read on little-endian machines of 64 bits only. */
 #ifndef IBP_FILE_H
@@ -33,7 +38,7 @@
 extern "C" {
 #endif
 
-#define IBP_MAX_FILE_DIMS 64u /* as many as torch's tensors have */
+#define IBP_MAX_FILE_DIMS 64u /* dimensions that torch's tensors have at most */
 
 /* A name or a value: the inside of a string of the header in JSON, with its escapes. It points into the bytes of the
  * file and ends without a 0. */
@@ -42,14 +47,15 @@ typedef struct ibp_text {
     size_t num_bytes;
 } ibp_text;
 
-/* Returns whether a text is the same as a string in UTF-8, which ends with a 0. Escapes of the text are resolved. */
+/* Returns whether a text equals a string in UTF-8 that ends with a 0. Escapes of the text are resolved. */
 IBP_API bool ibp_is_text(ibp_text text, const char *utf8);
 
 /* Copies a text in UTF-8 and with a final 0, as snprintf does.
  *
- * utf8, room: receives at most `room` bytes, the 0 included; what does not fit is left out. If room is 0, utf8 may be
- *   NULL.
- * @return the number of bytes of the whole text in UTF-8, without the 0: the copy is whole if this is below room. */
+ * utf8, room: receives at most `room` bytes, the 0 included; bytes that do not fit are left out. If room is 0, utf8 may
+ *   be NULL.
+ * @return the number of bytes of the whole text in UTF-8, without the 0. The copy is complete if this number is below
+ * room. */
 IBP_API size_t ibp_copy_text(ibp_text text, char *utf8, size_t room);
 
 /* Why a file or a table is refused, in words. */
@@ -87,7 +93,7 @@ IBP_API ibp_status ibp_open_file(const uint8_t *bytes, size_t num_bytes, ibp_fil
 
 /* Finds the name of the next table of a file, in the order of the header.
  *
- * cursor: set *cursor to 0 before the first call; each call moves it on.
+ * cursor: set *cursor to 0 before the first call; each call advances it.
  * name: receives the name, for ibp_copy_text and ibp_is_text.
  * @return IBP_NOT_IN_FILE after the last table. */
 IBP_API ibp_status ibp_next_table(const ibp_file *file, size_t *cursor, ibp_text *name);
@@ -103,9 +109,9 @@ typedef struct ibp_file_tensor {
     size_t start; /* where its bytes begin in the data of the file */
 } ibp_file_tensor;
 
-/* Finds the next stored tensor of a file, in the order of the header. ibp_is_part says whether it is a plain one.
+/* Finds the next stored tensor of a file, in the order of the header. ibp_is_part says whether it is a plain tensor.
  *
- * cursor: set *cursor to 0 before the first call; each call moves it on.
+ * cursor: set *cursor to 0 before the first call; each call advances it.
  * tensor: receives the tensor.
  * @return IBP_NOT_IN_FILE after the last tensor. */
 IBP_API ibp_status ibp_next_tensor(const ibp_file *file, size_t *cursor, ibp_file_tensor *tensor);
@@ -124,18 +130,18 @@ IBP_API ibp_status ibp_find_tensor(const ibp_file *file, const char *name, ibp_f
 /* XXH3_64bits of xxHash, or a function that does the same. */
 typedef uint64_t (*ibp_hash_function)(const void *bytes, size_t num_bytes);
 
-/* Compares all bytes of a file with the checksums that it has. Opening a file does not do this.
+/* Compares all bytes of a file with the checksums of the file. Opening a file does not do this.
  *
- * xxh3: the hash of the checksums; the library has none of its own.
+ * xxh3: the hash function of the checksums, which the library does not contain.
  * block: receives the number of the first wrong checksum, counted as the entries of "ibp.checks": the blocks of the
  *   data come first, then the header, then the checksums themselves.
- * @return IBP_OK if all are right; IBP_WRONG_CHECKSUM; IBP_NOT_IN_FILE if the file has no checksums, as ordinary
- * safetensors files; IBP_BAD_FILE if what it says about its checksums is wrong. */
+ * @return IBP_OK if all checksums are right; IBP_WRONG_CHECKSUM if one is not; IBP_NOT_IN_FILE if the file has no
+ * checksums, as ordinary safetensors files; IBP_BAD_FILE if what it says about its checksums is wrong. */
 IBP_API ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block);
 
 /* ---- its tables -------------------------------------------------------------------------------------------------- */
 
-/* What a file says about a table. */
+/* The fields of a table, as a file gives them. */
 typedef struct ibp_file_table {
     ibp_text dtype; /* of the original tensor: "BF16"; torch's name in capitals if safetensors has none */
     uint32_t num_dims;
@@ -146,31 +152,32 @@ typedef struct ibp_file_table {
     uint32_t row_bytes, slot_bytes, rows_per_base;
     uint32_t codebook; /* the number of the table's codebook; not in scheme raw */
     bool has_content;  /* whether `content` is known: the fingerprint of the original bytes (section 10) */
-    bool is_delta;     /* the items are differences from bytes with the fingerprint `base`; the sums have `result` */
+    bool is_delta;     /* whether the items are differences from bytes with the fingerprint `base`; the sums have the
+                          fingerprint `result` */
     uint64_t content, base, result;
-    ibp_text codec;         /* the external codec of a table, which has no scheme and no rows; else empty */
-    size_t workspace_bytes; /* that ibp_open_table needs */
-    const char *name;       /* the caller's */
-    const ibp_file *files;  /* the caller's */
+    ibp_text codec;         /* the external codec of a table that has no scheme and no rows; otherwise empty */
+    size_t workspace_bytes; /* bytes that ibp_open_table needs */
+    const char *name;       /* as given to ibp_find_table */
+    const ibp_file *files;  /* as given to ibp_find_table */
     size_t num_files, file; /* file: the number of the file that has the fields */
     ibp_refusal refusal;    /* why the fields of the table are refused, if they are */
 } ibp_file_table;
 
 /* Finds a table by its name and reads its fields.
  *
- * files, num_files: one file, or all files of a set, among which the parts of a table may be spread. Keep the array in
+ * files, num_files: one file, or all files of a set; the parts of a table may be spread among them. Keep the array in
  *   its place as long as *table is used.
- * name: in UTF-8; keep it likewise.
+ * name: in UTF-8; keep it as long as *table is used.
  * table: receives what the fields say; if they are refused, table->refusal says why.
  * @return IBP_NOT_IN_FILE if there is no such table; IBP_BAD_FILE if its fields contradict each other;
- * IBP_UNSUPPORTED_TABLE if it has fields, a scheme, a dtype or a codec that this library does not know: table->codec
- * may say which codec. */
+ * IBP_UNSUPPORTED_TABLE if it has fields, a scheme, a dtype or a codec that this library does not know. table->codec
+ * may then say which codec. */
 IBP_API ibp_status ibp_find_table(const ibp_file *files, size_t num_files, const char *name, ibp_file_table *table);
 
-/* Opens a table that ibp_find_table has found, for the functions of ibp.h. It checks the codebook; lengths and bases
- * are not read, since calls that decode rows find what is wrong in them row by row.
+/* Opens a table that ibp_find_table has found, for the functions of ibp.h. It checks the codebook. It does not read
+ * lengths and bases, because calls that decode rows check them row by row.
  *
- * workspace, workspace_bytes: at least found->workspace_bytes bytes, aligned to 16, which receive the codebook. Keep
+ * workspace, workspace_bytes: at least found->workspace_bytes bytes, aligned to 16. They receive the codebook; keep
  *   them as long as the table.
  * table: receives the table, whose arrays lie in the files.
  * @return IBP_BAD_FILE if a part or the codebook does not fit the fields; IBP_NOT_IN_FILE if a part is in none of the

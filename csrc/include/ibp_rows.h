@@ -1,4 +1,4 @@
-/* ibp_rows.h - one row, coded and decoded (sections 5 and 6 of FORMAT.md).
+/* ibp_rows.h - codes and decodes single rows (sections 5 and 6 of FORMAT.md).
  *
  *     bool comes_back(const ibp_codebook *codebook, const uint8_t *row, uint8_t *back, void *scratch)
  *     {
@@ -36,8 +36,8 @@ IBP_API ibp_status ibp_encode_row(const ibp_codebook *codebook, const uint8_t *r
 
 /* Decodes a row.
  *
- * codebook: the one that the row was coded with; its arrays are in host memory.
- * src, src_bytes: the coded row, of which src_bytes is the exact size; it may be hostile. Nothing outside src is read.
+ * codebook: the codebook that the row was coded with; its arrays are in host memory.
+ * src, src_bytes: the coded row, of exactly src_bytes bytes; it may be hostile. Nothing outside src is read.
  * row: receives codebook->row_bytes bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(codebook->row_bytes) bytes.
  * @return IBP_CORRUPT_ROW if the coded row does not have exactly src_bytes bytes; then `row` holds any bytes. */

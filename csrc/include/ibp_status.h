@@ -1,4 +1,4 @@
-/* ibp_status.h - what every function returns, the fault of a row, and bounds that hold for all functions.
+/* ibp_status.h - statuses that functions return, faults of rows, and bounds that hold for all functions.
  *
  *     #include <stdio.h>
  *
@@ -42,51 +42,57 @@ extern "C" {
     X(IBP_UNSUPPORTED_TABLE, 10, "the table has fields or a codec that are not known here") \
     X(IBP_WRONG_CHECKSUM, 11, "bytes of the file do not have the checksum that it names")
 
+/* The statuses that functions return; IBP_STATUS_LIST has their texts. */
 typedef enum ibp_status {
 #define IBP_STATUS_ENUM(name, value, text) name = value,
     IBP_STATUS_LIST(IBP_STATUS_ENUM)
 #undef IBP_STATUS_ENUM
 } ibp_status;
 
-/* Returns a text that says in English what a status means. It is never NULL, also if `status` is no ibp_status, and
- * lives as long as the library is loaded. */
+/* Returns a text that says in English what a status means. The text is never NULL, even if `status` is no ibp_status,
+ * and lives as long as the library is loaded. */
 IBP_API const char *ibp_status_string(ibp_status status);
 
 /* ---- bounds ----------------------------------------------------------------------------------------------------- */
 
 #define IBP_MAX_ROW_BYTES 65536u
-#define IBP_MAX_STACK_BYTES 32768u /* that any function uses; tests/c/test_stack.c measures it */
+#define IBP_MAX_STACK_BYTES 32768u /* bytes of stack that any function uses at most; tests/c/test_stack.c measures it */
 
 /* Bytes of scratch for rows of row_bytes bytes, as a constant. The AVX2 decoder of scheme planes needs most, if
- * elements have one byte: three times a row for the largest coded row (section 6: 8 bits of symbol and residual, 16 of
- * digits), seven rows for levels, symbols and listed elements, bitmaps included, one row for the live columns, and two
- * rows for a row that lies in two parts or is wanted in part. The rest is alignment and padding. */
+ * elements have one byte:
+ *
+ *   - three times a row for the largest coded row (section 6: 8 bits of symbol and residual, 16 of digits);
+ *   - seven rows for levels, symbols and listed elements, bitmaps included;
+ *   - one row for the live columns;
+ *   - two rows for a row that lies in two parts or of which only a part is wanted.
+ *
+ * The rest is padding and alignment. */
 #define IBP_SCRATCH_BYTES(row_bytes) (14 * (size_t)(row_bytes) + 4096)
 #define IBP_MAX_SCRATCH_BYTES IBP_SCRATCH_BYTES(IBP_MAX_ROW_BYTES)
 
-/* The largest coded row that any codebook makes of row_bytes bytes, as a constant: 24 bits for each element of one
- * byte, a bitmap of positions, and the header, the cluster's number and the padding of eight parts. A table needs less:
- * it stores rows raw that would not shrink. */
+/* The largest coded row of row_bytes bytes that any codebook makes, as a constant: 24 bits for each element of one
+ * byte, a bitmap of positions, and the header, the cluster's number and the padding of eight parts. A table needs less,
+ * because it stores rows raw that would not shrink. */
 #define IBP_CODED_ROW_BYTES(row_bytes) (3 * (size_t)(row_bytes) + ((size_t)(row_bytes) + 7) / 8 + 16)
 #define IBP_MAX_CODED_ROW_BYTES IBP_CODED_ROW_BYTES(IBP_MAX_ROW_BYTES)
 
-/* What stands for the coded size of a row that a codebook cannot code, because its invariant bits or constant columns
- * differ from the codebook's (section 6): more bytes than any buffer has. A table stores such a row raw. */
+/* Stands for the coded size of a row that a codebook cannot code, because its invariant bits or constant columns differ
+ * from the codebook's (section 6). It is more than any buffer has. A table stores such a row raw. */
 #define IBP_NO_CODED_FORM ((size_t)UINT32_MAX)
 
-/* Returns how many bytes of scratch a call needs that codes or decodes rows of row_bytes bytes; 0 unless row_bytes is 1
- * to IBP_MAX_ROW_BYTES. Each thread needs scratch of its own. The same number as IBP_SCRATCH_BYTES(row_bytes). */
+/* Returns how many bytes of scratch a call needs that codes or decodes rows of row_bytes bytes, as IBP_SCRATCH_BYTES
+ * does; 0 unless row_bytes is 1 to IBP_MAX_ROW_BYTES. Each thread needs scratch of its own. */
 IBP_API size_t ibp_scratch_bytes(uint32_t row_bytes);
 
-/* Returns how many bytes a coded row has at most, whatever the codebook; 0 unless row_bytes is 1 to IBP_MAX_ROW_BYTES.
- * The same number as IBP_CODED_ROW_BYTES(row_bytes). */
+/* Returns how many bytes a coded row has at most, whatever the codebook, as IBP_CODED_ROW_BYTES does; 0 unless
+ * row_bytes is 1 to IBP_MAX_ROW_BYTES. */
 IBP_API size_t ibp_max_coded_row_bytes(uint32_t row_bytes);
 
 /* ---- faults ------------------------------------------------------------------------------------------------------ */
 
-/* What went wrong first among many rows. The caller sets it to zero before the call; it stays zero if all rows are
- * right, and is only written if it is still zero, so that one fault can serve several calls. Its fields have eight
- * bytes each so that a GPU can write them into mapped memory. */
+/* The first fault among many rows. The caller sets it to zero before the call, and it stays zero if all rows are right.
+ * It is written only while it is zero, so that one fault can serve several calls. Its fields have eight bytes each so
+ * that a GPU can write them into mapped memory. */
 typedef struct ibp_fault {
     int64_t status;   /* an ibp_status, such as IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW */
     int64_t position; /* position in the output; a row number in calls without ids */

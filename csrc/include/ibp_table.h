@@ -1,4 +1,5 @@
-/* ibp_table.h - tables of rows (sections 1 to 3 of FORMAT.md): measured, indexed, coded, gathered, decoded.
+/* ibp_table.h - tables of rows (sections 1 to 3 of FORMAT.md). To make a table, measure its rows, index them and code
+ * them, in this order; then gather items or decode bytes.
  *
  *     ibp_status three_items(const ibp_table *table, uint8_t *out, void *scratch) // items 7, 0 and 7
  *     {
@@ -22,35 +23,41 @@ extern "C" {
 #endif
 
 /* A table: where the bytes of a coded tensor are, and how they are coded. The tensor is num_items items of item_bytes
- * bytes, back to back; its bytes are cut into rows of codebook.row_bytes bytes, which are coded one by one. Row r has
- * slot_bytes bytes of `slots` for itself, and a part in `overflow` if it needs more. The caller keeps all arrays. The
- * pointers are host pointers for the functions of ibp.h, and pointers that the device can use for those of ibp_cuda.h.
- */
+ * bytes, back to back. Its bytes are cut into rows of codebook.row_bytes bytes, which are coded one by one. Row r has
+ * slot_bytes bytes of `slots` for itself, and a part in `overflow` if it needs more:
+ *
+ *     lengths    one number for each row: its bytes as coded; 0: it is stored raw; or that of a default row
+ *     bases      one number for 32 rows, or for each row: where their parts begin in overflow
+ *     slots      | row 0 | row 1 | row 2 | ...                 slot_bytes bytes each
+ *     overflow   | rest of row 0 | rest of row 2 | ...         only of rows that are longer than their slot
+ *
+ * The caller keeps all arrays. The pointers are host pointers for the functions of ibp.h, and pointers that the device
+ * can use for those of ibp_cuda.h. */
 typedef struct ibp_table {
     int64_t num_items;       /* along the first dimension of the tensor */
-    int64_t item_bytes;      /* of one item; all items together have less than INT64_MAX / 32 bytes */
+    int64_t item_bytes;      /* bytes of one item; all items together have less than INT64_MAX / 32 bytes */
     const uint8_t *slots;    /* NULL if slots_bytes is 0 */
     const uint8_t *overflow; /* NULL if overflow_bytes is 0 */
     const uint16_t *lengths; /* an entry for each row, or NULL: every row is raw; NULL in scheme raw */
     const uint64_t *bases;   /* an entry for every rows_per_base rows, or NULL: no row has an overflow part */
     int64_t slots_bytes;
     int64_t overflow_bytes;
-    uint64_t slots_start, overflow_start; /* 0, unless the arrays are of a block of a larger table's rows: then the
-                                             bytes of the larger table's arrays that they begin with */
+    uint64_t slots_start, overflow_start; /* 0, unless the arrays hold a block of a larger table's rows; then the
+                                             byte of the larger table's array at which each array begins */
     uint32_t slot_bytes;                  /* 0, row_bytes, or a multiple of IBP_OVERFLOW_ALIGN below row_bytes */
     ibp_codebook codebook;
-    uint32_t rows_per_base; /* 0 or IBP_ROWS_PER_BASE: overflow parts lie in the order of the rows; 1: every row has a
-                               base, and its part lies anywhere */
+    uint32_t rows_per_base; /* 0 or IBP_ROWS_PER_BASE: overflow parts lie in the order of the rows. 1: every row has
+                               its own base, and its part may lie anywhere */
 } ibp_table;
 
-/* The entry of lengths of a default row, which has no bytes (section 2). */
+/* The entry of lengths that marks a default row, which has no bytes (section 2). */
 #define IBP_DEFAULT_LENGTH(row_bytes) ((row_bytes) < 65535u ? (row_bytes) : 65535u)
 
 #define IBP_ROWS_PER_BASE 32u  /* rows that share an entry of bases if overflow parts are in order (section 2) */
 #define IBP_OVERFLOW_ALIGN 32u /* bytes: the unit of overflow parts and slots (section 3), a sector of GPU memory */
 
-/* Checks a table that comes from elsewhere: whether its fields fit each other, and its codebook as ibp_check_codebook
- * does. Rows, lengths and bases are not read: calls that decode them find what is wrong in them row by row.
+/* Checks a table that comes from elsewhere: that its fields fit each other, and its codebook as ibp_check_codebook
+ * does. Rows, lengths and bases are not read: calls that decode rows check them row by row.
  *
  * table: all its pointers are host pointers.
  * @return IBP_OK if the table is right, else IBP_INVALID_ARGUMENT. */
@@ -60,12 +67,13 @@ IBP_API ibp_status ibp_check_table(const ibp_table *table);
  * range. Reads no array. */
 IBP_API int64_t ibp_num_rows(const ibp_table *table);
 
-/* Measures how long each row of a tensor becomes with a codebook, without writing coded rows.
+/* Measures how many bytes each row of a tensor takes with a codebook, without writing coded rows.
  *
  * codebook: of scheme ibp or planes; raw rows have no lengths.
  * data, num_bytes: the bytes of the tensor. The last row may be shorter than codebook->row_bytes.
- * lengths: receives an entry for each row: the size of the coded row; 0 if that is not smaller than the row, which is
- *   then stored raw; IBP_DEFAULT_LENGTH(row_bytes) if the row equals the codebook's default row, which takes no bytes.
+ * lengths: receives an entry for each row: the size of the coded row; 0 if the coded row would not be smaller than the
+ *   row, which is then stored raw; IBP_DEFAULT_LENGTH(row_bytes) if the row equals the codebook's default row, which
+ *   takes no bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes. Threads may measure parts of one tensor that
  *   begin at multiples of row_bytes, each with its own scratch.
  * @return IBP_OK, or IBP_INVALID_ARGUMENT, also if scratch is too small. */
@@ -76,7 +84,7 @@ IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t 
  * Call it after ibp_measure_rows and before ibp_encode_rows.
  *
  * lengths: an entry for each row, as ibp_measure_rows makes them; NULL: all rows are raw.
- * num_bytes: of the tensor, whose rows are num_bytes / row_bytes, rounded up.
+ * num_bytes: bytes of the tensor, which has num_bytes / row_bytes rows, rounded up.
  * slot_bytes: 0, row_bytes, or a multiple of IBP_OVERFLOW_ALIGN below row_bytes.
  * bases: receives an entry for every IBP_ROWS_PER_BASE rows, rounded up.
  * overflow_bytes: receives the size of overflow. */
@@ -86,22 +94,21 @@ IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, ui
 /* Counts how many bytes rows take, so that the caller can choose the size of slots.
  *
  * lengths: an entry for each row, as ibp_measure_rows makes them. An entry above row_bytes counts as a raw row.
- * num_bytes: of the tensor, whose rows are num_bytes / row_bytes, rounded up.
+ * num_bytes: bytes of the tensor, which has num_bytes / row_bytes rows, rounded up.
  * survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) counters, to which the function adds; set them to 0 before the first
- *   call. survey[0] counts the bytes of all rows as they are stored, survey[1 + k] the rows that take k sectors of
+ *   call. survey[0] counts the bytes of all rows as stored, and survey[1 + k] counts the rows that take k sectors of
  *   IBP_OVERFLOW_ALIGN bytes. */
 IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey);
 
-/* Codes rows of a tensor into slots and overflow whose lengths and bases are known. Zeros fill each part up to the end
- * of its slot, or to the next multiple of IBP_OVERFLOW_ALIGN in overflow. Call it after ibp_index_rows.
+/* Codes rows of a tensor into slots and overflow, for a table whose lengths and bases are known. Zeros fill each part
+ * up to the end of its slot, or to the next multiple of IBP_OVERFLOW_ALIGN in overflow. Call it after ibp_index_rows.
  *
  * table: sizes, codebook, lengths and bases. Its pointers slots and overflow are not read.
- * data: the whole tensor, also if not all of its rows are coded.
- * first_row, last_row: the rows that this call codes; last_row is not among them. Threads may each code a range of
- *   rows.
+ * data: the whole tensor, even if only some of its rows are coded.
+ * first_row, last_row: the rows first_row to last_row - 1 are coded. Several threads may each code a range of rows.
  * slots, overflow: receive the rows; table->slots_bytes and table->overflow_bytes bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
- * fault: the first row that cannot be coded is noted here if *fault is still zero; no later row is coded.
+ * fault: receives the first row that cannot be coded if *fault is still zero; no later row is coded.
  * @return IBP_OK; IBP_CORRUPT_ROW if an entry of lengths does not belong to data; IBP_BUFFER_TOO_SMALL if a part does
  * not lie in its array. */
 IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, int64_t first_row, int64_t last_row,
@@ -110,9 +117,9 @@ IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, 
 
 #define IBP_MAX_OUT_DIMS 4u
 
-/* Which items a gather wants, and where in its output they go. Set the struct to zero, then data, count and id_bytes;
- * item k of the gather is item ids[k] of the table and goes to position k of the output, where items lie back to back.
- * The other fields are for outputs of other forms:
+/* Which items a gather wants, and where in its output they go. Set the struct to zero, then set data, count and
+ * id_bytes: item k of the gather is item ids[k] of the table and goes to position k of the output, where items lie back
+ * to back. The other fields are for outputs of other forms:
  *
  * positions: item k goes to position positions[k]. An item whose position is not below out_items is left out and noted
  *   as IBP_INDEX_OUT_OF_RANGE.
@@ -120,42 +127,43 @@ IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, 
  *   num_dims dimensions; position (i0, i1, ...) begins at byte i0 * strides[0] + i1 * strides[1] + ... of the output.
  *   No two positions may share a byte.
  * addresses: the output is several pieces of memory, such as the blocks of a paged cache: item k goes to the address
- *   addresses[k]. Addresses are trusted. `out` is not used; positions is NULL and num_dims 0. */
+ *   addresses[k]. Addresses are trusted. `out` is not used; positions must be NULL and num_dims 0. */
 typedef struct ibp_ids {
     const void *data;  /* the ids, int32_t or int64_t; NULL if id_bytes is 0 */
-    int64_t count;     /* of the ids */
+    int64_t count;     /* number of ids */
     uint32_t id_bytes; /* 4 or 8; 0: the ids are 0, 1, 2, ... */
     const uint32_t *positions;
     int64_t out_items;                 /* positions of the output; read if positions is not NULL */
     uint32_t num_dims;                 /* at most IBP_MAX_OUT_DIMS; 0: items lie back to back */
-    int64_t sizes[IBP_MAX_OUT_DIMS];   /* at least 1 each; together at least as many positions as the gather fills */
+    int64_t sizes[IBP_MAX_OUT_DIMS];   /* at least 1 each; their product is at least the number of positions that the
+                                          gather fills */
     int64_t strides[IBP_MAX_OUT_DIMS]; /* bytes, at least 0 */
     const uint64_t *addresses;         /* count addresses, or NULL */
-    int64_t from_end;                  /* num_items: ids below 0 count from the end; 0: they are out of range */
+    int64_t from_end;                  /* num_items if ids below 0 count from the end; 0 if they are out of range */
 } ibp_ids;
 
-/* Gathers items of a table: decodes item ids[k] into its place in the output, for first <= k < last. An id out of range
- * and an item with a corrupt row leave zeros in their place; all other items are right.
+/* Gathers items of a table: decodes item ids[k] into its place in the output, for first <= k < last. If an id is out of
+ * range or an item has a corrupt row, zeros are written in its place; all other items are right.
  *
  * table: with arrays in host memory.
  * ids: which items, and where they go.
- * first, last: the part of the ids that this call takes; threads may share one gather, each with its own part and
- *   scratch. 0 and ids->count gather everything.
+ * first, last: the part of the ids that this call takes; 0 and ids->count gather everything. Several threads may share
+ *   one gather, each with its own part and scratch.
  * out: position 0 of the output, item_bytes bytes for each position.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
- * fault: the first fault is noted here if *fault is still zero.
+ * fault: receives the first fault if *fault is still zero.
  * @return IBP_OK, or the status of this call's first fault. */
 IBP_API ibp_status ibp_gather_items(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last,
                                     uint8_t *out, void *scratch, size_t scratch_bytes, ibp_fault *fault);
 
-/* Decodes a range of a table's bytes. A corrupt row leaves zeros in its place.
+/* Decodes a range of a table's bytes. Zeros are written in the place of a corrupt row.
  *
  * table: with arrays in host memory.
- * start, end: the range, in bytes of the original tensor; 0 and num_items * item_bytes decode everything. Threads may
- *   each decode a range of one table.
+ * start, end: the range, in bytes of the original tensor; 0 and num_items * item_bytes decode everything. Several
+ *   threads may each decode a range of one table.
  * out: receives end - start bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) bytes.
- * fault: the first fault is noted here if *fault is still zero; its position and id are the number of the row.
+ * fault: receives the first fault if *fault is still zero; its position and id are the number of the row.
  * @return IBP_OK, or the status of this call's first fault; IBP_INVALID_ARGUMENT also unless 0 <= start <= end <=
  * num_items * item_bytes. */
 IBP_API ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, void *scratch,

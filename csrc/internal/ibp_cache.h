@@ -58,47 +58,52 @@ extern "C" {
 
 /* A way of a map: a row's number and its entry. */
 typedef struct ibp_cached_row {
-    int64_t row; /* or one of the following */
+    int64_t row; /* the row's number, IBP_WAY_EMPTY or IBP_WAY_REMOVED */
     uint64_t entry;
 } ibp_cached_row;
 
-#define IBP_WAY_EMPTY ((int64_t)-1)   /* never used: a search ends in the set that has one */
-#define IBP_WAY_REMOVED ((int64_t)-2) /* used once: a search goes on */
+#define IBP_WAY_EMPTY ((int64_t)-1)   /* a way that has never been used: a search ends in the set that has one */
+#define IBP_WAY_REMOVED ((int64_t)-2) /* a way whose row was removed: a search goes on */
 
-/* A row is in its home set, which a hash of its number names, or, if that set has no empty way, in one of the sets that
- * the hash names next; IBP_SEARCHED_WAYS ways are searched in all. A map with sets of two ways that is filled to 85 %
- * leaves out fewer than one row in a thousand. */
+/* The number of ways that a search looks at in all. A row is in its home set, which a hash of its number names, or, if
+ * that set has no empty way, in one of the sets that the hash names next. A map with sets of two ways that is filled to
+ * 85 % leaves out fewer than one row in a thousand. */
 #define IBP_SEARCHED_WAYS 32u
 
-/* A slab's map: sets of `ways` ways. An empty map has IBP_WAY_EMPTY and entry 0 in every way. */
+/* The map of a slab: sets of `ways` ways each. In an empty map every way has row IBP_WAY_EMPTY and entry 0. */
 typedef struct ibp_cache_map {
     ibp_cached_row *rows; /* num_sets * ways, aligned to 16 bytes */
     int64_t num_sets;     /* 1 to UINT32_MAX; 0: the slab has no rows */
     uint32_t ways;        /* 2, 4, 8, 16 or 32 */
 } ibp_cache_map;
 
+/* A slab: memory that holds cached rows. */
 typedef struct ibp_slab {
     const uint8_t *bytes;
     int64_t num_bytes;
 } ibp_slab;
 
-/* What a gather reads besides its table. The entry of row r of item ids[k] is entries[k * rows_per_item + r], where
+/* The input of a gather besides its table. The entry of row r of item ids[k] is entries[k * rows_per_item + r], where
  * rows_per_item is item_bytes / row_bytes. */
 typedef struct ibp_cache {
-    const uint64_t *entries; /* ids * rows_per_item */
+    const uint64_t *entries; /* ids->count * rows_per_item */
     uint32_t num_slabs;      /* at most IBP_MAX_SLABS */
     ibp_slab slabs[IBP_MAX_SLABS];
 } ibp_cache;
 
-/* Counts of rows that were asked for. Default rows and ids out of range count neither as hits nor as misses. */
+/* Counts of rows that were looked up. Default rows and ids out of range count neither as hits nor as misses. */
 typedef struct ibp_cache_counts {
     uint64_t hits[IBP_MAX_SLABS]; /* rows found, by slab */
     uint64_t misses;              /* rows not found */
-    uint64_t missed_bytes;        /* as stored, each row's in whole units of IBP_OVERFLOW_ALIGN */
+    uint64_t missed_bytes;        /* bytes of missed rows as stored, each row rounded up to a multiple of
+                                     IBP_OVERFLOW_ALIGN */
 } ibp_cache_counts;
 
-/* Finds the slab whose map each row belongs to, by a hash of the row's number: owners[i] for row rows[i]. num_slabs: 1
- * to IBP_MAX_SLABS. */
+/* Finds the slab whose map each row belongs to, by a hash of the row's number.
+ *
+ * rows: count row numbers.
+ * num_slabs: 1 to IBP_MAX_SLABS.
+ * owners: owners[i] receives the slab of row rows[i]. */
 IBP_API ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners);
 
 /* The items whose rows are looked up: each has rows_per_item rows of row_bytes bytes. */
@@ -106,15 +111,15 @@ typedef struct ibp_row_query {
     const ibp_ids *ids;      /* its positions are not read */
     int64_t rows_per_item;   /* at least 1 */
     uint32_t row_bytes;      /* 1 to IBP_MAX_ROW_BYTES */
-    const uint16_t *lengths; /* one a row, or NULL: every row is raw */
+    const uint16_t *lengths; /* one for each row; NULL: every row is raw */
     int64_t num_rows;        /* rows of the table; ids past them are out of range */
 } ibp_row_query;
 
 /* Looks up the rows of the items ids[first] to ids[last - 1].
  *
- * maps: num_maps, at most IBP_MAX_SLABS. A row is looked up in the map that ibp_owners_of_rows names.
+ * maps, num_maps: at most IBP_MAX_SLABS maps. A row is looked up in the map that ibp_owners_of_rows names.
  * entries: entries[k * rows_per_item + r] receives the entry of row r of item ids[k]; 0 if no map has the row.
- * counts: NULL, or added to atomically, so that threads may share it. */
+ * counts: the counts are added to it atomically, so that threads may share it; or NULL. */
 IBP_API ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
                                    int64_t first, int64_t last, uint64_t *entries, ibp_cache_counts *counts);
 
@@ -128,47 +133,58 @@ typedef struct ibp_cache_slab {
     ibp_cache_map map;
     uint8_t *bytes;
     int64_t num_bytes; /* at most 2^IBP_ENTRY_OFFSET_BITS */
-    uint32_t number;   /* of the slab among those of the cache: below IBP_MAX_SLABS */
+    uint32_t number;   /* number of the slab among those of the cache, below IBP_MAX_SLABS */
 } ibp_cache_slab;
 
-/* Copies rows of a table into a slab, as they are stored, and puts them into its map: row rows[i] to offsets[i], for
- * first <= i < last. A row that is in the map already, default rows, and rows for which the ways that a search would
- * look at are taken, are left out; so are rows with a negative number or offset. Of equal rows one is taken. Rooms that
- * overlap give wrong rows. Threads may share a map. The map's entry of a row is written after its bytes. A map without
- * sets leaves no row out: rows are copied, equal ones too, and nothing says where they are.
- * @return IBP_INDEX_OUT_OF_RANGE: there is no such row; IBP_CORRUPT_ROW: the row lies outside the table, or is lost;
- * IBP_BUFFER_TOO_SMALL: it does not lie in the slab; these rows are left out, and the first one is noted in *fault. */
+/* Copies rows of a table into a slab, as they are stored, and puts them into its map. Row rows[i] goes to byte
+ * offsets[i] of the slab, for first <= i < last. Several threads may share a map. The map's entry of a row is written
+ * after the row's bytes.
+ *
+ * A row is left out if it is in the map already, if it is a default row, if all ways that a search would look at are
+ * taken, or if its number or its offset is negative. Of equal rows one is taken. Rows whose places in the slab overlap
+ * come back wrong. If the map has no sets, no row is left out: all rows are copied, equal ones too, and no map says
+ * where they are.
+ *
+ * @return IBP_INDEX_OUT_OF_RANGE if the table has no such row; IBP_CORRUPT_ROW if the row lies outside the table, or is
+ * lost; IBP_BUFFER_TOO_SMALL if the row does not lie in the slab. Such rows are left out, and the first one is noted in
+ * *fault. */
 IBP_API ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t first,
                                  int64_t last, const ibp_cache_slab *slab, ibp_fault *fault);
 
-/* A cache that replaces its rows by the rows that are asked for. Sets have IBP_SEARCHED_WAYS ways, and a row lies in
- * its home set; way i of the map owns slot_bytes bytes of the slab from i * slot_bytes on. */
+/* A cache that replaces its rows by the rows that are asked for (least recently used). Its sets have IBP_SEARCHED_WAYS
+ * ways, and a row is always in its home set. Way i of the map owns the slot_bytes bytes of the slab that begin at byte
+ * i * slot_bytes. */
 typedef struct ibp_lru {
     ibp_cache_slab slab;
     uint32_t slot_bytes; /* a multiple of IBP_OVERFLOW_ALIGN; longer rows are not cached */
-    uint32_t *stamps;    /* one a way, the time of its last use, then one a set, 0 between calls. Zeros at first */
-    uint64_t *clock;     /* two numbers, the same between calls: how many calls there were */
+    uint32_t *stamps;    /* for each way the time of its last use, then for each set a number that is 0 between
+                            calls. All zeros at first */
+    uint64_t *clock;     /* two numbers, which are equal between calls: the number of calls so far */
 } ibp_lru;
 
-/* entries[k * rows_per_item + r] = entry of row r of item ids[k] for all ids, after the rows that were missing have
- * taken the places of those used longest ago. Rows that the cache holds when the call begins keep their places. Each
- * missing row, in the order of the ids, takes a way of its set that has no row, else the one used longest ago, but none
- * that this call uses nor one that is dirty; its bytes are copied there. Where there is no such way, and for rows that
- * are longer than a slot, the entry is 0. Equal ids get the same entry; those after the first count as hits. counts may
- * be NULL.
- * @return the first fault's status, noted in *fault if that is still clear: an id out of range, or a row that lies
- * outside the table; their entries are 0. IBP_INVALID_ARGUMENT also for items that are not whole rows. */
+/* Looks up the rows of all ids, and lets missing rows replace those that were used longest ago. entries[k *
+ * rows_per_item + r] receives the entry of row r of item ids[k].
+ *
+ * Rows that the cache holds when the call begins keep their places. Each missing row, in the order of the ids, takes a
+ * way of its set that has no row. If there is none, it takes the way that was used longest ago among those that this
+ * call does not use and that are not dirty. Its bytes are copied there. If there is no such way either, or if a row is
+ * longer than a slot, its entry is 0. Equal ids get the same entry; those after the first count as hits.
+ *
+ * counts: the counts are added to it; or NULL.
+ * @return the status of the first fault, which is noted in *fault if *fault is still zero: an id out of range, or a row
+ * that lies outside the table. The entries of such rows are 0. IBP_INVALID_ARGUMENT also if items are not whole
+ * rows. */
 IBP_API ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru, uint64_t *entries,
                                     ibp_cache_counts *counts, ibp_fault *fault);
 
-/* Takes rows rows[0] to rows[count - 1] out of a map. Rows that the map does not have, and negative numbers, are left
- * out. */
+/* Removes rows rows[0] to rows[count - 1] from a map. Rows that the map does not have, and negative numbers, are
+ * skipped. */
 IBP_API ibp_status ibp_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map);
 
-/* Notes in a map that the cached bytes of rows have been written anew. Rows that the map does not have, and negative
- * numbers, are left out; rows must differ.
+/* Notes in a map that the cached bytes of rows have been rewritten. Rows that the map does not have, and negative
+ * numbers, are skipped. Rows must differ.
  *
- * lengths: the new entries of lengths; NULL: they are as before.
+ * lengths: the new entries of lengths; NULL: they have not changed.
  * dirty: whether the table's own rows are older. */
 IBP_API ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,
                                   const ibp_cache_map *map);
@@ -178,8 +194,9 @@ IBP_API ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, 
 /* Finds owners on a GPU as ibp_owners_of_rows does. */
 IBP_API ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
                                            ibp_stream stream);
-/* Finds the entries of all ids as ibp_find_cached does, of at most 2^31 rows. The array `maps` is in host memory; the
- * rows of the maps, and counts, which may be NULL, are in device memory. Maps of peers are read where they are. */
+/* Finds the entries of all ids as ibp_find_cached does, for at most 2^31 rows. The array `maps` is in host memory. The
+ * rows of the maps are in device memory, and so is counts, which may be NULL. The maps of other GPUs are read where
+ * they are. */
 IBP_API ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
                                         uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream);
 /* Gathers all ids as ibp_gather_cached does; fault and max_sms are as in ibp_cuda_gather_items. */
@@ -188,12 +205,12 @@ IBP_API ibp_status ibp_cuda_gather_cached(const ibp_table *table, const ibp_ids 
 /* Copies all rows as ibp_fill_slab does. */
 IBP_API ibp_status ibp_cuda_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets,
                                       int64_t count, const ibp_cache_slab *slab, ibp_fault *fault, ibp_stream stream);
-/* Finds and replaces rows as ibp_claim_cached does, at most 2^31 rows, except that missing rows take their ways in any
- * order. All calls and lookups of one cache must follow each other on one stream. */
+/* Finds and replaces rows as ibp_claim_cached does, for at most 2^31 rows, except that missing rows take their ways in
+ * any order. All calls and lookups of one cache must follow each other on one stream. */
 IBP_API ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru,
                                          uint64_t *entries, ibp_cache_counts *counts, ibp_fault *fault,
                                          ibp_stream stream);
-/* Take rows out of a map, and note changed rows, as ibp_drop_cached and ibp_set_cached do. */
+/* Remove rows from a map, and note changed rows, as ibp_drop_cached and ibp_set_cached do. */
 IBP_API ibp_status ibp_cuda_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map,
                                         ibp_stream stream);
 IBP_API ibp_status ibp_cuda_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,

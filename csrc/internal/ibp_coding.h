@@ -1,4 +1,4 @@
-/* ibp_coding.h - the sizes of coded rows, statistics of rows on a GPU, and arrays filled there. */
+/* ibp_coding.h - sizes of coded rows, and statistics of rows and fills of arrays on a GPU. */
 #ifndef IBP_CODING_H
 #define IBP_CODING_H
 
@@ -9,21 +9,24 @@
 extern "C" {
 #endif
 
-/* Returns the exact size of a row as coded, whether or not it is smaller than the row, without coding it;
- * IBP_NO_CODED_FORM if the codebook cannot code the row; 0 for an invalid argument, such as a codebook of scheme raw,
- * and if arrays that ibp_check_codebook refuses leave no bit of the row. row: codebook->row_bytes bytes. */
+/* Returns the exact size of a coded row, whether or not it is smaller than the row, without coding it. Returns
+ * IBP_NO_CODED_FORM if the codebook cannot code the row. Returns 0 for an invalid argument, such as a codebook of
+ * scheme raw, and if arrays that ibp_check_codebook refuses leave no bit of the row.
+ *
+ * row: codebook->row_bytes bytes.
+ * scratch, scratch_bytes: at least ibp_scratch_bytes(codebook->row_bytes) bytes. */
 IBP_API size_t ibp_coded_row_bytes(const ibp_codebook *codebook, const uint8_t *row, void *scratch,
                                    size_t scratch_bytes);
 
 /* ---- on a GPU --------------------------------------------------------------------------------------------------- */
 
-/* Counts bits on a GPU as ibp_count_bits does; adds to counts. */
+/* Counts bits on a GPU as ibp_count_bits does. Adds to counts. */
 IBP_API ibp_status ibp_cuda_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts,
                                        ibp_stream stream);
-/* Counts hits on a GPU as ibp_count_hits does; adds to hits. */
+/* Counts hits on a GPU as ibp_count_hits does. Adds to hits. */
 IBP_API ibp_status ibp_cuda_count_hits(const ibp_codebook *codebook, const uint8_t *data, size_t num_rows,
                                        uint64_t *hits, ibp_stream stream);
-/* Sets num_bytes bytes of device memory to one value, such as the arrays of an ibp_place before anything is coded. */
+/* Sets num_bytes bytes of device memory, such as an array of an ibp_place before anything is coded, to one value. */
 IBP_API ibp_status ibp_cuda_fill(void *memory, uint8_t value, size_t num_bytes, ibp_stream stream);
 
 #ifdef __cplusplus

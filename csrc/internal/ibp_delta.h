@@ -21,13 +21,15 @@ extern "C" {
 
 /* ---- fingerprints (section 10) ---------------------------------------------------------------------------------- */
 
-/* Adds to *sum what a part of a tensor contributes to its fingerprint. part: num_bytes bytes at any alignment, which
- * begin with word first_word of the tensor; num_bytes is a multiple of 8 except for the last part. Parts may come in
- * any order. */
+/* Adds to *sum the contribution of a part of a tensor to its fingerprint. Parts may come in any order.
+ *
+ * part, num_bytes: the bytes of the part, at any alignment. num_bytes is a multiple of 8 except for the last part.
+ * first_word: the number of the tensor's 8-byte word that the part begins with. */
 IBP_API ibp_status ibp_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum);
 
-/* Returns the fingerprint of a tensor of num_bytes bytes, for all of whose parts ibp_sum_words has been called with a
- * sum that was 0 at first. */
+/* Returns the fingerprint of a tensor of num_bytes bytes.
+ *
+ * sum: starts at 0; ibp_sum_words has added all parts of the tensor to it. */
 IBP_API uint64_t ibp_finish_fingerprint(uint64_t sum, int64_t num_bytes);
 
 /* Returns the fingerprint of num_bytes bytes at any alignment. */
@@ -36,12 +38,12 @@ IBP_API uint64_t ibp_fingerprint(const uint8_t *data, int64_t num_bytes);
 /* ---- deltas (section 9) ------------------------------------------------------------------------------------------ */
 
 /* Adds the rows first_row to last_row - 1 of a table of differences to a tensor, or subtracts them, element by element
- * modulo 2^w. A corrupt row changes nothing, neither when it is added nor when it is subtracted; it is noted in *fault
- * if *fault is still zero, and the other rows are added all the same. Threads may each take rows of one table.
+ * modulo 2^w. A corrupt row changes nothing, neither when it is added nor when it is subtracted. It is noted in *fault
+ * if *fault is still zero, and the other rows are still added. Several threads may each take rows of one table.
  *
  * base: the whole tensor, of as many bytes as the table, at any alignment.
- * change: the call adds to *change what the sum of ibp_sum_words changes by.
- * scratch: ibp_scratch_bytes(row_bytes) and row_bytes more.
+ * change: the change of the tensor's sum (ibp_sum_words) is added to it.
+ * scratch, scratch_bytes: at least ibp_scratch_bytes(row_bytes) + row_bytes bytes.
  * @return the first fault's status, or IBP_OK; IBP_INVALID_ARGUMENT also if row_bytes is no multiple of 8. */
 IBP_API ibp_status ibp_add_rows(const ibp_table *table, uint32_t element_bytes, bool subtracts, int64_t first_row,
                                 int64_t last_row, uint8_t *base, uint64_t *change, void *scratch, size_t scratch_bytes,
@@ -49,64 +51,71 @@ IBP_API ibp_status ibp_add_rows(const ibp_table *table, uint32_t element_bytes, 
 
 /* ---- on a GPU --------------------------------------------------------------------------------------------------- */
 
-/* Adds to *sum on a GPU as ibp_sum_words does; sum is aligned to 8 bytes. */
+/* Adds to *sum on a GPU as ibp_sum_words does. sum is aligned to 8 bytes. */
 IBP_API ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum,
                                       ibp_stream stream);
 
-/* One of the tensors whose deltas are made or applied by one launch; arrays of these are in device memory. The rows of
- * all tensors are numbered in one sequence, in which each tensor's begin with a multiple of IBP_ROWS_PER_BASE. Its
- * elements may begin at any address that is a multiple of their size. */
+/* A tensor whose delta is made or applied together with those of other tensors, by one launch. Arrays of these structs
+ * are in device memory. The rows of all tensors are numbered in one sequence, in which the rows of each tensor begin
+ * with a multiple of IBP_ROWS_PER_BASE. Elements may begin at any address that is a multiple of their size. */
 typedef struct ibp_delta_tensor {
-    uint8_t *base;           /* num_bytes bytes; written where a delta is applied, or updates_bases says so */
-    const uint8_t *newer;    /* likewise; read where a delta is made */
+    uint8_t *base;           /* num_bytes bytes; written if a delta is applied, or if updates_bases is set */
+    const uint8_t *newer;    /* num_bytes bytes; read if a delta is made */
     int64_t num_bytes;       /* whole elements */
-    int64_t first_row;       /* of the sequence; increasing, the first tensor's 0 */
-    const uint16_t *lengths; /* the tensor's own packed table of differences: read where a delta is applied */
-    const uint64_t *bases;   /* one for IBP_ROWS_PER_BASE rows; NULL: there are none */
+    int64_t first_row;       /* number of the tensor's first row in the sequence; increasing, 0 for the first tensor */
+    const uint16_t *lengths; /* the tensor's own packed table of differences: read if a delta is applied */
+    const uint64_t *bases;   /* one for each IBP_ROWS_PER_BASE rows, or NULL */
     const uint8_t *overflow;
     int64_t overflow_bytes;
-    uint64_t base_sum, result_sum; /* of ibp_sum_words: of the base and of what it becomes */
+    uint64_t base_sum, result_sum; /* sums of ibp_sum_words, of the base and of the base after the delta is applied */
 } ibp_delta_tensor;
 
-/* Return whether the functions below take a codebook for making, or for applying, deltas. Its rows are listed, have a
- * multiple of 16 bytes and at most 8192, and the default 0; it has no clusters, constant columns, invariant bits or
- * signed default. For making, symbols must also be whole elements, neither rotated nor consecutive, and the closed
- * value must be 1. */
+/* Return whether the functions below can make, or apply, deltas with a codebook. Its rows must be listed, have a
+ * multiple of 16 bytes and at most 8192, and have the default 0. It must have no clusters, constant columns, invariant
+ * bits or signed default. To make deltas, symbols must also be whole elements, neither rotated nor consecutive, and the
+ * closed value must be 1. */
 IBP_API bool ibp_cuda_makes_deltas(const ibp_codebook *codebook);
 IBP_API bool ibp_cuda_applies_deltas(const ibp_codebook *codebook);
 
-#define IBP_DELTA_COUNTS 8u /* numbers of a row that measuring leaves for coding */
+#define IBP_DELTA_COUNTS 8u /* numbers for each row that ibp_cuda_measure_deltas passes on to ibp_cuda_encode_deltas */
 
-/* Measures the differences newer - base, element by element modulo 2^w, of all tensors: lengths[r], as
- * ibp_measure_rows, for the num_rows rows of the sequence, a multiple of IBP_ROWS_PER_BASE; rows that belong to no
- * tensor are default rows. The codebook's entries are -1, 1, -2, 2, ..., which is not looked at. counts: num_rows *
- * IBP_DELTA_COUNTS entries, for ibp_cuda_encode_deltas. sums[2 * k] and sums[2 * k + 1], set to 0 by the caller, become
- * the sums of words of tensor k's base and of its newer version. */
+/* Measures the differences newer - base of all tensors, element by element modulo 2^w.
+ *
+ * codebook: its entries are -1, 1, -2, 2, ...; the function does not check this.
+ * num_rows: rows of the sequence, a multiple of IBP_ROWS_PER_BASE. Rows that belong to no tensor are default rows.
+ * lengths: receives an entry for each row, as ibp_measure_rows makes them.
+ * counts: receives num_rows * IBP_DELTA_COUNTS entries, for ibp_cuda_encode_deltas.
+ * sums: 2 * num_tensors numbers, set to 0 by the caller. sums[2 * k] receives the sum of words of tensor k's base, and
+ *   sums[2 * k + 1] that of its newer version. */
 IBP_API ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                            uint32_t num_tensors, int64_t num_rows, uint16_t *lengths, uint16_t *counts,
                                            uint64_t *sums, ibp_stream stream);
-/* Codes them: the rows of the sequence back to back, as bases say, which ibp_cuda_index_rows has made of lengths as if
- * all rows were whole. What does not lie in overflow, as where a tensor has changed since, is left out.
- * updates_bases: rows that are coded become those of the newer version in their bases; what does not differ is not
- * written. */
+/* Codes the differences that ibp_cuda_measure_deltas has measured: writes the rows of the sequence back to back. Parts
+ * that do not lie in overflow are left out; this happens if a tensor has changed since it was measured.
+ *
+ * bases: as ibp_cuda_index_rows makes them from lengths, as if all rows were whole.
+ * updates_bases: if true, the bases of rows that are coded receive the elements of the newer version. Elements that do
+ *   not differ are not written. */
 IBP_API ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                           uint32_t num_tensors, int64_t num_rows, const uint16_t *lengths,
                                           const uint16_t *counts, const uint64_t *bases, uint8_t *overflow,
                                           int64_t overflow_bytes, bool updates_bases, ibp_stream stream);
 
-/* What has become of a call of ibp_cuda_apply_deltas. */
+/* The outcome of a call of ibp_cuda_apply_deltas. */
 typedef enum ibp_delta_verdict {
     IBP_DELTA_APPLIED = 0,
-    IBP_DELTA_OTHER_BASE = 1, /* a base has another sum than it should: nothing was written */
-    IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or a result has another sum: all was undone */
+    IBP_DELTA_OTHER_BASE = 1, /* a base does not have the sum that it should: nothing was written */
+    IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or a result does not have its sum: all changes were undone */
 } ibp_delta_verdict;
 
-/* Adds the differences to the bases, all or none of them. state: 1 + 3 * num_tensors entries, set to 0 by the caller:
- * becomes the verdict, and of each tensor the sum of its base's words, what its changes added to that, and whether rows
- * were corrupt. Of the bases only what changes is written; they share no memory with anything else. Rows are not
- * trusted.
- * takes_back: takes the changes of an earlier call back instead, whose state is given with IBP_DELTA_DAMAGED in place
- * of its verdict. */
+/* Adds the differences to the bases, either all of them or none. Only those parts of the bases that change are written.
+ * Bases must not share memory with anything else. Rows are not trusted.
+ *
+ * takes_back: if true, undoes the changes of an earlier call instead. `state` is then the state of that call, with
+ *   IBP_DELTA_DAMAGED in place of its verdict.
+ * state: 1 + 3 * num_tensors entries, set to 0 by the caller. The first entry receives the verdict. The others receive
+ *   three numbers for each tensor: the sum of its base's words, what its changes added to that sum, and whether rows
+ *   were corrupt. */
 IBP_API ibp_status ibp_cuda_apply_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                          uint32_t num_tensors, int64_t num_rows, bool takes_back, uint64_t *state,
                                          ibp_stream stream);

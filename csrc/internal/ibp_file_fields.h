@@ -1,4 +1,4 @@
-/* ibp_file_fields.h - what a file's header says, piece by piece: metadata, checksums, and the fields of tables. */
+/* ibp_file_fields.h - reads a file's header piece by piece: metadata, checksums, and the fields of tables. */
 #ifndef IBP_FILE_FIELDS_H
 #define IBP_FILE_FIELDS_H
 
@@ -8,44 +8,52 @@
 extern "C" {
 #endif
 
-/* Opens a file of file_bytes bytes as ibp_open_file does, but from its header alone: the num_bytes bytes in front of
- * the data. The file's tensors have places but no data; its tables can be found but not opened. */
+/* Opens a file of file_bytes bytes as ibp_open_file does, but from its header alone. The file's tensors have places but
+ * no data; its tables can be found but not opened.
+ *
+ * bytes, num_bytes: the bytes of the file in front of the data.
+ * file_bytes: the size of the whole file. */
 IBP_API ibp_status ibp_open_header(const uint8_t *bytes, size_t num_bytes, size_t file_bytes, ibp_file *file);
 
-/* Finds the next entry of the metadata. Keys that begin with "ibp." belong to the format. *cursor is 0 before the first
- * call. @return IBP_NOT_IN_FILE after the last entry. */
+/* Finds the next entry of the metadata. Keys that begin with "ibp." belong to the format.
+ *
+ * cursor: set *cursor to 0 before the first call; each call advances it.
+ * @return IBP_NOT_IN_FILE after the last entry. */
 IBP_API ibp_status ibp_next_metadata(const ibp_file *file, size_t *cursor, ibp_text *key, ibp_text *value);
 
-/* The checksums of a file, as its header describes them: one for each block of the data in front of them, one for the
- * bytes in front of the data, and one for the checksums. */
+/* The checksums of a file, as its header describes them: one for each block of the data in front of the checksums, one
+ * for the bytes in front of the data, and one for the checksums themselves. */
 typedef struct ibp_file_checks {
     uint64_t block_bytes, num_blocks;
     size_t start; /* where the entries begin in the data of the file */
 } ibp_file_checks;
 
-/* Finds the checksums of a file. @return IBP_NOT_IN_FILE if it has none, as ordinary safetensors files; IBP_BAD_FILE if
- * what it says about them is wrong. */
+/* Finds the checksums of a file.
+ *
+ * refusal: says why they are refused, if they are.
+ * @return IBP_NOT_IN_FILE if the file has no checksums, as ordinary safetensors files; IBP_BAD_FILE if what the file
+ * says about them is wrong. */
 IBP_API ibp_status ibp_find_checks(const ibp_file *file, ibp_file_checks *checks, ibp_refusal *refusal);
 
 /* ---- fields, one by one ------------------------------------------------------------------------------------------ */
 
-/* What the value of a field is. */
+/* The kinds of values that fields have. */
 typedef enum ibp_field_kind {
     IBP_FIELD_NUMBER,
     IBP_FIELD_FINGERPRINT,
     IBP_FIELD_REAL,
-    IBP_FIELD_LIST, /* of numbers */
+    IBP_FIELD_LIST, /* a list of numbers */
     IBP_FIELD_TEXT,
-    IBP_FIELD_OTHERS /* stands for all fields whose keys begin with `key`; its text is the rest of the last one's key,
+    IBP_FIELD_OTHERS /* stands for all fields whose keys begin with `key`; its text is the rest of the last such key,
                         "=" and the value */
 } ibp_field_kind;
 
 /* A field that a table or a codebook can have, and its value in a line of the metadata. */
 typedef struct ibp_field {
-    const char *key, *wanted; /* wanted: describes the values that it can have, in English */
+    const char *key, *wanted; /* wanted: describes in English the values that the field can have */
     ibp_field_kind kind;
     uint64_t least, most;  /* bounds of a number, and of each number of a list */
-    uint32_t most_entries; /* of a list */
+    uint32_t most_entries; /* largest number of entries of a list */
     bool is_given;         /* whether the line has the field */
     uint64_t number;       /* the value of a number or a fingerprint, or the number of a scheme */
     ibp_text text;         /* the value as it stands in the line, for every kind */
@@ -55,10 +63,11 @@ typedef struct ibp_field {
 #define IBP_CODEBOOK_FIELDS 21u
 
 /* Reads all fields that a table can have from the value of the key "ibp.table.<name>", and notes which of them are
- * given. The table may have a codec, or a dtype that is not known.
+ * given. A table that has a codec, or a dtype that is not known, is read too.
  *
  * table: receives what the fields say.
- * @return IBP_BAD_FILE; IBP_UNSUPPORTED_TABLE if there is a field or a scheme that this library does not know. */
+ * @return IBP_BAD_FILE if a field is wrong or missing; IBP_UNSUPPORTED_TABLE if there is a field or a scheme that this
+ * library does not know. */
 IBP_API ibp_status ibp_read_table(ibp_text line, ibp_field fields[IBP_TABLE_FIELDS], ibp_file_table *table);
 
 /* Reads all fields that a codebook can have from the value of the key "ibp.codebook.<k>", as ibp_read_table does. */

@@ -1,5 +1,4 @@
-/* ibp_gathers.h - gathers of several tables, ids in the order of windows, and selections of items as they are stored.
- */
+/* ibp_gathers.h - gathers items of several tables, sorts ids by windows, and selects items as they are stored. */
 #ifndef IBP_GATHERS_H
 #define IBP_GATHERS_H
 
@@ -12,8 +11,8 @@ extern "C" {
 
 /* ---- several tables ---------------------------------------------------------------------------------------------- */
 
-/* What is wanted of one of several tables: its items at ids, as from ibp_cuda_gather_items, or, if ids is NULL, all its
- * bytes, as from ibp_cuda_decode_bytes. */
+/* A gather from one of several tables. If ids is not NULL, the items at ids are wanted, as in ibp_cuda_gather_items. If
+ * ids is NULL, all bytes of the table are wanted, as in ibp_cuda_decode_bytes. */
 typedef struct ibp_gather {
     const ibp_table *table;
     const ibp_ids *ids;
@@ -21,9 +20,9 @@ typedef struct ibp_gather {
     ibp_fault *fault;
 } ibp_gather;
 
-/* Does all gathers, in any order. The gathers are taken 32 by 32; one launch does all of them that the same kernel
- * decodes, which are tables of one scheme, element size and about one row length. Tables with rows above 2 KiB have
- * launches of their own. */
+/* Does all gathers, in any order. It takes 32 gathers at a time. Among them, all gathers that the same kernel decodes
+ * share one launch: those from tables of one scheme, one element size and about one row length. Tables with rows above
+ * 2 KiB have launches of their own. */
 IBP_API ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num_gathers, int max_sms,
                                           ibp_stream stream);
 
@@ -31,40 +30,47 @@ IBP_API ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num
 
 #define IBP_MAX_WINDOWS 65536
 
-/* Returns how many windows of 2^window_bits items num_items items fall into: at least 1; 0 if window_bits is above 62
- * or num_items is negative. */
+/* Returns the number of windows of 2^window_bits items that num_items items fall into, at least 1; 0 if window_bits is
+ * above 62 or num_items is negative. */
 IBP_API int64_t ibp_num_windows(int64_t num_items, uint32_t window_bits);
 
 /* Returns how many bytes of workspace, aligned to 8, a partition of `count` ids needs; 0 for arguments that
  * ibp_partition_ids refuses. */
 IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, uint32_t window_bits);
 
-/* Sorts ids by the windows of 2^window_bits items that they lie in, so that a gather goes through the table once:
- * sorted_ids[k] = ids[positions[k]]. The order inside a window is kept, and sorted_ids has the type of ids. An id out
- * of range counts to the nearest window. ids->positions is not read. If ids change during the call, positions still
- * holds each of the numbers 0 to count - 1 once, and each sorted id is one of the values that stood at its position.
+/* Sorts ids by windows of 2^window_bits items, so that a gather goes through the table once. The order inside a window
+ * is kept.
+ *
+ * ids: ids->positions is not read. An id out of range counts to the nearest window.
+ * workspace: ibp_partition_workspace_bytes bytes, aligned to 8.
+ * sorted_ids, positions: ids->count entries each; sorted_ids[k] = ids[positions[k]]. sorted_ids has the type of ids. If
+ *   ids change during the call, positions still holds each of the numbers 0 to count - 1 once, and each sorted id is
+ *   one of the values that stood at its position.
  * @return IBP_INVALID_ARGUMENT if there are more than UINT32_MAX ids or more than IBP_MAX_WINDOWS windows, or if
  * num_items is negative. */
 IBP_API ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
                                      void *sorted_ids, uint32_t *positions);
-/* Sorts ids on a GPU as ibp_partition_ids does, except that the order inside a window may be any. */
+/* Sorts ids on a GPU as ibp_partition_ids does, except that the order inside a window is not specified. */
 IBP_API ibp_status ibp_cuda_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,
                                           void *sorted_ids, uint32_t *positions, ibp_stream stream);
 
 /* ---- selections -------------------------------------------------------------------------------------------------- */
 
-/* A selection is the table of the items ids[0], ids[1], ... in packed layout (section 3); its rows are copied as they
+/* A selection is the table of the items ids[0], ids[1], ... in packed layout (section 3). Its rows are copied as they
  * are stored. Row q of the selection is row q % n of item ids[q / n], where n = item_bytes / row_bytes. The functions
- * return IBP_INVALID_ARGUMENT unless n is whole. */
+ * return IBP_INVALID_ARGUMENT unless n is a whole number. */
 
-/* Finds the lengths of the rows first_row to last_row - 1 of a selection, and the sum of the bytes that they have as
- * stored. Row q has lengths[q - first_row], if the table has lengths.
+/* Finds the lengths of the rows first_row to last_row - 1 of a selection, and the sum of their stored bytes.
+ *
+ * lengths: lengths[q - first_row] receives the entry of row q, if the table has lengths.
+ * stored_bytes: receives the sum.
  * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a length above row_bytes), which is noted in *fault if *fault is
  * still zero. */
 IBP_API ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row,
                                          int64_t last_row, uint16_t *lengths, uint64_t *stored_bytes, ibp_fault *fault);
-/* Copies the rows first_row to last_row - 1 of a selection, as they are stored, back to back to dst, which has room for
- * dst_bytes.
+/* Copies the rows first_row to last_row - 1 of a selection, as they are stored, back to back to dst.
+ *
+ * dst, dst_bytes: receives the rows; its size in bytes.
  * @return IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW (a row that lies outside the table or does not fit dst), which is
  * noted in *fault if *fault is still zero. */
 IBP_API ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,

@@ -8,25 +8,29 @@
 extern "C" {
 #endif
 
-/* Features of the processor that make coding rows in host memory faster. Bytes and statuses do not depend on them. */
+/* Features of the processor that make coding faster in host memory. Bytes and statuses do not depend on them. */
 typedef enum ibp_cpu_feature {
     IBP_CPU_AVX2_BMI2 = 1,
-    IBP_CPU_AVX512 = 2 /* its parts F, BW, DQ, VL, VBMI, VBMI2 and VPOPCNTDQ; never in use without IBP_CPU_AVX2_BMI2 */
+    IBP_CPU_AVX512 = 2 /* AVX-512 F, BW, DQ, VL, VBMI, VBMI2 and VPOPCNTDQ; never in use without IBP_CPU_AVX2_BMI2 */
 } ibp_cpu_feature;
 
-/* Returns the features in use, a sum of ibp_cpu_feature: all that the processor has, unless ibp_set_cpu_features has
- * chosen others. */
+/* Returns the features in use, a sum of ibp_cpu_feature. These are all features that the processor has, unless
+ * ibp_set_cpu_features has chosen others. */
 IBP_API uint32_t ibp_cpu_features(void);
 
-/* Chooses, for tests and benchmarks, which features all threads use from now on, if the processor has them; 0: plain C
- * code. @return the features in use. */
+/* Chooses the features that all threads use after this call, for tests and benchmarks. Features that the processor does
+ * not have are left out; 0 chooses plain C code.
+ *
+ * @return the features in use. */
 IBP_API uint32_t ibp_set_cpu_features(uint32_t features);
 
-/* Lets kernels of `device` read the memory of `peer` as long as the process lives. Further calls do no harm.
+/* Lets kernels of `device` read the memory of `peer` until the process ends. Further calls do no harm.
+ *
  * @return IBP_CUDA_ERROR if the hardware cannot do it. */
 IBP_API ibp_status ibp_cuda_enable_peer(int device, int peer);
 
-/* Pins memory as ibp_cuda_register_pinned does, if devices only read it, as they do a mapping of a file for reading.
+/* Pins memory that devices only read, such as a read-only mapping of a file, as ibp_cuda_register_pinned does.
+ *
  * @return IBP_CUDA_ERROR if the system cannot pin such memory. */
 IBP_API ibp_status ibp_cuda_register_read_only(void *host, size_t num_bytes);
 

@@ -1,4 +1,4 @@
-/* ibp_pages.h - pages of a KV-cache on their way between blocks of tensors and a place.
+/* ibp_pages.h - transfers of pages of a KV-cache between blocks of tensors and a place.
  *
  *     // Block 5 of one tensor, blocks of block_bytes bytes, and page 9 of a place with a row for each block.
  *     ibp_status plan(const uint8_t *tensor, int64_t block_bytes, uint8_t *spare_block, int64_t *id, uint64_t *address)
@@ -27,38 +27,39 @@ extern "C" {
 #endif
 
 /* A transfer of pages between the blocks of paged tensors and a place. Page k of the transfer is page pages[k] of the
- * place, and block blocks[k] of each tensor. A page has a block of each of num_tensors tensors; the transfer moves the
- * blocks of `tensors` of them, beginning with first_tensor. A block of a tensor consists of `pieces` pieces of memory
- * of one size; the place has ids_per_block rows, or items, for it, a whole number for each piece. Any page numbers and
- * block numbers are allowed. */
+ * place, and block blocks[k] of each tensor. A page has one block of each of num_tensors tensors. The transfer moves
+ * the blocks of `tensors` of them, beginning with tensor first_tensor. A block of a tensor consists of `pieces` pieces
+ * of memory of equal size. The place has ids_per_block rows, or items, for a block, a whole number for each piece. Any
+ * page numbers and block numbers are allowed. */
 typedef struct ibp_page_transfer {
     const int64_t *pages, *blocks;
-    int64_t count, num_pages, num_blocks; /* of the transfer, of the place, of each tensor */
+    int64_t count, num_pages, num_blocks; /* count: pages of the transfer; num_pages: of the place; num_blocks: of
+                                             each tensor */
     uint32_t num_tensors, first_tensor, tensors, pieces, ids_per_block;
-    const uint64_t *starts;       /* [tensors * pieces]: where the pieces of block 0 begin */
-    const uint64_t *block_starts; /* NULL, or [num_blocks]: what is added to starts for each block */
+    const uint64_t *starts;       /* [tensors * pieces]: the addresses of the pieces of block 0 */
+    const uint64_t *block_starts; /* [num_blocks]: numbers that are added to starts for each block; or NULL */
     int64_t block_stride;         /* bytes from one block to the next; read if block_starts is NULL */
     uint64_t scratch;             /* the address of a piece that nobody uses, which stands in for missing pieces */
 } ibp_page_transfer;
 
 /* Works out which rows of the place a transfer moves, and where the pieces of the tensors are.
  *
- * stored: NULL, or num_pages * num_tensors flags that say which blocks the place stores.
+ * stored: num_pages * num_tensors flags that say which blocks the place stores; or NULL: all of them.
  * ids: receives count * tensors * ids_per_block rows of the place, in the order of pages, tensors and bytes. They are
- *   -1 for a page or block that does not exist, and for a page that does not store the blocks of all tensors of the
- *   transfer.
+ *   -1 for a page or block that does not exist, and for a page of which the place does not store the blocks of all
+ *   tensors of the transfer.
  * addresses: receives the addresses of count * tensors * pieces pieces.
  * @return IBP_INVALID_ARGUMENT if numbers contradict each other; then nothing is written. */
 IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,
                                   uint64_t *addresses);
 
-/* Notes which blocks of tensors are stored after their rows have been coded into a place: all blocks except those with
- * a row that was lost.
+/* Notes which blocks of tensors are stored, after their rows have been coded into a place. These are all blocks except
+ * those with a lost row.
  *
- * ids: ids_per_block rows for each of num_blocks blocks, as ibp_plan_pages writes them; blocks whose first id is below
- *   0 are left out.
+ * ids: ids_per_block rows for each of num_blocks blocks, as ibp_plan_pages writes them. Blocks whose first id is below
+ *   0 are skipped.
  * lengths, rooms: the place's, for num_rows rows; rooms is NULL if slots hold whole rows.
- * stored, seen: num_rows / ids_per_block flags each, for the device that decodes and for the host.
+ * stored, seen: receive num_rows / ids_per_block flags each, for the device that decodes and for the host.
  * @return IBP_INVALID_ARGUMENT also if num_rows is no multiple of ids_per_block. */
 IBP_API ibp_status ibp_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
                                   const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, uint8_t *stored,

@@ -1,4 +1,4 @@
-/* ibp_stream.h - tables in pinned host memory, brought to the GPU by its copy engine: whole, or some items.
+/* ibp_stream.h - brings tables from pinned host memory to the GPU by its copy engine: whole tables, or some items.
  *
  *     ibp_status stream_one(const ibp_table *table, const uint64_t *host_bases, uint8_t *ring, int64_t ring_bytes,
  *                           uint8_t *out, ibp_fault *fault, ibp_stream stream)
@@ -9,7 +9,7 @@
  *         if (status == IBP_OK) status = ibp_cuda_begin_stream(streamer, ring, ring_bytes);
  *         if (status == IBP_OK)
  *             status = ibp_cuda_stream_bytes(streamer, table, host_bases, 0, end, true, out, fault, 0, stream);
- *         ibp_cuda_destroy_streamer(streamer); // what is queued is completed
+ *         ibp_cuda_destroy_streamer(streamer); // work that is queued is still completed
  *         return status;
  *     }
  */
@@ -25,29 +25,33 @@ extern "C" {
 
 /* ---- items with the CPU's help ----------------------------------------------------------------------------------- */
 
-/* A stager brings items at ids in host memory to the GPU, from tables in pinned host memory so large that a GPU which
- * fetches rows at random places is bound by address translation. Threads of the CPU gather slots into a ring of
- * pinned memory, the copy engine moves them to a ring on the GPU, and the GPU decodes them there, all at the same time.
- * A stager owns a stream and events of the device that is current when it is created. One call at a time may use it. */
+/* A stager brings items at ids in host memory to the GPU, from tables in pinned host memory. It is for tables so large
+ * that a GPU that fetches rows at random places is bound by address translation. Three steps run at the same time:
+ * threads of the CPU gather slots into a ring of pinned memory, the copy engine moves them to a ring on the GPU, and
+ * the GPU decodes them there. A stager owns a stream and events of the device that is current when it is created. One
+ * call at a time may use it. */
 typedef struct ibp_stager ibp_stager;
 
-/* Creates a stager. pinned, near: ring_bytes of pinned host memory and of device memory, aligned to 16 bytes, which
- * belong to the stager until it is destroyed and the work queued by then is completed. 24 MiB keep a PCIe 5 link busy.
- */
+/* Creates a stager.
+ *
+ * pinned, near: ring_bytes of pinned host memory and of device memory, aligned to 16 bytes. They belong to the stager
+ *   until it is destroyed and the work queued by then is completed.
+ * ring_bytes: 24 MiB keep a PCIe 5 link busy. */
 IBP_API ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager);
 /* Destroys a stager, whichever device is current. NULL is allowed. */
 IBP_API ibp_status ibp_cuda_destroy_stager(ibp_stager *stager);
 
-/* A function that calls work(state, number) once for every number of [0, count), on any number of threads, at the same
- * time or one after the other, and returns when all calls have returned: an OpenMP loop, or a pool of threads. */
+/* Calls work(state, number) once for every number of [0, count), and returns when all calls have returned. The calls
+ * may run on any number of threads, at the same time or one after the other: an OpenMP loop, or a pool of threads. */
 typedef void (*ibp_run)(void *runner, int64_t count, void (*work)(void *state, int64_t number), void *state);
 
 /* Gathers items of whole rows at ids in host memory, as ibp_cuda_gather_items does, with a contiguous output and
- * without positions. Returns when the last chunk is queued; ids and slots are not read afterwards.
+ * without positions. Returns when the last chunk is queued; ids and slots are not read after that.
  *
- * table: a table with slots, whose arrays are as the device sees them; the device itself reads what is not in a slot.
+ * table: a table with slots, whose arrays are as the device sees them. The device itself reads bytes that are not in a
+ *   slot.
  * slots: the same slots as the CPU sees them.
- * run: called once, as run(runner, num_threads, ...).
+ * run, runner: run(runner, num_threads, ...) is called once.
  * @return IBP_INVALID_ARGUMENT also if an item's slots do not fit into a twelfth of the ring. */
 IBP_API ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *table, const uint8_t *slots,
                                         const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms, ibp_run run,
@@ -63,37 +67,39 @@ typedef struct ibp_streamer ibp_streamer;
 
 /* Creates a streamer for the current device. */
 IBP_API ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer);
-/* Destroys a streamer, whichever device is current, after the work already queued is completed. NULL is allowed. */
+/* Destroys a streamer, whichever device is current. Work that is already queued is still completed. NULL is allowed. */
 IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
 
-/* Begins a stream of tables, each of which a call of ibp_cuda_stream_bytes with the same caller's stream brings through
- * this ring. Queues nothing.
+/* Begins a stream of tables. Each of the following calls of ibp_cuda_stream_bytes, with the same caller's stream,
+ * brings one table through this ring. Queues nothing.
  *
- * ring: device memory, aligned to 128 bytes. Work that the caller's stream has before the first chunk may use it, and
- *   so may work that follows the calls, because each call makes the caller's stream wait for its copies.
+ * ring: device memory, aligned to 128 bytes. Work that was queued on the caller's stream before the first chunk may use
+ *   the ring. So may work that follows the calls, because each call makes the caller's stream wait for its copies.
  * ring_bytes: the ring is cut in four; 32 MiB keep a PCIe 5 link busy. If 32 rows do not fit into a quarter, the kernel
  *   fetches rows from host memory itself. */
 IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes);
 
-/* Begins another stream through the ring of the stream before, which nothing else has used since. Its first copies wait
- * only for room in the ring, so that the link stays busy from one stream into the next. Neither stream may be captured.
+/* Begins another stream through the ring of the previous stream. Nothing else may have used the ring since. The first
+ * copies wait only for room in the ring, so that the link stays busy from one stream into the next. Neither stream may
+ * be captured.
+ *
  * @return IBP_INVALID_ARGUMENT if no stream has begun. */
 IBP_API ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer);
 
 /* Decodes bytes [start, end) of the next table of a stream, as ibp_cuda_decode_bytes does.
  *
- * table: its slots and overflow are in mapped pinned host memory, which must hold its bytes when this is called and
- *   must not change until they have been copied; lengths, bases and codebook are in device memory; slots_start and
+ * table: its slots and overflow are in mapped pinned host memory, which must hold its bytes at the call and must not
+ *   change until they have been copied. Lengths, bases and codebook are in device memory. slots_start and
  *   overflow_start are 0.
  * bases: table->bases in host memory, read before the function returns. If they are out of order, the GPU fetches the
- *   rows of that chunk itself; other wrong bases may cost intact rows of the same chunk, which are then zeros and are
+ *   rows of that chunk itself. Other wrong bases may cost intact rows of the same chunk, which are then zeros and are
  *   noted.
  * ends: whether this is the last table of the stream, whose last chunks are made small. A wrong value only costs time.
  *
- * The caller's stream waits for the last chunk. Copies wait for the caller's stream when the stream of tables begins,
- * and after four chunks until a place of the ring has been decoded, so that copies for one table run while the table
- * before is still being decoded. A stream of tables can be captured in a CUDA graph, from its begin to its last table
- * or not at all. Replays need the ring and the pinned memory, but no longer the streamer. */
+ * The caller's stream waits for the last chunk. Copies wait for the caller's stream when the stream of tables begins.
+ * After four chunks they also wait until a quarter of the ring has been decoded, so that copies for one table run while
+ * the previous table is still being decoded. A stream of tables can be captured in a CUDA graph, from its begin to its
+ * last table or not at all. Replays need the ring and the pinned memory, but no longer the streamer. */
 IBP_API ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_table *table, const uint64_t *bases,
                                          int64_t start, int64_t end, bool ends, uint8_t *out, ibp_fault *fault,
                                          int max_sms, ibp_stream stream);

@@ -1,5 +1,5 @@
-/* bits_avx2.h - bit fields of byte buffers by BMI2's parallel deposit and extract, for the coders that need
- * IBP_CPU_AVX2_BMI2. */
+/* bits_avx2.h - reads and writes bit fields of byte buffers by BMI2's parallel deposit and extract, for the coders that
+ * need IBP_CPU_AVX2_BMI2. */
 #ifndef IBP_BITS_AVX2_H
 #define IBP_BITS_AVX2_H
 
@@ -12,7 +12,7 @@
 #define IBP_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
 #define IBP_AVX2_INLINE static inline __attribute__((always_inline, target("avx2,bmi,bmi2,popcnt")))
 
-enum { IBP_AVX2_PADDING = 32 }; /* readable bytes that the functions below want after what they read */
+enum { IBP_AVX2_PADDING = 32 }; /* bytes behind an input that the functions below may read */
 
 IBP_AVX2_INLINE uint64_t ibp_load64(const uint8_t *src)
 {
@@ -23,7 +23,7 @@ IBP_AVX2_INLINE uint64_t ibp_load64(const uint8_t *src)
 
 IBP_AVX2_INLINE void ibp_store64(uint8_t *dst, uint64_t x) { memcpy(dst, &x, 8); }
 
-/* The 64 bits from a bit position on. */
+/* Loads the 64 bits that begin at a bit position. */
 IBP_AVX2_INLINE uint64_t ibp_load64_at(const uint8_t *src, size_t position)
 {
     const uint8_t *const at = src + position / 8;
@@ -31,13 +31,13 @@ IBP_AVX2_INLINE uint64_t ibp_load64_at(const uint8_t *src, size_t position)
     return ibp_load64(at) >> shift | ((uint64_t)at[8] << 1) << (63 - shift);
 }
 
-/* The low `bits` bits of each lane of a 64-bit word. */
+/* Returns a word with the low `bits` bits of each of its lanes set. */
 IBP_AVX2_INLINE uint64_t ibp_lane_fields(uint32_t lane_bytes, uint32_t bits)
 {
     return ~(uint64_t)0 / ibp_low_bits(~(uint64_t)0, 8 * lane_bytes) * ibp_low_bits(~(uint64_t)0, bits);
 }
 
-/* n fields of `bits` bits from src, one in the low bits of each lane of out, which has exactly n * lane_bytes bytes. */
+/* Unpacks n fields of `bits` bits from src into the low bits of n lanes. out: exactly n * lane_bytes bytes. */
 IBP_AVX2_INLINE void ibp_unpack_fields(const uint8_t *src, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *out)
 {
     const uint64_t fields = ibp_lane_fields(lane_bytes, bits);
@@ -54,14 +54,14 @@ IBP_AVX2_INLINE void ibp_unpack_fields(const uint8_t *src, uint32_t n, uint32_t 
     memcpy(out + at, &last, end - at);
 }
 
-/* The bits of an entry of flags that say a position among num_flags participation bits: as many as those positions
- * have. What a hostile entry says is then below 2 * num_flags. */
+/* Returns the mask that cuts the position in an entry of flags to the bits that num_flags positions need, so that even
+ * the position of a hostile entry is below 2 * num_flags. */
 static inline uint32_t ibp_position_mask(uint32_t num_flags)
 {
     return num_flags == 0 ? 0 : UINT32_MAX >> __builtin_clz(num_flags);
 }
 
-/* A copy of a coded row with zeros after it: at least `padding` bytes, and enough that least_bytes can be read. */
+/* Copies a coded row and appends zeros: at least `padding` bytes, and so many that least_bytes bytes can be read. */
 static inline const uint8_t *ibp_pad_row(const uint8_t *src, size_t src_bytes, size_t least_bytes, size_t padding,
                                          ibp_scratch *scratch)
 {
@@ -72,15 +72,15 @@ static inline const uint8_t *ibp_pad_row(const uint8_t *src, size_t src_bytes, s
     return padded;
 }
 
-/* Appends bits to a buffer, 64 at a time; those past its end are lost. */
+/* Appends bits to a buffer, 64 at a time. Bits past the end of the buffer are lost. */
 typedef struct ibp_bit_writer {
     uint8_t *dst;
-    size_t dst_bytes, at; /* at: of the byte that bit 0 of `bits` goes to */
+    size_t dst_bytes, at; /* at: the byte that bit 0 of `bits` goes to */
     uint64_t bits;
     uint32_t filled; /* less than 64 */
 } ibp_bit_writer;
 
-/* Stores what has been appended; writes zeros after it. */
+/* Stores the bits that have been appended, and zeros after them. */
 IBP_AVX2_INLINE void ibp_flush_bits(const ibp_bit_writer *w)
 {
     if (w->at + 8 <= w->dst_bytes)
@@ -89,7 +89,7 @@ IBP_AVX2_INLINE void ibp_flush_bits(const ibp_bit_writer *w)
         memcpy(w->dst + w->at, &w->bits, w->dst_bytes - w->at);
 }
 
-/* bits: num_bits, at most 64, and none set above them. */
+/* Appends num_bits bits, at most 64. No bits are set above them. */
 IBP_AVX2_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t num_bits)
 {
     w->bits |= bits << w->filled;
@@ -101,25 +101,25 @@ IBP_AVX2_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t 
     w->filled %= 64;
 }
 
-/* Ends two runs of bits that belong together in the second one's buffer: the first has been written to a buffer of its
- * own, whose last byte is the one that they share; the second from the bit on that follows it. @return bytes of both;
- * if they are more than the second's buffer has, they are not joined. */
+/* Joins two runs of bits in the buffer of the second run. The first run has been written to a buffer of its own, whose
+ * last byte is the byte that both runs share. The second run begins in that byte, at the bit after the first run.
+ * Returns the bytes of both runs. If they are more than the second buffer has, the runs are not joined. */
 IBP_AVX2_INLINE size_t ibp_join_runs(const ibp_bit_writer *first, const ibp_bit_writer *second)
 {
     ibp_flush_bits(first);
     ibp_flush_bits(second);
     const size_t num_bytes = second->at + (second->filled + 7) / 8, shared = first->dst_bytes - 1;
     const size_t filled = first->at + first->filled / 8,
-                 whole = filled < shared ? filled : shared; /* flags may claim to be more */
+                 whole = filled < shared ? filled : shared; /* flags of a wrong codebook may be more */
     if (num_bytes > second->dst_bytes) return num_bytes;
     memcpy(second->dst, first->dst, whole);
     if (first->filled % 8 && whole < num_bytes) second->dst[whole] |= first->dst[whole];
     return num_bytes;
 }
 
-/* The inverse of ibp_unpack_fields: writes to dst from byte `at` on. dst has dst_bytes bytes; fields past them are
- * lost. lanes has n of them and is readable to a multiple of 8 bytes; lanes past n are 0. Writes zeros after the
- * fields. */
+/* Packs the low `bits` bits of n lanes into dst, from byte `at`, and writes zeros after them. This is the inverse of
+ * ibp_unpack_fields. lanes: readable to a multiple of 8 bytes; lanes past n are 0. dst: dst_bytes bytes; fields past
+ * its end are lost. */
 IBP_AVX2_INLINE void ibp_pack_fields(const uint8_t *lanes, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *dst,
                                      size_t at, size_t dst_bytes)
 {
@@ -127,7 +127,7 @@ IBP_AVX2_INLINE void ibp_pack_fields(const uint8_t *lanes, uint32_t n, uint32_t 
     const uint32_t step = 8 / lane_bytes * bits;
     const size_t end = (size_t)n * lane_bytes;
     size_t i = 0;
-    if (step % 8 == 0) /* every 8 bytes of lanes make whole bytes */
+    if (step % 8 == 0) /* 8 bytes of lanes always make whole bytes of fields */
         for (; i + 8 <= end && at + 8 <= dst_bytes; i += 8, at += step / 8)
             ibp_store64(dst + at, _pext_u64(ibp_load64(lanes + i), fields));
     ibp_bit_writer w = {dst, dst_bytes, at, 0, 0};

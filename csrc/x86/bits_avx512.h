@@ -1,4 +1,4 @@
-/* bits_avx512.h - vectors of 64 bytes, whole and in part, for the coders that need IBP_CPU_AVX512. */
+/* bits_avx512.h - loads and stores vectors of 64 bytes, whole or in part, for the coders that need IBP_CPU_AVX512. */
 #ifndef IBP_BITS_AVX512_H
 #define IBP_BITS_AVX512_H
 
@@ -15,8 +15,8 @@ IBP_AVX512_INLINE __mmask64 ibp_first_bytes(size_t num_bytes)
     return _bzhi_u64(~(uint64_t)0, num_bytes < IBP_VECTOR_BYTES ? (uint32_t)num_bytes : IBP_VECTOR_BYTES);
 }
 
-/* The first num_bytes bytes of a vector, all of it if there are more; the others are zero, and in memory not touched.
- */
+/* Load and store the first num_bytes bytes of a vector, or all of it if it has no more. Other bytes are loaded as
+ * zeros, and are neither read nor written in memory. */
 IBP_AVX512_INLINE __m512i ibp_load_part(const void *src, size_t num_bytes)
 {
     return num_bytes >= IBP_VECTOR_BYTES ? _mm512_loadu_si512(src)

@@ -1,4 +1,5 @@
-/* cpu.c - which of the processor's features the row coders use: looked up once, or as set by ibp_set_cpu_features. */
+/* cpu.c - chooses the processor's features that the row coders use: looks them up once, or takes those of
+ * ibp_set_cpu_features. */
 #include "../core/schemes.h"
 
 #include <stdatomic.h>

@@ -1,15 +1,16 @@
-/* masks_avx2.c - rows of scheme ibp with BMI2: the bytes and statuses of masks.c, 64 bits of a row at a time. */
+/* masks_avx2.c - codes and decodes rows of scheme ibp with BMI2, 64 bits of a row at a time. Bytes and statuses are
+ * those of masks.c. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
 #include "bits_avx2.h"
 #include "../core/format.h"
 
-/* What a codebook says of the 64 bits of a row from byte 4 * w on, w being even. */
+/* The part of a codebook for the 64 bits of a row that begin at byte 4 * w, where w is even. */
 typedef struct wide_word {
     uint64_t mask, bitval;
     uint64_t flagged;     /* the lowest bit of each flagged chunk */
-    uint32_t flags_entry; /* of the first word */
+    uint32_t flags_entry; /* flags of the first word */
 } wide_word;
 
 IBP_AVX2_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t chunk_bytes)
@@ -23,7 +24,7 @@ IBP_AVX2_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t
                        .flags_entry = (uint32_t)flags};
 }
 
-/* All bits of the chunks that match. */
+/* Returns all bits of the chunks that match. */
 IBP_AVX2_INLINE uint64_t matching_chunks(uint64_t mismatch, uint32_t chunk_bytes)
 {
     const __m128i x = _mm_cvtsi64_si128((int64_t)mismatch), zero = _mm_setzero_si128();
@@ -35,7 +36,8 @@ IBP_AVX2_INLINE uint64_t matching_chunks(uint64_t mismatch, uint32_t chunk_bytes
     }
 }
 
-/* The 8 bytes of a row from byte `at` on, zeros past its end; and the bits of them that belong to it. */
+/* Return the 8 bytes of a row that begin at byte `at`, with zeros past its end, and the bits among them that belong to
+ * the row. */
 IBP_AVX2_INLINE uint64_t load_row(const uint8_t *row, uint32_t row_bytes, uint32_t at)
 {
     return at + 8 <= row_bytes ? ibp_load64(row + at) : ibp_load_number(row + at, row_bytes - at);

@@ -1,5 +1,5 @@
-/* masks_avx512.c - rows of scheme ibp with AVX-512: the bytes and statuses of masks.c. Which chunks match and which
- * bits are kept is found for a block of 64 bytes of a row at a time; the kept bits move 64 at a time, as in
+/* masks_avx512.c - codes and decodes rows of scheme ibp with AVX-512. Bytes and statuses are those of masks.c. A block
+ * of 64 bytes of a row at a time is compared with the masks; the kept bits then move 64 at a time, as in
  * masks_avx2.c. */
 #include "../core/schemes.h"
 
@@ -10,18 +10,18 @@
 
 enum { BLOCK = IBP_VECTOR_BYTES, WORDS = BLOCK / 8 };
 
-/* What a codebook says of a block. */
+/* The part of a codebook for a block. */
 typedef struct block {
     __m512i mask, bitval;
     uint64_t flagged;     /* a bit for each chunk */
-    uint32_t flags_entry; /* of the first word */
+    uint32_t flags_entry; /* flags of the first word */
 } block;
 
 IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t chunk_bytes)
 {
     const size_t left = 4 * ibp_codebook_words(cb->row_bytes) - at;
     const uint32_t *const flags = cb->flags + at / 4,
-                          chunks = chunk_bytes < 4 ? 4 / chunk_bytes : 1; /* of a word's flags */
+                          chunks = chunk_bytes < 4 ? 4 / chunk_bytes : 1; /* chunks that the flags of a word name */
     block b = {.mask = ibp_load_part(cb->mask + at / 4, left),
                .bitval = ibp_load_part(cb->bitval + at / 4, left),
                .flags_entry = *flags};
@@ -34,7 +34,7 @@ IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t
     return b;
 }
 
-/* A bit for each chunk of a block of a row that matches. */
+/* Returns a bit for each chunk of a block of a row that matches. */
 IBP_AVX512_INLINE uint64_t matching_chunks(const block *b, __m512i row, uint32_t chunk_bytes)
 {
     const __m512i x = _mm512_and_si512(_mm512_xor_si512(row, b->bitval), b->mask);
@@ -46,7 +46,7 @@ IBP_AVX512_INLINE uint64_t matching_chunks(const block *b, __m512i row, uint32_t
     }
 }
 
-/* Those chunks of x. */
+/* Returns x with all chunks cleared whose bits in `chunks` are 0. */
 IBP_AVX512_INLINE __m512i chunks_of(__m512i x, uint64_t chunks, uint32_t chunk_bytes)
 {
     switch (chunk_bytes) {
@@ -57,7 +57,7 @@ IBP_AVX512_INLINE __m512i chunks_of(__m512i x, uint64_t chunks, uint32_t chunk_b
     }
 }
 
-/* The bits that a block keeps if those chunks match, of the first num_bytes bytes. */
+/* Returns the bits that a block keeps, among its first num_bytes bytes, if the chunks in `matching` match. */
 IBP_AVX512_INLINE __m512i kept_bits(const block *b, uint64_t matching, size_t num_bytes, uint32_t chunk_bytes)
 {
     const __m512i left_out = chunks_of(b->mask, matching, chunk_bytes);
@@ -100,7 +100,8 @@ IBP_AVX512_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *ro
     return *coded_bytes > dst_bytes ? IBP_BUFFER_TOO_SMALL : IBP_OK;
 }
 
-enum { PADDING = BLOCK + 16 }; /* what a block may read past the end of a row that it should not have been in */
+/* Bytes that a block may read past the end of a row before the row is found to be corrupt. */
+enum { PADDING = BLOCK + 16 };
 
 IBP_AVX512_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,
                                        ibp_scratch *scratch, uint32_t chunk_bytes)

@@ -1,10 +1,12 @@
-/* planes_avx2.c - rows of scheme planes with AVX2 and BMI2: the bytes and statuses of planes.c.
+/* planes_avx2.c - codes and decodes rows of scheme planes with AVX2 and BMI2. Bytes and statuses are those of planes.c.
  *
- * Eight fields of b bits are b whole bytes, so that digits, residuals and raw symbols are spread to lanes by one
- * parallel deposit for each 64 bits of lanes, and packed by one extract. Between digits and symbols stand *levels*:
- * level p has a byte for each element with a digit in plane p, the last level one for each raw symbol. It is the symbol
- * where symbols are bytes from one set of entries, else its rank: which entry it is, num_entries if none. A decoder
- * builds levels from the last to the first, an encoder strips them from the first to the last. */
+ * Eight fields of b bits are b whole bytes. So digits, residuals and raw symbols are unpacked to lanes by one parallel
+ * deposit for each 64 bits of lanes, and packed by one parallel extract.
+ *
+ * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
+ * level has a byte for each raw symbol. If symbols are bytes from one set of entries, the byte is the symbol. Otherwise
+ * it is the symbol's rank: the number of its entry, or num_entries if it has none. A decoder builds levels from the
+ * last to the first; an encoder strips them from the first to the last. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -13,11 +15,11 @@
 #include "planes_avx512.h"
 
 enum {
-    PADDING = 64, /* bytes after an array that may be read, and written where it is an output */
+    PADDING = 64, /* bytes behind an array that may be read, and also written if the array is an output */
     MAX_ENTRIES = 64
 };
 
-/* Whether the bytes of a level are symbols, not ranks. */
+/* Returns whether the bytes of a level are symbols, not ranks. */
 static bool levels_are_symbols(const ibp_planes *planes) { return planes->symbol_bytes == 1 && !planes->per_column; }
 
 typedef uint8_t lane8;
@@ -31,7 +33,7 @@ IBP_AVX2_INLINE __m256i load_vector(const uint8_t *src)
 }
 IBP_AVX2_INLINE void store_vector(uint8_t *dst, __m256i x) { _mm256_storeu_si256((__m256i *)(void *)dst, x); }
 
-/* Shifts of all lanes by 0 or more bits. */
+/* Shift all lanes by `by` bits, which may be 0. */
 IBP_AVX2_INLINE __m256i shift_left16(__m256i x, __m128i by) { return _mm256_sll_epi16(x, by); }
 IBP_AVX2_INLINE __m256i shift_left32(__m256i x, __m128i by) { return _mm256_sll_epi32(x, by); }
 IBP_AVX2_INLINE __m256i shift_left64(__m256i x, __m128i by) { return _mm256_sll_epi64(x, by); }
@@ -47,7 +49,7 @@ IBP_AVX2_INLINE __m256i shift_right8(__m256i x, __m128i by)
     return _mm256_and_si256(_mm256_srl_epi16(x, by), _mm256_set1_epi8((char)(0xff >> _mm_cvtsi128_si32(by))));
 }
 
-/* Lanes, cut to 255. */
+/* Limit lanes to 255. */
 IBP_AVX2_INLINE __m256i at_most_255_8(__m256i x) { return x; }
 IBP_AVX2_INLINE __m256i at_most_255_16(__m256i x) { return _mm256_min_epu16(x, _mm256_set1_epi16(255)); }
 IBP_AVX2_INLINE __m256i at_most_255_32(__m256i x) { return _mm256_min_epu32(x, _mm256_set1_epi32(255)); }
@@ -57,7 +59,7 @@ IBP_AVX2_INLINE __m256i at_most_255_64(__m256i x)
                               _mm256_cmpeq_epi64(_mm256_srli_epi64(x, 8), _mm256_setzero_si256()));
 }
 
-/* 32 lanes, at most 255 each, as bytes that `in_order` puts in the order of the lanes. */
+/* Pack 32 lanes of at most 255 each into bytes. in_order then puts the bytes in the order of the lanes. */
 IBP_AVX2_INLINE __m256i pack_bytes8(const __m256i *x) { return x[0]; }
 IBP_AVX2_INLINE __m256i pack_bytes16(const __m256i *x) { return _mm256_packus_epi16(x[0], x[1]); }
 IBP_AVX2_INLINE __m256i pack_bytes32(const __m256i *x)
@@ -81,7 +83,8 @@ IBP_AVX2_INLINE __m256i in_order32(__m256i x)
 }
 IBP_AVX2_INLINE __m256i in_order64(__m256i x) { return in_order32(x); }
 
-/* A vector of lanes from unsigned numbers of `bytes` bytes, 1 to a lane's; reads up to 32 bytes. */
+/* Load unsigned numbers of `bytes` bytes into the lanes of a vector. bytes: 1 to the bytes of a lane. They read up to
+ * 32 bytes. */
 IBP_AVX2_INLINE __m128i load_half(const uint8_t *src) { return _mm_loadu_si128((const __m128i *)(const void *)src); }
 IBP_AVX2_INLINE __m256i widened8(const uint8_t *src, uint32_t bytes)
 {
@@ -105,7 +108,8 @@ IBP_AVX2_INLINE __m256i widened64(const uint8_t *src, uint32_t bytes)
                         : load_vector(src);
 }
 
-/* table[x] for each byte x below 16, 0 for others: adding 0x70 with saturation sets bit 7 of those and no others'. */
+/* Returns table[x] for each byte x below 16, and 0 for other bytes. Adding 0x70 with saturation sets bit 7 of exactly
+ * these others, for which the shuffle gives 0. */
 IBP_AVX2_INLINE __m256i look_up(const uint8_t *table, __m256i x)
 {
     const __m256i twice = _mm256_broadcastsi128_si256(load_half(table));
@@ -121,12 +125,12 @@ IBP_AVX2_INLINE __m256i look_up(const uint8_t *table, __m256i x)
 #define LANE_BITS 64
 #include "planes_avx2_lanes.h"
 
-/* The function `name` of planes_avx2_lanes.h for lanes of lane_bytes bytes. */
+/* Selects the function `name` of planes_avx2_lanes.h for lanes of lane_bytes bytes. */
 #define FOR_LANES(lane_bytes, name) \
     ((lane_bytes) == 1 ? name##8 : (lane_bytes) == 2 ? name##16 : (lane_bytes) == 4 ? name##32 : name##64)
 
-/* A codebook for the coded bits of elements that have invariant bits: coders take elements that are not rotated, in
- * lanes whose highest bits are 0. */
+/* Returns a codebook for the coded bits of elements that have invariant bits. Its `rotate` is 0, because cut_elements
+ * and restore_elements rotate these elements. Coders get them in lanes whose highest bits are 0. */
 static ibp_codebook coded_codebook(const ibp_codebook *codebook)
 {
     ibp_codebook coded = *codebook;
@@ -134,21 +138,21 @@ static ibp_codebook coded_codebook(const ibp_codebook *codebook)
     return coded;
 }
 
-/* Whether the processor has AVX-512, and its coders take a codebook. */
+/* Returns whether the processor has AVX-512 and its coders take a codebook. */
 static bool is_wide(const ibp_planes *planes)
 {
     return ibp_cpu_features() & IBP_CPU_AVX512 && ibp_takes_avx512(planes);
 }
 
-/* A bitmap of n bits, in whole words. */
+/* Takes room for a bitmap of n bits, in whole words. */
 static uint64_t *take_bitmap(ibp_scratch *scratch, uint32_t n) { return ibp_take(scratch, (size_t)(n + 63) / 64 * 8); }
 
-/* As name_symbols16 where all columns have the same entries: 16 entries at a time, their low bytes apart from their
- * high ones. */
+/* Looks up symbols as name_symbols16 does, if all columns have the same entries. It looks up 16 entries at a time, the
+ * low bytes of entries apart from the high bytes. */
 IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
 {
     const uint8_t *const entries = planes->entries;
-    uint8_t tables[2][MAX_ENTRIES] = {{0}}; /* low and high bytes */
+    uint8_t tables[2][MAX_ENTRIES] = {{0}}; /* low bytes of the entries, and high bytes */
     for (uint32_t e = 0; e < planes->num_entries; e++)
         for (uint32_t byte = 0; byte < 2; byte++) tables[byte][e] = entries[2 * e + byte];
     for (uint32_t i = 0; i < n; i += 32) {
@@ -164,7 +168,7 @@ IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks,
     }
 }
 
-/* A bit for each of n ranks that no entry has. */
+/* Sets a bit for each of n ranks that stands for no entry. */
 IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
 {
     find_others8(ranks, n, planes->num_entries, 0xff, is_raw);
@@ -173,17 +177,17 @@ IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, ui
 
 /* ---- decoding ---- */
 
-/* function(..., b) for digits of b bits, which are a constant in what is inlined. */
+/* Calls function(..., b) for digits of b bits. b is a constant in functions that are inlined. */
 #define FOR_BITS(b, function, ...)         \
     ((b) == 1   ? function(__VA_ARGS__, 1) \
      : (b) == 2 ? function(__VA_ARGS__, 2) \
      : (b) == 3 ? function(__VA_ARGS__, 3) \
                 : function(__VA_ARGS__, 4))
 
-/* Escapes among n digits of b bits that begin with a byte of src. */
+/* Counts the escapes among n digits of b bits, which begin at byte `at` of src. */
 IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
 {
-    const uint32_t fields = b == 3 ? 16 : 64 / b; /* in whole bytes */
+    const uint32_t fields = b == 3 ? 16 : 64 / b; /* fields that fill whole bytes */
     const uint64_t lowest = ibp_low_bits(~(uint64_t)0, b * fields) / ((1u << b) - 1);
     uint32_t count = 0;
     for (;; n -= fields, at += b * fields / 8) {
@@ -195,8 +199,8 @@ IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, siz
     }
 }
 
-/* Fills in what reaches further planes than the first, and the parts. @return false if they do not end just where src
- * does. */
+/* Counts the elements that reach the planes after the first, and finds the parts of the values. Returns false unless
+ * the parts end exactly where src does. */
 IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start,
                                 uint32_t *reaching, ibp_value_parts *parts)
 {
@@ -210,7 +214,7 @@ IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, si
     return parts->end == 8 * src_bytes;
 }
 
-/* A level from its digits and, for escapes, the next one. All padded. */
+/* Builds a level from its digits and, for escapes, from the next level. All arrays are padded. */
 IBP_AVX2_INLINE void build_level_of(const uint8_t *digits, uint32_t n, __m128i named, const uint8_t *next,
                                     uint8_t *level, uint32_t b)
 {
@@ -224,7 +228,7 @@ IBP_AVX2_INLINE void build_level_of(const uint8_t *digits, uint32_t n, __m128i n
     }
 }
 
-/* named: what each digit of the plane stands for; 0 for the escape. */
+/* Builds a level. named: what each digit of the plane stands for; 0 for the escape. */
 IBP_AVX2 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, const uint8_t *named,
                                  const uint8_t *next, uint8_t *level)
 {
@@ -232,12 +236,12 @@ IBP_AVX2 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, 
     FOR_BITS(b, build_level_of, digits, n, bytes, next, level);
 }
 
-/* Where the parts of values begin. */
+/* The addresses of the parts of values. */
 typedef struct value_bytes {
     const uint8_t *residuals, *digits[IBP_MAX_PLANES + 1];
 } value_bytes;
 
-/* Builds level 0 in levels[0]. Each of levels has room for what is built in it. */
+/* Builds level 0 in levels[0]. Each of `levels` has room for a level of n bytes. */
 IBP_AVX2 static void build_levels(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                   uint8_t *const levels[3])
 {
@@ -258,15 +262,16 @@ IBP_AVX2 static void build_levels(const ibp_planes *planes, const value_bytes *b
     }
 }
 
-/* Makes ranks that are above num_entries, as levels have whose digits changed after they were counted, num_entries.
- * Padded. */
+/* Limits ranks to num_entries. Levels have higher ranks if their digits changed after they were counted. ranks is
+ * padded. */
 IBP_AVX2 static void bound_ranks(const ibp_planes *planes, uint32_t n, uint8_t *ranks)
 {
     const __m256i most = _mm256_set1_epi8((char)planes->num_entries);
     for (uint32_t i = 0; i < n; i += 32) store_vector(ranks + i, _mm256_min_epu8(load_vector(ranks + i), most));
 }
 
-/* The symbols of the elements of level 0, which is of ranks, in lanes of symbol_bytes. Padded. */
+/* Looks up the symbols of the elements of level 0, which holds ranks, into lanes of symbol_bytes bytes. level0 and
+ * symbols are padded. */
 IBP_AVX2 static void look_up_symbols(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                      uint8_t *level0, uint8_t *symbols, ibp_scratch *scratch)
 {
@@ -296,7 +301,8 @@ IBP_AVX2 static void read_residuals(const ibp_planes *planes, const uint8_t *src
     FOR_LANES(lane_bytes, widen_bytes)(r < 8 ? unpacked : src, n, elements);
 }
 
-/* level0, where it is of symbols, or `symbols` joined with the residuals. Both padded. */
+/* Joins symbols and residuals to elements. Symbols are level0 itself if it holds symbols; otherwise they are looked up.
+ * level0 and elements are padded. */
 IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                    uint8_t *level0, uint8_t *elements, ibp_scratch *scratch)
 {
@@ -311,7 +317,7 @@ IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *
      planes->residual_bits % ibp_element_bits(planes), planes->rotate);
 }
 
-/* The n elements, which have no invariant bits, whose values begin with bit `start` of src, into `elements`. */
+/* Decodes the n elements, without invariant bits, whose values begin at bit `start` of src. */
 IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start,
                                         uint32_t n, uint8_t *elements, ibp_scratch *scratch)
 {
@@ -320,7 +326,7 @@ IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *s
     ibp_value_parts parts;
     if (!find_parts(planes, src, src_bytes, start, reaching, &parts)) return IBP_CORRUPT_ROW;
 
-    /* From which byte on the parts are read from a padded copy; those before it have more than PADDING bytes behind
+    /* Parts from byte `copied` on are read from a padded copy. Parts before it have more than PADDING bytes behind
      * them. */
     const size_t after_first = planes->num_planes > 0 ? parts.digits[1] / 8 : src_bytes;
     const size_t copied = after_first + PADDING <= src_bytes ? after_first : start / 8;
@@ -333,7 +339,7 @@ IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *s
         bytes.digits[p] = at < copied ? src + at : copy + (at - copied);
     }
 
-    /* Levels have room for n each, so that digits that change after they were counted read nothing outside. */
+    /* Each level has room for n bytes, so that digits that change after they were counted cause no access outside. */
     uint8_t *const levels[3] = {ibp_take(scratch, n + PADDING), ibp_take(scratch, n + PADDING),
                                 ibp_take(scratch, n + PADDING)};
     build_levels(planes, &bytes, reaching, levels);
@@ -355,7 +361,8 @@ static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *src, size
     return status;
 }
 
-/* The listed positions as a bitmap. @return false if the form does not hold the right number of increasing ones. */
+/* Reads the listed positions into a bitmap. Returns false unless there are exactly form->num_positions positions, in
+ * increasing order. */
 IBP_AVX2 static bool read_positions(const uint8_t *src, size_t src_bytes, uint32_t columns,
                                     const ibp_position_form *form, uint64_t *bitmap)
 {
@@ -385,13 +392,13 @@ IBP_AVX2 static bool read_positions(const uint8_t *src, size_t src_bytes, uint32
     return found == form->num_positions;
 }
 
-/* Bits in which elements may differ from the default that are not listed. */
+/* Returns the bits in which elements that are not listed may differ from the default. */
 static uint64_t ignored_bits(const ibp_planes *planes)
 {
     return planes->signed_default ? (uint64_t)1 << (ibp_element_bits(planes) - 1) : 0;
 }
 
-/* Sets the highest bits, stored from bit `at` on, of the elements of a row that are not listed. */
+/* Sets the highest bits of the elements of a row that are not listed. They are stored from bit `at` of src. */
 IBP_AVX2 static void read_signs(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t at,
                                 const uint64_t *listed, uint8_t *row, ibp_scratch *scratch)
 {
@@ -445,7 +452,8 @@ static ibp_status decode(const ibp_codebook *cb, const uint8_t *src, size_t src_
 
 /* ---- encoding ---- */
 
-/* The symbols of elements in lanes of symbol_bytes; symbols has room for lanes of element_bytes. */
+/* Cuts the symbols out of elements, into lanes of symbol_bytes bytes. symbols: room for lanes of element_bytes
+ * bytes. */
 IBP_AVX2 static void cut_symbols(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *symbols)
 {
     const uint32_t r = planes->residual_bits, lane_bytes = planes->element_bytes, symbol_bytes = planes->symbol_bytes;
@@ -463,7 +471,7 @@ IBP_AVX2 static void cut_symbols(const ibp_planes *planes, const uint8_t *elemen
     }
 }
 
-/* Level 0 as ranks; zeros after it. symbols and ranks are padded. */
+/* Builds level 0 of ranks, with zeros behind it. symbols and ranks are padded. */
 IBP_AVX2 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const uint32_t lane_bytes = planes->symbol_bytes;
@@ -474,7 +482,7 @@ IBP_AVX2 static void rank_symbols(const ibp_planes *planes, const uint8_t *symbo
     memset(ranks + n, 0, 32);
 }
 
-/* Fills in what reaches further planes than the first. ranks: n, zeros after them. */
+/* Counts the elements that reach the planes after the first. ranks: n ranks, with zeros behind them. */
 IBP_AVX2 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint32_t *reaching)
 {
     for (uint32_t p = 0, first = 0; p < planes->num_planes; p++) {
@@ -490,7 +498,7 @@ IBP_AVX2 static void count_ranks(const ibp_planes *planes, const uint8_t *ranks,
     }
 }
 
-/* Writes the digits of a level and strips it to the next one, in place. Zeros follow both levels. */
+/* Writes the digits of a level and replaces it by the next level, in place. Zeros follow both levels. */
 IBP_AVX2 static void strip_level(uint8_t *level, uint32_t n, uint32_t b, uint8_t *dst, size_t dst_bytes)
 {
     const __m128i escape = _mm_set1_epi8((char)((1u << b) - 1));
@@ -519,7 +527,7 @@ IBP_AVX2 static void write_residuals(const ibp_planes *planes, const uint8_t *el
         FOR_LANES(lane_bytes, shift_bytes)(elements, n, planes->rotate, 0, dst + at);
         return;
     }
-    const uint32_t cut_bytes = r < 8 ? 1 : lane_bytes; /* of a lane of what is packed */
+    const uint32_t cut_bytes = r < 8 ? 1 : lane_bytes; /* bytes of a lane that is packed */
     uint8_t *const cut = ibp_take(scratch, (size_t)n * cut_bytes + 8);
     if (r < 8)
         FOR_LANES(lane_bytes, shift_bytes)(elements, n, planes->rotate, 0, cut);
@@ -529,8 +537,8 @@ IBP_AVX2 static void write_residuals(const ibp_planes *planes, const uint8_t *el
     ibp_pack_fields(cut, n, r, cut_bytes, dst, at, dst_bytes);
 }
 
-/* Codes n elements, which have no invariant bits, to dst from bit `start` on, or nothing if they end past dst_bytes.
- * @return where they end. */
+/* Codes n elements without invariant bits to dst, from bit `start`. Writes nothing if they would end past dst_bytes.
+ * Returns the bit at which they end. */
 IBP_AVX2 static size_t encode_coded(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n,
                                     uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
 {
@@ -561,7 +569,8 @@ IBP_AVX2 static size_t encode_coded(const ibp_codebook *cb, const uint8_t *eleme
 
 static const size_t no_coded_form = 8 * IBP_NO_CODED_FORM;
 
-/* Likewise; no_coded_form if the elements have none. */
+/* Codes n elements as encode_coded does, with their invariant bits. Returns no_coded_form if the elements have no coded
+ * form. */
 static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
                             size_t dst_bytes, ibp_scratch *scratch)
 {
@@ -574,7 +583,7 @@ static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, siz
     return coded_by(&coded, cut, start, n, dst, dst_bytes, scratch);
 }
 
-/* The highest bits of the elements that are not listed to dst, from a byte on. */
+/* Writes the highest bits of the elements that are not listed to dst, from byte `at`. */
 IBP_AVX2 static void write_signs(const ibp_codebook *cb, const uint8_t *row, const uint64_t *listed, size_t at,
                                  uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
 {
@@ -589,7 +598,7 @@ IBP_AVX2 static void write_signs(const ibp_codebook *cb, const uint8_t *row, con
     ibp_flush_bits(&w);
 }
 
-/* Header and positions to dst, which has room for them. bitmap: the k listed ones. */
+/* Writes the header and the positions to dst, which has room for them. bitmap: the k listed positions. */
 IBP_AVX2 static void write_positions(uint32_t columns, uint32_t k, bool closed, const ibp_position_form *form,
                                      const uint64_t *bitmap, uint8_t *dst, size_t dst_bytes)
 {
@@ -615,7 +624,7 @@ IBP_AVX2 static void write_positions(uint32_t columns, uint32_t k, bool closed, 
     ibp_flush_bits(&low);
 }
 
-/* As encode_values, for a whole row. */
+/* Codes a whole listed row. Returns what encode_values returns. */
 IBP_AVX2 static size_t encode_listed(const ibp_codebook *cb, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
                                      ibp_scratch *scratch)
 {

@@ -1,12 +1,12 @@
-/* planes_avx2_lanes.h - loops over elements or symbols in lanes of LANE_BITS bits; planes_avx2.c includes it once for
- * each width. Arrays of lanes are given as bytes and may lie anywhere. "Padded": readable, or writable, PADDING bytes
- * further. */
+/* planes_avx2_lanes.h - loops over elements or symbols in lanes of LANE_BITS bits. planes_avx2.c includes it once for
+ * each width. Arrays of lanes are passed as bytes and may have any alignment. "Padded" means that PADDING bytes behind
+ * the array may be read, or written if it is an output. */
 #define NAME_OF(name, bits) name##bits
 #define EXPAND_NAME(name, bits) NAME_OF(name, bits)
 #define NAME(name) EXPAND_NAME(name, LANE_BITS)
 #define lane NAME(lane)
 #define LANE_BYTES (LANE_BITS / 8)
-#define LANES (32 / LANE_BYTES) /* of a vector */
+#define LANES (32 / LANE_BYTES) /* lanes of a vector */
 
 IBP_AVX2_INLINE lane NAME(rotated)(lane x, uint32_t left)
 {
@@ -20,7 +20,7 @@ IBP_AVX2_INLINE __m256i NAME(rotated_vector)(__m256i x, uint32_t left)
                            NAME(shift_right)(x, _mm_cvtsi32_si128((int)(LANE_BITS - left))));
 }
 
-/* out[i] = row[i] rotated and shifted right by `shift` < LANE_BITS bits. */
+/* Rotates lanes and shifts them right: out[i] = rotated row[i] >> shift, for shift < LANE_BITS. */
 IBP_AVX2 static void NAME(shift_lanes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
 {
     const __m128i count = _mm_cvtsi32_si128((int)shift);
@@ -31,7 +31,7 @@ IBP_AVX2 static void NAME(shift_lanes)(const uint8_t *row, uint32_t n, uint32_t 
     for (; i < n; i++) ((lane *)out)[i] = (lane)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
 }
 
-/* Likewise, of each only the low byte. */
+/* Rotates and shifts lanes as shift_lanes does, but keeps only the low byte of each. */
 IBP_AVX2 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t rotate, uint32_t shift, uint8_t *out)
 {
     const __m128i count = _mm_cvtsi32_si128((int)shift);
@@ -48,8 +48,8 @@ IBP_AVX2 static void NAME(shift_bytes)(const uint8_t *row, uint32_t n, uint32_t 
     for (; i < n; i++) out[i] = (uint8_t)(NAME(rotated)(((const lane *)row)[i], rotate) >> shift);
 }
 
-/* The inverse: row[i], a residual of r < LANE_BITS bits, becomes the element with it and the symbol symbols[i]. Padded
- * symbols. */
+/* Joins residuals and symbols, the inverse of shift_lanes. row[i], a residual of r < LANE_BITS bits, becomes the
+ * element that has this residual and the symbol symbols[i]. symbols is padded. */
 IBP_AVX2_INLINE void NAME(join_of)(uint8_t *row, const uint8_t *symbols, uint32_t n, uint32_t r, uint32_t rotate,
                                    uint32_t symbol_bytes)
 {
@@ -72,14 +72,14 @@ IBP_AVX2 static void NAME(join)(uint8_t *row, const uint8_t *symbols, uint32_t s
     IBP_BY_SIZE(ibp_min_u32(symbol_bytes, LANE_BYTES), NAME(join_of), row, symbols, n, r, rotate);
 }
 
-/* row[i] = bytes[i] */
+/* Widens bytes: row[i] = bytes[i]. */
 IBP_AVX2 static void NAME(widen_bytes)(const uint8_t *bytes, uint32_t n, uint8_t *row)
 {
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = bytes[i];
 }
 
-/* symbols[i] = the entry ranks[i] <= num_entries, as wide as a lane, of its column; anything where there is none.
- * Padded symbols. */
+/* Looks up symbols: symbols[i] becomes entry ranks[i] of column i. ranks[i] <= num_entries; if it is num_entries,
+ * symbols[i] becomes any number. Entries are as wide as a lane. symbols is padded. */
 IBP_AVX2 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
 {
     const uint32_t num_entries = planes->num_entries, stride = planes->per_column ? num_entries : 0;
@@ -89,13 +89,14 @@ IBP_AVX2 static void NAME(name_symbols)(const ibp_planes *planes, const uint8_t 
         ((lane *)symbols)[i] = entries[(size_t)i * stride + (ranks[i] == num_entries ? 0 : ranks[i])];
 }
 
-/* ranks[i] = the first of the entries, as wide as a lane, that equals symbols[i]; num_entries if none does. Both
- * padded. One look-up for each value that entries have above their low 4 bits. */
+/* Ranks symbols: ranks[i] becomes the number of the first entry that equals symbols[i]; num_entries if there is none.
+ * Entries are as wide as a lane. Both arrays are padded. There is one table look-up for each distinct value that
+ * entries have above their low 4 bits. */
 IBP_AVX2 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const lane *const entries = (const lane *)planes->entries;
-    uint8_t tables[MAX_ENTRIES][16]; /* num_entries less the rank, 0 where there is no entry */
-    uint64_t highs[MAX_ENTRIES];     /* of the table's entries, in all lanes of a word */
+    uint8_t tables[MAX_ENTRIES][16]; /* num_entries minus the rank; 0 if there is no such entry */
+    uint64_t highs[MAX_ENTRIES];     /* the high bits of each table's entries, repeated in all lanes of a word */
     uint32_t num_tables = 0;
     for (uint32_t e = planes->num_entries, t; e-- > 0;
          tables[t][entries[e] & 15] = (uint8_t)(planes->num_entries - e)) {
@@ -120,7 +121,8 @@ IBP_AVX2 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols
     }
 }
 
-/* Likewise among the entries of column i, for all widths. */
+/* Ranks symbols among the entries of their columns, as `rank` does among those of the table. It works for lanes of all
+ * widths. */
 IBP_AVX2 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const uint32_t num_entries = planes->num_entries;
@@ -137,11 +139,11 @@ IBP_AVX2 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_
                 load_vector((const uint8_t *)(entries + first + rank)), wanted));
         if (equal == 0)
             while (rank < num_entries && entries[first + rank] != symbol) rank++;
-        ranks[i] = (uint8_t)ibp_min_u32(rank, num_entries); /* what was found may be the next column's */
+        ranks[i] = (uint8_t)ibp_min_u32(rank, num_entries); /* the entry that was found may belong to the next column */
     }
 }
 
-/* The lanes whose bits are set, one after the other. */
+/* Gathers the lanes whose bits are set, one after the other. */
 IBP_AVX2 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uint32_t n, uint8_t *out)
 {
     lane *next = (lane *)out;
@@ -150,7 +152,8 @@ IBP_AVX2 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, ui
             *next++ = ((const lane *)row)[i + (uint32_t)_tzcnt_u64(bits)];
 }
 
-/* The inverse: row[i] = the next lane for each bit set; `step` 0: always the first. */
+/* Scatters lanes, the inverse of gather: for each bit set, row[i] becomes the next lane of `in`. step: 1, or 0 to write
+ * the first lane everywhere. */
 IBP_AVX2 static void NAME(scatter)(const uint8_t *in, uint32_t step, const uint64_t *bitmap, uint32_t n, uint8_t *row)
 {
     const lane *next = (const lane *)in;
@@ -164,7 +167,8 @@ IBP_AVX2 static void NAME(fill)(uint8_t *row, uint32_t n, uint64_t value)
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = (lane)value;
 }
 
-/* out[i] = the coded bits of elements[i], rotated. @return false if an element has other invariant bits. */
+/* Cuts elements to their coded bits, rotated: out[i] for elements[i]. Returns false if an element has other invariant
+ * bits. */
 IBP_AVX2 static bool NAME(cut_elements)(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *out)
 {
     const uint32_t bits = planes->invariant_bits, last = LANE_BITS - bits - 1;
@@ -179,7 +183,7 @@ IBP_AVX2 static bool NAME(cut_elements)(const ibp_planes *planes, const uint8_t 
     }
     return differing == 0;
 }
-/* The inverse, in place. */
+/* Restores elements from their coded bits in place, the inverse of cut_elements. */
 IBP_AVX2 static void NAME(restore_elements)(const ibp_planes *planes, uint32_t n, uint8_t *elements)
 {
     const uint32_t bits = planes->invariant_bits, last = LANE_BITS - bits - 1;
@@ -191,7 +195,7 @@ IBP_AVX2 static void NAME(restore_elements)(const ibp_planes *planes, uint32_t n
     }
 }
 
-/* A bit for each lane whose highest bit is set; bits from n up to a whole word are 0. */
+/* Sets a bit for each lane whose highest bit is set. Bits from n up to a whole word are 0. */
 IBP_AVX2 static void NAME(find_signs)(const uint8_t *row, uint32_t n, uint64_t *bitmap)
 {
     const uint32_t highest = UINT32_MAX / ((1u << LANE_BYTES) - 1) << (LANE_BYTES - 1);
@@ -218,7 +222,7 @@ IBP_AVX2 static void NAME(set_signs)(const uint64_t *bitmap, uint32_t n, uint8_t
         }
 }
 
-/* A bit for each lane that differs from `value` in bits of `mask`; bits from n up to a whole word are 0. */
+/* Sets a bit for each lane that differs from `value` in bits of `mask`. Bits from n up to a whole word are 0. */
 IBP_AVX2 static void NAME(find_others)(const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask, uint64_t *bitmap)
 {
     const lane cared = (lane)mask, wanted = (lane)(value & mask);

@@ -1,12 +1,14 @@
-/* planes_avx512.c - rows of scheme planes with AVX-512, the bytes and statuses of planes.c: coded where symbols have at
- * most nine bits and one set of entries, decoded where rows are dense, too, and symbols are bytes. Others go to
- * planes_avx2.c.
+/* planes_avx512.c - codes and decodes rows of scheme planes with AVX-512. Bytes and statuses are those of planes.c. It
+ * codes rows if symbols have at most nine bits and one set of entries, and decodes rows if they are also dense and
+ * symbols are bytes. planes_avx2.c does the others.
  *
- * Residuals, digits and raw symbols all are fields of a fixed number of bits. All are unpacked to lanes, and packed
+ * Residuals, digits and raw symbols are all fields of a fixed number of bits. They are unpacked to lanes, and packed
  * from lanes, 64 bytes of lanes at a time: eight 64-bit words, each with the fields of its lanes one after the other.
- * Between digits and symbols stand *levels*: level p has a byte for each element with a digit in plane p, the last
- * level one for each raw symbol. A decoder reads the digits of all levels from the first on and turns them into symbols
- * from the last on; an encoder strips a level of ranks (which entry a symbol is) to the next one. */
+ *
+ * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
+ * level has a byte for each raw symbol. A decoder reads the digits of all levels from the first to the last, and then
+ * turns them into symbols from the last to the first. An encoder strips a level of ranks (a rank is the number of a
+ * symbol's entry) to the next level. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -16,19 +18,19 @@
 
 enum {
     VECTOR = IBP_VECTOR_BYTES,
-    PADDING = VECTOR, /* bytes after a level that may be read and written */
+    PADDING = VECTOR, /* bytes behind a level that may be read and written */
     LEVELS = IBP_MAX_PLANES + 1
 };
 
 IBP_AVX512_INLINE __m512i all_words(uint64_t x) { return _mm512_set1_epi64((int64_t)x); }
 
-/* In all bytes of a 64-bit word its lowest one. */
+/* Copies the lowest byte of each 64-bit word to all of its bytes. */
 IBP_AVX512_INLINE __m512i all_bytes(__m512i words)
 {
     return _mm512_shuffle_epi8(words, _mm512_set4_epi64(0x0808080808080808, 0, 0x0808080808080808, 0));
 }
 
-/* The bits of a where those of mask are set, of b elsewhere. */
+/* Selects bits: those of a where mask is set, those of b elsewhere. */
 IBP_AVX512_INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b)
 {
     return _mm512_ternarylogic_epi64(mask, a, b, 0xca);
@@ -38,17 +40,17 @@ IBP_AVX512_INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b)
 
 static const uint64_t byte_numbers = 0x0706050403020100, byte_ones = 0x0101010101010101;
 
-/* Bits of the fields that the lanes of a 64-bit word have. */
+/* Returns the bits of all fields in the lanes of a 64-bit word. */
 IBP_AVX512_INLINE uint32_t bits_of_word(uint32_t bits, uint32_t lane_bytes) { return 8 / lane_bytes * bits; }
 
-/* At which bit the fields of each word begin. */
+/* Returns the bit at which the fields of each word begin. */
 IBP_AVX512_INLINE __m512i starts_of_words(uint32_t word_bits)
 {
     return _mm512_mul_epu32(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), all_words(word_bits));
 }
 
-/* How fields become lanes: the bytes that each word takes, from which of their bits on each byte of it, and which bits
- * of that. */
+/* The constants that turn fields into lanes: the bytes that each word takes; for each byte of a word the bit at which
+ * it begins in them; and the bits to keep. */
 typedef struct unpacking {
     __m512i bytes, shifts, mask;
 } unpacking;
@@ -72,13 +74,15 @@ IBP_AVX512_INLINE __m512i unpack(const unpacking *u, __m512i fields)
                             u->mask);
 }
 
-/* How lanes become fields. In words of 16, then 32, then 64 bits the upper half comes down to where the lower half's
- * fields end, unless a half is less than a lane. Then the 64-bit words close up: each is moved up to the bit that its
- * fields begin with, takes over those of the word before it that did not fill a byte, and gives its whole bytes. */
+/* The constants that turn lanes into fields, in two steps. First, in words of 16, then 32, then 64 bits, the upper half
+ * moves down to the end of the lower half's fields, unless a half is less than a lane. Then the 64-bit words close up:
+ * each word moves up to the bit at which its fields begin, takes over the fields of the word before it that did not
+ * fill a byte, and gives its whole bytes. */
 typedef struct packing {
-    __m512i lower[3], down[3]; /* fields of the lower half, and by how many bits the upper one moves */
+    __m512i lower[3], down[3]; /* the fields of the lower half, and the bits by which the upper half moves */
     __m512i mask, offset,
-        carried;     /* all fields; by how many bits a word moves; where in the word before it its first byte begins */
+        carried;     /* mask: all fields; offset: the bits by which a word moves; carried: where in the word before
+                        it its first byte begins */
     __mmask64 bytes; /* the whole bytes of each word */
 } packing;
 
@@ -110,9 +114,9 @@ IBP_AVX512_INLINE __m512i pack(const packing *p, __m512i x)
 
 /* ---- elements ---- */
 
-/* Rotations of the lanes of a vector. */
+/* The constants that rotate the lanes of a vector. */
 typedef struct rotation {
-    __m512i left, right, low; /* bits to shift by; low: mask of the bits that the right shift gives */
+    __m512i left, right, low; /* left, right: bits to shift by; low: the bits that come from the right shift */
 } rotation;
 
 IBP_AVX512_INLINE rotation rotation_of(uint32_t left, uint32_t lane_bytes)
@@ -129,7 +133,8 @@ IBP_AVX512_INLINE __m512i rotate(const rotation *r, __m512i x)
 
 /* ---- decoding ---- */
 
-/* Unpacks a level of n digits of `bits` bits. Padded. @return how many have all bits set. */
+/* Unpacks a level of n digits of `bits` bits. level is padded. Returns the number of escapes, which have all bits
+ * set. */
 IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint32_t n, uint32_t bits, uint8_t *level)
 {
     const unpacking digits = unpacking_of(bits, 1);
@@ -143,8 +148,8 @@ IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint
     return num_escapes;
 }
 
-/* Turns a level of n digits into what they stand for: an entry's low bits each, or the next of the next level. All
- * padded. */
+/* Replaces n digits of a level by what they stand for: the low bits of an entry, or, for an escape, the next byte of
+ * the next level. All arrays are padded. */
 IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const uint8_t *entries,
                                   uint32_t symbol_bits, const uint8_t *next)
 {
@@ -160,7 +165,7 @@ IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, c
     }
 }
 
-/* The elements with the residuals that src begins with and a symbol each. Padded symbols. */
+/* Joins the residuals at the beginning of src and one symbol for each to elements. symbols is padded. */
 IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *src, size_t src_bytes,
                                      const uint8_t *symbols, uint8_t *row, uint32_t row_bytes)
 {
@@ -206,7 +211,7 @@ IBP_AVX512 ibp_status ibp_decode_coded_avx512(const ibp_codebook *cb, const uint
 
 /* ---- encoding ---- */
 
-/* A bit for each lane of x that has bits of mask. */
+/* Returns a bit for each lane of x that has bits of `mask`. */
 IBP_AVX512_INLINE uint64_t test_lanes(__m512i x, __m512i mask, uint32_t lane_bytes)
 {
     return lane_bytes == 1   ? _mm512_test_epi8_mask(x, mask)
@@ -215,7 +220,7 @@ IBP_AVX512_INLINE uint64_t test_lanes(__m512i x, __m512i mask, uint32_t lane_byt
                              : _mm512_test_epi64_mask(x, mask);
 }
 
-/* The lanes whose bits are set, one after the other. */
+/* Gathers the lanes whose bits are set, one after the other. */
 IBP_AVX512_INLINE __m512i compress_lanes(uint64_t lanes, __m512i x, uint32_t lane_bytes)
 {
     return lane_bytes == 1   ? _mm512_maskz_compress_epi8(lanes, x)
@@ -245,14 +250,15 @@ IBP_AVX512 uint32_t ibp_list_avx512(const uint8_t *row, uint32_t n, uint64_t val
     return IBP_BY_SIZE(lane_bytes, list_of, row, n, value, mask, bitmap, listed);
 }
 
-/* The low bytes of the symbols of elements, and their ninth bits where they have such. Padded. */
+/* Cuts the low bytes of the symbols out of elements, and their ninth bits if they have nine. symbols and ninths are
+ * padded. */
 IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elements, uint32_t num_bytes,
                                    uint8_t *symbols, uint8_t *ninths)
 {
     const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes, symbol_bits = ibp_symbol_bits(planes);
     const rotation to_coded = rotation_of(planes->rotate, lane_bytes);
     const __m512i starts =
-        all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits); /* of those in a word */
+        all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits); /* bits where symbols begin */
     const __m512i mask = all_words(byte_ones * ibp_low_bits(255, symbol_bits)),
                   ninth = all_words(ibp_lane_fields(lane_bytes, 1) << (planes->residual_bits + 8) % 64);
     const __mmask64 bytes = byte_ones * ibp_low_bits(255, per_word);
@@ -264,16 +270,16 @@ IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elem
     }
 }
 
-/* A byte of a table of 256 for each byte of x. */
+/* Looks up each byte of x in a table of 256 bytes. */
 IBP_AVX512_INLINE __m512i look_up(const __m512i *quarters, __m512i x)
 {
     return _mm512_mask_blend_epi8(_mm512_movepi8_mask(x), _mm512_permutex2var_epi8(quarters[0], x, quarters[1]),
                                   _mm512_permutex2var_epi8(quarters[2], x, quarters[3]));
 }
 
-/* The rank of each of n symbols; num_entries where no entry equals it, and those symbols come in `raw`, in symbol_bytes
- * each, which is a constant where this is called: 2 with ninth bits; with 1 `raw` may be `symbols`. All padded.
- * @return how many these are. */
+/* Ranks n symbols. The rank is num_entries if no entry equals the symbol; such symbols are copied to `raw`,
+ * symbol_bytes bytes each. Returns how many these are. symbol_bytes is a constant at every call: 2 if symbols have
+ * ninth bits, else 1. With 1, `raw` may be the same array as `symbols`. All arrays are padded. */
 IBP_AVX512_INLINE uint32_t rank_symbols(const ibp_planes *planes, const uint8_t *symbols, const uint8_t *ninths,
                                         uint32_t n, uint8_t *ranks, uint8_t *raw, uint32_t symbol_bytes)
 {
@@ -308,8 +314,8 @@ IBP_AVX512_INLINE uint32_t rank_symbols(const ibp_planes *planes, const uint8_t 
     return num_raw;
 }
 
-/* Strips a level of n ranks to the next one, in place, and writes its digits, if dst is not NULL. Padded. @return the
- * next one's n. */
+/* Replaces a level of n ranks by the next level, in place, and writes its digits unless dst is NULL. level is padded.
+ * Returns n of the next level. */
 IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits, uint8_t *dst)
 {
     const packing digits = packing_of(bits, 1);
@@ -327,7 +333,7 @@ IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits
     return (uint32_t)(next - level);
 }
 
-/* Packs the low bits of the lanes, rotated left. */
+/* Packs the low bits of lanes after rotating the lanes left. */
 IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, uint32_t lane_bytes, uint32_t rotated,
                                     uint32_t bits, uint8_t *dst)
 {
@@ -367,8 +373,8 @@ IBP_AVX512 size_t ibp_encode_coded_avx512(const ibp_codebook *cb, const uint8_t 
 
 /* ---- which rows these are ---- */
 
-/* Fields of a word begin with any bit of a byte; what its lanes have must fit a word there, and share no byte with more
- * than the word before it. */
+/* Returns whether the fields of 64-bit words can be packed and unpacked in this way. They may begin at any bit of a
+ * byte and must fit into 64 bits from there. A word must share no byte with words other than the one before it. */
 static bool fits_words(const ibp_planes *planes)
 {
     const uint32_t word_bits = 8 / planes->element_bytes * planes->residual_bits;
