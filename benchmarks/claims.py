@@ -1068,7 +1068,7 @@ def results_page(results):
         "was measured; a row of its CSV names its own, unless the table counts it among those that name none. CSVs "
         "that count bytes name no GPU.",
         "## What a user gains",
-        headline(results).replace("[others](benchmarks/RESULTS.md)", "others"),
+        headline(results).replace("[other runs](benchmarks/RESULTS.md)", "other runs"),
         memory(results),
     ]
     for table in TABLES:
@@ -1385,8 +1385,8 @@ def room(coded, gpu_gb, results):
 
 
 NO_GAIN = (
-    "No gain: an epoch of GraphSAGE on FP32 rows of 400 B, {gnn|epoch_s|dense 100, batch 1024|ibp} s, raw rows "
-    "{gnn|epoch_s|dense 100, batch 1024|raw rows}."
+    "No gain: an epoch of GraphSAGE on FP32 rows of 400 B takes {gnn|epoch_s|dense 100, batch 1024|ibp} s with ibp, and "
+    "{gnn|epoch_s|dense 100, batch 1024|raw rows} s with raw rows."
 )
 
 
@@ -1402,12 +1402,14 @@ def headline(results):
     nvcomp = max(saving for method, saving in saved.items() if method.startswith(NVCOMP))
     others = f"nvCOMP {savings_text(nvcomp)}, zstd {savings_text(saved[ratio.ZSTD])}"
     lines = [
-        [
-            f"random rows of {size_name(charts.ROW_BYTES)}, BF16",
-            f'`x[ids].to("cuda")` {rate("cpu index + copy", **normal)}, gathered by the CPU while it is copied '
-            f"{rate('cpu pipelined', **normal)}, a kernel that reads raw rows {rate('raw rows', **normal)}",
-            rate("planes slots", **normal),
-        ],
+        [f"random rows of {size_name(charts.ROW_BYTES)}, BF16", way, rate("planes slots", **normal)]
+        for way in (
+            f'`x[ids].to("cuda")` {rate("cpu index + copy", **normal)}',
+            f"gathered by the CPU while it is copied {rate('cpu pipelined', **normal)}",
+            f"a kernel that reads raw rows {rate('raw rows', **normal)}",
+        )
+    ]
+    lines += [
         [
             "random rows of Citeseer's features",
             f"raw rows {rate('raw rows', case='citeseer')}",
@@ -1421,8 +1423,8 @@ def headline(results):
         ["bytes saved of BF16 N(0, 0.02)", others, savings_text(saved["planes"])],
     ]
     return (
-        f"GB/s of original bytes, from pinned host memory ({machine(gather)[2:]}, whole tensors and nvCOMP of "
-        f"[others](benchmarks/RESULTS.md)):\n\n{markdown(['what', 'without ibp', 'with ibp'], lines)}\n\n"
+        f"GB/s of original bytes, from pinned host memory ({machine(gather)[2:]}; whole tensors and nvCOMP by "
+        f"[other runs](benchmarks/RESULTS.md)):\n\n{markdown(['what', 'without ibp', 'with ibp'], lines)}\n\n"
         + cited(results, NO_GAIN)
     )
 
@@ -1530,7 +1532,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "deltas": "Where {deltas|changed|1.5 % changed|ibp|dtype=bfloat16} of BF16 weights changed, a delta takes "
     "{deltas|stored|1.5 % changed|ibp|dtype=bfloat16} of their bytes, an index and a value for each change "
     "{deltas|stored|1.5 % changed|index and value|dtype=bfloat16}; a GPU applies it at "
-    "{deltas|gbps|1.5 % changed|ibp, apply|dtype=bfloat16} GB/s, those at "
+    "{deltas|gbps|1.5 % changed|ibp, apply|dtype=bfloat16} GB/s, and an index and a value for each at "
     "{deltas|gbps|1.5 % changed|index and value, apply|dtype=bfloat16} {from deltas}.",
     "checkpoints": "4 GiB of BF16 weights are compressed at {checkpoints|gbps||compress, two cores} GB/s with two "
     "cores and {checkpoints|peak_mib||compress, two cores} MiB of memory, at {checkpoints|gbps||compress, GPU} GB/s "
