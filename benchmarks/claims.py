@@ -1385,8 +1385,8 @@ def room(coded, gpu_gb, results):
 
 
 NO_GAIN = (
-    "No gain: an epoch of GraphSAGE on FP32 rows of 400 B takes {gnn|epoch_s|dense 100, batch 1024|ibp} s with ibp, and "
-    "{gnn|epoch_s|dense 100, batch 1024|raw rows} s with raw rows."
+    "No gain: an epoch of GraphSAGE on FP32 rows of 400 B takes {gnn|epoch_s|dense 100, batch 1024|ibp} s with ibp, "
+    "and {gnn|epoch_s|dense 100, batch 1024|raw rows} s with raw rows."
 )
 
 
