@@ -236,7 +236,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
             const Cursor cursor = Cursor::at(plane / 8u + first / 4u);
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) tile.digits[s][0] = cursor.word(s * kStep / 16u);
-            // At the row's end a lane reads up to a step of digits behind it, which lies in the stage or in the scratch.
+            // At the row's end a lane reads up to a step of digits behind it: these lie in the stage or the scratch.
         } else {
             const uint32_t position = plane + FIRST * first, left = n > first ? n - first : 0u;
 #pragma unroll

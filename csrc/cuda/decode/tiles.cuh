@@ -2,8 +2,8 @@
 //
 // The values of a dense row in shared memory, each part padded to a byte:
 //
-//     | residuals | plane 0, a digit for each element | plane 1, a digit for each escape of plane 0 | plane 2 | plane 3 |
-//     | raw symbols, one for each escape of the last plane |
+//     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
+//     | plane 3 | raw symbols: one for each escape of the last plane |
 //
 // A warp decodes one tile of elements at a time. It goes down the planes (visit), since a plane begins where the digits
 // before it end, and up again (store). The escaped elements of a plane take their names from the level below. A name is
@@ -103,7 +103,7 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of a vector of 16 bytes
     static constexpr uint32_t kSteps = STEPS, kStep = G::kLanes * kPerVector,
                               kTile = kSteps * kStep; // elements of the group
-    // digits of plane 1 that a lane and the group take at a time
+    // kPerLane, kChunk: digits of plane 1 that a lane and the group take at a time.
     static constexpr uint32_t kPerLane = 16u * PARTS, kChunk = G::kLanes * kPerLane;
     // level1: the shared byte at which the levels begin. most: elements of a tile.
     uint32_t level1, most;
