@@ -140,7 +140,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
     {
         uint8_t *const residuals = reinterpret_cast<uint8_t *>(stage.words), *const digits =
                                                                                  residuals + columns * kResidualBytes;
-        uint32_t end = columns * kResidualBytes + columns / 2u; // bytes
+        uint32_t end = columns * kResidualBytes + columns / 2u; // the byte at which the coded row ends, so far
         if (end > most_bytes || start_bit != 0u) return kNoCodedForm;
         const bool is_whole = row.is_whole(row_bytes);
 #pragma unroll 1

@@ -423,7 +423,7 @@ template <class G> __device__ __forceinline__ void clear(const BitStage &stage, 
         reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Returns the bytes of a stage: a coded row, the padding of its overflow part, and the words behind it.
+// Returns the bytes of a stage: a coded row, the padding of its overflow part, and the word behind it.
 __host__ __device__ __forceinline__ uint32_t bit_stage_bytes(uint32_t row_bytes)
 {
     return (row_bytes + 15u) / 16u * 16u + 48u;
