@@ -385,7 +385,7 @@ __device__ __forceinline__ uint32_t home_of(const ibp_lru &lru, int64_t row)
 // call. Each lane works out the home set of one row, and the warp looks at the sets one after the other.
 __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ ClaimJob job)
 {
-    constexpr uint32_t kAhead = 4; // sets on their way
+    constexpr uint32_t kAhead = 4; // sets that are loaded at once
     await_work_before();
     const Rows &rows = job.rows;
     const ibp_cached_row *const ways_of_lane = job.lru.slab.map.rows + lane_id();
