@@ -92,9 +92,8 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block
     if (status == IBP_OK) status = prepare(kernel, device, &is_of_90);
     if (status != IBP_OK) return status;
     const int sms = max_sms > 0 ? std::min(max_sms, device.sms) : device.sms;
-    const uint32_t unit = std::max(group_threads, kWarp),
-                   // Threads are added to a block by whole warps and whole groups.
-        groups_a_unit = unit / group_threads;
+    // Threads are added to a block by whole warps and whole groups.
+    const uint32_t unit = std::max(group_threads, kWarp), groups_a_unit = unit / group_threads;
     const uint32_t unit_bytes = groups_a_unit * group_bytes;
     const int64_t room = device.block_bytes - int64_t{block_bytes};
     const int64_t fitting = unit_bytes ? room / unit_bytes : most_threads;

@@ -177,10 +177,9 @@ __device__ __forceinline__ uint64_t shared_bits64(uint32_t position)
 
 // A group's stage in dynamic shared memory: a row as coded.
 struct Stage {
-    uint32_t first,
-        // first: the byte at which the stage begins, a multiple of 16. last_word: the word that is read if a corrupt
-        // row asks for a later one.
-        last_word;
+    // first: the byte at which the stage begins, a multiple of 16. last_word: the word that is read if a corrupt row
+    // asks for a later one.
+    uint32_t first, last_word;
 
     __device__ __forceinline__ uint8_t *bytes() const { return shared_bytes() + first; }
     __device__ __forceinline__ uint32_t bits_at(uint32_t position) const

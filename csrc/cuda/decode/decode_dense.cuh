@@ -286,7 +286,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
         return tile.chunk.num_escaped + count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, width);
     }
-    // Not inlined, so that a kernel contains it once.
+    // Counts the escapes among digits of a plane. Not inlined, so that a kernel contains it once.
     static __device__ __noinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
         return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);

@@ -26,7 +26,8 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     using Group = G;
     static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : G::kWarps > 8 ? 1024 : 768;
     static constexpr uint32_t kVectors = G::kAnyLength ? 8 : 4;
-    static constexpr uint32_t kPerVector = 16u / sizeof(T), kPerWord = 4u / sizeof(T); // elements
+    // Elements of a vector of 16 bytes, and of a word.
+    static constexpr uint32_t kPerVector = 16u / sizeof(T), kPerWord = 4u / sizeof(T);
     static constexpr uint32_t kSteps = 4; // vectors of 16 bytes that a lane has in a tile
     static constexpr uint32_t kStep = G::kLanes * kPerVector, kTile = kSteps * kStep;
     static constexpr uint32_t kDigitBits = 4;
@@ -142,7 +143,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     {
         const Symbols symbols(book);
         const WordJoin<T> join(cb.planes);
-        constexpr uint32_t kBytes = sizeof(T) - 1u; // of a residual
+        constexpr uint32_t kBytes = sizeof(T) - 1u; // bytes of a residual
         const Cursor residuals = Cursor::at(parts.residuals / 8u + kBytes * first_element(tile_start, 0));
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {

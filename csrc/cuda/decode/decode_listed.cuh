@@ -217,7 +217,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     // of two cost 4 % more instructions here.
     struct ResidualJoin {
         static constexpr uint32_t kWordBits = kBits < 32u ? kBits : 32u, kEach = ~0u / (~0u >> (32u - kWordBits));
-        // kept, top: the bits of every element that come from a residual
+        // kept, top: the bits of every element that come from a residual.
         uint32_t num_bits, invariant, rotate, kept, top;
 
         __device__ __forceinline__ explicit ResidualJoin(const ibp_planes &planes)
@@ -344,9 +344,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     __device__ __forceinline__ bool walk_list(const ibp_position_form &form, uint32_t columns, uint32_t start,
                                               const Take &take) const
     {
+        // each: upper bits that a lane takes at a time.
         const uint32_t lows = start + to_byte(form.upper_bits),
-                       // upper bits that a lane takes at a time
-            each = ibp_min_u32((form.upper_bits + kWarp - 1u) / kWarp, 32u);
+                       each = ibp_min_u32((form.upper_bits + kWarp - 1u) / kWarp, 32u);
         // edge: the least position that may follow those of earlier upper bits.
         uint32_t found = 0, edge = 0;
         bool good = true;
@@ -413,7 +413,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- columns ----
 
-    // Not inlined, so that a kernel contains it once, and its registers are free for other code.
+    // Writes a default row. Not inlined, so that a kernel contains it once, and its registers are free for other code.
     static __device__ __noinline__ void fill(const ibp_codebook &cb, Window window)
     {
         fill_default<G>(cb, window.dst, window.low, window.high);
@@ -466,9 +466,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     template <bool SIGNED>
     static __device__ __forceinline__ void go_on(uint32_t listed, uint32_t &next, uint32_t &signs)
     {
-// The assembly adds in place; the compiler would put the results elsewhere and move them.
 #ifdef __CUDACC__
         if (SIGNED) {
+            // In assembly, because the compiler would put the results into other registers and move them.
             asm("{.reg .pred p; setp.ne.u32 p, %2, 0; @p add.u32 %0, %0, %3; @!p shr.u32 %1, %1, 1;}"
                 : "+r"(next), "+r"(signs)
                 : "r"(listed), "n"(sizeof(T)));

@@ -67,10 +67,9 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
             uint32_t keep = ~__ldg(cb.mask + w), removed = ~keep << 1;
 #pragma unroll
             for (uint32_t i = 0; i < kMoves; i++) {
-                uint32_t odd =
-                    // A bit of `odd` is set if an odd number of bits were removed below it, among the removed bits not
-                    // yet dealt with.
-                    removed;
+                // A bit of `odd` is set if an odd number of bits were removed below it, among the removed bits not yet
+                // dealt with.
+                uint32_t odd = removed;
 #pragma unroll
                 for (uint32_t step = 1; step < 32u; step *= 2) odd ^= odd << step;
                 const uint32_t moved = odd & keep;
@@ -120,9 +119,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         load_entries(book.mask, w, mask);
         load_entries(book.flags, w, kept.flags);
         const uint32_t position = ibp_flag_position(kept.flags[0]), bits = stage.bits_at(start_bit + position);
-        const uint32_t participation =
-            // Bit i is the participation bit whose position is i modulo 32.
-            __funnelshift_l(bits, bits, position);
+        // Bit i is the participation bit whose position is i modulo 32.
+        const uint32_t participation = __funnelshift_l(bits, bits, position);
         kept.count = 0;
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
@@ -258,9 +256,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         case 1: return decode_chunks<1>(cluster, active, stage, start_bit, coded_bytes, window);
         case 2: return decode_chunks<2>(cluster, active, stage, start_bit, coded_bytes, window);
         default:
-            return decode_chunks<4>(cluster, active, stage, start_bit, coded_bytes,
-                                    // Chunks of 4 or 8 bytes: all bits of a word have the same participation bit.
-                                    window);
+            // Chunks of 4 or 8 bytes: all bits of a word have the same participation bit.
+            return decode_chunks<4>(cluster, active, stage, start_bit, coded_bytes, window);
         }
     }
 };

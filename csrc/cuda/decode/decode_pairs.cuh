@@ -65,8 +65,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     const ibp_codebook &cb;
     const uint32_t scratch; // the shared byte at which the group's scratch begins
 
-    // Returns whether residuals are joined by a fixed pattern of bytes: they are the other byte of elements of two
-    // bytes that are rotated (BF16), the other three of elements of four, or half of elements of one.
+    // Returns whether residuals can be joined by a fixed pattern of bytes: they are one byte of rotated elements of two
+    // bytes (BF16), three bytes of elements of four, or half of elements of one.
     static __host__ __device__ __forceinline__ bool is_simple(const ibp_planes &planes)
     {
         if (sizeof(T) != 2 && planes.invariant_bits != 0u) return false;
@@ -120,8 +120,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         if (sizeof(T) > 1 && symbols_turn(planes)) symbol = (symbol & 0xffu) * 0x101u >> 1;
         return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
     }
-    // Returns whether names are rotated back as elements of BF16 are. Then four elements' bytes of either half are
-    // joined before they are paired to elements.
+    // Returns whether names are rotated back, as elements of BF16 are. If so, the lower and the upper bytes of four
+    // elements are first joined from symbols and residuals, and then paired to elements.
     static __device__ __forceinline__ bool symbols_turn(const ibp_planes &planes)
     {
         return sizeof(T) == 2 && !COLUMNS && is_simple(planes);
@@ -500,7 +500,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s * kStep >= left) break;
             uint4 symbols = COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
-            if (!SIMPLE && !UNITS && symbols_turn(cb.planes)) { // rotates names forward again
+            if (!SIMPLE && !UNITS && symbols_turn(cb.planes)) { // undoes the rotation of names
                 symbols.x = select_bits(0xfefefefeu, symbols.x << 1, symbols.x >> 7);
                 symbols.y = select_bits(0xfefefefeu, symbols.y << 1, symbols.y >> 7);
             }

@@ -86,7 +86,7 @@ enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kIrregular, kRefused 
 // refused. Its bytes [low, high) are wanted.
 struct Fetched {
     Window window;
-    uint32_t num_bytes; // as stored
+    uint32_t num_bytes; // bytes of the row as stored
     Kind kind;
 };
 
@@ -294,10 +294,9 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     const Request &request;
     uint8_t *const out;
     const Stage stage;
-    const uint32_t first_stage,
-        // first_stage: the shared byte at which the first group's memory begins. group_bytes: the shared bytes of each
-        // group.
-        group_bytes;
+    // first_stage: the shared byte at which the first group's memory begins. group_bytes: the shared bytes of each
+    // group.
+    const uint32_t first_stage, group_bytes;
 
     // Returns the row that lane i has looked up. All lanes of a warp call this together.
     __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i) const
@@ -361,7 +360,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         Pieces pieces{};
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
-            // the vector may belong to another row than the one before
+            // The vector may belong to another row than the one before.
             if (k * kWarp % kShared == 0u || kShared < kWarp || k >= Decoder::kVectors) {
                 if (k != 0u) what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
                 if (BEHIND)
@@ -432,8 +431,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads)
             to[pieces.place(k)] = *pieces.place_of(k);
     }
-    // Stores the loaded vectors of a row that is too long to be loaded ahead as a whole, and fetches the others. Groups
-    // of one warp or several only.
+    // Stores the loaded vectors of a row that is too long to be loaded ahead as a whole, and fetches the others. Only
+    // for groups that are a warp or several.
     __device__ __forceinline__ void receive_long(const Row &row, const Entry &entry, uint32_t i,
                                                  const uint4 (&vectors)[kVectors]) const
     {

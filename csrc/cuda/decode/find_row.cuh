@@ -17,9 +17,9 @@ __device__ __forceinline__ uint32_t length_of_row(const uint16_t *lengths, int64
 __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t row)
 {
     const int64_t first = ibp_first_of_base(&table, row);
+    // unit: rooms are multiples of it. `room` computes what ibp_room_of returns, in fewer instructions.
     const uint32_t num_before = static_cast<uint32_t>(row - first), row_bytes = table.codebook.row_bytes,
-                   // unit: rooms are multiples of it. `room` computes what ibp_room_of returns, in fewer instructions.
-        unit = ibp_overflow_room(1u, table.slot_bytes);
+                   unit = ibp_overflow_room(1u, table.slot_bytes);
     const auto room = [&](uint32_t length) {
         const uint32_t stored = ibp_stored_bytes(length, row_bytes, row_bytes);
         return (max(stored, table.slot_bytes) - table.slot_bytes + (unit - 1u)) & (0u - unit);

@@ -101,8 +101,8 @@ struct NamedDigit {
 // STEPS: vectors of 16 bytes that a lane has in a tile. PARTS: vectors of names of plane 1 that a lane makes at a time.
 template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLevels {
     static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of a vector of 16 bytes
-    static constexpr uint32_t kSteps = STEPS, kStep = G::kLanes * kPerVector,
-                              kTile = kSteps * kStep; // elements of the group
+    // kStep, kTile: elements of the group in a step and in a tile.
+    static constexpr uint32_t kSteps = STEPS, kStep = G::kLanes * kPerVector, kTile = kSteps * kStep;
     // kPerLane, kChunk: digits of plane 1 that a lane and the group take at a time.
     static constexpr uint32_t kPerLane = 16u * PARTS, kChunk = G::kLanes * kPerLane;
     // level1: the shared byte at which the levels begin. most: elements of a tile.
@@ -128,8 +128,8 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     }
 
     // Writes the names of n elements of plane 2 or 3 into level 2, and lists the elements whose digits are escapes.
-    // FIRST: names the first n elements of level 2; otherwise the n listed ones. digit(base): returns the digit of the
-    // lane's element for which `base` elements come before lane 0's. Returns how many digits are escapes.
+    // FIRST: names the first n elements of level 2; otherwise the n listed ones. digit(base): returns the lane's digit,
+    // where lane 0 has the digit of element number `base`. Returns how many digits are escapes.
     template <bool FIRST, class Digit> __device__ __forceinline__ uint32_t name(uint32_t n, const Digit &digit) const
     {
         uint32_t num_escaped = 0;
@@ -230,7 +230,7 @@ __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const Plane
             return one_tile ? decoder.visit(book, p, start, range, tile)
                             : Decoder::count_escapes(start, range, num_bits);
         });
-    // If so, every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
+    // If `good`, every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
     const bool good = !active || parts.end == end;
     if (G::kPerWarp == 1 && G::any(!good)) return false;
     if (G::kPerWarp > 1 && !good) n = 0;

@@ -1,9 +1,9 @@
 // warp_rows.cuh - decodes one row by one warp, for use in other kernels: the functions that ibp_device.cuh offers, and
 // their contract.
 //
-//     1. The coded bytes are copied to the warp's scratch in dynamic shared memory.
-//     2. The decoder of the codebook is built in the scratch behind them.
-//     3. The decoder rebuilds the row where the caller wants it.
+// 1. The coded bytes are copied to the warp's scratch in dynamic shared memory.
+// 2. The decoder of the codebook is built in the scratch behind them.
+// 3. The decoder rebuilds the row where the caller wants it.
 #ifndef IBP_WARP_ROWS_CUH
 #define IBP_WARP_ROWS_CUH
 
@@ -84,7 +84,7 @@ struct StagedRow {
     uint32_t scratch, cluster, start, num_bytes;
     Window window;
 
-    // Not inlined, so that a kernel contains each decoder once.
+    // Builds the decoder in the scratch, and decodes the row. Not inlined, so that a kernel contains each decoder once.
     template <class Decoder> static __device__ __noinline__ bool decode(const StagedRow &row)
     {
         const Decoder decoder(row.cb, row.scratch + row_stage_bytes(row.cb.row_bytes));
@@ -97,7 +97,7 @@ struct StagedRow {
 
 using OneWarp = Group<kWarp, 1>;
 
-// Not inlined, so that a kernel contains the copy once.
+// Copies bytes by one warp. Not inlined, so that a kernel contains the copy once.
 static __device__ __noinline__ void copy_staged(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     group_copy<OneWarp>(dst, src, num_bytes);

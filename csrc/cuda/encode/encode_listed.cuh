@@ -131,8 +131,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 
     // ---- positions ----
 
-    // Writes the positions. Those of a list are first put side by side, behind the elements, so that every lane gets as
-    // many.
+    // Writes the positions. Those of a list are first put side by side, behind the elements, so that all lanes get
+    // equal numbers of them.
     __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
     {
         const BitStage &stage = work.stage;

@@ -79,9 +79,8 @@ template <uint32_t LANES> struct EncodeGroup {
     // kWidth: lanes of the group in one warp.
     static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp;
     static constexpr bool kIsBlock = LANES > kWarp;
-    static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES,
-                              // kThreads: threads of a block if SMs are not limited.
-        kThreads = kIsBlock ? LANES : kEncodeThreads;
+    // kThreads: threads of a block if SMs are not limited.
+    static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES, kThreads = kIsBlock ? LANES : kEncodeThreads;
     static_assert(!kIsBlock || LANES % kEncodeThreads == 0, "more than a warp is a block");
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
@@ -325,8 +324,8 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #endif
 }
 
-// Marks bits of which every word except the last probably has one set: these words are ORed unconditionally, because
-// testing for zero costs more than the atomic.
+// Marks runs of bits in which every word except the last probably has a bit set: these words are ORed unconditionally,
+// because testing for zero costs more than the atomic.
 constexpr bool kLikely = true;
 
 // The stage of a row being coded, whose words are zero at first: bits are ORed into them. Bits that would lie past the
@@ -350,8 +349,7 @@ struct BitStage {
         const uint32_t words_of[2] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
         or_words(position, words_of);
     }
-    // Returns the word at which N words of bits begin, if they begin at bit `position`. They may reach into one word
-    // more.
+    // Returns the word that holds bit `position`, at which N words of bits begin. They may reach into one word more.
     template <uint32_t N> __device__ __forceinline__ uint32_t *at(uint32_t position) const
     {
         constexpr uint32_t kMost = 6;

@@ -184,11 +184,11 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         bool open;    // an element that is coded differs from the closed value
         bool differs; // an element that is coded has other invariant bits
     };
+    // kLowest: the lowest bit of each element of a word. kAllBits: all bits of one element.
     static constexpr uint32_t kLowest = sizeof(T) == 1   ? 0x01010101u
                                         : sizeof(T) == 2 ? 0x00010001u
                                                          : 1u,
-                              // kLowest: the lowest bit of each element of a word. kAllBits: all bits of one element.
-        kAllBits = 0xffffffffu / kLowest;
+                              kAllBits = 0xffffffffu / kLowest;
     static __device__ __forceinline__ T element(const uint32_t (&word)[4], uint32_t e)
     {
         if (sizeof(T) == 8) return static_cast<T>(word[2 * e % 4] | static_cast<uint64_t>(word[(2 * e + 1) % 4]) << 32);

@@ -1,6 +1,9 @@
 // rows.cuh - the kernels that measure and encode rows, and their launches. The .cu of each encoder includes this file
 // once and instantiates the kernels with its encoder.
 //
+// In measure_rows a group of lanes measures each of its rows with the cluster that codes it shortest, and writes the
+// row's entry of lengths.
+//
 // In encode_rows a group of lanes does the following for each of its rows:
 //
 // 1. It prefetches its next row into the L2 cache.
@@ -134,9 +137,8 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
         if (G::lane() == 0u && job.fault != nullptr) record_fault(job.fault, IBP_INVALID_ARGUMENT, i, row);
         return;
     }
-    const bool has_part = part.base != IBP_NO_BASE, lost = spills && !has_part,
-               // If there is no room for its overflow part, a new row is kept as far as its slot holds it.
-        is_kept = !lost || is_new;
+    // If there is no room for its overflow part, a new row is kept as far as its slot holds it.
+    const bool has_part = part.base != IBP_NO_BASE, lost = spills && !has_part, is_kept = !lost || is_new;
     if (is_kept) {
         const uint64_t slot = static_cast<uint64_t>(row) * table.slot_bytes;
         const uint32_t room = is_new ? table.slot_bytes : ibp_sector_bytes(stored - in_overflow);
@@ -209,7 +211,8 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
         if (r >= 0 && r < num_rows) {
             RowTarget target{};
             if (IS_MEASURED) target = target_of<G>(table, r);
-            // If rows were measured, all bytes of the slot are written, including zeros behind the row.
+            // If rows were measured, the whole slot is copied from the stage, including zeros behind the row, and
+            // nothing behind it.
             if (!Encoder::kFillsStage || IS_MEASURED) {
                 if (IS_MEASURED) dirty = ibp_min_u32(target.slot_room + target.room, stage_bytes);
                 clear<G>(stage, (dirty + kVector - 1u) / kVector * kVector);

@@ -102,8 +102,8 @@ __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t secto
     return fits(start) ? Part{start, sectors} : Part{IBP_NO_BASE, 0};
 }
 
-// Takes a part for a row whose own part is too small. If the row had a part and `rooms` remembers how large it is, the
-// new part has room for the raw row, if there is so much room.
+// Takes a part for a row whose own part is too small. If the row had a part, and `rooms` remembers its size, the new
+// part has room for the raw row, provided that there is so much room. Otherwise it has room for the coded row.
 __device__ __forceinline__ Part take_part_for(const ibp_place &place, Part own, uint32_t in_overflow, uint32_t valid,
                                               uint64_t &seen)
 {

@@ -245,7 +245,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     static __device__ __forceinline__ Packed pack_fields(const uint32_t (&words)[kWords], uint32_t r)
     {
         const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest;
-        const uint32_t of_word = r * (4u / sizeof(T)); // bits
+        const uint32_t of_word = r * (4u / sizeof(T)); // bits of a word's fields
         uint32_t packed[kWords];
 #pragma unroll
         for (uint32_t w = 0; w < kWords; w++) {

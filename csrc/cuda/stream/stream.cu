@@ -202,8 +202,7 @@ extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_ta
         status = ibp::stream_chunk(streamer, table, chunk, from, to, out + (from - start), fault, max_sms);
         row = chunk.last_row;
     }
-    const ibp_status joined =
-        // Join even after an error: a capture must not end with unjoined work.
-        ibp::join(streamer, stream);
+    // Join even after an error: a capture must not end with unjoined work.
+    const ibp_status joined = ibp::join(streamer, stream);
     return status != IBP_OK ? status : joined;
 }
