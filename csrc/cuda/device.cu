@@ -26,7 +26,7 @@ bool is_host_memory(const void *memory)
     return check_cuda(cudaPointerGetAttributes(&found, memory)) == IBP_OK && found.type == cudaMemoryTypeHost;
 }
 
-// Asks each device only once, because a question costs a tenth of a launch.
+// Reads the sizes of the current device. Asks each device only once, because a question costs a tenth of a launch.
 ibp_status read_device(DeviceSizes *sizes)
 {
     // kStaticBytes: the most static shared memory of any kernel here.
@@ -141,8 +141,8 @@ ibp_status ibp_cuda_enable_peer(int device, int peer)
 }
 
 // Allocates pinned memory: maps the system's own pages, as huge as it has them, writes to them by all processors, and
-// then registers them. This takes place at 20 to 27 GB/s on the host of an H200 with 16 processors, where cudaHostAlloc
-// does 1.5 to 2.9.
+// then registers them. It does so at 20 to 27 GB/s on the host of an H200 with 16 processors, where cudaHostAlloc does
+// 1.5 to 2.9.
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host)
 {
     if (host == nullptr) return IBP_INVALID_ARGUMENT;

@@ -22,11 +22,8 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kThreads; }
-    static __device__ __forceinline__ uint32_t warp()
-    {
-        return threadIdx.x % kThreads / kWarp;
-        // The number of this warp among the group's warps.
-    }
+    // Returns the number of this warp among the group's warps; 0 if there is only one.
+    static __device__ __forceinline__ uint32_t warp() { return threadIdx.x % kThreads / kWarp; }
     static __device__ __forceinline__ uint32_t in_block() { return threadIdx.x / kThreads; }
 
     static __device__ __forceinline__ void sync()

@@ -52,7 +52,7 @@ inline void touch_pages(uint8_t *pages, size_t num_bytes)
     size_t from = share;
     try {
         for (; from < num_bytes; from += share) threads.emplace_back(touch, from);
-        // no more threads or memory: the other pages are made when they are first written.
+        // No more threads or memory: the other pages are made when they are first written.
     } catch (const std::exception &) {
     }
     touch(0);

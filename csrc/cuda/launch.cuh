@@ -55,7 +55,7 @@ inline ibp_status plan_resident(const void *kernel, uint32_t num_threads, uint32
     int blocks_an_sm = 0;
     ibp_status status = read_device(&device);
     if (status == IBP_OK && shared_bytes != 0u) status = prepare(kernel);
-    // Otherwise one block for each SM is enough.
+    // For fewer jobs one block for each SM is enough.
     if (status == IBP_OK && max_sms == 0 && num_jobs > a_block * device.sms)
         status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
                                                                           static_cast<int>(num_threads), shared_bytes));

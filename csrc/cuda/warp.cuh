@@ -65,7 +65,7 @@ __device__ __forceinline__ void await_work_before()
 #endif
 }
 
-// A barrier among num_threads threads of the block, which are whole warps. id: 1 to 15.
+// Waits at barrier `id` of the block, 1 to 15, for num_threads threads, which are whole warps.
 #ifdef __CUDACC__
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t num_threads)
 {

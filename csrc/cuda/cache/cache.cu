@@ -251,7 +251,7 @@ __device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, u
 {
     const auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
     uint32_t head = static_cast<uint32_t>(-to % 4u); // bytes before the first word
-    if ((from + head) % 4u > head) head += 4u;       // if its source begins before src
+    if ((from + head) % 4u > head) head += 4u;       // the first word's source would begin before src
     const auto skew = static_cast<uint32_t>((from + head) % 4u);
     // upper: bytes behind a word of the source that are read with it.
     const uint32_t upper = skew != 0u ? 4u - skew : 0u;
@@ -668,7 +668,7 @@ ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, con
     if (!ibp::ask_for_rows(query, &job.rows)) return IBP_INVALID_ARGUMENT;
     if (job.rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    constexpr int64_t kWarpsAtATime = 4096; // a GPU of 132 SMs holds more
+    constexpr int64_t kWarpsAtATime = 4096; // warps; a GPU of 132 SMs holds more
     job.per_warp =
         static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kWarpsAtATime - 1) / kWarpsAtATime, ibp::kWarp));
     ibp::Launch launch = ibp::plan_rows(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);

@@ -162,7 +162,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
                                             uint32_t (&word)[WORDS]) const
     {
         uint32_t staged[WORDS + 1], many = 0;
-        // a corrupt row may ask for words past its stage
+        // A corrupt row may ask for words past its stage.
         const uint32_t first = ibp_min_u32(from / 32u, stage.last_word + 1u - WORDS);
 #pragma unroll
         for (int i = 0; i <= WORDS; i++) staged[i] = shared_word(first + i);

@@ -19,8 +19,8 @@ template <template <class> class Decoder> static ibp_status launch_by_tiles(cons
         return launch_gather<Decoder<Group<kWarp, kMostWarps>>>(gather);
     return launch_by_group<Decoder>(gather);
 }
-// Launches with a group of 32 warps if rows are very long, so that a block decodes one row at a time: this keeps few
-// SMs busier.
+// Launches with a group of 32 warps if rows are very long, so that a block decodes one row at a time: this keeps SMs
+// busier if they are few.
 template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
 {
     if (gather.table.codebook.row_bytes > 2u * kMostWarps * kWarpRowBytes)

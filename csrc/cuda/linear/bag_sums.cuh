@@ -46,7 +46,7 @@ __device__ __forceinline__ uint32_t first_bag_at(const ibp_bags &bags, uint32_t 
 
 // The bags of a team, and their rows.
 struct Share {
-    uint32_t first_bag, last_bag, first, last; // the last ones are not included
+    uint32_t first_bag, last_bag, first, last; // last_bag and last are not included
 };
 
 // Returns the share of a team. Shares are equal in bags plus ids, so that many bags without ids are divided too. If

@@ -131,8 +131,8 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[4], const uint32_t (
 #endif
 }
 
-// A barrier of NUM_THREADS threads of the block, which are whole warps. Some wait until all have arrived
-// (await_barrier); the others only arrive.
+// Barrier ID of the block is for NUM_THREADS threads, which are whole warps. await_barrier waits until all of them have
+// arrived; arrive_at_barrier only arrives.
 template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void await_barrier()
 {
 #ifdef __CUDACC__
@@ -278,8 +278,8 @@ struct StripStep {
     }
 
   private:
-    // Copies the residuals. Vector v (16 bytes) of row r, which has 128 bytes, goes to place v ^ (r % 2), so that there
-    // are no bank conflicts.
+    // Copies the residuals. Vector v (16 bytes) of row r, which has 128 bytes, goes to place v ^ (r % 2), so that lanes
+    // that read together read from different banks.
     static __device__ __forceinline__ void copy_residuals(const StripRows &rows, uint32_t num_columns, uint32_t column,
                                                           uint32_t to)
     {

@@ -12,7 +12,7 @@ namespace ibp {
 
 constexpr uint32_t kGroupThreads = IBP_MOST_GROUPED; // one thread for each vector
 constexpr uint32_t kHalf = 16;                       // bits of a count; two counts share a word
-constexpr int64_t kMostListing = 132;                // blocks that list rows, so that each lists few
+constexpr int64_t kMostListing = 132;                // most blocks that list rows; each lists few numbers
 
 // Returns a matrix's vectors in the low half of a word, and its groups in the high half.
 __device__ __forceinline__ uint32_t both_counts(uint32_t vectors, bool is_there)

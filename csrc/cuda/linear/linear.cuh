@@ -116,7 +116,8 @@ struct GroupsJob {
     LinearJob job; // has one matrix, the stack
     const ibp_vector_group *groups;
     uint32_t num_groups, num_rows; // num_rows: rows of a matrix, whole strips
-    // order: the numbers of the vectors that groups count; NULL: they count the vectors as they are.
+    // order: the numbers of vectors, of which each group takes a stretch; NULL: groups take stretches of the vectors as
+    // they lie.
     const int64_t *order;
     uint32_t sharing; // vectors that share a row of x
 };

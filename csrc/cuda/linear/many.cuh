@@ -39,7 +39,7 @@ template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBloc
     static constexpr uint32_t kVectorsApart = kGroup / kTileRows, kFinished = VECTORS / PARTS / kVectorsApart;
 
     static constexpr uint32_t kBlockPieces = kPieces / PARTS;
-    // Threads that write the sums of a tile first, and those that write them last.
+    // kWriters: threads that write the sums of a tile first, and as many that write them last.
     static constexpr uint32_t kWriters = SHARES * kGroup;
 
     // Returns the steps of a block; it counts steps that only other blocks have.

@@ -76,7 +76,7 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Does the same for a barrier at which other blocks of the cluster arrive.
+    // Waits as `await` does, at a barrier at which other blocks of the cluster arrive.
     __device__ __forceinline__ void await_cluster(uint32_t turn) const
     {
 #ifdef __CUDACC__

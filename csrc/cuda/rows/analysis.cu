@@ -129,9 +129,9 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (added != 0u) counters.flush(sums + own.column, own.count);
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < 32u * own.count;
-         // A counter in memory has eight bytes. Those of a word lie side by side, so that the atomics are coalesced.
-         i += kThreads) {
+    // Counters in memory have eight bytes, and those of a word lie side by side: consecutive threads add to consecutive
+    // counters.
+    for (uint32_t i = threadIdx.x; i < 32u * own.count; i += kThreads) {
         const uint32_t sum = sums[i % 32u * own.count + i / 32u];
         if (sum != 0u) atomicAdd(counts + 32ull * own.first + i, static_cast<unsigned long long>(sum));
     }

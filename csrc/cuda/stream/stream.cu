@@ -29,7 +29,7 @@ struct ibp_streamer {
     cudaEvent_t begun, ended, filled[ibp::kPlaces], freed[ibp::kPlaces];
     uint8_t *ring;
     int64_t place_bytes;
-    int64_t num_chunks, done_bytes; // since ibp_cuda_begin_stream
+    int64_t num_chunks, done_bytes; // counted since ibp_cuda_begin_stream
 };
 
 namespace ibp {
