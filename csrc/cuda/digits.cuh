@@ -76,7 +76,7 @@ __device__ __forceinline__ uint32_t highest_bits(uint32_t bytes)
     return (bytes >> 7 & 0x01010101u) * 0x10204080u >> 28;
 }
 
-// ---- shared memory from any byte on ----
+// ---- unaligned reads of shared memory ----
 
 struct Cursor {
     const uint32_t *words;

@@ -372,9 +372,9 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         for (uint32_t k = 0; k < kNames; k++) mask |= highest_bits(ranks[k]) << 4u * k;
         return mask;
     }
-    // What a copy of store_vectors is compiled for. Rows are stored in units, except with kNothing. kSymbols: names are
-    // symbols. kHalves: in addition, residuals of bytes have four bits. kEntries: names are ranks of entries that all
-    // columns share.
+    // The cases for which store_vectors is compiled. Rows are stored in units, except with kNothing. kSymbols: names
+    // are symbols. kHalves: in addition, residuals of bytes have four bits. kEntries: names are ranks of entries that
+    // all columns share.
     enum Known { kNothing, kSymbols, kHalves, kEntries };
 
     // Goes up plane 0 and stores the vectors of a tile. units: the result of window.is_units; false if there are
@@ -457,7 +457,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
             store_vectors<kSymbols>(book, parts, tile, tile_start, n, window, units);
     }
 
-    // Rebuilds a row that is staged from bit start_bit on; does nothing in groups that are not active. Returns whether
+    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
     // the row took exactly coded_bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const

@@ -613,7 +613,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return found == row.num_listed;
     }
 
-    // Rebuilds a row that is staged from bit start_bit on; does nothing in groups that are not active. Returns whether
+    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
     // the row took exactly coded_bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const

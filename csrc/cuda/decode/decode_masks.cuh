@@ -94,8 +94,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
                 cb.num_clusters > 1u ? ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes) : cb.num_flags};
     }
 
-    // Loads WORDS consecutive entries of a codebook array, from entry w on. If w lies past the row, loads the array's
-    // last ones.
+    // Loads WORDS consecutive entries of a codebook array, beginning with entry w. If w lies past the row, loads the
+    // array's last ones.
     __device__ __forceinline__ void load_entries(const uint32_t *entries, uint32_t w, uint32_t (&out)[WORDS]) const
     {
         const uint32_t *const from = entries + ibp_min_u32(w, entries_of(cb) - WORDS);
@@ -247,7 +247,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         return !active || G::kWarps > 1 || (position + 7u) / 8u == coded_bytes;
     }
 
-    // Rebuilds a row that is staged from bit start_bit on; does nothing in groups that are not active. Returns whether
+    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
     // the row took exactly coded_bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const

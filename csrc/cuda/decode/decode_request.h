@@ -35,7 +35,7 @@ struct Request {
     int64_t first_position; // added to positions in faults, if this request is a part of a larger one
     bool staged;
     // packed: the table has no slots. copies_vectors: raw rows that begin at multiples of 16 bytes are copied by
-    // vectors of 16 bytes, because their places in the output are aligned likewise.
+    // vectors of 16 bytes, because their places in the output are aligned in the same way.
     bool packed, copies_vectors;
     // uneven: slots are in device memory but overflow is in host memory, so that rows take unequal time.
     bool uneven;

@@ -28,7 +28,7 @@
 
 namespace ibp {
 
-// What one job produces: row `part` of the item `id`, which goes to a position of the output.
+// The row of one job: row `part` of the item `id`, and the position of the output to which it goes.
 struct Ticket {
     int64_t id;
     uint32_t position, part;

@@ -32,7 +32,7 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
     request->rows_bytes = request->packed ? table.overflow_bytes : table.slots_bytes;
     if (request->staged) request->rows = request->stage, request->rows_bytes = request->stage_bytes;
     const int64_t pitch = row_bytes * request->rows_per_item;
-    // Whether all items go to addresses that are the first item's plus a multiple of 16 bytes. If this is not known,
+    // True if all items go to addresses that are the first item's plus a multiple of 16 bytes. If this is not known,
     // raw rows are not copied by vectors.
     bool is_even = pitch % 16 == 0 && request->ids.addresses == nullptr;
     for (uint32_t d = 0; d < request->ids.num_dims; d++) is_even = is_even && request->ids.strides[d] % 16 == 0;

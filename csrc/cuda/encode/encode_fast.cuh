@@ -44,7 +44,8 @@ template <typename T, uint32_t LANES> struct FastEncoder {
     // symbol is an escape.
     __device__ __forceinline__ uint32_t digits_of(uint32_t symbols, uint32_t &escaped) const
     {
-        // How far each symbol lies behind first_symbol: a subtraction that does not borrow from one byte to the next.
+        // The distance of each symbol behind first_symbol: a subtraction that does not borrow from one byte to the
+        // next.
         const uint32_t difference = (symbols | kHigh) - (first_symbol & ~kHigh);
         const uint32_t ahead = difference ^ ((symbols ^ ~first_symbol) & kHigh);
         escaped = (((ahead & ~kHigh) + (0x80u - kEscape) * kBytes) | ahead) & kHigh;

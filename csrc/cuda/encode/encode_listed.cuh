@@ -179,8 +179,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     }
     // ---- values ----
 
-    // Encodes a row into a stage that is all zeros from start_bit on, which begins a byte. Returns the byte at which
-    // the coded row ends. If this is more than most_bytes, the stage may hold anything.
+    // Encodes a row into a stage whose bits are zeros, beginning at bit start_bit, the first bit of a byte. Returns the
+    // byte at which the coded row ends; if this is more than most_bytes, the stage may hold anything.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {

@@ -89,7 +89,8 @@ template <uint32_t LANES> struct MasksEncoder {
         return num_flags + kept[0];
     }
 
-    // Encodes a row into a stage that is all zeros from start_bit on. Returns the byte at which the coded row ends.
+    // Encodes a row into a stage whose bits are zeros, beginning at bit start_bit. Returns the byte at which the coded
+    // row ends.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t) const
     {

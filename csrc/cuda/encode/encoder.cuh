@@ -427,8 +427,8 @@ __host__ __device__ __forceinline__ uint32_t bit_stage_bytes(uint32_t row_bytes)
     return (row_bytes + 15u) / 16u * 16u + 48u;
 }
 
-// Copies num_bytes bytes of a stage, from byte `from` on, which is a multiple of 16, to dst, which may have any
-// alignment.
+// Copies num_bytes bytes of a stage to dst, which may have any alignment. from: the first of these bytes, a multiple of
+// 16.
 template <class G>
 __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, uint32_t from, uint32_t num_bytes)
 {

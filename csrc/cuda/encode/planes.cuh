@@ -472,7 +472,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
 
-    // How many of a lane's elements are listed, and whether any of the group's differs from the closed value.
+    // The number of a lane's listed elements, and whether any of the group's differs from the closed value.
     struct Listed {
         uint32_t count;
         bool open;
@@ -745,8 +745,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         writer.finish();
     }
 
-    // Encodes a row into a stage that is all zeros from start_bit on, which begins a byte. Returns the byte at which
-    // the coded row ends.
+    // Encodes a row into a stage whose bits are zeros, beginning at bit start_bit, the first bit of a byte. Returns the
+    // byte at which the coded row ends; if this is more than most_bytes, the stage may hold anything.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {

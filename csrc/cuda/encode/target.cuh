@@ -15,8 +15,8 @@ __device__ __forceinline__ uint32_t room_in(uint32_t room, int64_t array_bytes, 
 
 // ---- rows whose places are known ----
 
-// Where a row goes whose place is known. slot_room, room: bytes of the slot and of the overflow part, padding included;
-// 0 if the row has nothing there. length: its entry of lengths.
+// The place of a row, which is known before the row is coded. slot_room, room: bytes of the slot and of the overflow
+// part, padding included; 0 if the row has nothing there. length: its entry of lengths.
 struct RowTarget {
     uint64_t slot_start, overflow_start;
     uint32_t length, slot_room, room;

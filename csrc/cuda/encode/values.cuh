@@ -279,9 +279,9 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- planes ----
 
-    // Encodes n elements, which are rotated already, into at most most_bits bits of a stage, from bit `start` on, which
-    // begins a byte. load(first, words): gives a lane its elements, and anything behind the last one. list: room for n
-    // symbols, which may be where the elements are. Returns the bit at which the values end.
+    // Encodes n elements, which are rotated already, into at most most_bits bits of a stage, beginning at bit `start`,
+    // the first bit of a byte. load(first, words): gives a lane its elements, and anything behind the last one. list:
+    // room for n symbols, which may be where the elements are. Returns the bit at which the values end.
     template <class Load>
     __device__ __forceinline__ uint32_t put_values(const BitStage &stage, uint32_t n, uint32_t start,
                                                    uint32_t most_bits, Symbol *list, const Load &load) const

@@ -75,8 +75,8 @@ constexpr Note kNoNote{1.0f, 0};
 
 constexpr uint32_t kTogether = 4; // rows that a thread adds at a time
 
-// The rows of a round in shared memory. Row j begins at byte first + j * pitch; from row TURN on, a second turn's rows
-// begin `next` bytes behind the first turn's. The notes begin at byte `notes`.
+// The rows of a round in shared memory. Row j of a turn begins at byte first + j * pitch; the rows of a second turn lie
+// `next` bytes behind those of the first, and their numbers go on at TURN. The notes begin at byte `notes`.
 template <uint32_t TURN, uint32_t TURNS> struct Rows {
     uint32_t first, pitch, next, notes;
     static constexpr bool kIsEven = TURNS == 1u; // all rows are pitch bytes apart
@@ -97,7 +97,7 @@ template <uint32_t TURN, uint32_t TURNS> struct Rows {
 
 constexpr uint32_t kUnitBytes = 16; // bytes of a row that a thread adds at a time
 
-// What a round does with rows: it adds them, adds them by their notes, or takes their maximum.
+// The ways in which a round reduces rows: it adds them, adds them by their notes, or takes their maximum.
 enum Way : uint32_t { kPlainSums, kNotedSums, kMaxima, kWays };
 
 // Returns a kind and a way as one number, so that a round tests only once.
