@@ -31,7 +31,8 @@ ibp_status read_device(DeviceSizes *sizes)
 {
     // kStaticBytes: the most static shared memory of any kernel here.
     constexpr int kMostDevices = 64, kStaticBytes = 1024;
-    // SMs, bytes of a block and of an SM: the lower two have 24 bits each.
+    // known: the number of SMs from bit 48 up, bytes of a block in bits 24 to 47, bytes of an SM in bits 0 to 23; 0 if
+    // the device has not been asked yet.
     static std::atomic<uint64_t> known[kMostDevices];
     ibp_status status = check_cuda(cudaGetDevice(&sizes->number));
     if (status != IBP_OK) return status;

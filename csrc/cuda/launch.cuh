@@ -40,7 +40,7 @@ ibp_status prepare(const void *kernel, bool *is_of_90 = nullptr);
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
 
-// Plans a launch of blocks that take num_jobs jobs, a_block jobs at a time, and at most most_blocks blocks.
+// Plans a launch of at most most_blocks blocks that share num_jobs jobs; each block takes a_block jobs at a time.
 inline Launch plan_jobs(int64_t num_jobs, int64_t a_block, int64_t most_blocks, uint32_t num_threads)
 {
     return {static_cast<uint32_t>(std::min((num_jobs + a_block - 1) / a_block, most_blocks)), num_threads, 0, 1};

@@ -62,7 +62,7 @@ __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t abo
     return digits & digits << 2 & 0x88888888u;
 }
 
-// BLOCK: the block has shared memory for the entries of all columns.
+// Decodes rows as described above. BLOCK: the block has shared memory for the entries of all columns.
 template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Group = G;
     static constexpr uint32_t kFirstBits = 0; // digits of any width

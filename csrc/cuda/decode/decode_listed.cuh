@@ -24,7 +24,8 @@
 
 namespace ibp {
 
-// FIELDS: the PlanesFields that the codebook may have. Registers are few, so that every field costs all rows speed.
+// Decodes rows as described above. FIELDS: the PlanesFields that the codebook may have. Registers are few, so that
+// every field costs all rows speed.
 template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     using Book = PlanesBook<T, FIELDS>;
     using Group = ibp::Group<kWarp, 1>;

@@ -20,16 +20,17 @@
 
 namespace ibp {
 
-// MOVES: a word's kept bits are moved in five steps; each step moves some of them by 1, 2, 4, 8 or 16 places (Warren,
-// Hacker's Delight, section 7-5). The block works out once for every word which bits each step moves. Without MOVES,
-// gaps are inserted into a word one after the other.
+// Decodes rows as described above. A lane has kSteps * WORDS words of a tile. MOVES: a word's kept bits are moved in
+// five steps; each step moves some of them by 1, 2, 4, 8 or 16 places (Warren, Hacker's Delight, section 7-5). The
+// block works out once for every word which bits each step moves. Without MOVES, gaps are inserted into a word one
+// after the other.
 template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
     static_assert(!MOVES || WORDS == 4, "moves are read by vectors");
     using Group = G;
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static constexpr uint32_t kSteps = 2, kStepWords = G::kLanes * WORDS, kTileWords = kSteps * kStepWords;
 
-    static constexpr uint32_t kMoves = 5, kMostTable = 24u << 10; // kMostTable: bytes of a block's table of moves
+    static constexpr uint32_t kMoves = 5, kMostTable = 24u << 10; // kMostTable: most bytes of a block's table of moves
 
     const ibp_codebook &cb;
     const uint32_t exchanged; // the shared word at which the words begin that the group's warps exchange

@@ -25,7 +25,7 @@
 
 namespace ibp {
 
-// COLUMNS: every column has entries of its own. FIRST: bits of a digit of plane 0.
+// Decodes rows as described above. COLUMNS: every column has entries of its own. FIRST: bits of a digit of plane 0.
 template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDecoder {
     static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
     static_assert(FIRST == 2 || (FIRST == 3 && sizeof(T) == 1), "the digits that there are");

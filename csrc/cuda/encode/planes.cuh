@@ -30,7 +30,8 @@ namespace ibp {
 
 constexpr uint32_t kEscapes = 0x01010101; // the bits of a code that count escapes
 
-// FIELDS: the PlanesFields that the codebook may have. MEASURES: the encoder only measures, and codes have no digits.
+// Encodes rows as described above. FIELDS: the PlanesFields that the codebook may have. MEASURES: the encoder only
+// measures, and codes have no digits.
 template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS = kAllFields, bool MEASURES = false>
 struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Book = PlanesBook<T, FIELDS>;

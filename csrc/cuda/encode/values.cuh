@@ -18,7 +18,7 @@
 
 namespace ibp {
 
-// COLUMNS: every column has entries of its own, and a symbol's rank gives its path.
+// Encodes values as described above. COLUMNS: every column has entries of its own, and a symbol's rank gives its path.
 template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS, bool COLUMNS = false>
 struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     static_assert(sizeof(T) <= 4 && (!COLUMNS || (sizeof(T) >= 2 && !LISTED)), "elements that a word holds");
@@ -29,7 +29,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     using Base::codes, Base::own_codes, Base::columns, Base::kBits, Base::kPerWord, Base::planes, Base::ranks,
         Base::symbol_bits;
     static constexpr uint32_t kBlocks = 2;
-    // A lane takes two octets of elements a step, or one octet of elements of four bytes, whose words are in registers.
+    // A lane takes two octets of elements a step, or one if rows are listed or elements have four bytes. Their words
+    // are in registers.
     static constexpr uint32_t kOctet = 8, kOctets = LISTED || sizeof(T) == 4 ? 1 : 2, kOfLane = kOctet * kOctets;
     static constexpr uint32_t kWords = kOctet * sizeof(T) / 4u;           // words of an octet
     using Symbol = std::conditional_t<sizeof(T) == 1, uint8_t, uint16_t>; // an entry of the list

@@ -21,8 +21,9 @@
 
 namespace ibp {
 
-// VECTORS: 16, 32 or 64. PARTS: parts of the columns, and blocks of a cluster: 1 to 16. SHARES: shares of a tile's
-// rows: with 2, each group that multiplies has half of the rows, and all of the block's pieces.
+// The sizes and the shared memory of a block. VECTORS: 16, 32 or 64. PARTS: parts of the columns, and blocks of a
+// cluster: 1 to 16. SHARES: shares of a tile's rows: with 2, each group that multiplies has half of the rows, and all
+// of the block's pieces.
 template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBlock {
     static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kShares = SHARES, kTileRows = 64 * SHARES;
     static constexpr uint32_t kStages = 3;               // stages of a warp, for bytes that are copied
