@@ -10,8 +10,8 @@ template <class G> using Pairs4 = PairsDecoder<uint32_t, G, false>;
 template <class G> using Columns2 = PairsDecoder<uint16_t, G, true>;
 template <class G> using Columns4 = PairsDecoder<uint32_t, G, true>;
 
-// Launches with a group for rows of one length if each of its warps gets one tile at most: a group whose lanes each
-// have a part of one tile is faster than one for rows of any length.
+// If each of its warps gets at most one tile of a row, launches with a group whose lanes each have a part of one tile:
+// it is faster than the group for rows of any length.
 template <template <class> class Decoder> static ibp_status launch_by_tiles(const Gather &gather)
 {
     const uint32_t row_bytes = gather.table.codebook.row_bytes;
