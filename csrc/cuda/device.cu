@@ -1,4 +1,4 @@
-// device.cu - devices, errors, launch sizes and pinned memory.
+// device.cu - devices, errors, sizes of launches, and pinned memory.
 #include "../internal/ibp_coding.h"
 #include "../internal/ibp_machine.h"
 #include "launch.cuh"
@@ -26,11 +26,14 @@ bool is_host_memory(const void *memory)
     return check_cuda(cudaPointerGetAttributes(&found, memory)) == IBP_OK && found.type == cudaMemoryTypeHost;
 }
 
-// Asks once a device, as each question costs a launch's tenth.
+// Reads the sizes of the current device. Asks each device only once, because a question costs a tenth of a launch.
 ibp_status read_device(DeviceSizes *sizes)
 {
-    constexpr int kMostDevices = 64, kStaticBytes = 1024; // the latter at most, of any kernel here
-    static std::atomic<uint64_t> known[kMostDevices]; // SMs, bytes of a block and of an SM: 24 bits for each of these
+    // kStaticBytes: the most static shared memory of any kernel here.
+    constexpr int kMostDevices = 64, kStaticBytes = 1024;
+    // known: the number of SMs from bit 48 up, bytes of a block in bits 24 to 47, bytes of an SM in bits 0 to 23; 0 if
+    // the device has not been asked yet.
+    static std::atomic<uint64_t> known[kMostDevices];
     ibp_status status = check_cuda(cudaGetDevice(&sizes->number));
     if (status != IBP_OK) return status;
     const bool is_kept = sizes->number < kMostDevices;
@@ -51,8 +54,8 @@ ibp_status read_device(DeviceSizes *sizes)
     return status;
 }
 
-// Always the most: another thread may be about to launch the kernel with more than this one's launch needs. A thread
-// remembers the kernels that it has prepared.
+// Prepares a kernel for the most shared memory, always: another thread may be about to launch the kernel with more than
+// this one's launch needs. A thread remembers the kernels that it has prepared.
 static ibp_status prepare(const void *kernel, const DeviceSizes &device, bool *is_of_90)
 {
     constexpr uintptr_t kMostKernels = 128;
@@ -90,8 +93,8 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block
     if (status == IBP_OK) status = prepare(kernel, device, &is_of_90);
     if (status != IBP_OK) return status;
     const int sms = max_sms > 0 ? std::min(max_sms, device.sms) : device.sms;
-    const uint32_t unit = std::max(group_threads, kWarp),
-                   groups_a_unit = unit / group_threads; // threads are added by whole warps and groups
+    // Threads are added to a block by whole warps and whole groups.
+    const uint32_t unit = std::max(group_threads, kWarp), groups_a_unit = unit / group_threads;
     const uint32_t unit_bytes = groups_a_unit * group_bytes;
     const int64_t room = device.block_bytes - int64_t{block_bytes};
     const int64_t fitting = unit_bytes ? room / unit_bytes : most_threads;
@@ -131,15 +134,16 @@ ibp_status ibp_cuda_enable_peer(int device, int peer)
     if (status != IBP_OK) return status;
     const cudaError_t enabled = cudaDeviceEnablePeerAccess(peer, 0);
     if (enabled == cudaErrorPeerAccessAlreadyEnabled)
-        cudaGetLastError(); // not an error, and not the caller's
+        cudaGetLastError(); // not an error, so that the caller must not find it
     else
         status = ibp::check_cuda(enabled);
     const ibp_status restored = ibp::check_cuda(cudaSetDevice(current));
     return status == IBP_OK ? restored : status;
 }
 
-// The system's own pages, as huge as it has them, written by all processors and then registered: 20 to 27 GB/s on the
-// host of an H200 with 16 processors, where cudaHostAlloc does 1.5 to 2.9.
+// Allocates pinned memory: maps the system's own pages, as huge as it has them, writes to them by all processors, and
+// then registers them. It does so at 20 to 27 GB/s on the host of an H200 with 16 processors, where cudaHostAlloc does
+// 1.5 to 2.9.
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host)
 {
     if (host == nullptr) return IBP_INVALID_ARGUMENT;

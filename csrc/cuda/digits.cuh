@@ -1,4 +1,5 @@
-// digits.cuh - digits of scheme planes as nibbles that select bytes (`prmt`), and unaligned reads of shared memory.
+// digits.cuh - spreads digits of scheme planes to nibbles, which select bytes (`prmt`), and reads shared memory at any
+// byte or bit.
 #ifndef IBP_DIGITS_CUH
 #define IBP_DIGITS_CUH
 
@@ -20,7 +21,8 @@ template <typename Bits> __device__ __forceinline__ Bits low_bits(Bits value, ui
 
 __device__ __forceinline__ uint32_t to_byte(uint32_t bits) { return (bits + 7u) & ~7u; }
 
-// Fields of num_bits, as many as a word has elements, from bit 0 of bits on, each in the low bits of its element.
+// Spreads fields of num_bits bits, which begin at bit 0 of `bits`: as many as a word has elements, each to the low bits
+// of its element.
 template <typename T> __device__ __forceinline__ uint32_t spread_fields(uint32_t bits, uint32_t num_bits)
 {
     if (sizeof(T) == 4) return low_bits(bits, num_bits);
@@ -32,10 +34,10 @@ template <typename T> __device__ __forceinline__ uint32_t spread_fields(uint32_t
 
 // ---- digits of two bits ----
 
-// Bit 0 of each of 16 digits that is an escape.
+// Returns bit 0 of each of 16 digits that is an escape.
 __device__ __forceinline__ uint32_t escaped_pairs(uint32_t digits) { return digits & digits >> 1 & 0x55555555u; }
 
-// Eight of them, the low or the high ones, one a nibble.
+// Spreads the low or the high eight of 16 digits, one to each nibble.
 template <bool HIGH> __device__ __forceinline__ uint32_t spread_pairs(uint32_t digits)
 {
     digits = permute_bytes(digits, 0, HIGH ? 0x4342 : 0x4140);
@@ -43,38 +45,38 @@ template <bool HIGH> __device__ __forceinline__ uint32_t spread_pairs(uint32_t d
     return either_bits(digits, digits << 2, 0x33333333u);
 }
 
-// Bit 0 of every nibble whose digit is an escape.
+// Returns bit 0 of every nibble whose digit is an escape.
 __device__ __forceinline__ uint32_t escaped_nibbles(uint32_t digits) { return digits & digits >> 1 & 0x11111111u; }
 
 // ---- digits of three bits ----
 
-// Eight of them, from bit 0 of bits on, one a nibble.
+// Spreads eight digits, which begin at bit 0 of `bits`, one to each nibble.
 __device__ __forceinline__ uint32_t spread_triples(uint32_t bits)
 {
     bits = select_bits(0xfffu, bits, bits << 4);
     bits = select_bits(0x003f003fu, bits, bits << 2);
     return select_bits(0x07070707u, bits, bits << 1) & 0x77777777u;
 }
-// Bit 3 of every such nibble that is an escape.
+// Returns bit 3 of every such nibble that is an escape.
 __device__ __forceinline__ uint32_t escaped_triples(uint32_t nibbles) { return (nibbles + 0x11111111u) & 0x88888888u; }
 
 // ---- nibbles that have escaped ----
 
-// Which of the escaped bytes each nibble takes: how many nibbles below it have escaped.
+// Returns, in each nibble, how many nibbles below it are escapes: the number of the escaped byte that it takes.
 __device__ __forceinline__ uint32_t order_of(uint32_t escaped) { return escaped * 0x11111110u; }
-// How many of eight nibbles have escaped.
+// Returns how many of eight nibbles are escapes. order: the result of order_of.
 __device__ __forceinline__ uint32_t count_of(uint32_t escaped, uint32_t order)
 {
     return (order >> 28) + (escaped >> 28);
 }
 
-// The highest bits of four bytes.
+// Returns the highest bits of four bytes, side by side.
 __device__ __forceinline__ uint32_t highest_bits(uint32_t bytes)
 {
     return (bytes >> 7 & 0x01010101u) * 0x10204080u >> 28;
 }
 
-// ---- shared memory from any byte on ----
+// ---- unaligned reads of shared memory ----
 
 struct Cursor {
     const uint32_t *words;

@@ -9,7 +9,7 @@ namespace ibp {
 // Records the current CUDA error, if any, for ibp_cuda_last_error.
 ibp_status check_cuda(cudaError_t error);
 
-// The first error of several calls.
+// Keeps the first error of several calls.
 class FirstError {
   public:
     FirstError &operator<<(cudaError_t error) { return ok() ? *this << check_cuda(error) : *this; }

@@ -1,4 +1,4 @@
-// floats.cuh - elements of two bytes to and from float, as the device's instructions convert them.
+// floats.cuh - converts elements of two bytes to and from float, as the device's instructions do.
 #ifndef IBP_FLOATS_CUH
 #define IBP_FLOATS_CUH
 
@@ -23,7 +23,8 @@ __device__ __forceinline__ float float_of_half(uint32_t half)
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(half)));
     return value;
 }
-// Rounded to the nearest, ties to even; NaN is 0x7fff. Two of them, the first in the low half.
+// Return two floats as elements of two bytes, the first one in the low half. They are rounded to the nearest, ties to
+// even; NaN becomes 0x7fff.
 __device__ __forceinline__ uint32_t halves_of_floats(float first, float second)
 {
     uint32_t bits;

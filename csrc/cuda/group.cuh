@@ -1,5 +1,5 @@
-// group.cuh - the threads that decode one row together: 2, 4, 8 or 16 lanes of a warp, a warp, or several warps of a
-// block.
+// group.cuh - groups of threads that decode one row together: 2, 4, 8 or 16 lanes of a warp, a warp, or several warps
+// of a block.
 #ifndef IBP_GROUP_CUH
 #define IBP_GROUP_CUH
 
@@ -7,13 +7,13 @@
 
 namespace ibp {
 
-constexpr uint32_t kLaneBytes = 64;                    // of a row, where there are lanes enough
-constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes; // of a row
-constexpr uint32_t kMostWarps = 8;                     // of a group
+constexpr uint32_t kLaneBytes = 64;                    // bytes of a row for each lane, if there are enough lanes
+constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes; // bytes of a row for a warp
+constexpr uint32_t kMostWarps = 8;                     // warps of a group
 
-// LANES lanes of a warp (WARPS == 1), or WARPS whole warps. Every function is called by all lanes of a warp together,
-// whatever each group has to do.
-// ANY_LENGTH: rows may have more than kLaneBytes for each of its lanes.
+// A group of LANES lanes of a warp (WARPS == 1), or of WARPS whole warps. All lanes of a warp call every function
+// together, whatever each group has to do. ANY_LENGTH: rows may have more than kLaneBytes bytes for each lane of the
+// group.
 template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group {
     static_assert((WARPS == 1 && kWarp % LANES == 0) || LANES == kWarp, "a group is a part of a warp, or whole warps");
     static constexpr uint32_t kLanes = LANES, kWarps = WARPS, kThreads = LANES * WARPS;
@@ -22,10 +22,8 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kThreads; }
-    static __device__ __forceinline__ uint32_t warp()
-    {
-        return threadIdx.x % kThreads / kWarp;
-    } // of the group's warps; 0 if there is one
+    // Returns the number of this warp among the group's warps; 0 if there is only one.
+    static __device__ __forceinline__ uint32_t warp() { return threadIdx.x % kThreads / kWarp; }
     static __device__ __forceinline__ uint32_t in_block() { return threadIdx.x / kThreads; }
 
     static __device__ __forceinline__ void sync()
@@ -35,10 +33,12 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
         else
             named_barrier(in_block() + 1u, kThreads);
     }
-    // Whether it is so in any lane of the warp; all lanes of a group say the same. Also of a whole warp it is a vote,
-    // from which the compiler knows that lanes stay together, and need not check it before they exchange.
+    // Returns whether is_so is true in any lane of the warp. All lanes of a group pass the same value. Even if the
+    // group is a whole warp this is a vote: it tells the compiler that the lanes stay together, so that it need not
+    // check this before shuffles.
     static __device__ __forceinline__ bool any(bool is_so) { return __any_sync(kAllLanes, is_so); }
-    // Sums of v over the lanes up to this one; v may hold several numbers side by side that do not run over.
+    // Returns the sum of v over the group's lanes up to this one. v may hold several numbers side by side that do not
+    // overflow into each other.
     static __device__ __forceinline__ uint32_t inclusive_scan(uint32_t v)
     {
 #pragma unroll
@@ -59,7 +59,7 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
             return v;
         }
     }
-    // One bit a lane of the group.
+    // Returns one bit for each lane of the group.
     static __device__ __forceinline__ uint32_t ballot(bool vote)
     {
         const uint32_t votes = __ballot_sync(kAllLanes, vote);
@@ -67,8 +67,8 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     }
     static __device__ __forceinline__ uint32_t lanes_below() { return low_bits(~0u, lane()); }
 
-    // The sum of the numbers of the group's earlier warps, and of all of them. counts: shared word with which WARPS
-    // words begin that no other exchange uses at the same time.
+    // Returns the sum of `mine` over the group's earlier warps. total: receives the sum over all its warps. counts: the
+    // shared word at which WARPS words begin that no other exchange uses at the same time.
     static __device__ __forceinline__ uint32_t exchange(uint32_t counts, uint32_t mine, uint32_t &total)
     {
         if (WARPS == 1) {
@@ -83,7 +83,7 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     }
 };
 
-// Copies with the widest accesses that both addresses allow; no byte outside the ranges is touched.
+// Copies bytes with the widest accesses that both addresses allow. No byte outside the ranges is accessed.
 template <class G, typename T>
 __device__ __forceinline__ void group_copy_as(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
@@ -103,14 +103,15 @@ template <class G> __device__ __forceinline__ void group_copy(uint8_t *dst, cons
         group_copy_as<G, uint8_t>(dst, src, num_bytes);
 }
 
-// Eight bytes that repeat, from byte `first` of them on.
+// Returns eight bytes that repeat, beginning with byte `first` of them.
 __device__ __forceinline__ uint64_t turned_bytes(uint64_t bytes, uint32_t first)
 {
     const uint32_t by = 8u * (first % 8u);
     return by == 0u ? bytes : bytes >> by | bytes << (64u - by);
 }
 
-// Sets bytes to eight that repeat: up to the first multiple of 16, vectors, bytes again.
+// Fills memory with eight bytes that repeat: single bytes up to the first multiple of 16, then vectors, then single
+// bytes.
 template <class G> __device__ __forceinline__ void group_fill(uint8_t *dst, uint32_t num_bytes, uint64_t repeated)
 {
     const uint32_t head = ibp_min_u32(static_cast<uint32_t>(-reinterpret_cast<uintptr_t>(dst) % 16u), num_bytes);

@@ -1,5 +1,5 @@
-// host_pages.h - new pages of host memory: on which NUMA node, as huge as the system has them, and written by all
-// processors. Nothing here needs CUDA.
+// host_pages.h - makes new pages of host memory: on a given NUMA node, as huge as the system has them, and written by
+// all processors. Nothing here needs CUDA.
 #ifndef IBP_HOST_PAGES_H
 #define IBP_HOST_PAGES_H
 
@@ -16,28 +16,29 @@
 
 namespace ibp {
 
-// The node that the calling thread runs on; 0 where the system does not say.
+// Returns the node on which the calling thread runs; 0 if the system does not say.
 inline int node_of_caller()
 {
     unsigned node = 0;
     return syscall(SYS_getcpu, nullptr, &node, nullptr) == 0 ? static_cast<int>(node) : 0;
 }
 
-// Asks for pages of a node, whichever thread writes to them first, and for others only where it has none left.
-// Refused, as in some containers, pages are where the system puts them.
+// Asks for pages of a node, whichever thread writes to them first, and for pages of other nodes only if it has none
+// left. If the system refuses, as in some containers, pages are where the system puts them.
 inline void prefer_node(void *pages, size_t num_bytes, int node)
 {
-    constexpr int kPreferred = 1;                                              // MPOL_PREFERRED of numaif.h
-    constexpr size_t kWordBits = 8 * sizeof(unsigned long), kMostNodes = 1024; // as the kernel's own bound
+    constexpr int kPreferred = 1; // MPOL_PREFERRED of numaif.h
+    // kMostNodes: the kernel's own bound.
+    constexpr size_t kWordBits = 8 * sizeof(unsigned long), kMostNodes = 1024;
     const size_t bit = static_cast<size_t>(node);
     if (bit >= kMostNodes) return;
     unsigned long nodes[kMostNodes / kWordBits] = {};
     nodes[bit / kWordBits] = 1ul << bit % kWordBits;
-    // The kernel reads one bit less than it is told of.
+    // The kernel reads one bit less than the number that it is given.
     syscall(SYS_mbind, pages, num_bytes, kPreferred, nodes, kMostNodes + 1, 0);
 }
 
-// Writes a 0 to each page, so that there is one: by several threads, a share of at least 32 MiB each.
+// Writes a 0 to each page, which makes the page. Several threads share the pages; each has at least 32 MiB.
 inline void touch_pages(uint8_t *pages, size_t num_bytes)
 {
     const size_t page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE)), least_share = size_t{32} << 20;
@@ -51,17 +52,18 @@ inline void touch_pages(uint8_t *pages, size_t num_bytes)
     size_t from = share;
     try {
         for (; from < num_bytes; from += share) threads.emplace_back(touch, from);
-    } catch (const std::exception &) { // no more threads or memory: whoever comes next makes the other pages
+        // No more threads or memory: the other pages are made when they are first written.
+    } catch (const std::exception &) {
     }
     touch(0);
     for (std::thread &thread : threads) thread.join();
 }
 
-// Makes the pages of a new mapping. node: where they are to be; negative: on the calling thread's.
+// Makes the pages of a new mapping. node: where they should be; if negative, on the calling thread's node.
 inline void make_pages(void *pages, size_t num_bytes, int node)
 {
     prefer_node(pages, num_bytes, node < 0 ? node_of_caller() : node);
-    madvise(pages, num_bytes, MADV_HUGEPAGE); // without them it is slower, no more
+    madvise(pages, num_bytes, MADV_HUGEPAGE); // if the system has none, access is only slower
     touch_pages(static_cast<uint8_t *>(pages), num_bytes);
 }
 

@@ -1,4 +1,4 @@
-// kinds.h - the kinds of codebooks that decoders and encoders are chosen by.
+// kinds.h - the kinds of codebooks by which decoders and encoders are chosen.
 #ifndef IBP_KINDS_H
 #define IBP_KINDS_H
 
@@ -9,7 +9,7 @@
 namespace ibp {
 
 // Fields of a codebook of scheme planes that not every kernel knows. A kernel names the fields that it knows, and takes
-// no rows of a codebook that has others.
+// no rows of a codebook that uses others.
 enum PlanesField : uint32_t {
     kInvariantBits = 1,
     kConsecutive = 2,
@@ -17,9 +17,9 @@ enum PlanesField : uint32_t {
     kConstantColumns = 8,
 };
 constexpr uint32_t kNoFields = 0, kAllFields = 15;
-// What decoders of dense rows know.
+// The fields that decoders of dense rows know.
 constexpr uint32_t kDenseFields = kInvariantBits | kConsecutive | kConstantColumns;
-// What decoders of listed rows know.
+// The fields that decoders of listed rows know.
 constexpr uint32_t kListedFields = kAllFields;
 
 IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
@@ -32,7 +32,7 @@ IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
     return (fields & ~known) == 0u;
 }
 
-// Calls use with a 0 of the unsigned integer that has an element's size.
+// Calls use with a 0 of the unsigned integer type that has the size of an element.
 template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &use)
 {
     switch (cb.planes.element_bytes) {
@@ -44,15 +44,15 @@ template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &us
     }
 }
 
-// Codebooks of rows: with more than one, a coded row begins with the number of its own.
+// Returns how many codebooks the rows have. If there are several, a coded row begins with the number of its own.
 IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return ibp_has_clusters(&cb) ? cb.num_clusters : 1u; }
 
-// What lists of decoders and encoders choose by.
+// Return whether a codebook is of a kind; the lists of decoders and encoders choose by these.
 inline bool is_any(const ibp_codebook &) { return true; }
 inline bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
 inline bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
 
-// Whether all digits have two bits, but plane 0's first_bits, and all symbols a byte.
+// Returns whether all digits have two bits, except plane 0's, which have first_bits, and all symbols have one byte.
 IBP_INLINE bool are_pairs(const ibp_planes &planes, uint32_t first_bits = 2)
 {
     bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
@@ -60,8 +60,8 @@ IBP_INLINE bool are_pairs(const ibp_planes &planes, uint32_t first_bits = 2)
         pairs = pairs && planes.digit_bits[p] == (p == 0 ? first_bits : 2u);
     return pairs;
 }
-// Whether dense rows are decoded by decode_pairs.cuh, which knows no constant columns, nor invariant bits of elements
-// of two bytes: that would cost the others registers.
+// Returns whether decode_pairs.cuh decodes dense rows of a codebook. It knows no constant columns, and no invariant
+// bits of elements of two bytes, because they would cost all rows registers.
 IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
 {
     if (!are_pairs(planes) || planes.element_bytes > 4 || planes.num_constant != 0u) return false;
@@ -70,7 +70,8 @@ IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
                                        : true;
 }
 
-// Whether there is one plane of digits of four bits over consecutive symbols of up to a byte: what level="fast" makes.
+// Returns whether there is one plane of digits of four bits, over consecutive symbols of up to a byte, as level="fast"
+// makes it.
 IBP_INLINE bool is_fast(const ibp_codebook &cb)
 {
     const ibp_planes &planes = cb.planes;
@@ -78,20 +79,21 @@ IBP_INLINE bool is_fast(const ibp_codebook &cb)
            planes.symbol_bytes == 1u && (planes.element_bytes == 2u || planes.element_bytes == 4u);
 }
 
-// Encoders look symbols up in a table of all there are, in shared memory, 4 bytes each, if they are not too many.
+// Encoders look symbols up in a table of all symbols, 4 bytes each, in shared memory, if there are not more than this.
 constexpr uint32_t kMostCodes = 4096, kMostCodeBits = 12;
 
 IBP_INLINE uint32_t bits_of_symbol(const ibp_planes &planes)
 {
     return 8u * planes.element_bytes - planes.invariant_bits - planes.residual_bits;
 }
-// Entries of such a table, of all clusters.
+// Returns the entries of such a table, for all clusters.
 IBP_INLINE uint32_t codes_of_all(const ibp_codebook &cb) { return clusters_of(cb) << bits_of_symbol(cb.planes); }
 IBP_INLINE bool has_code_table(const ibp_codebook &cb)
 {
     return !cb.planes.per_column && bits_of_symbol(cb.planes) <= kMostCodeBits && codes_of_all(cb) <= kMostCodes;
 }
-// Entries of a column are in a table of the ranks of all symbols in all columns, a byte each, if there is room for it.
+// If every column has entries of its own, a table in shared memory holds the ranks of all symbols in all columns, one
+// byte each, if there are not more than this.
 constexpr uint32_t kMostRanks = 48u << 10, kMostRankEntries = 255;
 IBP_INLINE bool has_column_ranks(const ibp_codebook &cb)
 {

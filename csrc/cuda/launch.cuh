@@ -1,4 +1,4 @@
-// launch.cuh - the launch of kernels by groups of threads. Host code.
+// launch.cuh - plans and launches kernels. Host code.
 #ifndef IBP_LAUNCH_CUH
 #define IBP_LAUNCH_CUH
 
@@ -9,43 +9,45 @@
 
 namespace ibp {
 
-// How a kernel is launched. cluster: blocks that go to one cluster. overlaps: it may begin before the kernel before it
-// in the stream is done, and waits for that itself (programmatic dependent launch; from compute capability 9.0 on).
+// The configuration of a launch. cluster: blocks of a cluster. overlaps: the kernel may begin before the kernel before
+// it in the stream is done, and waits for that itself (programmatic dependent launch; from compute capability 9.0 on).
 struct Launch {
     uint32_t blocks, threads, shared_bytes, cluster;
     bool overlaps = false;
 };
 
-// Whether memory is the host's, pinned, which a GPU reads over the link.
+// Returns whether memory is pinned host memory, which a GPU reads over the link.
 bool is_host_memory(const void *memory);
 
-// What the current device has. block_bytes, sm_bytes: dynamic shared memory of a block, shared memory of an SM.
+// Sizes of the current device. block_bytes: dynamic shared memory that a block can have. sm_bytes: shared memory of an
+// SM.
 struct DeviceSizes {
     int number, sms, block_bytes, sm_bytes;
 };
 
 ibp_status read_device(DeviceSizes *sizes);
 
-// Lets a kernel have all the dynamic shared memory that a block can have. is_of_90: whether it was compiled for compute
-// capability 9.0 or later, so that its blocks can come in clusters, and await_work_before() waits.
+// Lets a kernel use all the dynamic shared memory that a block can have. is_of_90: receives whether the kernel was
+// compiled for compute capability 9.0 or later, so that its blocks can form clusters, and await_work_before() waits.
 ibp_status prepare(const void *kernel, bool *is_of_90 = nullptr);
 
-// Blocks of up to most_threads threads, one an SM, for groups of threads that take a job at a time and have
-// group_bytes of shared memory each, besides the block's block_bytes; never more SMs than max_sms (0: all). Few jobs
-// are spread over all of them. The launch overlaps the one before: the kernel begins with await_work_before(). Where
-// max_sms leaves SMs to other kernels, blocks come in clusters of two, which get SMs that are neighbours: a matrix
-// product in such clusters cannot use an SM whose neighbour is taken.
+// Plans a launch for groups of group_threads threads that take one job at a time. A block has up to most_threads
+// threads; there is one block on an SM, on at most max_sms SMs (0: all). Shared memory: group_bytes for each group, and
+// block_bytes for each block. Few jobs are spread over all SMs.
+// The launch overlaps the one before it, so that the kernel has to begin with await_work_before(). If max_sms leaves
+// SMs to other kernels, blocks come in clusters of two, which get neighbouring SMs: a matrix product in clusters of two
+// cannot use an SM whose neighbour is taken.
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
 
-// Blocks that take num_jobs jobs, a_block of them at a time each, and then the next ones: at most most_blocks.
+// Plans a launch of at most most_blocks blocks that share num_jobs jobs; each block takes a_block jobs at a time.
 inline Launch plan_jobs(int64_t num_jobs, int64_t a_block, int64_t most_blocks, uint32_t num_threads)
 {
     return {static_cast<uint32_t>(std::min((num_jobs + a_block - 1) / a_block, most_blocks)), num_threads, 0, 1};
 }
 
-// The same with shared_bytes of dynamic shared memory: as many blocks as the device holds at once, or as there is work
-// for; where the SMs are limited, one block for each.
+// Does the same for blocks with shared_bytes bytes of dynamic shared memory: as many blocks as the device holds at
+// once, or as there is work for; if the SMs are limited, one block for each SM.
 inline ibp_status plan_resident(const void *kernel, uint32_t num_threads, uint32_t shared_bytes, int64_t num_jobs,
                                 int64_t a_block, int max_sms, Launch *launch)
 {
@@ -53,7 +55,8 @@ inline ibp_status plan_resident(const void *kernel, uint32_t num_threads, uint32
     int blocks_an_sm = 0;
     ibp_status status = read_device(&device);
     if (status == IBP_OK && shared_bytes != 0u) status = prepare(kernel);
-    if (status == IBP_OK && max_sms == 0 && num_jobs > a_block * device.sms) // else a block an SM is enough
+    // For fewer jobs one block for each SM is enough.
+    if (status == IBP_OK && max_sms == 0 && num_jobs > a_block * device.sms)
         status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
                                                                           static_cast<int>(num_threads), shared_bytes));
     const int64_t most = max_sms > 0 ? std::min(max_sms, device.sms) : int64_t{device.sms} * std::max(1, blocks_an_sm);

@@ -1,5 +1,10 @@
-// planes_book.cuh - a codebook of scheme planes, the parts of a coded row and the joins of elements (FORMAT.md section
-// 6). T is the element; everything else is a run-time value.
+// planes_book.cuh - a codebook of scheme planes, the parts of a coded row, and the joining of symbols and residuals to
+// elements (FORMAT.md section 6). T is the element; everything else is a run-time value.
+//
+// The values of a dense row, each part padded to a byte:
+//
+//     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
+//     | plane 3 | raw symbols: one for each escape of the last plane |
 #ifndef IBP_PLANES_BOOK_CUH
 #define IBP_PLANES_BOOK_CUH
 
@@ -8,7 +13,7 @@
 
 namespace ibp {
 
-// The lowest bit of each digit of num_bits whose bits are all set.
+// Returns the lowest bit of each digit whose bits are all set. Digits have num_bits bits.
 __device__ __forceinline__ uint64_t escapes_in(uint64_t digits, uint32_t num_bits)
 {
     switch (num_bits) {
@@ -19,18 +24,18 @@ __device__ __forceinline__ uint64_t escapes_in(uint64_t digits, uint32_t num_bit
     }
 }
 
-// Digits of a plane that a warp looks at.
+// Numbers of the digits of a plane that a warp looks at: from `from` to `to` - 1.
 struct DigitRange {
     uint32_t from, to;
 };
 
-// Where the parts of the values are, in stage bits. An absent plane has no bits and only escapes, so that
-// digits[IBP_MAX_PLANES] are the raw symbols. mine[p]: the warp's own digits.
+// The bits of shared memory at which the parts of the values begin. An absent plane has no bits and only escapes, so
+// that digits[IBP_MAX_PLANES] is always the beginning of the raw symbols. mine[p]: the warp's own digits of plane p.
 struct ValueParts {
     uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
     DigitRange mine[IBP_MAX_PLANES + 1];
 
-    // Parts of no values at all.
+    // Returns the parts of a row without values.
     static __device__ __forceinline__ ValueParts nothing(uint32_t start)
     {
         ValueParts parts{};
@@ -41,12 +46,12 @@ struct ValueParts {
     }
 };
 
-// FIELDS: the PlanesFields that the codebook may have.
+// A codebook of scheme planes. FIELDS: the PlanesFields that it may have.
 template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     static constexpr uint32_t kElementBits = 8u * sizeof(T);
     const ibp_planes &planes;
-    const uint8_t *entries;              // of the row's cluster
-    const uint32_t columns, symbol_bits; // live columns
+    const uint8_t *entries;              // entries of the row's cluster
+    const uint32_t columns, symbol_bits; // columns: live columns
 
     __device__ __forceinline__ PlanesBook(const ibp_codebook &cb, uint32_t cluster)
         : planes(cb.planes),
@@ -58,7 +63,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     {
         return cb.row_bytes / static_cast<uint32_t>(sizeof(T)) - num_constant(cb.planes);
     }
-    // Fields, whose values are known where there are none.
+    // Return a field of the codebook; a constant if the codebook cannot have this field.
     static __host__ __device__ __forceinline__ uint32_t invariant_bits(const ibp_planes &planes)
     {
         return (FIELDS & kInvariantBits) != 0u ? planes.invariant_bits : 0u;
@@ -80,7 +85,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return (FIELDS & kConstantColumns) != 0u ? planes.num_constant : 0u;
     }
 
-    // Bytes of an entry: at most those of an element.
+    // Returns the bytes of an entry, which are at most those of an element.
     static __host__ __device__ __forceinline__ uint32_t symbol_bytes(const ibp_planes &planes)
     {
         return sizeof(T) == 1 ? 1u : planes.symbol_bytes;
@@ -90,7 +95,8 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         if (consecutive(planes)) return static_cast<T>(low_bits(planes.first_symbol + i, symbol_bits));
         return entry_at(entries, planes, i);
     }
-    // Of entries that are not consecutive. Bits above a symbol's, which a wrong codebook may have, are left out.
+    // Returns entry i if entries are not consecutive. Bits above a symbol's, which a wrong codebook may have, are
+    // dropped.
     static __device__ __forceinline__ T entry_at(const uint8_t *entries, const ibp_planes &planes, uint32_t i)
     {
         T entry;
@@ -105,13 +111,13 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         const uint32_t symbol_bits = kElementBits - invariant_bits(planes) - planes.residual_bits;
         return static_cast<T>(low_bits(uint64_t{entry}, symbol_bits));
     }
-    // Bits of a plane's digits; 0 of an absent plane.
+    // Returns the bits of a digit of a plane; 0 if the plane is absent.
     __device__ __forceinline__ uint32_t width_of(uint32_t plane) const
     {
         return plane < planes.num_planes ? planes.digit_bits[plane] : 0u;
     }
     __device__ __forceinline__ uint32_t escape_of(uint32_t plane) const { return (1u << width_of(plane)) - 1u; }
-    // The first entry of a plane.
+    // Returns the number of a plane's first entry.
     __device__ __forceinline__ uint32_t first_of(uint32_t plane) const
     {
         uint32_t first = 0;
@@ -138,12 +144,12 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return static_cast<T>(low_bits(shared_bits64(position), num_bits));
     }
 
-    // How many of a warp's digits are escapes.
+    // Returns how many of a warp's digits are escapes.
     template <class G>
     static __device__ __forceinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
         uint32_t count = 0;
-        if (num_bits == 2u) { // 16 digits a word
+        if (num_bits == 2u) { // a word holds 16 digits
 #pragma unroll 1
             for (uint32_t first = range.from; first < range.to; first += 16u * G::kLanes) {
                 const uint32_t i = first + 16u * G::lane();
@@ -153,7 +159,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
             }
             return G::sum(count);
         }
-        const uint32_t per_load = 0x10152040u >> 8u * (num_bits - 1u) & 0xffu; // 64 / num_bits without a division
+        const uint32_t per_load = 0x10152040u >> 8u * (num_bits - 1u) & 0xffu; // 64 / num_bits, without a division
 #pragma unroll 1
         for (uint32_t first = range.from; first < range.to; first += per_load * G::kLanes) {
             const uint32_t i = first + per_load * G::lane();
@@ -164,11 +170,11 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return G::sum(count);
     }
 
-    // Finds the parts of n values that lie in the shared bits from start to end: each plane is as long as the one
-    // before has escapes. Where one lies past the end, parts.end does too. mine: the elements of the warp. FIRST_BITS:
-    // where not 0, those of plane 0's digits, and all others are known to have two.
-    // exchanged: shared word with which IBP_MAX_PLANES times G::kWarps words begin. count(plane, start, range,
-    // num_bits) counts the escapes of the warp.
+    // Finds the parts of n values, which lie in the shared bits from start to end. Each plane has a digit for every
+    // escape of the plane before. If a part lies past the end, parts.end does too.
+    // FIRST_BITS: if not 0, the bits of plane 0's digits, and all other planes are known to have digits of two bits.
+    // mine: the elements of the warp. exchanged: the shared word at which IBP_MAX_PLANES * G::kWarps words begin.
+    // count(plane, start, range, num_bits): counts the warp's escapes.
     template <class G, uint32_t FIRST_BITS, class Count>
     __device__ __forceinline__ ValueParts find_parts(uint32_t start, uint32_t end, uint32_t n, DigitRange mine,
                                                      uint32_t exchanged, const Count &count) const
@@ -185,7 +191,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
             if (!(FIRST_BITS != 0u && p < 2u) && p >= planes.num_planes) continue;
             const uint32_t num_bits = FIRST_BITS == 0u ? planes.digit_bits[p] : p == 0u ? FIRST_BITS : 2u;
             parts.digits[p + 1] += to_byte(reaching * num_bits);
-            if (parts.digits[p + 1] > end) parts.mine[p] = {0, 0}; // nothing is read there
+            if (parts.digits[p + 1] > end) parts.mine[p] = {0, 0}; // nothing is read past the end
             const uint32_t escaped = count(p, parts.digits[p], parts.mine[p], num_bits),
                            before = G::exchange(exchanged + p * G::kWarps, escaped, reaching);
             parts.mine[p + 1] = {before, before + escaped};
@@ -195,13 +201,15 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     }
 };
 
-// Joins symbols and residuals of elements that lie side by side in a word, each in the low bits of its own.
+// Joins the symbols and residuals of elements that lie side by side in a word, each in the low bits of its element.
 template <typename T> struct WordJoin {
     static_assert(sizeof(T) <= 4, "elements of a word");
     static constexpr uint32_t kBits = 8u * sizeof(T), kOnes = ~0u >> (32u - kBits);
-    static constexpr uint32_t kEach = ~0u / kOnes;   // a 1 in every element
-    uint32_t of_symbol, of_residual, to_top, rotate; // powers of two that fields are multiplied with; a shift
-    uint32_t kept, top, invariant;                   // bits of every element
+    static constexpr uint32_t kEach = ~0u / kOnes; // the lowest bit of every element
+    // of_symbol, of_residual, to_top: powers of two with which fields are multiplied. rotate: a shift.
+    uint32_t of_symbol, of_residual, to_top, rotate;
+    // kept, top, invariant: bits of every element of a word.
+    uint32_t kept, top, invariant;
 
     __device__ __forceinline__ explicit WordJoin(const ibp_planes &planes)
     {
@@ -213,7 +221,8 @@ template <typename T> struct WordJoin {
         kept = (kept >> rotate & kept) * kEach;
         invariant = static_cast<uint32_t>(low_bits(planes.invariant_value, inv)) * kEach;
     }
-    // The compiler does not see that it is one: multiplications run beside the other instructions, shifts do not.
+    // Returns a power of two, which the compiler must not recognize: multiplications run beside the other instructions,
+    // shifts do not.
     static __device__ __forceinline__ uint32_t power(uint32_t shift)
     {
         uint32_t factor = 1u << ibp_min_u32(shift, 31u);
@@ -226,27 +235,27 @@ template <typename T> struct WordJoin {
     {
         return turned(rotated(symbols, residuals));
     }
-    // Elements that are still rotated, without invariant bits.
+    // Returns elements that are still rotated, without invariant bits.
     __device__ __forceinline__ uint32_t rotated(uint32_t symbols, uint32_t residuals) const
     {
         return symbols * of_symbol + residuals * of_residual;
     }
-    // Of elements whose residuals are 0, and residuals above the invariant bits' places.
+    // Adds residuals to elements whose residuals are 0. The residuals lie above the places of the invariant bits.
     __device__ __forceinline__ uint32_t beside(uint32_t elements, uint32_t residuals) const
     {
         return elements | (residuals >> rotate & kept) | (residuals * to_top & top);
     }
-    // Whether elements are more than a symbol above a residual.
+    // Returns whether `turned` changes elements: they are more than a symbol above a residual.
     __device__ __forceinline__ bool turns() const { return kept != ~0u; }
-    // Rotates elements back. Their lowest bits, the invariant ones, are 0 before the call.
+    // Rotates elements back, and sets their invariant bits, the lowest ones, which are 0 before the call.
     __device__ __forceinline__ uint32_t turned(uint32_t elements) const
     {
         return select_bits(kept, elements >> rotate, (elements * to_top & top) | invariant);
     }
 };
 
-// Joins a vector of elements of two or four bytes without invariant bits: symbols are a byte, residuals all others,
-// from a word of a cursor on.
+// Joins a vector of elements of two or four bytes without invariant bits. A symbol is one byte, and a residual all the
+// others; the residuals begin at a word of a cursor.
 template <typename T>
 __device__ __forceinline__ void join_bytes(uint32_t rotate, uint2 symbols, const Cursor &residuals, uint32_t word,
                                            uint32_t (&words)[4])
@@ -269,7 +278,7 @@ __device__ __forceinline__ void join_bytes(uint32_t rotate, uint2 symbols, const
     }
 }
 
-// Stores the element of a live column. FIELDS: as of PlanesBook.
+// Stores the element of a live column. FIELDS: as in PlanesBook.
 template <typename T, uint32_t FIELDS = kAllFields>
 __device__ __forceinline__ void put_element(const ibp_planes &planes, const Window &window, uint32_t column, T element)
 {
@@ -284,12 +293,13 @@ __device__ __forceinline__ void put_element(const ibp_planes &planes, const Wind
         if (first + b >= window.low && first + b < window.high)
             dst[b] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> (8u * b));
 }
-// Where residuals and raw symbols of a row are, in stage bits, and how many raw symbols came before.
+// The bits of shared memory at which a row's residuals and raw symbols begin, and how many raw symbols came before.
 struct RawPlace {
     uint32_t residuals, raw, before;
 };
-// Stores those elements of a lane's vector whose symbols are raw: bit STRIDE * e of `raws` says that element first + e
-// is one. Returns how many raw symbols the row has up to the last lane's. By all lanes of a warp together.
+// Stores those elements of a lane's vector whose symbols are raw: bit STRIDE * e of `raws` is set if element first + e
+// has a raw symbol. Returns how many raw symbols the row has up to those of the last lane. All lanes of a warp call
+// this together.
 template <typename T, class G, uint32_t STRIDE>
 static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb, Window window, RawPlace place,
                                                          uint32_t first, uint32_t raws)
@@ -305,13 +315,13 @@ static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb,
     }
     return place.before + G::last_lane(sums);
 }
-// Not inlined: a kernel has the copy once.
+// Copies the row's part of a template. Not inlined, so that a kernel contains the copy once.
 template <class G> static __device__ __noinline__ void copy_template(const uint8_t *from, Window window)
 {
     group_copy<G>(window.dst, from + window.low, window.high - window.low);
 }
-// Where there are constant columns: puts them into the row of an active group, before the others. By all lanes of a
-// warp together.
+// Writes the template of a codebook with constant columns into the row of an active group, before the live elements are
+// stored. All lanes of a warp call this together.
 template <class G>
 __device__ __forceinline__ void put_template(const ibp_planes &planes, bool active, const Window &window)
 {
@@ -319,7 +329,8 @@ __device__ __forceinline__ void put_template(const ibp_planes &planes, bool acti
     if (active) copy_template<G>(planes.row_template, window);
     G::sync();
 }
-// Stores 16 bytes of elements, from number `first` on of the live columns, one at a time where there are constant ones.
+// Stores 16 bytes of elements, the first of which is live element `first`; one element at a time if there are constant
+// columns.
 template <typename T>
 static __device__ __noinline__ void store_slowly(const ibp_codebook &cb, Window window, uint32_t first, uint4 words)
 {
@@ -332,7 +343,7 @@ static __device__ __noinline__ void store_slowly(const ibp_codebook &cb, Window 
         put_element<T>(cb.planes, window, first + e, element);
     }
 }
-// units: what window.is_units said, false where there are constant columns.
+// Stores 16 bytes of elements. units: the result of window.is_units; false if there are constant columns.
 template <typename T>
 __device__ __forceinline__ void store_elements(const ibp_codebook &cb, const Window &window, bool units, uint32_t first,
                                                const uint32_t (&words)[4])

@@ -1,4 +1,4 @@
-// warp.cuh - what the kernels share: lanes, shared memory and rows staged there, faults, launches.
+// warp.cuh - shared by all kernels: lanes, shared memory and the rows staged there, faults, launches.
 #ifndef IBP_WARP_CUH
 #define IBP_WARP_CUH
 
@@ -12,13 +12,13 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 static_assert(IBP_ROWS_PER_BASE == kWarp, "a warp adds up the rooms of the rows that share a base");
 
 __device__ __forceinline__ uint32_t lane_id() { return threadIdx.x % kWarp; }
-// The lowest of some lanes, or of the ones of any word.
+// Returns the lowest of some lanes, or the lowest set bit of any word.
 __device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
 {
     return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
 }
 
-// Sum of v over the lanes below this one, and over all lanes.
+// Returns the sum of v over the lanes below this one. total: receives the sum over all lanes.
 template <typename T> __device__ __forceinline__ T exclusive_scan(T v, T &total)
 {
     T sum = v;
@@ -30,14 +30,14 @@ template <typename T> __device__ __forceinline__ T exclusive_scan(T v, T &total)
     return sum - v;
 }
 
-// Sum of v over the lanes of the block up to this thread, without its own, and over all. Blocks of THREADS, 32 whole
-// warps.
+// Returns the sum of v over the threads of the block before this one. total: receives the sum over all threads. The
+// block has THREADS threads, which are 32 whole warps.
 template <uint32_t THREADS, typename T> __device__ __forceinline__ T block_scan(T v, T &total)
 {
     static_assert(THREADS == kWarp * kWarp, "a warp scans the sums of all warps");
     __shared__ T of_warps[kWarp];
     T of_warp, before = exclusive_scan(v, of_warp);
-    __syncthreads(); // the last use of of_warps is over
+    __syncthreads(); // before of_warps is overwritten
     if (lane_id() == 0) of_warps[threadIdx.x / kWarp] = of_warp;
     __syncthreads();
     const T warps_before = exclusive_scan(of_warps[lane_id()], total);
@@ -49,8 +49,9 @@ __device__ __forceinline__ bool aligned(const void *p, uint32_t bytes)
     return reinterpret_cast<uintptr_t>(p) % bytes == 0;
 }
 
-// Lets the next kernel of the stream begin, if it is launched to overlap this one; waits until the stream's work before
-// is done and can be read. What this work writes is read behind the wait alone, in compiled code too.
+// let_next_begin lets the next kernel of the stream begin, if it is launched to overlap this one. await_work_before
+// waits until the stream's earlier work is done and its results can be read. What that work writes must be read after
+// the wait only, in compiled code too.
 __device__ __forceinline__ void let_next_begin()
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -64,7 +65,7 @@ __device__ __forceinline__ void await_work_before()
 #endif
 }
 
-// A barrier of the block among num_threads threads, whole warps; id: 1 to 15.
+// Waits at barrier `id` of the block, 1 to 15, for num_threads threads, which are whole warps.
 #ifdef __CUDACC__
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t num_threads)
 {
@@ -72,11 +73,12 @@ __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t num_threads)
 }
 #endif
 
-// v and that of the lane `step` below, of the same group of LANES. mask: the lanes that call it together.
+// Returns the sum of v and that of the lane `step` below, if that lane belongs to the same group of LANES lanes;
+// otherwise v. mask: the lanes that call this together.
 template <uint32_t LANES>
 __device__ __forceinline__ uint32_t add_from_below(uint32_t v, uint32_t step, uint32_t mask = kAllLanes)
 {
-#ifdef __CUDACC__ // the shuffle itself says whether there is such a lane
+#ifdef __CUDACC__ // the shuffle's predicate says whether there is such a lane
     asm volatile("{.reg .u32 t; .reg .pred p; shfl.sync.up.b32 t|p, %0, %1, %2, %3; @p add.u32 %0, %0, t;}"
                  : "+r"(v)
                  : "r"(step), "n"((kWarp - LANES) << 8), "r"(mask));
@@ -87,7 +89,8 @@ __device__ __forceinline__ uint32_t add_from_below(uint32_t v, uint32_t step, ui
 #endif
 }
 
-// Byte i of the result is that of the eight bytes low, high which nibble i of order names; order has no nibble above 7.
+// Returns four of the eight bytes low, high: byte i of the result is the one that nibble i of order names. No nibble of
+// order may be above 7.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t order)
 {
 #ifdef __CUDACC__ // __byte_perm clears the highest bits of the nibbles first
@@ -99,7 +102,7 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
 #endif
 }
 
-// As permute_bytes, but a nibble of 8 or more stands for eight copies of the highest bit of byte nibble - 8.
+// Does the same, but a nibble of 8 or more stands for eight copies of the highest bit of byte nibble - 8.
 template <uint32_t ORDER> __device__ __forceinline__ uint32_t replicate_signs(uint32_t low, uint32_t high)
 {
 #ifdef __CUDACC__
@@ -111,7 +114,8 @@ template <uint32_t ORDER> __device__ __forceinline__ uint32_t replicate_signs(ui
 #endif
 }
 
-// Bit by bit the function of three that a table of eight bits says (`lop3`): its bit 4 * a + 2 * b + c.
+// Computes a function of three bits, bit by bit (`lop3`). It is given by a table of eight bits, whose bit 4 * a + 2 * b
+// + c is the result.
 template <uint32_t TABLE> __device__ __forceinline__ uint32_t of_three_bits(uint32_t a, uint32_t b, uint32_t c)
 {
     uint32_t bits = 0;
@@ -123,18 +127,18 @@ template <uint32_t TABLE> __device__ __forceinline__ uint32_t of_three_bits(uint
 #endif
     return bits;
 }
-// The bits of ones where mask is 1, those of zeros where it is 0.
+// Returns the bits of `ones` where mask is 1, and those of `zeros` where it is 0.
 __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t ones, uint32_t zeros)
 {
     return of_three_bits<0xca>(mask, ones, zeros);
 }
-// (a | b) & mask, and nothing else.
+// Returns (a | b) & mask, as one instruction.
 __device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t mask)
 {
     return of_three_bits<0xa8>(a, b, mask);
 }
 
-// A constant that stays in a register.
+// Returns a constant that stays in a register.
 __device__ __forceinline__ uint32_t in_register(uint32_t constant)
 {
 #ifdef __CUDACC__
@@ -142,7 +146,7 @@ __device__ __forceinline__ uint32_t in_register(uint32_t constant)
 #endif
     return constant;
 }
-// Likewise a struct of words, such as a loop would work out anew each time.
+// Does the same for a struct of words, which a loop would otherwise compute anew in each iteration.
 template <class Words> __device__ __forceinline__ Words in_registers(Words words)
 {
 #pragma unroll
@@ -160,7 +164,7 @@ __device__ __forceinline__ uint8_t *shared_bytes()
 }
 __device__ __forceinline__ uint32_t &shared_word(uint32_t i) { return reinterpret_cast<uint32_t *>(shared_bytes())[i]; }
 
-// The 32 bits from a bit on, and the 64.
+// Return the 32 or 64 bits of shared memory that begin at bit `position`.
 __device__ __forceinline__ uint32_t shared_bits(uint32_t position)
 {
     return __funnelshift_r(shared_word(position / 32u), shared_word(position / 32u + 1u), position);
@@ -171,10 +175,11 @@ __device__ __forceinline__ uint64_t shared_bits64(uint32_t position)
     return shared_bits(position) | static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
 }
 
-// A group's part of it: a row as coded.
+// A group's stage in dynamic shared memory: a row as coded.
 struct Stage {
-    uint32_t first,
-        last_word; // byte it begins with, a multiple of 16; word that is read where a corrupt row asks for one past it
+    // first: the byte at which the stage begins, a multiple of 16. last_word: the word that is read if a corrupt row
+    // asks for a later one.
+    uint32_t first, last_word;
 
     __device__ __forceinline__ uint8_t *bytes() const { return shared_bytes() + first; }
     __device__ __forceinline__ uint32_t bits_at(uint32_t position) const
@@ -184,7 +189,8 @@ struct Stage {
     }
 };
 
-// Room for a row of row_bytes that starts anywhere in its first 16 bytes, and 16 to 31 bytes that are read behind it.
+// Returns the bytes of a stage: room for a row of row_bytes bytes that starts anywhere in its first 16 bytes, and 16 to
+// 31 bytes that may be read behind it.
 __host__ __device__ __forceinline__ uint32_t row_stage_bytes(uint32_t row_bytes)
 {
     return (row_bytes + 15u) / 16u * 16u + 32u;
@@ -195,20 +201,20 @@ __device__ __forceinline__ Stage stage_at(uint32_t first, uint32_t row_bytes)
     return {first, (first + row_stage_bytes(row_bytes)) / 4u - 2u};
 }
 
-// The bytes [low, high) of one row, and where they go.
+// The bytes [low, high) of one row, and the address to which they go.
 struct Window {
     uint8_t *dst;
     uint32_t low, high;
 
-    // Whether all of the row is wanted, and can be stored in units of unit_bytes bytes.
+    // Returns whether the whole row is wanted, and can be stored in units of unit_bytes bytes.
     __device__ __forceinline__ bool is_units(uint32_t row_bytes, uint32_t unit_bytes) const
     {
         return low == 0u && high == row_bytes && row_bytes % unit_bytes == 0u && aligned(dst, unit_bytes);
     }
 };
 
-// Writes the bytes of up to four words, word w of the row and those behind it, that lie in the window: as words where
-// dst allows it.
+// Writes the bytes of up to four words that lie in the window: word w of the row and those behind it. They are stored
+// as words if dst is aligned.
 static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32_t num_words, uint4 words)
 {
     const uint32_t values[4] = {words.x, words.y, words.z, words.w};
@@ -226,7 +232,8 @@ static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32
     }
 }
 
-// units: what window.is_units said of units of WORDS words; the words are then known to lie in the row.
+// Writes WORDS words of a row. units: the result of window.is_units for units of WORDS words; if it is true, the words
+// lie in the row.
 template <int WORDS>
 __device__ __forceinline__ void store_words(const Window &window, bool units, uint32_t w,
                                             const uint32_t (&words)[WORDS])
@@ -240,7 +247,7 @@ __device__ __forceinline__ void store_words(const Window &window, bool units, ui
         *reinterpret_cast<uint32_t *>(window.dst + 4u * w) = words[0];
 }
 
-// Records the first fault that any thread meets.
+// Records a fault, unless any thread has recorded one before.
 __device__ __forceinline__ void record_fault(ibp_fault *fault, ibp_status status, int64_t position, int64_t id)
 {
     if (atomicCAS(reinterpret_cast<unsigned long long *>(&fault->taken), 0ull, 1ull) != 0ull) return;

@@ -1,9 +1,13 @@
-// cache.cu - a cache of rows (ibp.h): rows found in maps, copied into slabs, claimed, dropped and changed. The gather
-// that reads slabs is that of gather.cu.
+// cache.cu - a cache of rows (ibp.h): its kernels find rows in maps, copy them into slabs, and claim, drop and change
+// rows. The gather that reads slabs is that of gather.cu.
 //
-// Finding is bound by latency and by sectors of random reads: a lane looks a row up, of a cache of least recently used
-// rows a warp, whose lanes look at a way each. Copying is bound by where rows come from: a warp fills a slab row by
-// row, and copies all rows that it has claimed at once.
+// A map is an array of sets of ways, 16 bytes each; two ways share a sector:
+//
+//     set 0    | row, entry | row, entry | ...    set 1    | row, entry | row, entry | ...
+//
+// Finding is bound by latency and by the sectors of random reads. A lane looks up one row; in a cache of least recently
+// used rows a warp looks up one row, and each lane looks at one way. Copying is bound by where rows come from: a warp
+// fills a slab row by row, and copies all rows that it has claimed at once.
 #include "../../core/cache.h"
 #include "../../core/ids.h"
 #include "../cuda_checks.h"
@@ -16,7 +20,7 @@
 namespace ibp {
 
 constexpr uint32_t kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int64_t kMostBlocks = 2048; // more than any GPU of today holds at once
+constexpr int64_t kMostBlocks = 2048; // more blocks than any GPU of today holds at once
 
 static Launch plan_rows(int64_t num_rows, int64_t a_block)
 {
@@ -26,7 +30,7 @@ __device__ __forceinline__ int64_t warp_number() { return int64_t{blockIdx.x} * 
 
 // ---- rows that are asked for ----
 
-// Jobs are rows of items, in order.
+// The rows that are asked for. A job is one row of one item, in order.
 struct Rows {
     const void *ids;
     uint32_t id_bytes, rows_per_item, num_jobs, row_bytes;
@@ -43,7 +47,7 @@ struct Rows {
         return id_bytes == 8u ? __ldg(static_cast<const long long *>(ids) + item)
                               : __ldg(static_cast<const int *>(ids) + item);
     }
-    // -1 if there is no such item.
+    // Returns the row of a job; -1 if there is no such item.
     __device__ __forceinline__ int64_t row_of(uint32_t job) const
     {
         const uint32_t item = item_of(job);
@@ -53,7 +57,7 @@ struct Rows {
     __device__ __forceinline__ uint32_t length_of(int64_t row) const { return length_of_row(lengths, row); }
 };
 
-// Returns whether there are not too many.
+// Describes the rows that a query asks for. Returns false if the query is wrong or asks for too many.
 static bool ask_for_rows(const ibp_row_query &query, Rows *rows)
 {
     if (query.ids == nullptr || !ibp_is_query(&query) || !are_placed_ids(query.ids)) return false;
@@ -70,12 +74,13 @@ static bool ask_for_rows(const ibp_row_query &query, Rows *rows)
 
 // ---- counts ----
 
-// What a warp has counted: hits of slab i in lane i, the others in all lanes.
+// The counts of a warp. Lane i has the hits of slab i; all lanes have the other counts.
 struct Tally {
     uint64_t missed_bytes;
     uint32_t hits, misses;
 
-    // All lanes of a warp call it together. slab: of a found row, below num_slabs. stored: bytes of a missed row.
+    // Counts one row of each lane. slab: the slab of a row that was found, below num_slabs. stored: the bytes of a row
+    // that was missed. All lanes of a warp call this together.
     __device__ __forceinline__ void add(bool found, uint32_t slab, uint32_t num_slabs, bool missed, uint32_t stored)
     {
         for (uint32_t s = 0; s < num_slabs; s++) {
@@ -85,7 +90,7 @@ struct Tally {
         misses += ibp_popcount(__ballot_sync(kAllLanes, missed));
         missed_bytes += __reduce_add_sync(kAllLanes, missed ? ibp_sector_bytes(stored) : 0u);
     }
-    // By all threads of a block together, once.
+    // Adds the block's counts to *counts. All threads of a block call this together, once.
     __device__ __forceinline__ void put(ibp_cache_counts *counts) const
     {
         constexpr uint32_t kNumbers = sizeof(ibp_cache_counts) / sizeof(uint64_t);
@@ -105,8 +110,8 @@ struct Tally {
 
 // ---- maps ----
 
-// A row's number and its entry in one load. CONSTANT: nothing is written to the map meanwhile, so that the other way of
-// a sector may come from the L1 cache.
+// Loads a way: a row's number and its entry, by one access. CONSTANT: nothing writes to the map meanwhile, so that the
+// other way of a sector may come from the L1 cache.
 template <bool CONSTANT> __device__ __forceinline__ ulonglong2 load_way(const ibp_cached_row *way)
 {
     const auto *const words = reinterpret_cast<const ulonglong2 *>(way);
@@ -117,9 +122,9 @@ __device__ __forceinline__ bool is_row(const ulonglong2 &way, int64_t row)
     return static_cast<int64_t>(way.x) == row;
 }
 
-// The pairs of ways, a sector each, that a row may lie in, one after the other.
+// Goes through the pairs of ways in which a row may lie, one after the other. A pair is a sector of memory.
 struct Search {
-    uint32_t set, step, in_set, left; // in_set: ways before the next pair; left: pairs
+    uint32_t set, step, in_set, left; // in_set: ways of the set before the next pair; left: pairs still to be searched
 
     __device__ __forceinline__ Search(const ibp_cache_map &map, int64_t row) : in_set(0)
     {
@@ -128,7 +133,7 @@ struct Search {
         step = ibp_step_of_hash(hash, &map);
         left = ibp_searched_sets(&map) * (map.ways / 2u);
     }
-    // Number of the next pair's first way.
+    // Returns the number of the next pair's first way.
     __device__ __forceinline__ int64_t next(const ibp_cache_map &map)
     {
         const int64_t way = int64_t{set} * map.ways + in_set;
@@ -139,15 +144,15 @@ struct Search {
     }
 };
 
-// The number of the row in a way, without its entry.
+// Loads the number of the row in a way, without its entry.
 template <bool CONSTANT> __device__ __forceinline__ int64_t load_row(const ibp_cached_row *way)
 {
     const auto *const row = reinterpret_cast<const long long *>(&way->row);
     return CONSTANT ? __ldg(row) : __ldcg(row);
 }
 
-// Number of a row's way; -1 if the map does not have it. Most rows lie in the first pair; of the others' pairs some are
-// loaded at a time, since a warp waits for the longest of its searches.
+// Returns the number of a row's way; -1 if the map does not have the row. Most rows lie in the first pair. Of the other
+// pairs, several are loaded at once, because a warp waits for the longest of its lanes' searches.
 template <bool CONSTANT>
 __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t row, uint64_t *entry)
 {
@@ -179,8 +184,9 @@ __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t ro
     return found;
 }
 
-// A way for a row that is in the map from now on, without an entry; -1 if it is there already, or there is no room.
-// Ways are taken in order, and never given back, so that of equal rows the later ones come upon the first.
+// Takes a way for a row, which is in the map from now on, without an entry. Returns -1 if the row is in the map
+// already, or there is no room. Ways are taken in order and never given back, so that of equal rows the later ones meet
+// the first.
 __device__ __forceinline__ int64_t take_way(const ibp_cache_map &map, int64_t row)
 {
     if (map.num_sets == 0) return -1;
@@ -239,15 +245,16 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- rows as they are stored ----
 
-// Copies bytes between addresses that differ by any number: whole words of dst are put together from two of src. By all
-// lanes of a warp together.
+// Copies bytes between any two addresses. Whole words of dst are put together from two words of src. All lanes of a
+// warp call this together.
 __device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     const auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
     uint32_t head = static_cast<uint32_t>(-to % 4u); // bytes before the first word
-    if ((from + head) % 4u > head) head += 4u;       // whose source begins before src
+    if ((from + head) % 4u > head) head += 4u;       // the first word's source would begin before src
     const auto skew = static_cast<uint32_t>((from + head) % 4u);
-    const uint32_t upper = skew != 0u ? 4u - skew : 0u; // bytes behind a word that are read with it
+    // upper: bytes behind a word of the source that are read with it.
+    const uint32_t upper = skew != 0u ? 4u - skew : 0u;
     const uint32_t words = num_bytes >= head + upper ? (num_bytes - head - upper) / 4u : 0u;
     const auto *const low = reinterpret_cast<const uint32_t *>(src + head - skew);
     auto *const out = reinterpret_cast<uint32_t *>(dst + head);
@@ -257,8 +264,8 @@ __device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, u
     for (uint32_t i = lane_id(); i < num_bytes; i += kWarp)
         if (i < head || i >= head + 4u * words) dst[i] = src[i];
 }
-// Copies whole vectors: several are on their way before the first one is stored, since they may come over the link. By
-// all lanes of a warp together.
+// Copies bytes by vectors of 16 bytes. Several loads are issued before the first vector is stored, because the bytes
+// may come over the link. All lanes of a warp call this together.
 __device__ __forceinline__ void copy_vectors(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     constexpr uint32_t kAhead = 4;
@@ -284,21 +291,21 @@ __device__ __forceinline__ void copy_part(uint8_t *dst, const uint8_t *src, uint
 
 __device__ __forceinline__ uint32_t vectors_of(uint32_t num_bytes) { return (num_bytes + 15u) / 16u; }
 
-// A row that is to be copied.
+// A row to be copied, as it is stored in the table.
 struct Stored {
     ibp_row_place place;
     ibp_status status;
     uint32_t length, num_bytes;
 
     __device__ __forceinline__ bool has_bytes() const { return status == IBP_OK && !place.is_default; }
-    // Where a byte of it is.
+    // Returns the address of a byte of the stored row.
     __device__ __forceinline__ const uint8_t *address(const ibp_table &table, uint32_t byte) const
     {
         return byte < place.in_slot ? table.slots + place.slot_start + byte
                                     : table.overflow + place.overflow_start + (byte - place.in_slot);
     }
-    // Whether it can be copied as vectors of 16 bytes: both parts begin with one, and the last one ends within the
-    // row's slot or room.
+    // Returns whether the row can be copied as vectors of 16 bytes: both parts begin with one, and the last one ends
+    // within the row's slot or room.
     __device__ __forceinline__ bool is_vectors(const ibp_table &table) const
     {
         const bool spills = place.in_overflow != 0u;
@@ -309,7 +316,8 @@ struct Stored {
                ibp_part_in_bounds(spills ? place.overflow_start : place.slot_start, end,
                                   spills ? table.overflow_bytes : table.slots_bytes);
     }
-    // Both parts, joined, by a function that copies bytes. By all lanes of a warp together.
+    // Copies both parts, one behind the other, with a function that copies bytes. All lanes of a warp call this
+    // together.
     template <void COPY(uint8_t *, const uint8_t *, uint32_t)>
     __device__ __forceinline__ void copy(const ibp_table &table, uint8_t *dst) const
     {
@@ -350,7 +358,7 @@ __global__ void __launch_bounds__(kThreads)
         if (way < 0) continue;
         stored.copy<copy_part>(table, slab.bytes + start);
         __threadfence();
-        __syncwarp(); // the row is there
+        __syncwarp(); // the row is in the slab before its entry says so
         if (is_mapped && lane_id() == 0u)
             *static_cast<volatile uint64_t *>(&slab.map.rows[way].entry) =
                 ibp_make_entry(slab.number, start, stored.length);
@@ -373,11 +381,11 @@ __device__ __forceinline__ uint32_t home_of(const ibp_lru &lru, int64_t row)
     return ibp_home_of_hash(ibp_hash_of_row(row), &lru.slab.map);
 }
 
-// Looks up all rows that the cache holds, and stamps them: none of them makes room for others then. Each lane works out
-// the home set of one row, and the warp looks at the sets one after the other.
+// Looks up all rows that the cache holds, and stamps them, so that none of them makes room for others later in this
+// call. Each lane works out the home set of one row, and the warp looks at the sets one after the other.
 __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ ClaimJob job)
 {
-    constexpr uint32_t kAhead = 4; // sets on their way
+    constexpr uint32_t kAhead = 4; // sets that are loaded at once
     await_work_before();
     const Rows &rows = job.rows;
     const ibp_cached_row *const ways_of_lane = job.lru.slab.map.rows + lane_id();
@@ -386,7 +394,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
     const uint64_t call = job.lru.clock[0] + 1u;
     const auto now = static_cast<uint32_t>(call);
     if (blockIdx.x == 0u && threadIdx.x == 0u) job.lru.clock[1] = call;
-    uint32_t found = 0; // rows in ways that the lane has looked at
+    uint32_t found = 0; // rows found in the ways that this lane has looked at
     for (int64_t first = warp_number() * job.per_warp; first < rows.num_jobs;
          first += int64_t{gridDim.x} * kWarps * job.per_warp) {
         const auto number = static_cast<uint32_t>(first) + lane_id();
@@ -395,7 +403,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
         const uint32_t home = row >= 0 ? home_of(job.lru, row) : 0u;
         uint64_t *const entries = job.entries + first;
         if (active) entries[lane_id()] = 0;
-        __syncwarp(); // the lane that finds a row writes its entry
+        __syncwarp(); // before the lane that finds a row writes its entry
         for (uint32_t j = 0; has_sets && j < job.per_warp; j += kAhead) {
             ulonglong2 ways[kAhead];
             int64_t asked[kAhead];
@@ -421,8 +429,8 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
     tally.put(job.counts);
 }
 
-// A row that is not in its set, and what it has got: no entry where there is no room. is_new: it is to be copied. Each
-// lane has one, in shared memory, where the others read and write it.
+// A row that is not in its set, and what it has received: entry 0 if there is no room. is_new: the row has to be
+// copied. Each lane has one such row, in shared memory, where the other lanes read and write it.
 struct Missing {
     Stored stored;
     int64_t row;
@@ -431,13 +439,14 @@ struct Missing {
     bool is_new;
 };
 
-// Gives a row a way of its set, which is locked. All lanes of a warp call it together; each has looked at one way.
+// Gives a row a way of its set, which is locked. Each lane has looked at one way of the set. All lanes of a warp call
+// this together.
 __device__ __forceinline__ void claim_way(const ibp_lru &lru, Missing &missing, const ulonglong2 &way, uint32_t stamp,
                                           uint32_t now)
 {
     const bool is_here = is_row(way, missing.row) && ibp_is_present(way.y), is_free = static_cast<int64_t>(way.x) < 0;
     const uint32_t here = __ballot_sync(kAllLanes, is_here);
-    if (here != 0u) { // claimed by an equal id
+    if (here != 0u) { // another lane with the same id has claimed it
         if (lane_id() == lowest_of(here)) missing.entry = way.y;
         return;
     }
@@ -453,10 +462,11 @@ __device__ __forceinline__ void claim_way(const ibp_lru &lru, Missing &missing, 
     lru.stamps[chosen] = now;
 }
 
-// Gives ways to the rows of some lanes, whose sets are locked and differ. By all lanes of a warp together.
+// Gives ways to the rows of some lanes, whose sets are locked and differ. All lanes of a warp call this together.
 __device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, uint32_t lanes, uint32_t now)
 {
-    constexpr uint32_t kAhead = 2; // sets on their way; more would take more than 64 registers
+    // Sets that are loaded at once; more would take more than 64 registers.
+    constexpr uint32_t kAhead = 2;
     while (lanes != 0u) {
         ulonglong2 ways[kAhead];
         uint32_t stamps[kAhead], lane[kAhead];
@@ -474,9 +484,10 @@ __device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, 
     }
 }
 
-// Gives ways to the rows of lanes. Each lane tries to lock its row's set. Rows whose sets are locked get their ways,
-// and the locks are given back before the others try again, so that no warp waits while it holds a lock. None tries for
-// ever: stamps may hold anything. By all lanes of a warp together.
+// Gives ways to the rows of all lanes. Each lane tries to lock its row's set. The rows whose sets are locked get their
+// ways, and these locks are released before the other lanes try again, so that no warp waits while it holds a lock. The
+// number of tries is limited, because the stamps, behind which the locks lie, may hold anything. All lanes of a warp
+// call this together.
 __device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bool has_row, uint32_t now)
 {
     constexpr uint32_t kMostTries = 1u << 20;
@@ -486,22 +497,22 @@ __device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bo
         const uint32_t locked = __ballot_sync(kAllLanes, is_locked);
         if (locked == 0u) continue;
         __threadfence();
-        __syncwarp(); // all locks come before what any lane reads
+        __syncwarp(); // locks are held before any lane reads
         claim_locked(lru, rows, locked, now);
-        __syncwarp(); // all lanes have read and written
+        __syncwarp(); // all lanes are done before locks are released
         __threadfence();
         if (is_locked) atomicExch(lock, 0u);
         has_row = has_row && !is_locked;
     }
 }
 
-// Copies rows to where their entries say: lane i's row is num_vectors vectors. The vectors of all rows have one
-// numbering, so that every lane has work whatever the size of rows, and several are on their way before the first one
-// is stored. By all lanes of a warp together.
+// Copies rows to where their entries say; the row of lane i has num_vectors vectors. The vectors of all rows are
+// numbered together, so that every lane has work whatever the size of rows. Several loads are issued before the first
+// vector is stored. All lanes of a warp call this together.
 __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab, const Missing *rows,
                                           uint32_t num_vectors)
 {
-    constexpr uint32_t kAhead = 3; // vectors of a lane on their way
+    constexpr uint32_t kAhead = 3; // vectors that a lane loads at once
     uint32_t total;
     const uint32_t begin = exclusive_scan(num_vectors, total);
     for (uint32_t first = 0; first < total; first += kAhead * kWarp) {
@@ -509,7 +520,8 @@ __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab,
 #pragma unroll
         for (uint32_t a = 0; a < kAhead; a++) {
             const uint32_t number = first + a * kWarp + lane_id();
-            int lane = 0; // whose row it belongs to: the last one that begins no later
+            // The lane whose row the vector belongs to: the last one whose vectors begin no later.
+            int lane = 0;
             for (int step = kWarp / 2; step > 0; step /= 2)
                 if (__shfl_sync(kAllLanes, begin, lane + step) <= number) lane += step;
             const uint32_t byte = 16u * (number - __shfl_sync(kAllLanes, begin, lane));
@@ -523,14 +535,15 @@ __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab,
     }
 }
 
-// Each lane has a row, or none. By all lanes of a warp together: ways are claimed, then rows are copied.
+// Claims ways for the lanes' rows, of which each lane has one or none, and then copies the rows. All lanes of a warp
+// call this together.
 __device__ __forceinline__ void claim_and_copy(const ibp_table &table, const ibp_lru &lru, Missing *rows, bool has_row,
                                                uint32_t now)
 {
     const Missing &row = rows[lane_id()];
     const bool fits = has_row && row.stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0;
     claim_ways(lru, rows, fits, now);
-    // A slot of the cache is whole vectors if the first one is aligned.
+    // The slots of the cache consist of aligned vectors if the first one is aligned.
     const bool is_vectors = aligned(lru.slab.bytes, 16) && row.stored.is_vectors(table);
     copy_rows(table, lru.slab.bytes, rows, row.is_new && is_vectors ? vectors_of(row.stored.num_bytes) : 0u);
     for (uint32_t left = __ballot_sync(kAllLanes, row.is_new && !is_vectors); left != 0u; left &= left - 1u) {
@@ -555,7 +568,7 @@ __global__ void __launch_bounds__(kThreads)
         if (!__any_sync(kAllLanes, is_missing)) continue;
         const int64_t row = is_missing ? job.rows.row_of(number) : -1;
         const uint32_t set = row >= 0 && job.lru.slab.map.num_sets != 0 ? home_of(job.lru, row) : 0u;
-        __syncwarp(); // the rows before are copied
+        __syncwarp(); // the rows of the last step are copied before they are overwritten
         mine = {find_stored(table, row), row, 0, set, false};
         __syncwarp();
         const uint32_t item = job.rows.item_of(number);
@@ -624,7 +637,8 @@ ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map 
     }
     if (rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    ibp::Launch launch{}; // blocks that stay, as each adds to the counts once
+    // Resident blocks, because each adds to the counts once.
+    ibp::Launch launch{};
     const auto *const kernel = reinterpret_cast<const void *>(ibp::find_rows);
     ibp_status status = ibp::plan_resident(kernel, ibp::kThreads, 0, rows.num_jobs, ibp::kThreads, 0, &launch);
     if (status == IBP_OK) status = ibp::prepare(kernel, &launch.overlaps);
@@ -654,7 +668,7 @@ ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, con
     if (!ibp::ask_for_rows(query, &job.rows)) return IBP_INVALID_ARGUMENT;
     if (job.rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    constexpr int64_t kWarpsAtATime = 4096; // a GPU of 132 SMs holds more
+    constexpr int64_t kWarpsAtATime = 4096; // warps; a GPU of 132 SMs holds more
     job.per_warp =
         static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kWarpsAtATime - 1) / kWarpsAtATime, ibp::kWarp));
     ibp::Launch launch = ibp::plan_rows(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);

@@ -1,4 +1,4 @@
-// decode_dense.cu - the gathers whose rows are dense ones of scheme planes.
+// decode_dense.cu - launches gathers of dense rows of scheme planes of any other kind.
 #include "gather.cuh"
 #include "decode_dense.cuh"
 

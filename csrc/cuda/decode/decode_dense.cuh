@@ -1,16 +1,22 @@
-// decode_dense.cuh - dense rows of scheme planes (FORMAT.md section 6), of all kinds but those of decode_fast.cuh and
-// decode_pairs.cuh.
+// decode_dense.cuh - decodes dense rows of scheme planes (FORMAT.md section 6) of all kinds that decode_fast.cuh and
+// decode_pairs.cuh do not take.
 //
-// Goes down the planes and up again as decode_pairs.cuh does, with digits of any width. Down, a lane spreads its digits
-// of planes 0 and 1 to nibbles, which it keeps, and counts escapes, which says where the next plane begins; elements
-// that come further are named one at a time:
-//   tail     planes 2, 3 and raw symbols: the names of all elements of plane 2, and a list of those still open
-// Up, nibbles select bytes of a plane's names (`prmt`); escaped elements take bytes of the level below; a prefix sum
-// over nibbles says which bytes:
-//   plane 1  16 digits a lane
-//   plane 0  16 bytes of output a lane and step, joined with their residuals
-// A name is a symbol where all columns share entries of a byte, otherwise a rank: which entry the symbol is, or kRaw.
-// Symbols of ranks are looked up, and raw ones stored last, one element at a time.
+// It works as decode_pairs.cuh does, with digits of any width. The bytes of a row, and the levels of names in shared
+// memory, are drawn in tiles.cuh.
+//
+// 1. Down the planes. A lane spreads its digits of planes 0 and 1 to nibbles, which it keeps, and counts escapes,
+//    because their number says where the next plane begins. Elements that reach planes 2, 3 or raw symbols are named
+//    one at a time: level 2 receives the names of all elements of plane 2, and a list says which of them are still
+//    open.
+// 2. Plane 1 upward, 16 digits a lane at a time. Nibbles select bytes of the plane's names (`prmt`). Escaped elements
+//    take bytes of level 2 instead; a prefix sum over the nibbles says which ones.
+// 3. Plane 0 upward in the same way, 16 bytes of output a lane and step; the symbols are joined with their residuals
+//    and stored.
+//
+// A name is a symbol if all columns share entries of a byte. Otherwise it is a rank, the number of the symbol's entry,
+// or kRaw. In that case the symbols of ranks are looked up, and the elements of raw symbols are stored last, one at a
+// time.
+//
 // Bound by integer instructions.
 #ifndef IBP_DECODE_DENSE_CUH
 #define IBP_DECODE_DENSE_CUH
@@ -19,11 +25,14 @@
 
 namespace ibp {
 
-// Digits of up to four bits as nibbles: a half of the digits moves up by a multiplication, and so on. Of an absent
-// plane, whose digits have no bits, all are escapes, of four.
+// Spreads digits of up to four bits to nibbles. A multiplication moves the upper half of eight digits up, then the
+// upper half of each four, then that of each two. The digits of an absent plane have no bits; all of them are escapes,
+// of four bits.
 struct DigitSpread {
-    uint32_t width, fours, twos, ones; // bits of a digit; of eight digits, those that move
-    uint32_t above, absent;            // bits of nibbles that digits have not; all where the plane is absent
+    // width: bits of a digit. fours, twos, ones: the bits of eight digits that each step moves.
+    uint32_t width, fours, twos, ones;
+    // above: the bits of nibbles that digits do not have. absent: all bits if the plane is absent, otherwise 0.
+    uint32_t above, absent;
 
     __device__ __forceinline__ explicit DigitSpread(uint32_t num_bits)
         : width(num_bits), fours(ones_of(4u * num_bits) << 4u * num_bits),
@@ -32,9 +41,9 @@ struct DigitSpread {
           above(num_bits == 0u ? 0u : (0xfu << num_bits & 0xfu) * 0x11111111u), absent(num_bits == 0u ? ~0u : 0u)
     {
     }
-    // As low_bits, in the registers that all lanes share.
+    // Returns what low_bits(~0u, num_bits) returns, computed in uniform registers.
     static __device__ __forceinline__ uint32_t ones_of(uint32_t num_bits) { return (1u << num_bits) - 1u; }
-    // Eight digits, from bit 0 of bits on, one a nibble.
+    // Returns eight digits, which begin at bit 0 of `bits`, one in each nibble.
     __device__ __forceinline__ uint32_t nibbles(uint32_t bits) const
     {
         bits &= ones_of(4u * width) | fours;
@@ -45,7 +54,7 @@ struct DigitSpread {
     }
 };
 
-// Bit 3 of every nibble whose digit is an escape. above: as in DigitSpread.
+// Returns bit 3 of every nibble whose digit is an escape. above: DigitSpread::above.
 __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t above)
 {
     digits |= above;
@@ -53,11 +62,12 @@ __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t abo
     return digits & digits << 2 & 0x88888888u;
 }
 
-// BLOCK: whether the block has shared memory for entries a column.
+// Decodes rows as described above. BLOCK: the block has shared memory for the entries of all columns.
 template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Group = G;
-    static constexpr uint32_t kFirstBits = 0; // of any width
-    // Parts of a warp keep the vectors that are on their way in registers: were these spilled, it would wait for them.
+    static constexpr uint32_t kFirstBits = 0; // digits of any width
+    // Groups that are parts of a warp keep the vectors that are loaded ahead in registers: if these were spilled, the
+    // warp would wait for the loads.
     static constexpr uint32_t kMostThreads = G::kAnyLength     ? 512
                                              : G::kPerWarp > 1 ? 640
                                                                : 768,
@@ -68,22 +78,22 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Counts = StepCounts<G, Levels::kStep, Levels::kSteps>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kSteps = Levels::kSteps, kStep = Levels::kStep,
                               kTile = Levels::kTile, kPerLane = Levels::kPerLane, kChunk = Levels::kChunk;
-    static constexpr uint32_t kNibbles = (kPerVector + 7u) / 8u; // words of a vector's digits
+    static constexpr uint32_t kNibbles = (kPerVector + 7u) / 8u; // words of the digits of a vector of 16 bytes
     static constexpr uint32_t kNames = (kPerVector + 3u) / 4u;   // words of a vector's names
     static constexpr uint32_t kTables = 16u * IBP_MAX_PLANES, kDigits = 4u * kSteps * G::kLanes * kNibbles;
-    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank of a raw symbol, and four
-    static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
+    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank that marks a raw symbol, and four of them
+    static constexpr uint32_t kMostTable = 32u << 10;          // most bytes of all columns' entries in shared memory
 
     const ibp_codebook &cb;
-    const uint32_t scratch; // shared byte
+    const uint32_t scratch; // the shared byte at which the group's scratch begins
 
-    // Whether names are symbols.
+    // Returns whether names are symbols, not ranks.
     static __host__ __device__ __forceinline__ bool names_symbols(const ibp_planes &planes)
     {
         return sizeof(T) < 8 && !planes.per_column && bits_of_symbol(planes) <= 8u;
     }
-    // Shared memory of a block: the entries of each rank of all columns and some bytes that are read behind them, if
-    // there is room.
+    // Returns the bytes of the block's table: the entries of each rank of all columns, and some bytes that are read
+    // behind them; 0 if there is no room.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t entries = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries,
@@ -92,9 +102,10 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                    ? (num_bytes + 15u) / 16u * 16u
                    : 0u;
     }
-    // Shared memory of a group: of every warp a table of names for each plane, 0 at the escape, the names of the
-    // elements of plane 2, and the list, which makes room for those of plane 1, and the entries where ranks are looked
-    // up in the table's; then what the warps exchange.
+    // The scratch of a group, in shared memory. After the warps come the words that they exchange. The entries are
+    // needed only if ranks are looked up in entries that all columns share.
+    //
+    //     of each warp    | names of each plane, 16 bytes, 0 at the escape | digits of plane 0 | levels | entries |
     static __host__ __device__ __forceinline__ uint32_t entries_at(const ibp_codebook &cb)
     {
         return kTables + kDigits + Levels::num_bytes(cb);
@@ -112,7 +123,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
     __device__ __forceinline__ uint32_t tables() const { return scratch + G::warp() * warp_bytes(cb); }
     __device__ __forceinline__ Levels levels() const { return {tables() + kTables + kDigits, Levels::most_of(cb)}; }
-    // The lane's own digits of the first step, a nibble each.
+    // Returns where the lane keeps its digits of the first step, a nibble each.
     __device__ __forceinline__ uint32_t *kept_digits() const
     {
         return &shared_word((tables() + kTables) / 4u + G::lane() * kNibbles);
@@ -136,8 +147,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 columns[rank * book.columns + column] = book.entry(column * cb.planes.num_entries + rank);
     }
-    // Fills the tables from a shared byte on, and the entries, with those of a cluster. Not inlined: a kernel has it
-    // once, and registers are scarce where rows have clusters.
+    // Writes the names of a cluster's planes, and the entries, into shared memory; `tables` is the byte at which they
+    // begin. Not inlined, so that a kernel contains it once, and because registers are scarce if rows have clusters.
     static __device__ __noinline__ void fill_names(const ibp_codebook &cb, uint32_t cluster, uint32_t tables)
     {
         const PlanesBook<T> book(cb, cluster);
@@ -154,14 +165,15 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         }
     }
 
-    // What the digits of a plane stand for.
+    // The names that the digits of one plane stand for.
     struct Names {
-        uint4 table;               // 16 bytes, 0 at the escape
-        uint32_t above, low, high; // as in DigitSpread; eight bytes, 0xff at the escape
-        uint32_t wide;             // not 0 where digits may have four bits
+        uint4 table; // 16 bytes, 0 at the escape
+        // above: as in DigitSpread. low, high: eight bytes, 0xff at the escape and 0 elsewhere.
+        uint32_t above, low, high;
+        uint32_t wide; // not 0 if digits may have four bits
 
-        // The names of eight digits, a byte each, where some have escaped; from: the shared byte at which the names of
-        // these begin, moved on to the next ones.
+        // Returns the names of eight digits, one byte each; some may be escapes. from: the shared byte at which the
+        // names of the escaped digits begin; the function moves it on to the next ones.
         __device__ __forceinline__ uint2 of(uint32_t digits, uint32_t &from) const
         {
             const uint32_t escaped = escaped_digits(digits, above), order = escaped * 0x22222222u;
@@ -188,7 +200,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u, width % 4u == 0u ? 1u : 0u};
     }
 
-    // Spreads COUNT digits from number i on, of n, to nibbles; none behind the n-th. start: bit of the first one.
+    // Loads COUNT digits, beginning with number i of n, as nibbles; nibbles behind the n-th digit are 0. start: the bit
+    // of digit 0.
     template <uint32_t COUNT>
     static __device__ __forceinline__ void load_digits(const DigitSpread &spread, uint32_t start, uint32_t i,
                                                        uint32_t n, uint32_t (&digits)[(COUNT + 7u) / 8u])
@@ -203,7 +216,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 low_bits(spread.nibbles(permute_bytes(low, cursor.word(1), 0x3210u + 0x1111u * spread.width)),
                          left - ibp_min_u32(left, 32u));
     }
-    // How many of a lane's digits have escaped.
+    // Returns how many of a lane's digits are escapes.
     template <uint32_t WORDS>
     static __device__ __forceinline__ uint32_t count_escaped(const DigitSpread &spread, const uint32_t (&digits)[WORDS])
     {
@@ -214,7 +227,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     // ---- plane 1 ----
 
     using Chunk = PlaneChunk<G, 2>;
-    // position: bit of the first of the next n digits.
+    // Loads the lane's part of the next n digits. position: the bit of the first of them.
     static __device__ __forceinline__ Chunk load_chunk(const DigitSpread &spread, uint32_t position, uint32_t n)
     {
         Chunk chunk;
@@ -225,14 +238,15 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // ---- plane 0 ----
 
-    // How many elements of a tile have escaped, and in lower lanes of each of its steps.
+    // num_escaped: how many elements of the tile escape plane 0. lower: how many of those of each step belong to lower
+    // lanes.
     struct Tile {
         Counts lower;
         uint32_t num_escaped, num_steps;
-        Chunk chunk; // of plane 1
+        Chunk chunk; // the first digits of plane 1
     };
-    // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
-    // Returns how many are escapes.
+    // Goes down plane p of a tile, whose digits there are range.from to range.to - 1. start: the bit of the plane's
+    // first digit. Returns how many of them are escapes.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {
@@ -241,7 +255,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         if (p == 0u) {
             Counts counts;
             uint32_t escaped = 0, *const kept = kept_digits();
-            tile.num_steps = ((G::kPerWarp > 1 ? book.columns : n) + kStep - 1u) / kStep; // of any of the warp's rows
+            // If a warp has several rows, all of them take as many steps as a whole row does.
+            tile.num_steps = ((G::kPerWarp > 1 ? book.columns : n) + kStep - 1u) / kStep;
 #pragma unroll 1
             for (uint32_t s = tile.num_steps; s-- > 0u;) {
                 uint32_t digits[kNibbles];
@@ -271,7 +286,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         if (kTile <= kChunk || !G::any(n > kChunk)) return tile.chunk.num_escaped;
         return tile.chunk.num_escaped + count_escapes(start, {range.from + ibp_min_u32(n, kChunk), range.to}, width);
     }
-    // Not inlined: a kernel has it once.
+    // Counts the escapes among digits of a plane. Not inlined, so that a kernel contains it once.
     static __device__ __noinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
         return PlanesBook<T>::template count_escapes<G>(start, range, num_bits);
@@ -279,7 +294,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // ---- symbols and residuals ----
 
-    // The symbols of a vector, by names that are symbols, each in the low bits of its element.
+    // Spreads the names of a vector, if they are symbols, to words: each in the low bits of its element.
     static __device__ __forceinline__ void spread_names(const uint32_t (&names)[kNames], uint32_t (&words)[4])
     {
 #pragma unroll
@@ -288,7 +303,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                        : sizeof(T) == 2 ? permute_bytes(names[k / 2u % kNames], 0, k % 2u ? 0x4342 : 0x4140)
                                         : permute_bytes(names[0], 0, 0x4440u + k);
     }
-    // Likewise by ranks, with their entries; of raw ones, any.
+    // Looks up the symbols of a vector by their ranks, and returns them in the same form. The symbol of a raw one may
+    // be anything.
     template <class Entry> static __device__ __forceinline__ uint4 look_up(uint4 ranks, const Entry &entry)
     {
         const uint32_t all[4] = {ranks.x, ranks.y, ranks.z, ranks.w};
@@ -301,7 +317,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         }
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
-    // Where every column has entries of its own; column: the first. Not inlined: a kernel has it once.
+    // Does the same if every column has entries of its own. column: the vector's first column. Not inlined, so that a
+    // kernel contains it once.
     static __device__ __noinline__ uint4 look_up_columns(const ibp_codebook &cb, const uint8_t *entries,
                                                          uint32_t column, uint4 ranks)
     {
@@ -315,9 +332,9 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         });
     }
 
-    using Joined = WordJoin<std::conditional_t<sizeof(T) == 8, uint32_t, T>>; // not of elements of 8 bytes
-    // Joins the symbols of a vector with their residuals; the first residual begins with bit `position`. NIBBLES:
-    // residuals of bytes have four bits.
+    using Joined = WordJoin<std::conditional_t<sizeof(T) == 8, uint32_t, T>>; // not used for elements of 8 bytes
+    // Joins the symbols of a vector with their residuals, of which the first begins at bit `position`. NIBBLES:
+    // elements have one byte, and residuals four bits.
     template <bool NIBBLES>
     __device__ __forceinline__ void join(const PlanesBook<T> &book, const Joined &with, uint32_t position,
                                          uint32_t (&words)[4]) const
@@ -347,7 +364,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         }
     }
 
-    // A bit for each raw symbol of a vector.
+    // Returns a word with one bit set for each element of a vector whose symbol is raw.
     static __device__ __forceinline__ uint32_t raws_of(const uint32_t (&ranks)[kNames])
     {
         uint32_t mask = 0;
@@ -355,11 +372,13 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         for (uint32_t k = 0; k < kNames; k++) mask |= highest_bits(ranks[k]) << 4u * k;
         return mask;
     }
-    // What is known of rows that are stored in units: names are symbols, and residuals of bytes have four bits; or
-    // names are ranks of entries that all columns share.
+    // The cases for which store_vectors is compiled. Rows are stored in units, except with kNothing. kSymbols: names
+    // are symbols. kHalves: in addition, residuals of bytes have four bits. kEntries: names are ranks of entries that
+    // all columns share.
     enum Known { kNothing, kSymbols, kHalves, kEntries };
 
-    // By all lanes of a warp together. units: what window.is_units said, false where there are constant columns.
+    // Goes up plane 0 and stores the vectors of a tile. units: the result of window.is_units; false if there are
+    // constant columns. All lanes of a warp call this together.
     template <Known KNOWN>
     __device__ __forceinline__ void store_vectors(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                                   uint32_t tile_start, uint32_t n, const Window &window,
@@ -374,7 +393,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         const Names names = in_registers(names_of(0, book.width_of(0)));
         const Joined with = in_registers(Joined(cb.planes));
         Counts lower = tile.lower;
-        uint32_t step_names = levels().level1; // shared byte
+        uint32_t step_names = levels().level1; // the shared byte at which the step's names of level 1 begin
         const uint32_t *const kept = kept_digits();
 #pragma unroll(sizeof(T) == 8 ? kSteps : 1)
         for (uint32_t s = 0; s < kSteps; s++) {
@@ -409,7 +428,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 place.before = put_raw_elements<T, G, 1>(cb, window, place, i, raws);
         }
     }
-    // By all lanes of a warp together.
+    // Goes up the planes of a tile and stores its elements. All lanes of a warp call this together.
     __device__ __forceinline__ void store(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                           uint32_t tile_start, uint32_t n, const Window &window) const
     {
@@ -438,8 +457,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
             store_vectors<kSymbols>(book, parts, tile, tile_start, n, window, units);
     }
 
-    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
-    // coded_bytes.
+    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
+    // the row took exactly coded_bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {

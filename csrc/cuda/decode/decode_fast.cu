@@ -1,4 +1,4 @@
-// decode_fast.cu - the gathers whose rows are dense ones of scheme planes of the level for speed.
+// decode_fast.cu - launches gathers of dense rows of scheme planes that decode_fast.cuh decodes.
 #include "decode_fast.cuh"
 #include "gather.cuh"
 
@@ -7,7 +7,8 @@ namespace ibp {
 template <class G> using Fast2 = FastDecoder<uint16_t, G>;
 template <class G> using Fast4 = FastDecoder<uint32_t, G>;
 
-// Of the longest rows a block decodes one at a time: few SMs are busier so.
+// Launches with a group of 32 warps if rows are very long, so that a block decodes one row at a time: this keeps SMs
+// busier if they are few.
 template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
 {
     if (gather.table.codebook.row_bytes > 2u * kMostWarps * kWarpRowBytes)

@@ -1,10 +1,18 @@
-// decode_fast.cuh - dense rows of scheme planes with one plane of four-bit digits and consecutive entries (FORMAT.md
-// section 6): the level for speed.
+// decode_fast.cuh - decodes dense rows of scheme planes with one plane of four-bit digits and consecutive entries
+// (FORMAT.md section 6), which level="fast" makes.
 //
-// A digit and first_symbol add up to a symbol, residuals lie at fixed places, so that 16 bytes of a row are made from a
-// word of digits, or half of one, by shifts and permutes alone. Escapes are rare: their elements are stored once more,
-// one at a time, where a warp has any.
-// Bound by device memory, or the link.
+// A coded row in shared memory, each part padded to a byte:
+//
+//     | residuals, r bits for each element | digits, 4 bits for each element | raw symbols of escaped elements |
+//
+// 1. A lane loads the digits of its vectors of 16 bytes, for a tile of kSteps vectors, and counts escapes (load_tile).
+// 2. The number of escapes in the row says where the row ends, which is checked.
+// 3. A digit plus first_symbol is a symbol, and residuals lie at fixed places. So a lane makes 16 bytes of the row from
+//    a word of digits, or half of one, by shifts and permutes alone (store_tile).
+// 4. Escapes are rare. If a warp has any, it stores their elements once more, one at a time, over what step 3 has
+//    stored.
+//
+// Bound by device memory, or by the link.
 #ifndef IBP_DECODE_FAST_CUH
 #define IBP_DECODE_FAST_CUH
 
@@ -18,15 +26,16 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     using Group = G;
     static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : G::kWarps > 8 ? 1024 : 768;
     static constexpr uint32_t kVectors = G::kAnyLength ? 8 : 4;
-    static constexpr uint32_t kPerVector = 16u / sizeof(T), kPerWord = 4u / sizeof(T); // elements
-    static constexpr uint32_t kSteps = 4;                                              // vectors of a lane in a tile
+    // Elements of a vector of 16 bytes, and of a word.
+    static constexpr uint32_t kPerVector = 16u / sizeof(T), kPerWord = 4u / sizeof(T);
+    static constexpr uint32_t kSteps = 4; // vectors of 16 bytes that a lane has in a tile
     static constexpr uint32_t kStep = G::kLanes * kPerVector, kTile = kSteps * kStep;
     static constexpr uint32_t kDigitBits = 4;
 
     const ibp_codebook &cb;
-    const uint32_t scratch; // shared byte
+    const uint32_t scratch; // the shared byte at which the group's scratch begins
 
-    // Shared memory of a group: what its warps exchange.
+    // Returns the bytes of the group's scratch: a word that each of its warps exchanges.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
     {
         return G::kWarps > 1 ? 4u * G::kWarps : 0u;
@@ -37,16 +46,16 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     {
     }
 
-    // Where the parts of a row are, in stage bits.
+    // The bits of shared memory at which the parts of a row begin.
     struct Parts {
         uint32_t residuals, digits, raw;
     };
 
     // ---- digits ----
 
-    // The digits of a lane's vectors in a tile, one a nibble; none behind the n-th of the row.
+    // The digits of a lane's vectors in a tile, one in each nibble. Nibbles of elements behind the row's end are 0.
     struct Tile {
-        uint32_t digits[kSteps], num_escaped; // of the lane
+        uint32_t digits[kSteps], num_escaped; // num_escaped: escapes of the lane
     };
     static __device__ __forceinline__ uint32_t first_element(uint32_t tile_start, uint32_t step)
     {
@@ -68,14 +77,14 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
                     low_bits(shared_bits(digits + kDigitBits * i), kDigitBits * ibp_min_u32(n - i, kPerVector));
             }
         }
-        uint32_t all = 0; // a bit of each nibble for each step
+        uint32_t all = 0; // bit s of each nibble: the escapes of step s
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) all += escaped(tile.digits[s]) << s;
         tile.num_escaped = ibp_popcount(all);
         return tile;
     }
     static_assert(kStep % 8 == 0 && kSteps == kDigitBits, "steps are whole words of digits, and a nibble's bits");
-    // Bit 0 of every nibble that is an escape.
+    // Returns bit 0 of every nibble whose digit is an escape.
     static __device__ __forceinline__ uint32_t escaped(uint32_t digits)
     {
         digits &= digits >> 1;
@@ -84,9 +93,11 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // The symbols of the elements of word k, each in the low bits of its own.
+    // Computes the symbols of the elements of one word, each in the low bits of its element.
     struct Symbols {
-        uint32_t low, high, mask; // first_symbol without the highest bit of an element, and that; bits of a symbol
+        // low: first_symbol without an element's highest bit, in every element; high: that bit alone. A sum with `low`
+        // cannot carry into the next element. mask: the bits of the symbols.
+        uint32_t low, high, mask;
 
         __device__ __forceinline__ Symbols(const PlanesBook<T> &book)
         {
@@ -106,7 +117,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
             return ((word + low) ^ high) & mask;
         }
     };
-    // Likewise of a vector, symbols of a byte.
+    // Returns the symbols of a vector of 16 bytes, for symbols of a byte: one symbol in each byte.
     __device__ __forceinline__ uint2 symbol_bytes(uint32_t digits) const
     {
         const uint32_t first = (static_cast<uint32_t>(cb.planes.first_symbol) & 0xffu) * 0x01010101u;
@@ -117,21 +128,22 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
         return make_uint2(symbols(0x5140), sizeof(T) == 2 ? symbols(0x7362) : 0u);
     }
 
-    // The residuals of the elements of word k of the vector that begins with element i, of n.
+    // Returns the residuals of the elements of word k of the vector whose first element is i. n: elements of the row.
     __device__ __forceinline__ uint32_t residuals_of(uint32_t start, uint32_t i, uint32_t k, uint32_t n) const
     {
         const uint32_t r = cb.planes.residual_bits;
         return spread_fields<T>(shared_bits(start + ibp_min_u32(i + k * kPerWord, n) * r), r);
     }
 
-    // BYTES: symbols are a byte, residuals all others. UNITS: what window.is_units said.
+    // Stores a lane's vectors of a tile. BYTES: a symbol is one byte and a residual all the others. UNITS: the result
+    // of window.is_units.
     template <bool BYTES, bool UNITS>
     __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const Parts &parts, const Tile &tile,
                                                uint32_t tile_start, uint32_t n, const Window &window) const
     {
         const Symbols symbols(book);
         const WordJoin<T> join(cb.planes);
-        constexpr uint32_t kBytes = sizeof(T) - 1u; // of a residual
+        constexpr uint32_t kBytes = sizeof(T) - 1u; // bytes of a residual
         const Cursor residuals = Cursor::at(parts.residuals / 8u + kBytes * first_element(tile_start, 0));
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
@@ -150,14 +162,14 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
         }
     }
 
-    // How many digits from `from` to `to` are escapes, of a warp with several tiles.
+    // Counts the escapes among the digits from `from` to `to`, for a warp that has several tiles.
     static __device__ __forceinline__ uint32_t count_escapes(uint32_t digits, uint32_t from, uint32_t to)
     {
         return PlanesBook<T>::template count_escapes<G>(digits, {from, to}, kDigitBits);
     }
 
-    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
-    // coded_bytes.
+    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
+    // the row took exactly coded_bytes.
     __device__ __forceinline__ bool decode(uint32_t, bool active, Stage, uint32_t start_bit, uint32_t coded_bytes,
                                            const Window &window) const
     {
@@ -168,7 +180,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
         const uint32_t end = start_bit + 8u * coded_bytes;
         Parts parts{start_bit, start_bit + to_byte(book.columns * cb.planes.residual_bits), 0};
         parts.raw = parts.digits + to_byte(book.columns * kDigitBits);
-        const uint32_t n = active && parts.raw <= end ? book.columns : 0u; // else nothing is read
+        const uint32_t n = active && parts.raw <= end ? book.columns : 0u; // if the row is too short, nothing is read
         const uint32_t first = ibp_min_u32(G::warp() * per_warp * kTile, n),
                        last = ibp_min_u32((G::warp() + 1u) * per_warp * kTile, n);
         const bool one_tile = per_warp == 1u;

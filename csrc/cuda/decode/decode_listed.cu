@@ -1,4 +1,4 @@
-// decode_listed.cu - the gathers whose rows are listed ones of scheme planes.
+// decode_listed.cu - launches gathers of listed rows of scheme planes.
 #include "gather.cuh"
 #include "decode_listed.cuh"
 

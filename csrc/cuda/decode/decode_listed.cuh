@@ -1,12 +1,20 @@
-// decode_listed.cuh - listed rows of scheme planes (FORMAT.md section 6).
+// decode_listed.cuh - decodes listed rows of scheme planes (FORMAT.md section 6). One warp decodes a row.
 //
-// A warp decodes the listed elements first, as if they were a row of their own, a batch of them at a time:
-//   ranks     each plane's digits say which entry an element has, a byte each: eight digits a lane of plane 0, one a
-//             lane of the others, whose elements are listed
-//   elements  entries, raw symbols and residuals joined, eight elements a lane
-// Then it goes through the columns, 16 bytes a lane: a lane's bits of the bitmap of listed positions and a prefix sum
-// of their counts say which elements it takes; a list of positions is made a bitmap first. Where few are listed, the
-// default is written everywhere instead, and each element over it.
+// A coded row in shared memory, each part padded to a byte:
+//
+//     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |
+//     | values of the listed elements: residuals | plane 0 | plane 1 | plane 2 | plane 3 | raw symbols |
+//
+// 1. Ranks. The listed elements are decoded as if they were a row of their own, one batch at a time. The digits of each
+//    plane say which entry an element has, one byte each: a lane takes eight digits of plane 0 at a time, and one of
+//    the other planes, whose elements are in a list.
+// 2. Elements. Entries, raw symbols and residuals are joined, eight elements a lane.
+// 3. Positions. A list of positions is turned into a bitmap.
+// 4. Columns. A lane makes 16 bytes of output at a time. Its bits of the bitmap, and a prefix sum of their counts, say
+//    which elements it takes; all other columns get the default.
+//
+// If few elements are listed, the default is written to all columns in place of 3 and 4, and each element is stored
+// over it.
 #ifndef IBP_DECODE_LISTED_CUH
 #define IBP_DECODE_LISTED_CUH
 
@@ -16,31 +24,40 @@
 
 namespace ibp {
 
-// FIELDS: the PlanesFields that the codebook may have. Registers are few: each costs every row speed.
+// Decodes rows as described above. FIELDS: the PlanesFields that the codebook may have. Registers are few, so that
+// every field costs all rows speed.
 template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     using Book = PlanesBook<T, FIELDS>;
     using Group = ibp::Group<kWarp, 1>;
     using G = Group;
-    using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>; // what an element is computed in
+    using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>; // the integer in which an element is computed
     static constexpr uint32_t kMostThreads = sizeof(T) <= 2 ? 896 : 768, kVectors = 4;
-    static constexpr uint32_t kBatch = 1024;                       // elements, and columns: a word of the bitmap a lane
-    static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256; // bytes from which on a row's stage leaves less room
-    static constexpr uint32_t kOctet = 8;                          // elements that a lane names and joins
-    static constexpr uint32_t kSparse = 8; // columns for each listed element from which on these are stored one by one
+    // kBatch: most elements of a batch, and columns of a tile: one word of the bitmap for each lane.
+    static constexpr uint32_t kBatch = 1024;
+    // Rows with more bytes than kLongRow have batches of kBatchOfLong elements, because their stage leaves less room.
+    static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256;
+    static constexpr uint32_t kOctet = 8; // elements that a lane names and joins at a time
+    // If a row has this many columns or more for each listed element, the elements are stored one by one.
+    static constexpr uint32_t kSparse = 8;
     static constexpr uint64_t kSign = uint64_t{1} << (8u * sizeof(T) - 1u);
-    static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of 16 bytes
+    static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of a vector of 16 bytes
     static constexpr uint32_t kEntries = 64, kMostEntries = IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u);
     static_assert(kMostEntries < kEntries, "the entries and the rank behind them, of raw symbols");
-    static constexpr uint32_t kDigits = kEntries * static_cast<uint32_t>(sizeof(T)), kRanks = kDigits + 16u; // bytes
+    // kDigits, kRanks: the bytes of the scratch at which the places of the next digits, and the ranks, begin.
+    static constexpr uint32_t kDigits = kEntries * static_cast<uint32_t>(sizeof(T)), kRanks = kDigits + 16u;
     static_assert(4u * IBP_MAX_PLANES <= 16u, "a word a plane");
 
     const ibp_codebook &cb;
-    const uint32_t scratch; // shared byte
+    const uint32_t scratch; // the shared byte at which the warp's scratch begins
     const uint32_t most;    // elements of a batch
 
-    // Shared memory of a warp: the elements of each entry whose residuals are 0, and of raw symbols; where the digits
-    // of each plane go on in a row of several batches; the ranks of a batch; its elements, which make room for lists of
-    // 16-bit numbers; a bitmap of all positions.
+    // The scratch of a warp, in shared memory:
+    //
+    //     kEntries elements    those of the entries, and of raw symbols, with residuals that are 0
+    //     16 bytes             the bit at which each plane's digits go on, in a row of several batches
+    //     ranks                of a batch, a byte each
+    //     elements             of a batch; until they are joined, a list of 16-bit numbers of open elements
+    //     bitmap               of all positions
     static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
     {
         const uint32_t columns = codebook.row_bytes / static_cast<uint32_t>(sizeof(T));
@@ -50,7 +67,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     {
         return (columns + 127u) / 128u * 4u + 4u;
     }
-    // Of a bitmap of all positions, or of the few, 16 bits each, of a row whose elements are stored one by one.
+    // Returns the bytes of a bitmap of all positions or, for rows whose elements are stored one by one, of the few
+    // positions, 16 bits each; the larger of both.
     static __host__ __device__ __forceinline__ uint32_t positions_bytes(uint32_t columns)
     {
         const uint32_t bytes = 4u * bitmap_words(columns), of_few = (2u * (columns / kSparse) + 15u) / 16u * 16u;
@@ -66,7 +84,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                positions_bytes(codebook.row_bytes / static_cast<uint32_t>(sizeof(T)));
     }
     __device__ __forceinline__ uint8_t *ranks() const { return shared_bytes() + scratch + kRanks; }
-    __device__ __forceinline__ uint32_t &next_digits(uint32_t plane) const // bit of the stage
+    __device__ __forceinline__ uint32_t &next_digits(uint32_t plane) const // a bit of shared memory
     {
         return shared_word((scratch + kDigits) / 4u + plane);
     }
@@ -77,7 +95,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return static_cast<uint32_t>(static_cast<const uint8_t *>(p) - shared_bytes());
     }
     __device__ __forceinline__ uint16_t *numbers() const { return reinterpret_cast<uint16_t *>(elements()); }
-    __device__ __forceinline__ uint32_t bitmap() const // shared word
+    __device__ __forceinline__ uint32_t bitmap() const // a shared word
     {
         return (scratch + kRanks + most + element_bytes_of(cb)) / 4u;
     }
@@ -96,8 +114,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- ranks ----
 
-    // Finds the ranks of n elements of plane 0, and lists the escapes. plane: bit of the first one's digit.
-    // Returns how many escape.
+    // Writes the ranks of n elements by their digits of plane 0, and lists the escapes. plane: the bit of the first
+    // element's digit. Returns how many are escapes.
     __device__ __forceinline__ uint32_t name_first(uint32_t plane, uint32_t n, uint32_t num_bits) const
     {
         const DigitSpread spread(num_bits);
@@ -118,29 +136,31 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             for (uint32_t e = 0; e < kOctet; e++) {
                 if (escaped >> (4u * e + 3u) & 1u)
                     *reinterpret_cast<uint16_t *>(shared_bytes() + to) = static_cast<uint16_t>(i + e);
-                if (escaped >> (4u * e + 3u) & 1u) to += 2u; // asked apart from the store, it is added in place
+                // A second test, because the compiler then adds in place.
+                if (escaped >> (4u * e + 3u) & 1u) to += 2u;
             }
             num_escaped += G::last_lane(sums);
         }
         return num_escaped;
     }
-    // Likewise of the n listed elements, by the digits of a further plane. first: rank of the plane's first entry.
+    // Does the same for the n elements in the list, by their digits of a further plane. first: the rank of the plane's
+    // first entry.
     __device__ __forceinline__ uint32_t name_next(uint32_t plane, uint32_t n, uint32_t num_bits, uint32_t first) const
     {
         const uint32_t escape = (1u << num_bits) - 1u, position = plane + lane_id() * num_bits;
-        Cursor digits{&shared_word(position / 32u), position}; // those of a warp fill num_bits words
+        Cursor digits{&shared_word(position / 32u), position}; // a warp's 32 digits fill num_bits words
         const uint16_t *list = numbers() + lane_id();
         uint32_t num_escaped = 0;
-        __syncwarp(); // the list is there
+        __syncwarp(); // before the list is read
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kWarp, digits.words += num_bits, list += kWarp) {
             const bool active = lane_id() < n - base;
-            const uint32_t digit = digits.word(0) & escape; // of any bits past n
+            const uint32_t digit = digits.word(0) & escape; // past n the bits may be anything
             const uint32_t j = active ? *list : 0u;
             if (active) ranks()[j] = static_cast<uint8_t>(first + digit);
             const bool open = active && digit == escape;
             const uint32_t escaped = G::ballot(open);
-            __syncwarp(); // all have read the list
+            __syncwarp(); // before the list is overwritten
             if (open) numbers()[num_escaped + ibp_popcount(escaped & G::lanes_below())] = static_cast<uint16_t>(j);
             num_escaped += ibp_popcount(escaped);
         }
@@ -152,12 +172,13 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return p == 0u ? name_first(plane, n, num_bits) : name_next(plane, n, num_bits, first);
     }
 
-    // Where the values of the next elements are: stage bits, and how many raw symbols a batch has.
+    // The bits at which the residuals and raw symbols of the next elements begin, and how many raw symbols the batch
+    // has.
     struct Values {
         uint32_t residuals, raws, num_raws;
     };
-    // Finds the values of k elements that lie in the shared bits from start to end, and the ranks of elements that are
-    // one batch. Returns false where the values do not end there.
+    // Finds the values of k elements, which lie in the shared bits from start to end. If the elements are one batch,
+    // finds their ranks too. Returns false if the values do not end at `end`.
     __device__ __forceinline__ bool find_values(uint32_t start, uint32_t end, uint32_t k, uint32_t symbol_bits,
                                                 bool is_batch, Values &values) const
     {
@@ -175,15 +196,15 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
         return values.raws + to_byte(values.num_raws * symbol_bits) == end;
     }
-    // Ranks of the next n elements of a row of several batches. Returns how many of them have raw symbols.
+    // Writes the ranks of the next n elements of a row of several batches. Returns how many of them have raw symbols.
     __device__ __forceinline__ uint32_t name_batch(uint32_t n) const
     {
         uint32_t first = 0;
 #pragma unroll 1
         for (uint32_t p = 0; p < cb.planes.num_planes; p++) {
-            __syncwarp(); // where the digits go on is there
+            __syncwarp(); // before next_digits is read
             const uint32_t plane = next_digits(p), num_bits = cb.planes.digit_bits[p];
-            __syncwarp(); // all have read it
+            __syncwarp(); // before next_digits is overwritten
             if (lane_id() == 0u) next_digits(p) = plane + n * num_bits;
             n = name(p, plane, n, num_bits, first);
             first += (1u << num_bits) - 1u;
@@ -193,11 +214,12 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // Puts residuals beside entries, those of a word's elements at a time: as WordJoin does, whose masks and powers of
-    // two cost 4 % more instructions here.
+    // Joins residuals with entries, all elements of a word at a time. WordJoin does the same, but its masks and powers
+    // of two cost 4 % more instructions here.
     struct ResidualJoin {
         static constexpr uint32_t kWordBits = kBits < 32u ? kBits : 32u, kEach = ~0u / (~0u >> (32u - kWordBits));
-        uint32_t num_bits, invariant, rotate, kept, top; // kept, top: bits of every element
+        // kept, top: the bits of every element that come from a residual.
+        uint32_t num_bits, invariant, rotate, kept, top;
 
         __device__ __forceinline__ explicit ResidualJoin(const ibp_planes &planes)
             : num_bits(planes.residual_bits), invariant(ibp_min_u32(Book::invariant_bits(planes), kWordBits - 1u)),
@@ -206,7 +228,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
               top(num_bits != 0u && rotate ? kEach << (kWordBits - 1u) : 0u)
         {
         }
-        // fields: the residuals one after the other, from bit 0 on, and anything behind them.
+        // Returns the entries with their residuals. fields: the residuals one after the other, which begin at bit 0;
+        // the bits behind them may be anything.
         __device__ __forceinline__ uint32_t beside(uint32_t entries, uint32_t fields) const
         {
             if (sizeof(T) == 1) fields = select_bits(0xffffu, fields, fields << (16u - 2u * num_bits));
@@ -217,23 +240,23 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     };
 
-    // Puts the n elements of a batch together, eight a lane; those with raw symbols once more, if there is no room for
-    // these among the entries. By all lanes together.
+    // Joins the n elements of a batch, eight a lane. Raw symbols become entries if there is room for them among these;
+    // otherwise their elements are joined once more, one by one. All lanes call this together.
     __device__ __forceinline__ void join_batch(const Book &book, const Values &values, uint32_t n) const
     {
         const uint32_t r = cb.planes.residual_bits, raw_ranks = cb.planes.num_entries * 0x01010101u;
         const bool few = values.num_raws <= kEntries - cb.planes.num_entries && cb.planes.num_planes != 0u;
         const ResidualJoin with(cb.planes);
         uint32_t raw = 0;
-        __syncwarp(); // the ranks and the list are there
-        if (few) {    // their symbols become entries
+        __syncwarp(); // before the ranks and the list are read
+        if (few) {    // raw symbols become entries
 #pragma unroll 1
             for (uint32_t i = lane_id(); i < values.num_raws; i += kWarp) {
                 const uint32_t rank = cb.planes.num_entries + i;
                 entries()[rank] = raw_element(book, values, i);
                 ranks()[numbers()[i]] = static_cast<uint8_t>(rank);
             }
-            __syncwarp(); // the ranks are there, the list is free
+            __syncwarp(); // before the ranks are read, and the list is overwritten
         }
 #pragma unroll 1
         for (uint32_t base = 0; base < n; base += kOctet * kWarp) {
@@ -243,7 +266,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             if (j < n) join_octet(with, octet, residuals, j);
             if (few) continue;
             const auto equal = [&](uint32_t ranks) { return highest_bits(~((ranks ^ raw_ranks) + 0x7f7f7f7fu)); };
-            uint32_t mine = low_bits(equal(octet.x) | equal(octet.y) << 4u, n - ibp_min_u32(j, n)); // none is above 127
+            // No rank is above 127, so that the sum in `equal` does not carry.
+            uint32_t mine = low_bits(equal(octet.x) | equal(octet.y) << 4u, n - ibp_min_u32(j, n));
             const uint32_t count = ibp_popcount(mine), sums = G::inclusive_scan(count);
             for (uint32_t i = raw + sums - count; mine != 0u; mine &= mine - 1u, i++) {
                 const uint32_t e = ibp_popcount((mine & (0u - mine)) - 1u);
@@ -251,16 +275,16 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             }
             raw += G::last_lane(sums);
         }
-        __syncwarp(); // the elements are there
+        __syncwarp(); // before the elements are read
     }
-    // The element of a raw symbol whose residual is 0.
+    // Returns the element of raw symbol i, with a residual of 0.
     __device__ __forceinline__ T raw_element(const Book &book, const Values &values, uint32_t i) const
     {
         const uint32_t r = cb.planes.residual_bits, at = values.raws + i * book.symbol_bits;
         return element_of(r < kBits ? low_bits(field(at), book.symbol_bits) << r : Word{0});
     }
-    // Elements j to j + 7 of a batch, whose residuals begin at a bit. Those behind the batch are read where the stage
-    // or the entries behind it are.
+    // Joins elements j to j + 7 of a batch, whose residuals begin at bit `residuals`. For those behind the batch's end,
+    // bits of the stage are read, or of the entries behind it.
     __device__ __forceinline__ void join_octet(const ResidualJoin &with, uint2 octet, uint32_t residuals,
                                                uint32_t j) const
     {
@@ -280,7 +304,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         } else {
 #pragma unroll
             for (uint32_t k = 0; k < kOctet / kPerWord; k++) {
-                const uint32_t two = residuals + k / 2u * 2u * kPerWord * r; // bit of the residuals of two words
+                // The bit at which the residuals of two words begin.
+                const uint32_t two = residuals + k / 2u * 2u * kPerWord * r;
                 const Cursor fields{&shared_word(two / 32u), two};
                 const uint32_t low = fields.word(0), high = fields.word(1);
                 words[k] = 0;
@@ -295,7 +320,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t i = 0; i < kOctet * sizeof(T) / 4u; i += 2u)
             *reinterpret_cast<uint2 *>(to + i) = make_uint2(words[i], words[i + 1u]);
     }
-    // The bits from one on that an element is computed in.
+    // Returns the bits from `position` on, as many as a Word has.
     static __device__ __forceinline__ Word field(uint32_t position)
     {
         if constexpr (sizeof(T) == 8)
@@ -303,7 +328,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         else
             return shared_bits(position);
     }
-    // An element, of its coded bits.
+    // Returns the element whose coded bits are given.
     __device__ __forceinline__ T element_of(Word coded) const
     {
         const uint32_t invariant = Book::invariant_bits(cb.planes);
@@ -313,47 +338,53 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- positions ----
 
-    // Calls take(rank, position) for the positions of a list that begins with a bit; a lane takes those of consecutive
-    // upper bits one after the other. Returns whether there are as many as there should be, increasing and below
-    // columns. The list lies in the stage. By all lanes together.
+    // Calls take(rank, position) for every position of a list. A lane takes the positions of consecutive upper bits,
+    // one after the other. Returns whether the list has as many positions as it should, and these are increasing and
+    // below columns. start: the bit at which the list begins; it lies in the stage. All lanes call this together.
     template <class Take>
     __device__ __forceinline__ bool walk_list(const ibp_position_form &form, uint32_t columns, uint32_t start,
                                               const Take &take) const
     {
+        // each: upper bits that a lane takes at a time.
         const uint32_t lows = start + to_byte(form.upper_bits),
-                       each = ibp_min_u32((form.upper_bits + kWarp - 1u) / kWarp, 32u); // upper bits of a lane
-        uint32_t found = 0, edge = 0; // edge: least position that may follow those of the bits before
+                       each = ibp_min_u32((form.upper_bits + kWarp - 1u) / kWarp, 32u);
+        // edge: the least position that may follow those of earlier upper bits.
+        uint32_t found = 0, edge = 0;
         bool good = true;
 #pragma unroll 1
         for (uint32_t i = 0; i < form.upper_bits; i += each * kWarp) {
             const uint32_t from = ibp_min_u32(i + each * lane_id(), form.upper_bits);
             uint32_t ones = low_bits(shared_bits(start + from), ibp_min_u32(form.upper_bits - from, each));
             const uint32_t count = ibp_popcount(ones), sums = G::inclusive_scan(count);
-            uint32_t rank = found + sums - count, first = ~0u, next = 0; // first position; least one that may follow
+            // first: the lane's first position. next: the least position that may follow the lane's last one.
+            uint32_t rank = found + sums - count, first = ~0u, next = 0;
             found += G::last_lane(sums);
             if (G::any(found > form.num_positions)) return false;
 #pragma unroll 1
             for (uint32_t low = lows + rank * form.low_bits; G::any(ones != 0u);
                  ones &= ones - 1u, low += form.low_bits) {
                 if (ones == 0u)
-                    continue; // an atomic in a loop of some lanes would have the compiler look for the others
+                    // All lanes stay in the loop: if only some did, the compiler would make an atomic in it look for
+                    // the others.
+                    continue;
                 const uint32_t bit = from + ibp_popcount(~ones & (ones - 1u)),
                                position = (bit - rank) << form.low_bits | low_bits(shared_bits(low), form.low_bits);
                 const bool follows = position >= next && position < columns;
                 if (follows) take(rank, position);
                 first = ibp_min_u32(first, position);
-                next = follows ? position + 1u : ~0u, rank++; // behind a wrong one none follows
+                next = follows ? position + 1u : ~0u, rank++; // no position follows a wrong one
             }
-            // A lane without positions passes on 0: the upper bits of later lanes make their positions greater.
+            // A lane without positions passes on 0. This is enough, because the upper bits of later lanes make their
+            // positions greater.
             const uint32_t below = __shfl_up_sync(kAllLanes, next, 1);
             good = good && next != ~0u && first >= (lane_id() == 0u ? edge : below);
             edge = __shfl_sync(kAllLanes, next, kWarp - 1u);
         }
-        __syncwarp(); // all have been taken
+        __syncwarp(); // before the bitmap is read
         return __all_sync(kAllLanes, good) && found == form.num_positions;
     }
 
-    // A bitmap of the listed positions, or of the others.
+    // A bitmap of the listed positions, or of the others if `inverted` is all ones.
     struct Bitmap {
         Stage stage;
         uint32_t start, columns, inverted;
@@ -364,7 +395,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             return low_bits(stage.bits_at(start + first) ^ inverted, ibp_min_u32(columns - first, 32u));
         }
     };
-    // start: bit of the stage with which the positions begin. Returns false if they are wrong.
+    // Finds or makes the bitmap of a row's listed positions. start: the bit at which the positions begin. Returns false
+    // if they are wrong.
     __device__ __forceinline__ bool find_bitmap(Stage stage, const ibp_position_form &form, uint32_t columns,
                                                 uint32_t start, Bitmap &map) const
     {
@@ -382,7 +414,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- columns ----
 
-    // Not inlined: a kernel has it once, and its registers are free for the others.
+    // Writes a default row. Not inlined, so that a kernel contains it once, and its registers are free for other code.
     static __device__ __noinline__ void fill(const ibp_codebook &cb, Window window)
     {
         fill_default<G>(cb, window.dst, window.low, window.high);
@@ -397,7 +429,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // Stores the default in all of a row that is whole vectors.
+    // Stores the default in all columns of a row that consists of whole vectors.
     __device__ __forceinline__ void fill_vectors(const Window &window) const
     {
         uint32_t words[4] = {};
@@ -407,7 +439,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t i = lane_id(); i < cb.row_bytes / 16u; i += kWarp) store_words(window, true, 4u * i, words);
     }
 
-    // Stores 16 bytes of elements, from a live column on, one by one.
+    // Stores 16 bytes of elements one by one. column: the live column of the first element.
     static __device__ __noinline__ void store_live(const ibp_planes &planes, Window window, uint32_t column,
                                                    uint32_t columns, uint4 words)
     {
@@ -420,19 +452,24 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // Columns of a row; each lane has 32 of them in the bitmap.
+    // A tile of columns of a row. Each lane has the bits of 32 of them.
     struct Tile {
-        uint32_t first, held; // columns
-        uint32_t listed;      // a bit each of the lane's own
-        uint32_t before;      // listed ones of the batch before the lane's
-        uint32_t earlier;     // and of the row before the batch
+        uint32_t first, held; // first column, and number of columns
+        // listed: a bit for each of the lane's own columns.
+        uint32_t listed;
+        // before: listed elements of the batch in columns before the lane's.
+        uint32_t before;
+        // earlier: listed elements of the row before the batch.
+        uint32_t earlier;
     };
-    // Behind a listed element or, with SIGNED, behind the sign of another.
+    // Moves on behind an element: to the next listed element's shared byte if it was listed; otherwise, with SIGNED, to
+    // the next sign.
     template <bool SIGNED>
     static __device__ __forceinline__ void go_on(uint32_t listed, uint32_t &next, uint32_t &signs)
     {
-#ifdef __CUDACC__ // in place: the compiler would put the results elsewhere and move them
+#ifdef __CUDACC__
         if (SIGNED) {
+            // In assembly, because the compiler would put the results into other registers and move them.
             asm("{.reg .pred p; setp.ne.u32 p, %2, 0; @p add.u32 %0, %0, %3; @!p shr.u32 %1, %1, 1;}"
                 : "+r"(next), "+r"(signs)
                 : "r"(listed), "n"(sizeof(T)));
@@ -444,8 +481,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         else if (SIGNED)
             signs >>= 1;
     }
-    // 16 bytes of elements. mask: which ones are listed; rank: the first listed one's in the batch. signs: the highest
-    // bits of the unlisted ones, with SIGNED.
+    // Picks the elements of 16 bytes. mask: which of them are listed. rank: the number in the batch of the first listed
+    // one. signs: the highest bits of those not listed; used with SIGNED.
     template <bool SIGNED>
     __device__ __forceinline__ void pick(uint32_t mask, uint32_t rank, uint32_t signs, uint32_t (&words)[4]) const
     {
@@ -460,7 +497,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             put_element(words, e, element);
         }
     }
-    // signs: bit with which those of the row begin.
+    // Stores a tile of columns. signs: the bit at which the row's signs begin.
     __device__ __forceinline__ void store_tile(uint32_t columns, const Tile &tile, Stage stage, uint32_t signs,
                                                const Window &window) const
     {
@@ -486,14 +523,15 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // A row, as its header says.
+    // A row as its header describes it.
     struct Listed {
-        uint32_t num_listed, columns, positions, signs; // bits with which positions begin, and highest bits
-        bool closed, is_batch, is_sparse;               // is_batch: its elements are one
+        // positions, signs: the bits at which the positions begin, and the highest bits of elements not listed.
+        uint32_t num_listed, columns, positions, signs;
+        bool closed, is_batch, is_sparse; // is_batch: its listed elements are a single batch
         ibp_position_form form;
     };
 
-    // The columns of the listed elements of a row whose elements are stored one by one.
+    // Returns where the columns of the listed elements are, for a row whose elements are stored one by one.
     __device__ __forceinline__ uint16_t *listed_columns() const
     {
         return reinterpret_cast<uint16_t *>(&shared_word(bitmap()));
@@ -505,14 +543,14 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return walk_list(row.form, row.columns, row.positions,
                          [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
     }
-    // Puts the next n elements, which are a batch, together.
+    // Joins the next n elements, which are a batch, and moves `values` on.
     __device__ __forceinline__ void take_batch(const Book &book, const Listed &row, uint32_t n, Values &values) const
     {
         if (!row.is_batch) values.num_raws = name_batch(n);
         join_batch(book, values, n);
         values.residuals += n * cb.planes.residual_bits, values.raws += values.num_raws * book.symbol_bits;
     }
-    // Stores the elements one by one, over the default.
+    // Stores the default in all columns, and then the listed elements over it, one by one.
     __device__ __forceinline__ void store_each(const Book &book, const Listed &row, Values &values,
                                                const Window &window) const
     {
@@ -536,11 +574,11 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                 else
                     ibp::put_element<T, FIELDS>(cb.planes, window, column, element);
             }
-            __syncwarp(); // the elements are free
+            __syncwarp(); // before the elements are overwritten
         }
     }
 
-    // Stores all columns. values: where there are any.
+    // Stores all columns of a row. values: those of the listed elements, if they have any.
     __device__ __forceinline__ bool store_row(const Book &book, const Listed &row, Values &values, Stage stage,
                                               const Window &window) const
     {
@@ -570,14 +608,14 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             const uint32_t earlier = row.is_batch ? 0u : found, before = (row.is_batch ? found : 0u) + (sums - count);
             store_tile(row.columns, {tile, ibp_min_u32(row.columns - tile, most), listed, before, earlier}, stage,
                        row.signs, window);
-            __syncwarp(); // the elements are free
+            __syncwarp(); // before the elements are overwritten
             found += n;
         }
         return found == row.num_listed;
     }
 
-    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
-    // coded_bytes.
+    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
+    // the row took exactly coded_bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {
@@ -586,7 +624,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         const uint32_t columns = book.columns, header_bytes = ibp_header_bytes(columns),
                        end = start_bit + 8u * coded_bytes;
         ibp_listed_header header;
-        // In a register that all lanes share, as what follows from it: then lanes are known to stay together.
+        // The reduction puts the header into a uniform register, and everything that follows from it too. So the
+        // compiler knows that the lanes stay together.
         const uint32_t bits = __reduce_or_sync(kAllLanes, low_bits(stage.bits_at(start_bit), 8u * header_bytes));
         if (G::any(!ibp_split_header(bits, coded_bytes, columns, &header))) return false;
         const uint32_t k = header.num_listed;
@@ -606,7 +645,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         if (cb.num_clusters > 1u) fill_entries(book);
         row.is_sparse =
             row.form.is_list && !row.form.is_complement && kSparse * k <= columns && !Book::signed_default(cb.planes);
-        row.closed = row.closed || k == 0u; // no values
+        row.closed = row.closed || k == 0u; // no values follow
         Values values{};
         const bool fits =
             row.closed ? start == end : find_values(start, end, k, book.symbol_bits, row.is_batch, values);

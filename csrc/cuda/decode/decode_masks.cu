@@ -1,4 +1,4 @@
-// decode_masks.cu - the gathers whose rows are of scheme ibp.
+// decode_masks.cu - launches gathers of rows of scheme ibp.
 #include "gather.cuh"
 #include "decode_masks.cuh"
 
@@ -8,7 +8,8 @@ template <class G> using Moves = MasksDecoder<4, true, G>;
 template <class G> using Vectors = MasksDecoder<4, false, G>;
 template <class G> using Words = MasksDecoder<1, false, G>;
 
-constexpr uint32_t kLongestOfWarp = 8u << 10; // row bytes: several warps count a row's bits before they decode it
+// Rows with more bytes than this are decoded by several warps, which count a row's bits before they decode it.
+constexpr uint32_t kLongestOfWarp = 8u << 10;
 
 ibp_status gather_masks(const Gather &gather)
 {

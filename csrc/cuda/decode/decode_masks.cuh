@@ -1,4 +1,18 @@
-// decode_masks.cuh - rows of scheme ibp (FORMAT.md section 5; the paper's section 4.3).
+// decode_masks.cuh - decodes rows of scheme ibp (FORMAT.md section 5; the paper's section 4.3).
+//
+// A coded row in shared memory:
+//
+//     | participation bits, num_flags of them | kept bits of word 0 | of word 1 | ... | zero bits up to a byte |
+//
+// In a group this happens for each tile of kSteps * WORDS words a lane:
+//
+// 1. A lane reads the masks of its words and the participation bits of their chunks, which say which bits each word
+//    keeps (kept_bits).
+// 2. A prefix sum over the group, for all steps side by side, says where each lane's kept bits begin.
+// 3. A lane loads the kept bits, moves them to their places in each word, and fills in the invariant bits (rebuild).
+// 4. The words are stored in the output.
+//
+// If several warps decode a row, each first counts the kept bits of its share of the tiles.
 #ifndef IBP_DECODE_MASKS_CUH
 #define IBP_DECODE_MASKS_CUH
 
@@ -6,33 +20,34 @@
 
 namespace ibp {
 
-// A lane takes kSteps * WORDS words a tile; one scan of the bits that its words keep gives their places, for all
-// steps side by side.
-// MOVES: bits are deposited in five steps; each step moves some by 1, 2, 4, 8 or 16 places (Warren, Hacker's Delight,
-// section 7-5). Which ones, a block works out once for every word. Otherwise gaps are inserted one after the other.
+// Decodes rows as described above. A lane has kSteps * WORDS words of a tile. MOVES: a word's kept bits are moved in
+// five steps; each step moves some of them by 1, 2, 4, 8 or 16 places (Warren, Hacker's Delight, section 7-5). The
+// block works out once for every word which bits each step moves. Without MOVES, gaps are inserted into a word one
+// after the other.
 template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
     static_assert(!MOVES || WORDS == 4, "moves are read by vectors");
     using Group = G;
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static constexpr uint32_t kSteps = 2, kStepWords = G::kLanes * WORDS, kTileWords = kSteps * kStepWords;
 
-    static constexpr uint32_t kMoves = 5, kMostTable = 24u << 10; // bytes of them in shared memory
+    static constexpr uint32_t kMoves = 5, kMostTable = 24u << 10; // kMostTable: most bytes of a block's table of moves
 
     const ibp_codebook &cb;
-    const uint32_t exchanged; // shared word
+    const uint32_t exchanged; // the shared word at which the words begin that the group's warps exchange
 
-    // Words that each array of a codebook has.
+    // Returns how many words each array of a codebook has.
     static __host__ __device__ __forceinline__ uint32_t entries_of(const ibp_codebook &cb)
     {
         return (cb.row_bytes + 15u) / 16u * 4u;
     }
-    // Whether a word's bits are all kept or all those of its mask removed, and there is room for the moves of all
-    // words.
+    // Returns whether moves can be used: every word keeps either all bits or those outside its mask, since no chunk is
+    // shorter than a word, and there is room for the moves of all words.
     static __host__ __device__ __forceinline__ bool has_moves(const ibp_codebook &cb)
     {
         return cb.chunk_bytes >= 4u && cb.num_clusters <= 1u && 4u * kMoves * entries_of(cb) <= kMostTable;
     }
-    // Shared memory of a block: for each step the bits of every word that are moved to.
+    // Returns the bytes of the block's table of moves: for each step, the bits of every word to which that step moves a
+    // bit.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         return MOVES ? 4u * kMoves * entries_of(cb) : 0u;
@@ -53,8 +68,9 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
             uint32_t keep = ~__ldg(cb.mask + w), removed = ~keep << 1;
 #pragma unroll
             for (uint32_t i = 0; i < kMoves; i++) {
-                uint32_t odd =
-                    removed; // where an odd number of bits are removed below, counted among the bits left to consider
+                // A bit of `odd` is set if an odd number of bits were removed below it, among the removed bits not yet
+                // dealt with.
+                uint32_t odd = removed;
 #pragma unroll
                 for (uint32_t step = 1; step < 32u; step *= 2) odd ^= odd << step;
                 const uint32_t moved = odd & keep;
@@ -65,12 +81,13 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         }
     }
 
-    // One codebook, under the names of struct ibp_codebook.
+    // The arrays of one cluster's codebook, named as in struct ibp_codebook.
     struct Book {
         const uint32_t *mask, *bitval, *flags;
         uint32_t num_flags;
     };
-    // A cluster's num_flags may be any number: no row has more participation bits than bytes.
+    // Returns the codebook of a cluster. The num_flags in memory may be any number; it is limited because no row has
+    // more participation bits than bytes.
     __device__ __forceinline__ Book book_of(uint32_t cluster) const
     {
         const uint64_t offset = uint64_t{cluster} * cb.cluster_stride;
@@ -78,7 +95,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
                 cb.num_clusters > 1u ? ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes) : cb.num_flags};
     }
 
-    // WORDS consecutive entries of a codebook array from entry w on; the last ones past the row.
+    // Loads WORDS consecutive entries of a codebook array, beginning with entry w. If w lies past the row, loads the
+    // array's last ones.
     __device__ __forceinline__ void load_entries(const uint32_t *entries, uint32_t w, uint32_t (&out)[WORDS]) const
     {
         const uint32_t *const from = entries + ibp_min_u32(w, entries_of(cb) - WORDS);
@@ -90,7 +108,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         }
     }
 
-    // Which bits of a lane's words are kept, and how many of them are in the row.
+    // The bits that a lane's words keep, and how many of them lie in the row.
     struct Kept {
         uint32_t keep[WORDS], flags[WORDS], count;
     };
@@ -102,8 +120,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         load_entries(book.mask, w, mask);
         load_entries(book.flags, w, kept.flags);
         const uint32_t position = ibp_flag_position(kept.flags[0]), bits = stage.bits_at(start_bit + position);
-        const uint32_t participation =
-            __funnelshift_l(bits, bits, position); // bit i: that of the position that is i modulo 32
+        // Bit i is the participation bit whose position is i modulo 32.
+        const uint32_t participation = __funnelshift_l(bits, bits, position);
         kept.count = 0;
 #pragma unroll
         for (int i = 0; i < WORDS; i++) {
@@ -120,7 +138,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         return kept;
     }
 
-    // Deposits the bits of a lane's words.
+    // Moves the kept bits of a lane's words to their places.
     __device__ __forceinline__ void move(const Book &book, uint32_t w, const Kept &kept, uint32_t (&word)[WORDS]) const
     {
         const uint32_t first = ibp_min_u32(w, entries_of(cb) - WORDS);
@@ -140,12 +158,13 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
             word[i] = kept.keep[i] == ~0u ? word[i] : select_bits(kept.keep[i], moved[i], bitval[i]);
     }
 
-    // A lane's words, whose kept bits are staged from bit `from` on.
+    // Rebuilds a lane's words, whose kept bits begin at bit `from` of shared memory.
     __device__ __forceinline__ void rebuild(const Book &book, Stage stage, uint32_t from, uint32_t w, const Kept &kept,
                                             uint32_t (&word)[WORDS]) const
     {
         uint32_t staged[WORDS + 1], many = 0;
-        const uint32_t first = ibp_min_u32(from / 32u, stage.last_word + 1u - WORDS); // a corrupt row asks for more
+        // A corrupt row may ask for words past its stage.
+        const uint32_t first = ibp_min_u32(from / 32u, stage.last_word + 1u - WORDS);
 #pragma unroll
         for (int i = 0; i <= WORDS; i++) staged[i] = shared_word(first + i);
 #pragma unroll
@@ -153,7 +172,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
             word[i] = __funnelshift_r(staged[i], staged[i + 1], from);
             many |= kept.flags[i];
         }
-        // word[i] and those after it hold the bits from the kept ones of word i on
+        // Before iteration i, word[i] and the words after it hold consecutive bits, the first of which is the first
+        // kept bit of word i.
 #pragma unroll
         for (int i = 0; i + 1 < WORDS; i++)
 #pragma unroll
@@ -194,7 +214,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         const uint32_t num_words = (cb.row_bytes + 3u) / 4u, tiles = (num_words + kTileWords - 1u) / kTileWords;
         const uint32_t per_warp = (tiles + G::kWarps - 1u) / G::kWarps, first = G::warp() * per_warp;
         uint32_t position = book.num_flags, total = 0;
-        if (G::kWarps > 1) { // where the warp's bits begin
+        if (G::kWarps > 1) { // finds where the warp's kept bits begin
             uint32_t count = 0;
             for (uint32_t t = first; t < ibp_min_u32(first + per_warp, tiles); t++)
 #pragma unroll
@@ -228,8 +248,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         return !active || G::kWarps > 1 || (position + 7u) / 8u == coded_bytes;
     }
 
-    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
-    // coded_bytes.
+    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
+    // the row took exactly coded_bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {
@@ -237,8 +257,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         case 1: return decode_chunks<1>(cluster, active, stage, start_bit, coded_bytes, window);
         case 2: return decode_chunks<2>(cluster, active, stage, start_bit, coded_bytes, window);
         default:
-            return decode_chunks<4>(cluster, active, stage, start_bit, coded_bytes,
-                                    window); // a participation bit a word
+            // Chunks of 4 or 8 bytes: all bits of a word have the same participation bit.
+            return decode_chunks<4>(cluster, active, stage, start_bit, coded_bytes, window);
         }
     }
 };

@@ -1,5 +1,4 @@
-// decode_pairs.cu - the gathers whose rows are dense ones of scheme planes with digits of two bits and symbols of a
-// byte.
+// decode_pairs.cu - launches gathers of dense rows of scheme planes with digits of two bits and symbols of a byte.
 #include "gather.cuh"
 #include "decode_pairs.cuh"
 
@@ -11,8 +10,8 @@ template <class G> using Pairs4 = PairsDecoder<uint32_t, G, false>;
 template <class G> using Columns2 = PairsDecoder<uint16_t, G, true>;
 template <class G> using Columns4 = PairsDecoder<uint32_t, G, true>;
 
-// Where a row is a tile a warp, a group whose lanes each have a part of one tile is faster than one for rows of any
-// length.
+// If each of its warps gets at most one tile of a row, launches with a group whose lanes each have a part of one tile:
+// it is faster than the group for rows of any length.
 template <template <class> class Decoder> static ibp_status launch_by_tiles(const Gather &gather)
 {
     const uint32_t row_bytes = gather.table.codebook.row_bytes;
@@ -20,7 +19,8 @@ template <template <class> class Decoder> static ibp_status launch_by_tiles(cons
         return launch_gather<Decoder<Group<kWarp, kMostWarps>>>(gather);
     return launch_by_group<Decoder>(gather);
 }
-// Of the longest rows a block decodes one at a time: few SMs are busier so.
+// Launches with a group of 32 warps if rows are very long, so that a block decodes one row at a time: this keeps SMs
+// busier if they are few.
 template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
 {
     if (gather.table.codebook.row_bytes > 2u * kMostWarps * kWarpRowBytes)

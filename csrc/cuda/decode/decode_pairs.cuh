@@ -1,17 +1,23 @@
-// decode_pairs.cuh - dense rows of scheme planes with digits of two bits and symbols of a byte (FORMAT.md section 6):
-// what most tables of floats are given. Bytes may have digits of three bits in plane 0, as integers do.
+// decode_pairs.cuh - decodes dense rows of scheme planes with digits of two bits and symbols of a byte (FORMAT.md
+// section 6), which most tables of floats get. Elements of one byte may have digits of three bits in plane 0, as
+// integers do.
 //
-// Down the planes, escapes are counted, which says where the next plane begins; a lane keeps its digits of planes 0
-// and 1, two bits each, and names the few elements that come further, one at a time:
-//   tail     planes 2, 3 and raw symbols: the symbols of all elements of plane 2, and a list of those still open
-// Up again, digits are spread to nibbles, which select bytes of a plane's entries (`prmt`); escaped elements
-// take bytes of the level below; a prefix sum over nibbles says which bytes:
-//   plane 1  16 digits a lane
-//   plane 0  16 bytes of output a lane and step, joined with their residuals
-// Where entries are a column's, all this is done with ranks; symbols are looked up, and raw ones put in, at the end.
-// Bound by integer instructions: counters of an H200 showed 710 for a warp that decodes 2 KiB of BF16, 22 an element,
-// before it joined bytes, which takes 5 % fewer; an SM issues 3.0 a cycle and can issue 4. On all SMs together it is
-// bound by device memory.
+// The bytes of a row, and the levels of names in shared memory, are drawn in tiles.cuh.
+//
+// 1. Down the planes. Escapes are counted, because their number says where the next plane begins. A lane keeps its
+//    digits of planes 0 and 1, two bits each. The few elements that reach planes 2, 3 or raw symbols are named one at a
+//    time: level 2 receives the symbols of all elements of plane 2, and a list says which of them are still open.
+// 2. Plane 1 upward, 16 digits a lane at a time. Digits are spread to nibbles, which select bytes of the plane's
+//    entries (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says which ones.
+// 3. Plane 0 upward in the same way, 16 bytes of output a lane and step; the symbols are joined with their residuals
+//    and stored.
+//
+// If every column has entries of its own, all this is done with ranks of entries. At the end the ranks' symbols are
+// looked up, and raw symbols are put in.
+//
+// Bound by integer instructions: counters of an H200 showed 710 for a warp that decodes 2 KiB of BF16, which is 22 for
+// each of a lane's elements, before it joined bytes, which takes 5 % fewer; an SM issues 3.0 a cycle and can issue 4.
+// On all SMs together it is bound by device memory.
 #ifndef IBP_DECODE_PAIRS_CUH
 #define IBP_DECODE_PAIRS_CUH
 
@@ -19,14 +25,14 @@
 
 namespace ibp {
 
-// COLUMNS: every column has entries of its own. FIRST: bits of plane 0's digits.
+// Decodes rows as described above. COLUMNS: every column has entries of its own. FIRST: bits of a digit of plane 0.
 template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDecoder {
     static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
     static_assert(FIRST == 2 || (FIRST == 3 && sizeof(T) == 1), "the digits that there are");
     using Group = G;
     static constexpr uint32_t kFirstBits = FIRST;
-    // Shared memory has room for two groups for rows of any length, so these can have more registers; it has room for
-    // one group of a whole block. Decoders that fit 72 registers get more warps.
+    // Shared memory has room for two groups that decode rows of any length, so that these can have more registers. It
+    // has room for one group that is a whole block. Decoders that fit 72 registers get more warps.
     static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
                                              : G::kWarps > 8              ? 1024
                                              : sizeof(T) == 2 && !COLUMNS ? 896
@@ -36,28 +42,31 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
                                          : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
                                          : G::kWarps > 8                      ? 3
                                                                               : 4;
-    // Bytes, and elements with entries a column, come in rows of many lengths, such as heads and tokens of KV-caches.
+    // Elements of one byte, and elements with entries for each column, come in rows of many lengths, such as heads and
+    // tokens of KV-caches.
     static constexpr uint32_t
         kLaneVectors = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4,
         kLeastLanes = sizeof(T) == 2 && !COLUMNS ? 2 : 4, kOwnVectors = FIRST == 3 && G::kPerWarp > 1 ? 1 : 0;
-    // Words of a lane's digits of plane 1: a quarter of the bytes that have digits of two bits reach it.
+    // Words of a lane's digits of plane 1. If elements are bytes and digits have two bits, a quarter of the elements
+    // reach plane 1, so that a lane takes two words.
     static constexpr uint32_t kChunkWords = sizeof(T) == 1 && FIRST == 2 && G::kPerWarp > 1 ? 2 : 1;
     using Levels = TileLevels<T, G, kLaneVectors, kChunkWords>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Levels::kSteps,
                               kStep = Levels::kStep, kTile = Levels::kTile, kPerLane = Levels::kPerLane,
                               kChunk = Levels::kChunk;
-    // Words of a vector's digits, pairs or, of three bits, nibbles; words of entries, the last one plane 0's second.
+    // kDigitWords: words of a vector's digits, which are stored in pairs of bits or, if plane 0 has three bits, in
+    // nibbles. kEntryWords: words of entries; with three bits the last one is plane 0's second.
     static constexpr uint32_t kDigitWords = FIRST - 1u, kDigitBits = 2u * kDigitWords,
                               kEntryWords = IBP_MAX_PLANES + FIRST - 2u;
     static constexpr uint32_t kEntries = (4u * kEntryWords + 15u) / 16u * 16u;
-    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // a raw symbol's rank, and four
-    static constexpr uint32_t kMostTable = 32u << 10;          // bytes of columns' entries in shared memory
+    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank that marks a raw symbol, and four of them
+    static constexpr uint32_t kMostTable = 32u << 10;          // most bytes of all columns' entries in shared memory
 
     const ibp_codebook &cb;
-    const uint32_t scratch; // shared byte
+    const uint32_t scratch; // the shared byte at which the group's scratch begins
 
-    // Whether residuals are joined without looking for their bits: all bytes but one of two bytes that are rotated
-    // (BF16) or of four, half of one.
+    // Returns whether residuals can be joined by a fixed pattern of bytes: they are one byte of rotated elements of two
+    // bytes (BF16), three bytes of elements of four, or half of elements of one.
     static __host__ __device__ __forceinline__ bool is_simple(const ibp_planes &planes)
     {
         if (sizeof(T) != 2 && planes.invariant_bits != 0u) return false;
@@ -65,15 +74,16 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
     }
 
-    // Shared memory of a block: the columns' entries of each rank, if there is room for them, and some bytes that are
-    // read behind them.
+    // Returns the bytes of the block's table: the columns' entries of each rank, if there is room for them, and some
+    // bytes that are read behind them; otherwise 0.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t num_bytes = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries + 16u;
         return COLUMNS && cb.num_clusters <= 1u && num_bytes <= kMostTable ? num_bytes / 16u * 16u + 16u : 0u;
     }
-    // Shared memory of a group: of every warp the entries of each plane, 0 at the escape, the symbols of the elements
-    // of plane 2, and the list, which makes room for those of plane 1; then what the warps exchange.
+    // The scratch of a group, in shared memory. After the warps come the words that they exchange.
+    //
+    //     of each warp    | entries of each plane, a word each, 0 at the escape | levels (tiles.cuh) |
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
     {
         return kEntries + Levels::num_bytes(cb);
@@ -103,22 +113,25 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 shared_bytes()[rank * book.columns + column] = book.entries[column * cb.planes.num_entries + rank];
     }
-    // A name: the low byte of a symbol, rotated if symbols turn, or, of bytes, the element whose residual is 0.
+    // Returns the name of a symbol: its low byte, rotated if symbols_turn. If elements are bytes, returns the element
+    // of this symbol whose residual is 0.
     static __device__ __forceinline__ uint32_t name_of(const ibp_planes &planes, uint32_t symbol)
     {
         if (sizeof(T) > 1 && symbols_turn(planes)) symbol = (symbol & 0xffu) * 0x101u >> 1;
         return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
     }
-    // Whether names are turned as elements of BF16 are: bytes of both halves are then joined before they are paired.
+    // Returns whether names are rotated back, as elements of BF16 are. If so, the lower and the upper bytes of four
+    // elements are first joined from symbols and residuals, and then paired to elements.
     static __device__ __forceinline__ bool symbols_turn(const ibp_planes &planes)
     {
         return sizeof(T) == 2 && !COLUMNS && is_simple(planes);
     }
-    // Not inlined: registers are scarce where rows have clusters.
+    // Writes the entries of a cluster's planes into shared memory. Not inlined, because registers are scarce if rows
+    // have clusters.
     static __device__ __noinline__ void fill_entries(const ibp_codebook &cb, uint32_t cluster, uint32_t entries)
     {
         const PlanesBook<T> book(cb, cluster);
-        constexpr uint32_t kEscape = (1u << FIRST) - 1u; // of plane 0
+        constexpr uint32_t kEscape = (1u << FIRST) - 1u; // the escape of plane 0
 #pragma unroll 1
         for (uint32_t word = G::lane(); word < kEntryWords; word += G::kLanes) {
             const uint32_t plane = word % IBP_MAX_PLANES, first = plane == 0u ? word : kEscape + 3u * (plane - 1u),
@@ -132,12 +145,13 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         }
     }
 
-    // What eight digits stand for, a byte each; from: the shared byte with which those of the escaped begin, order:
-    // which of them they take.
+    // The entries of one plane. `symbols` returns the names of eight digits, one byte each. from: the shared byte at
+    // which the names of the escaped digits begin. order: which of these bytes each digit takes if it is an escape.
     struct Entries {
-        uint32_t named, then; // bytes: of digits 0 to 3, of 4 to 7
+        uint32_t named, then; // the bytes that digits 0 to 3 stand for, and digits 4 to 7
 
-        // Of two bits. escaped: bit 0 of every nibble that is an escape, whose byte is then selected by its place.
+        // For digits of two bits. escaped: bit 0 of every nibble that is an escape. The nibble of an escape then
+        // selects the byte at its own place among those of the level below.
         __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t escaped, uint32_t order, uint32_t from) const
         {
             const uint2 x = eight_bytes(from);
@@ -145,7 +159,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
             return make_uint2(permute_bytes(named, permute_bytes(x.x, x.y, order), nibbles),
                               permute_bytes(named, permute_bytes(x.x, x.y, order >> 16), nibbles >> 16));
         }
-        // Of three.
+        // For digits of three bits.
         __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t order, uint32_t from) const
         {
             const uint32_t escape = in_register(0xff000000u);
@@ -174,7 +188,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     // ---- plane 1 ----
 
     using Chunk = PlaneChunk<G, kChunkWords>;
-    // position: bit of the first of the next n digits.
+    // Loads the lane's part of the next n digits. position: the bit of the first of them.
     static __device__ __forceinline__ Chunk load_chunk(uint32_t position, uint32_t n)
     {
         const uint32_t first = ibp_min_u32(kPerLane * G::lane(), n);
@@ -189,7 +203,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         chunk.number(ibp_popcount(escaped));
         return chunk;
     }
-    // The symbols of 16 digits; from: the shared byte with which those of the escaped begin, moved on to the next ones.
+    // Returns the names of 16 digits. from: the shared byte at which the names of the escaped digits begin; the
+    // function moves it on to the next ones.
     static __device__ __forceinline__ uint4 symbols_of(const Entries &entries, uint32_t digits, uint32_t &from)
     {
         const uint32_t low = spread_pairs<false>(digits), high = spread_pairs<true>(digits),
@@ -204,13 +219,14 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
 
     // ---- plane 0 ----
 
-    // Digits of a lane's vectors in a tile, and the shared bytes with which the symbols of their escaped elements
-    // begin.
+    // A lane's digits of plane 0 in a tile, and for each step the shared byte at which the names of its escaped
+    // elements begin.
     struct Tile {
         uint32_t digits[kSteps][kDigitWords], before[kSteps], num_escaped;
-        Chunk chunk; // of plane 1
+        Chunk chunk; // the first digits of plane 1
     };
-    // plane: bit of the row's first digit; n: elements of the row, or up to the end of the tile.
+    // Loads a lane's digits of a tile. plane: the bit of the row's first digit. n: where the row's elements end, or the
+    // tile's.
     __device__ __forceinline__ void load_tile(uint32_t plane, uint32_t columns, uint32_t tile_start, uint32_t n,
                                               Tile &tile) const
     {
@@ -220,13 +236,14 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
             const Cursor cursor = Cursor::at(plane / 8u + first / 4u);
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) tile.digits[s][0] = cursor.word(s * kStep / 16u);
-        } else { // the row's end; a lane reads no more than a step of digits behind it: stage, or scratch
+            // At the row's end a lane reads up to a step of digits behind it: these lie in the stage or the scratch.
+        } else {
             const uint32_t position = plane + FIRST * first, left = n > first ? n - first : 0u;
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) {
 #pragma unroll
                 for (uint32_t w = 0; w < kDigitWords; w++) tile.digits[s][w] = 0;
-                if (s != 0u && s * kStep >= columns) continue; // of no lane
+                if (s != 0u && s * kStep >= columns) continue; // no lane has elements in this step
                 const uint32_t word = position / 32u + s * kStep * FIRST / 32u;
                 const Cursor cursor{&shared_word(G::kWarps > 1 ? ibp_min_u32(word, scratch / 4u - 2u) : word),
                                     position};
@@ -235,7 +252,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
                 if (FIRST == 3)
                     tile.digits[s][kDigitWords - 1u] = spread_triples(permute_bytes(low, cursor.word(1), 0x6543)) & any;
             }
-            if (columns % kPerVector != 0u) { // a part of a vector
+            if (columns % kPerVector != 0u) { // the row ends inside a vector
 #pragma unroll
                 for (uint32_t s = 0; s < kSteps; s++) {
                     const uint32_t bits = kDigitBits * (max(left, s * kStep) - s * kStep);
@@ -250,7 +267,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         for (uint32_t s = 0; s < kSteps; s++) counts.add(s, ibp_popcount(escaped_of_vector(tile.digits[s])));
         tile.num_escaped = counts.number(levels().level1, columns, tile.before);
     }
-    // A bit for each digit of a vector that is an escape.
+    // Returns a word with one bit set for each digit of a vector that is an escape.
     static __device__ __forceinline__ uint32_t escaped_of_vector(const uint32_t (&digits)[kDigitWords])
     {
         if (FIRST == 3) return escaped_triples(digits[0]) | escaped_triples(digits[kDigitWords - 1u]) >> 1;
@@ -258,8 +275,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     }
     static_assert(kStep * FIRST % 32 == 0, "vectors of a lane are whole words of digits apart");
 
-    // The digits [range.from, range.to) of plane p, a tile's, on the way down; start: bit of the plane's first.
-    // Returns how many are escapes.
+    // Goes down plane p of a tile, whose digits there are range.from to range.to - 1. start: the bit of the plane's
+    // first digit. Returns how many of them are escapes.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {
@@ -294,7 +311,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
 
     // ---- ranks ----
 
-    // Bytes of plane 0, with their entries: symbols, or ranks where there are entries a column.
+    // Returns the names of the elements of step s of a tile: symbols, or ranks if every column has entries of its own.
     static __device__ __forceinline__ uint4 bytes_of(const Entries &entries, const Tile &tile, uint32_t s)
     {
         uint32_t from = tile.before[s];
@@ -311,13 +328,15 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         const uint2 low = entries.symbols(digits, escaped, order_of(escaped), from);
         return make_uint4(low.x, low.y, 0, 0);
     }
-    // The ranks of a lane's vectors, and the numbers of their first raw symbols, if there are any in the warp.
+    // The ranks of a lane's elements in a tile and, if the warp has any raw symbols, the number of the first one in
+    // each step.
     struct Ranks {
         uint2 bytes[kSteps];
         uint32_t raw_before[kSteps];
         bool any_raw;
     };
-    // raw: the raw symbols of the tile. By all lanes of a warp together.
+    // Returns the ranks of a lane's elements. raw: which of the row's raw symbols are the tile's. All lanes of a warp
+    // call this together.
     __device__ __forceinline__ Ranks ranks_of(uint32_t columns, const Tile &tile, DigitRange raw) const
     {
         const Entries entries = entries_at(0);
@@ -325,7 +344,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         StepCounts<G, kStep, kSteps> counts;
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
-            if (s != 0u && s * kStep >= columns) continue; // of no lane
+            if (s != 0u && s * kStep >= columns) continue; // no lane has elements in this step
             const uint4 bytes = bytes_of(entries, tile, s);
             ranks.bytes[s] = make_uint2(bytes.x, bytes.y);
             const uint32_t of_y = kPerVector > 4u ? ibp_popcount(bytes.y & kRaws) : 0u;
@@ -336,7 +355,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return ranks;
     }
 
-    // The symbols of the ranks of four columns; where there are raw symbols, any.
+    // Returns the symbols of four columns, by their ranks. The symbol of a raw one may be anything.
     __device__ __forceinline__ uint32_t look_up(const PlanesBook<T> &book, uint32_t ranks, uint32_t column) const
     {
         uint32_t symbols[4];
@@ -356,7 +375,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return permute_bytes(permute_bytes(symbols[0], symbols[1], 0x4040),
                              permute_bytes(symbols[2], symbols[3], 0x4040), 0x5410);
     }
-    // Puts raw symbols where the ranks say so. position: the bit with which the next raw symbol begins.
+    // Puts raw symbols in the places whose ranks say so. position: the bit at which the next raw symbol begins.
     __device__ __forceinline__ void put_raw(uint32_t ranks, uint32_t &position, uint32_t &symbols) const
     {
         for (uint32_t raw = ranks & kRaws; raw != 0u; raw &= raw - 1u, position += symbol_bits()) {
@@ -380,24 +399,25 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
 
     // ---- symbols and residuals ----
 
-    // 16 bit elements, rotated back.
+    // Rotates two 16-bit elements back.
     static __device__ __forceinline__ uint32_t rotated_back(uint32_t pair)
     {
         return select_bits(0x7fff7fffu, pair >> 1, pair << 15);
     }
 
-    // Eight residuals of up to four bits, from bit 0 of bits on, two in the low bits of each byte.
+    // Spreads eight residuals of r <= 4 bits, which begin at bit 0 of `bits`: two of them to the low bits of each byte.
     static __device__ __forceinline__ uint32_t twos_of(uint32_t bits, uint32_t r)
     {
         bits = select_bits(0xffffu, bits, bits << (16u - 4u * r));
         return select_bits(0x00ff00ffu, bits, bits << (8u - 2u * r));
     }
-    // The bits of four bytes where residuals of up to four bits lie.
+    // Returns the bits of four one-byte elements that belong to residuals of up to four bits.
     static __device__ __forceinline__ uint32_t nibbles_in(const WordJoin<T> &with, uint32_t r)
     {
         return sizeof(T) == 1 ? in_register(with.beside(0, low_bits(0xffu, r) * 0x01010101u)) : 0u;
     }
-    // Joins 16 bytes with such residuals, without invariant bits. nibbles: as nibbles_in says.
+    // Joins 16 elements of one byte with residuals of up to four bits; there are no invariant bits. nibbles: the result
+    // of nibbles_in.
     template <bool SIMPLE>
     __device__ __forceinline__ void join_nibbles(uint32_t nibbles, uint4 symbols, const Cursor &residuals,
                                                  uint32_t word, uint32_t (&words)[4]) const
@@ -405,7 +425,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         const uint32_t r = SIMPLE ? 4u : cb.planes.residual_bits, rotate = cb.planes.rotate, low = residuals.word(word),
                        high = residuals.word(word + 1u);
 #pragma unroll
-        for (uint32_t k = 0; k < 4u; k += 2) { // residuals of even columns, and of odd ones
+        for (uint32_t k = 0; k < 4u; k += 2) { // residuals of even columns and of odd ones
             const uint32_t eight = SIMPLE ? k == 0u ? low : high
                                           : twos_of(k == 0u ? low : permute_bytes(low, high, 0x3210u + 0x1111u * r), r);
             const uint32_t even = select_bits(0x0f0f0f0fu, eight >> rotate, eight << 7),
@@ -415,7 +435,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         }
     }
 
-    // Joins 16 bytes of elements. The first one's residual is `bits` bits after a cursor. SIMPLE: is_simple.
+    // Joins symbols and residuals to 16 bytes of elements. The first element's residual begins `bits` bits after the
+    // cursor. SIMPLE: the result of is_simple.
     template <bool SIMPLE>
     __device__ __forceinline__ void join(const WordJoin<T> &with, uint32_t nibbles, uint4 symbols,
                                          const Cursor &residuals, uint32_t bits, uint32_t (&words)[4]) const
@@ -453,7 +474,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
                           bits / 32u, words);
         }
     }
-    // The symbols of word k, each in the low bits of its element.
+    // Returns the symbols of word k of a vector, each in the low bits of its element.
     static __device__ __forceinline__ uint32_t symbols_of_word(uint4 symbols, uint32_t k)
     {
         if (sizeof(T) == 1) return k < 2u ? k == 0u ? symbols.x : symbols.y : k == 2u ? symbols.z : symbols.w;
@@ -461,7 +482,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return permute_bytes(symbols.x, 0, 0x4440 + k);
     }
 
-    // Not by all lanes together: units may differ from group to group. UNITS: what window.is_units said.
+    // Stores a lane's vectors of a tile. The lanes of a warp do not call this together, because UNITS, the result of
+    // window.is_units, may differ from group to group.
     template <bool UNITS, bool SIMPLE>
     __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                                const Ranks &ranks, uint32_t tile_start, uint32_t n,
@@ -478,7 +500,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         for (uint32_t s = 0; s < kSteps; s++) {
             if (s * kStep >= left) break;
             uint4 symbols = COLUMNS ? symbols_of(book, parts, ranks, s, first + s * kStep) : bytes_of(entries, tile, s);
-            if (!SIMPLE && !UNITS && symbols_turn(cb.planes)) { // back
+            if (!SIMPLE && !UNITS && symbols_turn(cb.planes)) { // undoes the rotation of names
                 symbols.x = select_bits(0xfefefefeu, symbols.x << 1, symbols.x >> 7);
                 symbols.y = select_bits(0xfefefefeu, symbols.y << 1, symbols.y >> 7);
             }
@@ -488,7 +510,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         }
     }
 
-    // By all lanes of a warp together.
+    // Goes up the planes of a tile and stores its elements. All lanes of a warp call this together.
     __device__ __forceinline__ void store(const PlanesBook<T> &book, const ValueParts &parts, const Tile &tile,
                                           uint32_t tile_start, uint32_t n, const Window &window) const
     {
@@ -514,8 +536,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
             store_tile<false, false>(book, parts, tile, ranks, tile_start, n, window);
     }
 
-    // Rebuilds a row that is staged from start_bit on; nothing where not active. Returns whether it took just
-    // coded_bytes.
+    // Rebuilds the staged row that begins at bit start_bit; does nothing in groups that are not active. Returns whether
+    // the row took exactly coded_bytes.
     __device__ __forceinline__ bool decode(uint32_t cluster, bool active, Stage, uint32_t start_bit,
                                            uint32_t coded_bytes, const Window &window) const
     {

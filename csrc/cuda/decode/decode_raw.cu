@@ -1,4 +1,4 @@
-// decode_raw.cu - the gathers whose rows are stored as they are: there is nothing to decode.
+// decode_raw.cu - launches gathers of tables of scheme raw, whose rows are copied.
 #include "gather.cuh"
 #include "decode_raw.cuh"
 

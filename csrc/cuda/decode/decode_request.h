@@ -1,4 +1,4 @@
-// decode_request.h - what a gather is asked for, as the kernels of every decoder get it, and the list of decoders.
+// decode_request.h - the request of a gather, as the kernel of every decoder receives it, and the list of decoders.
 #ifndef IBP_DECODE_REQUEST_H
 #define IBP_DECODE_REQUEST_H
 
@@ -7,50 +7,60 @@
 
 namespace ibp {
 
-constexpr int64_t kMostJobs = 1ll << 31; // of a launch: job numbers have 32 bits
+constexpr int64_t kMostJobs = 1ll << 31; // jobs of one launch, because job numbers have 32 bits
 
-// The items at ids, or, where there are none, the rows of the bytes [start, end): an "item" each, in order.
+// A request for items by their ids or, if by_id is false, for the bytes [start, end). In the second case every row that
+// these bytes touch counts as an item, in order. A job is one row of one item.
 struct Request {
     ibp_ids ids;
     int64_t start, end;
-    int64_t rows_per_item, first_row; // of the bytes
+    int64_t rows_per_item, first_row; // first_row: the first row of the bytes
     uint32_t num_jobs;
-    bool by_id, whole_rows; // whole_rows: items begin and end with rows
-    // Regular are the rows of the num_regular items from first_regular on: whole ones, of row_bytes bytes, that
-    // begin in `rows`.
+    // whole_rows: every item begins and ends where a row does.
+    bool by_id, whole_rows;
+    // The rows of the num_regular items that begin with item first_regular are regular: whole rows of row_bytes bytes,
+    // which begin in `rows`.
     int64_t first_regular;
     uint64_t num_regular;
-    uint32_t out_items, most_stored; // most_stored: bytes of a row as stored that lie in one piece
-    uint8_t *dst;                    // where the row of item 0 would go
-    const uint8_t *rows;             // slots or overflow
+    // most_stored: how many bytes of a stored row lie in one piece: those of its slot, or the whole row in a packed
+    // table.
+    uint32_t out_items, most_stored;
+    uint8_t *dst;        // the address to which the row of item 0 would go
+    const uint8_t *rows; // slots or overflow
     int64_t rows_bytes;
-    const uint8_t *stage;   // where there is one: slots of the jobs' rows, one after the other,
-    int64_t stage_bytes;    // which `rows` then are
-    int64_t first_position; // of a larger request, for faults
+    // If `staged` is set, `stage` holds a copy of the slots of the jobs' rows, one after the other, and `rows` is
+    // `stage`.
+    const uint8_t *stage;
+    int64_t stage_bytes;
+    int64_t first_position; // added to positions in faults, if this request is a part of a larger one
     bool staged;
-    bool packed, copies_vectors; // copies_vectors: raw rows at multiples of 16 bytes can be
-    bool uneven;                 // rows leave their slots, which the GPU has, for memory that it has not
-    ibp_cache cache;             // where there are entries, one a job: rows that are present come from their slabs
+    // packed: the table has no slots. copies_vectors: raw rows that begin at multiples of 16 bytes are copied by
+    // vectors of 16 bytes, because their places in the output are aligned in the same way.
+    bool packed, copies_vectors;
+    // uneven: slots are in device memory but overflow is in host memory, so that rows take unequal time.
+    bool uneven;
+    // If cache.entries is not NULL, it has an entry for every job, and rows that are present are read from their slabs.
+    ibp_cache cache;
 };
 
-// A request as a kernel gets it. out and fault as in ibp_cuda_gather_items.
+// A request as a kernel receives it. `out` and `fault` are as in ibp_cuda_gather_items.
 struct Part {
     ibp_table table;
     Request request;
     uint8_t *out;
     ibp_fault *fault;
 };
-constexpr uint32_t kMostParts = 32; // of a launch
+constexpr uint32_t kMostParts = 32; // requests of one launch
 
-// Requests of one launch. Each gets blocks of its own, by the bytes of its rows.
+// The requests of one launch. Each has blocks of its own; their number is proportional to the bytes of its rows.
 struct Parts {
     Part parts[kMostParts];
-    uint32_t ends[kMostParts]; // of their blocks
+    uint32_t ends[kMostParts]; // ends[k]: one past the last block of request k
 };
 static_assert(sizeof(Parts) <= 32760u, "parameters of a kernel");
 
-// A request as it is launched: now, or, where `together` is not NULL and its decoder can, with others by the function
-// that is put there.
+// A request to launch. If `together` is not NULL and the decoder supports it, the launch is deferred: `*together`
+// receives a function that launches several requests at once.
 struct Gather;
 using LaunchParts = ibp_status (*)(const Gather *const *gathers, uint32_t num_gathers);
 struct Gather : Part {
@@ -59,24 +69,27 @@ struct Gather : Part {
     LaunchParts *together;
 };
 
-// Shares blocks, a request one at least, among requests that are launched together.
+// Divides num_blocks blocks among requests that are launched together, in proportion to their bytes. Every request gets
+// at least one block.
 void share_blocks(const Gather *const *gathers, uint32_t num_gathers, uint32_t num_blocks, Parts *parts);
 
-// A request for the items at ids, which are at most kMostJobs rows, for a kernel of its own output: positions are
-// counted from NULL on. table and ids: as in ibp_cuda_gather_items, checked.
+// Returns a request for the items at ids, for a kernel that has an output of its own: addresses of positions are
+// counted from NULL. The items have at most kMostJobs rows together. table, ids: as in ibp_cuda_gather_items, already
+// checked.
 Request describe_items(const ibp_table &table, const ibp_ids &ids);
 
-// As ibp_cuda_gather_items, of items of whole rows whose slots have been copied to stage, in the order of ids. The
-// table's own bytes are read for what is not in slots. first_position: number of the first id among those of a larger
-// call, for faults.
+// Does what ibp_cuda_gather_items does, for items of whole rows whose slots have been copied to `stage` in the order of
+// ids. The table's own memory is read only for what does not lie in slots. first_position: the number of the first id
+// among the ids of a larger call, for faults.
 ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,
                          uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);
 
-// Whether a cache can be gathered from, and has entries for all jobs where it needs them. Slabs past the last one
-// become empty ones in the request.
+// Returns whether rows can be gathered from a cache: its fields are right, and it has an entry for every job. If so,
+// stores the cache in the request; slabs behind the cache's last one are left empty there.
 bool use_cache(const ibp_cache *cache, Request *request);
 
-// The decoders, each in a translation unit of its own under decode/. gather.cu says which codebooks each one takes.
+// Launch the gather of one decoder each. Every decoder is a translation unit of its own under decode/. gather.cu says
+// which codebooks each one takes.
 ibp_status gather_raw(const Gather &gather);
 ibp_status gather_masks(const Gather &gather);
 ibp_status gather_fast(const Gather &gather);

@@ -1,4 +1,5 @@
-// decode_triples.cu - the gathers whose rows are as those of decode_pairs.cu, of bytes with first digits of three bits.
+// decode_triples.cu - launches gathers of rows like those of decode_pairs.cu, but of elements of one byte whose digits
+// of plane 0 have three bits.
 #include "gather.cuh"
 #include "decode_pairs.cuh"
 

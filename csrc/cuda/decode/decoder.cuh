@@ -16,10 +16,11 @@
 //     Group          the threads that decode one row together
 //     kMostThreads   threads of a block that the decoder's registers allow; a multiple of kWarp
 //     kVectors       vectors of 16 bytes of the next row that a thread loads into registers while it decodes this row
-//     kOwnVectors    how many more of them lanes of parts of warps load, for rows that are coded in nearly all bytes
-//     block_bytes    shared memory of a block, from byte 0 on; a multiple of 16
-//     scratch_bytes  shared memory of a group, besides its stage
-//     scratch        the byte of shared memory with which the group's scratch begins, where its stage ends; a
+//     kOwnVectors    how many vectors more a lane loads if its group is a part of a warp, for rows whose coded form is
+//                    nearly as long as the row
+//     block_bytes    bytes of shared memory of a block, which begin at byte 0; a multiple of 16
+//     scratch_bytes  bytes of shared memory of a group, besides its stage
+//     scratch        the byte of shared memory at which the group's scratch begins, which is where its stage ends; a
 //                    multiple of 4
 //
 // A decoder may rely on this:
@@ -28,24 +29,25 @@
 //   - All threads of a block call the constructor once. A barrier of the block follows before the first row.
 //   - All lanes of a warp, and all warps of a group, call decode together. `active` is false in groups without a row;
 //     such groups still take part in the collectives of their warp.
-//   - The coded row lies in shared memory: coded_bytes bytes from bit start_bit on, which begins a byte. Its bytes may
-//     be anything. The whole row lies in the group's stage, which is as long as a row; coded_bytes is at most
-//     row_bytes. The 16 bytes behind the coded row can be read.
+//   - The coded row lies in shared memory. It has coded_bytes bytes and begins at bit start_bit, which is the first bit
+//     of a byte. Its bytes may be anything. The whole row lies in the group's stage, which is as long as a row;
+//     coded_bytes is at most row_bytes. The 16 bytes behind the coded row can be read.
 //   - cluster < num_clusters.
 //   - The row goes to window.dst. The window wants 1 to row_bytes bytes of it.
-//   - The row does not lie in shared memory of the decoder, but for decoders that have kept_bytes(cb): it may lie in
-//     the scratch behind as many bytes.
+//   - window.dst does not lie in shared memory of the decoder. The exception is a decoder with a function
+//     kept_bytes(cb): window.dst may lie in its scratch, at byte kept_bytes(cb) or later.
 //
 // A decoder must do this:
 //
 //   - Return, in all threads of an active group, whether the row follows the format and takes exactly coded_bytes; in
-//     other groups, true. The bytes that it stores of a corrupt row do not matter: the caller writes zeros over them.
-//   - Read no shared memory but the group's stage, its scratch and the block's; store nothing outside the window. This
-//     holds for any bytes of the row and of the codebook's arrays.
+//     other groups, return true. The bytes that it stores of a corrupt row do not matter: the caller writes zeros over
+//     them.
+//   - Read no shared memory except the group's stage, its scratch and the block's; store nothing outside the window.
+//     This holds for any bytes of the row and of the codebook's arrays.
 //   - Leave its shared memory free for the next row once all lanes of the group have returned and met at a barrier.
 //
-// To add one: a .cuh with the struct and a .cu that instantiates it with the kernel of gather.cuh; a function in
-// decode_request.h, and a line in the list of gather.cu.
+// To add a decoder, write a .cuh with the struct and a .cu that instantiates it with the kernel of gather.cuh; then add
+// a function to decode_request.h, and a line to the list of gather.cu.
 #ifndef IBP_DECODER_CUH
 #define IBP_DECODER_CUH
 
@@ -55,17 +57,18 @@
 
 namespace ibp {
 
-// Parts of warps that decode short rows have kLeastLanes lanes or more, each with up to kLaneVectors vectors of a row.
+// The sizes of groups that are parts of a warp, which decode short rows: such a group has kLeastLanes lanes or more,
+// and each lane takes up to kLaneVectors vectors of a row.
 struct FourLanes {
     static constexpr uint32_t kLaneVectors = 4, kLeastLanes = 4, kOwnVectors = 0;
 };
 
-// A decoder that needs no shared memory of the block besides that of each group.
+// The base of decoders that need no shared memory of the block, only that of each group.
 struct NoBlockMemory : FourLanes {
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &) { return 0; }
 };
 
-// The parts of the contract that a compiler can see.
+// Checks the parts of the contract that a compiler can see.
 template <class Decoder> constexpr bool is_decoder()
 {
     using G = typename Decoder::Group;

@@ -1,10 +1,22 @@
-// fetch.cuh - a row's stored bytes brought to where a decoder or the output wants them, from wherever the table's
-// bytes are.
+// fetch.cuh - fetches the stored bytes of rows from the table's memory to shared memory, where a decoder reads them, or
+// to the output.
 //
-// A group of threads takes a row a job. The lanes of its warp look up the warp's next rows together, one each; then
-// the groups go through them, each decoding a row while the bytes of its next one are on their way to registers: the
-// bytes in its slot and the bytes in overflow, which may be memory that is far away. Irregular rows are fetched when
-// their turn comes, by functions of their own.
+// A job is one row, which one group of threads fetches and decodes. In a warp this happens in the following order:
+//
+// 1. The lanes look up the warp's next rows together, one row each (look_up).
+// 2. Each group issues loads of its next row's bytes into registers (prefetch): the bytes in the slot, and those in
+//    overflow, which may be in memory that is far away.
+// 3. The group decodes its current row meanwhile (finish).
+// 4. The group stores the loaded registers in its stage, or in the output if the row is raw (receive), and goes on at
+//    2.
+//
+// A regular row takes this path; its bytes are loaded as vectors of 16 bytes, whatever its alignment:
+//
+//     | ... shift | stored bytes of the row            | ... |      vectors as loaded, and as they lie in the stage
+//     ^ multiple of 16                                       ^ multiple of 16
+//
+// Irregular rows (wanted in part, default rows, parts that do not lie in whole vectors) are fetched when their turn
+// comes, by functions of their own.
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 
@@ -16,7 +28,7 @@
 
 namespace ibp {
 
-// What a job is asked for: row `part` of the item id, which goes to a position of the output.
+// The row of one job: row `part` of the item `id`, and the position of the output to which it goes.
 struct Ticket {
     int64_t id;
     uint32_t position, part;
@@ -35,8 +47,8 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
     return {id, request.ids.positions ? __ldg(request.ids.positions + item) : item, number - item * rows_per_item};
 }
 
-// Where a position begins in a strided output, as ibp_offset_of_position says. The divisions have 32 bits and are not
-// inlined: in the loop over rows they would take registers, and others would be spilled.
+// Returns the byte of a strided output at which a position begins, like ibp_offset_of_position. The divisions have 32
+// bits. The function is not inlined because it would take registers in the loop over rows, and others would be spilled.
 static __device__ __noinline__ int64_t offset_in_strides(const ibp_ids &ids, uint32_t position)
 {
     int64_t offset = 0;
@@ -56,7 +68,8 @@ __device__ __forceinline__ uint8_t *memory_of_position(const ibp_ids &ids, uint8
     return out + (ids.num_dims == 0u ? position * item_bytes : offset_in_strides(ids, position));
 }
 
-// Where in overflow a row of a packed table begins: past its end where the base lies there.
+// Returns the byte of overflow at which a row of a packed table begins; a number past the end of overflow if the row's
+// base lies past it.
 __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t row)
 {
     const uint64_t base = __ldg(table.bases + ibp_base_of_row(&table, row)) - table.overflow_start;
@@ -66,19 +79,21 @@ __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t
 
 // ---- irregular rows ----
 
-enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kIrregular, kRefused }; // odd: vectors go to the stage
+// The kinds of rows. The vectors of kCoded and kStagedRaw, which are odd, go to the stage; kRefused has no vectors.
+enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kIrregular, kRefused };
 
-// A row that has been fetched: staged if it is coded, else done with or refused. Its bytes [low, high) are wanted.
+// A row that has been fetched. Only a coded row is in the stage; any other has been written to the output, or is
+// refused. Its bytes [low, high) are wanted.
 struct Fetched {
     Window window;
-    uint32_t num_bytes; // as stored
+    uint32_t num_bytes; // bytes of the row as stored
     Kind kind;
 };
 
 struct Job {
     Ticket ticket;
     int64_t row;
-    Window window; // dst is NULL where nothing is to be written
+    Window window; // dst is NULL if nothing is to be written
     bool in_range;
 };
 
@@ -98,7 +113,7 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     }
     const int64_t row_start = job.row * row_bytes;
     if (row_start >= end) {
-        job.in_range = true; // an item that touches fewer rows than others
+        job.in_range = true; // the item touches fewer rows than rows_per_item
         return job;
     }
     job.window.low = static_cast<uint32_t>(max(start - row_start, int64_t{0}));
@@ -109,8 +124,9 @@ static __device__ Job job_of(const ibp_table &table, const Request &request, uin
     return job;
 }
 
-// Leaves zeros where a refused row should have gone, and records why. By all lanes of a warp together: were there
-// atomics in a branch of some, the compiler would let lanes check that they are together before every exchange.
+// Writes zeros in the place of a refused row, and records why it was refused. All lanes of a warp call this together:
+// if the atomics were in a branch that only some lanes take, the compiler would make the lanes check that they are
+// together before every shuffle.
 template <class G>
 static __device__ __noinline__ void refuse(const ibp_table &table, const Request &request, uint8_t *out,
                                            uint32_t number, bool refused, ibp_fault *fault)
@@ -126,13 +142,14 @@ static __device__ __noinline__ void refuse(const ibp_table &table, const Request
         record_fault(fault, status, job.row, job.row);
 }
 
-// The entry of a job's row; 0 where there is no cache.
+// Returns the cache's entry for a job's row; 0 if there is no cache.
 __device__ __forceinline__ uint64_t entry_of_job(const Request &request, uint32_t number)
 {
     return request.cache.entries != nullptr ? __ldg(request.cache.entries + number) : 0u;
 }
 
-// Where the bytes of a job's row are: all of a cached one is in *slots. Returns false if the row is corrupt.
+// Finds the bytes of a job's row. *slots: set to the table's slots or, for a cached row, which has no overflow part, to
+// its slab. Returns false if the row is corrupt.
 static __device__ bool find_source(const ibp_table &table, const Request &request, uint32_t number, int64_t row,
                                    ibp_row_place *place, const uint8_t **slots)
 {
@@ -143,7 +160,7 @@ static __device__ bool find_source(const ibp_table &table, const Request &reques
     return find_row(table, row, place);
 }
 
-// Fetches the row of a job, of any kind.
+// Fetches the row of a job, whatever its kind.
 template <class G>
 static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, const Request &request, uint8_t *out,
                                                        uint32_t stage, uint32_t number)
@@ -174,9 +191,15 @@ static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, c
 
 // ---- regular rows ----
 
-// A row as a lane has looked it up. what: how many vectors of 16 bytes hold it, how many bytes before it the first one
-// has and how many behind it the last one, its kind, and kHasRest. No vectors where the row is irregular, or there is
-// none. Vector k is at from + k as far as the slot goes, then at behind + k.
+// A row that a lane has looked up. `what` packs these fields:
+//
+//     bits 0 to 15    number of vectors of 16 bytes that hold the row; 0 if the row is irregular, or there is none
+//     bits 16 to 19   shift: bytes of the first vector before the row
+//     bits 20 to 23   bytes of the last vector behind the row
+//     bits 24 to 26   Kind
+//     bit  27         kHasRest
+//
+// Vector k of the row is at from + k if it lies in the slot, otherwise at behind + k.
 struct Entry {
     const uint4 *from, *behind;
     uint8_t *dst;
@@ -193,7 +216,7 @@ struct Row {
     }
     __device__ __forceinline__ Kind kind() const { return static_cast<Kind>(what >> 24 & 7u); }
 };
-constexpr uint32_t kHasRest = 1u << 27; // of `what`: some vectors are behind the slot
+constexpr uint32_t kHasRest = 1u << 27; // bit of `what`: some vectors lie in overflow, behind the slot's
 static_assert(IBP_MAX_ROW_BYTES / 16u + 1u < 1u << 16, "the fields of Entry::what");
 __device__ __forceinline__ uint32_t what_of(uint32_t num_bytes, uint32_t shift, Kind kind)
 {
@@ -204,8 +227,8 @@ __device__ __forceinline__ uint32_t vectors_in(uint32_t what) { return what & 0x
 __device__ __forceinline__ bool is_raw(uint32_t what) { return (what >> 24 & 7u) == kRaw; }
 __device__ __forceinline__ bool goes_to_stage(uint32_t what) { return what >> 24 & 1u; }
 
-// Where in overflow the part of a row begins that does not fit its slot; NULL where there is none, or it does not lie
-// in whole vectors.
+// Returns the address of the row's overflow part; NULL if the row has none, or if the part does not lie in whole
+// aligned vectors of overflow.
 __device__ __forceinline__ const uint8_t *find_rest(const ibp_table &table, int64_t row, uint32_t length)
 {
     ibp_row_place place{};
@@ -248,7 +271,7 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     const int64_t before = static_cast<int64_t>(start) - shift;
     if (before < 0 || before > rows_bytes - 16 * static_cast<int64_t>(num_vectors)) return entry;
     entry.from = entry.behind = reinterpret_cast<const uint4 *>(rows + before);
-    if (stored > in_slot) { // the slot is full: whole vectors
+    if (stored > in_slot) { // the slot is full, so that it ends with a whole vector
         const uint8_t *const rest =
             in_slot == table.slot_bytes && shift == 0u ? find_rest(table, row, length) : nullptr;
         if (rest == nullptr) return entry;
@@ -262,19 +285,20 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     return entry;
 }
 
-// TO_OUT: all rows of a group go to `out`, whole.
+// Fetches the rows of one group and has them decoded. TO_OUT: every row of the group goes to `out`, as a whole.
 template <class Decoder, bool TO_OUT = false> struct Fetch {
     using G = typename Decoder::Group;
-    static constexpr uint32_t kVectors = Decoder::kVectors + Decoder::kOwnVectors; // of a thread on their way
+    static constexpr uint32_t kVectors = Decoder::kVectors + Decoder::kOwnVectors; // vectors that a thread loads ahead
 
     const ibp_table &table;
     const Request &request;
     uint8_t *const out;
     const Stage stage;
-    const uint32_t first_stage,
-        group_bytes; // shared bytes: where the block's first group has its own, and how many each has
+    // first_stage: the shared byte at which the first group's memory begins. group_bytes: the shared bytes of each
+    // group.
+    const uint32_t first_stage, group_bytes;
 
-    // The row that lane i has looked up. By all lanes of a warp together.
+    // Returns the row that lane i has looked up. All lanes of a warp call this together.
     __device__ __forceinline__ Row row_of(const Entry &entry, uint32_t i) const
     {
         return {TO_OUT ? out : of_lane(entry.dst, i), __shfl_sync(kAllLanes, entry.what, i)};
@@ -285,9 +309,10 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
             __shfl_sync(kAllLanes, static_cast<uint64_t>(reinterpret_cast<uintptr_t>(pointer)), i));
     }
 
-    // Vectors of a warp's rows are fetched row by row, consecutive ones by consecutive lanes, whichever lanes will
-    // decode them: the link is used best by wide requests. So of the vectors that are on their way, a lane's k-th is
-    // vector_of(k) of the warp's row row_in_warp(k). The last kOwnVectors of a lane are of the row that it will decode.
+    // If several groups share a warp, the warp loads the vectors of its rows row by row: consecutive lanes load
+    // consecutive vectors, whichever lanes will decode them, because the link is used best by wide requests. A lane's
+    // k-th loaded vector is vector vector_of(k) of the warp's row row_in_warp(k). The last kOwnVectors vectors of a
+    // lane belong to the row that it will decode itself.
     static constexpr uint32_t kShared = Decoder::kVectors * G::kThreads, kRowVectors = kVectors * G::kThreads;
     static __device__ __forceinline__ uint32_t row_in_warp(uint32_t k)
     {
@@ -298,11 +323,12 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         return G::kPerWarp == 1 || k >= Decoder::kVectors ? k * G::kThreads + G::rank()
                                                           : (k * kWarp + lane_id()) % kShared;
     }
-    // The vectors of a row, in its slot and behind it, in the order in which they are fetched: that of the row; or,
-    // where not all of them can be on their way, those in overflow first, which may have to come from far away.
+    // The vectors of a row, in its slot and in overflow, in the order in which they are fetched. This is their order in
+    // the row if all of them can be loaded ahead. Otherwise those in overflow come first, because they may have to come
+    // from far away.
     struct Pieces {
         const uint4 *first, *then;
-        uint32_t num_first, skipped; // skipped: vectors of the row that come before the first ones
+        uint32_t num_first, skipped; // skipped: vectors of the row before `first`
 
         __device__ __forceinline__ const uint4 *place_of(uint32_t k) const
         {
@@ -322,18 +348,20 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         return {behind + in_slot, from - num_behind, num_behind, in_slot};
     }
 
-    // Loads the vectors of the rows that the lanes from i on have looked up. what: of the row of a lane's first vector.
-    // BEHIND: whether any may be behind a slot.
+    // Loads the vectors of the rows that lanes i, i + 1, ... have looked up, one row for each group of the warp. what:
+    // Entry::what of the row to which the lane's first vector belongs. BEHIND: whether any vectors may lie in overflow.
     template <bool BEHIND>
     __device__ __forceinline__ void load(const Entry &entry, uint32_t i, uint32_t what,
                                          uint4 (&vectors)[kVectors]) const
     {
-        const uint4 *places[kVectors]; // loads follow the last shuffle: the compiler makes branches of loads between
+        // All loads follow the last shuffle, because the compiler turns loads between shuffles into branches.
+        const uint4 *places[kVectors];
         bool wanted[kVectors];
         Pieces pieces{};
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
-            if (k * kWarp % kShared == 0u || kShared < kWarp || k >= Decoder::kVectors) { // of another row than before
+            // The vector may belong to another row than the one before.
+            if (k * kWarp % kShared == 0u || kShared < kWarp || k >= Decoder::kVectors) {
                 if (k != 0u) what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
                 if (BEHIND)
                     pieces = pieces_of(entry, i + row_in_warp(k), vectors_in(what));
@@ -346,19 +374,20 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = 0; k < kVectors; k++)
             if (wanted[k]) vectors[k] = *places[k];
     }
-    // Issues the loads of the rows that the lanes from i on have looked up. By all lanes of a warp together.
+    // Issues the loads of the rows that lanes i, i + 1, ... have looked up. All lanes of a warp call this together.
     __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
     {
         const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(0));
-        // Of whole rows a warp, gathers ask nothing: for the choice they took 10 % longer where device memory binds.
+        // When a whole warp decodes one row, gathers skip this test: the branch made them 10 % slower when bound by
+        // device memory.
         if ((G::kPerWarp == 1 && !TO_OUT) || G::any(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
             load<true>(entry, i, what, vectors);
         else
             load<false>(entry, i, what, vectors);
     }
 
-    // Puts the vectors that have been loaded where they belong, and fetches those for which there was no room. By
-    // all lanes of a warp together.
+    // Stores the loaded vectors in the stage or the output, and then fetches the vectors that were not loaded ahead for
+    // lack of registers. All lanes of a warp call this together.
     __device__ __forceinline__ void receive(const Row &row, const Entry &entry, uint32_t i,
                                             const uint4 (&vectors)[kVectors]) const
     {
@@ -370,7 +399,9 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         const auto staged = [&](uint32_t k) {
             return shared_bytes() + first_stage + (first_group + row_in_warp(k)) * group_bytes;
         };
-        if (!G::any(!goes_to_stage(row.what))) { // with other lanes' rows: up to the stage's end, whatever was loaded
+        // If a warp has several rows, each stage is filled up to its end with whatever was loaded, so that a lane need
+        // not know the length of rows that other lanes have looked up.
+        if (!G::any(!goes_to_stage(row.what))) {
             const uint32_t num_vectors =
                 G::kPerWarp == 1 ? vectors_in(row.what) : row_stage_bytes(table.codebook.row_bytes) / 16u;
 #pragma unroll
@@ -389,7 +420,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         }
         if (G::kPerWarp > 1) receive_rest(row, entry, i);
     }
-    // Fetches the vectors of rows for which there was no room.
+    // Fetches the vectors of rows that were not loaded ahead.
     __device__ __forceinline__ void receive_rest(const Row &row, const Entry &entry, uint32_t i) const
     {
         const uint32_t num_vectors = vectors_in(row.what);
@@ -400,7 +431,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads)
             to[pieces.place(k)] = *pieces.place_of(k);
     }
-    // Likewise all of a row for which there is not enough room, of a whole warp or several.
+    // Stores the loaded vectors of a row that is too long to be loaded ahead as a whole, and fetches the others. Only
+    // for groups that are a warp or several.
     __device__ __forceinline__ void receive_long(const Row &row, const Entry &entry, uint32_t i,
                                                  const uint4 (&vectors)[kVectors]) const
     {
@@ -410,12 +442,12 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = 0; k < kVectors; k++) to[pieces.place(vector_of(k))] = vectors[k];
         receive_rest(row, entry, i);
     }
-    // Which of the warp's rows is the group's.
+    // Returns which of the warp's rows is this group's.
     static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }
 
-    // Warps that decode a row together have each looked it up, and may have seen other ids and lengths where these
-    // change meanwhile: they go by what the first one has seen. All of them meet here, and have to meet once more
-    // before the next call.
+    // Makes the warps that decode a row together agree on it. Each warp has looked the row up by itself, and they may
+    // have read different ids and lengths if these change meanwhile; all go by what the first warp has read. All warps
+    // of the group meet here, and have to meet once more before the next call.
     static __device__ __forceinline__ void agree(Row &row, Window &window)
     {
         struct Seen {
@@ -429,7 +461,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         row = seen.row, window = seen.window;
     }
 
-    // Does what there is to do for rows of a warp that are not all coded. Returns whether any is staged to be decoded.
+    // Handles the rows of a warp if not all of them are regular coded rows. Returns whether any row is staged and has
+    // to be decoded.
     __device__ __forceinline__ bool finish_others(uint32_t number, Row &row, Window &window, ibp_fault *fault) const
     {
         if (G::any(row.kind() == kIrregular)) {
@@ -443,18 +476,18 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         if constexpr (G::kWarps > 1)
             agree(row, window);
         else
-            G::sync(); // the rows are staged
+            G::sync(); // before the stage is read
         if (row.kind() == kStagedRaw) group_copy<G>(row.dst, stage.bytes() + row.shift(), row.num_bytes());
         const bool any_coded = G::any(row.kind() == kCoded);
-        if (!any_coded) G::sync(); // the stage is free for the next row
+        if (!any_coded) G::sync(); // before the next row is staged
         return any_coded;
     }
-    // Decodes what has been received. Called by all lanes of a warp together.
+    // Decodes the row that has been received. All lanes of a warp call this together.
     __device__ __forceinline__ void finish(const Decoder &decoder, uint32_t number, Row row, ibp_fault *fault) const
     {
         Window window{row.dst, 0, table.codebook.row_bytes};
         if (G::kWarps == 1 && !G::any(row.kind() != kCoded))
-            G::sync(); // the rows are staged
+            G::sync(); // before the stage is read
         else if (!finish_others(number, row, window, fault))
             return;
         bool coded = G::kPerWarp == 1 || row.kind() == kCoded, good = true;
@@ -468,12 +501,14 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         }
         if (G::any(coded))
             good = decoder.decode(cluster, G::kPerWarp == 1 || coded, stage, 8u * start, num_bytes, window) && good;
-        G::sync(); // the stage is free for the next row, what was stored of a corrupt one has been
+        // Before the next row is staged, and before zeros are written over what was stored of a corrupt row.
+        G::sync();
         if (G::any(!good)) refuse<G>(table, request, out, number, !good, fault);
     }
 };
 
-// Shared bytes of a group: stage and scratch, and at least as many. Groups of a warp begin in different banks.
+// Returns the shared bytes of a group: its stage and scratch, and at_least or more. Padding makes groups of one warp
+// begin in different banks.
 template <class Decoder>
 __host__ __device__ __forceinline__ uint32_t group_bytes_of(const ibp_codebook &cb, uint32_t at_least = 0)
 {

@@ -1,4 +1,4 @@
-// find_row.cuh - where a row's stored bytes are, for the threads that fetch it (core/locate.h).
+// find_row.cuh - finds a row's stored bytes (core/locate.h), for the threads that fetch the row.
 #ifndef IBP_FIND_ROW_CUH
 #define IBP_FIND_ROW_CUH
 
@@ -7,18 +7,19 @@
 
 namespace ibp {
 
-// A row's entry of lengths.
+// Returns a row's entry of lengths; 0 (a raw row) if the table has no lengths.
 __device__ __forceinline__ uint32_t length_of_row(const uint16_t *lengths, int64_t row)
 {
     return lengths != nullptr ? __ldg(lengths + row) : 0u;
 }
 
-// Bytes that the rows before a row that share its base take in overflow: whole rows.
+// Returns the bytes that the rows before this one that share its base take in overflow. All of these are whole rows.
 __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t row)
 {
     const int64_t first = ibp_first_of_base(&table, row);
+    // unit: rooms are multiples of it. `room` computes what ibp_room_of returns, in fewer instructions.
     const uint32_t num_before = static_cast<uint32_t>(row - first), row_bytes = table.codebook.row_bytes,
-                   unit = ibp_overflow_room(1u, table.slot_bytes); // of rooms: what ibp_room_of says, in fewer steps
+                   unit = ibp_overflow_room(1u, table.slot_bytes);
     const auto room = [&](uint32_t length) {
         const uint32_t stored = ibp_stored_bytes(length, row_bytes, row_bytes);
         return (max(stored, table.slot_bytes) - table.slot_bytes + (unit - 1u)) & (0u - unit);
@@ -31,7 +32,8 @@ __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t
     return rooms;
 }
 
-// Returns false if the row is corrupt. 0 <= row < rows of the table; length: the row's entry of lengths.
+// Finds the parts of a row. Returns false if the row is corrupt. 0 <= row < rows of the table; length: the row's entry
+// of lengths.
 __device__ __forceinline__ bool find_row(const ibp_table &table, int64_t row, uint32_t length, ibp_row_place *place)
 {
     *place = ibp_split_row(&table, row, length);

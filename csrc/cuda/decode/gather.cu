@@ -1,5 +1,6 @@
-// gather.cu - ibp_cuda_gather_items and ibp_cuda_decode_bytes: what is asked for, and which decoder answers (the
-// paper's sections 4.3 and 4.4). The kernels are in decode/.
+// gather.cu - the entry points of gathers, ibp_cuda_gather_items, ibp_cuda_decode_bytes and others: they check the
+// arguments, describe the jobs in a Request, and choose the decoder (the paper's sections 4.3 and 4.4). The kernels are
+// in decode/.
 #include "../../internal/ibp_gathers.h"
 #include "../../core/ids.h"
 #include "../cuda_checks.h"
@@ -12,7 +13,7 @@
 
 namespace ibp {
 
-// Rows that an item can touch.
+// Returns how many rows an item can touch at most.
 static int64_t rows_an_item(int64_t item_bytes, int64_t row_bytes)
 {
     if (row_bytes % item_bytes == 0) return 1;
@@ -20,7 +21,7 @@ static int64_t rows_an_item(int64_t item_bytes, int64_t row_bytes)
     return (item_bytes - 2) / row_bytes + 2;
 }
 
-// Fills in which items are regular, and where their rows are.
+// Fills in which items of a request are regular, and where their rows are.
 static void describe_rows(const ibp_table &table, uint8_t *out, Request *request)
 {
     const int64_t row_bytes = table.codebook.row_bytes;
@@ -31,7 +32,8 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
     request->rows_bytes = request->packed ? table.overflow_bytes : table.slots_bytes;
     if (request->staged) request->rows = request->stage, request->rows_bytes = request->stage_bytes;
     const int64_t pitch = row_bytes * request->rows_per_item;
-    // Whether every item goes to a multiple of 16 bytes after the first one's: where it is not known, bytes are copied.
+    // True if all items go to addresses that are the first item's plus a multiple of 16 bytes. If this is not known,
+    // raw rows are not copied by vectors.
     bool is_even = pitch % 16 == 0 && request->ids.addresses == nullptr;
     for (uint32_t d = 0; d < request->ids.num_dims; d++) is_even = is_even && request->ids.strides[d] % 16 == 0;
     if (request->by_id) {
@@ -49,10 +51,11 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
     request->copies_vectors = reinterpret_cast<uintptr_t>(request->dst) % 16 == 0 && is_even && row_bytes % 16 == 0;
 }
 
-// Whether the GPU has a table's slots, and the host enough of its rows' bytes that warps wait for them.
+// Returns whether a table's slots are in device memory while overflow is in host memory and has so many bytes that
+// warps wait for them.
 static bool spills_far(const ibp_table &table)
 {
-    constexpr int64_t kShare = 100; // of the slots' bytes
+    constexpr int64_t kShare = 100; // overflow matters from 1 / kShare of the slots' bytes on
     return table.slot_bytes != 0u && table.overflow_bytes > table.slots_bytes / kShare &&
            is_host_memory(table.overflow) && !is_host_memory(table.slots);
 }
@@ -60,7 +63,8 @@ static bool spills_far(const ibp_table &table)
 // ---- the decoders ----
 
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
-// Bytes whose first digits have three bits, such as integers have, in rows that a warp decodes, or a part of one.
+// Returns whether elements are bytes whose digits of plane 0 have three bits, such as integers get, in rows that a warp
+// or a part of one decodes.
 static bool is_of_triples(const ibp_codebook &cb)
 {
     const ibp_planes &planes = cb.planes;
@@ -68,11 +72,11 @@ static bool is_of_triples(const ibp_codebook &cb)
            !planes.per_column && cb.row_bytes <= kWarpRowBytes;
 }
 
-// A codebook goes to the first decoder of its scheme that takes it and knows its fields.
+// The decoders. A codebook goes to the first decoder of its scheme that takes it and knows its fields.
 static const struct {
     ibp_scheme scheme;
     bool (*takes)(const ibp_codebook &codebook);
-    uint32_t known; // of PlanesField
+    uint32_t known; // flags of PlanesField
     ibp_status (*launch)(const Gather &gather);
 } kDecoders[] = {
     {IBP_SCHEME_RAW, is_any, 0, gather_raw},
@@ -117,7 +121,7 @@ void share_blocks(const Gather *const *gathers, uint32_t num_gathers, uint32_t n
     }
 }
 
-// Launches at most kMostParts requests, all that one kernel can do together.
+// Launches at most kMostParts requests. Those that use the same kernel are launched together.
 static ibp_status launch_together(Gather *gathers, uint32_t num_gathers)
 {
     LaunchParts launches[kMostParts]{};
@@ -148,7 +152,7 @@ static void ask_for(const ibp_table &table, const ibp_ids &ids, Request *request
     request->whole_rows = table.item_bytes % table.codebook.row_bytes == 0;
 }
 
-// Fills in the jobs of the items at ids; a request without jobs where there is nothing to do.
+// Checks a call that gathers items, and fills in its jobs. The request has no jobs if there is nothing to do.
 static ibp_status ask_for_items(const ibp_table *table, const ibp_ids *ids, const uint8_t *out, const ibp_fault *fault,
                                 int max_sms, Request *request)
 {
@@ -162,7 +166,7 @@ static ibp_status ask_for_items(const ibp_table *table, const ibp_ids *ids, cons
     return IBP_OK;
 }
 
-// Likewise the jobs of the bytes [start, end).
+// Does the same for a call that decodes the bytes [start, end).
 static ibp_status ask_for_bytes(const ibp_table *table, int64_t start, int64_t end, const uint8_t *out,
                                 const ibp_fault *fault, int max_sms, Request *request)
 {

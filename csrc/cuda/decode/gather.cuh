@@ -1,5 +1,13 @@
-// gather.cuh - the kernel that every decoder is instantiated with, and its launch: included by the one .cu of each
-// decoder.
+// gather.cuh - the kernel that gathers rows, and its launch. The .cu of each decoder includes this file once and
+// instantiates the kernel with its decoder.
+//
+// In the kernel a warp, or a group of several warps, does the following:
+//
+// 1. It waits for earlier work of the stream, and the block fills the decoder's shared memory.
+// 2. It takes turns of jobs, in equal shares (EvenTurns) or as it gets done (ClaimedTurns), and its lanes look up the
+//    rows of several turns at once.
+// 3. For each turn it stores the row that was loaded (receive), issues the loads of the next turn's row (prefetch), and
+//    decodes the stored row while these are under way (finish). See fetch.cuh.
 #ifndef IBP_GATHER_CUH
 #define IBP_GATHER_CUH
 
@@ -8,7 +16,8 @@
 
 namespace ibp {
 
-// Which part of a launch a block works on, and as which of how many blocks.
+// The share of a block: the part of the launch (one request) that it works on, its number among that part's blocks, and
+// how many these are.
 struct Share {
     uint32_t part, block, num_blocks;
 };
@@ -20,26 +29,30 @@ __device__ __forceinline__ Share share_of_block(const Parts &parts)
     return {part, blockIdx.x - first, parts.ends[part] - first};
 }
 
-// Which jobs a warp, or a group of several, takes: turns of G::kPerWarp jobs, block after block, so that few jobs
-// spread over all of them; its lanes look up those of as many turns as there are lanes for. Of every round of turns
-// each takes one.
+// Shares jobs equally. A turn is G::kPerWarp consecutive jobs, one for each group of a warp. Turns go to warps (or to
+// groups of several warps) round by round: in each round every one takes one turn, and consecutive turns go to
+// different blocks, so that few jobs spread over all blocks. The lanes of a warp look up the jobs of as many of its
+// turns as there are lanes for.
 template <class G> struct EvenTurns {
-    uint32_t round, first, i = 0; // i: which of the jobs that have been looked up is `first`
+    // i: the lane that has looked up job `first`.
+    uint32_t round, first, i = 0;
 
     static __device__ __forceinline__ void begin() {}
     __device__ __forceinline__ EvenTurns(uint32_t, const Share &share)
     {
-        // By a shuffle, from which the compiler knows that the lanes of a warp go through the loop together.
+        // The shuffle makes the value uniform in the warp, which tells the compiler that its lanes go through the loop
+        // together.
         const uint32_t team = __shfl_sync(kAllLanes, threadIdx.x / (G::kThreads * G::kPerWarp), 0);
         round = blockDim.x / (G::kThreads * G::kPerWarp) * share.num_blocks * G::kPerWarp;
         first = (share.block + share.num_blocks * team) * G::kPerWarp;
     }
-    // The job that a lane looks up.
+    // Returns the job that this lane looks up.
     __device__ __forceinline__ uint32_t of_lane() const
     {
         return first + lane_id() / G::kPerWarp * round + lane_id() % G::kPerWarp;
     }
-    // Goes on to the next turn. Returns whether its jobs, and those behind them, are still to be looked up.
+    // Goes on to the next turn. Returns whether its jobs still have to be looked up, because all that had been are
+    // done.
     __device__ __forceinline__ bool step()
     {
         first += round, i += G::kPerWarp;
@@ -49,19 +62,19 @@ template <class G> struct EvenTurns {
     }
 };
 
-// For slow rows, such as rows that come over the link. A warp of a block claims its next turns when it has done the
-// last ones: turns that follow each other, about half of an equal share of the turns left, so that all warps end
-// together. The launch has one request.
+// Shares jobs on demand, for slow rows such as those that come over the link. A warp claims its next turns from its
+// block when it has done the last ones. It claims consecutive turns of the block: about half of an equal share of those
+// left, so that all warps end together. The launch has one request.
 template <class G> struct ClaimedTurns {
     static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
-    uint32_t num_turns, num_claimed, first, i; // num_turns: of the block
+    uint32_t num_turns, num_claimed, first, i; // num_turns: turns of the block
 
     static __device__ __forceinline__ uint32_t *taken()
     {
         __shared__ uint32_t turns;
         return &turns;
     }
-    // Before a barrier of the block.
+    // A barrier of the block has to follow.
     static __device__ __forceinline__ void begin()
     {
         if (threadIdx.x == 0u) *taken() = 0;
@@ -97,9 +110,10 @@ template <class G> struct ClaimedTurns {
     }
 };
 
-// Bound by the link from pinned memory, by instruction issue on few SMs, by device memory or instruction issue
-// otherwise; by address translation where the rows that are fetched at the same time lie far apart. So consecutive
-// jobs are done at the same time, by different warps.
+// Does a block's share of a request.
+// This is bound by the link if rows are in pinned memory, by instruction issue on few SMs, and otherwise by device
+// memory or instruction issue; and by address translation if the rows that are fetched at the same time lie far apart.
+// Therefore consecutive jobs are done at the same time, by different warps.
 template <class Decoder, template <class> class Turns>
 __device__ __forceinline__ void do_share(const ibp_table &table, const Request &request, const Share &share,
                                          uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
@@ -107,7 +121,8 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
     await_work_before();
-    // Of whole warps by a reduction: in a register that all lanes share, and so are the addresses that follow from it.
+    // If groups are whole warps, a reduction puts the number into a uniform register, and the addresses that follow
+    // from it too.
     const uint32_t group = G::kPerWarp == 1 ? __reduce_max_sync(kAllLanes, G::in_block()) : G::in_block(),
                    first_stage = Decoder::block_bytes(table.codebook), mine = first_stage + group * group_bytes;
     const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes), first_stage, group_bytes};
@@ -148,7 +163,7 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     do_share<Decoder, EvenTurns>(part.table, part.request, share, group_bytes, part.out, part.fault);
 }
 
-// Plans a launch of requests. group_bytes: set to the shared bytes of a group.
+// Plans one launch of several requests. group_bytes: receives the shared bytes of a group.
 template <class Decoder>
 ibp_status plan(const void *kernel, const Gather *const *gathers, uint32_t num_gathers, Launch *launch,
                 uint32_t *group_bytes)
@@ -194,7 +209,8 @@ template <class Decoder> ibp_status launch_parts(const Gather *const *gathers, u
     return launch_kernel(kernel, launch, gathers[0]->stream, parts, group_bytes);
 }
 
-// Decoders of long rows are not compiled for several requests: there is enough to do in each.
+// Launches a gather, or defers it (see Gather). Groups of several warps are not compiled for several requests: rows
+// that are so long give each request enough to do.
 template <class Decoder> ibp_status launch_gather(const Gather &gather)
 {
     if constexpr (Decoder::Group::kWarps == 1) {
@@ -207,7 +223,7 @@ template <class Decoder> ibp_status launch_gather(const Gather &gather)
     return launch_turns<Decoder, EvenTurns>(gather);
 }
 
-// The group that a row gets depends on its length: a part of a warp or a warp,
+// Launches with the group that suits the length of rows: a part of a warp, or a warp.
 template <template <class> class Decoder> ibp_status launch_by_warp(const Gather &gather)
 {
     using Of4 = Decoder<Group<4, 1>>;
@@ -219,7 +235,7 @@ template <template <class> class Decoder> ibp_status launch_by_warp(const Gather
     if (row_bytes <= 16u * lane_bytes) return launch_gather<Decoder<Group<16, 1>>>(gather);
     return launch_gather<Decoder<Group<kWarp, 1>>>(gather);
 }
-// or several warps, where it is longer than kWarpRowBytes.
+// Does the same, but with several warps if rows are longer than kWarpRowBytes.
 template <template <class> class Decoder> ibp_status launch_by_group(const Gather &gather)
 {
     const uint32_t row_bytes = gather.table.codebook.row_bytes;

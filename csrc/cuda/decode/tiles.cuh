@@ -1,5 +1,16 @@
-// tiles.cuh - what decode_dense.cuh and decode_pairs.cuh share: tiles of dense rows, whose planes a warp goes down and
-// up again, and the levels, where names of escaped elements wait for the plane above, a byte each: symbols or ranks.
+// tiles.cuh - tiles of dense rows, and the levels of their planes: what decode_dense.cuh and decode_pairs.cuh share.
+//
+// The values of a dense row in shared memory, each part padded to a byte:
+//
+//     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
+//     | plane 3 | raw symbols: one for each escape of the last plane |
+//
+// A warp decodes one tile of elements at a time. It goes down the planes (visit), since a plane begins where the digits
+// before it end, and up again (store). The escaped elements of a plane take their names from the level below. A name is
+// one byte: a symbol, or the rank of an entry.
+//
+//     level 1    the names of the elements that escaped plane 0
+//     level 2    the names of the elements that escaped plane 1; planes 2 and 3 and raw symbols fill them in
 #ifndef IBP_TILES_CUH
 #define IBP_TILES_CUH
 
@@ -8,9 +19,10 @@
 
 namespace ibp {
 
-// How many elements a lane has in each of the STEPS steps of a tile; a step is STEP elements of the group.
+// Counts, packed in words, of a lane's elements (such as escapes) in each of the STEPS steps of a tile. A step is STEP
+// elements of the group.
 template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
-    static constexpr uint32_t kField = STEP <= 256u ? 8 : 16; // bits of a step's count
+    static constexpr uint32_t kField = STEP <= 256u ? 8 : 16; // bits of one step's count
     static constexpr uint32_t kFields = 32u / kField, kWords = (STEPS + kFields - 1u) / kFields;
     uint32_t words[kWords] = {};
 
@@ -18,7 +30,8 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     {
         words[s / kFields] += count << s % kFields * kField;
     }
-    // Moves all counts up a step and puts one before them; takes the first one away and moves the others down.
+    // push moves all counts up by a step and puts one before them. pop takes the first count away, moves the others
+    // down, and returns it.
     __device__ __forceinline__ void push(uint32_t count)
     {
 #pragma unroll
@@ -37,15 +50,17 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     {
         return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
     }
-    // Numbers the elements from `first` on. before: the number of the lane's first element in each step. columns: of
-    // the table, which may have no further steps. Returns how many elements there are.
+    // Numbers the counted elements, beginning with `first`, step by step and in a step lane by lane. before: receives
+    // the number of the lane's first element in each step. columns: the table's columns, behind which there are no
+    // steps. Returns how many elements there are.
     __device__ __forceinline__ uint32_t number(uint32_t first, uint32_t columns, uint32_t (&before)[STEPS]) const
     {
         uint32_t total = 0;
 #pragma unroll
         for (uint32_t k = 0; k < kWords; k++) {
             if (k != 0u && k * kFields * STEP >= columns) break;
-            // All lanes but the last have less than 2^kField together in a step, and where it fits all of them.
+            // The sum over a step's lanes may not fit its field. The sum over all lanes except the last one does, so
+            // that the last lane's count is added apart.
             constexpr bool kFits = STEP >> kField == 0u;
             const uint32_t sums = G::inclusive_scan(words[k]), lower = sums - words[k],
                            to_last = G::last_lane(kFits ? sums : lower), last = kFits ? 0u : G::last_lane(words[k]);
@@ -59,11 +74,12 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     }
 };
 
-// Digits of plane 1 of a lane, WORDS of them, none behind the last one, and how many lower lanes' escapes there are.
+// A lane's digits of plane 1, in WORDS words; digits behind the last one are 0. before: how many digits of lower lanes
+// are escapes. num_escaped: how many of all lanes are.
 template <class G, uint32_t WORDS> struct PlaneChunk {
     uint32_t digits[WORDS], before, num_escaped;
 
-    // count: how many of a lane's digits are escapes.
+    // Fills in before and num_escaped. count: how many of this lane's digits are escapes.
     __device__ __forceinline__ void number(uint32_t count)
     {
         const uint32_t sums = G::inclusive_scan(count);
@@ -71,22 +87,29 @@ template <class G, uint32_t WORDS> struct PlaneChunk {
     }
 };
 
-// What a digit stands for.
+// The name that a digit stands for, and whether it is an escape.
 struct NamedDigit {
     uint32_t name;
     bool escaped;
 };
 
-// Shared memory of a warp: a list of the elements still open, which makes room for the names of plane 1, and the names
-// of the elements of plane 2.
-// STEPS: vectors of a lane in a tile. PARTS: vectors of names of plane 1 that a lane makes at a time.
+// The levels of a warp's tile in shared memory. The list holds the numbers, 16 bits each, of the elements of level 2
+// that are still open; once these are named, its memory becomes level 1.
+//
+//     | list, 2 * most bytes; later level 1, most bytes | 16 bytes | level 2, most bytes | 16 bytes |
+//
+// STEPS: vectors of 16 bytes that a lane has in a tile. PARTS: vectors of names of plane 1 that a lane makes at a time.
 template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLevels {
-    static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of 16 bytes
-    static constexpr uint32_t kSteps = STEPS, kStep = G::kLanes * kPerVector, kTile = kSteps * kStep; // elements
-    static constexpr uint32_t kPerLane = 16u * PARTS, kChunk = G::kLanes * kPerLane; // digits of plane 1 at a time
-    uint32_t level1, most;                                                           // shared byte; elements of a tile
+    static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of a vector of 16 bytes
+    // kStep, kTile: elements of the group in a step and in a tile.
+    static constexpr uint32_t kSteps = STEPS, kStep = G::kLanes * kPerVector, kTile = kSteps * kStep;
+    // kPerLane, kChunk: digits of plane 1 that a lane and the group take at a time.
+    static constexpr uint32_t kPerLane = 16u * PARTS, kChunk = G::kLanes * kPerLane;
+    // level1: the shared byte at which the levels begin. most: elements of a tile.
+    uint32_t level1, most;
 
-    // Elements of a tile, of short rows no more than a row has, rounded up to vectors: so that warps find room.
+    // Returns the most elements of a tile. For groups that are parts of a warp, these are the elements of a row,
+    // rounded up to vectors, so that shared memory has room for more warps.
     static __host__ __device__ __forceinline__ uint32_t most_of(const ibp_codebook &cb)
     {
         if (G::kPerWarp == 1) return kTile;
@@ -94,9 +117,9 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     }
     static __host__ __device__ __forceinline__ uint32_t num_bytes(const ibp_codebook &cb)
     {
-        return 3u * most_of(cb) + 32u; // 16 bytes behind each level's names may be read
+        return 3u * most_of(cb) + 32u; // up to 16 bytes behind each level may be read
     }
-    // The names of plane 1 alone, which are read while elements are stored.
+    // Returns the bytes of level 1 alone, which are read while elements are stored.
     static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb) { return most_of(cb) + 16u; }
     __device__ __forceinline__ uint32_t level2() const { return level1 + 2u * most + 16u; }
     __device__ __forceinline__ uint16_t &listed(uint32_t i) const
@@ -104,13 +127,13 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
         return reinterpret_cast<uint16_t *>(shared_bytes() + level1)[i];
     }
 
-    // Names n elements of plane 2 or 3 in level 2. FIRST: the first n elements there, otherwise the listed ones. Lists
-    // the elements that escape. digit(base): the digit of the lane's element, `base` elements after its first one.
-    // Returns how many have escaped.
+    // Writes the names of n elements of plane 2 or 3 into level 2, and lists the elements whose digits are escapes.
+    // FIRST: names the first n elements of level 2; otherwise the n listed ones. digit(base): returns the lane's digit,
+    // where lane 0 has the digit of element number `base`. Returns how many digits are escapes.
     template <bool FIRST, class Digit> __device__ __forceinline__ uint32_t name(uint32_t n, const Digit &digit) const
     {
         uint32_t num_escaped = 0;
-        if (!FIRST) __syncwarp(); // the list is there
+        if (!FIRST) __syncwarp(); // before the list is read
 #pragma unroll 1
         for (uint32_t base = 0; G::any(base < n); base += G::kLanes) {
             const uint32_t i = base + G::lane(), element = FIRST ? i : listed(i);
@@ -118,14 +141,15 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
             const bool named = i < n, open = named && found.escaped;
             if (named) shared_bytes()[level2() + element] = static_cast<uint8_t>(found.name);
             const uint32_t escaped = G::ballot(open);
-            if (!FIRST) __syncwarp(); // all have read the list
+            if (!FIRST) __syncwarp(); // before the list is overwritten
             if (open) listed(num_escaped + ibp_popcount(escaped & G::lanes_below())) = static_cast<uint16_t>(element);
             num_escaped += ibp_popcount(escaped);
         }
         return num_escaped;
     }
-    // Likewise the first n elements, of plane 2, by digits of two bits, four a lane: where there are few lanes. four(i,
-    // left): four digits from the i-th on; name(digits): what digits stand for, which are a nibble each.
+    // Does the same for the first n elements, those of plane 2, whose digits have two bits. A lane takes four digits at
+    // a time, which suits groups of few lanes. four(i, left): returns four digits, beginning with the i-th;
+    // name(digits): returns the names of four digits, which are a nibble each.
     template <class Four, class Name>
     __device__ __forceinline__ uint32_t name_fours(uint32_t n, const Four &four, const Name &name) const
     {
@@ -146,17 +170,19 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
         }
         return num_escaped;
     }
-    // Likewise n elements whose symbols are raw. in_list: whether they are listed, not all of plane 2.
+    // Does the same for n elements whose symbols are raw. in_list: they are listed; otherwise they are all elements of
+    // level 2.
     template <class Name> __device__ __forceinline__ void name_raw(uint32_t n, bool in_list, const Name &name) const
     {
-        __syncwarp(); // the list is there
+        __syncwarp(); // before the list is read
         for (uint32_t i = G::lane(); i < n; i += G::kLanes)
             shared_bytes()[level2() + (in_list ? listed(i) : i)] = static_cast<uint8_t>(name(i));
-        __syncwarp(); // level 2 is there
+        __syncwarp(); // before level 2 is read
     }
-    // Puts the names of the n elements of a tile that escaped plane 0 into level 1. chunk: the first digits; load(base,
-    // left): `left` digits from `base` on; names(chunk, part, from): 16 names; from: the shared byte at which the names
-    // of a lane's escaped elements begin, which it moves on to the next ones.
+    // Writes the names of the n elements of a tile that escaped plane 0 into level 1. chunk: their first digits.
+    // load(base, left): loads the next `left` digits, beginning with number `base`. names(chunk, part, from): returns
+    // 16 names; from: the shared byte at which the names of the lane's escaped digits begin, which the function moves
+    // on to the next ones.
     template <class Chunk, class Load, class Names>
     __device__ __forceinline__ void name_plane1(uint32_t n, Chunk chunk, const Load &load, const Names &names) const
     {
@@ -174,13 +200,16 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
             chunk = load(base, base < n ? n - base : 0u);
             i += kChunk;
         }
-        __syncwarp(); // level 1 is there
+        __syncwarp(); // before level 1 is read
     }
 };
 
-// Rebuilds a dense row as in decoder.cuh, by a decoder that goes down the planes of a tile, visit(book, plane, start,
-// range, tile), which returns how many digits have escaped, and up again, store(book, parts, tile, tile_start, n,
-// window), where parts.mine are the digits of the tile. A warp that has one tile visits it while the parts are found.
+// Rebuilds a dense row, as Decoder::decode of decoder.cuh, with a decoder that has two functions:
+//
+// visit(book, plane, start, range, tile): goes down one plane of a tile; returns how many digits are escapes.
+// store(book, parts, tile, tile_start, n, window): goes up again and stores the tile. parts.mine: the tile's digits.
+//
+// If a warp has a single tile, it visits the tile while the parts are found; otherwise it counts escapes first.
 template <class Decoder, typename T>
 __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const PlanesBook<T> &book, bool active,
                                              uint32_t start_bit, uint32_t coded_bytes, const Window &window)
@@ -201,7 +230,7 @@ __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const Plane
             return one_tile ? decoder.visit(book, p, start, range, tile)
                             : Decoder::count_escapes(start, range, num_bits);
         });
-    // Then every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
+    // If `good`, every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
     const bool good = !active || parts.end == end;
     if (G::kPerWarp == 1 && G::any(!good)) return false;
     if (G::kPerWarp > 1 && !good) n = 0;
@@ -220,7 +249,7 @@ __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const Plane
         }
         if (G::kPerWarp > 1 && !good) tile.num_escaped = 0, mine[IBP_MAX_PLANES] = {0, 0};
         decoder.store(book, parts, tile, tile_start, n, window);
-        __syncwarp(); // the levels are free
+        __syncwarp(); // before the levels are overwritten
 #pragma unroll
         for (uint32_t p = 1; p <= IBP_MAX_PLANES; p++) mine[p].from = mine[p].to;
     }

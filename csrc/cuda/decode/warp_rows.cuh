@@ -1,4 +1,9 @@
-// warp_rows.cuh - one row decoded by one warp, for kernels of any kind: what ibp_device.cuh offers, and its contract.
+// warp_rows.cuh - decodes one row by one warp, for use in other kernels: the functions that ibp_device.cuh offers, and
+// their contract.
+//
+// 1. The coded bytes are copied to the warp's scratch in dynamic shared memory.
+// 2. The decoder of the codebook is built in the scratch behind them.
+// 3. The decoder rebuilds the row where the caller wants it.
 #ifndef IBP_WARP_ROWS_CUH
 #define IBP_WARP_ROWS_CUH
 
@@ -15,7 +20,8 @@ namespace ibp {
 // kinds that it will meet is smaller and compiles faster.
 enum RowKinds : uint32_t { kMaskRows = 1, kDenseRows = 2, kListedRows = 4, kAllRows = 7 };
 
-// Calls use.with<Decoder>() with the decoder of a codebook. Returns false if it is of none of the kinds.
+// Calls use.with<Decoder>() with the decoder of a codebook, and returns what it returns; false if the codebook's rows
+// are of none of the kinds.
 template <uint32_t KINDS, class Use>
 __host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb, Use &use)
 {
@@ -63,7 +69,7 @@ struct ScratchOf {
     }
 };
 
-// Bytes of dynamic shared memory that a warp needs to decode rows of a codebook: a multiple of 16.
+// Returns the bytes of dynamic shared memory that a warp needs to decode rows of a codebook: a multiple of 16.
 template <uint32_t KINDS = kAllRows>
 __host__ __device__ __forceinline__ uint32_t warp_scratch_bytes(const ibp_codebook &cb)
 {
@@ -72,13 +78,13 @@ __host__ __device__ __forceinline__ uint32_t warp_scratch_bytes(const ibp_codebo
     return (scratch.num_bytes + 15u) / 16u * 16u;
 }
 
-// A coded row without its cluster's number, staged in shared memory.
+// A coded row in shared memory, without the byte that names its cluster.
 struct StagedRow {
     const ibp_codebook &cb;
     uint32_t scratch, cluster, start, num_bytes;
     Window window;
 
-    // Not inlined: a kernel has each decoder once.
+    // Builds the decoder in the scratch, and decodes the row. Not inlined, so that a kernel contains each decoder once.
     template <class Decoder> static __device__ __noinline__ bool decode(const StagedRow &row)
     {
         const Decoder decoder(row.cb, row.scratch + row_stage_bytes(row.cb.row_bytes));
@@ -91,13 +97,13 @@ struct StagedRow {
 
 using OneWarp = Group<kWarp, 1>;
 
-// Not inlined: a kernel has the copy once.
+// Copies bytes by one warp. Not inlined, so that a kernel contains the copy once.
 static __device__ __noinline__ void copy_staged(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     group_copy<OneWarp>(dst, src, num_bytes);
 }
 
-// Rebuilds the row that is staged with the scratch; zeros if it is corrupt.
+// Rebuilds the row whose coded bytes lie at the start of the scratch. Writes zeros if it is corrupt.
 template <uint32_t KINDS>
 __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint32_t num_bytes, const Window &window,
                                                     uint32_t scratch)
@@ -110,34 +116,32 @@ __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint
         good = row.cluster < cb.num_clusters;
     }
     good = good && use_warp_decoder<KINDS>(cb, row);
-    __syncwarp(); // what has been stored is there
+    __syncwarp(); // before zeros are written over it
     if (!good) group_zero<OneWarp>(window.dst, window.high);
     __syncwarp();
     return good ? IBP_OK : IBP_CORRUPT_ROW;
 }
 
-// Decodes a row from its coded bytes.
+// Decodes a row from its coded bytes. All 32 lanes of a warp call this together, with the same arguments.
 //
-// Called by all 32 lanes of a warp together, with the same arguments.
-// cb: a codebook whose fields are right (ibp_check_codebook on the host); its arrays in memory that the device can
+// cb: a codebook whose fields are right (ibp_check_codebook on the host). Its arrays are in memory that the device can
 // read.
-// coded: coded_bytes bytes, at any address that the device can read: device memory, mapped pinned memory, shared
-// memory.
-// row: num_bytes bytes, 1 to cb.row_bytes, at any address that the device can write: the first bytes of the row.
-// 16-byte
-// vectors are stored where row is a multiple of 16 and all of the row is wanted.
-// scratch: byte of the block's dynamic shared memory, a multiple of 16, with which warp_scratch_bytes(cb) bytes of
-// this warp's own begin; dynamic shared memory is counted from where `extern __shared__` arrays begin.
-// @return in all lanes: IBP_OK; or IBP_CORRUPT_ROW if these are not the bytes of a row, or of none of KINDS, and
-// zeros in row. The
-// lanes see what has been stored. Nothing outside coded, row and the scratch is touched, whatever the bytes are.
+// coded: coded_bytes bytes at any address that the device can read: device memory, mapped pinned memory, shared memory.
+// row: receives the first num_bytes bytes of the row, 1 to cb.row_bytes, at any address that the device can write. The
+// stores are vectors of 16 bytes if row is a multiple of 16 and the whole row is wanted.
+// scratch: the byte of the block's dynamic shared memory at which the warp's own warp_scratch_bytes(cb) bytes begin; a
+// multiple of 16. Bytes are counted from where `extern __shared__` arrays begin.
+// @return in all lanes: IBP_OK; or IBP_CORRUPT_ROW, with zeros in row, if the bytes are no coded row, or one of none of
+// KINDS. All lanes of the warp see what has been stored. Whatever the bytes are, nothing outside coded, row and the
+// scratch is touched.
 template <uint32_t KINDS = kAllRows>
 __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, const uint8_t *coded,
                                                         uint32_t coded_bytes, uint8_t *row, uint32_t num_bytes,
                                                         uint32_t scratch)
 {
-    const uint32_t staged = coded_bytes <= cb.row_bytes ? coded_bytes : 0u; // a longer one is corrupt
-    __syncwarp();                                                           // the scratch is free
+    // A coded row that is longer is corrupt.
+    const uint32_t staged = coded_bytes <= cb.row_bytes ? coded_bytes : 0u;
+    __syncwarp(); // before the scratch is overwritten
     copy_staged(shared_bytes() + scratch, coded, staged);
     __syncwarp();
     return decode_staged<KINDS>(cb, staged, {row, 0, num_bytes}, scratch);
@@ -145,16 +149,17 @@ __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, 
 
 // Fetches row number `number` of a table and decodes it, or copies it if it is raw.
 //
-// table: as for ibp_cuda_gather_items, best a __grid_constant__ parameter of the kernel; all else as in
-// warp_decode_coded.
-// row: table.codebook.row_bytes bytes. The last row of a table may be short; only the bytes that it has are written.
-// @return also IBP_INDEX_OUT_OF_RANGE, and row_bytes zeros, if the table has no such row.
+// table: as for ibp_cuda_gather_items; preferably a __grid_constant__ parameter of the kernel. The other parameters are
+// as in warp_decode_coded.
+// row: table.codebook.row_bytes bytes. The last row of a table may be short; then only the bytes that it has are
+// written.
+// @return as warp_decode_coded; also IBP_INDEX_OUT_OF_RANGE, with row_bytes zeros, if the table has no such row.
 template <uint32_t KINDS = kAllRows>
 __device__ __forceinline__ ibp_status warp_decode_row(const ibp_table &table, int64_t number, uint8_t *row,
                                                       uint32_t scratch)
 {
     const uint32_t row_bytes = table.codebook.row_bytes;
-    __syncwarp(); // the scratch is free
+    __syncwarp(); // before the scratch is overwritten
     ibp_status status = IBP_OK;
     ibp_row_place place{};
     place.valid = row_bytes;

@@ -1,12 +1,12 @@
-// encode.cu - measuring rows and coding them, in two passes or one: which encoder does it (the paper's section 4.2).
-// The kernels are in encode/.
+// encode.cu - the entry points that measure rows and encode them, in two passes or one: they check the arguments and
+// choose the encoder (the paper's section 4.2). The kernels are in encode/.
 #include "../cuda_checks.h"
 #include "encode_request.h"
 #include "../kinds.h"
 
 namespace ibp {
 
-// Whether symbols are exponents of 8 bits, and rows whole vectors.
+// Returns whether encode_fast.cuh takes a codebook: symbols are exponents of 8 bits, and rows are whole vectors.
 static bool encodes_fast(const ibp_codebook &cb)
 {
     return is_fast(cb) && cb.planes.rotate == 1u && bits_of_symbol(cb.planes) == 8u && cb.row_bytes % 16u == 0u;
@@ -18,12 +18,12 @@ static bool has_values(const ibp_codebook &cb)
     return is_dense(cb) && size <= 4u && (has_code_table(cb) || has_ranks);
 }
 
-// A codebook goes to the first encoder of its scheme that takes it and knows its fields. Rows of scheme raw are stored
-// as they are, by any encoder.
+// The encoders. A codebook goes to the first encoder of its scheme that takes it and knows its fields. Rows of scheme
+// raw are stored as they are, which any encoder can do.
 struct Encoder {
     ibp_scheme scheme;
     bool (*takes)(const ibp_codebook &codebook);
-    uint32_t known; // of PlanesField
+    uint32_t known; // flags of PlanesField
     ibp_status (*measure)(const Measure &measure);
     ibp_status (*encode)(const Encode &encode);
 };
@@ -36,7 +36,7 @@ static const Encoder kEncoders[] = {
     {IBP_SCHEME_PLANES, is_dense, kDenseFields, measure_dense, encode_dense},
 };
 
-// The encoder of a codebook, or NULL.
+// Returns the encoder of a codebook, or NULL.
 static const Encoder *encoder_of(const ibp_codebook &codebook)
 {
     for (const Encoder &encoder : kEncoders)
@@ -61,7 +61,7 @@ extern "C" ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const 
 extern "C" ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots,
                                            uint8_t *overflow, ibp_fault *fault, ibp_stream stream)
 {
-    // The arrays that are written are those of the arguments: the table's own pointers are not read.
+    // The call writes the arrays of its arguments and does not read the table's own pointers to them.
     if (table == nullptr || ibp_check_table_fields(table) != IBP_OK) return IBP_INVALID_ARGUMENT;
     if (!ibp_has_arrays(table, slots, overflow)) return IBP_INVALID_ARGUMENT;
     const ibp::Encoder *const encoder = ibp::encoder_of(table->codebook);

@@ -1,4 +1,4 @@
-// encode_dense.cu - measures and encodes dense rows of scheme planes, of all kinds; values.cu encodes most of them.
+// encode_dense.cu - measures dense rows of scheme planes, and encodes those that values.cu does not take.
 #include "planes.cuh"
 #include "rows.cuh"
 

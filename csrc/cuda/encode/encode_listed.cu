@@ -1,4 +1,5 @@
-// encode_listed.cu - measures and encodes listed rows of scheme planes, those of codebooks with few fields here.
+// encode_listed.cu - measures and encodes listed rows of scheme planes. Codebooks without further fields are compiled
+// here; listed_fields.cu compiles all others.
 #include "listed_encoders.cuh"
 
 namespace ibp {

@@ -1,8 +1,13 @@
-// encode_listed.cuh - listed rows of scheme planes with elements of up to four bytes and a table of all symbols' codes
-// (FORMAT.md section 6).
+// encode_listed.cuh - encodes listed rows of scheme planes with elements of up to four bytes and a table of all
+// symbols' codes (FORMAT.md section 6).
 //
-// The elements that are listed are put side by side in shared memory, and the bitmap of their columns; then they are
-// coded as a dense row of their own (values.cuh).
+//     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |
+//     | values of the listed elements: residuals | plane 0 | plane 1 | plane 2 | plane 3 | raw symbols |
+//
+// 1. The listed elements are put side by side in shared memory, and the bitmap of their columns is made
+//    (gather_listed).
+// 2. The header, the positions and the highest bits of the other elements are written into the stage.
+// 3. The elements are encoded as a dense row of their own (values.cuh).
 #ifndef IBP_ENCODE_LISTED_CUH
 #define IBP_ENCODE_LISTED_CUH
 
@@ -19,14 +24,17 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     using Base::columns, Base::planes, Base::row_bytes;
     static constexpr uint32_t kBits = Base::kBits, kPerLane = Base::kPerLane;
 
-    // A lane takes vectors that lie side by side, so that it has bits of the bitmaps side by side, which `Bits` holds.
+    // A lane takes vectors that lie side by side, so that its bits of the bitmaps lie side by side too. `Bits` holds
+    // them.
     static constexpr uint32_t kVectors = sizeof(T) == 1 ? 2 : 4, kPerStep = kVectors * kPerLane;
     using Bits = std::conditional_t<kPerStep == 32u, uint32_t, uint16_t>;
 
     using Base::Base;
 
-    // Shared memory of a group behind its stage: the listed elements, whole lanes of them, behind them columns of two
-    // bytes, a quarter of all at most, or as many as are not listed; and the bitmaps.
+    // The scratch of a group, in shared memory behind its stage. The columns have two bytes each; they are a quarter of
+    // all columns at most, or as many as are not listed.
+    //
+    //     | listed elements, rounded up to those of whole lanes | columns of a list of positions | bitmap | signs |
     static __host__ __device__ __forceinline__ uint32_t elements_bytes(uint32_t row_bytes)
     {
         return (row_bytes + (sizeof(T) == 1 ? row_bytes / 2u : 0u) + 63u) / 64u * 64u;
@@ -36,17 +44,18 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         const uint32_t words = (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 127u) / 128u * 4u;
         return elements_bytes(cb.row_bytes) + (Book::signed_default(cb.planes) ? 12u : 4u) * words;
     }
-    // The highest bits of the other elements that a lane has, the first one lowest; how many others are before them.
+    // The highest bits of a lane's elements that are not listed, the first one lowest, and how many elements before the
+    // lane's are not listed.
     struct alignas(2u * sizeof(Bits)) Signs {
         Bits bits, before;
     };
 
-    // A row being coded.
+    // A row being encoded.
     struct Work {
         const BitStage &stage;
-        T *elements;  // as they are in the row; then symbols that escape
-        Bits *bitmap; // a bit a column
-        Signs *signs; // where the default has signs
+        T *elements;  // as they are in the row; later the symbols of the list
+        Bits *bitmap; // one bit for each column
+        Signs *signs; // used with signed_default
         uint32_t num_listed;
     };
     __device__ __forceinline__ Work work_in(const BitStage &stage) const
@@ -87,13 +96,14 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             signs = __funnelshift_r(__brev(signs), 0u, 32u - kPerStep + count[0]);
             work.signs[column / kPerStep] = {static_cast<Bits>(signs), static_cast<Bits>(column - before[0])};
         }
-        G::sync(); // all of it is there
+        G::sync(); // before elements and bitmaps are read
     }
     // Stores the listed elements of a lane's words. Returns the highest bits of the others, the last one lowest.
     template <bool HAS_SIGNS>
     static __device__ __forceinline__ uint32_t put_listed(T *to, const uint32_t (&words)[kVectors][4], uint32_t listed)
     {
-        uint32_t signs = 0, highest = 0; // the word of element e, turned so that e is the highest, or the lowest one
+        // lowest, highest: the word of element e, rotated so that e is its lowest element, or its highest.
+        uint32_t signs = 0, highest = 0;
 #pragma unroll
         for (uint32_t e = 0; e < kPerStep; e++) {
             constexpr uint32_t kTurn = sizeof(T) == 1 ? 0x0321 : 0x1032;
@@ -109,7 +119,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         }
         return signs;
     }
-    // Whether there are listed elements, and all equal the closed value.
+    // Returns whether there are listed elements and all of them equal the closed value.
     __device__ __forceinline__ bool is_closed(const Work &work) const
     {
         for (uint32_t base = 0; base < work.num_listed; base += LANES) {
@@ -121,7 +131,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 
     // ---- positions ----
 
-    // Those of a list are put side by side first, behind the elements, so that every lane has as many.
+    // Writes the positions. Those of a list are first put side by side, behind the elements, so that all lanes get
+    // equal numbers of them.
     __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
     {
         const BitStage &stage = work.stage;
@@ -147,7 +158,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             for (; named != 0u; named &= named - 1u) *to++ = static_cast<uint16_t>(first + lowest_of(named));
             num += total[0];
         }
-        G::sync(); // the list is there
+        G::sync(); // before the list is read
         const uint32_t low = start + to_byte(form.upper_bits), num_bits = form.low_bits;
 #pragma unroll 1
         for (uint32_t i = G::lane(); i < num; i += LANES) {
@@ -156,7 +167,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             stage.or_bits(low + i * num_bits, low_bits(column, num_bits));
         }
     }
-    // The highest bits of the elements that are not listed, from bit `start` on.
+    // Writes the highest bits of the elements that are not listed, which begin at bit `start`.
     __device__ __forceinline__ void put_signs(const Work &work, uint32_t start) const
     {
         const BitStage &stage = work.stage;
@@ -168,8 +179,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     }
     // ---- values ----
 
-    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns the bytes up to its end;
-    // where these are more than most_bytes, the stage holds anything.
+    // Encodes a row into a stage whose bits are zeros, beginning at bit start_bit, the first bit of a byte. Returns the
+    // byte at which the coded row ends; if this is more than most_bytes, the stage may hold anything.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {
@@ -177,7 +188,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         gather_listed(row, work);
         const uint32_t k = work.num_listed, positions = start_bit + this->header_bits();
         const bool closed = is_closed(work);
-        // Its bytes are the row's first ones, behind a cluster's number at most.
+        // The header lies in the stage's first word: at most a cluster's number comes before it.
         if (G::lane() == 0u) stage.or_word(0, (k | (closed ? ibp_closed_bit(columns) : 0u)) << start_bit);
         ibp_position_form form{};
         if (k != 0u) form = this->choose_form(k);

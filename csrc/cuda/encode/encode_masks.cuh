@@ -1,8 +1,16 @@
-// encode_masks.cuh - rows of scheme ibp coded by a group of lanes, 16 bytes a lane and step (FORMAT.md section 5; the
+// encode_masks.cuh - encodes rows of scheme ibp by a group of lanes, 16 bytes a lane and step (FORMAT.md section 5; the
 // paper's section 4.2).
 //
-// Bound by the issue of instructions: some 250 a step of 512 bytes, most of them parallel bit extracts; measuring
-// takes about 80.
+//     | participation bits, num_flags of them | kept bits of word 0 | of word 1 | ... | zero bits up to a byte |
+//
+// 1. A lane loads four words, their masks and bitvals, and finds which chunks participate and which bits are kept
+//    (match).
+// 2. A prefix sum over the group says where each lane's kept bits begin.
+// 3. A lane ORs its participation bits into the stage, extracts the kept bits of each word, and writes them behind one
+//    another.
+//
+// Bound by the issue of instructions: some 250 a step of 512 bytes, most of them parallel bit extracts; measuring takes
+// about 80.
 #ifndef IBP_ENCODE_MASKS_CUH
 #define IBP_ENCODE_MASKS_CUH
 
@@ -29,12 +37,11 @@ template <uint32_t LANES> struct MasksEncoder {
     {
         const uint64_t offset = uint64_t{k} * cb.cluster_stride;
         mask += offset, bitval += offset, flags += offset;
-        // Any number may stand there: no row has more participation bits than bytes.
+        // The number in memory may be any; it is limited because no row has more participation bits than bytes.
         if (cb.num_clusters > 1u) num_flags = ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes);
     }
 
-    // What a lane knows of its four words: the words, the bits kept of them, and their participation bits with their
-    // position.
+    // A lane's four words, the bits that are kept of them, and their participation bits with the position of the first.
     struct Lane {
         uint32_t word[4], keep[4];
         uint32_t participation, flag_position, num_kept;
@@ -72,7 +79,7 @@ template <uint32_t LANES> struct MasksEncoder {
     }
 
     __device__ __forceinline__ uint32_t default_bytes() const { return ~0u; }
-    // Exact bits of a row as coded.
+    // Returns the exact bits of the coded row.
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         uint32_t kept[1] = {0};
@@ -82,7 +89,8 @@ template <uint32_t LANES> struct MasksEncoder {
         return num_flags + kept[0];
     }
 
-    // Codes a row into a stage that is all zeros from start_bit on. Returns the bytes up to its end.
+    // Encodes a row into a stage whose bits are zeros, beginning at bit start_bit. Returns the byte at which the coded
+    // row ends.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t) const
     {

@@ -1,4 +1,5 @@
-// encode_request.h - what is measured or encoded, as the kernels of every encoder get it, and the list of encoders.
+// encode_request.h - the requests to measure and to encode rows, as every encoder receives them, and the list of
+// encoders.
 #ifndef IBP_ENCODE_REQUEST_H
 #define IBP_ENCODE_REQUEST_H
 
@@ -14,8 +15,8 @@ struct Measure {
     uint16_t *lengths;
     ibp_stream stream;
 };
-// The arguments of ibp_cuda_encode_into, or, if is_measured, of ibp_cuda_encode_rows: the index of place.table says how
-// long rows are and where they go, and is read in place of being written.
+// The arguments of ibp_cuda_encode_into or, if is_measured, of ibp_cuda_encode_rows. In the second case the index of
+// place.table says how long rows are and where they go, and is read, not written.
 struct Encode {
     const ibp_place &place;
     const ibp_row_source &source;
@@ -30,7 +31,8 @@ struct Encode {
 inline const ibp_codebook &codebook_of(const Measure &measure) { return measure.codebook; }
 inline const ibp_codebook &codebook_of(const Encode &encode) { return encode.place.table.codebook; }
 
-// The encoders, each in a translation unit of its own under encode/. encode.cu says which codebooks each one takes.
+// Launch the measuring or encoding of one encoder each. Every encoder is a translation unit of its own under encode/.
+// encode.cu says which codebooks each one takes.
 ibp_status measure_masks(const Measure &measure);
 ibp_status encode_masks(const Encode &encode);
 ibp_status measure_dense(const Measure &measure);

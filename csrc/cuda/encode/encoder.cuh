@@ -1,5 +1,7 @@
-// encoder.cuh - the contract of encoders, and what they share: a group of lanes loads a row by vectors of 16 bytes at
-// any address and puts its bits together in the group's stage, a part of shared memory.
+// encoder.cuh - the contract of encoders, and the functions that they share. A group of lanes loads a row by vectors of
+// 16 bytes, at any address, and puts the coded row's bits together in its stage, which is a part of shared memory:
+//
+//     | number of the cluster, if there are several: 1 byte | coded row | zeros: padding | words that are no row's |
 //
 // An encoder is a struct for one kind of codebook and a number of lanes:
 //
@@ -17,35 +19,36 @@
 //     };
 //
 //     Group          the threads that encode one row together
-//     kBlocks        blocks of kMostEncodeThreads, or where rows are measured of Group::kThreads, for which an SM has
-//                    registers
+//     kBlocks        blocks for which an SM has registers; a block has kMostEncodeThreads or, if rows are measured,
+//                    Group::kThreads
 //     kFillsStage    whether encode writes every byte of the coded row, and reads none
-//     table_bytes    shared memory of a block, from byte 0 on, where `table` points; a multiple of 16
-//     scratch_bytes  shared memory of a group behind its stage; a multiple of 16
-//     select         makes it the encoder for rows of cluster k; k is 0 where there is one cluster
-//     measure        bits of the coded row
-//     default_bytes  the most bytes, with the number of a cluster, that a whole default row would have as coded
-//     encode         bytes with which the bits of the coded row end
+//     table_bytes    bytes of shared memory of a block, which begin at byte 0, where `table` points; a multiple of 16
+//     scratch_bytes  bytes of shared memory of a group, behind its stage; a multiple of 16
+//     select         makes the struct the encoder for rows of cluster k; k is 0 if there is one cluster
+//     measure        returns the bits of the coded row
+//     default_bytes  returns the most bytes, including a cluster's number, that a whole default row would have if coded
+//     encode         writes the coded row into the stage; returns the byte of the stage at which its bits end
 //
 // An encoder may rely on this:
 //
 //   - The fields of the codebook are checked (ibp_check_codebook_fields). The content of its arrays is not.
 //   - All threads of a block call the constructor once.
-//   - All lanes of a group call measure and encode together. Groups of one warp diverge.
+//   - All lanes of a group call measure and encode together. The groups of one warp diverge.
 //   - The stage is all zeros, unless kFillsStage. start_bit is 0 or 8, and most_bytes is less than the row's valid
 //     bytes.
 //
 // An encoder must do this:
 //
 //   - End the constructor with a barrier of the block if it fills the table.
-//   - Return from measure, in all lanes, bits that, rounded up to bytes, are what ibp_coded_row_bytes says.
-//   - Leave the row's bits in the stage from start_bit on, and return from encode, in all lanes, the bytes with which
-//     they end. If these are more than most_bytes, or kNoCodedForm, the stage may hold anything: nothing is stored.
-//   - Write no shared memory but the group's stage and scratch, whatever the row and the codebook's arrays hold, also
-//     while another stream changes the row: BitStage puts bits that would lie past the stage behind the row.
+//   - Return from measure, in all lanes, bits that, rounded up to bytes, are what ibp_coded_row_bytes returns.
+//   - Leave the row's bits in the stage from start_bit on, and return from encode, in all lanes, the byte at which they
+//     end. If this is more than most_bytes, or kNoCodedForm, the stage may hold anything: nothing is stored.
+//   - Write no shared memory except the group's stage and scratch, whatever the row and the codebook's arrays hold,
+//     even while another stream changes the row: BitStage puts bits that would lie past the stage into the words behind
+//     the row.
 //
-// To add one: a .cuh with the struct and a .cu that instantiates it with the kernels of rows.cuh; functions in
-// encode_request.h, and a line in the list of encode.cu.
+// To add an encoder, write a .cuh with the struct and a .cu that instantiates it with the kernels of rows.cuh; then add
+// functions to encode_request.h, and a line to the list of encode.cu.
 #ifndef IBP_ENCODER_CUH
 #define IBP_ENCODER_CUH
 
@@ -58,27 +61,30 @@
 
 namespace ibp {
 
-// Threads of a block: several blocks an SM, or a larger one where the SMs are limited or a row is a block's.
+// kEncodeThreads: threads of a block if an SM holds several blocks. kMostEncodeThreads: threads of a larger block,
+// which is used if the SMs are limited or a block encodes one row. kVector: bytes.
 constexpr uint32_t kEncodeThreads = 256, kMostEncodeThreads = 512, kVector = 16;
 
 constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 
-// Lanes of a row: as many as rows of a length keep busy. Row bytes up to which it is coded by a part of a warp, and
-// by a warp.
+// kPartLanes: lanes that encode one short row; more lanes would be idle. kLongestOfPart, kLongestOfWarp: the most bytes
+// of a row that a part of a warp encodes, and that a warp encodes.
 constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 8192;
 
-// LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones. Dense
-// rows wait for few barriers, and an SM has room for few of their stages: more threads share one. Unlike the groups of
-// group.cuh, those of a warp go ways of their own: collectives name the lanes of the group only.
+// The LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones.
+// Encoding a dense row waits at few barriers, and an SM has room for few stages of dense rows, so that more threads
+// share one. Unlike the groups of group.cuh, the groups of one warp diverge: collectives name only the lanes of the
+// group.
 template <uint32_t LANES> struct EncodeGroup {
-    static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp; // lanes of one warp
+    // kWidth: lanes of the group in one warp.
+    static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp;
     static constexpr bool kIsBlock = LANES > kWarp;
-    static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES,
-                              kThreads = kIsBlock ? LANES : kEncodeThreads; // of a block where SMs are not limited
+    // kThreads: threads of a block if SMs are not limited.
+    static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES, kThreads = kIsBlock ? LANES : kEncodeThreads;
     static_assert(!kIsBlock || LANES % kEncodeThreads == 0, "more than a warp is a block");
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
-    // Of a warp by a shuffle, from which the compiler knows that its lanes go through a loop over rows together.
+    // If the group is a warp, the shuffle tells the compiler that its lanes go through a loop over rows together.
     static __device__ __forceinline__ uint32_t in_block()
     {
         return LANES == kWarp ? __shfl_sync(kAllLanes, threadIdx.x / LANES, 0) : threadIdx.x / LANES;
@@ -107,7 +113,7 @@ template <uint32_t LANES> struct EncodeGroup {
         }
     }
 
-    // Sums over all lanes of N numbers.
+    // Sums N numbers over all lanes.
     template <int N> static __device__ __forceinline__ void sum(uint32_t (&v)[N])
     {
 #pragma unroll
@@ -117,7 +123,7 @@ template <uint32_t LANES> struct EncodeGroup {
             join_warps(v, before, v);
         }
     }
-    // Sums over the lanes below this one, and over all lanes, of N numbers.
+    // Computes, for each of N numbers, its sum over the lanes below this one, and over all lanes.
     template <int N>
     static __device__ __forceinline__ void scan(const uint32_t (&v)[N], uint32_t (&before)[N], uint32_t (&total)[N])
     {
@@ -138,7 +144,7 @@ template <uint32_t LANES> struct EncodeGroup {
             for (int i = 0; i < N; i++) before[i] += of_warps[i];
         }
     }
-    // What lane 0 of the group has.
+    // Returns what lane 0 of the group passes.
     static __device__ __forceinline__ uint64_t broadcast(uint64_t v)
     {
         if constexpr (kIsBlock) {
@@ -152,7 +158,7 @@ template <uint32_t LANES> struct EncodeGroup {
             return __shfl_sync(mask(), v, 0, kWidth);
         }
     }
-    // The least of all lanes of this warp that belong to the group.
+    // Returns the least number of the lanes of this warp that belong to the group.
     static __device__ __forceinline__ uint32_t min_in_warp(uint32_t v)
     {
         if constexpr (kWidth == kWarp) {
@@ -176,7 +182,7 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 
   private:
-    // From the warps' sums: those of the warps below this one, and of all.
+    // Adds up the warps' sums: those of the warps below this one, and those of all warps.
     template <int N>
     static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N],
                                                       uint32_t (&total)[N])
@@ -190,7 +196,7 @@ template <uint32_t LANES> struct EncodeGroup {
             for (int i = 0; i < N; i++) parts[warp][i] = of_warp[i];
         sync();
 #pragma unroll
-        for (int i = 0; i < N; i++) { // a lane a warp
+        for (int i = 0; i < N; i++) { // each lane takes the sum of one warp
             const uint32_t part = parts[lane_id() % kWarps][i];
             uint32_t up_to = part;
 #pragma unroll
@@ -202,8 +208,9 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 };
 
-// Returns the 16 bytes that start at any address: num_bytes valid ones, then zeros. Words are loaded whole, even those
-// that begin before `from`, but none that ends behind the valid bytes: the last row may end where its allocation ends.
+// Returns the 16 bytes that start at any address: num_bytes valid ones, then zeros. It loads whole words, even one that
+// begins before `from`, but none that ends behind the valid bytes, because the last row may end where its allocation
+// ends.
 static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num_bytes)
 {
     uint32_t words[4] = {};
@@ -225,17 +232,18 @@ static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num
     return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-// A row as it is before coding.
+// A row before coding.
 struct PlainRow {
     const uint8_t *bytes;
     uint32_t valid;
 
-    // 16 bytes from byte `first`, a multiple of 16, on; zeros past the valid ones.
+    // Loads the 16 bytes that begin at byte `first`, a multiple of 16. Bytes past the valid ones are zeros.
     __device__ __forceinline__ void load(uint32_t first, uint32_t (&words)[4]) const
     {
         load(first, has_whole(first), words);
     }
-    // Whether 16 bytes are valid and aligned; whether those from every multiple of 16 below row_bytes on are.
+    // has_whole returns whether the 16 bytes from `first` on are valid and aligned. is_whole returns this for all
+    // vectors of a row of row_bytes bytes at once.
     __device__ __forceinline__ bool has_whole(uint32_t first) const
     {
         return first + kVector <= valid && aligned(bytes, kVector);
@@ -244,7 +252,7 @@ struct PlainRow {
     {
         return row_bytes % kVector == 0u && valid >= row_bytes && aligned(bytes, kVector);
     }
-    // is_vector: as has_whole.
+    // Does the same; is_vector: the result of has_whole.
     __device__ __forceinline__ void load(uint32_t first, bool is_vector, uint32_t (&words)[4]) const
     {
         const uint8_t *const from = bytes + first;
@@ -257,8 +265,8 @@ struct PlainRow {
     }
 };
 
-// The bytes of a default row (FORMAT.md section 2): the same eight again and again, or, where there are constant
-// columns, those of a template.
+// The bytes of a default row (FORMAT.md section 2): eight bytes that repeat or, if there are constant columns, those of
+// a template.
 struct DefaultRow {
     PlainRow whole;
     uint32_t word[2];
@@ -281,8 +289,8 @@ struct DefaultRow {
     }
 };
 
-// Whether the first num_bytes of a row are those of a default one. Goes on only for as long as that is so. Not inlined:
-// few rows begin like one.
+// Returns whether the first num_bytes bytes of a row are those of a default row. Stops at the first step that differs.
+// Not inlined, because few rows begin like a default row.
 template <class G>
 static __device__ __noinline__ bool is_default_throughout(const ibp_codebook &cb, PlainRow row, uint32_t num_bytes)
 {
@@ -316,14 +324,16 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 #endif
 }
 
-// Of bits that are likely to be ones in every word but the last: to look takes more than an access.
+// Marks runs of bits in which every word except the last probably has a bit set: these words are ORed unconditionally,
+// because testing for zero costs more than the atomic.
 constexpr bool kLikely = true;
 
-// A row being coded: bits are ORed into words that are zero. What would lie past the end goes to the last words, which
-// are no row's: only a row that has changed since it was measured, or that has no coded form, asks for that.
+// The stage of a row being coded, whose words are zero at first: bits are ORed into them. Bits that would lie past the
+// end go to the last words, which belong to no row. This happens only if a row has changed since it was measured, or
+// has no coded form.
 struct BitStage {
     uint32_t *words;
-    uint32_t num_words; // besides the one behind them
+    uint32_t num_words; // one more word lies behind these
 
     __device__ __forceinline__ void or_word(uint32_t w, uint32_t bits) const
     {
@@ -339,14 +349,14 @@ struct BitStage {
         const uint32_t words_of[2] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
         or_words(position, words_of);
     }
-    // Where N words from a bit on begin, which may reach into one more.
+    // Returns the word that holds bit `position`, at which N words of bits begin. They may reach into one word more.
     template <uint32_t N> __device__ __forceinline__ uint32_t *at(uint32_t position) const
     {
         constexpr uint32_t kMost = 6;
         static_assert(N <= kMost, "words that a stage has behind a row");
         return words + ibp_min_u32(position / 32u, num_words - kMost);
     }
-    // Words that are zero are left out, unless they are likely not to be.
+    // ORs N words of bits into the stage. Words that are zero are left out, except with LIKELY.
     template <bool LIKELY = false, uint32_t N>
     __device__ __forceinline__ void or_words(uint32_t position, const uint32_t (&bits)[N]) const
     {
@@ -360,8 +370,8 @@ struct BitStage {
     }
 };
 
-// One lane's run of bits: whole words are stored, the first and the last one may be shared with other lanes and are
-// ORed.
+// Writes a run of consecutive bits of one lane. Whole words are stored. The first and the last word may be shared with
+// other lanes and are ORed.
 struct BitWriter {
     const BitStage &stage;
     uint64_t bits = 0;
@@ -372,7 +382,7 @@ struct BitWriter {
         : stage(to), word(position / 32u), filled(position % 32u), is_shared(filled != 0u)
     {
     }
-    // num_bits: at most 32; no bits of `more` above them are set.
+    // Appends num_bits bits, at most 32. No bits of `more` above them are set.
     __device__ __forceinline__ void push(uint32_t more, uint32_t num_bits)
     {
         bits |= static_cast<uint64_t>(more) << filled;
@@ -395,7 +405,7 @@ struct BitWriter {
     __device__ __forceinline__ void finish() const { stage.or_word(word, static_cast<uint32_t>(bits)); }
 };
 
-// Zeros from one byte of a stage to another one.
+// Writes zeros from byte `from` of a stage to byte `to`.
 template <class G> __device__ __forceinline__ void pad(const BitStage &stage, uint32_t from, uint32_t to)
 {
     uint8_t *const bytes = reinterpret_cast<uint8_t *>(stage.words);
@@ -411,13 +421,14 @@ template <class G> __device__ __forceinline__ void clear(const BitStage &stage, 
         reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Room for a coded row, the padding of its overflow part, and the word after it.
+// Returns the bytes of a stage: a coded row, the padding of its overflow part, and the word behind it.
 __host__ __device__ __forceinline__ uint32_t bit_stage_bytes(uint32_t row_bytes)
 {
     return (row_bytes + 15u) / 16u * 16u + 48u;
 }
 
-// Writes num_bytes of a stage from byte `from`, a multiple of 16, on; dst may have any alignment.
+// Copies num_bytes bytes of a stage to dst, which may have any alignment. from: the first of these bytes, a multiple of
+// 16.
 template <class G>
 __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, uint32_t from, uint32_t num_bytes)
 {
@@ -443,7 +454,7 @@ __device__ __forceinline__ void copy_out(uint8_t *dst, const BitStage &stage, ui
     for (uint32_t i = tail + G::lane(); i < num_bytes; i += G::kLanes) dst[i] = bytes[i];
 }
 
-// The encoder for rows of cluster k.
+// Returns the encoder for rows of cluster k.
 template <class Encoder>
 __device__ __forceinline__ Encoder of_cluster(const Encoder &encoder, const ibp_codebook &cb, uint32_t k)
 {
@@ -452,14 +463,15 @@ __device__ __forceinline__ Encoder of_cluster(const Encoder &encoder, const ibp_
     return one;
 }
 
-// The cluster that codes a row in the fewest bytes, the first of equal ones; and the bytes of the row with its number.
+// The cluster that codes a row in the fewest bytes (of equal ones, the first), and the bytes of the coded row,
+// including the cluster's number.
 struct Choice {
     uint32_t cluster, bytes;
 };
 template <class Encoder>
 __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row)
 {
-    const auto bytes_of = [](uint32_t bits) { return bits / 8u + (bits % 8u != 0u); }; // many for kNoCodedForm
+    const auto bytes_of = [](uint32_t bits) { return bits / 8u + (bits % 8u != 0u); }; // a huge number for kNoCodedForm
     if (!ibp_has_clusters(&cb)) return {0, bytes_of(encoder.measure(row))};
     Choice best{0, ~0u};
     for (uint32_t k = 0; k < cb.num_clusters; k++) {
@@ -469,7 +481,7 @@ __device__ __forceinline__ Choice choose_cluster(const ibp_codebook &cb, const E
     return best;
 }
 
-// The parts of the contract that a compiler can see.
+// Checks the parts of the contract that a compiler can see.
 template <class Encoder> constexpr bool is_encoder()
 {
     static_assert(Encoder::Group::kThreads % Encoder::Group::kLanes == 0, "blocks of whole groups");

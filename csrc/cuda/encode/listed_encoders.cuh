@@ -1,5 +1,5 @@
-// listed_encoders.cuh - the encoders of listed rows, and which one a codebook takes: included by encode_listed.cu and
-// listed_fields.cu.
+// listed_encoders.cuh - the encoders of listed rows, and the choice among them. encode_listed.cu and listed_fields.cu
+// include this file.
 #ifndef IBP_ENCODE_LISTED_ENCODERS_CUH
 #define IBP_ENCODE_LISTED_ENCODERS_CUH
 
@@ -8,10 +8,10 @@
 
 namespace ibp {
 
-// What encoders know that put a row's listed elements side by side.
+// The fields that ListedEncoder knows, which puts a row's listed elements side by side.
 constexpr uint32_t kGatheredFields = kConsecutive | kSignedDefault;
 
-// Those of codebooks that may have FIELDS.
+// The encoders for codebooks that may have FIELDS.
 template <uint32_t FIELDS> struct ListedEncoders {
     template <typename T> struct Of {
         template <uint32_t LANES> using Any = PlanesEncoder<T, true, LANES, FIELDS>;
@@ -23,9 +23,10 @@ template <uint32_t FIELDS> struct ListedEncoders {
     {
         return knows_fields(cb, FIELDS) && (FIELDS == kAllFields || cb.planes.element_bytes < 8u);
     }
-    // Elements of eight bytes are rare: one set of encoders serves all their codebooks.
+    // Elements of eight bytes are rare, so that one set of encoders serves all their codebooks.
     template <typename T> static constexpr bool kHasAny = FIELDS == kAllFields || sizeof(T) < 8;
-    // Listed elements lie in shared memory, which a block of eight warps has for short rows.
+    // Encodes with ListedEncoder, which keeps listed elements in shared memory. A block of eight warps has room for
+    // those of short rows.
     template <template <uint32_t> class Encoder> static ibp_status launch_gathered(const Encode &encode)
     {
         const bool is_short = codebook_of(encode).row_bytes <= kLongestOfPart;

@@ -1,11 +1,21 @@
-// planes.cuh - rows of scheme planes coded by a group of lanes, 16 bytes a lane and step (FORMAT.md section 6). T is
+// planes.cuh - encodes rows of scheme planes by a group of lanes, 16 bytes a lane and step (FORMAT.md section 6). T is
 // the element; everything else is a run-time value.
 //
-// A symbol's *code* says at once all that becomes of it: bit 8p is set if it escapes plane p, bits 8p + 4 to 8p + 7
-// are its digit there.
-// Codes of up to 16 elements add up in bytes to the escapes of a lane; sums of lanes take 16 bits each.
-// Measuring takes some 55 instructions a step of 512 bytes of 16-bit elements where a table has the codes of all
-// symbols. Encoding counts first, to know where the parts are, and is bound by issue: some 350.
+//     | listed rows: header | positions | highest bits of unlisted elements |
+//     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
+//     | plane 3 | raw symbols: one for each escape of the last plane |
+//
+// 1. The elements that reach each plane are counted (take_census), because the counts say where each part begins. The
+//    counts are all that measuring needs.
+// 2. Step by step, a lane loads its elements and looks up their codes (find_codes).
+// 3. A prefix sum says where the lane's digits of each plane and its raw symbols go (scan).
+// 4. The lane ORs them into the stage (write_positions, write_signs, write_values).
+//
+// A symbol's *code* says at once what becomes of it in all planes: bit 8p is set if the symbol escapes plane p, and
+// bits 8p + 4 to 8p + 7 are its digit there. The codes of up to 16 elements are added up byte by byte to the escapes of
+// a lane; sums over lanes take 16 bits each.
+// Measuring takes some 55 instructions a step of 512 bytes of 16-bit elements if a table has the codes of all symbols.
+// Encoding counts first, and is bound by issue: some 350.
 #ifndef IBP_ENCODE_PLANES_CUH
 #define IBP_ENCODE_PLANES_CUH
 
@@ -18,9 +28,10 @@
 
 namespace ibp {
 
-constexpr uint32_t kEscapes = 0x01010101; // of a code
+constexpr uint32_t kEscapes = 0x01010101; // the bits of a code that count escapes
 
-// FIELDS: the PlanesFields that the codebook may have. MEASURES: it measures alone, and codes have no digits.
+// Encodes rows as described above. FIELDS: the PlanesFields that the codebook may have. MEASURES: the encoder only
+// measures, and codes have no digits.
 template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS = kAllFields, bool MEASURES = false>
 struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Book = PlanesBook<T, FIELDS>;
@@ -33,19 +44,22 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
                               kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
     static constexpr uint32_t kAll = (1u << kPerLane) - 1u, kStepBytes = kVector * LANES;
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
-    const uint32_t row_bytes, live_bytes;                                  // those of the live columns
-    // Of all symbols; or of those in the hash table; or of all ranks, which a table of columns or entries then give.
+    const uint32_t row_bytes, live_bytes;                                  // live_bytes: bytes of the live columns
+    // The codes of all symbols; or of those in the hash table; or of all ranks, which a table of columns or a
+    // comparison with the entries then gives.
     const uint32_t *codes;
-    uint32_t own_codes;   // the first one of the cluster
-    const T *keys;        // of the hash table
-    const uint8_t *ranks; // of all symbols in all columns, if entries are a column's
-    const uint32_t free;  // code of symbols without an entry
+    uint32_t own_codes; // the first code of the cluster
+    const T *keys;      // the symbols in the hash table
+    // The ranks of all symbols in all columns, if every column has entries of its own.
+    const uint8_t *ranks;
+    const uint32_t free; // the code of symbols without an entry
     bool has_all, is_hashed, has_ranks;
-    bool counts_all; // escapes of all elements by the table, and takes off those of elements that are not coded
+    // The escapes of all elements are counted by the table, and those of elements that are not coded are subtracted.
+    bool counts_all;
 
     // ---- the codebook ----
 
-    // Where there are too many symbols for a table of all, entries are in a hash table with open addresses.
+    // If there are too many symbols for a table of all, the entries are in a hash table with open addresses.
     static constexpr uint32_t kSlotBits = 8, kSlots = 1u << kSlotBits;
     static __host__ __device__ __forceinline__ bool has_hash_table(const ibp_codebook &cb)
     {
@@ -55,9 +69,9 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     {
         return has_column_ranks(cb) ? ((Book::live_columns(cb) << bits_of_symbol(cb.planes)) + 15u) / 16u * 16u : 0u;
     }
-    // Where the table has the rank of a column's symbol of num_bits bits. Lanes read different columns at the same
-    // time, and mostly the same symbols: the ranks of each lane's columns are rotated by another word, so that the
-    // reads go to different banks.
+    // Returns where the table holds the rank of a column's symbol, which has num_bits bits. Lanes read different
+    // columns at the same time, and mostly the same symbols. Therefore the ranks of each lane's columns are rotated by
+    // a different number of words, so that the reads do not conflict in a bank.
     static __device__ __forceinline__ uint32_t place_of_rank(uint32_t column, uint32_t symbol, uint32_t num_bits)
     {
         return (column << num_bits) + low_bits(symbol + column / kPerLane * 4u, num_bits);
@@ -84,7 +98,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return keys_bytes(cb) + codes_bytes(cb) + ranks_bytes(cb);
     }
 
-    // By the whole block: table has table_bytes of shared memory.
+    // Fills the block's tables. All threads of a block call this together. table: table_bytes bytes of shared memory.
     __device__ __forceinline__ PlanesEncoder(const ibp_codebook &cb, uint32_t *table)
         : Book(cb, 0), row_bytes(cb.row_bytes), live_bytes(columns * static_cast<uint32_t>(sizeof(T))),
           codes(table + keys_bytes(cb) / 4u), own_codes(0), keys(reinterpret_cast<const T *>(table)),
@@ -115,7 +129,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
                 enter(reinterpret_cast<T *>(table), all, symbol, code_of_rank(rank));
                 continue;
             }
-            // An entry with more bits than a symbol, of a codebook that is not what it says, is no row's.
+            // An entry with more bits than a symbol, which a wrong codebook may have, occurs in no row.
             if (static_cast<uint64_t>(symbol) >> symbol_bits != 0u) continue;
             const auto bits = static_cast<uint32_t>(symbol);
             if (has_ranks)
@@ -125,7 +139,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         __syncthreads();
     }
-    // Enters a symbol that no other thread enters. A slot is free that has the code of symbols that escape all planes.
+    // Enters a symbol into the hash table. No other thread enters the same symbol. A slot is free if it holds the code
+    // of symbols that escape all planes.
     __device__ __forceinline__ void enter(T *to, uint32_t *all, T symbol, uint32_t code) const
     {
         uint32_t slot = slot_of(symbol);
@@ -158,28 +173,29 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         return code;
     }
-    // Shared memory of a group besides its stage.
+    // Returns the bytes of the group's scratch besides its stage.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
 
     // ---- the elements of a lane ----
 
-    // Elements as they are in the row, or without invariant bits and rotated; which of them are coded here; the highest
-    // bit of each.
+    // A lane's elements of a step: in `word` as they are in the row, later without invariant bits and rotated. present:
+    // a bit for each that is coded. signs: the highest bit of each.
     struct Lane {
         uint32_t word[4], present, column, signs;
-        bool open;    // one that is coded differs from the closed value
-        bool differs; // one that is coded has other invariant bits
+        bool open;    // an element that is coded differs from the closed value
+        bool differs; // an element that is coded has other invariant bits
     };
+    // kLowest: the lowest bit of each element of a word. kAllBits: all bits of one element.
     static constexpr uint32_t kLowest = sizeof(T) == 1   ? 0x01010101u
                                         : sizeof(T) == 2 ? 0x00010001u
                                                          : 1u,
-                              kAllBits = 0xffffffffu / kLowest; // of a word's elements, of an element
+                              kAllBits = 0xffffffffu / kLowest;
     static __device__ __forceinline__ T element(const uint32_t (&word)[4], uint32_t e)
     {
         if (sizeof(T) == 8) return static_cast<T>(word[2 * e % 4] | static_cast<uint64_t>(word[(2 * e + 1) % 4]) << 32);
         return static_cast<T>(word[e / kPerWord] >> (e % kPerWord * kBits % 32u));
     }
-    // Bits in which an element differs from the default when it is listed.
+    // Returns the bits that decide whether an element is listed: it is if one of them differs from the default's.
     __device__ __forceinline__ T listing_bits() const
     {
         return static_cast<T>(Book::signed_default(planes) ? ~uint64_t{0} >> (65u - kBits) : ~uint64_t{0});
@@ -200,7 +216,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
             }
         }
     }
-    // Takes off the invariant bits.
+    // Shifts the invariant bits out of a lane's elements.
     __device__ __forceinline__ void drop_invariant(Lane &lane) const
     {
         const uint32_t num_bits = Book::invariant_bits(planes);
@@ -222,7 +238,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
             }
         }
     }
-    // The element of a live column, whatever number says which column of the row that is.
+    // Returns the element of a live column. The number that the codebook gives for the column may be any.
     __device__ __forceinline__ T live_element(const PlainRow &row, uint32_t column) const
     {
         return column_of(row, ibp_min_u32(__ldg(planes.live_columns + column), row_bytes / sizeof(T) - 1u));
@@ -245,7 +261,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t e = 0; e < kPerLane && column + e < columns; e++) {
             const uint64_t value = live_element(row, column + e);
 #pragma unroll
-            for (uint32_t i = 0; i < 4; i++) { // the words that it lies in
+            for (uint32_t i = 0; i < 4; i++) { // into the words in which the element lies
                 const uint32_t at = e * kBits;
                 if (i == at / 32u) word[i] |= static_cast<uint32_t>(value << at % 32u);
                 if (i == at / 32u + 1u && kBits == 64u) word[i] = static_cast<uint32_t>(value >> 32);
@@ -272,13 +288,13 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         rotate(lane.word);
         return lane;
     }
-    // Which elements of a lane there are.
+    // Returns a bit for each of a lane's elements that lies in the row.
     __device__ __forceinline__ uint32_t held_at(uint32_t column) const
     {
         const uint32_t left = columns - ibp_min_u32(column, columns);
         return left >= kPerLane ? kAll : (1u << left) - 1u;
     }
-    // Whether constant columns have their values: only live ones differ from the default row.
+    // Returns whether constant columns have their values, which is so if only live columns differ from the default row.
     __device__ __forceinline__ bool keeps_constants(const PlainRow &row) const
     {
         const PlainRow wanted{planes.row_template, row_bytes};
@@ -304,7 +320,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return static_cast<T>(planes.residual_bits >= kBits ? ~uint64_t{0}
                                                             : (uint64_t{1} << planes.residual_bits) - 1u);
     }
-    // The codes of a lane's elements, 0 for elements that are not coded. Returns the escapes of the codes' sum.
+    // Finds the codes of a lane's elements; 0 for elements that are not coded. Returns the escapes of the codes' sum.
     __device__ __forceinline__ uint32_t find_codes(const Lane &lane, uint32_t (&code)[kPerLane]) const
     {
         if (has_all) {
@@ -330,7 +346,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t e = 0; e < kPerLane; e++) escapes += code[e] & kEscapes;
         return escapes;
     }
-    // Entry after entry, until every element has met its own.
+    // Compares the elements with one entry after the other, until every element has met its own.
     __device__ __forceinline__ void compare_entries(const Lane &lane, uint32_t (&code)[kPerLane]) const
     {
         uint32_t open = lane.present;
@@ -351,17 +367,17 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 
     // ---- measuring ----
 
-    // A 1 in every element of a word that is not 0.
+    // Returns a 1 in every element of a word that is not 0.
     static __device__ __forceinline__ uint32_t ones_of(uint32_t word)
     {
         if (sizeof(T) == 4) return ibp_min_u32(word, 1u);
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 // an instruction there
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 // a single instruction there
         if (sizeof(T) == 2) return __vminu2(word, kLowest);
 #endif
         constexpr uint32_t kBelow = ~(kLowest << (kBits - 1u));
         return (((word & kBelow) + kBelow) | word) >> (kBits - 1u) & kLowest;
     }
-    // The lowest bit of each element of N words, where all others are 0: side by side.
+    // Returns the lowest bits of the elements of N words side by side. All other bits of the elements are 0.
     template <uint32_t N> static __device__ __forceinline__ uint32_t bits_of(const uint32_t (&ones)[N])
     {
         static_assert(N * kPerWord <= 32u, "a word holds them");
@@ -382,7 +398,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         return bits;
     }
-    // Which elements of some words differ from a value in some bits, both given for all elements of a word.
+    // Returns a bit for each element of some words that differs from a value in the bits of a mask. Both are repeated
+    // for all elements of a word.
     template <uint32_t N>
     static __device__ __forceinline__ uint32_t different_from(uint32_t value, uint32_t mask, const uint32_t (&words)[N])
     {
@@ -391,25 +408,26 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t i = 0; i < N; i++) ones[i] = ones_of((words[i] ^ value) & mask);
         return bits_of(ones);
     }
-    // The symbol of element e of some words from a bit on, and other bits around it.
+    // Returns the symbol of element e of some words, beginning at bit `bit` of the result, with other bits around it.
     template <uint32_t WORDS>
     __device__ __forceinline__ uint32_t symbol_at(const uint32_t (&words)[WORDS], uint32_t e, uint32_t bit) const
     {
         const uint32_t word = words[e / kPerWord];
         return __funnelshift_r(word, word, e % kPerWord * kBits + planes.residual_bits - bit);
     }
-    // What a table has for the symbol of element e, which begins `skipped` bits below the place that it is rotated to.
+    // Returns the entry that a table has for the symbol of element e. The symbol lies `skipped` bits below the place to
+    // which it is rotated.
     template <uint32_t WORDS>
     __device__ __forceinline__ uint32_t entry_for(const uint32_t *table, const uint32_t (&words)[WORDS], uint32_t e,
                                                   uint32_t skipped = 0) const
     {
-        // The symbol is turned to where it counts bytes.
+        // The symbol is rotated to the place where it counts bytes of the table.
         const uint32_t byte =
             select_bits(low_bits(~0u, symbol_bits) << 2, symbol_at(words, e, 2u + skipped), 4u * own_codes);
         return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(table) + byte);
     }
-    // Adds the escapes of elements as they are in the row, the first NUM of some words. A symbol without the sign,
-    // which is in the residual of rotated elements that have one, is looked up as it lies.
+    // Adds the escapes of the first NUM elements of some words, which are as in the row. If elements are rotated and
+    // have a residual, it contains the sign, so that the symbol is looked up where it lies, without a rotation.
     template <uint32_t NUM, uint32_t WORDS>
     __device__ __forceinline__ void add_escapes(uint32_t (&words)[WORDS], uint32_t &escapes) const
     {
@@ -418,18 +436,19 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t e = 0; e < NUM; e++)
             escapes += entry_for(codes, words, e, sizeof(T) == 1 ? 0u : planes.rotate) & (MEASURES ? ~0u : kEscapes);
     }
-    // A word of elements like the default, whose highest bit is 0 where it has signs; dense rows have no default.
+    // Returns a word of elements like the default, with highest bits of 0 if signed_default; for dense rows, which have
+    // no default, 0.
     __device__ __forceinline__ uint32_t normal_word() const
     {
         return LISTED ? static_cast<T>(static_cast<T>(planes.default_value) & listing_bits()) * kLowest : 0u;
     }
-    // N vectors of a row from byte `first` on, each `stride` bytes behind the last one; behind the row there are
+    // Loads N vectors of a row, beginning at byte `first`, each `stride` bytes behind the last. Behind the row come
     // elements like the default.
     template <uint32_t N>
     __device__ __forceinline__ void load_vectors(const PlainRow &row, uint32_t first, uint32_t stride, bool is_whole,
                                                  uint32_t (&words)[N][4]) const
     {
-        if (is_whole && first + (N - 1u) * stride < row_bytes) { // all are on their way at once
+        if (is_whole && first + (N - 1u) * stride < row_bytes) { // all loads are issued at once
 #pragma unroll
             for (uint32_t v = 0; v < N; v++) row.load(first + v * stride, true, words[v]);
             return;
@@ -454,14 +473,14 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
 
-    // Elements that are listed, of a lane; whether one of a group's differs from the closed value, too.
+    // The number of a lane's listed elements, and whether any of the group's differs from the closed value.
     struct Listed {
         uint32_t count;
         bool open;
     };
-    // Vectors of a lane and step. Eight lanes have short rows, of few steps.
+    // Vectors of a lane in a step. Groups of eight lanes have short rows, which take few steps.
     static constexpr uint32_t kSteps = LANES < kWarp ? 2 : 4;
-    // Where counts_all: adds the escapes of every lane of elements, those behind the row too.
+    // Calls add with the escapes of every lane's elements, including those behind the row. Used if counts_all.
     template <class Add> __device__ __forceinline__ Listed count_escapes(const PlainRow &row, const Add &add) const
     {
         const uint32_t normal = normal_word(), bits = listing_bits() * kLowest,
@@ -478,7 +497,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
                     uint32_t open = 0;
 #pragma unroll
                     for (uint32_t i = 0; i < 4u; i++) listed.count += ones_of((words[s][i] ^ normal) & bits);
-                    if (!listed.open) { // the first elements of most rows say it
+                    if (!listed.open) { // in most rows the first elements decide it
 #pragma unroll
                         for (uint32_t i = 0; i < 4u; i++)
                             open |= ones_of((words[s][i] ^ normal) & bits) & ones_of(words[s][i] ^ closed);
@@ -494,7 +513,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return listed;
     }
 
-    // reaching[p]: elements with a digit in plane p; reaching[num_planes]: those with a raw symbol.
+    // The counts of a row. reaching[p]: elements with a digit in plane p; reaching[num_planes]: elements with a raw
+    // symbol.
     struct Census {
         uint32_t reaching[IBP_MAX_PLANES + 1];
         bool closed;
@@ -502,7 +522,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     };
     __device__ __forceinline__ Census take_census(const PlainRow &row) const
     {
-        uint32_t even = 0, odd = 0, listed = 0; // escapes of planes 0 and 2, of planes 1 and 3: 16 bits each
+        // even, odd: escapes of planes 0 and 2, and of planes 1 and 3: 16 bits each.
+        uint32_t even = 0, odd = 0, listed = 0;
         const bool constants = Book::num_constant(planes) == 0u || keeps_constants(row);
         bool open = false, differs = false;
         const auto add = [&](uint32_t escapes) {
@@ -523,10 +544,10 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
             listed += ibp_popcount(lane.present);
             open = open || lane.open, differs = differs || lane.differs;
         }
-        constexpr uint32_t kOpen = 1u << 16; // in a sum of at most as many ones as lanes
+        constexpr uint32_t kOpen = 1u << 16; // above the sum of `differs`, which is at most the number of lanes
         const uint32_t found = (open ? kOpen : 0u) + differs;
         uint32_t sums[6] = {found, LISTED ? listed : 0u, even & 0xffffu, odd & 0xffffu, even >> 16, odd >> 16};
-        if constexpr (LANES <= kWarp) { // of few elements: two counts in a word
+        if constexpr (LANES <= kWarp) { // few elements: two counts fit a word
             uint32_t packed[LISTED ? 4 : 3] = {found, even, odd};
             if (LISTED) packed[LISTED ? 3 : 0] = listed;
             G::sum(packed);
@@ -538,7 +559,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         const uint32_t k = LISTED ? sums[1] : columns;
         if constexpr (sizeof(T) <= 4) {
-            if (counts_all) { // the escapes of all others
+            if (counts_all) { // subtracts the escapes of all other elements
                 constexpr uint32_t kCounted = kSteps * LANES * kPerLane;
                 const uint32_t others = (columns + kCounted - 1u) / kCounted * kCounted - k;
                 uint32_t word[1] = {normal_word()}, escapes = 0;
@@ -551,7 +572,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return {{k, sums[2], sums[3], sums[4], sums[5]}, closed, constants && (closed || sums[0] % kOpen == 0u)};
     }
 
-    // As ibp_choose_position_form: every lane looks at a few forms, the first of the shortest is taken.
+    // Chooses the form of positions like ibp_choose_position_form: every lane looks at a few forms, and the first of
+    // the shortest is taken.
     __device__ __forceinline__ ibp_position_form choose_form(uint32_t k) const
     {
         if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);
@@ -561,7 +583,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return position_form_at(G::min_in_warp(least) % kWarp, k, columns);
     }
 
-    // Where the parts are, in stage bits; digits[num_planes] are the raw symbols.
+    // The bits of the stage at which the parts begin. digits[num_planes]: that of the raw symbols.
     struct Parts {
         uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
     };
@@ -583,18 +605,19 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     }
     __device__ __forceinline__ uint32_t header_bits() const { return LISTED ? 8u * ibp_header_bytes(columns) : 0u; }
 
-    // Bits of the positions of k listed elements and of the signs of the others.
+    // Returns the bits that the highest bits of unlisted elements take, if k elements are listed.
     __device__ __forceinline__ uint32_t sign_bits(uint32_t k) const
     {
         return LISTED && Book::signed_default(planes) ? to_byte(columns - k) : 0u;
     }
 
-    // A listed default row has no listed elements, and perhaps a cluster's number.
+    // Returns the most bytes of a coded default row: a listed one has no listed elements, and perhaps a cluster's
+    // number.
     __device__ __forceinline__ uint32_t default_bytes() const
     {
         return LISTED ? (header_bits() + sign_bits(0)) / 8u + 1u : ~0u;
     }
-    // Exact bits of a row as coded.
+    // Returns the exact bits of the coded row.
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         const Census census = take_census(row);
@@ -607,7 +630,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 
     // ---- encoding ----
 
-    // Counts of elements before a lane, or in all lanes: values, and escapes of each plane.
+    // Counts of elements before a lane, or in all lanes: values, and the escapes of each plane.
     struct Running {
         uint32_t values, escapes[IBP_MAX_PLANES];
     };
@@ -646,7 +669,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         low.finish();
     }
 
-    // The highest bits of elements that are not listed. listed_before: elements before the lane's that are.
+    // Writes the highest bits of a lane's elements that are not listed. listed_before: listed elements before the
+    // lane's.
     __device__ __forceinline__ void write_signs(const Lane &lane, uint32_t start, uint32_t listed_before,
                                                 const BitStage &stage) const
     {
@@ -665,7 +689,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 #pragma unroll
             for (uint32_t e = 0; e < kPerLane; e++)
                 if (lane.present >> e & 1u) writer.push_wide(element(lane.word, e) & ones, r);
-        } else { // the elements of a word at once
+        } else { // all elements of a word at once
 #pragma unroll
             for (uint32_t i = 0; i < 4; i++) {
                 uint32_t packed = 0;
@@ -679,7 +703,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         writer.finish();
     }
 
-    // The digits of plane p, next digit lowest.
+    // Returns a lane's digits of plane p, the first one lowest.
     __device__ __forceinline__ Digits digits_of(const Lane &lane, const uint32_t (&code)[kPerLane], uint32_t p) const
     {
         const uint32_t num_bits = planes.digit_bits[p];
@@ -722,7 +746,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         writer.finish();
     }
 
-    // Codes a row into a stage that is all zeros from start_bit, a whole byte, on. Returns the bytes up to its end.
+    // Encodes a row into a stage whose bits are zeros, beginning at bit start_bit, the first bit of a byte. Returns the
+    // byte at which the coded row ends; if this is more than most_bytes, the stage may hold anything.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {

@@ -1,5 +1,17 @@
-// rows.cuh - the kernels that every encoder is instantiated with, and their launches: included by the one .cu of each
-// encoder.
+// rows.cuh - the kernels that measure and encode rows, and their launches. The .cu of each encoder includes this file
+// once and instantiates the kernels with its encoder.
+//
+// In measure_rows a group of lanes measures each of its rows with the cluster that codes it shortest, and writes the
+// row's entry of lengths.
+//
+// In encode_rows a group of lanes does the following for each of its rows:
+//
+// 1. It prefetches its next row into the L2 cache.
+// 2. It finds the row's place, if the rows were measured before (target_of), and clears its stage in shared memory.
+// 3. It encodes the row into the stage; a row without a coded form is copied there raw (code_row).
+// 4. It adds zeros up to the end of the sector or slot.
+// 5. It copies the stage to the row's slot and overflow part: to the place found in 2 (store), or to a part of overflow
+//    that the row has or takes now (settle).
 #ifndef IBP_ENCODE_ROWS_CUH
 #define IBP_ENCODE_ROWS_CUH
 
@@ -14,7 +26,8 @@
 
 namespace ibp {
 
-// Whether a row may be a default one: its coded form takes `bytes`, and no more than a default row's, or it is short.
+// Returns whether a row may be a default row: its coded form takes `bytes` bytes, which is no more than a default
+// row's, or the row is short.
 template <class Encoder>
 __device__ __forceinline__ bool may_be_default(const ibp_codebook &cb, const Encoder &encoder, uint32_t bytes,
                                                uint32_t valid)
@@ -33,7 +46,7 @@ __global__ void __launch_bounds__(Encoder::Group::kThreads, Encoder::kBlocks)
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     for (int64_t r = blockIdx.x * int64_t{kGroups} + G::in_block(); r < num_rows; r += int64_t{gridDim.x} * kGroups) {
         const PlainRow row{data + r * cb.row_bytes, ibp_valid_bytes(num_bytes, cb.row_bytes, r)};
-        // Whether it is a default row is looked up when its bytes are near: few rows are.
+        // The test for a default row comes last, when the row's bytes are in a cache; few rows get there.
         const uint32_t bytes = choose_cluster(cb, encoder, row).bytes;
         uint32_t length = ibp_length_of_coded(bytes, cb.row_bytes, row.valid);
         if (may_be_default(cb, encoder, bytes, row.valid) && is_default<G>(cb, row, row.valid))
@@ -63,8 +76,9 @@ __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_byte
     }
 }
 
-// Puts a row of `valid` bytes as it is stored into a stage. expected: its entry of lengths, or kAnyLength. Returns the
-// entry that it has. A default row is found after it has been coded, when its bytes are near: few rows are.
+// Puts a row of `valid` bytes into a stage in the form in which it is stored. expected: its entry of lengths, or
+// kAnyLength. Returns the entry that the row has. The test for a default row comes last, when the row's bytes are in a
+// cache; few rows get there.
 template <class Encoder>
 __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
                                              uint32_t valid, uint32_t expected, const BitStage &stage)
@@ -83,20 +97,20 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
     const bool looks = expected == marker || (expected == kAnyLength && may_be_default(cb, encoder, coded, valid));
     if (looks && cb.scheme != IBP_SCHEME_RAW && is_default<G>(cb, row, valid)) return marker;
     if (length == 0u) {
-        G::sync(); // all have written
+        G::sync(); // before the stage is overwritten
         stage_raw<G>(row, valid, stage);
     }
     return length;
 }
 
-// What has become of a group's rows, and the counter of overflow, as its first lane last saw it.
+// Counts of what became of a group's rows. seen: the counter of overflow as the group's first lane last saw it.
 struct Tally {
     uint32_t spilled, lost;
     uint64_t seen;
 };
 
-// A coded row goes where there is room for it, and its place is written down. By all lanes of a group together. claims:
-// other groups may have the same row.
+// Stores a coded row where there is room for it, and writes down its place. If `claims`, other groups may have the same
+// row. All lanes of a group call this together.
 template <class G>
 __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t row, uint32_t length, uint32_t valid,
                                        const BitStage &stage, Tally &tally)
@@ -123,8 +137,8 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
         if (G::lane() == 0u && job.fault != nullptr) record_fault(job.fault, IBP_INVALID_ARGUMENT, i, row);
         return;
     }
-    const bool has_part = part.base != IBP_NO_BASE, lost = spills && !has_part,
-               is_kept = !lost || is_new; // a new row is kept as far as its slot holds it
+    // If there is no room for its overflow part, a new row is kept as far as its slot holds it.
+    const bool has_part = part.base != IBP_NO_BASE, lost = spills && !has_part, is_kept = !lost || is_new;
     if (is_kept) {
         const uint64_t slot = static_cast<uint64_t>(row) * table.slot_bytes;
         const uint32_t room = is_new ? table.slot_bytes : ibp_sector_bytes(stored - in_overflow);
@@ -133,7 +147,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
         if (has_part) copy_out<G>(place.overflow + part.base, stage, table.slot_bytes, ibp_sector_bytes(in_overflow));
     }
     if (claims) __threadfence();
-    G::sync(); // the row is there
+    G::sync(); // the row is stored before its place is written
     if (G::lane() != 0u) return;
     if (place.lengths != nullptr) place.lengths[row] = is_kept ? static_cast<uint16_t>(length) : uint16_t{0};
     if (!spills && !claims) return;
@@ -143,7 +157,8 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     tally.spilled += spills && !lost, tally.lost += lost;
 }
 
-// A row goes where the table's index says, if it is as long as that says. By all lanes of a group together.
+// Stores a row where the table's index says, if it is as long as the index says; otherwise records a fault. All lanes
+// of a group call this together.
 template <class G>
 __device__ __forceinline__ void store(const RowsJob &job, int64_t row, const RowTarget &target, uint32_t length,
                                       const BitStage &stage)
@@ -157,15 +172,15 @@ __device__ __forceinline__ void store(const RowsJob &job, int64_t row, const Row
     }
 }
 
-// Which row of the table a row of the source becomes, if there is such a row: the same in all lanes of a group, also
-// where ids change while they load it.
+// Returns which row of the table row i of the source becomes; the table may have no such row. All lanes of a group get
+// the same number, even if ids change while they are read.
 template <class G> __device__ __forceinline__ int64_t row_of(const RowsJob &job, int64_t i)
 {
     if (job.row_ids == nullptr) return job.first_row + i;
     return static_cast<int64_t>(G::broadcast(static_cast<uint64_t>(IBP_LOAD_ONCE(job.row_ids[i]))));
 }
 
-// IS_MEASURED: the table's index says how long rows are and where they go.
+// Encodes the rows of a source. IS_MEASURED: the table's index says how long rows are and where they go.
 template <class Encoder, bool IS_MEASURED>
 __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_rows(const __grid_constant__ RowsJob job)
 {
@@ -180,8 +195,9 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
-    const uint32_t least_bytes = job.place.is_new != 0u ? table.slot_bytes : 0u; // with zeros behind a row
-    uint32_t dirty = stage_bytes; // bytes of the stage that may hold bits of the row before
+    // Bytes written of a row at least, including zeros behind it.
+    const uint32_t least_bytes = job.place.is_new != 0u ? table.slot_bytes : 0u;
+    uint32_t dirty = stage_bytes; // bytes of the stage that may hold bits of the last row
     Tally tally{0, 0, kNotSeen};
     PlainRow next{};
     if (first < job.source.num_rows) next = job.source.row(first);
@@ -195,7 +211,9 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
         if (r >= 0 && r < num_rows) {
             RowTarget target{};
             if (IS_MEASURED) target = target_of<G>(table, r);
-            if (!Encoder::kFillsStage || IS_MEASURED) { // whole slots are written then, and nothing behind them
+            // If rows were measured, the whole slot is copied from the stage, including zeros behind the row, and
+            // nothing behind it.
+            if (!Encoder::kFillsStage || IS_MEASURED) {
                 if (IS_MEASURED) dirty = ibp_min_u32(target.slot_room + target.room, stage_bytes);
                 clear<G>(stage, (dirty + kVector - 1u) / kVector * kVector);
                 G::sync();
@@ -208,12 +226,13 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
             const uint32_t written = sectors > least_bytes ? sectors : least_bytes;
             pad<G>(stage, stored, written);
             G::sync();
-            dirty = length != 0u && stored != 0u ? written : stage_bytes; // what has no coded form lies anywhere
+            // A row without a coded form may have left bits anywhere.
+            dirty = length != 0u && stored != 0u ? written : stage_bytes;
             if constexpr (IS_MEASURED)
                 store<G>(job, r, target, length, stage);
             else
                 settle<G>(job, i, r, length, valid, stage, tally);
-            G::sync(); // the stage is free for the next row
+            G::sync(); // before the stage is overwritten
         } else if (G::lane() == 0u && job.fault != nullptr) {
             record_fault(job.fault, IBP_INDEX_OUT_OF_RANGE, i, r);
         }
@@ -240,17 +259,18 @@ template <class Encoder> ibp_status launch_rows(const Measure &measure)
                          measure.lengths);
 }
 
-// Shared memory of a group: its stage and what its encoder has besides.
+// Returns the bytes of shared memory of a group: its stage and its encoder's scratch.
 template <class Encoder> uint32_t group_bytes_of(const ibp_codebook &cb)
 {
     return bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb);
 }
 
-// Makes the groups of a block, whole warps, as few as there is shared memory for where an SM has num_blocks blocks.
+// Reduces the groups of a block to those for which there is shared memory if an SM has num_blocks blocks. The groups of
+// a block fill whole warps.
 inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_t lanes, uint32_t num_blocks,
                              uint32_t *groups)
 {
-    constexpr int kReserved = 1024; // of an SM for each block
+    constexpr int kReserved = 1024; // bytes of an SM's shared memory that each block takes besides its own
     DeviceSizes device{};
     const ibp_status status = read_device(&device);
     const int of_block = std::min(device.block_bytes, device.sm_bytes / static_cast<int>(num_blocks) - kReserved);
@@ -260,7 +280,7 @@ inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_
     return status;
 }
 
-// Blocks are larger where this much shared memory is a block's, whatever its size.
+// Blocks are larger if their tables have this many bytes, which a block needs whatever its size.
 constexpr uint32_t kLargeTable = 16u << 10;
 
 template <class Encoder> ibp_status launch_rows(const Encode &encode)
@@ -284,7 +304,7 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
     return launch_kernel(kernel, launch, encode.stream, job);
 }
 
-// As many lanes as rows of a length keep busy.
+// Launches with as many lanes for a row as rows of this length keep busy.
 template <template <uint32_t> class Encoder, class Call> ibp_status launch_by_lanes(const Call &call)
 {
     const uint32_t row_bytes = codebook_of(call).row_bytes;

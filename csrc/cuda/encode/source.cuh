@@ -1,4 +1,5 @@
-// source.cuh - rows before coding, as a kernel gets them: addresses by multiplication (ibp_row_source of ibp.h).
+// source.cuh - the rows before coding, as a kernel receives them: their addresses are computed by multiplications
+// (ibp_row_source of ibp.h).
 #ifndef IBP_ENCODE_SOURCE_CUH
 #define IBP_ENCODE_SOURCE_CUH
 
@@ -6,7 +7,7 @@
 
 namespace ibp {
 
-// Division of numbers below 2^31 by a number of that range.
+// Divides numbers below 2^31 by a fixed number of that range.
 struct Divider {
     uint32_t divisor, magic, shift;
 
@@ -18,7 +19,7 @@ struct Divider {
         return {static_cast<uint32_t>(divisor), static_cast<uint32_t>((one - 1u) / static_cast<uint64_t>(divisor) + 1u),
                 31u + bits};
     }
-    // Divides, and leaves the remainder in n.
+    // Returns the quotient, and leaves the remainder in n.
     __device__ __forceinline__ uint32_t split(uint32_t &n) const
     {
         const auto quotient = static_cast<uint32_t>(uint64_t{n} * magic >> shift);
@@ -46,7 +47,7 @@ struct RowSource {
         return made;
     }
 
-    // 0 <= i < num_rows.
+    // Returns row i, 0 <= i < num_rows.
     __device__ __forceinline__ PlainRow row(int64_t i) const
     {
         return {address_of(i), i == num_rows - 1 ? last_row_bytes : row_bytes};

@@ -1,4 +1,5 @@
-// target.cuh - where a coded row goes: to where the table's index says, or to a part of overflow that the row takes.
+// target.cuh - finds where a coded row goes: to the place that the table's index says, or to a part of overflow that
+// the row takes.
 #ifndef IBP_ENCODE_TARGET_CUH
 #define IBP_ENCODE_TARGET_CUH
 
@@ -6,7 +7,7 @@
 
 namespace ibp {
 
-// Bytes of a room that lie in an array from start on.
+// Returns how many bytes of a room that begins at `start` lie in an array.
 __device__ __forceinline__ uint32_t room_in(uint32_t room, int64_t array_bytes, uint64_t start)
 {
     return static_cast<uint32_t>(min(uint64_t{room}, static_cast<uint64_t>(array_bytes) - start));
@@ -14,25 +15,26 @@ __device__ __forceinline__ uint32_t room_in(uint32_t room, int64_t array_bytes, 
 
 // ---- rows whose places are known ----
 
-// slot_room and room: bytes of the slot and of the overflow part, padding included; 0 where there is nothing of the
-// row. length: its entry of lengths.
+// The place of a row, which is known before the row is coded. slot_room, room: bytes of the slot and of the overflow
+// part, padding included; 0 if the row has nothing there. length: its entry of lengths.
 struct RowTarget {
     uint64_t slot_start, overflow_start;
     uint32_t length, slot_room, room;
     bool in_bounds;
 };
 
-// Whole slots are written, those of default rows too, so that equal tables have equal bytes.
+// Returns where a row goes according to the table's index. Whole slots are written, those of default rows too, so that
+// equal tables have equal bytes.
 template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_table &table, int64_t row)
 {
     const auto length_of = [&](int64_t r) { return table.lengths ? uint32_t{IBP_LOAD_ONCE(table.lengths[r])} : 0u; };
     const uint32_t row_bytes = table.codebook.row_bytes;
     RowTarget target{};
-    target.length = static_cast<uint32_t>(G::broadcast(length_of(row))); // the lanes code the row together
+    target.length = static_cast<uint32_t>(G::broadcast(length_of(row))); // the same in all lanes
     ibp_row_place place = ibp_split_row(&table, row, target.length);
     uint64_t base = 0;
     uint32_t rooms = 0;
-    if (ibp_needs_base(&table, &place)) { // the lanes sum the rooms of the rows before
+    if (ibp_needs_base(&table, &place)) { // the lanes add up the rooms of the rows before
         for (int64_t r = ibp_first_of_base(&table, row) + G::lane() % G::kWidth; r < row; r += G::kWidth)
             rooms += ibp_room_of(length_of(r), row_bytes, row_bytes, table.slot_bytes);
         base = IBP_LOAD_ONCE(table.bases[ibp_base_of_row(&table, row)]);
@@ -51,16 +53,16 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
 
 // ---- rows that take their parts ----
 
-constexpr uint64_t kClaimed = IBP_NO_BASE - 1u; // base of a row that is being coded
+constexpr uint64_t kClaimed = IBP_NO_BASE - 1u; // the base of a row that another group is coding
 constexpr uint64_t kNotSeen = UINT64_MAX;
 
-// What a row owns of overflow.
+// The part of overflow that a row owns.
 struct Part {
     uint64_t base;
     uint32_t sectors;
 };
 
-// The part that a row's base says, if that lies in overflow; else none.
+// Returns the part that a row's base points to, if it lies in overflow; otherwise none.
 __device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uint64_t base, uint32_t valid)
 {
     const ibp_table &table = place.table;
@@ -73,7 +75,8 @@ __device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uin
     return {base, sectors};
 }
 
-// The same of a row that other groups may have too: they find kClaimed until its base is written.
+// Does the same for a row that other groups may have too, and claims it: the others find kClaimed until the row's base
+// is written.
 __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, uint32_t valid)
 {
     const uint64_t base = atomicExch(reinterpret_cast<unsigned long long *>(place.bases + row), kClaimed);
@@ -81,9 +84,11 @@ __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, 
     return base == kClaimed ? Part{kClaimed, 0} : part_of(place, row, base, valid);
 }
 
-// A part that no other row has; none where there is no room. seen: the counter as this lane last saw it, at first
-// kNotSeen. Where this leaves no room the counter is read before it is added to, so that it stays near what there is,
-// however many are refused; else the row is not held up by a second access to a place that all rows go to.
+// Takes a part that no other row has. Returns none if there is no room. seen: the counter of overflow as this lane last
+// saw it; at first kNotSeen.
+// If the part does not fit by `seen`, the counter is read before anything is added to it, so that it stays near the
+// size of overflow however many rows are refused. Otherwise it is not read first, because a second access to a counter
+// that all rows use would hold the row up.
 __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t sectors, uint64_t &seen)
 {
     const auto there_are = static_cast<uint64_t>(place.table.overflow_bytes);
@@ -97,7 +102,8 @@ __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t secto
     return fits(start) ? Part{start, sectors} : Part{IBP_NO_BASE, 0};
 }
 
-// A part for a row whose own one is too small: for its raw bytes, if it had one and remembers what it owns.
+// Takes a part for a row whose own part is too small. If the row had a part, and `rooms` remembers its size, the new
+// part has room for the raw row, provided that there is so much room. Otherwise it has room for the coded row.
 __device__ __forceinline__ Part take_part_for(const ibp_place &place, Part own, uint32_t in_overflow, uint32_t valid,
                                               uint64_t &seen)
 {

@@ -1,4 +1,4 @@
-// values.cu - encodes dense rows of scheme planes whose symbols have a table of codes; encode_dense.cu measures them.
+// values.cu - encodes dense rows of scheme planes whose symbols have a table of codes. encode_dense.cu measures them.
 #include "rows.cuh"
 #include "values.cuh"
 
@@ -8,10 +8,12 @@ template <typename T, bool COLUMNS> struct ValuesEncoders {
     template <uint32_t LANES> using Of = DenseValuesEncoder<T, LANES, COLUMNS>;
 };
 
-// The shortest rows have elements for few lanes, and steps of more rows at once cost no more.
+// Rows of up to kLongestOfFew bytes have elements for only kFewLanes lanes, and a step of more rows at once costs no
+// more.
 constexpr uint32_t kFewLanes = 4, kLongestOfFew = 256;
 
-// On some GPUs the list of a long row does not fit shared memory beside its stage: encode_dense.cu takes it there.
+// Encodes rows if shared memory has room. On some GPUs the list of a long row does not fit beside its stage; then
+// encode_dense.cu encodes the rows.
 template <class Encoder> static ibp_status encode_if_fits(const Encode &encode)
 {
     const ibp_codebook &cb = codebook_of(encode);

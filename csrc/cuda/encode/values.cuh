@@ -1,10 +1,16 @@
-// values.cuh - the values of elements of scheme planes side by side (FORMAT.md section 6), for codebooks with
-// a table of all symbols' codes, or of their ranks in each column.
+// values.cuh - encodes the values of elements of scheme planes that lie side by side (FORMAT.md section 6), for
+// codebooks with a table of the codes of all symbols, or of their ranks in each column.
 //
-// A symbol's *path* says all that planes 0 and 1 need of it: its digits there; whether it reaches plane 1; and whether
-// it goes on to the list, from which the planes behind are coded. Digits are pushed into a lane's words by one funnel
-// shift each: those of plane 0, which are the lowest bits of paths, first element first, those of plane 1, the highest
-// bits, last element first. One prefix sum serves both planes.
+//     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
+//     | plane 3 | raw symbols: one for each escape of the last plane |
+//
+// 1. A lane loads one or two octets of elements a step and writes their residuals.
+// 2. It looks up the *path* of each symbol, which says all that planes 0 and 1 need: the symbol's digits there, whether
+//    it reaches plane 1, and whether it goes on to the list. Each digit is pushed into a lane's words by one funnel
+//    shift. The digits of plane 0 are the lowest bits of paths and are pushed first element first; those of plane 1 are
+//    the highest bits and are pushed last element first.
+// 3. One prefix sum serves both planes: it says where the lane's digits of plane 1 go, and its entries of the list.
+// 4. Planes 2 and 3 and the raw symbols are encoded from the list (put_list).
 #ifndef IBP_ENCODE_VALUES_CUH
 #define IBP_ENCODE_VALUES_CUH
 
@@ -12,7 +18,7 @@
 
 namespace ibp {
 
-// COLUMNS: entries are a column's: a symbol's rank says its path.
+// Encodes values as described above. COLUMNS: every column has entries of its own, and a symbol's rank gives its path.
 template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS, bool COLUMNS = false>
 struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     static_assert(sizeof(T) <= 4 && (!COLUMNS || (sizeof(T) >= 2 && !LISTED)), "elements that a word holds");
@@ -23,22 +29,30 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     using Base::codes, Base::own_codes, Base::columns, Base::kBits, Base::kPerWord, Base::planes, Base::ranks,
         Base::symbol_bits;
     static constexpr uint32_t kBlocks = 2;
-    // A lane takes two octets of elements a step, of four bytes one: words of them are in registers.
+    // A lane takes two octets of elements a step, or one if rows are listed or elements have four bytes. Their words
+    // are in registers.
     static constexpr uint32_t kOctet = 8, kOctets = LISTED || sizeof(T) == 4 ? 1 : 2, kOfLane = kOctet * kOctets;
-    static constexpr uint32_t kWords = kOctet * sizeof(T) / 4u;           // of an octet
-    using Symbol = std::conditional_t<sizeof(T) == 1, uint8_t, uint16_t>; // in the list
+    static constexpr uint32_t kWords = kOctet * sizeof(T) / 4u;           // words of an octet
+    using Symbol = std::conditional_t<sizeof(T) == 1, uint8_t, uint16_t>; // an entry of the list
 
-    // A path: its entry of the list in the low half; then a byte whose bit 0 is set if it reaches plane 1 and bit 5 if
-    // it goes on; the digit of plane 1. An entry is the digit of plane 0 and the symbol. A byte has no room for both:
-    // there the digit of plane 0 is above the symbol, and is shifted down. Where entries are a column's, an entry of
-    // the list is a rank above a symbol of up to a byte, which takes the place of the digit.
+    // The bits of a path:
+    //
+    //     bits 0 to 15    the symbol's entry of the list
+    //     bit  16         kReaches: the symbol reaches plane 1
+    //     bit  21         kGoesOn: the symbol goes on to the list
+    //     highest bits    the digit of plane 1
+    //
+    // An entry of the list is the digit of plane 0 and the symbol above it. If elements are bytes, an entry has no room
+    // for both: the digit of plane 0 is above the symbol and is shifted down. If every column has entries of its own,
+    // an entry of the list is a rank above a symbol of up to a byte, which takes the digit's place once the digit has
+    // been used.
     static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21,
                               kKeyAt = COLUMNS          ? 8
                                        : sizeof(T) == 1 ? 0
                                                         : 4,
                               kDigitAt = sizeof(T) == 1 ? 8 : 0;
     static_assert(kMostCodeBits + 4u <= 16u && kMostRankEntries <= 255u, "an entry has two bytes");
-    const uint32_t *paths; // of all symbols, or ranks, behind the tables of codes
+    const uint32_t *paths; // the paths of all symbols, or ranks; behind the tables of codes
 
     // ---- the codebook ----
 
@@ -54,7 +68,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             to[i] = path_of(COLUMNS ? i : low_bits(i, symbol_bits), table[i]);
         __syncthreads();
     }
-    // key: the symbol or rank.
+    // Returns the path of a symbol. key: the symbol or its rank. code: its code (planes.cuh).
     __device__ __forceinline__ uint32_t path_of(uint32_t key, uint32_t code) const
     {
         const bool has_first = planes.num_planes > 0u, has_second = planes.num_planes > 1u,
@@ -68,7 +82,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- the elements of a lane ----
 
-    // The path of element e of a column. Elements behind the last one have any.
+    // Returns the path of element e of an octet, which is in a column. For elements behind the last column it may be
+    // any.
     __device__ __forceinline__ uint32_t path_in(uint32_t column, const uint32_t (&words)[kWords], uint32_t e) const
     {
         const uint32_t place =
@@ -76,11 +91,12 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         return paths[ranks[place]];
     }
 
-    // Digits of an octet in planes 0 and 1, the first lowest, and its counts as the third byte of paths has them.
+    // The digits of an octet in planes 0 and 1, the first one lowest, and the sum of the third bytes of its paths.
     struct Octet {
         uint32_t first, second, counts;
     };
-    // path: those of the first num elements, which begin with number `first`, zeros behind them.
+    // Looks up the paths of an octet and collects its digits. path: receives the paths of the first num elements, which
+    // begin with number `first`, and zeros behind them; with COLUMNS, entries of the list.
     __device__ __forceinline__ Octet push(const uint32_t (&words)[kWords], uint32_t first, uint32_t num,
                                           uint32_t (&path)[kOctet]) const
     {
@@ -97,11 +113,11 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             octet.first = __funnelshift_r(octet.first, path[e] >> kDigitAt, width);
             octet.counts = add_third_byte(path[e], octet.counts);
         }
-        octet.first >>= (32u - kOctet * width) % 32u; // zeros where the width is 0
+        octet.first >>= (32u - kOctet * width) % 32u; // digits are zeros if the width is 0
 #pragma unroll
         for (uint32_t e = kOctet; e-- > 0;)
             if (path[e] & kReaches) octet.second = __funnelshift_l(path[e], octet.second, next_width);
-        if (COLUMNS) // entries of the list
+        if (COLUMNS) // turns paths into entries of the list
 #pragma unroll
             for (uint32_t e = 0; e < kOctet; e++)
                 path[e] = select_bits(0xffu, low_bits(this->symbol_at(words, e, 0), symbol_bits), path[e]);
@@ -118,8 +134,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- residuals ----
 
-    // Puts the residuals of `held` elements of a lane into a stage, from a whole byte on; zeros behind them. There is
-    // room.
+    // Writes the residuals of a lane's `held` elements into a stage, at a position that begins a byte; zeros follow
+    // them. There is room for them.
     __device__ __forceinline__ void put_residuals(const BitStage &stage, uint32_t position,
                                                   const uint32_t (&words)[kOctets][kWords], uint32_t held) const
     {
@@ -142,7 +158,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                            held - ibp_min_u32(held, o * kOctet), r);
         }
     }
-    // The lower halves of a lane's elements.
+    // Writes the lower halves of a lane's elements.
     static __device__ __forceinline__ void put_halves(const BitStage &stage, uint32_t position,
                                                       const uint32_t (&words)[kOctets][kWords], uint32_t held)
     {
@@ -157,7 +173,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             run[i] = permute_bytes(low, high, 0x6420);
         }
         uint32_t *const to = stage.words + position / 32u;
-        if (held < kOfLane) { // what is behind them is not residuals
+        if (held < kOfLane) { // what lies behind them is no residual
             const uint32_t num_bits = held * kBits / 2u;
 #pragma unroll
             for (uint32_t i = 0; i < kRun; i++) run[i] = low_bits(run[i], num_bits - ibp_min_u32(num_bits, 32u * i));
@@ -186,7 +202,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         stage.or_words<kLikely>(position, low);
         if (sizeof(T) == 2 && r > 8u) stage.or_bits(position + 64u, bits.high);
     }
-    // The low R bits of each of eight words, side by side: six words; the last one may be filled in part.
+    // Writes the low R bits of each of eight words, side by side. They take six words, of which the last may be filled
+    // in part.
     template <uint32_t R>
     static __device__ __forceinline__ void put_fields(const BitStage &stage, uint32_t position,
                                                       const uint32_t (&words)[kWords])
@@ -200,8 +217,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         }
         put_run<6, R * kOctet / 32u>(stage, position, run);
     }
-    // Puts N words into a stage, from any bit on. The first WHOLE ones are full: those in the middle are no other
-    // lane's.
+    // Writes N words into a stage, at any bit. The first WHOLE of them are full. Those in the middle are stored,
+    // because no other lane has bits in them.
     template <uint32_t N, uint32_t WHOLE = N>
     static __device__ __forceinline__ void put_run(const BitStage &stage, uint32_t position, const uint32_t (&run)[N])
     {
@@ -224,12 +241,12 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         }
         atomicOr(to + N, run[N - 1u] >> (32u - shift));
     }
-    // The low r bits of each element, side by side. Of two fields in a word, the upper one is taken off where it is and
-    // added where it goes, by one multiplication.
+    // Returns the low r bits of each element, side by side. If a word holds two fields, one multiplication takes the
+    // upper one off where it is and adds it where it goes.
     static __device__ __forceinline__ Packed pack_fields(const uint32_t (&words)[kWords], uint32_t r)
     {
         const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest;
-        const uint32_t of_word = r * (4u / sizeof(T)); // bits
+        const uint32_t of_word = r * (4u / sizeof(T)); // bits of a word's fields
         uint32_t packed[kWords];
 #pragma unroll
         for (uint32_t w = 0; w < kWords; w++) {
@@ -247,7 +264,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                        second = packed[2 % kWords] | uint64_t{packed[3 % kWords]} << of_word;
         return {first | (r < 16u ? second << 4u * r : 0u), second >> (64u - 4u * r)};
     }
-    // The low r bits, 32 at most, of each of the first num words.
+    // Writes the low r bits, at most 32, of each of the first num words.
     static __device__ __forceinline__ void put_pairs(const BitStage &stage, uint32_t position,
                                                      const uint32_t (&words)[kWords], uint32_t num, uint32_t r)
     {
@@ -263,9 +280,9 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- planes ----
 
-    // Codes n elements, rotated, into at most most_bits of a stage from bit `start` on, a whole byte. load(first,
-    // words) gives those of a lane, and anything behind the last one. list: room for as many symbols; it may be where
-    // the elements are. Returns where the values end.
+    // Encodes n elements, which are rotated already, into at most most_bits bits of a stage, beginning at bit `start`,
+    // the first bit of a byte. load(first, words): gives a lane its elements, and anything behind the last one. list:
+    // room for n symbols, which may be where the elements are. Returns the bit at which the values end.
     template <class Load>
     __device__ __forceinline__ uint32_t put_values(const BitStage &stage, uint32_t n, uint32_t start,
                                                    uint32_t most_bits, Symbol *list, const Load &load) const
@@ -293,14 +310,14 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             G::scan(counts, before, total);
             put_digits(stage, plane1 + (reached + (before[0] & 0xffffu)) * next_width, octets[0].second, last.second,
                        (octets[0].counts & 31u) * next_width);
-            if (LISTED) G::sync(); // all have read their elements
+            if (LISTED) G::sync(); // before the list overwrites the elements
             append(list + listed + (before[0] >> 16), path);
             reached += total[0] & 0xffffu, listed += total[0] >> 16;
         }
-        G::sync(); // the list is there
+        G::sync(); // before the list is read
         return put_list(stage, listed, plane1 + to_byte(reached * next_width), most_bits, list);
     }
-    // The digits of a lane's octets, those of the last one num_bits behind the others.
+    // Writes the digits of a lane's octets. The last octet's digits begin num_bits bits behind the first's.
     static __device__ __forceinline__ void put_digits(const BitStage &stage, uint32_t position, uint32_t first,
                                                       uint32_t last, uint32_t num_bits)
     {
@@ -321,15 +338,16 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             }
     }
 
-    // Codes the n symbols of a list in planes 2 and 3, whose digits begin with bit `at`, four a lane, and puts the
-    // remaining symbols as they are.
+    // Encodes the n symbols of a list, four a lane: their digits of planes 2 and 3, which begin at bit `at`, and then
+    // the remaining symbols as they are. Returns the bit at which they end.
     __device__ __forceinline__ uint32_t put_list(const BitStage &stage, uint32_t n, uint32_t at, uint32_t most_bits,
                                                  Symbol *list) const
     {
         constexpr uint32_t kFour = 4;
         const uint32_t width = this->width_of(2), next_width = this->width_of(3), plane3 = at + to_byte(n * width);
         if (plane3 > most_bits) return plane3;
-        // Of a code's upper half, whose bits 0 and 8 are the escapes: which one says that the symbol is put as it is.
+        // The bit of a code's upper half, whose bits 0 and 8 are the escapes of planes 2 and 3, that marks a raw
+        // symbol.
         const bool has_fourth = planes.num_planes > 3u;
         const uint32_t is_raw = has_fourth ? 1u << 8 : 1u;
         uint32_t reached = 0, left = planes.num_planes > 2u ? 0u : n;
@@ -353,7 +371,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             G::scan(counts, before, total);
             stage.or_bits<kLikely>(at + i * width, first);
             stage.or_bits(plane3 + (reached + (before[0] & 0xffffu)) * next_width, second);
-            G::sync(); // all have read
+            G::sync(); // before the list is overwritten
             Symbol *to = list + left + (before[0] >> 16);
 #pragma unroll
             for (uint32_t e = 0; e < kFour; e++) {
@@ -363,7 +381,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             }
             reached += total[0] & 0xffffu, left += total[0] >> 16;
         }
-        G::sync(); // the list is there
+        G::sync(); // before the list is read
         const uint32_t symbols = plane3 + to_byte(reached * next_width), end = symbols + to_byte(left * symbol_bits);
         if (end > most_bits) return end;
         for (uint32_t i = G::lane(); i < left; i += LANES)
@@ -373,7 +391,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     }
 };
 
-// Dense rows without constant columns and invariant bits.
+// Encodes dense rows without constant columns and invariant bits.
 template <typename T, uint32_t LANES, bool COLUMNS>
 struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS> {
     using Base = ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS>;
@@ -384,7 +402,7 @@ struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS
     using Symbol = typename Base::Symbol;
 
     using Base::Base;
-    // Shared memory of a group behind its stage: the list.
+    // Returns the bytes of the group's scratch behind its stage: the list.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
         return (cb.row_bytes / static_cast<uint32_t>(sizeof(T) * 16u / sizeof(Symbol)) + 1u) * 16u;
@@ -401,14 +419,14 @@ struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS
             if (byte < row_bytes) row.load(byte, is_whole, vectors[v]);
         }
 #pragma unroll
-        for (uint32_t v = 0; v < kVectors; v++) { // when all are on their way
+        for (uint32_t v = 0; v < kVectors; v++) { // after all loads have been issued
             this->rotate(vectors[v]);
 #pragma unroll
             for (uint32_t i = 0; i < 4; i++) words[(4u * v + i) / kWords][(4u * v + i) % kWords] = vectors[v][i];
         }
     }
 
-    // As PlanesEncoder::encode.
+    // Encodes a row as PlanesEncoder::encode does.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {

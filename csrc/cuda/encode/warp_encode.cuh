@@ -1,5 +1,5 @@
-// warp_encode.cuh - one row of scheme ibp coded by one warp, for kernels of any kind: what ibp_device.cuh offers, and
-// its contract.
+// warp_encode.cuh - encodes one row of scheme ibp by one warp, for use in other kernels: the function that
+// ibp_device.cuh offers, and its contract.
 #ifndef IBP_WARP_ENCODE_CUH
 #define IBP_WARP_ENCODE_CUH
 
@@ -7,21 +7,21 @@
 
 namespace ibp {
 
-// Bytes of dynamic shared memory that a warp needs to code rows of a codebook: a multiple of 16.
+// Returns the bytes of dynamic shared memory that a warp needs to encode rows of a codebook: a multiple of 16.
 __host__ __device__ __forceinline__ uint32_t warp_encode_scratch_bytes(const ibp_codebook &cb)
 {
     return bit_stage_bytes(cb.row_bytes);
 }
 
-// Codes a row by a codebook of scheme ibp, to the bytes that ibp_encode_row gives.
+// Encodes a row by a codebook of scheme ibp, to the same bytes as ibp_encode_row. All 32 lanes of a warp call this
+// together, with the same arguments.
 //
-// Called by all 32 lanes of a warp together, with the same arguments.
 // cb, scratch: as in warp_decode_coded, with warp_encode_scratch_bytes(cb) bytes.
 // row: cb.row_bytes bytes at any address that the device can read. No other thread changes them meanwhile.
-// coded: room for cb.row_bytes - 1 bytes at any address that the device can write, apart from the row.
-// @return in all lanes: how many bytes of coded are written, fewer than cb.row_bytes; or 0, and none is, where coding
-// saves no byte, so that the row is kept as it is, or the codebook is of another scheme. The lanes see what has been
-// stored. Nothing but coded and the scratch is written.
+// coded: room for cb.row_bytes - 1 bytes at any address that the device can write; it does not overlap the row.
+// @return in all lanes: how many bytes of coded are written, fewer than cb.row_bytes. Returns 0, and writes none, if
+// coding saves no byte, so that the row is kept as it is, or if the codebook is of another scheme. All lanes of the
+// warp see what has been stored. Nothing except coded and the scratch is written.
 __device__ __forceinline__ uint32_t warp_encode_row(const ibp_codebook &cb, const uint8_t *row, uint8_t *coded,
                                                     uint32_t scratch)
 {
@@ -35,12 +35,12 @@ __device__ __forceinline__ uint32_t warp_encode_row(const ibp_codebook &cb, cons
     const Choice choice = choose_cluster(cb, encoder, plain);
     if (choice.bytes >= cb.row_bytes) return 0;
     const bool numbered = ibp_has_clusters(&cb);
-    __syncwarp(); // the scratch is free
+    __syncwarp(); // before the scratch is overwritten
     clear<G>(stage, stage_bytes);
     __syncwarp();
     if (numbered && G::lane() == 0u) stage.or_bits(0, choice.cluster);
     of_cluster(encoder, cb, choice.cluster).encode(plain, stage, numbered ? 8u : 0u, cb.row_bytes - 1u);
-    __syncwarp(); // all have written
+    __syncwarp(); // before the stage is read
     copy_out<G>(coded, stage, 0, choice.bytes);
     __syncwarp();
     return choice.bytes;

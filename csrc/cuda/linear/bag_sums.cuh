@@ -1,4 +1,4 @@
-// bag_sums.cuh - rows in shared memory added to the sums of bags, and where bags begin and end.
+// bag_sums.cuh - adds rows in shared memory to the sums of bags, and finds where bags begin and end.
 #ifndef IBP_BAG_SUMS_CUH
 #define IBP_BAG_SUMS_CUH
 
@@ -12,9 +12,9 @@ constexpr uint32_t kTeamWarps = 4, kTeamThreads = kTeamWarps * kWarp;
 
 // ---- which bags, and which rows ----
 
-constexpr uint32_t kNoOffset = ~0u; // of what is no number of an id
+constexpr uint32_t kNoOffset = ~0u; // marks an offset that is not the number of an id
 
-// The number of the first id of a bag; num_ids behind the last bag.
+// Returns the number of the first id of a bag; num_ids for a bag behind the last one.
 __device__ __forceinline__ uint32_t begin_of(const ibp_bags &bags, uint32_t bag, uint32_t num_ids)
 {
     if (bag == 0u) return 0;
@@ -25,13 +25,13 @@ __device__ __forceinline__ uint32_t begin_of(const ibp_bags &bags, uint32_t bag,
     return begin < 0 || begin > num_ids ? kNoOffset : static_cast<uint32_t>(begin);
 }
 
-// The first bag before which lie at least `target` bags and ids; num_bags if there is none. By all lanes of a warp
-// together; each half of it may have a target of its own, and so get another answer.
+// Returns the first bag before which there are at least `target` bags and ids together; num_bags if there is none. All
+// lanes of a warp call this together; either half of the warp may have its own target and get its own answer.
 __device__ __forceinline__ uint32_t first_bag_at(const ibp_bags &bags, uint32_t num_ids, uint64_t target)
 {
     constexpr uint32_t kProbes = kWarp / 2u;
     const uint32_t rank = lane_id() % kProbes, shift = lane_id() / kProbes * kProbes;
-    uint32_t low = 0, high = static_cast<uint32_t>(bags.num_bags); // the answer is one of [low, high]
+    uint32_t low = 0, high = static_cast<uint32_t>(bags.num_bags); // the answer is in [low, high]
     while (__any_sync(kAllLanes, low < high)) {
         const uint32_t left = high - low, step = (left + kProbes - 1u) / kProbes,
                        probe = low + ibp_min_u32((rank + 1u) * step, left);
@@ -46,11 +46,11 @@ __device__ __forceinline__ uint32_t first_bag_at(const ibp_bags &bags, uint32_t 
 
 // The bags of a team, and their rows.
 struct Share {
-    uint32_t first_bag, last_bag, first, last; // from, up to without
+    uint32_t first_bag, last_bag, first, last; // last_bag and last are not included
 };
 
-// Bags and ids count alike, so that many bags without ids are shared out too. Offsets that change meanwhile give warps
-// different shares: a team takes that of one.
+// Returns the share of a team. Shares are equal in bags plus ids, so that many bags without ids are divided too. If
+// offsets change meanwhile, warps compute different shares; a team takes that of one warp.
 static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num_ids, uint32_t team, uint32_t num_teams)
 {
     const uint64_t total = uint64_t{num_ids} + static_cast<uint64_t>(bags.num_bags);
@@ -66,20 +66,20 @@ static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num
 
 // ---- rows ----
 
-// A row's weight, and whether it is padding.
+// A row's weight, and whether the row is padding.
 struct Note {
     float weight;
     uint32_t is_padding;
 };
 constexpr Note kNoNote{1.0f, 0};
 
-constexpr uint32_t kTogether = 4; // rows that are added at a time
+constexpr uint32_t kTogether = 4; // rows that a thread adds at a time
 
-// The rows of a round where a team finds them: row j begins with shared byte first + j * pitch, of those from number
-// `turn` on with as many bytes more as `turn` rows have, and `next`. Notes begin with byte `notes`.
+// The rows of a round in shared memory. Row j of a turn begins at byte first + j * pitch; the rows of a second turn lie
+// `next` bytes behind those of the first, and their numbers go on at TURN. The notes begin at byte `notes`.
 template <uint32_t TURN, uint32_t TURNS> struct Rows {
     uint32_t first, pitch, next, notes;
-    static constexpr bool kIsEven = TURNS == 1u; // all pitch bytes apart
+    static constexpr bool kIsEven = TURNS == 1u; // all rows are pitch bytes apart
     static_assert(TURN % kTogether == 0u && TURNS <= 2u, "rows that are added at a time are of one turn");
 
     __device__ __forceinline__ uint8_t *row(uint32_t j) const
@@ -95,12 +95,12 @@ template <uint32_t TURN, uint32_t TURNS> struct Rows {
 
 // ---- sums ----
 
-constexpr uint32_t kUnitBytes = 16; // of a row that a thread adds at a time
+constexpr uint32_t kUnitBytes = 16; // bytes of a row that a thread adds at a time
 
-// What rounds do with rows: add them, add them by their notes, compare them.
+// The ways in which a round reduces rows: it adds them, adds them by their notes, or takes their maximum.
 enum Way : uint32_t { kPlainSums, kNotedSums, kMaxima, kWays };
 
-// A kind and a way in one number, so that rounds ask once.
+// Returns a kind and a way as one number, so that a round tests only once.
 __host__ __device__ constexpr uint32_t task_of(ibp_float_kind kind, Way way) { return kind * kWays + way; }
 __device__ __forceinline__ uint32_t task_of(const ibp_bags &bags)
 {
@@ -109,8 +109,8 @@ __device__ __forceinline__ uint32_t task_of(const ibp_bags &bags)
                                                                                 : kPlainSums);
 }
 
-// The elements of a unit, of four bytes or of two, in their order: as floats or, of a maximum, as their bits, those of
-// two bytes in the upper half.
+// The elements of a unit, which have four bytes or two, in their order. They are floats; for a maximum they are the
+// elements' bits, and those of elements of two bytes are in the upper half.
 struct Unit {
     static constexpr uint32_t kMost = kUnitBytes / 2u;
     float values[kMost];
@@ -136,7 +136,7 @@ struct Unit {
 #pragma unroll
         for (uint32_t e = 0; e < kSize<KIND>; e++) values[e] = fmaf(weight, element<KIND, false>(words, e), values[e]);
     }
-    // is_first: there is nothing to compare with.
+    // Takes the greater of each two elements. is_first: there is nothing to compare with.
     template <ibp_float_kind KIND> __device__ __forceinline__ void take_greater(uint4 words, bool is_first)
     {
 #pragma unroll
@@ -151,7 +151,7 @@ struct Unit {
 #pragma unroll
         for (uint32_t e = 0; e < kMost; e++) values[e] /= divisor;
     }
-    // The unit's bits.
+    // Returns the unit's elements as their kind.
     __device__ __forceinline__ uint4 result(ibp_float_kind kind, bool is_maximum) const
     {
         if (kind == IBP_FLOAT32)
@@ -170,17 +170,21 @@ struct Unit {
     }
 };
 
-// Where a bag's rows are.
+// The rows of a bag: from begin to end - 1.
 struct Bounds {
     uint32_t begin, end;
 };
 
-// Shared memory of a team: its share, what its threads know of their bags from round to round, and notes.
+// The shared memory of a team:
+//
+//     Share                       16 bytes
+//     words                       what each thread keeps of its bag from round to round, 16 bytes at a time
+//     notes                       of the rows of a round
 struct TeamMemory {
-    uint32_t first; // byte
+    uint32_t first; // the shared byte at which it begins
 
     __device__ __forceinline__ Share &share() const { return *reinterpret_cast<Share *>(shared_bytes() + first); }
-    // The i-th 16 bytes of the thread's own.
+    // Returns the thread's own i-th 16 bytes. Consecutive threads' lie side by side.
     __device__ __forceinline__ uint4 &words(uint32_t i) const
     {
         const uint32_t place = 1u + i * kTeamThreads + threadIdx.x % kTeamThreads;
@@ -198,12 +202,13 @@ struct TeamMemory {
 };
 static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
 
-// The sums of a team's bags. The least power of two of threads that gives each unit of a row a thread, or all threads
-// of the team, share a bag: each takes a unit of the row, or UNITS. Bags are dealt to these groups of threads in turn.
-// Rounds keep nothing in registers from one to the next, so that decoders have the registers for themselves.
+// Computes the sums of a team's bags. A bag is shared by a power of two of threads: the least one that gives each unit
+// of a row a thread, or all threads of the team. Each thread takes one unit of the row, or UNITS. Bags are dealt to
+// these groups of threads in turn. Nothing stays in registers from one round to the next, so that the decoders have the
+// registers.
 template <uint32_t UNITS> struct Reducer {
     static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLaneBits = 2;
-    static constexpr uint32_t kUnits = UNITS, kWords = 2u + 2u * UNITS; // kWords: of TeamMemory
+    static constexpr uint32_t kUnits = UNITS, kWords = 2u + 2u * UNITS; // kWords: words of a thread in TeamMemory
 
     const ibp_bags &bags;
     const uint32_t num_ids, row_bytes;
@@ -211,15 +216,16 @@ template <uint32_t UNITS> struct Reducer {
     ibp_fault *const fault;
     const TeamMemory memory;
     const Share share;
-    const uint32_t task, lane_bits; // lane_bits: of the number of threads that share a bag
+    const uint32_t task, lane_bits; // 1 << lane_bits threads share a bag
 
     struct State {
-        uint32_t bag, count;   // the open bag, and its rows that count
-        Bounds bounds, coming; // of the open bag, inside the share; of the next one, where there are offsets
+        uint32_t bag, count; // the open bag, and how many of its rows count
+        // bounds: those of the open bag, limited to the share. coming: those of the next bag, if there are offsets.
+        Bounds bounds, coming;
         Unit units[UNITS];
     };
 
-    // asked_task: task_of(asked).
+    // asked_task: the result of task_of(asked).
     __device__ __forceinline__ Reducer(const ibp_bags &asked, uint32_t asked_task, uint32_t num, uint32_t bytes,
                                        uint8_t *to, ibp_fault *noted, TeamMemory kept, const Share &of_team)
         : bags(asked), num_ids(num), row_bytes(bytes), out(to), fault(noted), memory(kept), share(of_team),
@@ -234,9 +240,10 @@ template <uint32_t UNITS> struct Reducer {
         return ibp_min_u32(max(32u - static_cast<uint32_t>(__clz(num_units - 1)), kLeastLaneBits), kMostLaneBits);
     }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kTeamThreads; }
-    // Of the threads that share a bag.
+    // Returns the thread's number among those that share a bag.
     __device__ __forceinline__ uint32_t lane() const { return rank() & ((1u << lane_bits) - 1u); }
-    __device__ __forceinline__ uint32_t num_open() const { return kTeamThreads >> lane_bits; } // bags at a time
+    // Bags that are open at a time.
+    __device__ __forceinline__ uint32_t num_open() const { return kTeamThreads >> lane_bits; }
     __device__ __forceinline__ uint32_t first_byte(uint32_t u) const
     {
         return (lane() + (u << lane_bits)) * kUnitBytes;
@@ -246,14 +253,14 @@ template <uint32_t UNITS> struct Reducer {
 
     // ---- bags ----
 
-    // As the offsets have them.
+    // Returns a bag's bounds as the offsets say them, unchecked.
     __device__ __forceinline__ Bounds bounds_of(uint32_t number) const
     {
         if (number >= share.last_bag) return {share.last, share.last};
         return {begin_of(bags, number, num_ids), begin_of(bags, number + 1u, num_ids)};
     }
-    // Opens the bag whose bounds have come, and asks for those of the next one. Whatever the offsets are, rows are the
-    // share's.
+    // Opens the bag whose bounds have been loaded, and loads those of the next one. Whatever the offsets are, the bag's
+    // rows are limited to the share's.
     __device__ __forceinline__ void open(State &now) const
     {
         if (now.bag >= share.last_bag) return;
@@ -276,7 +283,7 @@ template <uint32_t UNITS> struct Reducer {
 #pragma unroll
             for (uint32_t e = 0; e < Unit::kMost; e++) now.units[u].values[e] = 0.0f;
     }
-    // Notes an offset that is no number of an id, or less than the one before.
+    // Records an offset that is not the number of an id, or is less than the one before.
     __device__ __forceinline__ void note_offset(uint32_t position) const
     {
         if (lane() != 0u) return;
@@ -314,7 +321,7 @@ template <uint32_t UNITS> struct Reducer {
                                                            bits_of_float(values[2]), bits_of_float(values[3]));
             }
     }
-    // Writes the open bag.
+    // Writes the result of the open bag.
     __device__ __forceinline__ void close(State &now) const
     {
         uint8_t *const row = out + static_cast<int64_t>(now.bag) * row_bytes;
@@ -342,7 +349,7 @@ template <uint32_t UNITS> struct Reducer {
 
     // ---- rows ----
 
-    // Adds rows of the open bag, n from the j-th of the round on.
+    // Adds n rows of the open bag, beginning with row j of the round.
     template <ibp_float_kind KIND, bool NOTES, class Rows>
     __device__ __forceinline__ void add_rows(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
@@ -362,7 +369,7 @@ template <uint32_t UNITS> struct Reducer {
                 add_row<KIND, NOTES>(now, rows.row(j) + first_byte(0), NOTES ? rows.note(j) : kNoNote);
         }
     }
-    // row: the thread's first unit.
+    // Adds one row. row: the thread's first unit of it.
     template <ibp_float_kind KIND, bool NOTES>
     __device__ __forceinline__ void add_row(State &now, const uint8_t *row, Note note) const
     {
@@ -397,7 +404,7 @@ template <uint32_t UNITS> struct Reducer {
         else
             add_rows<KIND, true>(now, rows, j, n);
     }
-    // Asks for the most usual tasks first.
+    // Adds n rows in the way of the task. The most usual tasks are tested first.
     template <class Rows>
     __device__ __forceinline__ void reduce(State &now, const Rows &rows, uint32_t j, uint32_t n) const
     {
@@ -424,7 +431,7 @@ template <uint32_t UNITS> struct Reducer {
         open(now);
         keep(now);
     }
-    // Adds the rows with the numbers from `first` up to `stop`, and writes the bags that end with them.
+    // Adds the rows first to stop - 1, and writes the bags that end with them.
     template <class Rows> __device__ __forceinline__ void add(const Rows &rows, uint32_t first, uint32_t stop) const
     {
         State now = load();

@@ -1,4 +1,4 @@
-// bags.cu - ibp_cuda_sum_bags: what is asked for, and which decoder answers.
+// bags.cu - the entry point ibp_cuda_sum_bags: it checks the arguments and chooses the decoder.
 #include "bags.cuh"
 
 #include "../cuda_checks.h"
@@ -17,7 +17,7 @@ template <class G> using Fast4 = FastDecoder<uint32_t, G>;
 template <class G> using Dense2 = DenseDecoder<uint16_t, G, true>;
 template <class G> using Dense4 = DenseDecoder<uint32_t, G, true>;
 
-// Decoders for all dense rows take what those for some of them do not.
+// Launches with the group that suits the length of rows. `Any` decodes the rows that are too long for Decoder here.
 template <template <class> class Decoder, template <class> class Any> static ibp_status by_length(const BagsCall &call)
 {
     const uint32_t row_bytes = call.table.codebook.row_bytes;

@@ -1,9 +1,17 @@
-// bags.cuh - rows decoded and reduced at once: the kernel of ibp_cuda_sum_bags, and its launch.
+// bags.cuh - the kernel of ibp_cuda_sum_bags, which decodes rows and reduces them at once, and its launch.
 //
-// A team of warps takes a contiguous range of bags, of about as many rows as every other team's. In a round its groups
-// decode consecutive rows, each some of its own, to shared memory (decode/fetch.cuh); then threads of the team add the
-// rows to the sums of their bags, in their order (bag_sums.cuh). So a sum is what one thread makes of it that goes
-// through the bag, and a long bag is still decoded by all warps of a team.
+// A team of warps takes a contiguous range of bags that have about as many rows as every other team's. A round consists
+// of these steps:
+//
+// 1. The groups of the team decode consecutive rows to shared memory, each group some rows of its own
+//    (decode/fetch.cuh), while the bytes of their next rows are loaded.
+// 2. The team meets at a barrier.
+// 3. Threads of the team add the rows to the sums of their bags, in the order of the rows (bag_sums.cuh), and write the
+//    bags that end.
+// 4. The team meets again, and the rows may be overwritten.
+//
+// So a sum is what one thread would compute that goes through the bag, and yet all warps of a team decode the rows of a
+// long bag.
 #ifndef IBP_BAGS_CUH
 #define IBP_BAGS_CUH
 
@@ -13,7 +21,7 @@
 
 namespace ibp {
 
-// What a launch is asked for.
+// The arguments of ibp_cuda_sum_bags, checked.
 struct BagsCall {
     const ibp_table &table;
     const Request &request;
@@ -32,7 +40,7 @@ struct Sample {
     float weight;
 };
 
-// Row `number` of a team whose rows end with `last`. Not inlined: registers are scarce.
+// Looks up row `number` of a team whose rows end before `last`. Not inlined, because registers are scarce.
 static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, const Request &request,
                                                      const ibp_bags &bags, uint32_t number, uint32_t last)
 {
@@ -40,7 +48,7 @@ static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, con
     if (number >= last) return sample;
     const bool is_padding = bags.padding_id >= 0 && load_ticket(request, number).id == bags.padding_id;
     if (!is_padding) sample.entry = look_up(table, request, number);
-    sample.entry.dst = nullptr; // rows go to their groups
+    sample.entry.dst = nullptr; // rows go to shared memory of their groups
     if (bags.weights == nullptr) return sample;
     if (bags.kind == IBP_FLOAT32) {
         sample.weight = __ldg(static_cast<const float *>(bags.weights) + number);
@@ -51,23 +59,26 @@ static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, con
     return sample;
 }
 
-// Of a block: whole teams, and so few that registers hardly spill to local memory, for which shared memory leaves no
-// cache.
+// Returns the most threads of a block. A block consists of whole teams, and has so few that registers hardly spill to
+// local memory: shared memory leaves no L1 cache for spills.
 template <class Decoder, class Sums> constexpr uint32_t most_bag_threads()
 {
     constexpr uint32_t kMost = Sums::kUnits == 1u ? 768 : 640;
     return (Decoder::kMostThreads < kMost ? Decoder::kMostThreads : kMost) / kTeamThreads * kTeamThreads;
 }
 
-// Rows of a group that are added at a time: two cost less a row. Bags of short rows would wait longer to be closed, and
-// fewer long rows have room.
+// Rows of a group in a round. Two cost less a row than one. With more rows a round, bags of short rows would wait
+// longer to be closed, and shared memory would have room for fewer long rows.
 template <class Decoder, class Sums>
 constexpr uint32_t kTurnsOfRound = Decoder::Group::kPerWarp == 1 && Sums::kUnits == 1u ? 2u : 1u;
 
-// Where a group has the rows of a round, from its first shared byte on: the last one in its scratch, so that more teams
-// find room, the one before behind that.
+// The bytes of a group's shared memory at which the rows of a round lie. The last row lies in the scratch, so that more
+// teams find room, and the one before it behind the scratch.
+//
+//     | stage | scratch: kept bytes | last row | row before it |
 template <class Decoder, uint32_t TURNS> struct GroupRows {
-    uint32_t last, before, num_bytes; // num_bytes: of the group
+    // num_bytes: bytes of the group's shared memory.
+    uint32_t last, before, num_bytes;
 
     explicit GroupRows(const ibp_codebook &cb)
     {
@@ -91,14 +102,14 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
     using G = typename Decoder::Group;
     await_work_before();
     constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kTurns = kTurnsOfRound<Decoder, Sums>,
-                       kRound = kTurn * kTurns; // rows
+                       kRound = kTurn * kTurns; // rows of a round
     const uint32_t row_bytes = table.codebook.row_bytes, first_stage = Decoder::block_bytes(table.codebook),
                    mine = first_stage + G::in_block() * group.num_bytes;
-    // By shuffles, from which the compiler knows that the lanes of a warp go through the loop together.
+    // The shuffles tell the compiler that the lanes of a warp go through the loop together.
     const auto of_first_lane = [](uint32_t v) { return __shfl_sync(kAllLanes, v, 0); };
     const uint32_t team = of_first_lane(threadIdx.x / kTeamThreads), teams = blockDim.x / kTeamThreads,
                    num_ids = static_cast<uint32_t>(request.ids.count);
-    const auto fetch_of = [&](uint32_t turn) { // of a round
+    const auto fetch_of = [&](uint32_t turn) { // for a turn of a round
         uint8_t *const row = shared_bytes() + mine + group.row(turn);
         return F{table, request, row, stage_at(mine, row_bytes), first_stage, group.num_bytes};
     };
@@ -118,7 +129,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
     const Sums sums(bags, of_first_lane(task_of(bags)), num_ids, row_bytes, out, fault, memory, share);
     sums.begin();
 
-    // The lanes of a warp look up its rows of as many turns as there are lanes for, whole rounds.
+    // The lanes of a warp look up its rows of as many turns as there are lanes for, which are whole rounds.
     const uint32_t of_warp = threadIdx.x % kTeamThreads / kWarp * G::kPerWarp, turn_of_lane = lane_id() / G::kPerWarp,
                    ahead = of_warp + turn_of_lane * kTurn + lane_id() % G::kPerWarp;
     static_assert(kWarp / G::kPerWarp % kTurns == 0u, "whole rounds");
@@ -127,7 +138,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
     Sample sample = look_up_sample(table, request, bags, first + ahead, share.last);
     fetch_of(0).prefetch(sample.entry, 0, vectors);
 #pragma unroll 1
-    do { // once for empty bags
+    do { // runs once even if all bags are empty
 #pragma unroll 1
         for (uint32_t turn = 0; turn < kTurns; turn++) {
             const F fetch = fetch_of(turn);
@@ -147,9 +158,9 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
             fetch.prefetch(sample.entry, i, vectors);
             fetch.finish(decoder, number, row, fault);
         }
-        named_barrier(team + 1u, kTeamThreads); // the rows are there
+        named_barrier(team + 1u, kTeamThreads); // before the rows are read
         sums.add(rows, first, ibp_min_u32(first + kRound, share.last));
-        named_barrier(team + 1u, kTeamThreads); // and may be overwritten
+        named_barrier(team + 1u, kTeamThreads); // before the rows are overwritten
         first += kRound;
     } while (first < share.last);
 }
@@ -174,7 +185,7 @@ template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call
     return launch_kernel(kernel, launch, call.stream, call.table, call.request, call.bags, group, call.out, call.fault);
 }
 
-// Rows of up to 512 bytes are decoded by 8 lanes, longer ones by a warp.
+// Groups by the length of rows: 8 lanes decode a row of up to 512 bytes, a warp decodes a longer one.
 constexpr uint32_t kShortRowBytes = 8u * kLaneBytes;
 template <template <class> class Decoder> using ShortRows = Decoder<Group<8, 1>>;
 template <template <class> class Decoder> using WarpRows = Decoder<Group<kWarp, 1>>;

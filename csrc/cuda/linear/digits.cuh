@@ -1,5 +1,9 @@
-// digits.cuh - what the kernels that multiply vectors with a coded matrix of BF16 share: how bytes come to shared
+// digits.cuh - shared by the kernels that multiply vectors with a coded matrix of BF16: how bytes are copied to shared
 // memory, how elements become operands of tensor cores, in which order products are added, and the products of escapes.
+//
+// A slot, which is a row as it is stored:
+//
+//     | residuals: 1 byte for each column | digits: 4 bits for each column |
 #ifndef IBP_DIGITS_CUH
 #define IBP_DIGITS_CUH
 
@@ -13,23 +17,23 @@ namespace ibp {
 
 // ---- matrices and vectors ----
 
-// A coded matrix, what is added to its products, and where they go.
+// A coded matrix, the bias that is added to its products, and where these go.
 struct LinearMatrix {
     ibp_product product;
-    uint32_t first_tile; // of all matrices' tiles
+    uint32_t first_tile; // the matrix's first tile among all matrices' tiles
 
     __host__ __device__ __forceinline__ const ibp_digit_matrix &coded() const { return product.matrix; }
     __host__ __device__ __forceinline__ uint32_t rows() const { return static_cast<uint32_t>(coded().num_rows); }
 };
 
-// Vectors [count, columns], one after the other; a group has the vectors that its part of the order numbers.
+// Vectors [count, columns], one after the other. If `order` is not NULL, they are the vectors whose numbers it lists.
 struct Vectors {
     const uint16_t *x;
     uint32_t count, columns;
     const int64_t *order = nullptr;
-    uint32_t most = 0, sharing = 1; // the largest number of a vector; how many have a row of x together
+    uint32_t most = 0, sharing = 1; // most: the largest number of a vector; sharing: how many vectors share a row of x
 
-    // Where the result of a vector is.
+    // Returns the number under which the result of a vector is stored.
     __device__ __forceinline__ uint32_t place(uint32_t vector) const
     {
         return order == nullptr ? vector : ibp_min_u32(static_cast<uint32_t>(order[vector]), most);
@@ -57,7 +61,7 @@ struct LinearJob {
             if (i < num_matrices) num_tiles += (matrices[i].rows() + tile_rows - 1u) / tile_rows;
         }
     }
-    // The number of a tile's matrix.
+    // Returns the number of the matrix to which a tile belongs.
     __device__ __forceinline__ uint32_t number_of(uint32_t tile) const
     {
         uint32_t number = 0;
@@ -70,7 +74,7 @@ struct LinearJob {
 
 // ---- what the hardware does ----
 
-// Begins to copy 16 bytes to shared memory; zeros if they are not wanted.
+// Begins to copy 16 bytes to shared memory, or zeros if the bytes are not wanted.
 __device__ __forceinline__ void copy_vector(uint32_t shared, const uint8_t *from, bool wanted)
 {
 #ifdef __CUDACC__
@@ -83,7 +87,7 @@ __device__ __forceinline__ void copy_vector(uint32_t shared, const uint8_t *from
     *reinterpret_cast<uint4 *>(shared_bytes() + shared) = vector;
 #endif
 }
-// Ends a group of copies, and waits until all groups but the last NUM_LEFT have arrived.
+// end_copies ends a group of copies. await_copies waits until all groups except the last NUM_LEFT have arrived.
 __device__ __forceinline__ void end_copies()
 {
 #ifdef __CUDACC__
@@ -98,9 +102,13 @@ template <int NUM_LEFT> __device__ __forceinline__ void await_copies()
     __syncwarp();
 }
 
-// sums += a b, of 16 rows and 8 vectors over 16 columns: `mma.m16n8k16`. Of lane 4 g + t, halves of words: a[0], a[2]:
-// row g, columns 2 t and 2 t + 1, and those 8 further; a[1], a[3]: row g + 8; b: vector g; sums: rows g, g, g + 8,
-// g + 8, vectors 2 t, 2 t + 1, 2 t, 2 t + 1.
+// Adds to sums the product of 16 rows and 8 vectors over 16 columns (`mma.m16n8k16`). Lane 4 g + t holds, as halves of
+// words:
+//
+//     a[0], a[2]    row g, columns 2 t and 2 t + 1, and those 8 further on
+//     a[1], a[3]    row g + 8, the same columns
+//     b[0], b[1]    vector g, the same columns
+//     sums          rows g, g, g + 8, g + 8; vectors 2 t, 2 t + 1, 2 t, 2 t + 1
 __device__ __forceinline__ void multiply_tile(float (&sums)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
 {
 #ifdef __CUDACC__
@@ -123,7 +131,8 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[4], const uint32_t (
 #endif
 }
 
-// A barrier of NUM_THREADS threads of the block, whole warps: some wait until all have arrived, the others only arrive.
+// Barrier ID of the block is for NUM_THREADS threads, which are whole warps. await_barrier waits until all of them have
+// arrived; arrive_at_barrier only arrives.
 template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void await_barrier()
 {
 #ifdef __CUDACC__
@@ -145,16 +154,16 @@ template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void arr
 
 constexpr uint32_t kStripRows = 16, kStepColumns = 128;
 
-// Columns are cut into steps, and step s belongs to piece s % 16: warps that take neighbouring pieces read whole
-// stretches of a row at a time. The products of a piece are added one after the other, and the sums of pieces in pairs,
-// pairs of pairs and so on: every kernel adds in this order, however many blocks and vectors there are.
+// Columns are cut into steps, and step s belongs to piece s % 16, so that warps that take neighbouring pieces read
+// whole stretches of a row at a time. The products of a piece are added one after the other; the sums of pieces are
+// added in pairs, pairs of pairs and so on. Every kernel adds in this order, however many blocks and vectors there are.
 constexpr uint32_t kPieces = 16;
 
 __host__ __device__ __forceinline__ uint32_t num_steps(const LinearJob &job)
 {
     return (job.num_columns + kStepColumns - 1u) / kStepColumns;
 }
-// The sum of `sums`, in pairs, pairs of pairs and so on.
+// Returns the sum of `sums`, added in pairs, pairs of pairs and so on.
 template <uint32_t COUNT> __device__ __forceinline__ float sum_in_pairs(float (&sums)[COUNT])
 {
 #pragma unroll
@@ -164,20 +173,20 @@ template <uint32_t COUNT> __device__ __forceinline__ float sum_in_pairs(float (&
     return sums[0];
 }
 
-// The first row of a strip of a matrix. The last strips share rows with the one before where the rows are no
-// multiple of 16.
+// Returns the first row of a strip of a matrix. If the number of rows is no multiple of 16, the last strip shares rows
+// with the one before.
 __device__ __forceinline__ uint32_t first_row(const LinearMatrix &matrix, uint32_t strip)
 {
     return ibp_min_u32(strip * kStripRows, matrix.rows() - kStripRows);
 }
 
-// The bytes of a strip.
+// The rows of a strip in memory, `pitch` bytes apart.
 struct StripRows {
     const uint8_t *first;
     uint32_t pitch;
 
-    // The strip that is `number` strips behind the first one of a tile. Without a load whose address depends on the
-    // tile: it would be waited for.
+    // Finds the strip that is `number` strips behind the first one of a tile. No load has an address that depends on
+    // the tile: the warp would wait for it.
     __device__ __forceinline__ void find(const LinearJob &job, uint32_t tile, uint32_t strips, uint32_t number)
     {
         uint32_t first_tile = 0, last_row = 0;
@@ -195,22 +204,22 @@ struct StripRows {
 
 // ---- elements ----
 
-// 32 elements of a row: a residual of sign and mantissa, 8 bits, and a digit of four bits each.
+// 32 elements of a row. Each has a residual of 8 bits, sign and mantissa, and a digit of four bits.
 struct Elements {
     uint32_t residuals[8], digits[4];
 };
 
-// Multiplied by a matrix's first_symbol, gives it in every byte.
+// A matrix's first_symbol times this constant has first_symbol in every byte.
 constexpr uint32_t kEveryByte = 0x01010101u;
 
-// Both elements of a word, from residual and exponent in a byte each to sign, exponent, mantissa.
+// Turns both elements of a word from residual and exponent, a byte each, into sign, exponent, mantissa.
 __device__ __forceinline__ uint32_t turned(uint32_t rotated)
 {
     return select_bits(0x7fff7fffu, rotated >> 1, rotated << 15);
 }
 
-// Exponents of 8 elements, a byte each, those with even numbers apart from those with odd ones. firsts: first_symbol in
-// every byte.
+// The exponents of 8 elements, one byte each; elements with even numbers apart from those with odd ones. firsts:
+// first_symbol in every byte.
 struct Exponents {
     uint32_t even, odd;
 
@@ -220,8 +229,9 @@ struct Exponents {
     }
 };
 
-// One of the 8 operands of 16 columns that a lane's elements of two rows make. Of four elements in a row of columns, 0
-// and 2 make a word and 1 and 3: exponents of them are neighbours. number: a constant after unrolling.
+// Makes one of the 8 operands of 16 columns from a lane's elements of two rows. Of four consecutive elements, 0 and 2
+// make one word, and 1 and 3 the other, because their exponents are neighbours. number: which operand; a constant after
+// unrolling.
 __device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements (&rows)[2], uint32_t number,
                                              uint32_t firsts)
 {
@@ -234,13 +244,15 @@ __device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements (&
     }
 }
 
-// A strip's step in shared memory: residuals, then digits.
+// A step of a strip in shared memory:
+//
+//     | residuals: 16 rows of 128 bytes | digits: 16 rows of 64 bytes |
 struct StripStep {
     static constexpr uint32_t kDigitsStart = kStripRows * kStepColumns,
                               kBytes = kDigitsStart + kStripRows * kStepColumns / 2u;
 
-    // Begins to copy the bytes of a strip of num_columns columns, from `column` on, to byte `to` of shared memory, by a
-    // warp.
+    // Begins to copy a step of a strip to byte `to` of shared memory. A warp calls this together. num_columns: columns
+    // of the strip. column: the first one of the step.
     static __device__ __forceinline__ void begin_copy(const StripRows &rows, uint32_t num_columns, uint32_t column,
                                                       uint32_t to)
     {
@@ -253,20 +265,21 @@ struct StripStep {
         for (uint32_t i = 0; i < kStripRows / 8u; i++)
             copy_vector(digits_to + 4u * i * kStepColumns, digits + 8u * i * pitch, column + 32u * t < num_columns);
     }
-    // The lane's elements of a row of the step at byte `at`.
+    // Returns the lane's elements of a row of the step at byte `at`.
     static __device__ __forceinline__ Elements elements(uint32_t at, uint32_t row)
     {
         const uint32_t t = lane_id() % 4u;
         const uint4 digits =
             reinterpret_cast<const uint4 *>(shared_bytes() + at + kDigitsStart + row * kStepColumns / 2u)[t];
-        // Lanes that read together read from different banks (copy_residuals).
+        // Lanes that read together read from different banks (see copy_residuals).
         const uint4 *const residuals = reinterpret_cast<const uint4 *>(shared_bytes() + at + row * kStepColumns);
         const uint4 low = residuals[2u * t ^ row % 2u], high = residuals[(2u * t + 1u) ^ row % 2u];
         return {{low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w}, {digits.x, digits.y, digits.z, digits.w}};
     }
 
   private:
-    // A row has 128 bytes of residuals: 16 bytes v of row r go to v ^ (r % 2).
+    // Copies the residuals. Vector v (16 bytes) of row r, which has 128 bytes, goes to place v ^ (r % 2), so that lanes
+    // that read together read from different banks.
     static __device__ __forceinline__ void copy_residuals(const StripRows &rows, uint32_t num_columns, uint32_t column,
                                                           uint32_t to)
     {
@@ -283,10 +296,10 @@ struct StripStep {
 
 // ---- escapes ----
 
-// The escapes of a row: where they are in the list, and the first of them. Their loads can be under way long before
-// they are used: first where they begin and end, then the entries.
+// The escapes of a row: the part of the list that has them, and the first of them. Their loads can be issued long
+// before they are used: `find` loads where they begin and end, and `load` the entries.
 struct RowEscapes {
-    static constexpr uint32_t kTogether = 4; // entries whose loads are under way together
+    static constexpr uint32_t kTogether = 4; // entries whose loads are issued together
 
     const ibp_escape *list = nullptr;
     uint32_t first = 0, end = 0;
@@ -320,17 +333,17 @@ struct RowEscapes {
     }
 };
 
-// The products of a row's escapes with vectors first, first + APART, ...: of the weights that they were multiplied as
-// like other digits, and of the right weights.
+// The products of a row's escapes with the vectors first, first + APART, ... `taken`: products with the weights with
+// which they were multiplied, as if they were ordinary digits. `right`: products with the right weights.
 template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
     static constexpr uint32_t kTogether = RowEscapes::kTogether;
 
     float taken[VECTORS] = {}, right[VECTORS] = {};
 
-    // Adds the products of the loaded entries. All loads are under way together: for vectors that are not there others
-    // are loaded.
-    // Of what weights were multiplied as there are no products where x is infinite or NaN: both weights have the same
-    // sign, and the sum of the row is infinite or NaN already, as it is to be.
+    // Adds the products of the loaded entries. All loads are issued together; in place of vectors that do not exist
+    // others are loaded.
+    // If x is infinite or NaN, nothing is added to `taken`: both weights have the same sign, and the sum of the row is
+    // infinite or NaN already, as it should be.
     __device__ __forceinline__ void add_loaded(const Vectors &vectors, const RowEscapes &escapes, uint32_t first_vector)
     {
         const ibp_escape(&entries)[kTogether] = escapes.entries;
@@ -353,13 +366,14 @@ template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
                 right[i] = fmaf(float_of_bfloat16(entries[j].weight), x[i][j], right[i]);
             }
     }
-    // escapes: with those first loaded.
+    // Adds the products of all escapes of the row. escapes: with its first entries loaded.
     __device__ __forceinline__ void add(const Vectors &vectors, RowEscapes &escapes, uint32_t first_vector)
     {
         for (; escapes.num_loaded() != 0u; escapes.load_next(vectors.columns))
             add_loaded(vectors, escapes, first_vector);
     }
-    // sum: of the products of vector `number`. In this order an element alone, multiplied by one, comes out exactly.
+    // Returns the right sum of vector `number`, given the sum of its products. Because of this order, an element alone
+    // that is multiplied by one comes out exactly.
     __device__ __forceinline__ float corrected(float sum, uint32_t number) const
     {
         return (sum - taken[number]) + right[number];
@@ -371,7 +385,7 @@ __device__ __forceinline__ float bias_of(const LinearMatrix &matrix, uint32_t ro
     const uint16_t *const bias = matrix.product.bias;
     return bias != nullptr ? float_of_bfloat16(bias[row]) : 0.0f;
 }
-// Stores a sum of a row of a matrix to y.
+// Stores the sum of a row of a matrix in y, with the bias if the matrix has one.
 __device__ __forceinline__ void store_sum(const LinearMatrix &matrix, uint16_t *y, float sum, float bias)
 {
     if (matrix.product.bias != nullptr) sum += bias;

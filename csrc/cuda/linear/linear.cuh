@@ -1,16 +1,20 @@
-// linear.cuh - products of up to 8 vectors with coded matrices of BF16: rows are decoded in registers, as operands of
+// linear.cuh - multiplies up to 8 vectors with coded matrices of BF16: rows are decoded in registers, as operands of
 // tensor cores, and never written.
 //
-// A block takes strips of 16 rows, one after the other. Each of its multiplying warps has two neighbours of the 16
-// pieces of the columns (digits.cuh), and takes their steps of 128 columns from left to right: while a step is
-// multiplied, bytes of coming steps, also of the next strip, are copied to shared memory. A lane holds 32 elements each
-// of rows g and g + 8, for g = lane / 4: of them tensor cores take 4 and 4 at a time, in an order of columns that the
-// digits make cheap, and the vectors come in the same order.
-// Escapes are multiplied like other digits, as if their symbols followed those of the digits. One more warp, the
-// finisher, takes these products away and adds the right ones, from a list that was made before. It adds up the sums of
-// the other warps and stores them, while those multiply the next strip.
+// A block takes strips of 16 rows, one after the other:
+//
+// 1. Each of its 8 multiplying warps has two neighbours of the 16 pieces of the columns (digits.cuh), and takes their
+//    steps of 128 columns from left to right. While it multiplies a step, bytes of coming steps, also of the next
+//    strip, are copied to shared memory.
+// 2. A lane holds 32 elements each of rows g and g + 8, for g = lane / 4. The tensor cores take them 4 + 4 at a time.
+//    Columns are permuted so that the digits unpack cheaply; the vectors are permuted in the same way.
+// 3. Escapes are multiplied like other digits, as if their symbols followed those of the digits.
+// 4. One more warp, the finisher, adds up the other warps' sums. It subtracts the products of escapes and adds the
+//    right ones, from a list that was made before, and stores the results while the other warps multiply the next
+//    strip.
+//
 // On GPUs of compute capability 9.0 and later a launch overlaps the one before it in the stream (programmatic dependent
-// launch): the first bytes of the matrix are under way before the vectors are there.
+// launch): loads of the first bytes of the matrix are issued before the vectors are ready.
 // Bound by device memory.
 #ifndef IBP_LINEAR_CUH
 #define IBP_LINEAR_CUH
@@ -37,29 +41,33 @@ __device__ __forceinline__ void multiply_elements(float (&sums)[4], const Elemen
 
 // ---- a block ----
 
-// What a block consists of: multiplying warps, stages of each for bytes that are copied, and the sums of two strips.
+// The warps and the shared memory of a block:
+//
+//     | kStages steps of warp 0 | of warp 1 | ... | sums of a strip with an even turn | with an odd turn |
 struct LinearBlock {
     static constexpr uint32_t kWarps = 8, kStages = 3, kThreads = (kWarps + 1u) * kWarp;
     static constexpr uint32_t kBlocksAnSm = 2;
     static_assert(2u * kWarps == kPieces, "a warp has two pieces");
-    static constexpr uint32_t kSums = kWarps * kMostVectors * kStripRows; // of a strip
+    static constexpr uint32_t kSums = kWarps * kMostVectors * kStripRows; // sums of a strip
     static constexpr uint32_t kSumsStart = kWarps * kStages * StripStep::kBytes;
     static constexpr uint32_t kSharedBytes = kSumsStart + 2u * kSums * sizeof(float);
 
-    // The sum of a warp, of strips with even or odd turns of the block.
+    // Returns where a warp's sum is. Strips with even and odd turns of the block have places of their own.
     static __device__ __forceinline__ float &sum(uint32_t turn, uint32_t warp, uint32_t vector, uint32_t row)
     {
         float *const sums = reinterpret_cast<float *>(shared_bytes() + kSumsStart) + turn % 2u * kSums;
         return sums[(warp * kMostVectors + vector) * kStripRows + row];
     }
-    // The sums of a turn are there; they have been read, and the room is free for those of the turn after the next.
+    // "Written": the sums of a turn have been stored. "Read": the sums of a turn have been read, and their place is
+    // free for the turn after the next.
     static __device__ __forceinline__ void say_written(uint32_t turn) { Turns<1>::arrive(turn); }
     static __device__ __forceinline__ void await_written(uint32_t turn) { Turns<1>::await(turn); }
     static __device__ __forceinline__ void say_read(uint32_t turn) { Turns<3>::arrive(turn); }
     static __device__ __forceinline__ void await_read(uint32_t turn) { Turns<3>::await(turn); }
 
   private:
-    // Two barriers of the block, of even and odd turns. Their numbers are constants, or the block would have all 16.
+    // Two barriers of the block, for even and odd turns. Their numbers are constants, because otherwise the block would
+    // take all 16.
     template <uint32_t ID> struct Turns {
         static __device__ __forceinline__ void await(uint32_t turn)
         {
@@ -74,15 +82,15 @@ struct LinearBlock {
 
 // ---- strips ----
 
-// Where the results of a strip go, and the rows of the list of escapes: those of a matrix, from `row` on.
+// The place of a strip's results, and its rows in the list of escapes, which begin with coded_row.
 struct StripResults {
     const LinearMatrix &matrix;
-    uint32_t row, num_rows; // of y
+    uint32_t row, num_rows; // row: the strip's first row of y; num_rows: rows of y
     uint32_t coded_row;
     uint16_t *y;
 };
 
-// The strips of matrices that multiply all vectors.
+// The strips of matrices each of which multiplies all vectors.
 struct MatrixStrips {
     using Job = LinearJob;
     const LinearJob &job;
@@ -103,21 +111,24 @@ struct MatrixStrips {
     }
 };
 
-// Groups of vectors, each for one matrix of a stack.
+// The arguments for groups of vectors, each of which is multiplied by one matrix of a stack.
 struct GroupsJob {
-    LinearJob job; // one matrix: the stack
+    LinearJob job; // has one matrix, the stack
     const ibp_vector_group *groups;
-    uint32_t num_groups, num_rows; // rows of a matrix, whole strips
-    const int64_t *order;          // of the vectors that groups number; nullptr: as they are
-    uint32_t sharing;              // vectors in a row of x
+    uint32_t num_groups, num_rows; // num_rows: rows of a matrix, whole strips
+    // order: the numbers of vectors, of which each group takes a stretch; NULL: groups take stretches of the vectors as
+    // they lie.
+    const int64_t *order;
+    uint32_t sharing; // vectors that share a row of x
 };
 
-// The strips of the matrices of all groups before the first one without vectors. Work before has written the groups.
+// The strips of the matrices of all groups before the first group without vectors. Earlier work of the stream has
+// written the groups.
 struct GroupStrips {
     using Job = GroupsJob;
     const GroupsJob &groups;
     const LinearJob &job;
-    const uint32_t of_matrix; // strips
+    const uint32_t of_matrix; // strips of a matrix
     uint32_t num_groups = 0;
 
     __device__ __forceinline__ explicit GroupStrips(const GroupsJob &given)
@@ -131,7 +142,7 @@ struct GroupStrips {
             num_groups += is_end ? static_cast<uint32_t>(__popc((empty & (0u - empty)) - 1u)) : kWarp;
         }
     }
-    // Groups that are out of range have no vectors.
+    // Returns how many vectors a group has; 0 if it is out of range.
     __device__ __forceinline__ uint32_t num_vectors(uint32_t number) const
     {
         const ibp_vector_group group = groups.groups[number];
@@ -141,7 +152,7 @@ struct GroupStrips {
     }
     __device__ __forceinline__ uint32_t count() const { return num_groups * of_matrix; }
     __device__ __forceinline__ uint32_t first_symbol(uint32_t) const { return job.matrices[0].coded().first_symbol; }
-    // The number of a strip's first row in the stack.
+    // Returns the number in the stack of a strip's first row.
     __device__ __forceinline__ uint32_t coded_row(uint32_t strip) const
     {
         return groups.groups[strip / of_matrix].matrix * groups.num_rows + strip % of_matrix * kStripRows;
@@ -174,9 +185,11 @@ template <class Strips> struct Multiplier {
     using Block = LinearBlock;
     const Strips &strips;
     const LinearJob &job;
-    const uint32_t warp, stages, piece;               // shared byte of the warp's stages; the first of its two pieces
-    const uint32_t end;                               // steps of a row
-    uint32_t copied_strip, copied_step, copied_stage; // what is copied next, and where to
+    // stages: the shared byte at which the warp's stages begin. piece: the first of the warp's two pieces.
+    const uint32_t warp, stages, piece;
+    const uint32_t end; // steps of a row
+    // The strip and step that are copied next, and the stage to which they go.
+    uint32_t copied_strip, copied_step, copied_stage;
     StripRows copied_rows;
 
     __device__ __forceinline__ explicit Multiplier(const Strips &of)
@@ -185,7 +198,7 @@ template <class Strips> struct Multiplier {
     {
         strips.find_rows(copied_strip, copied_rows);
     }
-    // Begins to copy the bytes of the step that is next.
+    // Begins to copy the next step.
     __device__ __forceinline__ void begin_copies()
     {
         if (copied_strip < strips.count() && copied_step < end)
@@ -198,7 +211,7 @@ template <class Strips> struct Multiplier {
         copied_step = piece, copied_strip += gridDim.x;
         strips.find_rows(copied_strip, copied_rows);
     }
-    // The lane's elements of a vector, zeros where there are none. vector: nullptr: there is none.
+    // Loads the lane's elements of a vector; zeros behind its end, or if vector is NULL.
     __device__ __forceinline__ void load_x(const uint16_t *vector, uint32_t step, uint32_t (&x)[16]) const
     {
         const uint32_t column = step * kStepColumns + 32u * (lane_id() % 4u);
@@ -210,7 +223,8 @@ template <class Strips> struct Multiplier {
             x[4u * i] = words.x, x[4u * i + 1u] = words.y, x[4u * i + 2u] = words.z, x[4u * i + 3u] = words.w;
         }
     }
-    // Adds the products of a step of a strip. vector: the lane's. stage: where it is; moved on.
+    // Adds the products of a step of a strip. vector: the lane's. stage: the stage that holds the step; moved on to the
+    // next one.
     __device__ __forceinline__ void multiply_step(const uint16_t *vector, uint32_t step, uint32_t firsts,
                                                   uint32_t &stage, float (&sums)[4])
     {
@@ -252,11 +266,11 @@ template <class Strips> struct Multiplier {
 
 // ---- the warp that finishes ----
 
-// A lane has row lane % 16 of a strip, and vectors lane / 16 + 2 i.
+// Finishes the strips of a block. A lane has row lane % 16 of a strip, and the vectors lane / 16 + 2 i.
 template <class Strips> __device__ __forceinline__ void finish_strips(const Strips &strips)
 {
     using Block = LinearBlock;
-    constexpr uint32_t kVectors = kMostVectors / 2u; // of a lane
+    constexpr uint32_t kVectors = kMostVectors / 2u; // vectors of a lane
     const uint32_t row = lane_id() % kStripRows, first_vector = lane_id() / kStripRows;
     await_work_before();
     for (uint32_t strip = blockIdx.x, turn = 0; strip < strips.count(); strip += gridDim.x, turn++) {

@@ -1,5 +1,5 @@
-// many.cu - the launch of the kernel that multiplies up to 64 vectors. Where the library is compiled for 9.0, this file
-// is compiled for the features that compute capability 9.0 has alone.
+// many.cu - launches the kernel that multiplies up to 64 vectors. If the library is compiled for 9.0, this file is
+// compiled for the features that only compute capability 9.0 has.
 #include "many.h"
 
 #include "many.cuh"
@@ -11,7 +11,7 @@
 namespace ibp {
 
 constexpr uint32_t kMostSharedBytes = 226u << 10;
-constexpr uint32_t kMostPortable = 8; // blocks of a cluster, unless a kernel is allowed more
+constexpr uint32_t kMostPortable = 8; // most blocks of a cluster, unless a kernel is allowed more
 
 ibp_status KnownClusters::count(const void *kernel, uint32_t parts, uint32_t threads, uint32_t shared_bytes,
                                 uint32_t *clusters)
@@ -44,7 +44,7 @@ ibp_status KnownClusters::count(const void *kernel, uint32_t parts, uint32_t thr
     if (device < kMostDevices) known[device] = *clusters + 1u;
     return IBP_OK;
 #else
-    *clusters = parts == 1u ? 2u : 0u; // a block at a time
+    *clusters = parts == 1u ? 2u : 0u; // without a GPU one block runs at a time
     return IBP_OK;
 #endif
 }
@@ -68,7 +68,8 @@ template <class Block> static ibp_status launch_if_fits(LinearJob job, ibp_strea
                : status;
 }
 
-// A tile costs a block the same whatever its columns: few blocks a cluster where their parts would be short.
+// Launches with the number of blocks in a cluster that suits the columns. A tile costs a block the same whatever the
+// columns are, so that a cluster has few blocks if their parts would be short.
 template <uint32_t VECTORS> static ibp_status launch_parts(const LinearJob &job, ibp_stream stream, bool *launched)
 {
 #ifdef __CUDACC__
@@ -79,7 +80,7 @@ template <uint32_t VECTORS> static ibp_status launch_parts(const LinearJob &job,
     if constexpr (VECTORS > 16u)
         if (status == IBP_OK && !*launched) status = launch_if_fits<ManyBlock<VECTORS, 16, 2>>(job, stream, launched);
     return status;
-#else // a block at a time
+#else // without a GPU one block runs at a time
     return launch_if_fits<ManyBlock<VECTORS, 1, VECTORS == 32u ? 2u : 1u>>(job, stream, launched);
 #endif
 }

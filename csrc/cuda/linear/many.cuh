@@ -1,14 +1,18 @@
-// many.cuh - products of up to 64 vectors with coded matrices of BF16, for GPUs of compute capability 9.0: an element
-// is decoded once for all vectors, as an operand of `wgmma` in registers.
+// many.cuh - multiplies up to 64 vectors with coded matrices of BF16, on GPUs of compute capability 9.0: an element is
+// decoded once for all vectors, as an operand of `wgmma` in registers.
 //
-// A cluster of blocks takes tiles of 64 rows, one after the other. Each block has some neighbours of the 16 pieces of
-// the columns (digits.cuh), and keeps the vectors' elements of them in shared memory, in the order that the digits make
-// cheap: L2 brings weights alone. Two groups of four warps multiply, each half of the block's pieces; or, where columns
-// are so many that 16 blocks have one piece each, half the rows of tiles of 128: while a step is multiplied, bytes of
-// coming steps, also of the next tile, are copied to shared memory. The groups leave the sums of a tile in shared
-// memory. Four more warps a block, the finishers, read them from all blocks of the cluster, for their
-// block's share of the vectors, and take away and add the products of escapes as linear.cuh does. Sums are added in the
-// order of linear.cuh, to the same bits.
+// A cluster of blocks takes tiles of 64 rows, one after the other:
+//
+// 1. Each block has some neighbours of the 16 pieces of the columns (digits.cuh). It keeps the vectors' elements of
+//    them in shared memory, in the order in which the digits unpack cheaply, so that L2 brings only weights.
+// 2. Two groups of four warps multiply, each half of the block's pieces. If there are so many columns that each of 16
+//    blocks has one piece, tiles have 128 rows, and each group multiplies half of them. While a group multiplies a
+//    step, bytes of coming steps, also of the next tile, are copied to shared memory.
+// 3. The groups leave the sums of a tile in shared memory.
+// 4. Four more warps of each block, the finishers, read the sums from all blocks of the cluster, for their block's
+//    share of the vectors. They subtract and add the products of escapes as linear.cuh does.
+//
+// Sums are added in the order of linear.cuh, to the same bits.
 // Bound by device memory.
 #ifndef IBP_MANY_CUH
 #define IBP_MANY_CUH
@@ -17,41 +21,44 @@
 
 namespace ibp {
 
-// VECTORS: 16, 32 or 64. PARTS of the columns, and blocks of a cluster: 1 to 16. SHARES of a tile's rows: 2 where each
-// group that multiplies has half of them, and all of the block's pieces.
+// The sizes and the shared memory of a block. VECTORS: 16, 32 or 64. PARTS: parts of the columns, and blocks of a
+// cluster: 1 to 16. SHARES: shares of a tile's rows: with 2, each group that multiplies has half of the rows, and all
+// of the block's pieces.
 template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBlock {
     static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kShares = SHARES, kTileRows = 64 * SHARES;
-    static constexpr uint32_t kStages = 3;               // of a warp, for bytes that are copied
+    static constexpr uint32_t kStages = 3;               // stages of a warp, for bytes that are copied
     static constexpr uint32_t kGroup = 128, kGroups = 2; // threads of a group that multiplies, and groups
     static constexpr uint32_t kMultipliers = kGroups * kGroup, kThreads = kMultipliers + kGroup;
-    static constexpr uint32_t kGroupPieces = kPieces * SHARES / PARTS / kGroups; // of a tile and a group
-    static constexpr uint32_t kPitch = kTileRows + 4u; // of the sums of a vector, so that banks differ
+    static constexpr uint32_t kGroupPieces = kPieces * SHARES / PARTS / kGroups; // pieces of a group
+    // kPitch: floats from one vector's sums to the next one's; this pitch avoids bank conflicts.
+    static constexpr uint32_t kPitch = kTileRows + 4u;
     static constexpr uint32_t kSumsStart = kMultipliers / kWarp * kStages * StripStep::kBytes;
     static constexpr uint32_t kBarriersStart = kSumsStart + VECTORS * kPitch * sizeof(float);
-    static constexpr uint32_t kVectorsStart = kBarriersStart + 128u; // whole 128 bytes, as `wgmma` wants
+    static constexpr uint32_t kVectorsStart = kBarriersStart + 128u; // a multiple of 128, as `wgmma` wants
     static constexpr uint32_t kStepBytes = VECTORS * kStepColumns * 2u;
-    // Vectors of a finishing thread: every one of the block's share, or every other one.
+    // A finishing thread has kFinished vectors: every one of the block's share, or every other one.
     static constexpr uint32_t kVectorsApart = kGroup / kTileRows, kFinished = VECTORS / PARTS / kVectorsApart;
 
     static constexpr uint32_t kBlockPieces = kPieces / PARTS;
-    static constexpr uint32_t kWriters = SHARES * kGroup; // threads that write sums of a tile first, and last
+    // kWriters: threads that write the sums of a tile first, and as many that write them last.
+    static constexpr uint32_t kWriters = SHARES * kGroup;
 
-    // Steps of a block, with steps that only other blocks have.
+    // Returns the steps of a block; it counts steps that only other blocks have.
     static __host__ __device__ __forceinline__ uint32_t block_steps(const LinearJob &job)
     {
         return (num_steps(job) + kPieces - 1u) / kPieces * kBlockPieces;
     }
     static uint32_t shared_bytes(const LinearJob &job) { return kVectorsStart + block_steps(job) * kStepBytes; }
-    // Where 16 bytes of a vector's elements begin: of step `step` of the block, the columns 8 half to 8 half + 7 of
-    // operand `operand` of 8.
+    // Returns where 16 bytes of a vector's elements begin: those of the block's step `step`, of columns 8 half to 8
+    // half + 7 of operand `operand`, one of 8.
     static __device__ __forceinline__ uint32_t vector_at(uint32_t step, uint32_t operand, uint32_t vector,
                                                          uint32_t half)
     {
         return kVectorsStart + step * kStepBytes + operand * (VECTORS * 32u) + vector / 8u * 256u + half * 128u +
                vector % 8u * 16u;
     }
-    // Sums of a tile are written, in all blocks of the cluster; they have been read, and the room is free. A cluster of
-    // one block has named barriers in place of these.
+    // Barriers of the cluster. written: the sums of a tile have been written in all blocks. read: they have been read,
+    // and their place is free. A cluster of one block uses named barriers instead.
     static __device__ __forceinline__ SharedBarrier written() { return {kBarriersStart}; }
     static __device__ __forceinline__ SharedBarrier read() { return {kBarriersStart + SharedBarrier::kBytes}; }
     static __device__ __forceinline__ uint32_t sum_at(uint32_t vector, uint32_t row)
@@ -62,15 +69,16 @@ template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBloc
 
 // ---- a block ----
 
-// Named barriers: of both groups that multiply, of the groups that write sums last and the finishers, of the finishers;
-// and, where there is one block, of the finishers and the groups that write sums first.
+// Named barriers. kBothGroups: both groups that multiply. kGroupsAndFinishers: the groups that write sums last, and the
+// finishers. kFinishers: the finishers. kFinishersAndGroups: the finishers and the groups that write sums first, in a
+// cluster of one block.
 constexpr uint32_t kBothGroups = 1, kGroupsAndFinishers = 2, kFinishers = 3, kFinishersAndGroups = 4;
 
 struct Place {
     uint32_t part, first_tile, tiles_apart;
 };
 
-// Brings the vectors' elements of the block's steps. A thread brings, of one vector, the elements that
+// Copies the vectors' elements of the block's steps to shared memory. A thread copies, of one vector, the elements that
 // four lanes take for a pair of operands, and then the next ones.
 template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
 {
@@ -104,7 +112,7 @@ template <class Block> __device__ __forceinline__ void bring_vectors(const Linea
     publish_vectors();
 }
 
-// All threads of a block call this together.
+// Waits for earlier work of the stream, and copies the vectors. All threads of a block call this together.
 template <class Block> __device__ __forceinline__ void bring_all_vectors(const LinearJob &job, const Place &place)
 {
     await_work_before();
@@ -113,14 +121,14 @@ template <class Block> __device__ __forceinline__ void bring_all_vectors(const L
     __syncthreads();
 }
 
-// A group of warps that multiplies; each has 16 rows of a tile.
+// A group of warps that multiplies. Each warp has 16 rows of a tile.
 template <class Block> struct GroupMultiplier {
-    static constexpr uint32_t kSums = Block::kVectors / 2u; // of a thread
+    static constexpr uint32_t kSums = Block::kVectors / 2u; // sums of a thread
 
     const LinearJob &job;
     const Place &place;
-    // Of the tile's strips the warp's one; of the block's pieces, and of all pieces, the group's first one; steps of a
-    // row.
+    // strip: the warp's strip of a tile. own_piece, piece: the group's first piece, counted among those of the block
+    // and among all. end: steps of a row.
     const uint32_t warp, group, strip, stages, own_piece, piece, end;
     uint32_t copied_tile, copied_step, copied_stage;
     StripRows copied_rows;
@@ -150,7 +158,7 @@ template <class Block> struct GroupMultiplier {
         copied_step = piece, copied_tile += place.tiles_apart;
         find_rows();
     }
-    // Before the vectors are there.
+    // Issues the first copies, before the vectors are ready.
     __device__ __forceinline__ void begin()
     {
         find_rows();
@@ -158,7 +166,7 @@ template <class Block> struct GroupMultiplier {
         for (uint32_t i = 0; i < Block::kStages - 1u; i++) begin_copies();
     }
     // Adds the products of a step. Up to three batches of two operands are multiplied while the next one is decoded.
-    // of_block: number of the step among those of the block.
+    // of_block: the number of the step among those of the block.
     __device__ __forceinline__ void multiply_step(uint32_t of_block, uint32_t firsts, uint32_t stage,
                                                   uint32_t (&operands)[4][2][4], float (&sums)[kSums])
     {
@@ -178,7 +186,8 @@ template <class Block> struct GroupMultiplier {
             GroupProducts::end_batch();
         }
     }
-    // sums[0]: of the group's pieces of a tile, in pairs, pairs of pairs and so on.
+    // Multiplies the rows of a tile. sums[0]: receives the sums of the group's pieces, added in pairs, pairs of pairs
+    // and so on.
     __device__ __forceinline__ void multiply_tile_rows(uint32_t firsts, uint32_t &stage,
                                                        float (&sums)[Block::kGroupPieces][kSums])
     {
@@ -206,7 +215,7 @@ template <class Block> struct GroupMultiplier {
 #pragma unroll
                 for (uint32_t i = 0; i < kSums; i++) sums[p][i] += sums[p + apart][i];
     }
-    // Leaves the sums where the finishers read them. Groups that share rows add theirs, one after the other.
+    // Leaves the sums where the finishers read them. Groups that have the same rows add theirs one after the other.
     __device__ __forceinline__ void leave_sums(uint32_t turn, const float (&sums)[kSums]) const
     {
         const uint32_t row = strip * kStripRows + lane_id() / 4u, vector = 2u * (lane_id() % 4u);
@@ -245,7 +254,8 @@ template <class Block> struct GroupMultiplier {
     }
 };
 
-// Four warps: a thread has a row of a tile, and of the block's part of the vectors all, or every other one.
+// Finishes tiles, by four warps. A thread has a row of a tile, and all vectors of the block's share, or every other
+// one.
 template <class Block> struct Finishers {
     using OwnCorrections = Corrections<Block::kFinished, Block::kVectorsApart>;
     const LinearJob &job;
@@ -266,8 +276,8 @@ template <class Block> struct Finishers {
         __syncwarp();
         Block::written().await_cluster(turn);
     }
-    // Tells the groups that write sums that this block has read them. A release: no group writes before the loads of
-    // read_sums() are done.
+    // Tells the groups that write sums that this block has read them. This is a release: no group writes before the
+    // loads of read_sums() are done.
     __device__ __forceinline__ void say_read(bool is_last) const
     {
         if (Block::kParts == 1u) {
@@ -301,27 +311,27 @@ template <class Block> struct Finishers {
                           corrections.corrected(sums[i], i), bias);
         }
     }
-    // The thread's row of a tile of a matrix.
+    // Returns the thread's row of a tile, counted in its matrix.
     __device__ __forceinline__ uint32_t row_of(const LinearMatrix &matrix, uint32_t tile) const
     {
         const uint32_t strip = (tile - matrix.first_tile) * (Block::kTileRows / kStripRows);
         return first_row(matrix, strip + row / kStripRows) + row % kStripRows;
     }
-    // Finds the escapes of the thread's row of a tile; where there is no such tile, of the last one.
+    // Finds the escapes of the thread's row of a tile; of the last tile if this one does not exist.
     __device__ __forceinline__ void find(uint32_t tile, RowEscapes &found) const
     {
         const uint32_t known = ibp_min_u32(tile, job.num_tiles - 1u);
         const LinearMatrix &matrix = job.matrix_of(known);
         found.find(matrix, row_of(matrix, known));
     }
-    // Before the vectors are there.
+    // Loads the first escapes, before the vectors are ready.
     __device__ __forceinline__ void begin()
     {
         find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
         escapes.load(job.num_columns);
     }
-    // While a tile is multiplied, the escapes of the next tile are loaded, and for the tile after it where its escapes
-    // begin.
+    // Finishes all tiles of the cluster. While a tile is multiplied, the escapes of the next tile are loaded, and the
+    // place at which the escapes of the tile after it begin.
     __device__ __forceinline__ void run()
     {
         uint32_t turn = 0;
@@ -339,14 +349,15 @@ template <class Block> struct Finishers {
             say_read(tile + place.tiles_apart >= job.num_tiles);
             store_sums(matrix, to_row, bias, corrections, sums);
         }
-        if (Block::kParts > 1u) Block::read().await_cluster(turn - 1u); // others still read the sums of this block
+        // Other blocks may still read the sums of this block.
+        if (Block::kParts > 1u) Block::read().await_cluster(turn - 1u);
     }
 };
 
 template <class Block>
 __global__ void __launch_bounds__(Block::kThreads, 1) many_kernel(const __grid_constant__ LinearJob job)
 {
-#if !defined(__CUDACC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) // `wgmma` is there
+#if !defined(__CUDACC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) // only this code has `wgmma`
     let_next_begin();
     const Place place{blockIdx.x % Block::kParts, blockIdx.x / Block::kParts, gridDim.x / Block::kParts};
     const bool multiplies = threadIdx.x < Block::kMultipliers;

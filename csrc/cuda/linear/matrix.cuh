@@ -1,7 +1,15 @@
-// matrix.cuh - all weights of a coded matrix of BF16, for products of more vectors than kernels multiply by coded rows.
+// matrix.cuh - decodes all weights of a coded matrix of BF16, for products of more vectors than the kernels multiply by
+// coded rows.
 //
-// A warp decodes a stretch of a row. The list of escapes is there, so nothing has to be counted, staged or exchanged: a
-// lane's bytes go from device memory to registers, and as weights back to device memory.
+// A slot, which is a row as it is stored:
+//
+//     | residuals: 1 byte for each column | digits: 4 bits for each column |
+//
+// 1. A warp takes a stretch of a row. A lane loads residuals and digits of 8 elements at a time into registers.
+// 2. The lane joins them, and stores the weights in device memory.
+// 3. The warp stores the right weights of escapes over them, from the list of escapes. Because this list exists,
+//    nothing has to be counted, staged or exchanged.
+//
 // Bound by device memory.
 #ifndef IBP_MATRIX_CUH
 #define IBP_MATRIX_CUH
@@ -10,11 +18,11 @@
 
 namespace ibp {
 
-constexpr uint32_t kMatrixWarps = 8;                                // of a block
-constexpr uint32_t kLaneWeights = 8, kLoads = 4;                    // weights of a load, loads under way together
-constexpr uint32_t kStretchColumns = kWarp * kLaneWeights * kLoads; // of a warp
+constexpr uint32_t kMatrixWarps = 8;                                // warps of a block
+constexpr uint32_t kLaneWeights = 8, kLoads = 4;                    // weights of a load, and loads issued together
+constexpr uint32_t kStretchColumns = kWarp * kLaneWeights * kLoads; // columns of a warp
 
-// 8 elements in a row, from `column` of a slot on.
+// Eight consecutive elements of a slot, beginning with `column`.
 struct LaneElements {
     uint2 residuals;
     uint32_t digits;
@@ -35,7 +43,8 @@ struct LaneElements {
     }
 };
 
-// Blocks take a stretch of kMatrixWarps rows each. num_stretches: of a row.
+// Writes the weights of all rows. A block takes a stretch of columns of kMatrixWarps rows, a warp that of one row.
+// num_stretches: stretches of a row.
 __global__ void __launch_bounds__(kMatrixWarps *kWarp)
     matrix_weights(const __grid_constant__ ibp_digit_matrix matrix, const uint32_t num_stretches, uint16_t *weights)
 {
@@ -58,7 +67,7 @@ __global__ void __launch_bounds__(kMatrixWarps *kWarp)
         if (column < columns)
             *reinterpret_cast<uint4 *>(to + column) = elements[i].weights(matrix.first_symbol * kEveryByte);
     }
-    __syncwarp(); // digits of escapes have been stored
+    __syncwarp(); // the digits of escapes are stored before the right weights
     for (uint32_t i = escapes + lane_id(); i < end; i += kWarp) {
         const ibp_escape escape = matrix.escapes[i];
         if (escape.column - start < kStretchColumns && escape.column < columns) to[escape.column] = escape.weight;

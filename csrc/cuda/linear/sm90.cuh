@@ -1,6 +1,6 @@
-// sm90.cuh - what GPUs of compute capability 9.0 have for the kernels of many.cuh and tiles.cuh: clusters of blocks
-// that read each other's shared memory, and products of groups of four warps (`wgmma`). Run without a GPU, a cluster is
-// one block.
+// sm90.cuh - features of GPUs of compute capability 9.0 for the kernels of many.cuh and tiles.cuh: clusters of blocks
+// that read each other's shared memory, and products of groups of four warps (`wgmma`). In a run without a GPU, a
+// cluster is one block.
 #ifndef IBP_SM90_CUH
 #define IBP_SM90_CUH
 
@@ -21,11 +21,12 @@ __device__ __forceinline__ uint32_t address_in(uint32_t block, uint32_t byte)
 }
 #endif
 
-// A barrier in shared memory (`mbarrier`): it turns once as many threads as it was begun with have arrived, and all
-// bytes that were expected are there. turn: how often it has turned before. Without a GPU these barriers do nothing.
+// A barrier in shared memory (`mbarrier`). It turns when as many threads as it was begun with have arrived, and all
+// bytes that were expected have been copied. turn: how often it has turned before. Without a GPU these barriers do
+// nothing.
 struct SharedBarrier {
     static constexpr uint32_t kBytes = 8;
-    uint32_t byte; // where it is in shared memory
+    uint32_t byte; // the shared byte at which it lies
 
     __device__ __forceinline__ void begin(uint32_t num_threads) const
     {
@@ -34,7 +35,7 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Barriers that were begun are there for all blocks of the cluster, and for copies.
+    // Makes barriers that were begun visible to all blocks of the cluster, and to copies.
     static __device__ __forceinline__ void publish()
     {
 #ifdef __CUDACC__
@@ -55,8 +56,9 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Arrives at the barrier of a block of the cluster, as a release: threads that await_cluster() there see what this
-    // thread, and threads that it has met at a barrier, have written, and write only after these have read.
+    // Arrives at the barrier of a block of the cluster, as a release: threads there that call await_cluster() see what
+    // this thread has written, and what threads have written that it has met at a barrier; and they write only after
+    // these threads have read.
     __device__ __forceinline__ void arrive_in(uint32_t block) const
     {
 #ifdef __CUDACC__
@@ -74,7 +76,7 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // The same where blocks of the cluster arrive.
+    // Waits as `await` does, at a barrier at which other blocks of the cluster arrive.
     __device__ __forceinline__ void await_cluster(uint32_t turn) const
     {
 #ifdef __CUDACC__
@@ -87,8 +89,8 @@ struct SharedBarrier {
     }
 };
 
-// All threads of a cluster meet, in two steps, before a block uses barriers of other blocks, which these have published
-// before. Between the steps a block uses its own memory.
+// Let all threads of a cluster meet, in two steps, before a block uses barriers of other blocks, which these have
+// published before. Between the two steps a block may use its own memory.
 __device__ __forceinline__ void arrive_at_cluster()
 {
 #ifdef __CUDACC__
@@ -111,7 +113,7 @@ __device__ __forceinline__ float float_in(uint32_t block, uint32_t byte)
     return *reinterpret_cast<const float *>(shared_bytes() + byte);
 #endif
 }
-// What threads have written to shared memory is there for `wgmma` of threads behind a barrier.
+// Makes what this thread has written to shared memory visible to `wgmma` of threads behind a barrier.
 __device__ __forceinline__ void publish_vectors()
 {
 #ifdef __CUDACC__
@@ -137,8 +139,8 @@ __device__ __forceinline__ void publish_vectors()
                  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"             \
                  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
                  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-// sums += a b, of 64 rows and VECTORS over 16 columns: a warp has 16 of the rows as in multiply_tile, and its sums are
-// four floats for each 8 vectors. b: the descriptor of the vectors' elements in shared memory.
+// Adds to d the product of 64 rows and VECTORS vectors over 16 columns. A warp has 16 of the rows, as in multiply_tile,
+// and its sums are four floats for each 8 vectors. b: the descriptor of the vectors' elements in shared memory.
 #define IBP_MULTIPLY_GROUP(VECTORS, FLOATS, A0, A1, A2, A3, B)                                             \
     __device__ __forceinline__ void multiply_group(float(&d)[FLOATS], const uint32_t(&a)[4], uint64_t b)   \
     {                                                                                                      \
@@ -166,8 +168,10 @@ IBP_MULTIPLY_GROUP(256, 128, 128, 129, 130, 131, 132)
 #undef IBP_FLOATS_4
 #endif
 
-// Where the vectors' elements for an operand of 16 columns lie in shared memory: for each vector 16 bytes a half of the
-// columns. Here eight vectors follow each other, half by half.
+// The vectors' elements for an operand of 16 columns, in shared memory: each vector has 16 bytes for each half of the
+// columns. Eight vectors follow each other, half by half:
+//
+//     | vectors 0 to 7, half 0: 128 bytes | vectors 0 to 7, half 1 | vectors 8 to 15, half 0 | ...
 struct PackedVectors {
     uint32_t byte;
 
@@ -182,8 +186,8 @@ struct PackedVectors {
     }
 #endif
 };
-// Here each vector has a line of 128 bytes for four operands, whose 16 bytes j lie at j ^ vector % 8. byte: where the
-// lines begin, a multiple of 1,024.
+// The same elements in another layout: each vector has a line of 128 bytes for four operands. The j-th 16 bytes of a
+// line lie at place j ^ (vector % 8). byte: where the lines begin, a multiple of 1,024.
 struct LinedVectors {
     uint32_t byte, operand;
 
@@ -204,10 +208,10 @@ struct LinedVectors {
 #endif
 };
 
-// Products that a group of warps has begun. The compiler does not see that they read operands and write sums later:
-// `await` is between these.
+// Products that a group of warps has begun. The compiler does not see that they read operands and write sums later;
+// therefore `await` has to stand between `begin` and any use of these registers.
 struct GroupProducts {
-    // vectors: PackedVectors or LinedVectors.
+    // Begins to add products to sums. vectors: PackedVectors or LinedVectors.
     template <uint32_t FLOATS, class Vectors>
     static __device__ __forceinline__ void begin(float (&sums)[FLOATS], const uint32_t (&a)[4], const Vectors &vectors)
     {

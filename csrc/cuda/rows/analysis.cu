@@ -1,6 +1,12 @@
-// analysis.cu - bit and chunk statistics over rows (the paper's section 4.1). A block takes up to 256 columns of
-// words of a row and every k-th row; a thread one column, eight rows at a time. Bound by memory: some 10 instructions
-// a word, and one atomic a counter and block.
+// analysis.cu - counts over the rows of a tensor (the paper's section 4.1): how often each bit of a row is 1, and in
+// how many rows each chunk's invariant bits are as its mask and bitval say.
+//
+// 1. A block takes up to 256 columns of words of a row, and every k-th row; a thread takes one column.
+// 2. A thread loads the words of eight rows at a time, and counts in registers.
+// 3. The threads add their counts to the block's counters in shared memory.
+// 4. The block adds its counters to the result by atomics.
+//
+// Bound by memory: some 10 instructions a word, and one atomic for each counter and block.
 #include "../../internal/ibp_coding.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
@@ -11,8 +17,8 @@ namespace ibp {
 
 constexpr uint32_t kThreads = 256, kRowsAhead = 8;
 
-// Returns word w of a row at any address; bytes after the row count as zeros. is_inner: what is_inner_word says of w.
-// If it is true, the row's memory is loaded by aligned words, else byte by byte.
+// Returns word w of a row at any address; bytes after the row count as zeros. is_inner: the result of is_inner_word for
+// w. If it is true, the row's memory is loaded by aligned words, otherwise byte by byte.
 __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t row_bytes, uint32_t w, bool is_inner)
 {
     const uint8_t *const from = row + 4u * w;
@@ -35,14 +41,14 @@ __device__ __forceinline__ bool is_inner_word(const uint8_t *data, uint32_t row_
     return 4u * w + (are_aligned ? 4u : 7u) <= row_bytes;
 }
 
-// The column of units of a row that a thread counts, and its rows.
+// The column of units (words, or chunks of 8 bytes) that a thread counts, and its rows.
 struct Columns {
-    uint32_t first, count; // of the block
-    uint32_t column;       // of the thread, within the block's
+    uint32_t first, count; // the block's columns
+    uint32_t column;       // the thread's column, counted from the block's first
     int64_t row, step;
     bool active;
 
-    // Blocks are numbered slice after slice.
+    // Chooses the thread's column and rows. Blocks are numbered slice after slice.
     __device__ __forceinline__ explicit Columns(uint32_t num_units)
     {
         const uint32_t tiles = (num_units + kThreads - 1u) / kThreads;
@@ -56,12 +62,13 @@ struct Columns {
     }
 };
 
-// 32 counters, one a bit of a word, held as bit planes: plane p has bit p of every counter.
+// 32 counters, one for each bit of a word, held as bit planes: bit b of plane p is bit p of counter b.
 struct BitCounters {
     static constexpr uint32_t kPlanes = 8, kMost = (1u << kPlanes) - 1u;
     uint32_t plane[kPlanes] = {};
 
-    // a + b + c of every bit: the sum's bit stays in a, the carry is returned.
+    // Adds a, b and c at every bit. The lower bits of the sums replace a, and the upper ones, the carries, are
+    // returned.
     static __device__ __forceinline__ uint32_t add3(uint32_t &a, uint32_t b, uint32_t c)
     {
         const uint32_t carry = (a & b) | (a & c) | (b & c);
@@ -122,14 +129,16 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (added != 0u) counters.flush(sums + own.column, own.count);
     __syncthreads();
-    for (uint32_t i = threadIdx.x; i < 32u * own.count;
-         i += kThreads) { // eight bytes a counter, those of a word side by side
+    // Counters in memory have eight bytes, and those of a word lie side by side: consecutive threads add to consecutive
+    // counters.
+    for (uint32_t i = threadIdx.x; i < 32u * own.count; i += kThreads) {
         const uint32_t sum = sums[i % 32u * own.count + i / 32u];
         if (sum != 0u) atomicAdd(counts + 32ull * own.first + i, static_cast<unsigned long long>(sum));
     }
 }
 
-// A thread's unit is a word, or two words of a chunk of 8 bytes; a word has up to four chunks.
+// Counts, for each chunk, the rows that match its mask and bitval. A thread's unit is a word, or the two words of a
+// chunk of 8 bytes; a word has up to four chunks.
 __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ ibp_codebook cb, const uint8_t *data,
                                                        const int64_t num_rows, unsigned long long *hits)
 {
@@ -176,8 +185,8 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
     }
 }
 
-// Counts by a kernel, of what it takes first. Blocks for num_units columns: enough to fill the device, and not more
-// than have eight rows a thread; a multiple of the tiles of 256 columns.
+// Launches a kernel that counts. `what` is its first argument. The blocks for num_units columns are enough to fill the
+// device, but no more than have eight rows for each thread; their number is a multiple of the tiles of 256 columns.
 template <class What>
 static ibp_status count(void (*kernel)(What, const uint8_t *, int64_t, unsigned long long *), const What &what,
                         uint32_t row_bytes, uint32_t num_units, const uint8_t *data, size_t rows, uint64_t *counts,

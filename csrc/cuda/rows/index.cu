@@ -1,5 +1,10 @@
-// index.cu - the row index on the GPU: where overflow parts start, and what rows take (FORMAT.md sections 2 and 3).
-// Bound by memory: two bytes a row; the scan over groups of rows, 16 bytes each, is done by one block.
+// index.cu - works out the row index on the GPU: where overflow parts start, and how many bytes rows take (FORMAT.md
+// sections 2 and 3).
+//
+// 1. sum_rooms: a warp adds up the rooms of each group of 32 rows.
+// 2. scan_rooms: one block turns the sums into bases by a prefix sum.
+//
+// Bound by memory: two bytes a row. The scan over groups of rows, 16 bytes each, is done by one block.
 #include "../cuda_checks.h"
 #include "../group.cuh"
 #include "../launch.cuh"
@@ -8,7 +13,7 @@ namespace ibp {
 
 constexpr uint32_t kIndexThreads = 256, kScanThreads = 1024;
 
-// bases[g]: bytes of the overflow rooms of the group's rows. A warp a group.
+// Writes into bases[g] the bytes of the overflow rooms of the rows of group g. A warp takes one group at a time.
 __global__ void __launch_bounds__(kIndexThreads)
     sum_rooms(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
               const uint32_t slot_bytes, unsigned long long *bases)
@@ -24,7 +29,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     }
 }
 
-// Turns the sums into the sums before them, and writes the total.
+// Turns each sum into the sum of those before it, and writes the total.
 __global__ void __launch_bounds__(kScanThreads)
     scan_rooms(const int64_t num_groups, unsigned long long *bases, int64_t *total)
 {
@@ -38,7 +43,8 @@ __global__ void __launch_bounds__(kScanThreads)
     if (threadIdx.x == 0) *total = static_cast<int64_t>(before);
 }
 
-// Threads keep a count for as long as rows take as many sectors as the one before.
+// Adds up what ibp_survey_rows counts. A thread keeps its count as long as its rows take as many sectors as the row
+// before, so that few atomics are needed.
 __global__ void __launch_bounds__(kIndexThreads)
     survey_rows(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
                 unsigned long long *survey)
@@ -55,7 +61,8 @@ __global__ void __launch_bounds__(kIndexThreads)
     for (int64_t r = blockIdx.x * int64_t{kIndexThreads} + threadIdx.x; r < num_rows; r += step) {
         const uint32_t own =
             ibp_stored_bytes(IBP_LOAD_ONCE(lengths[r]), row_bytes, ibp_valid_bytes(num_bytes, row_bytes, r));
-        const uint32_t sectors = ibp_min_u32(ibp_sectors_of(own), num_bins - 1u); // of a corrupt length too
+        // A corrupt length may be larger than a row.
+        const uint32_t sectors = ibp_min_u32(ibp_sectors_of(own), num_bins - 1u);
         if (sectors != bin) {
             if (count != 0u) atomicAdd(&rows[bin], count);
             bin = sectors, count = 0;
@@ -71,7 +78,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     if (threadIdx.x == 0) atomicAdd(survey, bytes);
 }
 
-// Copies parts of overflow to where a table's index says: 32 rows, which share a base, a warp.
+// Copies overflow parts to where a table's index says. A warp takes the 32 rows that share a base.
 static __global__ void move_parts(const __grid_constant__ ibp_table table, const __grid_constant__ ibp_place from,
                                   uint8_t *overflow)
 {

@@ -1,8 +1,12 @@
-// partition.cu - ids in the order of the windows of a table, by counting: count, scan, scatter.
+// partition.cu - sorts ids by the windows of a table in which their rows lie.
 //
-// A gather from a large table is bound by address translation: rows fetched in the order of the table's windows find
-// their pages' addresses at hand. Bound by latency: three short kernels that read and write some twenty bytes an id
-// in the L2 cache.
+// 1. count_windows counts the ids of each window, and numbers the ids of a window.
+// 2. scan_windows turns the counts into the places at which the windows' ids begin.
+// 3. scatter_ids writes each id, and its position, to its place.
+//
+// A gather from a large table is bound by address translation: if rows are fetched in the order of the table's windows,
+// their pages' addresses are at hand. These kernels are bound by latency: three short kernels that read and write some
+// twenty bytes an id in the L2 cache.
 #include "../../internal/ibp_gathers.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
@@ -16,8 +20,9 @@ __device__ __forceinline__ uint32_t window_of(int64_t id, int64_t num_items, uin
     return static_cast<uint32_t>(max(min(id, num_items - 1), int64_t{0}) >> window_bits);
 }
 
-// windows[k]: the window of id k, and ranks[k]: how many ids of it were counted before. The lanes of a warp that share
-// a window count together, so that a window which many ids want is not waited for by each.
+// Counts the ids of each window. windows[k]: receives the window of id k. ranks[k]: receives how many ids of this
+// window were counted before it. The lanes of a warp that have the same window count together, so that many ids in one
+// window cost one atomic per warp instead of one per id.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads)
     count_windows(const Id *ids, int64_t count, int64_t num_items, uint32_t window_bits, uint32_t *counts,
@@ -35,8 +40,8 @@ __global__ void __launch_bounds__(kThreads)
     windows[k] = static_cast<uint16_t>(window);
 }
 
-// starts[w]: ids in the windows before w. A block scans kScanThreads windows, after it has summed all those before
-// them.
+// Writes into starts[w] the number of ids in the windows before w. A block scans kScanThreads windows, after it has
+// added up the counts of all windows before them.
 __global__ void __launch_bounds__(kScanThreads)
     scan_windows(const uint32_t *counts, uint32_t num_windows, uint32_t *starts)
 {
@@ -48,7 +53,8 @@ __global__ void __launch_bounds__(kScanThreads)
     if (w < num_windows) starts[w] = before + in_block;
 }
 
-// By the windows that were counted, whatever the ids have become meanwhile: each position is written once.
+// Writes ids and positions in the order of windows. It uses the windows that were counted, even if the ids have changed
+// meanwhile, so that each place is written once.
 template <typename Id>
 __global__ void __launch_bounds__(kThreads)
     scatter_ids(const Id *ids, int64_t count, const uint32_t *starts, const uint32_t *ranks, const uint16_t *windows,

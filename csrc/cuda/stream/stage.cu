@@ -1,12 +1,19 @@
-// stage.cu - items at ids in host memory, of a table whose slots are in pinned host memory: the CPU's threads gather
-// slots, the copy engine moves them, the GPU decodes them.
+// stage.cu - gathers items at ids that are in host memory, from a table whose slots are in pinned host memory: the
+// CPU's threads gather slots, the copy engine moves them to the GPU, and the GPU decodes them.
 //
-// Bound by the CPU's memory or the link. The items are cut into chunks, these into blocks, which threads take one after
-// the other. Chunk k uses place k % kPlaces of two rings, one in pinned memory and one on the GPU. The first thread to
-// come coordinates besides: it opens places to be filled, and queues the chunks whose blocks are done, in order:
-//     copy stream:    wait decoded[place]   copy the chunk     record copied[place]
-//     the caller's:   wait copied[place]    decode the chunk   record decoded[place]
-// A place is opened when copied[place] is over. No thread waits for another but for places to be opened.
+// Bound by the CPU's memory or the link. The items are cut into chunks, and these into blocks, which threads take one
+// after the other. Chunk k uses place k % kPlaces of two rings, one in pinned memory and one on the GPU. A place holds
+//
+//     | slots of the chunk's items | up to a multiple of 16 bytes | ids of the items |
+//
+// The first thread also coordinates: it opens places to be filled, and queues the chunks whose blocks are done, in
+// order:
+//
+//     copy stream:         wait decoded[place]    copy the chunk      record copied[place]
+//     caller's stream:     wait copied[place]     decode the chunk    record decoded[place]
+//
+// A place is opened when copied[place] has happened. A thread waits only for places to be opened, never for another
+// thread's block.
 #include "../../internal/ibp_stream.h"
 #include "../../core/stage.h"
 #include "../cuda_checks.h"
@@ -21,11 +28,13 @@
 namespace ibp {
 
 constexpr int kPlaces = 12;
-constexpr int64_t kBlockBytes = 64 << 10; // of slots, about: a thread's work of some 10 microseconds
-constexpr int64_t kLeastChunks = 16;      // of a call: with fewer, gathering, copying and decoding hardly overlap
+// A block has about this many bytes of slots, which a thread copies in some 10 microseconds.
+constexpr int64_t kBlockBytes = 64 << 10;
+// A call has at least this many chunks, if it can: with fewer, gathering, copying and decoding hardly overlap.
+constexpr int64_t kLeastChunks = 16;
 // Calls that fill the ring at most this many times write past the caches. On 16 cores of a Xeon, 100,000 rows of 512
-// bytes come at 60 GB/s past the caches and at 45 through them; 1,000,000 rows, which use each place 17 times and more,
-// come at 60 and 70.
+// bytes are gathered at 60 GB/s past the caches and at 45 through them; 1,000,000 rows, which use each place 17 times
+// and more, at 60 and 70.
 constexpr int64_t kStreamedRings = 3;
 
 static int64_t round_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
@@ -42,7 +51,7 @@ struct ibp_stager {
 
 namespace ibp {
 
-// A call, as its threads share it.
+// A call of ibp_cuda_stage_items, which its threads share.
 class Staging {
   public:
     Staging(ibp_stager *stager, const ibp_table *table, const uint8_t *slots, const ibp_ids *ids, uint8_t *out,
@@ -63,9 +72,10 @@ class Staging {
         num_blocks_ = (ids->count + block_items_ - 1) / block_items_;
     }
 
-    bool fits() const { return chunk_items_ > 0; } // one item at least, into a place
+    // Returns whether a place has room for at least one item.
+    bool fits() const { return chunk_items_ > 0; }
 
-    // What a thread does; all of it if there is one only.
+    // Does the work of one thread of the call; all the work if it is the only one.
     void work()
     {
         if (!is_coordinated_.exchange(true)) {
@@ -80,7 +90,8 @@ class Staging {
 
   private:
     enum Taken { kBlock, kWait, kNone };
-    static constexpr int64_t kAlign = 16; // of ids behind the slots
+    // The alignment of the ids behind the slots, in bytes.
+    static constexpr int64_t kAlign = 16;
 
     int64_t items_in(int64_t chunk) const { return std::min(chunk_items_, ids_.count - chunk * chunk_items_); }
     int64_t ids_offset(int64_t chunk) const
@@ -89,7 +100,7 @@ class Staging {
     }
     int64_t place_of(int64_t chunk) const { return (stager_->next_place + chunk) % kPlaces; }
 
-    // Copies the slots of the next block that nobody has taken.
+    // Takes the next block that no thread has taken, and copies its slots and ids.
     Taken fill_next()
     {
         const int64_t a_chunk = chunk_items_ / block_items_;
@@ -127,13 +138,14 @@ class Staging {
         if (device != stager_->device) cudaSetDevice(device);
     }
 
-    // Lets threads fill the places whose last chunks have been copied.
+    // Opens the places whose last chunks have been copied, so that threads may fill them.
     void open_places(int64_t num_queued)
     {
         for (int64_t open = num_open_; open < num_chunks_ && open - kPlaces < num_queued; open++) {
             const cudaError_t query = cudaEventQuery(stager_->copied[place_of(open)]);
             if (query == cudaErrorNotReady) {
-                cudaGetLastError(); // it is no error, and nobody else is to find it
+                // Not ready is no error; clear it, so that no later call reports it.
+                cudaGetLastError();
                 return;
             }
             calls_ << query;
@@ -143,7 +155,7 @@ class Staging {
         }
     }
 
-    // Queues a chunk that is filled.
+    // Queues the copy and the decoding of a chunk that is filled.
     void queue(int64_t chunk)
     {
         const int64_t place = place_of(chunk), count = items_in(chunk), first = chunk * chunk_items_;
@@ -173,7 +185,7 @@ class Staging {
     int64_t block_items_ = 0, chunk_items_ = 0, num_chunks_ = 0, num_blocks_ = 0;
     std::atomic<int64_t> next_block_{0}, num_open_{0}, num_filled_[kPlaces] = {};
     std::atomic<bool> is_coordinated_{false}, is_over_{false};
-    FirstError calls_; // the coordinator's
+    FirstError calls_; // the coordinator's CUDA calls
 };
 
 static ibp_status create(ibp_stager *stager)

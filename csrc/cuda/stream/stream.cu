@@ -1,12 +1,15 @@
-// stream.cu - tables in pinned host memory, brought to the GPU by its copy engine chunk by chunk and decoded there
-// meanwhile.
+// stream.cu - decodes tables in pinned host memory: the copy engine brings them to the GPU chunk by chunk, and each
+// chunk is decoded while the next ones are copied.
 //
-// Bound by the link. The ring has as many places as there are event pairs; chunk k uses place k % kPlaces:
-//     copy stream:    wait freed[k - kPlaces]   copy chunk k   record filled[k]
-//     decode stream:  wait filled[k]            decode chunk k record freed[k]
-// so the copy engine runs ahead by up to kPlaces chunks, from one table into the next, and neither the host nor the
-// caller's stream, which waits for a table's last chunk, waits for anything but the bytes that it needs. The decode
-// stream has the highest priority: its few blocks get the next SMs that other kernels leave.
+// Bound by the link. The ring on the GPU has as many places as there are pairs of events. Chunk k uses place k %
+// kPlaces:
+//
+//     copy stream:      wait freed[k - kPlaces]    copy chunk k      record filled[k]
+//     decode stream:    wait filled[k]             decode chunk k    record freed[k]
+//
+// So the copy engine runs ahead by up to kPlaces chunks, from one table into the next. The host waits for nothing, and
+// the caller's stream waits only for the last chunk of a table. The decode stream has the highest priority: its few
+// blocks get the next SMs that other kernels leave.
 #include "../../internal/ibp_stream.h"
 #include "../../core/chunk_plan.h"
 #include "../cuda_checks.h"
@@ -26,7 +29,7 @@ struct ibp_streamer {
     cudaEvent_t begun, ended, filled[ibp::kPlaces], freed[ibp::kPlaces];
     uint8_t *ring;
     int64_t place_bytes;
-    int64_t num_chunks, done_bytes; // since ibp_cuda_begin_stream
+    int64_t num_chunks, done_bytes; // counted since ibp_cuda_begin_stream
 };
 
 namespace ibp {
@@ -37,8 +40,9 @@ static ibp_status copy_part(uint8_t *to, const uint8_t *from, uint64_t num_bytes
     return check_cuda(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream));
 }
 
-// Lets the streamer's streams begin after what the caller's has been given: the decode stream for each table, whose
-// output may still be in use, the copy stream for the first, before which the ring's memory may be.
+// Makes the streamer's streams wait for the work that the caller's stream already has: the decode stream before every
+// table, whose output may still be in use by that work, and the copy stream before the first table, because the ring's
+// memory may be in use too.
 static ibp_status fork(ibp_streamer *streamer, cudaStream_t stream)
 {
     FirstError calls;
@@ -53,15 +57,15 @@ static ibp_status join(ibp_streamer *streamer, cudaStream_t stream)
     return calls.status();
 }
 
-// Whether the streamer belongs to the current device: streams and events of another one cannot be used here.
+// Returns whether the streamer belongs to the current device. Streams and events of another device cannot be used.
 static bool is_here(const ibp_streamer *streamer)
 {
     int device = 0;
     return streamer != nullptr && check_cuda(cudaGetDevice(&device)) == IBP_OK && device == streamer->device;
 }
 
-// Copies a chunk into its place of the ring. Parts of rows with bases of their own lie anywhere in overflow: they are
-// read where they are.
+// Copies a chunk into its place of the ring. If rows have their own bases, their parts may lie anywhere in overflow;
+// then overflow is not copied, and the parts are read where they are.
 static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, ibp_table *block)
 {
     const int place = static_cast<int>(streamer->num_chunks % kPlaces);
@@ -82,13 +86,13 @@ static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, con
         block->overflow_bytes = static_cast<int64_t>(chunk.overflow_bytes);
         calls << copy_part(overflow, table->overflow + chunk.overflow_start, chunk.overflow_bytes, copies);
     }
-    // Whatever was copied is waited for, also after an error.
+    // The decode stream waits for whatever was copied, even after an error.
     calls << cudaEventRecord(streamer->filled[place], copies)
           << cudaStreamWaitEvent(streamer->decodes, streamer->filled[place], 0);
     return calls.status();
 }
 
-// out = bytes [start, end), which lie in the chunk's rows.
+// Copies and decodes one chunk. out: receives the bytes [start, end), which lie in the chunk's rows.
 static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, int64_t start,
                                int64_t end, uint8_t *out, ibp_fault *fault, int max_sms)
 {
@@ -104,7 +108,8 @@ static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, c
     return status;
 }
 
-// Not in the mode of a capture that may be going on in this thread, which forbids what creation does inside.
+// Creates the streamer's streams and events in relaxed capture mode: a capture that may be going on in this thread
+// could forbid what their creation does inside.
 static ibp_status create_events(ibp_streamer *streamer)
 {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -167,7 +172,7 @@ extern "C" ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *rin
 extern "C" ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer)
 {
     if (!ibp::is_here(streamer) || streamer->ring == nullptr) return IBP_INVALID_ARGUMENT;
-    streamer->done_bytes = 0; // the first chunks are small ones again
+    streamer->done_bytes = 0; // the first chunks are small again
     return IBP_OK;
 }
 
@@ -197,7 +202,7 @@ extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_ta
         status = ibp::stream_chunk(streamer, table, chunk, from, to, out + (from - start), fault, max_sms);
         row = chunk.last_row;
     }
-    const ibp_status joined =
-        ibp::join(streamer, stream); // also after an error: a capture must not end with work hanging loose
+    // Join even after an error: a capture must not end with unjoined work.
+    const ibp_status joined = ibp::join(streamer, stream);
     return status != IBP_OK ? status : joined;
 }
