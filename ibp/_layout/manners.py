@@ -1,4 +1,4 @@
-"""The questions that code asks of any tensor, answered for everything that stands for one."""
+"""Methods of torch.Tensor for objects that stand for a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _Self = TypeVar("_Self", bound="Movable")
 
 
 class Movable:
-    """Short ways to say where to, for what has `to(device)`."""
+    """Adds `cpu()` and `cuda()` to a class that has `to(device)`."""
 
     __slots__ = ()
 
@@ -20,16 +20,16 @@ class Movable:
         def to(self: _Self, device: torch.device | str | int, *, non_blocking: bool = False) -> _Self: ...
 
     def cpu(self: _Self) -> _Self:
-        """`to("cpu")`."""
+        """Returns `to("cpu")`."""
         return self.to(torch.device("cpu"))
 
     def cuda(self: _Self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> _Self:
-        """`to(device)`; None: the current CUDA device."""
+        """Returns `to(device)`. device: None: the current CUDA device."""
         return self.to("cuda" if device is None else device, non_blocking=non_blocking)
 
 
 class TensorManners:
-    """Answers from `shape`, `dtype` and `device`, which a class that stands for a tensor has itself."""
+    """Adds what follows from `shape`, `dtype` and `device`, which the class itself has."""
 
     if TYPE_CHECKING:
 
@@ -43,11 +43,11 @@ class TensorManners:
         def device(self) -> torch.device: ...
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """The shape, or the size of one dimension."""
+        """Returns the shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Number of dimensions."""
+        """Returns the number of dimensions."""
         return len(self.shape)
 
     @property
@@ -56,7 +56,7 @@ class TensorManners:
         return len(self.shape)
 
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """Returns the number of elements of the tensor."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
@@ -95,10 +95,10 @@ class TensorManners:
 
 
 class CodedManners(TensorManners):
-    """Where only a torch.Tensor can answer, a coded tensor says what to call.
+    """Adds errors that say what to call instead of methods that only a torch.Tensor can have.
 
     Attributes:
-        _is, _instead: what the object is, and what to call, as messages put it.
+        _is, _instead: what the object is, and what to call instead, in the words of the messages.
     """
 
     _is: str
@@ -135,7 +135,7 @@ class CodedManners(TensorManners):
     __setitem__ = __delitem__ = _refuse_assignment
 
     def __dlpack_device__(self) -> NoReturn:
-        """Refuses torch.from_dlpack, and torch.as_tensor and torch.tensor, which would read row by row without it."""
+        """Refuses torch.from_dlpack. Without this method torch.as_tensor and torch.tensor would read row by row."""
         raise TypeError(f"{self._is} has no elements in memory: {self._instead}")
 
     __dlpack__ = __dlpack_device__

@@ -12,8 +12,13 @@ from .plan import Plan
 
 
 class Parts(NamedTuple):
-    """A table in memory that one device reads, as torch.ops.ibp.describe_table takes it (csrc/bindings/torch_ops.cpp).
-    rooms, used: of a place, which rows are coded into. fault, plan: what `take` needs on a GPU."""
+    """The arguments of torch.ops.ibp.describe_table (csrc/bindings/torch_ops.cpp): a table in memory that one device
+    can read.
+
+    Attributes:
+        rooms, used: given if rows may be coded into the table.
+        fault, plan: needed by `take` on a GPU.
+    """
 
     slots: torch.Tensor
     overflow: torch.Tensor
@@ -32,8 +37,8 @@ class Parts(NamedTuple):
 
 
 class Handle:
-    """A table that has been checked and described once for all operations of a device. Describing it costs about as
-    much as a call.
+    """A description of a table for all operations of one device. It is checked once, because describing a table costs
+    about as much as a call.
 
     Attributes:
         parts: the table's memory.
@@ -43,12 +48,12 @@ class Handle:
         RuntimeError: parts contradict each other.
     """
 
-    # Of a table's handles (`handle_on`), which `take` is given:
-    like: torch.Tensor  # empty; its dtype and its dimensions but the first are those of an item
+    # Only the handles that `handle_on` returns have these, because `take` needs them:
+    like: torch.Tensor  # empty; has the dtype of an item, and its dimensions behind the first
     plan: Plan
-    machine: Calibration | None  # whose rates the plan is of
-    noted: memoryview  # the words of the fault records that GPUs write to
-    staged: dict[tuple[int, int], bool]  # whether the CPU gathers rows, by numbers of ids and of threads
+    machine: Calibration | None  # the rates that the plan was made by; None: the table is in the device's memory
+    noted: memoryview  # the words of the fault records to which GPUs write
+    staged: dict[tuple[int, int], bool]  # whether the CPU gathers rows, by the numbers of ids and of threads
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -56,7 +61,7 @@ class Handle:
         self.table.parts = parts
 
     def __reduce__(self) -> tuple[type[Handle], tuple[Parts]]:
-        """A copy is described anew, with copies of the parts."""
+        """Lets copies be described anew, with copies of the parts."""
         return Handle, (self.parts,)
 
     def encode(

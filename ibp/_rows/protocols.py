@@ -1,4 +1,4 @@
-"""The protocols of things that have rows: `index_select`, `decompress` and `embedding_bag` take any of them."""
+"""Protocols of objects that have rows. `index_select`, `decompress` and `embedding_bag` take any such object."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Ids = torch.Tensor | Sequence[int] | np.ndarray
 
 @runtime_checkable
 class Rows(Protocol):
-    """Items that are fetched by their numbers: tables, caches of rows, sharded tables."""
+    """An object whose items are fetched by their numbers: a table, a cache of rows, a sharded table."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -39,7 +39,7 @@ class Rows(Protocol):
 
 @runtime_checkable
 class Decodable(Protocol):
-    """A tensor that is decoded whole: tables, caches of rows, tensors of general codecs."""
+    """An object that is decoded as a whole: a table, a cache of rows, a tensor of a general codec."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -52,17 +52,17 @@ class Decodable(Protocol):
 
 @runtime_checkable
 class CachedRows(Rows, Protocol):
-    """Rows of a table; some are held nearer to the device that asks. view: the table, which has the rows that are not
-    held."""
+    """The rows of a table, some of which are held nearer to the device that asks for them. view: the table, which has
+    all rows."""
 
     @property
     def view(self) -> Table: ...
 
     def flush(self) -> None:
-        """Brings changed rows to the table."""
+        """Writes changed rows to the table."""
 
     def serves(self, device: torch.device) -> bool:
-        """Whether rows are looked up and decoded on a device."""
+        """Returns whether rows can be looked up and decoded on a device."""
 
     def found(
         self, ids: torch.Tensor

@@ -14,23 +14,23 @@ from .._common.modes import outside_of_modes
 from .._common.rounding import rounded_up
 from .._layout.geometry import Geometry, stored_sizes
 
-_NO_BASE = -1  # IBP_NO_BASE of ibp.h: a row that owns no overflow part
+_NO_BASE = -1  # IBP_NO_BASE of ibp.h: the base of a row that has no part in overflow
 _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
-_GROWTH = 1.5  # of arrays that have become too small
-_MOST_FREE = 1 << 16  # bytes of overflow that stay free, so that few changes have to ask a GPU how many are
-_FREE_SHARE = 64  # of the slots, at most
+_GROWTH = 1.5  # An array that has become too small is made larger by this factor.
+_MOST_FREE = 1 << 16  # Bytes of overflow that are kept free, so that few changes have to ask a GPU how many are used.
+_FREE_SHARE = 64  # At most one part in so many of the slots' bytes is kept free.
 
-Empty = Callable[[int], torch.Tensor]  # allocates a number of bytes where a table lives
+Empty = Callable[[int], torch.Tensor]  # allocates a number of bytes in the memory that a table is in
 
 
 class Index(NamedTuple):
-    """Where rows are, for as many as there is capacity for; arrays that a table does not need are empty."""
+    """Says where rows are, for as many rows as there is capacity for. Arrays that a table does not need are empty."""
 
     # lengths, bases: as in FORMAT.md section 2
     lengths: torch.Tensor
     bases: torch.Tensor
-    rooms: torch.Tensor  # uint16, units of 32 bytes that a row owns from its base on
-    used: torch.Tensor  # int64 [1], bytes of the overflow that have been handed out
+    rooms: torch.Tensor  # uint16: how many units of 32 bytes a row owns, beginning at its base
+    used: torch.Tensor  # int64 [1]: bytes of the overflow that have been handed out
 
     def first(self, num_rows: int) -> Index:
         """Returns the index of the first rows."""
@@ -48,17 +48,17 @@ def _enlarged(tensor: torch.Tensor, size: int, byte: int) -> torch.Tensor:
 
 @dataclass
 class Room:
-    """The memory that a table's rows are in. The table's own tensors are the first parts of these tensors."""
+    """The buffers that hold a table's rows. The table's own tensors are the first parts of these buffers."""
 
-    capacity: int  # rows that there is room for, all of them whole
-    # slots, overflow: where the table lives; the end of the overflow has not been handed out
+    capacity: int  # how many whole rows there is room for
+    # slots, overflow: in the memory that the table is in; the end of the overflow has not been handed out
     slots: torch.Tensor
     overflow: torch.Tensor
-    index: Index  # there too
-    most_used: int  # no less than `used` says, wherever that is now
-    # the GPU whose copy of the index is newer than that of a table in host memory; None: there is none
+    index: Index  # in the same memory as the slots
+    most_used: int  # an upper bound of `used`, whose newest value may be on a GPU
+    # If a GPU has changed rows of a table in host memory, its copy of the index is the newest one. None: `index` is.
     current: torch.device | None = None
-    copies: dict[torch.device, Index] = field(default_factory=dict)  # of the index, on GPUs
+    copies: dict[torch.device, Index] = field(default_factory=dict)  # copies of the index on GPUs
 
     @property
     def index_bytes(self) -> int:
@@ -69,8 +69,8 @@ class Room:
         return self.slots.numel() + self.overflow.numel() + self.index_bytes
 
     def settle(self) -> None:
-        """Waits for the GPU that has changed rows last, and brings its index home. Whatever interrupts it, the next
-        call does it all."""
+        """Waits for the GPU that has changed rows last, and copies its index to `index`. If the call is interrupted,
+        the next call does all of it."""
         if self.current is None:
             return
         torch.cuda.synchronize(self.current)
@@ -79,7 +79,7 @@ class Room:
         self.current = None
 
     def index_on(self, device: torch.device) -> Index:
-        """Returns the index on a device, as the last change has left it."""
+        """Returns a copy of the index on a device, as the last change has left it."""
         if device == self.slots.device:
             self.settle()
             return self.index
@@ -91,7 +91,7 @@ class Room:
         return self.copies[device]
 
     def begin_change(self, device: torch.device) -> Index:
-        """Returns the index on a device that is about to change rows, and forgets the copies on other devices."""
+        """Returns the index on a device that is about to change rows. Forgets the copies on other devices."""
         index = self.index_on(device)
         is_home = device == self.slots.device
         self.copies = {} if is_home else {device: index}
@@ -99,8 +99,8 @@ class Room:
         return index
 
     def with_overflow(self, num_bytes: int, empty: Empty) -> Room:
-        """Returns a room in which num_bytes more bytes of overflow can be handed out: the room itself, if it has them.
-        Waits for the GPU only if the host does not know how many bytes have been handed out."""
+        """Returns a room in which num_bytes more bytes of overflow can be handed out: this room if it has them, else a
+        larger one. Waits for the GPU only if the host does not know how many bytes have been handed out."""
         if self.most_used + num_bytes <= self.overflow.numel():
             return self
         newest = self.index if self.current is None else self.copies[self.current]
@@ -116,7 +116,7 @@ class Room:
         return replace(self, overflow=larger)
 
     def with_rows(self, num_rows: int, slot_bytes: int, empty: Empty) -> Room:
-        """Returns a room with capacity for num_rows rows: the room itself, if it has that."""
+        """Returns a room with capacity for num_rows rows: this room if it has the capacity, else a larger one."""
         if num_rows <= self.capacity:
             return self
         self.settle()
@@ -136,8 +136,9 @@ def room_of(
     lengths: torch.Tensor,
     bases: torch.Tensor,
 ) -> Room:
-    """Returns the room of a table that has not changed before: it has the table's slots and overflow, and a new index.
-    The table's index is not trusted: a row whose entry is wrong stays wrong, and harms no row that changes."""
+    """Returns the room of a table that has not changed before. It has the table's slots and overflow, and a new index.
+    The table's index is not trusted: if the entry of a row is wrong, this row stays wrong, and rows that change are not
+    harmed."""
     device, num_rows, used = slots.device, geometry.num_rows, overflow.numel()
     none = torch.empty(0, dtype=torch.uint16, device=device)
     index = Index(lengths.clone(), bases[:0], none, torch.tensor([used], dtype=torch.int64, device=device))
@@ -150,7 +151,7 @@ def room_of(
 def _own_bases(
     geometry: Geometry, slot_bytes: int, overflow_bytes: int, lengths: torch.Tensor, bases: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Returns a base and a room for each row of a table with overflow."""
+    """Returns `bases` and `rooms` of the index of a table with overflow, one entry of each for every row."""
     num_rows, device = geometry.num_rows, lengths.device
     rows = torch.arange(num_rows, device=device)
     valid = torch.clamp(geometry.num_bytes - rows * geometry.row_bytes, max=geometry.row_bytes)
@@ -176,7 +177,7 @@ def _own_bases(
 
 
 def _are_apart(bases: torch.Tensor, sizes: torch.Tensor, overflow_bytes: int) -> bool:
-    """Returns whether parts of these sizes share no byte and lie in the overflow. Parts of no bytes do not count."""
+    """Returns whether parts of these sizes share no byte and lie within the overflow. Empty parts do not count."""
     starts, order = bases[sizes > 0].sort()
     sizes = sizes[sizes > 0][order]
     if not starts.numel():

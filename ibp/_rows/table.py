@@ -1,5 +1,5 @@
-"""The state of a table: its tensors, what is derived from them, where it is used from, and the faults that its work has
-met.
+"""The state of a table: its tensors, what is derived from them, its handles on devices, and the faults that calls have
+noted.
 
 `_fetch/` fetches the rows of such a table. `_tables/compressed_tensor.py` adds the verbs: `index_select`, `decompress`,
 `[]`.
@@ -27,7 +27,7 @@ from .plan import Plan, plan_of
 from .room import Room
 
 AnyTable = TypeVar("AnyTable", bound="Table")
-OF_SELECTIONS = 1  # the kind of faults of work that reads selections of a table's items and does not know their ids
+OF_SELECTIONS = 1  # the kind of fault of operations that read selected items without knowing their ids
 _WORDS = FaultWords(
     "{status}: item or row {value} at position {position}",
     out_of_range="ids[{position}] is {value}; wanted 0 to {last}",
@@ -55,20 +55,21 @@ class Table(TensorManners, Saves):
     codebook: AnyCodebook | None
     geometry: Geometry
     _faults: Faults
-    _room: Room | None = None  # of a table whose rows have changed
-    _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and the rows' state then
+    _room: Room | None = None  # the memory of a table whose rows have changed; None: no row has changed
+    # what ibp.linear has listed (see _fetch/escapes.py), behind the state of the rows at that time
+    _escapes: tuple | None = None
     _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs go on reading
-    version = 0  # how often rows have changed in place: holders of copies compare it
-    _is_live: bool = False  # rows may be coded into its memory at any time, as `CodedRows.table` says
-    _is_aliased: bool = False  # another table may have the same memory
-    _is_refused: bool = False  # the system does not pin it, which nobody has said it must
+    version = 0  # counts changes of rows in place, so that holders of copies notice them
+    _is_live: bool = False  # whether rows may be coded into the table's memory at any time (see `CodedRows.table`)
+    _is_aliased: bool = False  # whether another table may have the same memory
+    _is_refused: bool = False  # whether the system has refused to pin the table, and nobody has asked for pinned memory
     _stored_bytes: int | None
     _link_bytes: int | None
     _is_pinned: bool
     _handles: dict[torch.device, Handle]
     _owner: torch.Tensor | None  # the tensor whose memory the slots are, of a table made in place
     _pinned_range: object
-    _segment: Segment | FileRows | None  # memory that is shared with other processes, or is a file's
+    _segment: Segment | FileRows | None  # the memory, if it is shared with other processes or is a mapped file
 
     def __init__(
         self,
@@ -104,9 +105,9 @@ class Table(TensorManners, Saves):
         overflow: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
     ) -> AnyTable:
-        """Returns a table of parts that the library itself has made, which are not checked: the constructor checks
-        those of files and pickles. None: an empty part. The index goes to where the slots are; an overflow in host
-        memory, of slots on a GPU, is pinned."""
+        """Returns a table of parts that the library itself has made. They are not checked; the constructor checks parts
+        of files and pickles. None stands for an empty part. The index is moved to the device of the slots. If the slots
+        are on a GPU and the overflow is in host memory, the overflow is pinned."""
         table, home = object.__new__(cls), slots.device
         if overflow is None:
             overflow = torch.empty(0, dtype=torch.uint8, device=home)
@@ -156,7 +157,7 @@ class Table(TensorManners, Saves):
         return self._settled("bases")
 
     def _settled(self, name: str) -> torch.Tensor:
-        """A tensor of the table, once GPUs that change it are done."""
+        """Returns a tensor of the table after waiting for GPUs that change it."""
         if self._room is not None:
             self._room.settle()
         return vars(self)[name]
@@ -188,7 +189,7 @@ class Table(TensorManners, Saves):
 
     @property
     def stored_bytes(self) -> int:
-        """Exact bytes of the coded rows and the codebook, which `savings` is about; the memory is `nbytes`."""
+        """Exact bytes of the coded rows and the codebook. `savings` is reckoned from them; `nbytes` is the memory."""
         if self._stored_bytes is None:
             lengths, geometry = self.lengths, self.geometry
             coded = geometry.survey(lengths.cpu()).stored if lengths.numel() else geometry.num_bytes
@@ -197,8 +198,8 @@ class Table(TensorManners, Saves):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the row index: at most 2.25 a row, and 12 for each that there is room for in a table whose rows have
-        changed."""
+        """Bytes of the row index: at most 2.25 for each row. In a table whose rows have changed, 12 for each row that
+        there is room for."""
         return self._room.index_bytes if self._room is not None else self.lengths.nbytes + self.bases.nbytes
 
     @property
@@ -214,19 +215,20 @@ class Table(TensorManners, Saves):
 
     @property
     def device_bytes(self) -> int:
-        """Of `nbytes`, those in the memory of the table's GPU; 0 of a table in host memory."""
+        """The part of `nbytes` in the memory of the table's GPU; 0 for a table in host memory."""
         return self.nbytes - self.host_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of `nbytes`, those in host memory: all, or the overflow of a table that spills there, or none."""
+        """The part of `nbytes` in host memory: all of it for a table in host memory; for a table on a GPU its overflow,
+        if that is in host memory, else 0."""
         if self.device.type == "cpu":
             return self.nbytes
         return self.overflow.numel() if self.spills_to_host else 0
 
     @property
     def _has_own_bases(self) -> bool:
-        """Whether every row has a base of its own, as in tables whose rows have changed (FORMAT.md section 2)."""
+        """Whether every row has its own base, as in tables whose rows have changed (FORMAT.md section 2)."""
         return 1 < self.num_rows == vars(self)["bases"].numel()
 
     @property
@@ -270,7 +272,8 @@ class Table(TensorManners, Saves):
         return self
 
     def _serves(self, device: torch.device) -> bool:
-        """Whether a GPU can fetch rows itself. Shared memory is pinned for this process first, if the system lets."""
+        """Returns whether a GPU can fetch rows itself. Shared memory is pinned for this process first, if the system
+        allows it."""
         segment = self._segment
         if not self._is_pinned or segment is None or torch.compiler.is_compiling() or segment.is_pinned:
             return self._is_pinned
@@ -284,8 +287,8 @@ class Table(TensorManners, Saves):
         return self._is_pinned
 
     def _pin_segment(self, node: int = -1) -> None:
-        """Pins memory that is shared, or a file's, where it is. Where the system does not pin a mapped file, the rows
-        move to pinned memory, and a warning says so once a process. PinningError: it pins no memory."""
+        """Pins shared memory, or that of a mapped file, in place. If the system does not pin a mapped file, moves the
+        rows to pinned memory, and warns of it once in a process. Raises PinningError if the system pins no memory."""
         segment = self._segment
         assert segment is not None
         try:
@@ -298,20 +301,20 @@ class Table(TensorManners, Saves):
             self._move(pinned)
 
     def _lie_in_file(self, rows: FileRows | None) -> None:
-        """Says that the table's memory is a mapped file, which is not written to: a change takes memory of its own.
-        rows: what is pinned there; None: nothing can be."""
+        """Notes that the table's memory is a mapped file. Nothing is written to it: a change takes memory of its own.
+        rows: the part of the file that can be pinned. None: no part can."""
         self._is_aliased = True
         self._move({}, rows)
 
     def _move(self, tensors: dict[str, torch.Tensor], segment: Segment | FileRows | None = None) -> None:
-        """Takes tensors of the same bytes in other memory. segment: what they are in, if it is shared."""
+        """Takes tensors of the same bytes in other memory. segment: that memory, if it is shared or a mapped file."""
         vars(self).update(tensors, _segment=segment, _room=None)
         self._refresh()
 
     # ---- changing ----
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors without what there is room for besides."""
+        """Returns the tensors, without the spare room of a table whose rows have changed."""
         tensors = {name: getattr(self, name) for name in TENSORS}
         if self._room is not None:
             tensors["overflow"] = self.overflow[: int(self._room.index.used)]
@@ -320,8 +323,8 @@ class Table(TensorManners, Saves):
         return tensors
 
     def _set_room(self, room: Room, geometry: Geometry | None = None) -> Room:
-        """Takes the memory of a room, and another number of items with it, at once: whatever interrupts it, the table
-        is the one that it was or the one that it becomes. Returns the room."""
+        """Takes the memory of a room, and the geometry if one is given, in one assignment. If the call is interrupted,
+        the table is either unchanged or complete. Returns the room."""
         if room is self._room and geometry is None:
             return room
         geometry = geometry or self.geometry
@@ -346,17 +349,19 @@ class Table(TensorManners, Saves):
         return room
 
     def _forget_handles(self, changing: torch.device) -> None:
-        """Forgets what depends on the rows, as the given device is about to change them."""
+        """Forgets everything that depends on the rows, because a device is about to change them. changing: that device,
+        whose handle stays."""
         vars(self).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
         for device in [device for device in self._handles if device != changing]:
             del self._handles[device]
 
     def _note_change(self) -> None:
-        """Counts a change of rows in place."""
+        """Counts one more change of rows in place."""
         vars(self)["version"] = self.version + 1
 
     def _become(self, other: Table) -> None:
-        """Takes the fields and the memory of another table of the same tensor, which nobody has, at once."""
+        """Takes the fields and the memory of another table of the same tensor in one assignment. Nobody else may have
+        that table."""
         self._handles.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
         vars(self).update(
@@ -373,7 +378,7 @@ class Table(TensorManners, Saves):
         self._refresh()
 
     def _become_plain(self, data: torch.Tensor) -> None:
-        """Takes the bytes of its tensor, raw, as slots of whole rows."""
+        """Keeps the tensor raw, in slots of whole rows. data: the bytes of the tensor."""
         none = torch.empty(0, dtype=torch.int64, device=self.device)
         slots = memory.empty(data.numel(), self.device, self._is_pinned).copy_(data)
         self._handles.clear()
@@ -409,12 +414,13 @@ class Table(TensorManners, Saves):
     # ---- what the operations are given ----
 
     def _refresh(self) -> None:
-        """Forgets what was derived from the tensors."""
+        """Forgets everything that was derived from the tensors, and asks anew whether they are pinned."""
         self._handles.clear()
         slots, overflow, is_pinned = self.slots, self.overflow, False
         if self._segment is not None:
             is_pinned = self._segment.pin and torch.cuda.is_available()
-        # Where torch has not begun to use CUDA nothing is pinned; to ask for devices would keep children from using it.
+        # Nothing is pinned before torch has begun to use CUDA. Asking for devices would keep child processes from using
+        # CUDA after a fork.
         elif not slots.is_cuda and torch.cuda.is_initialized():
             is_pinned = all(not part.numel() or part.is_pinned() for part in (slots, overflow))
         vars(self).update(_stored_bytes=None, _link_bytes=None, _is_pinned=is_pinned)
@@ -433,8 +439,8 @@ class Table(TensorManners, Saves):
         return handle
 
     def _parts(self, device: torch.device, geometry: Geometry) -> Parts:
-        """The parts of the table's handle; or of one for as many items as a geometry has, where its room holds them. A
-        table with a room is a place too."""
+        """Returns the parts of the table's handle for a device. geometry: says how many items the handle has; there may
+        be more than the table has, if the room holds them. If the table has a room, rows can be coded into it."""
         (codec, words), sizes = self._coding(device), (self.slot_bytes, 0, geometry.num_items, geometry.item_bytes)
         overflow = memory.seen_from(device, self.overflow)
         if self._room is None:
@@ -445,30 +451,34 @@ class Table(TensorManners, Saves):
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, rooms, used)
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
-        """(codec, codebook) of the operations: how the rows are coded, for a device."""
+        """Returns how the rows are coded, as the arguments `codec` and `codebook` of operations on a device."""
         return coding_of(self.codebook, self.row_bytes, device)
 
     # ---- faults ----
 
     def check(self) -> None:
-        """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or
-        CorruptTableError."""
+        """Waits for this table's work on all GPUs. Raises what went wrong there, or in compiled code.
+
+        Raises:
+            IndexError: an id was out of range.
+            CorruptTableError: a row is damaged.
+        """
         for device in self._faults.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self._raise_pending(device)
 
     def _raise_pending(self, device: torch.device) -> None:
-        """Raises what earlier calls have noted on a device."""
+        """Raises the fault that earlier calls have noted on a device, if there is one."""
         self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
     def _raise_when_done(self, device: torch.device) -> None:
-        """Waits for the current stream of a GPU, and raises what calls have noted there."""
+        """Waits for the current stream of a GPU, and raises the fault that calls have noted there, if there is one."""
         torch.cuda.current_stream(device).synchronize()
         self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
     def _raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
-        """Raises what a call has noted in a record of its own."""
+        """Raises the fault that one call has noted in its own record, if there is one."""
         (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.geometry.num_items - 1)
 
 
@@ -534,8 +544,8 @@ def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes
 def _checked_tensors(
     geometry: Geometry, scheme: str, slot_bytes: int, slots: Any, overflow: Any, lengths: Any, bases: Any
 ) -> dict[str, torch.Tensor]:
-    """The table's tensors, each an alias that nobody else holds. ValueError unless sizes, dtypes and devices fit; what
-    the bytes say is checked when they are decoded."""
+    """Returns the table's tensors, each as an alias that nobody else holds. Raises ValueError unless sizes, dtypes and
+    devices fit. The bytes themselves are checked when they are decoded."""
     num_bases = -(-geometry.num_rows // _core.ROWS_PER_BASE)
     raw_overflow = geometry.raw_overflow_bytes(slot_bytes)
     is_raw = scheme == "raw"
@@ -572,7 +582,7 @@ def _checked_tensors(
 
 
 def _flaw(tensor: torch.Tensor) -> str | None:
-    """Why a tensor is not plain memory, or None."""
+    """Returns why a tensor is not plain memory, or None if it is."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -600,5 +610,6 @@ def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where it is a part of a larger one, which would be written to files as a whole."""
+    """Returns the tensor. If it is a part of a larger one, returns a copy, because the larger one would be written to
+    files as a whole."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
