@@ -289,8 +289,8 @@ class TokenCodec:
         return raw(items) if self._learner.found is None else encode(items, self._learner.found)
 
     def _look(self, items: torch.Tensor) -> None:
-        """Learns a codebook from some items. It replaces the present one if it saves clearly more. If it saves
-        almost nothing, items are kept raw from then on."""
+        """Learns a codebook from some items. It replaces the present one if it saves clearly more. If no
+        codebook saves enough, items are kept raw."""
         num_blocks, batch, heads, elements = items.shape
         ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
         taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
