@@ -73,7 +73,19 @@ class KVStoreStats(Statistics):
 
 
 class Transfer(OfThisProcess):
-    """A store or a load of pages that is under way, on a stream beside the current one."""
+    """A store or a load of pages that is under way, on a stream beside the current one.
+
+    Example:
+        >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
+        >>> store = ibp.kv.KVStore(kv, page_bytes=kv[0].nbytes, num_pages=100, device="cpu")
+        >>> transfer = store.store([7, 8], kv, blocks=[3, 5])
+        >>> transfer.synchronize()
+        >>> transfer.num_bytes, transfer.is_done(), transfer.lost()
+        (32768, True, [])
+
+    Attributes:
+        num_bytes: original bytes of the pages.
+    """
 
     _instead = "wait() for it in the process that began it"
 
@@ -310,7 +322,11 @@ class KVStore(OfThisProcess):
         )
 
     def is_stored(self, pages: Pages) -> list[bool]:
-        """Returns whether pages can be loaded, by the transfers that are done. Does not wait."""
+        """Returns whether pages can be loaded, by the transfers that are done. Does not wait.
+
+        Raises:
+            IndexError: there is no such page.
+        """
         host = list_of_ids(pages, "pages").cpu().to(torch.int64)
         check_range(host, self.num_pages, name="pages")
         return self._seen[host].bool().all(1).tolist()
