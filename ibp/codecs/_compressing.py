@@ -1,4 +1,4 @@
-"""`ibp.compress`: tables of rows, and tensors coded whole."""
+"""`ibp.compress`: makes tables of rows, and codes tensors as a whole."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Chosen(Protocol):
 
 
 class CompressOptions(TypedDict, total=False):
-    """The arguments of `compress` besides x and scheme."""
+    """The arguments of `compress` except x and scheme."""
 
     chunk_bytes: int | None
     tau: float | None
@@ -81,17 +81,17 @@ def compress(
 ) -> CompressedTensor | WholeTensor:
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
 
-    The table lives where x lives: on its GPU, or in host memory, pinned unless `memory` says otherwise. Rows that would
-    not become smaller are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` counts the bytes of
-    its rows, `table.nbytes` the memory that it takes and `table.link_bytes` what is fetched over the link; `estimate`
-    tells them beforehand.
+    The table is where x is: on its GPU, or in host memory, pinned unless `memory` says otherwise. If rows would not
+    become smaller, all rows are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` counts the
+    bytes of its rows, `table.nbytes` the memory that it takes, and `table.link_bytes` what is fetched over the link.
+    `estimate` gives these numbers beforehand.
 
-    With inplace=True x is compressed within its own memory (the paper's section 5), so that one that fills memory can
-    be compressed. Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory is
-    freed. x's values are gone afterwards: its memory belongs to the table. Besides x this takes 2.25 bytes a row and
-    about 128 MiB. "auto" takes the scheme of fewest bytes. All analysis is done before the first write. If the call is
-    interrupted after it, or the memory cannot be pinned, the exception has the table as its attribute `table`, and that
-    table decompresses to x; without that attribute x is as it was.
+    With inplace=True x is compressed within its own memory (the paper's section 5), so that a tensor that fills memory
+    can be compressed. Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory
+    is freed. x's values are gone afterwards, because its memory belongs to the table. Besides x this takes 2.25 bytes
+    per row and about 128 MiB. "auto" takes the scheme of fewest bytes. All analysis is done before the first write. If
+    the call is interrupted after the first write, or if the memory cannot be pinned, the exception has an attribute
+    `table`, a table that decompresses to x. If the exception has no such attribute, x is unchanged.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
