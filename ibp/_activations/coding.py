@@ -82,7 +82,7 @@ class ActivationRecipe:
 
 
 def pieces(num_bytes: int) -> list[tuple[int, int]]:
-    """Returns where the pieces of num_bytes start and end. Each but the last one has whole rows."""
+    """Returns the start and the end of each piece of num_bytes. All pieces except the last have whole rows."""
     return [(start, min(start + PIECE_BYTES, num_bytes)) for start in range(0, num_bytes, PIECE_BYTES)]
 
 
@@ -91,7 +91,7 @@ def _num_rows(num_bytes: int) -> int:
 
 
 def _most_overflow(num_bytes: int) -> int:
-    """Returns the bytes of overflow that any rows fit, also rows without a coded form."""
+    """Returns the bytes of overflow that are enough for any rows, also for rows without a coded form."""
     return _num_rows(num_bytes) * ROW_BYTES
 
 
@@ -103,7 +103,7 @@ def index_bytes(num_bytes: int) -> int:
 
 @functools.lru_cache(1024)
 def memory_bytes(num_bytes: int) -> int:
-    """Returns the bytes of memory that num_bytes fit, whatever they are."""
+    """Returns the bytes of memory that are enough for num_bytes of any content."""
     return index_bytes(num_bytes) + _most_overflow(num_bytes)
 
 

@@ -136,7 +136,7 @@ class ActivationOffload(OfThisProcess):
         self._stats = ActivationStats()
 
     def close(self) -> None:
-        """Returns pinned memory that no saved tensor uses at the moment. A later step takes new pinned memory."""
+        """Gives back pinned memory that no saved tensor uses at the moment. A later step takes pinned memory again."""
         with self._lock:
             for transfers in self._transfers.values():
                 transfers.take_back()

@@ -105,7 +105,7 @@ class PieceTransfers:
             self._pop()
 
     def begin_backward(self) -> None:
-        """If codes stay on the GPU, frees all memory that waits for the host, because gradients are about to need
+        """Frees all memory that waits for the host if codes stay on the GPU, because gradients are about to need
         it."""
         if self._keeps_codes:
             self._note_misfits(waits=True)

@@ -101,7 +101,7 @@ def entry_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int
 def form_of(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.dtype, tuple[int, ...]]:
     """Returns the dtype and shape of the tensor that a plain entry of a header becomes.
 
-    If torch does not have the dtype, the tensor holds the bytes: uint8, where the last dimension has as many bytes as
+    If torch does not have the dtype, the tensor holds the bytes: uint8, and the last dimension has as many bytes as
     its values take. If this is not a whole number, the tensor has one dimension.
     """
     with contextlib.suppress(FileFormatError):

@@ -29,7 +29,7 @@ _LEAST_HUGE_BYTES = 4 << 20  # bytes; larger memory asks for huge pages of 2 MiB
 
 
 def warn_of_pageable(refused: PinningError) -> None:
-    """Warns that memory is pageable. For memory that the caller did not require to be pinned."""
+    """Warns that memory is pageable, if the caller did not require it to be pinned."""
     _warn(refused, "what would be pinned is pageable, and comes to GPUs by way of the CPU, which is slower")
 
 
@@ -116,7 +116,7 @@ def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:
 
 
 def release_pinned(limit_bytes: int | None = None) -> int:
-    """Returns pinned memory that no table uses any more to the system.
+    """Gives pinned memory that no table uses any more back to the system.
 
     Pinning memory takes longer than filling it. Therefore the memory that tables leave is kept, pinned, for the next
     ones: at most 4 GiB, or an eighth of the machine's memory if that is less. A new table takes kept memory if that is
@@ -225,7 +225,8 @@ def pins(where: str | None) -> bool | None:
 
 def home_of(source: torch.device, where: str | None, worker: torch.device) -> tuple[torch.device, bool | None]:
     """Returns the device where the coded bytes of a tensor on the device `source` live, and whether they are pinned.
-    where: None: they live where the tensor does. Raises ValueError and RuntimeError like `pins`."""
+    where: the argument `memory`. None: they live where the tensor does. Raises ValueError and RuntimeError like
+    `pins`."""
     if where is not None:
         check_memory(where)
     home = worker if where == "device" else source if where is None else _CPU

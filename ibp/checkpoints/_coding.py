@@ -125,7 +125,7 @@ class _Passing(NamedTuple):
     """A block that is being coded."""
 
     block: Block
-    slot: _Slot | None  # none if the block is kept
+    slot: _Slot | None  # None if the block is kept
     read: Future[np.ndarray]
 
 

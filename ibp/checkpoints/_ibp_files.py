@@ -118,7 +118,7 @@ def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
 
 
 def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], path: object) -> dict[str, SourceTensor]:
-    """Returns the tensors, where a tensor whose items are in several tables becomes one."""
+    """Returns the tensors, after joining each tensor whose items are in several tables."""
     pieces: dict[str, list[tuple[int, int, int, str]]] = {}
     for key, text in metadata.items():
         if key.startswith(ROWS_KEY):

@@ -218,7 +218,7 @@ def _coder(kind: str, *of: Any) -> Coder:
 
 
 def forget_coders() -> None:
-    """Returns the memory that coders have kept to torch's allocator."""
+    """Gives the memory that coders have kept back to torch's allocator."""
     _coder.cache_clear()
 
 

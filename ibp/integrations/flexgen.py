@@ -211,7 +211,7 @@ def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightC
 
     @functools.wraps(original)
     def init_weight_list(weight_specs: list[tuple], policy: Any, env: Any) -> list[TorchTensor]:
-        if policy.compress_weight:  # flexGen quantises its matrices, so that only vectors remain
+        if policy.compress_weight:  # FlexGen quantises its matrices, so that only vectors remain
             return original(weight_specs, policy, env)
         # Weights that are raw only for a moment are not pinned, because torch keeps freed pinned memory to itself.
         weights = original(weight_specs, dataclasses.replace(policy, pin_weight=False), env)

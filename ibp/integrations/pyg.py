@@ -151,7 +151,7 @@ class _StandIn:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # python asks for attributes that an object may not have
+        if name.startswith("__"):  # Python asks for attributes that an object may not have
             raise AttributeError(name)
         self.refuse()
 

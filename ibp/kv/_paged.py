@@ -72,7 +72,7 @@ class PagedTensors:
         self._used = (*_owners(self.tensors), near, scratch, *(() if addresses is None else (addresses,)))
 
     def __reduce__(self) -> tuple[type[PagedTensors], tuple[tuple[torch.Tensor, ...]]]:
-        """Makes a copy anew, so that it has the addresses of its own tensors."""
+        """Makes a copy from its tensors, so that it has their addresses."""
         return PagedTensors, (self.tensors,)
 
     def __len__(self) -> int:

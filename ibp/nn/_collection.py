@@ -35,9 +35,9 @@ class _Part(NamedTuple):
 class _Jagged(NamedTuple):
     """Ids in bags of several tables. The bags of the first table come first."""
 
-    ids: torch.Tensor  # [K], each an id of its own table where the tables are
+    ids: torch.Tensor  # [K], each an id of its own table
     lengths: torch.Tensor  # int64 [bags], ids in each bag
-    parts: list[_Part]  # the tables
+    parts: list[_Part]  # where the tables are
     bags: list[int]  # how many bags each table has
     weights: torch.Tensor | None  # [K], the factors of the rows; None: 1
 
