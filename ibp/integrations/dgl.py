@@ -177,7 +177,7 @@ class _TableColumn(Column):
 
     storage: Any  # a table or a tensor; None on the way from a worker
     index: Any  # a tensor, or a dgl.frame._LazyIndex of several
-    device: tuple[Any, dict[str, Any]] | None  # where rows go when they are read
+    device: tuple[Any, dict[str, Any]] | None  # the device to which rows go when they are read
     deferred_dtype: torch.dtype | None
 
     @property

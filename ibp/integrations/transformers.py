@@ -225,7 +225,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._pending = self.history.encode(keys, values)
 
     def is_coding_much(self) -> bool:
-        """Whether many raw tokens are being coded, so that it pays to wait for them."""
+        """Returns whether many raw tokens are being coded, so that it pays to wait for them."""
         return self._pending is not None and self._pending.num_blocks > 1
 
     def store(self, wait: bool = False) -> None:

@@ -107,7 +107,7 @@ class Pending:
         self._states = Coming(torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64, device="cpu"))
 
     def is_ready(self) -> bool:
-        """Whether the sizes are known without waiting."""
+        """Returns whether the sizes are known without waiting."""
         return self._states.is_here
 
     def sizes(self) -> tuple[int, int]:
