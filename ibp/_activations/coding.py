@@ -1,6 +1,6 @@
-"""Codes activations into one piece of memory, and back: a packed piece of coded rows (`_layout.forms`). A copy of its
-first bytes, up to the last one in use, has everything. One operation codes a piece, and one decodes it, because a step
-codes hundreds of tensors."""
+"""Codes activations into one piece of memory, and decodes them: a packed piece of coded rows (`_layout.forms`). Its
+first bytes, up to the last one in use, are all that has to be copied. One operation codes a piece, and one decodes
+it, because a step codes hundreds of tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .origin import IndexOrigin
 from .spans import SpanView
 
 ROW_BYTES = 4096
-PIECE_BYTES = 64 << 20  # about a millisecond of the link: the first is on its way while the next is coded
+PIECE_BYTES = 64 << 20  # bytes; about a millisecond of the link: the first piece is on its way while the next is coded
 _SAMPLE_BYTES = 1 << 20
-_FIRST_MARGIN = 1 / 32  # of room, over what a sample took
-_LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # over what was needed
-_CHANGES = 4  # times the last change, which a margin has room for
+_FIRST_MARGIN = 1 / 32  # added to what a sample needed
+_LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # added to what was needed
+_CHANGES = 4  # a margin has room for so many times the last change
 _SPARE_BYTES = 4096
 
 
@@ -36,7 +36,8 @@ class ActivationRecipe:
         self.codebook, self.needed_share = codebook, share
         self.codec, self.origin = codebook.codec, origin
         self._room_share, self._noted_share = share * (1 + _FIRST_MARGIN), 0.0
-        self._change, self._has_needed = 0.0, False  # of the needed share, as a share of it; whether it was noted yet
+        # how much the needed share changed, relative to it; whether a share was noted yet
+        self._change, self._has_needed = 0.0, False
 
     @property
     def times_narrower(self) -> int:
@@ -81,7 +82,7 @@ class ActivationRecipe:
 
 
 def pieces(num_bytes: int) -> list[tuple[int, int]]:
-    """Returns where the pieces of num_bytes start and end. Each but the last one has whole rows."""
+    """Returns the start and the end of each piece of num_bytes. All pieces except the last have whole rows."""
     return [(start, min(start + PIECE_BYTES, num_bytes)) for start in range(0, num_bytes, PIECE_BYTES)]
 
 
@@ -90,7 +91,7 @@ def _num_rows(num_bytes: int) -> int:
 
 
 def _most_overflow(num_bytes: int) -> int:
-    """Returns the bytes of overflow that any rows fit, also rows without a coded form."""
+    """Returns the bytes of overflow that are enough for any rows, also for rows without a coded form."""
     return _num_rows(num_bytes) * ROW_BYTES
 
 
@@ -102,12 +103,12 @@ def index_bytes(num_bytes: int) -> int:
 
 @functools.lru_cache(1024)
 def memory_bytes(num_bytes: int) -> int:
-    """Returns the bytes of memory that num_bytes fit, whatever they are."""
+    """Returns the bytes of memory that are enough for num_bytes of any content."""
     return index_bytes(num_bytes) + _most_overflow(num_bytes)
 
 
 def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor, max_sms: int = 0) -> None:
-    """Codes data, uint8 [num_bytes], on the current stream. max_sms: as of operations; 0: all."""
+    """Codes data, uint8 [num_bytes], on the current stream. max_sms: as in operations; 0: all."""
     words, start = recipe.codebook.words(data.device), index_bytes(data.numel())
     torch.ops.ibp.encode_piece.default(data, words, recipe.codec, start, max_sms, memory)
 

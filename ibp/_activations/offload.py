@@ -26,8 +26,8 @@ from .policy import KEEP, ActivationPolicy, OffloadOptions
 from .region import SavedPiece, SavedRegion
 from .transfers import PieceTransfers
 
-LEAST_BYTES = 1 << 20  # sending a smaller one takes the host longer than the link
-WINDOW_BYTES = 768 << 20  # some milliseconds of the link, also for coded bytes
+LEAST_BYTES = 1 << 20  # bytes; sending a smaller one takes the host longer than the link
+WINDOW_BYTES = 768 << 20  # bytes; some milliseconds of the link, also for coded bytes
 MEMORY = ("pinned", "device")
 _WORDS = FaultWords(
     "saved activations came back damaged in an earlier step: its gradients are wrong", RuntimeError, later=""
@@ -42,7 +42,7 @@ class _SavedTensor(NamedTuple):
 
 @dataclass
 class _SpanEntry:
-    """The region of a span, None where the span stays as it is, and the number of the pass that said so."""
+    """The region of a span, or None if the span stays as it is, and the number of the pass that decided this."""
 
     region: weakref.ref[SavedRegion] | None
     passes: int
@@ -54,13 +54,13 @@ class ActivationStats(Statistics):
     device_bytes.
 
     Attributes:
-        tensors: saved, tensors that share memory counted each.
+        tensors: tensors that were saved. Tensors that share memory are all counted.
         shared: tensors whose bytes had been saved before.
-        kept_bytes: that stay as they are: parameters, small tensors, and tensors that fit the budget.
-        coded_bytes, raw_bytes: that were coded, and that were sent as they are.
-        sent_bytes: that went to the host, in coded form where they were coded.
-        device_bytes: that coded tensors take on the device.
-        outgrown_bytes: that took more room than expected, and stayed on the device until their use.
+        kept_bytes: bytes that stay as they are: of parameters, small tensors, and tensors that fit the budget.
+        coded_bytes, raw_bytes: bytes that were coded, and bytes that were sent without coding.
+        sent_bytes: bytes that went to the host, in coded form if they were coded.
+        device_bytes: bytes that coded tensors take on the device.
+        outgrown_bytes: bytes that needed more room than expected, and stayed on the device until their use.
     """
 
     tensors: int = 0
@@ -74,10 +74,10 @@ class ActivationStats(Statistics):
 
 
 class ActivationOffload(OfThisProcess):
-    """The context that `offload_activations` makes, for the forward pass of every step.
+    """The context that `offload_activations` makes. Use it for the forward pass of every step.
 
-    It keeps what it learns: codebooks, sizes, the order in which the backward pass asks, pinned memory. Some tensors
-    stay as they are: tensors saved during a backward pass (by double backward, or computed again by
+    It keeps what it learns: codebooks, sizes, the order in which the backward pass asks for tensors, and pinned memory.
+    Some tensors stay as they are: tensors that are saved during a backward pass (by double backward, or recomputed by
     `torch.utils.checkpoint`) or while a CUDA graph is captured, and tensor subclasses.
 
     Example:
@@ -128,15 +128,15 @@ class ActivationOffload(OfThisProcess):
         )
 
     def stats(self) -> ActivationStats:
-        """Counts since the last `reset_stats`."""
+        """Returns the counts since the last `reset_stats`."""
         return dataclasses.replace(self._stats)
 
     def reset_stats(self) -> None:
-        """Counts from zero again."""
+        """Starts counting from zero again."""
         self._stats = ActivationStats()
 
     def close(self) -> None:
-        """Gives back pinned memory that no saved tensor uses at the moment. A later step takes it again."""
+        """Gives back pinned memory that no saved tensor uses at the moment. A later step takes pinned memory again."""
         with self._lock:
             for transfers in self._transfers.values():
                 transfers.take_back()
@@ -144,22 +144,22 @@ class ActivationOffload(OfThisProcess):
 
     @property
     def is_settled(self) -> bool:
-        """Whether codebooks are learned and a budget's sizes are known: from the end of the first step on."""
+        """Whether codebooks are learned and a budget's sizes are known. This is so after the first step."""
         return self._policy.is_settled
 
     @property
     def pinned_bytes(self) -> int:
-        """Pinned memory that it has."""
+        """Bytes of pinned memory that it has."""
         return sum(transfers.buffers.held_bytes for transfers in self._transfers.values())
 
     # ---- hooks ----
 
     def _pack(self, x: torch.Tensor) -> spans.UnchangedTensor | _SavedTensor:
-        with self._lock:  # autograd has switched gradients off
+        with self._lock:  # autograd has switched gradients off here
             self._stats.tensors += 1
             if self._is_offloaded(x) and (found := self._save(x)) is not None:
                 return found
-            self._stats.kept_bytes += x.numel() * x.element_size()  # sparse ones have no nbytes
+            self._stats.kept_bytes += x.numel() * x.element_size()  # sparse tensors have no nbytes
             return spans.UnchangedTensor.of(x)
 
     def _unpack(self, saved: spans.UnchangedTensor | _SavedTensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ class ActivationOffload(OfThisProcess):
             return saved.get() if isinstance(saved, spans.UnchangedTensor) else saved.view.of(saved.region.data())
 
     def _is_offloaded(self, x: torch.Tensor) -> bool:
-        """Whether a tensor may leave."""
+        """Returns whether a tensor may leave."""
         if not spans.is_plain(x) or x.nbytes < max(1, self.least_bytes):
             return False
         if not (x.is_cuda if self.device is None else x.device == self.device):
@@ -181,7 +181,7 @@ class ActivationOffload(OfThisProcess):
         return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def _save(self, x: torch.Tensor) -> _SavedTensor | None:
-        """None: the tensor stays as it is."""
+        """Saves a tensor. Returns None if the tensor stays as it is."""
         found = spans.span_of(x)
         if found is None:
             return None
@@ -196,8 +196,8 @@ class ActivationOffload(OfThisProcess):
         return _SavedTensor(region, view)
 
     def _shared(self, entry: _SpanEntry | None) -> SavedRegion | None:
-        """The region that has a span already. A region that an earlier pass saved takes a number of this pass too, so
-        that numbers are the same in every pass."""
+        """Returns the region that already has a span. If an earlier pass saved the region, it also takes a number of
+        this pass, so that numbers are the same in every pass."""
         region = entry.region() if entry is not None and entry.region is not None else None
         if entry is None or region is None:
             return None
@@ -210,7 +210,7 @@ class ActivationOffload(OfThisProcess):
     def _new(
         self, x: torch.Tensor, span: spans.ByteSpan, view: spans.SpanView, entry: _SpanEntry | None
     ) -> SavedRegion | None:
-        """A region of a span that was not saved before; None where it stays as it is."""
+        """Returns a region for a span that was not saved before, or None if the span stays as it is."""
         if entry is not None and entry.region is None and entry.passes == self._passes:
             return None
         number, data = self._pass.take_number(), spans.bytes_of(x, span)
@@ -227,11 +227,11 @@ class ActivationOffload(OfThisProcess):
         return region
 
     def _fill(self, region: SavedRegion, x: torch.Tensor, data: torch.Tensor) -> None:
-        """Codes a region, and moves it where it belongs, piece by piece."""
+        """Codes a region, and moves it to its memory, piece by piece."""
         recipe, transfers = region.recipe, region.transfers
         if recipe is None:
             if transfers is not None:
-                transfers.make_room(region.num_bytes)  # all of them stay until the last piece has left
+                transfers.make_room(region.num_bytes)  # all pieces stay until the last one has left
             self._stats.raw_bytes += region.num_bytes
             region.hold(data, x)
         else:
@@ -247,7 +247,8 @@ class ActivationOffload(OfThisProcess):
             self._move(region, piece)
 
     def _narrowed(self, region: SavedRegion, origin: IndexOrigin, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """Narrower bytes of data, the bytes of x, which stay until the host knows that nothing is lost."""
+        """Returns narrower bytes for data, which are the bytes of x. data stay until the host knows that nothing is
+        lost."""
         region.hold(data, x)
         rest = region.narrow(origin, data)
         if region.transfers is None:
@@ -255,7 +256,7 @@ class ActivationOffload(OfThisProcess):
         else:
             try:
                 region.transfers.ask_for_misfits(region)
-            except _memory.PinningError as error:  # they stay
+            except _memory.PinningError as error:  # the bytes stay on the device
                 _memory.warn_of_pageable(error)
         return rest
 
@@ -265,7 +266,7 @@ class ActivationOffload(OfThisProcess):
             return
         try:
             moved = region.transfers.send(region, piece)
-        except _memory.PinningError as error:  # it stays
+        except _memory.PinningError as error:  # the bytes stay on the device
             _memory.warn_of_pageable(error)
         else:
             self._stats.sent_bytes += moved * (self._options.memory == "pinned")
@@ -313,10 +314,10 @@ def offload_activations(
     max_sms: int | None = None,
     device: torch.device | str | int | None = None,
 ) -> ActivationOffload:
-    """A context for forward passes. The tensors that autograd saves in it are coded and leave the device, and come back
-    before the backward pass needs them. Gradients are the same bit for bit.
+    """Returns a context for forward passes. The tensors that autograd saves in it are coded and leave the device, and
+    come back before the backward pass needs them. Gradients are the same bit for bit.
 
-    Bytes that several operations save leave once. Parameters, views of them and small tensors stay on the device.
+    Bytes that several operations save leave only once. Parameters, views of them and small tensors stay on the device.
 
     Example:
         >>> layers = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1))
@@ -327,19 +328,20 @@ def offload_activations(
         ActivationStats(tensors=4, ...)
 
     Args:
-        memory: "pinned": tensors go to pinned host memory; "device": they stay on the device, coded, until the backward
+        memory: "pinned": tensors go to pinned host memory. "device": they stay on the device, coded, until the backward
             pass has decoded them.
         device_bytes: bytes of saved tensors that may stay on each device during a pass. In the first step all tensors
-            leave; later steps keep tensors by the sizes of the step before, and the most compressible leave first.
-        coded: False: tensors leave uncompressed.
+            leave. Later steps keep tensors by the sizes of the step before; the most compressible tensors leave first.
+            None: all tensors leave.
+        coded: whether tensors are coded. False: they leave uncompressed.
         least_bytes: smaller tensors stay as they are.
-        window_bytes: bytes of device memory that may be on its way to the host, and as many on their way back. Two
-            pieces of 64 MiB may be in any case; with memory="device" no more than two wait until the host knows their
-            size.
-        max_sms: keep at most this many of the GPU's multiprocessors busy with coding and decoding, which bounds their
-            use of memory beside the net (cDMA, section V-C); None: all.
-        device: of the tensors that leave. None: all CUDA devices; where torch sees none, the CPU, whose saved tensors
-            are kept coded.
+        window_bytes: bytes of device memory that may be on their way to the host at the same time, and as many on their
+            way back. Two pieces of 64 MiB may always be. With memory="device", at most two pieces wait until the host
+            knows their size.
+        max_sms: keep at most this many of the GPU's multiprocessors busy with coding and decoding, which limits their
+            use of memory while the net computes (cDMA, section V-C). None: all.
+        device: the device of the tensors that leave. None: all CUDA devices; if torch sees none, the CPU, whose saved
+            tensors are kept coded.
 
     Raises:
         TypeError, ValueError: an argument is not as described.

@@ -1,6 +1,6 @@
-"""Indices of max pooling, made narrower. An index is a position in its channel's image, inside a small window. Counted
-from the window's first position, which is the same for all images and channels, it fits one or two of its eight bytes,
-and takes 2 or 3 bits once it is coded."""
+"""Makes indices of max pooling narrower. An index is a position in its channel's image, inside a small window.
+Counted from the window's first position, which is the same for all images and channels, it fits one or two of its
+eight bytes, and takes 2 or 3 bits once it is coded."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import torch
 
 from .spans import SpanView
 
-_LEAST_CHANNELS = 16  # of all images together: among fewer, no index may be the first of its window
-_NARROW = (torch.uint8, torch.int16)  # the least first
+_LEAST_CHANNELS = 16  # of all images together; with fewer, perhaps no index is the first of its window
+_NARROW = (torch.uint8, torch.int16)  # narrowest first
 _ITEM = 8  # bytes of an int64 element
 
 
 class IndexOrigin:
-    """Where int64 elements are counted from, by their place in an image.
+    """The positions from which int64 elements are counted, one for each place in an image.
 
     Args:
-        places: int64 [elements of an image], as they lie in memory; none is negative.
-        dtype: of the differences.
+        places: int64 [elements of an image], in memory order; none is negative.
+        dtype: dtype of the differences.
     """
 
     def __init__(self, places: torch.Tensor, dtype: torch.dtype) -> None:
         self._places, self.dtype = places, dtype
-        self._last = places + torch.iinfo(dtype).max  # the greatest elements whose differences fit
+        self._last = places + torch.iinfo(dtype).max  # the largest elements whose differences fit
 
     @classmethod
     def of(cls, data: torch.Tensor, view: SpanView) -> IndexOrigin | None:
-        """The least element at each place, over images and channels, of a dense int64 tensor [images, channels, places
-        of one or more dimensions] whose images lie one after the other. None for other tensors, and where elements are
-        too far from the least. Waits for the device.
+        """Returns the least element at each place, over images and channels, of a dense int64 tensor [images, channels,
+        places of one or more dimensions] whose images lie one after the other. Returns None for other tensors, and if
+        elements are too far from the least. Waits for the device.
 
         Args:
             data: uint8 [num_bytes], the tensor's bytes.
@@ -53,11 +53,11 @@ class IndexOrigin:
         return _ITEM // self.dtype.itemsize
 
     def takes(self, num_bytes: int) -> bool:
-        """Whether these are bytes of whole images."""
+        """Returns whether num_bytes are the bytes of whole images."""
         return num_bytes % (_ITEM * len(self._places)) == 0
 
     def narrow(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Counts elements from the origin. data: uint8 [num_bytes] of whole images.
+        """Subtracts the origin from elements. data: uint8 [num_bytes] of whole images.
 
         Returns (differences, as uint8 [bytes]; whether any does not fit its dtype, bool []).
         """
@@ -69,7 +69,7 @@ class IndexOrigin:
         return out.view(-1).view(torch.uint8), misfits
 
     def widen(self, data: torch.Tensor) -> torch.Tensor:
-        """The elements, as uint8 [num_bytes], whose differences are in data."""
+        """Returns the elements, as uint8 [num_bytes], whose differences are in data."""
         rest = data.view(self.dtype).view(-1, len(self._places))
         out = torch.empty(rest.shape, dtype=torch.int64, device=data.device)
         return torch.add(self._places, rest, out=out).view(-1).view(torch.uint8)

@@ -20,10 +20,11 @@ class ForwardPass:
     """One forward pass and what it saved.
 
     Args:
-        order: numbers of regions in the order in which the pass before used them; empty: the last saved is used first.
-        transfers: of each device.
+        order: numbers of regions in the order in which the pass before used them. Empty: the region saved last is used
+            first.
+        transfers: the transfers of each device.
         faults: where decoders note damage.
-        note_outgrown: called with the bytes of regions or pieces that outgrew their room.
+        note_outgrown: a function that is called with the bytes of regions or pieces that need more than their room.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class ForwardPass:
 
     @property
     def alive(self) -> int:
-        """Regions that something may ask for."""
+        """How many regions something may still ask for."""
         return len(self._regions) - len(self._ended)
 
     def take_number(self) -> int:
@@ -56,7 +57,7 @@ class ForwardPass:
         self._regions[region.number] = weakref.ref(region)
 
     def note_end(self, region: SavedRegion) -> None:
-        """Notes that nobody can ask for a region any more: at any time and in any thread."""
+        """Notes that nobody can ask for a region any more. It may be called at any time and in any thread."""
         self._ended.append(region.number)
 
     def note_use(self, region: SavedRegion) -> None:
@@ -64,7 +65,8 @@ class ForwardPass:
             self.uses.append(region.number)
 
     def prefetch(self, region: SavedRegion, first: int) -> None:
-        """Starts bringing pieces of a region, from the first-th on, and the regions that are used after it."""
+        """Starts bringing back pieces of a region, beginning with number `first`, and the regions that are used
+        after it."""
         transfers = region.transfers
         if transfers is None or not transfers.fetch_region(region, first):
             return
@@ -74,14 +76,14 @@ class ForwardPass:
         self._fetch_on(transfers)
 
     def start(self) -> None:
-        """Notes that the backward pass begins: the regions that it asks for first start to come."""
+        """Notes that the backward pass begins: the regions that it asks for first start to come back."""
         self.is_used = True
         for transfers in self._transfers.values():
             transfers.begin_backward()
             self._fetch_on(transfers)
 
     def _fetch_on(self, transfers: PieceTransfers) -> None:
-        """Starts bringing regions of a device, as far as there is room."""
+        """Starts bringing back regions of a device, as far as there is room."""
         numbers, position = self._order or range(self.numbers - 1, -1, -1), self._next.get(transfers, 0)
         while position < len(numbers):
             found = self._regions.get(numbers[position])

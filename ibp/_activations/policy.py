@@ -1,5 +1,5 @@
-"""Which saved tensors leave, and how: codebooks by the place in a pass at which a tensor is saved, and a budget of
-bytes that may stay."""
+"""Decides which saved tensors leave, and how. Codebooks depend on the place in a pass at which a tensor is saved; a
+budget limits the bytes that may stay."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .._schemes.learning import Learner
 from . import coding
 from .spans import SpanView
 
-KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"  # as it is, coded on the device; on the host
-_LEAST_SAVED = 0.05  # of the bytes; less is not worth coding
+KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"  # as it is, coded on the device; on the host: raw, coded
+_LEAST_SAVED = 0.05  # share of the bytes; saving less is not worth coding
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class OffloadOptions:
 class _RegionSize(NamedTuple):
     """A region of a pass.
 
-    share: the bytes that move or are coded, as a share of the region's.
-    num_bytes, left_bytes: on the device if it stays, and if it leaves.
+    share: the bytes that move or are coded, as a share of the region's bytes.
+    num_bytes, left_bytes: bytes on the device if it stays, and if it leaves.
     """
 
     share: float
@@ -44,8 +44,8 @@ class _RegionSize(NamedTuple):
 
 
 class ActivationPolicy:
-    """Learns codebooks when a region is first saved. With a budget all regions leave in the first pass; later ones
-    keep on the device what fits the budget by the sizes of the pass before."""
+    """Learns codebooks when a region is first saved. With a budget, all regions leave in the first pass. Later
+    passes keep on the device what fits the budget, by the sizes of the pass before."""
 
     def __init__(self, options: OffloadOptions) -> None:
         self._options = options
@@ -57,14 +57,15 @@ class ActivationPolicy:
         self.is_settled = False
 
     def begin_pass(self, was_used: bool) -> None:
-        """Begins a pass. was_used: everything that the pass before saved was asked for."""
+        """Begins a pass. was_used: whether everything that the pass before saved was asked for."""
         if was_used:
             self.is_settled = True
             self._staying = {(device, k) for device, sizes in self._sizes.items() for k in self._that_fit(sizes)}
         self._sizes = {}
 
     def _that_fit(self, sizes: list[_RegionSize]) -> list[int]:
-        """Numbers of the regions that stay: regions that shrink most leave first, until the others fit the budget."""
+        """Returns the numbers of the regions that stay. Regions that shrink the most leave first, until the others
+        fit the budget."""
         assert self._options.device_bytes is not None
         left, staying = sum(size.num_bytes for size in sizes), []
         for size in sorted(sizes):
@@ -76,12 +77,12 @@ class ActivationPolicy:
     def choose(
         self, number: int, data: torch.Tensor, view: SpanView, passes: int
     ) -> tuple[str, coding.ActivationRecipe | None]:
-        """(mode, recipe) of the number-th region of a pass.
+        """Returns (mode, recipe) of the region with a number in a pass.
 
         Args:
             data: uint8 [num_bytes].
-            view: of a tensor in the region.
-            passes: that have begun.
+            view: how a tensor lies in the region.
+            passes: how many passes have begun.
         """
         recipe = self._recipe(number, data, view, passes) if self._options.coded else None
         mode = self._mode(recipe, data.device)
@@ -99,7 +100,8 @@ class ActivationPolicy:
         self._sizes.setdefault(data.device, []).append(_RegionSize(share, number, num_bytes, left))
 
     def _recipe(self, number: int, data: torch.Tensor, view: SpanView, passes: int) -> coding.ActivationRecipe | None:
-        """Learned when a region is first saved there, and again, at growing distances, where it does not serve."""
+        """Returns the recipe for the number. It is learned when a region is first saved there, and, if it does not
+        serve, again after growing numbers of passes."""
         learner = self._learners[number, view.dtype, data.device]
         if learner.found is not None:
             learner.note(learner.found.needed_share, 1)

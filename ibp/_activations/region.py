@@ -18,44 +18,45 @@ if TYPE_CHECKING:
 
 
 class SavedPiece:
-    """Bytes from start to end of a region, and where they are."""
+    """Bytes [start, end) of a region, and where they are."""
 
     def __init__(self, start: int, end: int, stream: torch.Stream | None) -> None:
-        # stream: that memory, kept or coming belong to
+        # stream: the stream that memory, kept or coming belong to.
         self.start, self.end, self.num_bytes, self.stream = start, end, end - start, stream
-        # coded bytes on the device, with room for any outcome. Bytes that are not coded are in the region's own memory
+        # Coded bytes on the device, with room for any outcome. If bytes are not coded, they are in the region's own
+        # memory.
         self.memory: torch.Tensor | None = None
-        self.kept: torch.Tensor | None = None  # coded bytes on the device, with the room that they are expected to take
-        self.host: torch.Tensor | None = None  # coded bytes with that room, or all bytes, in pinned memory
-        self.room_bytes = 0  # of kept or host
-        # the pinned memory that host is in, or the counters of coded bytes alone
+        self.kept: torch.Tensor | None = None  # coded bytes on the device, in the room that they are expected to need
+        self.host: torch.Tensor | None = None  # coded bytes in that room, or all bytes, in pinned memory
+        self.room_bytes = 0  # bytes of kept or host
+        # The pinned memory that host is in. If coded bytes stay on the device, it has only their counters.
         self.buffer: torch.Tensor | None = None
-        self.sent: torch.Event | None = None  # after the copy to buffer
-        # coming, arrived: a copy of host on its way to the device, and after it
+        self.sent: torch.Event | None = None  # recorded after the copy to buffer
+        # coming, arrived: a copy of host on its way to the device, and the event after it.
         self.coming: torch.Tensor | None = None
         self.arrived: torch.Event | None = None
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """The bytes of the piece among all bytes of its region."""
+        """Returns the bytes of the piece among all bytes of its region."""
         return data if self.num_bytes == data.numel() else data[self.start : self.end]
 
     def note_used(self, recipe: coding.ActivationRecipe, counters: torch.Tensor) -> int:
-        """Bytes that coded memory uses, from its first one on. counters: the memory, or a copy of its counters, which
-        the host may read: after `sent`."""
+        """Returns how many bytes of coded memory are in use, counted from its first byte, and notes it. counters:
+        the memory, or a copy of its counters, which the host may read only after `sent`."""
         used = forms.used_bytes(counters)
         recipe.note(self.num_bytes, used)
         return coding.index_bytes(self.num_bytes) + used
 
 
 class SavedRegion:
-    """Bytes that were saved once, coded or as they are, on the device or on the host.
+    """Bytes that were saved once, coded or raw, on the device or on the host.
 
     Args:
         of: the pass that saves them.
-        number: in that pass.
-        num_bytes: before coding.
-        recipe: how they are coded; None: they are not.
-        transfers: of a GPU; None: the bytes are the CPU's.
+        number: number of the region in that pass.
+        num_bytes: bytes before coding.
+        recipe: how they are coded. None: they are not coded.
+        transfers: the transfers of a GPU. None: the bytes are on the CPU.
     """
 
     def __init__(
@@ -67,32 +68,33 @@ class SavedRegion:
         transfers: PieceTransfers | None,
     ) -> None:
         self.of, self.number, self.num_bytes, self.recipe, self.transfers = of, number, num_bytes, recipe, transfers
-        # On which memory, coming or decoded bytes can be used.
+        # The stream on which memory, coming or decoded bytes can be used.
         self.stream = None if transfers is None else transfers.current()
         self._max_sms = 0 if transfers is None else transfers.max_sms
         self._piece_bytes = num_bytes // (1 if recipe is None else recipe.times_narrower)
-        # In order, of the region's bytes or of the narrower ones that its recipe makes of them. Each is coded, sent and
-        # brought back alone.
+        # In order. They are pieces of the region's bytes, or of the narrower bytes that its recipe makes of them. Each
+        # piece is coded, sent and brought back alone.
         self.pieces = [SavedPiece(start, end, self.stream) for start, end in coding.pieces(self._piece_bytes)]
-        # The bytes, where they are not coded: the saved tensor's own, until all have left. Where they are made
-        # narrower, until it is known that this loses nothing.
+        # The saved tensor's own bytes. If they are not coded, they are here until all have left. If they are made
+        # narrower, they are here until it is known that this loses nothing.
         self.memory: torch.Tensor | None = None
-        self.source: UnchangedTensor | None = None  # the saved tensor that has memory
-        self.coming: torch.Tensor | None = None  # where pieces that are not coded come back to
+        self.source: UnchangedTensor | None = None  # the saved tensor whose bytes are memory
+        self.coming: torch.Tensor | None = None  # the memory to which pieces that are not coded come back
         self.misfits: torch.Tensor | None = None  # whether narrower bytes lose anything, on the device
         self.saves = self.uses = 0  # how often tensors of the region were saved, and asked for
-        self._changed: RuntimeError | None = None  # the source was, before its copy was known to be done
+        # the error if the source was changed before its copy was known to be done
+        self._changed: RuntimeError | None = None
         self._decoded: UnchangedTensor | None = None
         self._is_decoded_only = False
 
     def is_away(self, piece: SavedPiece) -> bool:
-        """Whether the bytes of a piece are on the host, and not on their way back."""
+        """Returns whether the bytes of a piece are on the host, and not on their way back."""
         return piece.host is not None and self.memory is piece.memory is piece.kept is piece.coming is None
 
     # ---- leaving ----
 
     def hold(self, data: torch.Tensor, x: torch.Tensor) -> None:
-        """Keeps bytes as they are: uint8 [num_bytes] of a saved tensor x."""
+        """Keeps bytes as they are. data: uint8 [num_bytes] of a saved tensor x."""
         self.memory, self.source = data, UnchangedTensor.of(x)
 
     def encode(self, piece: SavedPiece, data: torch.Tensor) -> None:
@@ -102,7 +104,7 @@ class SavedRegion:
         coding.encode(piece.of(data), self.recipe, piece.memory, self._max_sms)
 
     def to_send(self, piece: SavedPiece) -> torch.Tensor:
-        """The bytes of a piece that leave."""
+        """Returns the bytes of a piece that leave."""
         if self.recipe is None:
             assert self.memory is not None
             return piece.of(self.memory)
@@ -110,18 +112,18 @@ class SavedRegion:
         return piece.memory[: coding.index_bytes(piece.num_bytes) + self.recipe.room(piece.num_bytes)]
 
     def trim(self, piece: SavedPiece) -> int:
-        """Gives back the room that a piece, coded on the CPU, does not need. @return the bytes that it needs."""
+        """Frees the room that a piece, coded on the CPU, does not need. Returns the bytes that it needs."""
         assert piece.memory is not None and self.recipe is not None
         piece.memory = piece.memory[: piece.note_used(self.recipe, piece.memory)].clone()
         return piece.memory.numel()
 
     def narrow(self, origin: IndexOrigin, data: torch.Tensor) -> torch.Tensor:
-        """The narrower bytes of data, which is the region's memory until `note_narrow`."""
+        """Returns the narrower bytes of data, which stays the region's memory until `note_narrow`."""
         rest, self.misfits = origin.narrow(data)
         return rest
 
     def note_narrow(self, fits: bool) -> None:
-        """Says whether narrower bytes lose nothing; if they do, the bytes stay as they are."""
+        """Notes whether narrower bytes lose nothing. If they lose something, the original bytes stay."""
         self.misfits = None
         if fits:
             self.memory = self.source = None
@@ -129,7 +131,8 @@ class SavedRegion:
             self.of.note_outgrown(self.num_bytes)
 
     def leave(self, piece: SavedPiece) -> None:
-        """Frees the memory of a piece, which is elsewhere by now; bytes that are not coded, once the last piece is."""
+        """Frees the memory of a piece that has been copied elsewhere. Bytes that are not coded are freed together
+        after the last piece."""
         if self.recipe is not None:
             piece.memory = None
             return
@@ -143,8 +146,8 @@ class SavedRegion:
     # ---- coming back ----
 
     def data(self) -> torch.Tensor:
-        """uint8 [num_bytes] on the device, for the current stream. They stay until every save was asked for, so that
-        bytes that two operations need are decoded once. From the last one on they take the place of codes on the
+        """Returns uint8 [num_bytes] on the device, for the current stream. They stay until every save was asked for,
+        so that bytes that two operations need are decoded once. After the last save they replace codes on the
         device, for graphs that are retained."""
         self._check()
         self.of.note_use(self)
@@ -158,7 +161,7 @@ class SavedRegion:
         return data
 
     def _drop_codes(self) -> None:
-        """Frees codes that are on the device alone, once every save was asked for."""
+        """Frees codes that exist only on the device, once every save was asked for."""
         if self.uses < self.saves or self.recipe is None or self.memory is not None:
             return
         if any(piece.host is not None or piece.memory is piece.kept is None for piece in self.pieces):
@@ -171,7 +174,8 @@ class SavedRegion:
         self._is_decoded_only = True
 
     def _again(self, decoded: UnchangedTensor, current: torch.Stream | None) -> torch.Tensor:
-        """The bytes that an operation was given, for another one; read anew where the first one has changed them."""
+        """Returns the bytes that one operation was given for another operation. If the first one has changed them,
+        they are read again."""
         if decoded.is_changed and self.memory is None and not self._is_decoded_only:
             return self._read(current)
         data = self._usable(decoded.get(), current)
@@ -179,7 +183,7 @@ class SavedRegion:
         return data
 
     def _check(self) -> None:
-        """Raises RuntimeError where bytes that are not coded were changed while they could be."""
+        """Raises RuntimeError if bytes that are not coded were changed before they were copied."""
         if self._changed is not None:
             raise self._changed
         if self.misfits is not None and self.source is not None and self.source.is_changed:
@@ -193,7 +197,7 @@ class SavedRegion:
         return self._received(current) if self.recipe is None else self._decode(self.recipe, current)
 
     def _received(self, current: torch.Stream | None) -> torch.Tensor:
-        """The bytes, which went as they are."""
+        """Returns bytes that were sent raw."""
         assert self.transfers is not None and current is not None
         for k, piece in enumerate(self.pieces):
             self.of.prefetch(self, k)
@@ -203,13 +207,14 @@ class SavedRegion:
         return self._usable(data, current)
 
     def _usable(self, tensor: torch.Tensor, current: torch.Stream | None) -> torch.Tensor:
-        """The region's bytes, usable on its stream, for the current stream, which is the region's from then on."""
+        """Returns the region's bytes, which can be used on its stream, for the current stream. From then on this is
+        the region's stream."""
         _hand_over(tensor, self.stream, current)
         self.stream = current
         return tensor
 
     def _decode(self, recipe: coding.ActivationRecipe, current: torch.Stream | None) -> torch.Tensor:
-        """The bytes, decoded piece by piece: the next ones come meanwhile."""
+        """Returns the bytes, decoded piece by piece. The next pieces are copied meanwhile."""
         device = torch.device("cpu") if self.transfers is None else self.transfers.device
         out = torch.empty(self._piece_bytes, dtype=torch.uint8, device=device)
         for k, piece in enumerate(self.pieces):
@@ -231,7 +236,7 @@ class SavedRegion:
 
 
 def _hand_over(tensor: torch.Tensor, stream: torch.Stream | None, current: torch.Stream | None) -> None:
-    """Makes a tensor that is usable on a stream usable on the current one."""
+    """Makes a tensor that can be used on one stream usable on the current one."""
     if stream is not None and current is not None and current != stream:
         current.wait_stream(stream)
         tensor.record_stream(current)

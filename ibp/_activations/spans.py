@@ -1,4 +1,4 @@
-"""Which bytes of memory a saved tensor has, so that bytes that are saved twice are coded once."""
+"""Finds which bytes of memory a saved tensor has, so that bytes that are saved twice are coded once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_OF_A_STORAGE = 4  # a tensor with gaps is coded with its whole storage, of
 class ByteSpan(NamedTuple):
     """Bytes of a storage that are coded together.
 
-    start, num_bytes: in the storage.
+    start, num_bytes: place and length in the storage, in bytes.
     version: torch's counter of changes in place.
     """
 
@@ -36,7 +36,7 @@ class SpanView(NamedTuple):
     offset: int
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """The tensor over the bytes of its span, uint8 [num_bytes]."""
+        """Returns the tensor over the bytes of its span, uint8 [num_bytes]."""
         rest = data.numel() % self.dtype.itemsize
         return (data[:-rest] if rest else data).view(self.dtype).as_strided(self.shape, self.strides, self.offset)
 
@@ -56,7 +56,7 @@ class UnchangedTensor(NamedTuple):
         return self.tensor._version != self.version
 
     def get(self) -> torch.Tensor:
-        """The tensor. RuntimeError: it was changed since, which autograd refuses in these words."""
+        """Returns the tensor. Raises RuntimeError, in autograd's words, if it was changed since."""
         if self.is_changed:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -67,8 +67,8 @@ class UnchangedTensor(NamedTuple):
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Whether a tensor is strided memory of elements that tables may hold: no subclass, none of a function transform,
-    no conjugate view."""
+    """Returns whether a tensor is strided memory of elements that tables may hold, and not a subclass, a tensor of a
+    function transform or a conjugate view."""
     return (
         type(x) is torch.Tensor
         and x.layout == torch.strided
@@ -80,7 +80,7 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 def is_of_parameter(x: torch.Tensor) -> bool:
-    """Whether a tensor is a parameter, a view of one, or one cast to another dtype, as autocast does."""
+    """Returns whether a tensor is a parameter, a view of one, or one that was cast to another dtype, as by autocast."""
     base = x if x._base is None else x._base
     if base.requires_grad and base.is_leaf:
         return True
@@ -91,8 +91,8 @@ def is_of_parameter(x: torch.Tensor) -> bool:
 
 
 def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
-    """The span of a plain tensor and where the tensor lies in it: its own bytes where it is dense, else its whole
-    storage. None: its storage is much larger."""
+    """Returns the span of a plain tensor, and how the tensor lies in it. The span has the tensor's own bytes if it
+    is dense, else its whole storage. Returns None if the storage is much larger."""
     storage, size = x.untyped_storage(), x.dtype.itemsize
     num_bytes, start, offset = int(x.numel() * size), int(x.storage_offset() * size), 0
     if not (x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)):
@@ -104,14 +104,14 @@ def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
 
 
 def bytes_of(x: torch.Tensor, span: ByteSpan) -> torch.Tensor:
-    """The bytes of a span, uint8 [num_bytes], over the memory of a tensor in it."""
+    """Returns the bytes of a span, uint8 [num_bytes], over the memory of a tensor in it."""
     flat = torch.empty(0, dtype=torch.uint8, device=x.device)
     return flat.set_(x.untyped_storage(), span.start, (span.num_bytes,), (1,))
 
 
 class SeenSpans(Generic[T]):
-    """A value for each span that was saved and may be saved again. It counts while the span's storage lives: another
-    storage at the same address is not mistaken for it."""
+    """Holds a value for each span that was saved and may be saved again. The value is valid while the span's storage
+    lives: another storage at the same address is not mistaken for it."""
 
     def __init__(self) -> None:
         self._found: dict[ByteSpan, tuple[StorageWeakRef, T]] = {}

@@ -1,4 +1,4 @@
-"""Deltas of checkpoints applied from file to file, tensor by tensor: what `ibp apply` does."""
+"""Applies deltas of checkpoints from file to file, tensor by tensor: the work of `ibp apply`."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .output import Failure
 def _made_tensor(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], torch.Tensor]
 ) -> SourceTensor:
-    """A tensor that `make` makes on the CPU, as a whole, when its first bytes are read, and that is forgotten with its
-    last."""
+    """Returns a tensor that `make` makes on the CPU, as a whole, when its first bytes are read. It is freed when its
+    last bytes have been read."""
     made: list[np.ndarray] = []
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:
@@ -31,7 +31,8 @@ def _made_tensor(
 
 
 def changes_in(path: str) -> ibp.deltas.CheckpointDelta:
-    """The changes that a file holds, mapped. ibp.ChecksumError: it is damaged. ibp.FileFormatError: it is none."""
+    """Returns the changes in a file, mapped. Raises ibp.ChecksumError if the file is damaged, and
+    ibp.FileFormatError if it does not hold changes."""
     with ibp.open(path, verify=True) as file:
         whole = {
             name: ibp.decompress(value) for name, value in file.items() if isinstance(value, ibp.codecs.WholeTensor)
@@ -41,9 +42,13 @@ def changes_in(path: str) -> ibp.deltas.CheckpointDelta:
 
 
 def new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
-    """The checkpoint that the changes make of another one; deltas are applied on the device, when tensors are read.
-    Files of a set stay files of their own; new tensors stand in the last. Failure: a tensor that changed, or is gone,
-    is not in the old version; or what should be changes holds tensors whole that a delta would not."""
+    """Returns the checkpoint that changes make of another one. Deltas are applied on the device when tensors are read.
+    Files of a set stay files of their own; new tensors are in the last file.
+
+    Raises:
+        Failure: the old version does not have a tensor that is changed or removed, or the changes hold whole tensors
+            for which a delta would hold differences.
+    """
     for name in changes.new:
         older, newer = base.tensors.get(name), changes[name]
         if older is not None and (older.dtype, older.shape) == (newer.dtype, tuple(newer.shape)):
@@ -62,7 +67,7 @@ def new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torch
 
 
 def _changed(part: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
-    """The tensors of a file that stay, or change."""
+    """Returns a file's tensors that stay or change."""
     tensors: dict[str, SourceTensor] = {}
     for name, tensor in part.tensors.items():
         change = changes.get(name)

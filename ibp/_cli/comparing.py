@@ -1,4 +1,4 @@
-"""Two versions of a checkpoint, tensor by tensor and block by block: what `ibp diff` says of them."""
+"""Compares two versions of a checkpoint, tensor by tensor and block by block, for `ibp diff`."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from ibp.checkpoints._source import SourceTensor
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"
 _BLOCK_BYTES = 16 << 20
-# Says what a delta takes, in bytes: (old, new) of tensors of one name, shape and dtype.
+# Returns the bytes that a delta takes, for (old, new) tensors of one name, shape and dtype.
 Weighing = Callable[[SourceTensor, SourceTensor], int]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What became of one tensor."""
+    """What happened to one tensor."""
 
-    name: str  # of the tensor
-    status: str  # "same"; "changed"; "new" or "removed"; "replaced" by one of another shape or dtype
-    dtype: torch.dtype  # of the later one, or of the one that is gone
-    shape: tuple[int, ...]  # likewise
-    # num_elements, num_bytes: likewise
+    name: str  # the tensor's name
+    status: str  # "same"; "changed"; "new"; "removed"; or "replaced" by a tensor of another shape or dtype
+    dtype: torch.dtype  # dtype of the later tensor, or of the one that was removed
+    shape: tuple[int, ...]  # shape of the same tensor
+    # num_elements, num_bytes: of the same tensor.
     num_elements: int
     num_bytes: int
-    changed: int  # how many elements have other bits; all elements of a new or replaced tensor
-    delta_bytes: int | None  # what a delta takes for the tensor; None where no delta was asked for
+    changed: int  # how many elements have other bits: all elements of a new or replaced tensor
+    delta_bytes: int | None  # bytes that a delta takes for the tensor; None if no delta was asked for
 
     @property
     def share(self) -> float:
@@ -45,7 +45,8 @@ class Change:
 def changes(
     base: Mapping[str, SourceTensor], new: Mapping[str, SourceTensor], names: Iterable[str], weigh: Weighing | None
 ) -> Iterator[Change]:
-    """What became of each named tensor. weigh: called for the tensors that changed; None: nothing is weighed."""
+    """Yields what happened to each named tensor. weigh: called for the tensors that changed. None: no tensor is
+    weighed."""
     for name in names:
         if name not in new:
             yield _whole(REMOVED, base[name], 0, 0)
@@ -68,7 +69,8 @@ def _count(tensor: SourceTensor) -> int:
 
 
 def by_blocks(device: torch.device) -> Weighing:
-    """Weighs deltas of blocks, so that tensors of any size are read in little memory. They are coded on the device."""
+    """Returns a function that weighs deltas block by block, so that tensors of any size need little memory. Blocks
+    are coded on the device."""
 
     def weigh(base: SourceTensor, new: SourceTensor) -> int:
         taken = 0
@@ -82,7 +84,7 @@ def by_blocks(device: torch.device) -> Weighing:
 
 
 def by_tensors(device: torch.device, kept: dict[str, Any]) -> Weighing:
-    """Weighs the deltas of whole tensors, and keeps them by their names."""
+    """Returns a function that weighs the deltas of whole tensors, and keeps them by name."""
 
     def weigh(base: SourceTensor, new: SourceTensor) -> int:
         delta = ibp.deltas.make(new.tensor().to(device), base.tensor().to(device)).to("cpu")
@@ -99,7 +101,7 @@ def _blocks(base: SourceTensor, new: SourceTensor) -> Iterator[tuple[np.ndarray,
 
 
 def _differing(a: np.ndarray, b: np.ndarray, dtype: torch.dtype) -> int:
-    """Elements that differ."""
+    """Returns how many elements differ."""
     words = np.dtype(f"u{min(dtype.itemsize, 8)}")
     unequal = a.view(words) != b.view(words)
     if dtype.itemsize > words.itemsize:  # complex numbers of 16 bytes
@@ -108,5 +110,5 @@ def _differing(a: np.ndarray, b: np.ndarray, dtype: torch.dtype) -> int:
 
 
 def _tensor(data: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of a file as a tensor that may be written to."""
+    """Returns bytes of a file as a tensor that may be written to."""
     return torch.from_numpy(np.array(data)).view(dtype)

@@ -1,4 +1,4 @@
-"""Inputs that commands read as files: "-" is what comes from stdin, and "-" as an output is stdout."""
+"""Inputs that commands read as files. "-" as an input is stdin, and "-" as an output is stdout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STREAM = "-"
 
 @contextlib.contextmanager
 def local(paths: Sequence[str]) -> Iterator[list[str]]:
-    """The paths, with stdin as a temporary file in the place of "-"."""
+    """Yields the paths, with a temporary file that holds stdin in place of "-"."""
     if STREAM not in paths:
         yield list(paths)
         return
@@ -34,7 +34,7 @@ def local(paths: Sequence[str]) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def written(output: str, suffix: str) -> Iterator[str]:
-    """A path to write to; for "-" a temporary file, which goes to stdout when the work is done."""
+    """Yields a path to write to. For "-" it is a temporary file, which is copied to stdout when the work is done."""
     if output != STREAM:
         yield output
         return

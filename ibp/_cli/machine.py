@@ -1,4 +1,4 @@
-"""What a machine does with and without compression: the measurements of `ibp bench`.
+"""Measures what a machine does with and without compression, for `ibp bench`.
 
 Rows are 2 KiB of made weights, whose savings are those of trained ones. Rates are GB/s (10^9) of original bytes.
 """
@@ -15,8 +15,9 @@ import ibp
 from ibp._machine.timing import Clock
 
 ROW_BYTES = 2048
-PAYS = 1.05  # times as fast: less is within what measurements differ by, unless something else uses the machine
-_NUM_CALLS = 24  # that share the time given
+# times as fast; smaller differences are within the variation of measurements, unless something else uses the machine
+PAYS = 1.05
+_NUM_CALLS = 24  # how many calls share the given time
 _KINDS = {
     "BF16 weights": torch.bfloat16,
     "FP16 weights": torch.float16,
@@ -28,21 +29,21 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One kind of data."""
+    """The measurements of one kind of data."""
 
-    kind: str  # its name
-    saved: float  # share of the bytes of rows
+    kind: str  # the name of the kind
+    saved: float  # the share of the rows' bytes that is saved
     lossless: bool  # whether every bit came back
-    gbps: dict[str, float]  # rates by name
-    # rows, whole: how many times as fast compressed rows, and whole tensors, come to the GPU as raw ones; None without
-    # a GPU
+    gbps: dict[str, float]  # GB/s by name
+    # rows, whole: how many times as fast compressed rows, and whole compressed tensors, come to the GPU as raw ones.
+    # None without a GPU.
     rows: float | None = None
     whole: float | None = None
-    uncertainty: float = 0.0  # the largest share by which a rate may be off, since its repetitions differ
+    uncertainty: float = 0.0  # the largest share by which a rate may be wrong, because its repetitions differ
 
 
 def made(kind: str, num_bytes: int) -> torch.Tensor:
-    """Rows of one kind on the CPU."""
+    """Returns rows of one kind on the CPU."""
     dtype = _KINDS[kind]
     generator = torch.Generator().manual_seed(0)
     values = 0.02 * torch.randn(num_bytes // dtype.itemsize, generator=generator, dtype=torch.float32, device="cpu")
@@ -59,7 +60,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def of_cpu(seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
-    """Every kind on the CPU. kinds: wraps the list of their names, to show how far it is."""
+    """Measures every kind on the CPU. kinds: wraps the list of their names, to show progress."""
     clock = Clock(torch.device("cpu"), seconds / (_NUM_CALLS * len(_KINDS)) * 4)
     return [_on_cpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
 
@@ -87,7 +88,7 @@ def _on_cpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
 
 
 def _again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
-    """Codes x by the codebook of its table."""
+    """Codes x again, with the codebook of its table."""
     how: Any = {"scheme": "raw"} if table.codebook is None else {"codebook": table.codebook}
     ibp.compress(x, **how, device="cpu", memory="host", layout="packed")
 
@@ -96,7 +97,7 @@ def _again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
 
 
 def of_gpu(device: torch.device, seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
-    """Every kind by a GPU, from pinned memory."""
+    """Measures every kind with a GPU, from pinned memory."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         clock = Clock(device, seconds / (_NUM_CALLS * len(_KINDS)))
         found = [_on_gpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
@@ -132,7 +133,8 @@ def _on_gpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
 
 
 def verdict(found: list[Measured], threads: int) -> str:
-    """Says whether compression pays here, by the first kind, or that repetitions differ too much to tell."""
+    """Returns whether compression pays on this machine, judged by the first kind, or that repetitions differ too
+    much to tell."""
     first, noise = found[0], max(measured.uncertainty for measured in found)
     warning = (
         f" Repetitions of a measurement differ so much that its rate may be off by {100 * noise:.0f} %: something else "

@@ -1,4 +1,4 @@
-"""The frame: finds the command, runs it, and turns what goes wrong into one line and an exit status."""
+"""The frame of the command line: finds the command, runs it, and turns errors into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from . import output, parsing
 from .commands import COMMANDS
 
-WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 1, 2, 130, 141, 143  # exit statuses, but 0: done
+# exit statuses other than 0, which means success
+WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 1, 2, 130, 141, 143
 
 _DESCRIPTION = """\
 Lossless compression of tensors.
@@ -36,7 +37,7 @@ ibp COMMAND --help says more about a command."""
 
 
 def make_parser() -> parsing.Parser:
-    """The parser of the whole command line."""
+    """Returns the parser of the whole command line."""
     parser = parsing.Parser(prog="ibp", description=_DESCRIPTION, epilog=_EPILOG)
     parser.add_argument("--version", action="version", version=f"ibp {version()}", help="print the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
@@ -49,7 +50,7 @@ def make_parser() -> parsing.Parser:
 
 
 def version() -> str:
-    """Of this library, from its installed header."""
+    """Returns the version of this library, from its installed header."""
     header = Path(__file__).parent.parent / "include" / "ibp.h"
     found = re.search(r'#define IBP_VERSION "([^"]+)"', header.read_text(encoding="utf-8"))
     assert found is not None
@@ -57,7 +58,7 @@ def version() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command line, that of the process if none is given; its exit status."""
+    """Runs a command line, or that of the process if none is given. Returns its exit status."""
     try:
         arguments = _parsed(argv)
         with warnings.catch_warnings():
@@ -65,24 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _run(arguments)
         sys.stdout.flush()
         return status
-    except SystemExit as ended:  # by argparse, which has said why
+    except SystemExit as ended:  # raised by argparse, which has printed the reason
         return ended.code if isinstance(ended.code, int) else USAGE
     except KeyboardInterrupt:
         return _complain("ibp: interrupted", INTERRUPTED)
-    except BrokenPipeError:  # what is still buffered goes nowhere, also when the process ends
-        with contextlib.suppress(OSError, ValueError):  # stdout is no file
+    except BrokenPipeError:  # discard what is still buffered, also when the process ends
+        with contextlib.suppress(OSError, ValueError):  # stdout is not a file
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
 
 
 def program() -> NoReturn:
-    """`main` as a process: SIGTERM cleans up as Ctrl-C does."""
+    """Runs `main` as a process. SIGTERM cleans up like Ctrl-C."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     sys.exit(main())
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments; what a command does not know is its own error."""
+    """Returns the arguments. An argument that a command does not know is an error of that command."""
     parser = make_parser()
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -110,7 +111,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _is_damage(error: BaseException) -> bool:
-    """Whether data is wrong, and not what was asked for. ibp is imported by then, where it can be."""
+    """Returns whether an error is about wrong data, and not about what the user asked for. ibp is imported by then,
+    if possible."""
     ibp = sys.modules.get("ibp")
     return ibp is not None and isinstance(
         error, (ibp.ChecksumError, ibp.CorruptTableError, ibp.deltas.DeltaMismatchError)

@@ -1,5 +1,5 @@
-"""What commands print: one JSON document, or sentences and tables as wide as the terminal. In pipes and files tables
-are as wide as their longest names. Errors and bars go to stderr."""
+"""Prints the results of commands: one JSON document, or sentences and tables as wide as the terminal. In pipes and
+files, tables are as wide as their longest names. Errors and bars go to stderr."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-_WIDTH = 80  # of sentences in pipes; the least of a terminal, as narrower terminals fold lines
-_UNLIMITED = 1 << 20  # of tables in pipes
-_GAP, _RULE = "  ", "\u2500"  # between columns; under their names
+_WIDTH = 80  # the width of sentences in pipes, and the least width of a terminal, because narrower terminals fold lines
+_UNLIMITED = 1 << 20  # the width of tables in pipes
+_GAP, _RULE = "  ", "\u2500"  # between columns, and under their names
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
-Table = Callable[[int], Iterator[str]]  # the lines of a table, for the cells that a line has
-Part = str | Table  # of what a command prints: a sentence or a table
+Table = Callable[[int], Iterator[str]]  # returns the lines of a table for a number of cells in a line
+Part = str | Table  # of a command's result: a sentence or a table
 
 
 class Failure(Exception):
-    """Ends a command with a sentence and an exit status."""
+    """Ends a command with a message and an exit status."""
 
     def __init__(self, sentence: str, status: int = 2) -> None:
         super().__init__(one_line(sentence))
@@ -39,7 +39,7 @@ def report(arguments: argparse.Namespace, document: object, *parts: Part) -> Non
         is_terminal = sys.stdout.isatty()
         width = max(_WIDTH, shutil.get_terminal_size().columns) if is_terminal else _WIDTH
         for part in parts:
-            # Words stay whole, because paths are copied; and so do lines of code, which four spaces begin.
+            # Words stay whole, because users copy paths. Lines of code, which begin with four spaces, also stay whole.
             if isinstance(part, str) and part.startswith("    "):
                 lines = iter([part])
             elif isinstance(part, str):
@@ -50,19 +50,19 @@ def report(arguments: argparse.Namespace, document: object, *parts: Part) -> Non
 
 
 def note(arguments: argparse.Namespace, sentence: str) -> None:
-    """Says on stderr what a user may want to know besides the result."""
+    """Prints on stderr what a user may want to know in addition to the result."""
     if not arguments.quiet:
         warn(arguments, sentence)
 
 
 def warn(arguments: argparse.Namespace, sentence: str) -> None:
-    """Says on stderr what went wrong while the command goes on, with --quiet as well."""
+    """Prints on stderr what went wrong while the command goes on, even with --quiet."""
     print(f"ibp {arguments.command}: {one_line(sentence)}", file=sys.stderr)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
-    """Returns a table. Columns whose names begin with ">" stand to the right; the first one folds where a line of the
-    terminal is full. Without names there is no head."""
+    """Returns a table. Columns whose names begin with ">" are aligned to the right. If a line of the terminal is too
+    short, the first column is folded. Without names the table has no head."""
     heads = [name.lstrip(">") for name in columns]
     cells = [heads, *([shown(str(value)) for value in row] for row in rows)]
 
@@ -82,7 +82,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
 
 
 def _cells_of(text: str) -> int:
-    """How many cells of a terminal a text takes: wide characters take two, and combining ones none."""
+    """Returns how many cells of a terminal a text takes. Wide characters take two, and combining characters none."""
     if text.isascii():
         return len(text)
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text)
@@ -94,7 +94,7 @@ def _padded(text: str, width: int, stands_right: bool) -> str:
 
 
 def _folded(text: str, width: int) -> list[str]:
-    """A text in lines of at most so many cells."""
+    """Returns a text in lines of at most `width` cells."""
     if _cells_of(text) <= width:
         return [text]
     found = [""]
@@ -106,12 +106,13 @@ def _folded(text: str, width: int) -> list[str]:
 
 
 def table_of(items: Iterable[Any], columns: Mapping[str, Callable[[Any], object]]) -> Table:
-    """A table with a row an item. columns: by name, what a column says of an item."""
+    """Returns a table with a row for each item. columns: by name, a function that returns the cell of an item."""
     return table(list(columns), ([say(item) for say in columns.values()] for item in items))
 
 
 def shown(name: str) -> str:
-    """Text of a file, a tensor's name for instance, as a terminal may have it: what controls one is escaped."""
+    """Returns text of a file, such as a tensor's name, in a form that is safe for a terminal: control characters are
+    escaped."""
     if name.isascii() and name.isprintable():
         return name
     are_safe = ((c, unicodedata.category(c)[0] not in "CZ" or c == " ") for c in name)
@@ -121,12 +122,12 @@ def shown(name: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Text in one line, without colours of a terminal."""
+    """Returns text in one line, without terminal colours."""
     return shown(" ".join(re.sub(r"\x1b\[[0-9;]*m", "", text).split()))
 
 
 def sentence(error: BaseException) -> str:
-    """What an exception says, in a line."""
+    """Returns the message of an exception, in one line."""
     if isinstance(error, OSError) and error.strerror:
         of = "" if error.filename is None else f"{error.filename}: "
         return one_line(f"{of}{error.strerror}")
@@ -136,12 +137,13 @@ def sentence(error: BaseException) -> str:
 
 
 def show_bars(arguments: argparse.Namespace) -> bool:
-    """Whether progress bars belong on stderr: on a terminal, unless they are not wanted."""
+    """Returns whether progress bars are shown on stderr: on a terminal, unless the user does not want them."""
     return not (arguments.quiet or arguments.no_progress) and sys.stderr.isatty()
 
 
 def show_size(num_bytes: float) -> str:
-    """1,023 bytes, 4.2 MiB: with a digit behind the point where fewer than three stand before it."""
+    """Returns a size such as "1,023 bytes" or "4.2 MiB", with one digit behind the point if there are fewer than
+    three before."""
     if abs(num_bytes) < 1024:
         return show_count(int(num_bytes), "byte")
     unit = 0
@@ -151,22 +153,22 @@ def show_size(num_bytes: float) -> str:
 
 
 def show_dtype(tensor: Any) -> str:
-    """The dtype of a tensor, in short, as headers of safetensors name it."""
+    """Returns the short name of a tensor's dtype, as in headers of safetensors."""
     from ibp._files.fields import dtype_name
 
     return dtype_name(tensor.dtype)
 
 
 def show_share(share: float) -> str:
-    """A share as percent: "33.4 %"."""
+    """Returns a share in percent: "33.4 %"."""
     return f"{100 * share + 0.0:.1f} %" if abs(share) >= 0.0005 else "0.0 %"
 
 
 def show_saved(savings: float) -> str:
-    """The share that a checkpoint got smaller, or larger, by: "33.4 % saved", "2.1 % more"."""
+    """Returns by which share a checkpoint got smaller or larger: "33.4 % saved", "2.1 % more"."""
     return f"{show_share(savings)} saved" if savings >= 0 else f"{show_share(-savings)} more"
 
 
 def show_count(number: int, noun: str) -> str:
-    """ "1 tensor", "1,234 tensors"."""
+    """Returns a number with its noun: "1 tensor", "1,234 tensors"."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -1,4 +1,4 @@
-"""The parser, and options that several commands have."""
+"""The parser, and the options that several commands have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = ("", "K", "M", "G", "T")
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, and looks the same in every version of Python."""
+    """Reports errors in one line, and looks the same in every version of Python."""
 
     def __init__(self, **options: Any) -> None:
         if sys.version_info >= (3, 14):
@@ -38,10 +38,10 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def add_argument(self, action: argparse.Action) -> None:
         super().add_argument(action)
         if isinstance(action, argparse._SubParsersAction):
-            self._action_max_length += self._indent_increment  # of the list of commands
+            self._action_max_length += self._indent_increment  # makes room for the list of commands
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        """-o, --output OUT, as Python 3.13 writes it."""
+        """Returns "-o, --output OUT", as in Python 3.13."""
         if not action.option_strings or action.nargs == 0:
             return super()._format_action_invocation(action)
         value = self._format_args(action, self._get_default_metavar_for_optional(action))
@@ -49,7 +49,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def size(text: str) -> int:
-    """Bytes of "5G", "512MiB", "1.5GB" or "4096": units are powers of 1024, with a B powers of 1000."""
+    """Returns the bytes of "5G", "512MiB", "1.5GB" or "4096". Units are powers of 1024; if they end in B without i,
+    powers of 1000."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B|)", text.strip(), re.IGNORECASE | re.ASCII)
     if not found or (found[3].lower() == "ib" and not found[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; wanted a number of bytes like 4096, 512M or 5G")
@@ -94,7 +95,7 @@ def add_level(parser: argparse.ArgumentParser) -> None:
 
 
 def add_names(parser: argparse.ArgumentParser, take: str = "take") -> None:
-    """Which tensors, by patterns of their names."""
+    """Adds the options that choose tensors by patterns of their names."""
     for option, what in (("--include", f"{take} only"), ("--exclude", f"do not {take}")):
         parser.add_argument(
             option,
@@ -106,7 +107,7 @@ def add_names(parser: argparse.ArgumentParser, take: str = "take") -> None:
 
 
 def add_work(parser: argparse.ArgumentParser) -> None:
-    """Where, and by how many threads."""
+    """Adds the options for the device and the number of threads."""
     parser.add_argument(
         "--device", metavar="DEVICE", help="where the work is done: cpu, cuda, cuda:1 (default: a GPU if there is one)"
     )

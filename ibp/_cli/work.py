@@ -1,4 +1,5 @@
-"""What commands share at work: device, threads, bars. Imports torch: commands import it where they run."""
+"""What commands share while they work: device, threads, bars. It imports torch, so commands import it only when they
+run."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ T = TypeVar("T")
 
 
 def device_of(arguments: argparse.Namespace) -> torch.device:
-    """The device of --device; else the current GPU if there is one, else the CPU. ValueError, Failure: there is no such
-    device."""
+    """Returns the device of --device, else the current GPU if there is one, else the CPU. Raises ValueError or
+    Failure if there is no such device."""
     device = memory.usual(arguments.device)
     if device.type == "cuda" and device.index >= torch.cuda.device_count():
         raise output.Failure(f"device is {arguments.device!r}, but there are {torch.cuda.device_count()} GPUs")
@@ -35,7 +36,7 @@ def device_of(arguments: argparse.Namespace) -> torch.device:
 
 @contextlib.contextmanager
 def threads(jobs: int | None) -> Iterator[None]:
-    """Lets torch use `jobs` threads of the CPU inside the context; None: as many as before."""
+    """Makes torch use `jobs` threads of the CPU inside the context. None: the number is not changed."""
     before = torch.get_num_threads()
     torch.set_num_threads(jobs or before)
     try:
@@ -45,7 +46,7 @@ def threads(jobs: int | None) -> Iterator[None]:
 
 
 def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterable[T]:
-    """The items, with a bar on stderr where one belongs there."""
+    """Returns the items, with a bar on stderr if bars are shown."""
     return tqdm(items, desc=what, leave=False, disable=not output.show_bars(arguments))
 
 
@@ -53,8 +54,8 @@ def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterabl
 
 
 def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None = None) -> bool:
-    """Whether the output is to be written: not where it is there and is to be kept. Failure where it is there, and
-    nothing says what becomes of it. to_coded: whether directories are compressed or decompressed; None: neither."""
+    """Returns whether to write the output: not if it exists and is to be kept. Raises Failure if it exists and no
+    option says what to do with it. to_coded: whether directories are compressed or decompressed. None: neither."""
     if target == inputs.STREAM and arguments.json:
         raise output.Failure("--json and -o - both write to stdout; wanted one of them")
     if target == inputs.STREAM or arguments.force:
@@ -66,7 +67,7 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
         there = _model_files.already_there(
             target, _model_files.CODED_WEIGHTS if to_coded else paths.WEIGHTS, conversion
         )
-    if there is None or (to_coded and unfinished_files(target)):  # the call goes on, or says what is there
+    if there is None or (to_coded and unfinished_files(target)):  # the call goes on, or reports what exists
         return True
     if arguments.keep:
         output.note(arguments, f"{there} is there already, and is kept")
@@ -75,12 +76,12 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
 
 
 def output_of(arguments: argparse.Namespace, given: Sequence[str]) -> str:
-    """The output of these inputs: with a slash, where a directory becomes a directory."""
+    """Returns the output for these inputs, with a slash if a directory becomes a directory."""
     return arguments.output if arguments.output == inputs.STREAM else paths.output_of(list(given), arguments.output)
 
 
 def unfinished_files(target: str) -> int:
-    """How many files of a set an interrupted run has finished, which its next one takes over."""
+    """Returns how many files of a set an interrupted run has finished, which the next run reuses."""
     if is_url(target):
         return 0
     return len(
@@ -89,14 +90,15 @@ def unfinished_files(target: str) -> int:
 
 
 def has_other_format(path: str) -> bool:
-    """Whether a file is one of tensors, and none of safetensors: by its bytes, of a URL by its suffix."""
+    """Returns whether a file is one of tensors, but not a safetensors file. It looks at the file's bytes, or, for a
+    URL, at the suffix."""
     if is_url(path):
         return paths.format_of_name(path) not in (None, "safetensors")
     if not os.path.isfile(path) or path.endswith(INDEX_SUFFIX):
         return False
     try:
         return _sources.format_of(path) != "safetensors"
-    except _sources.SourceFormatError:  # ibp.open names the fault
+    except _sources.SourceFormatError:  # ibp.open reports the fault
         return False
 
 
@@ -107,7 +109,8 @@ def files_to_verify(paths: Sequence[str]) -> list[str]:
 
 
 def verify_inputs(paths: Sequence[str], bars: bool) -> int:
-    """Compares the checksums of those files of ibp among the inputs that are on this machine; bytes compared."""
+    """Compares the checksums of those inputs that are files of ibp on this machine. Returns the bytes that were
+    compared."""
     total = 0
     for path in files_to_verify(paths):
         if not is_url(path) and not has_other_format(path):
@@ -117,7 +120,7 @@ def verify_inputs(paths: Sequence[str], bars: bool) -> int:
 
 
 def report_files(arguments: argparse.Namespace, document: dict[str, Any], files: list[str], *more: str) -> None:
-    """Reports files that were written, here or at URLs, and what else there is to say, unless they went to stdout."""
+    """Reports files that were written, here or at URLs, and further sentences, unless the files went to stdout."""
     if arguments.output == inputs.STREAM:
         return
     sizes = [size_of(file) for file in files]
@@ -126,7 +129,7 @@ def report_files(arguments: argparse.Namespace, document: dict[str, Any], files:
 
 
 def size_of(path: str) -> int:
-    """Bytes of a file that was written, here or at a URL."""
+    """Returns the bytes of a file that was written, here or at a URL."""
     if not is_url(path):
         return os.path.getsize(path_text(path))
     filesystem, remote = file_system(path)
@@ -134,10 +137,11 @@ def size_of(path: str) -> int:
 
 
 def chosen(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
-    """The names that --include and --exclude leave. ValueError if an --include matches none."""
+    """Returns the names that --include and --exclude leave. Raises ValueError if a pattern of --include matches no
+    name."""
     return source_names.chosen(names, arguments.include or None, arguments.exclude)
 
 
 def is_chosen(arguments: argparse.Namespace, name: str) -> bool:
-    """Whether --include and --exclude leave a name."""
+    """Returns whether --include and --exclude leave a name."""
     return source_names.is_chosen(name, arguments.include or None, arguments.exclude)

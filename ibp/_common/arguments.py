@@ -10,8 +10,12 @@ from typing import SupportsFloat, SupportsIndex
 
 
 def whole_number(name: str, value: SupportsIndex, least: int | None = None, most: int | None = None) -> int:
-    """The int that an argument is; numpy's integers and tensors of one are taken too. TypeError: it is a bool, a float
-    or no number. ValueError: it is not in [least, most], where they are given."""
+    """Returns the argument as an int; numpy's integers and tensors of one integer are also accepted.
+
+    Raises:
+        TypeError: it is a bool, a float or not a number.
+        ValueError: it is not in [least, most], if these are given.
+    """
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -25,14 +29,15 @@ def whole_number(name: str, value: SupportsIndex, least: int | None = None, most
 
 
 def number(name: str, value: SupportsFloat) -> float:
-    """The float that an argument is; ints and numpy's numbers too. TypeError: it is a bool or no real number."""
+    """Returns the argument as a float; ints and numpy's numbers are also accepted. Raises TypeError if it is a bool
+    or not a real number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {_shown(value)}; wanted a float")
     return float(value)
 
 
 def near(value: object, known: Iterable[str]) -> str:
-    """The end of a sentence about an unknown name: the known names that are spelt nearly so."""
+    """Returns the end of a sentence about an unknown name: the known names with a similar spelling."""
     found = difflib.get_close_matches(str(value).lower(), known)
     return f" (did you mean {' or '.join(map(repr, found))}?)" if found else ""
 

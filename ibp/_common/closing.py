@@ -1,4 +1,4 @@
-"""A change that `close()` undoes, and the end of a `with` block."""
+"""Objects whose `close()` undoes a change, also at the end of a `with` block."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _Self = TypeVar("_Self", bound="Closing")
 
 
 class Closing(ABC):
-    """Something with a `close()`, as a context manager that calls it."""
+    """An object with a `close()` method, as a context manager that calls it."""
 
     @abstractmethod
     def close(self) -> object:

@@ -1,7 +1,7 @@
-"""Conversions of modules, as by `module.half()` and `module.to("cuda")`, that are refused before they change anything.
+"""Refuses conversions of modules, such as `module.half()` and `module.to("cuda")`, before they change anything.
 
-A module or a tensor that refuses some of them has a method `check_conversion(convert)`, which raises. convert is what
-torch would do to each tensor.
+A module or a tensor that refuses some conversions has a method `check_conversion(convert)`, which raises. convert is
+the function that torch would apply to each tensor.
 """
 
 from __future__ import annotations
@@ -21,10 +21,12 @@ def check_conversion(module: torch.nn.Module, convert: Callable) -> None:
 
 
 def guard_conversions(model: torch.nn.Module) -> None:
-    """Lets a model, and every module in it, check the parts below before it converts the first one: torch goes depth
-    first, and would leave some of the modules converted. Modules without such parts become as torch made them.
+    """Makes a model, and every module in it, check the parts below before it converts the first one. torch goes depth
+    first, and would otherwise leave some of the modules converted. Modules without parts that refuse get torch's method
+    back.
 
-    A module around the model is not guarded, since torch tells nobody that the model has been put there."""
+    A module around the model is not guarded, because torch does not tell the model that it was put there.
+    """
     for module in model.modules():
         if next(_refusing(module), None) is not None:
             vars(module)[_APPLY] = _GuardedApply(module)
@@ -33,7 +35,7 @@ def guard_conversions(model: torch.nn.Module) -> None:
 
 
 class _GuardedApply:
-    """Takes the place of a module's method that converts it."""
+    """Replaces the method of a module that converts it."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module: Any = module
@@ -44,7 +46,7 @@ class _GuardedApply:
 
 
 def _refusing(module: torch.nn.Module) -> Iterator[Any]:
-    """The parts of a module that refuse conversions."""
+    """Yields the parts of a module that refuse conversions."""
     for part in module.modules():
         for held in (part, *part._parameters.values(), *part._buffers.values()):
             if hasattr(type(held), "check_conversion"):

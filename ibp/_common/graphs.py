@@ -1,4 +1,4 @@
-"""What ibp tells torch's compiler, tracers and transforms: which functions its graphs leave out, and what they cannot
+"""Tells torch's compiler, tracers and transforms which functions their graphs must leave out, and what they cannot
 record."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def cannot_record(tracer: str, operation: str = "") -> RuntimeError:
     """Returns the error of a tracer that would leave a table's rows, or what is written to tensors, out of its graph.
 
     Args:
-        tracer: what users call it.
-        operation: the operation that it met; "": it met a module.
+        tracer: the name under which users know it.
+        operation: the operation that it met. "": it met a module.
     """
     here = f" (here ibp::{operation})" if operation else ""
     return RuntimeError(
@@ -42,8 +42,8 @@ def cannot_map(operation: str = "") -> RuntimeError:
 
 
 def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
-    """Returns a function that compiled code calls as it is: torch.compile's graph ends before it. torch.export, whose
-    graph cannot end, raises."""
+    """Returns a function that compiled code calls without compiling it: torch.compile's graph ends before it.
+    torch.export, whose graph cannot end, raises."""
 
     @functools.wraps(function)
     def call(*args: _Given.args, **kwargs: _Given.kwargs) -> _Result:
@@ -54,8 +54,8 @@ def outside_of_graphs(function: Callable[_Given, _Result]) -> Callable[_Given, _
             else:
                 raise cannot_record("torch.export")
         if not made:
-            # Where nobody compiles, torch's compiler is not loaded: that takes seconds, and a process that is forked
-            # while another thread loads a module waits for that module for ever.
+            # If nothing is compiling, do not load torch's compiler. Loading takes seconds, and a process that is forked
+            # while another thread loads a module would wait for that module for ever.
             if "torch._dynamo" not in sys.modules:
                 return function(*args, **kwargs)
             if torch.compiler.is_dynamo_compiling():

@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed, as collective calls of this package use them."""
+"""Process groups of torch.distributed, in the form that collective calls of this package use."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ class RankGroup:
     """A process group and this process's rank in it.
 
     Attributes:
-        process_group: None of the default group.
-        rank, size: of this process in the group, of the group.
+        process_group: the group. None: the default group.
+        rank, size: the rank of this process in the group, and the size of the group.
         device: where tensors are exchanged: the current CUDA device for NCCL, else the CPU.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """Of None: the default group. RuntimeError: torch.distributed is not initialised. ValueError: this process is
-        not in the group."""
+        """Makes the object for a group. None: the default group.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised.
+            ValueError: this process is not in the group.
+        """
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "torch.distributed is not initialised: call torch.distributed.init_process_group first, in each "
                 "process that torchrun has started"
             )
-        # The default group is not held: kept alive beyond destroy_process_group, gloo aborts at the end of a program.
+        # The default group is not held: if it is kept alive beyond destroy_process_group, gloo aborts at the end of a
+        # program.
         self.process_group = None if group is dist.group.WORLD else group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.rank < 0:
@@ -42,12 +47,16 @@ class RankGroup:
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def together(self, what: str, work: Callable[[], Any]) -> list[Any]:
-        """What work() returns on each rank, by rank: values that `_wire.written` takes. A collective call.
+        """Returns what work() returns on each rank, by rank. These must be values that `wire.written` takes. A
+        collective call.
 
-        Where it raises on some rank, it raises on all: there the exception itself, elsewhere RuntimeError with its
-        message. what: named in messages. RuntimeError: it has raised on another rank, or a rank does not take part: it
-        ended, or the group's timeout has passed. ValueError: a rank has sent bytes that are no message of this
-        package."""
+        If work() raises on one rank, the call raises on all: there the exception itself, on other ranks a RuntimeError
+        with its message. what: the name of the work in messages.
+
+        Raises:
+            RuntimeError: work() has raised on another rank, or a rank does not take part, because it ended or the
+                group's timeout has passed.
+            ValueError: a rank has sent bytes that are not a message of this package."""
         raised: Exception | None = None
         try:
             content = wire.written((None, work()))
@@ -70,14 +79,15 @@ class RankGroup:
         return values
 
     def on_all(self, what: str, work: Callable[[], _Result]) -> _Result:
-        """What work() returns here, which no other rank is told, once it has returned on all, as of `together`."""
+        """Returns what work() returns on this rank, once it has returned on all ranks, as in `together`. Other ranks
+        are not told the result."""
         made: list[_Result] = []
         self.together(what, lambda: made.append(work()))
         return made[0]
 
     def from_rank(self, src: int, what: str, work: Callable[[], Any]) -> Any:
-        """What work() returns on rank src, on all ranks, as of `together`. ValueError: src is no rank, or ranks differ
-        in it."""
+        """Returns what work() returns on rank src, on all ranks, as in `together`. Raises ValueError if src is not a
+        rank, or if ranks give different ones."""
 
         def offer() -> tuple[dict[str, int], Any]:
             if not 0 <= src < self.size:
@@ -89,7 +99,7 @@ class RankGroup:
         return offers[src][1]
 
     def gather(self, content: bytes) -> list[bytes]:
-        """The bytes of each rank, at least one of each, by rank. A collective call."""
+        """Returns the bytes of each rank, by rank. Each rank must give at least one byte. A collective call."""
         mine = torch.frombuffer(bytearray(content), dtype=torch.uint8)
         sizes = torch.cat(self.gathered(torch.tensor([mine.numel()], dtype=torch.int64, device=self.device))).tolist()
         padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
@@ -97,8 +107,8 @@ class RankGroup:
         return [part[:size].cpu().numpy().tobytes() for part, size in zip(self.gathered(padded), sizes)]
 
     def gathered(self, part: torch.Tensor) -> list[torch.Tensor]:
-        """A tensor of each rank, all of one shape and dtype, on the group's device; as bytes, since not every backend
-        has every dtype."""
+        """Returns a tensor of each rank, all of one shape and dtype, on the group's device. They are exchanged as
+        bytes, because not every backend has every dtype."""
         data = part.contiguous().view(torch.uint8)
         parts = [torch.empty_like(data) for _ in range(self.size)]
         with all_taking_part():
@@ -106,7 +116,8 @@ class RankGroup:
         return [found.view(part.dtype) for found in parts]
 
     def counts(self, sent: list[int]) -> list[int]:
-        """A number from each rank to each: sent[r] goes to rank r, and what each sent here comes back, by rank."""
+        """Sends a number from each rank to each: sent[r] goes to rank r. Returns the numbers that the ranks sent
+        here, by rank."""
         mine = torch.tensor(sent, dtype=torch.int64, device=self.device)
         received = torch.empty_like(mine)
         with all_taking_part():
@@ -114,8 +125,8 @@ class RankGroup:
         return received.tolist()
 
     def exchange(self, sent: torch.Tensor, send_counts: list[int], receive_counts: list[int]) -> torch.Tensor:
-        """Parts of a 1-D tensor on the group's device: send_counts[r] elements go to rank r, one part after the other;
-        what the ranks sent here comes back likewise."""
+        """Sends parts of a 1-D tensor on the group's device: send_counts[r] elements go to rank r, one part after
+        the other. Returns what the ranks sent here, in the same order."""
         received = torch.empty(sum(receive_counts), dtype=sent.dtype, device=self.device)
         with all_taking_part():
             dist.all_to_all_single(received, sent, receive_counts, send_counts, group=self.process_group)
@@ -124,7 +135,7 @@ class RankGroup:
 
 @contextlib.contextmanager
 def all_taking_part() -> Iterator[None]:
-    """Says what errors of torch.distributed mean."""
+    """Explains errors of torch.distributed."""
     try:
         yield
     except RuntimeError as error:
@@ -135,7 +146,7 @@ def all_taking_part() -> Iterator[None]:
 
 
 def machine() -> str:
-    """What tells this machine, since its start, from others."""
+    """Returns a text that identifies this machine since its last start."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -143,7 +154,7 @@ def machine() -> str:
 
 
 def check_one_machine(what: str, machines: list[str]) -> None:
-    """Raises ValueError unless the ranks are on one machine. machines: of each rank, by `machine`."""
+    """Raises ValueError unless the ranks are on one machine. machines: what `machine` returns on each rank."""
     others = [rank for rank, name in enumerate(machines) if name != machines[0]]
     if others:
         raise ValueError(
@@ -153,7 +164,8 @@ def check_one_machine(what: str, machines: list[str]) -> None:
 
 
 def same_on_all(what: str, given: list[dict[str, Any]]) -> None:
-    """Raises ValueError, naming it, for an argument that ranks give differently. given: of each rank."""
+    """Raises ValueError, with the argument's name, if ranks give an argument differently. given: the arguments of
+    each rank."""
     for name, first in given[0].items():
         for rank, other in enumerate(given):
             if other[name] != first:

@@ -1,4 +1,4 @@
-"""Work that waits until a module of another package is imported, so that `import ibp` need not import it."""
+"""Delays work until a module of another package is imported, so that `import ibp` does not have to import it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from types import ModuleType
 
 
 def after_import(name: str, work: Callable[[], object]) -> None:
-    """Calls work() when the module of a name has been imported: now, if it is there, else right after its import."""
+    """Calls work() when the module of a name has been imported: now, if it is imported already, else right after its
+    import."""
     if name in sys.modules:
         work()
     else:
@@ -18,7 +19,7 @@ def after_import(name: str, work: Callable[[], object]) -> None:
 
 
 class _Finder:
-    """Finds one module as the finders behind it do, and has work done when that module has been executed."""
+    """Finds one module with the finders behind it, and calls work when that module has been executed."""
 
     def __init__(self, name: str, work: Callable[[], object]) -> None:
         self._name, self._work, self._is_asking = name, work, False

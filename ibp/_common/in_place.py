@@ -1,4 +1,4 @@
-"""Functions that change a model in place: their argument, and what they return."""
+"""Checks for functions that change a model in place: of their argument, and of the use of what they return."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class NotTheModel:
-    """What such a function returns. Whoever takes it for the model is told where the model is.
+    """The base of what such a function returns. A caller that takes it for the model is told where the model is.
 
     Attributes:
-        changed_by: the call that returned it.
+        changed_by: name of the call that returned it.
     """
 
     changed_by: str
@@ -22,7 +22,7 @@ class NotTheModel:
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_"):  # what Python, pickle and copy ask of any object
+            if name.startswith("_"):  # attributes that Python, pickle and copy ask of any object
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             raise AttributeError(self._sentence(f"has no attribute {name!r}"))
 
@@ -34,7 +34,7 @@ class NotTheModel:
 
 
 def check_model(model: Any, hint: str = "") -> None:
-    """Raises TypeError unless `model` is a model. hint: says which models are meant."""
+    """Raises TypeError unless `model` is a model. hint: says which models are accepted."""
     if isinstance(model, NotTheModel):
         raise TypeError(model._sentence("is no torch.nn.Module"))
     if not isinstance(model, torch.nn.Module):

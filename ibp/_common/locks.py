@@ -1,12 +1,11 @@
 """Locks of objects that are used on both sides of a fork.
 
-A child process has the thread that forked it and no other one. A lock that another thread held would stay held there
-for good, and what it guards may be half changed: a lock that is merely made anew would let the child read a row whose
-slot another thread was filling. So the thread that forks takes all locks first, and each object is between two calls
-in both processes.
+A child process has only the thread that forked it. A lock that another thread held would stay held there for good, and
+what it guards may be half changed: with a new lock the child could read a row whose slot another thread was filling.
+Therefore the thread that forks takes all locks first, so that each object is between two calls in both processes.
 
-The thread waits `PATIENCE_S` seconds for locks, since their holders may in turn wait for it. Then it forks all the
-same, and a lock that is still held raises RuntimeError in the child.
+The thread waits `PATIENCE_S` seconds for locks, because their holders may in turn wait for it. Then it forks anyway,
+and a lock that is still held raises RuntimeError in the child.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class ForkLock(type(threading.RLock())):  # type: ignore[misc]
 
 
 class _LeftLock(ForkLock):
-    """A lock whose holder has stayed in the parent process."""
+    """A lock whose holder stayed in the parent process."""
 
     def acquire(self, *_: object, **__: object) -> NoReturn:
         raise RuntimeError(
@@ -41,15 +40,16 @@ class _LeftLock(ForkLock):
     __enter__ = acquire
 
 
-_locks: weakref.WeakValueDictionary[int, ForkLock] = weakref.WeakValueDictionary()  # by id, in the order of making
-_taken: list[ForkLock] = []  # by the thread that forks
+# by id, in the order in which they were made
+_locks: weakref.WeakValueDictionary[int, ForkLock] = weakref.WeakValueDictionary()
+_taken: list[ForkLock] = []  # the locks that the thread which forks has taken
 
 
 def _before_fork() -> None:
     end, wait_s = time.monotonic() + PATIENCE_S, _FIRST_WAIT_S
     missed = _take(_all_locks(), wait_s)
     while missed and time.monotonic() < end:
-        _give_back()  # a thread may hold one of them and wait for another one
+        _give_back()  # another thread may hold one of them and wait for another one
         wait_s = min(2 * wait_s, end - time.monotonic())
         missed = _take([*missed, *_all_locks()], wait_s)
 
@@ -68,7 +68,8 @@ def _all_locks() -> list[ForkLock]:
 
 
 def _take(locks: Iterable[ForkLock], wait_s: float) -> list[ForkLock]:
-    """Takes locks in their order, and waits no longer than a time for all of them. Returns those that it missed."""
+    """Takes locks in order, and waits at most wait_s seconds for all of them. Returns the locks that it could not
+    take."""
     end, missed = time.monotonic() + wait_s, []
     for lock in locks:
         if lock.acquire(timeout=max(0.0, end - time.monotonic())):

@@ -1,4 +1,4 @@
-"""Tensors that are kept, whatever mode of torch the call is in that makes them."""
+"""Makes tensors that are kept, whatever mode of torch the call is in."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 
 def is_transformed() -> bool:
-    """Whether functions of torch.func, such as `grad` and `vmap`, are computing."""
+    """Returns whether functions of torch.func, such as `grad` and `vmap`, are computing."""
     return torch._C._are_functorch_transforms_active()
 
 
 @contextlib.contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Lets operations compute plain tensors, as outside of all modes: no tensors of a transform of torch.func, which
-    end with it, of inference mode, or of a mode that takes operations itself, as FakeTensorMode does. While
-    torch.compile traces the code, the block is as if it were not there."""
+    """Makes operations compute plain tensors, as outside of all modes. Otherwise they could be tensors of a
+    transform of torch.func, which end with it, of inference mode, or of a mode that takes operations itself, such as
+    FakeTensorMode. While torch.compile traces the code, the block has no effect."""
     if torch.compiler.is_dynamo_compiling():
         yield
         return
@@ -25,5 +25,5 @@ def outside_of_modes() -> Iterator[None]:
         if is_transformed() or torch._C._len_torch_dispatch_stack():
             with torch._C._DisableFuncTorch(), torch._C._DisableTorchDispatch():
                 yield
-        else:  # Ctrl-C before the end of a block would leave dispatch disabled for as long as its traceback lives
+        else:  # an interrupt before the end of a block would leave dispatch disabled for as long as its traceback lives
             yield

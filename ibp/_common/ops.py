@@ -267,9 +267,10 @@ _define("set_cached(Tensor rows, Tensor lengths, int ways, bool dirty, Tensor(a!
 
 def _times_matrix(table, x, columns, dtype, worker):
     """Returns x [vectors, rows] times the matrix [rows, columns] of dtype that `table` holds on the device `worker`.
-    The result has the dtype and device of x. The matrix is decoded for the time of the call.
+    The result has the dtype and device of x. The matrix is decoded for the duration of the call.
 
-    Faults are not reported: this computes gradients of products whose forward pass has read the same rows."""
+    Faults are not reported: this computes gradients of products whose forward pass has read the same rows.
+    """
     matrix = torch.empty((x.shape[1], columns), dtype=dtype, device=worker)
     fault = torch.zeros(4, dtype=torch.int64, device=worker)
     torch.ops.ibp.decode_bytes.default(table, 0, matrix.nbytes, 0, matrix, fault)

@@ -1,4 +1,4 @@
-"""What belongs to one process."""
+"""The base of classes whose objects belong to one process."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import NoReturn
 
 
 class OfThisProcess:
-    """Base of classes whose objects hold memory, streams or locks of this process. Pickling an object raises TypeError,
-    which says what to do instead; so does copying it, unless its class has a `__deepcopy__`."""
+    """Base of classes whose objects hold memory, streams or locks of this process. Pickling an object raises
+    TypeError, which says what to do instead. Copying it also raises, unless its class has a `__deepcopy__`."""
 
-    _instead: str  # a class says it: what to do in place of pickling or copying
+    _instead: str  # what to do in place of pickling or copying; each class says it
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         kind = type(self)

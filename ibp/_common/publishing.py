@@ -1,4 +1,4 @@
-"""What packages show of themselves, wherever their files are."""
+"""Sets what packages show of themselves, wherever their files are."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 def published(package: str) -> Callable[[], list[str]]:
-    """Makes the classes of a package's `__all__` say, to pickle and to readers, that they are of the package. Returns
-    its `__dir__`: the names of `__all__`."""
+    """Makes the classes of a package's `__all__` say, to pickle and to readers, that they belong to the package.
+    Returns the package's `__dir__`, which lists the names of `__all__`."""
     module = vars(sys.modules[package])
     for name in module["__all__"]:
         if isinstance(value := module.get(name), type):

@@ -1,8 +1,8 @@
-"""Numbers of bytes in whole units."""
+"""Rounds numbers of bytes to whole units."""
 
 from __future__ import annotations
 
 
 def rounded_up(number: int, unit: int) -> int:
-    """The next multiple of a unit."""
+    """Returns the least multiple of a unit that is at least `number`."""
     return -(-number // unit) * unit

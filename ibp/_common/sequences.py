@@ -1,4 +1,4 @@
-"""Sequences cut into parts, and worked on ahead of who asks."""
+"""Cuts sequences into parts, and works on items before they are asked for."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Result = TypeVar("Result")
 
 
 def cut(items: Iterable[Item], size_of: Callable[[Item], int], most: int | None) -> list[list[Item]]:
-    """The items in parts, in their order: as many in each as have `most` bytes together, at least one; None: all in
-    one part, which may be empty."""
+    """Returns the items in parts, in order. Each part has as many items as have `most` bytes together, but at least
+    one. None: all items are in one part, which may be empty."""
     parts: list[list[Item]] = [[]]
     used = 0
     for item in items:
@@ -27,7 +27,7 @@ def cut(items: Iterable[Item], size_of: Callable[[Item], int], most: int | None)
 
 
 def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
-    """The items in their order, each once the next one is there too. None is kept that the caller has had."""
+    """Yields the items in order, each when the next one is also there. It keeps no item that the caller has had."""
     coming: deque[Item] = deque()
     for item in items:
         coming.append(item)
@@ -39,8 +39,8 @@ def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
 def ahead(
     threads: Executor, work: Callable[[Item], Result], items: Iterable[Item], num_ahead: int
 ) -> Generator[Result, None, None]:
-    """The results of `work` for each item, in their order. num_ahead: items that are worked on, or wait, while the
-    caller has a result. When the generator ends early no more are begun."""
+    """Yields the results of `work` for each item, in order. num_ahead: how many items are worked on, or wait, while
+    the caller has a result. If the generator ends early, no more items are begun."""
     coming: deque[Future[Result]] = deque()
     try:
         for item in items:

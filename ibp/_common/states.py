@@ -1,4 +1,4 @@
-"""Tensors that are made for a state_dict(), each once, although several of its names may share it."""
+"""Makes a tensor for a state_dict() once, although several names of the state may share it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ import torch
 
 
 class SavedTensor:
-    """The tensor that was last made for a state_dict(), as long as both are there. Copies and pickles forget it."""
+    """Keeps the tensor that was last made for a state_dict(), as long as both exist. Copies and pickles do not have
+    it."""
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Any], weakref.ref[torch.Tensor]] | None = None
 
     def of(self, state: dict[str, Any], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """The tensor that was made for a state, or else make()."""
+        """Returns the tensor that was made for a state, or else make()."""
         tensor = self._last[1]() if self._last is not None and self._last[0]() is state else None
         if tensor is None:
             tensor = make()
-            if isinstance(state, OrderedDict):  # as torch makes it; to a dict there are no weak references
+            if isinstance(state, OrderedDict):  # the class that torch uses; a dict cannot have weak references
                 self._last = weakref.ref(state), weakref.ref(tensor)
         return tensor
 

@@ -1,15 +1,16 @@
-"""Files that appear under their names when they are whole. Every file of the library is written in this way.
+"""Writes files that appear under their names when they are whole. Every file of the library is written in this way.
 
-A file is written under a temporary name beside its path, and renamed. The temporary name is made of the path's own
-name, and its writer holds a lock on it, which the system takes away when the writer's process ends, however it ends. So
-the next writer of the same path tells a file that is being written from one that a killed process left, and removes the
-latter.
+A file is written under a temporary name beside its path, and renamed. The temporary name is derived from the path's
+name. Its writer holds a lock on it, which the system releases when the writer's process ends, in whatever way.
+Therefore the next writer of the same path can distinguish a file that is being written from one that a killed process
+has left, and removes the latter.
 
-What may stand at the path, and what becomes of it:
+The result depends on what is at the path:
 
-- A regular file is replaced, and its permissions are kept. Where a symbolic link leads to one, the link is replaced.
-- A device, a pipe, a socket and a directory are refused, also where a symbolic link leads to one.
-- A new file gets the permissions that all the files have of which it is made; without such files, 0666 less the umask.
+- A regular file is replaced, and its permissions are kept. If a symbolic link leads to a regular file, the link is
+  replaced.
+- A device, a pipe, a socket and a directory are refused, also if a symbolic link leads to one.
+- A new file gets the permissions that all files have from which it is made; without such files, 0666 minus the umask.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ KINDS = {
     stat.S_IFBLK: "a device",
     stat.S_IFDIR: "a directory",
 }
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # of file systems that have none
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # there is no room, on the disk or for the user
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # errors of file systems that have no locks
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors if there is no room, on the disk or for the user
 _NO_PARENT = (errno.ENOENT, errno.ENOTDIR)
-_NEW_MODE = 0o666  # less the umask, as of any new file
+_NEW_MODE = 0o666  # minus the umask, like any new file
 
 
 def check_replaceable(path: Path) -> None:
-    """OSError unless there is a regular file at a path, a symbolic link to one or to nothing, or nothing."""
+    """Raises OSError unless a path is a regular file, a symbolic link to one or to nothing, or nothing."""
     with contextlib.suppress(FileNotFoundError):
-        leads_out = path.is_symlink() and os.readlink(path).startswith("/proc/")  # as /dev/stdout does
+        leads_out = path.is_symlink() and os.readlink(path).startswith("/proc/")  # like /dev/stdout
         kind = stat.S_IFMT(path.stat().st_mode)
         if leads_out or kind != stat.S_IFREG:
             what = "a link to an open file of a process" if leads_out else KINDS.get(kind, "no file")
@@ -54,25 +55,27 @@ def check_replaceable(path: Path) -> None:
 
 
 class NewFile:
-    """A file that takes its name when it is whole: call `commit`, and in any case `discard`.
+    """A file that gets its name when it is whole: call `commit`, and in any case `discard`.
 
-    An interrupt at any moment leaves no file behind and no descriptor open: descriptors are held by objects from the
+    An interrupt at any moment leaves no file behind and no descriptor open. Objects hold the descriptors from the
+    system call on, so that a file which no `finally` sees is discarded with its object.
     system call on, and what no `finally` sees is discarded with the object.
 
     Args:
-        path: of the file.
-        like: files of which it is made, whose permissions it gets if it is new.
-        alone: refuse if another call writes this path at the moment. Else the last one of several leaves its file.
-        replace: whether a file that is there is replaced.
+        path: path of the file.
+        like: files from which it is made, whose permissions it gets if it is new.
+        alone: whether to refuse if another call is writing this path. Otherwise the file of the last of several calls
+            stays.
+        replace: whether to replace an existing file.
 
     Attributes:
-        file: to write to.
+        file: the file object to write to.
 
     Raises:
-        BlockingIOError: with `alone`, another call writes this path.
-        FileExistsError: a file is there, and is not to be replaced.
-        OSError: what is there is no regular file, or the file cannot be made; the error names it, or its directory if
-            that is missing.
+        BlockingIOError: with `alone`, another call is writing this path.
+        FileExistsError: a file exists, and is not to be replaced.
+        OSError: what exists is not a regular file, or the file cannot be made. The message names the file, or its
+            directory if that is missing.
     """
 
     file: io.FileIO | None = None
@@ -94,7 +97,8 @@ class NewFile:
             raise
 
     def _opened(self, alone: bool) -> io.FileIO:
-        """The temporary file: of the path's own name and locked, or, where that cannot be, of a random name."""
+        """Opens the temporary file. It is named after the path and locked, or, if this is not possible, has a random
+        name."""
         assert self._temporary is not None
         mode = 0o600 | (_NEW_MODE if self._mode is None else self._mode)
         try:
@@ -137,11 +141,11 @@ class NewFile:
                     os.unlink(self._temporary)
                 self._temporary = None
             if not self.file.closed:  # an earlier call may have been interrupted after it closed the file
-                with contextlib.suppress(OSError):  # a process that was forked meanwhile has the descriptor too
+                with contextlib.suppress(OSError):  # a process that was forked meanwhile also has the descriptor
                     fcntl.flock(self.file, fcntl.LOCK_UN)
                 self.file.close()
             self.file = None
-        elif self._temporary is not None:  # interrupted where it is not known whether the file was made
+        elif self._temporary is not None:  # interrupted when it is not known whether the file was made
             with contextlib.suppress(OSError):
                 _remove_unless_locked(self._temporary)
             self._temporary = None
@@ -151,7 +155,8 @@ class NewFile:
 
 
 def _kept_mode(path: Path, like: Iterable[str | os.PathLike[str]]) -> int | None:
-    """Permissions of the file at a path, else those that all of other files have; None without any."""
+    """Returns the permissions of the file at a path, else those that all of other files have, or None if there are
+    no files."""
     with contextlib.suppress(FileNotFoundError):
         return stat.S_IMODE(path.stat().st_mode) & 0o777
     modes = [stat.S_IMODE(os.stat(each).st_mode) & 0o777 for each in like]
@@ -159,12 +164,14 @@ def _kept_mode(path: Path, like: Iterable[str | os.PathLike[str]]) -> int | None
 
 
 def _new_file(path: Path, mode: int) -> io.FileIO:
-    """A file that was not there. No line of Python runs between the system call and the object that closes it."""
+    """Makes a file that does not exist yet. No line of Python runs between the system call and the object that
+    closes it."""
     return io.FileIO(path, "x+", opener=functools.partial(os.open, mode=mode))
 
 
 def _locked_file(path: Path, mode: int) -> io.FileIO:
-    """A new file that is locked, in place of one that a killed process left. BlockingIOError: a process writes it."""
+    """Returns a new file that is locked, in place of one that a killed process left. Raises BlockingIOError if a
+    process is writing it."""
     while True:
         try:
             file = _new_file(path, mode)
@@ -183,7 +190,7 @@ def _locked_file(path: Path, mode: int) -> io.FileIO:
 
 
 def _remove_unless_locked(path: Path) -> None:
-    """Removes a temporary file, if it is there. BlockingIOError: a process that writes it has the lock."""
+    """Removes a temporary file, if it exists. Raises BlockingIOError if a process that is writing it has the lock."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise OSError(f"{path} is no regular file; wanted it removed")
@@ -191,7 +198,8 @@ def _remove_unless_locked(path: Path) -> None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                if error.errno not in NO_LOCKS:  # without locks, nobody goes on writing under the path's own name
+                # without locks, nobody goes on writing under the name derived from the path
+                if error.errno not in NO_LOCKS:
                     raise
             if os.path.samestat(os.fstat(file.fileno()), os.lstat(path)):
                 os.unlink(path)
@@ -199,7 +207,7 @@ def _remove_unless_locked(path: Path) -> None:
 
 @contextlib.contextmanager
 def errors_of(path: Path, num_bytes: int) -> Iterator[None]:
-    """An OSError that names no file names this one, and of a full disk how many bytes it takes at least."""
+    """Adds the file's name to an OSError that names no file, and, for a full disk, how many bytes it needs at least."""
     try:
         yield
     except OSError as error:
@@ -225,9 +233,9 @@ def replaced(
     alone: bool = False,
     replace: bool = True,
 ) -> Iterator[IO[bytes]]:
-    """A temporary file beside `path`, which takes that name, whole and on disk, when the context is left normally; else
-    it is removed. An OSError names `path`, and of a full disk num_bytes, which are written. like, alone, replace: as of
-    `NewFile`."""
+    """Yields a temporary file beside `path`. If the context is left normally, it gets that name when it is whole and
+    on disk; otherwise it is removed. An OSError names `path`, and for a full disk num_bytes, the bytes that are
+    written. like, alone, replace: as in `NewFile`."""
     new = NewFile(path, like=like, alone=alone, replace=replace)
     try:
         assert new.file is not None

@@ -1,8 +1,8 @@
-"""Values as bytes for other processes, and back: JSON, and behind it the bytes of tensors.
+"""Converts values to bytes for other processes, and back: JSON, followed by the bytes of tensors.
 
-Bytes of a peer are read as data: what they name is one of a few kinds of values, or a class that is registered here.
-The fields of named tuples are compared with their annotations; other classes check theirs. Nothing that the bytes hold
-is run, as it could be by pickle.
+Bytes of a peer are read as data: they can name only a few kinds of values, or a class that is registered here. The
+fields of named tuples are compared with their annotations; other classes check theirs. Nothing in the bytes is
+executed, unlike in a pickle.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 _Class = TypeVar("_Class", bound=type)
 _Record = TypeVar("_Record", bound=tuple[Any, ...])
 
-_LENGTH = struct.Struct("<Q")  # of the JSON, in front of it
-_classes: dict[str, tuple[type, tuple[str, ...]]] = {}  # and the names of their constructors' arguments
+_LENGTH = struct.Struct("<Q")  # length of the JSON, before it
+_classes: dict[str, tuple[type, tuple[str, ...]]] = {}  # with the names of their constructors' arguments
 
 
 def sent(kind: _Class) -> _Class:
-    """Registers a class whose objects consist of the arguments of its constructor: named tuples, and dataclasses and
-    codebooks, whose constructors must withstand any values."""
+    """Registers a class whose objects consist of the arguments of its constructor: named tuples, dataclasses and
+    codebooks. The constructors of dataclasses and codebooks must withstand any values."""
     is_record = dataclasses.is_dataclass(kind)
     names = [field.name for field in dataclasses.fields(kind)] if is_record else kind._fields  # type: ignore[attr-defined]
     _classes[kind.__name__] = kind, tuple(names)
@@ -35,16 +35,16 @@ def sent(kind: _Class) -> _Class:
 
 
 def written(value: Any) -> bytes:
-    """The bytes of None, numbers, text, bytes, dtypes, devices, dense tensors, objects of registered classes, and of
-    lists, tuples and dicts of these. TypeError: a value is of another type."""
+    """Returns the bytes of None, numbers, text, bytes, dtypes, devices, dense tensors, objects of registered
+    classes, and lists, tuples and dicts of these. Raises TypeError if a value has another type."""
     parts: list[bytes] = []
     text = json.dumps(_form_of(value, parts)).encode()
     return b"".join((_LENGTH.pack(len(text)), text, *parts))
 
 
 def read(content: bytes) -> Any:
-    """The value of such bytes; tensors are on the CPU, in memory of their own. ValueError: the bytes are none that
-    `written` gives."""
+    """Returns the value of such bytes. Tensors are on the CPU, in memory of their own. Raises ValueError if
+    `written` did not make the bytes."""
     try:
         (length,) = _LENGTH.unpack_from(content)
         text = content[_LENGTH.size : _LENGTH.size + length]
@@ -61,7 +61,7 @@ def read(content: bytes) -> Any:
 
 
 def checked(record: _Record) -> _Record:
-    """Returns a named tuple. ValueError: a field is not what its annotation says."""
+    """Returns a named tuple. Raises ValueError if a field does not match its annotation."""
     for (name, hint), value in zip(_hints_of(type(record)).items(), record, strict=True):
         if not _is_of(value, hint):
             raise ValueError(f"{name} of a {type(record).__name__} is a {type(value).__name__}; wanted {hint}")
@@ -72,7 +72,7 @@ _hints_of = functools.cache(get_type_hints)
 
 
 def _is_of(value: Any, hint: Any) -> bool:
-    """Whether a value is of an annotation: a class, Any, a union, or a tuple, list or dict of these."""
+    """Returns whether a value matches an annotation: a class, Any, a union, or a tuple, list or dict of these."""
     kind, parts = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
@@ -88,7 +88,7 @@ def _is_of(value: Any, hint: Any) -> bool:
 
 
 def _form_of(value: Any, parts: list[bytes]) -> Any:
-    """What JSON has of a value: itself, or [kind, ...]. Bytes are added to the parts."""
+    """Returns the form of a value in JSON: itself, or [kind, ...]. Bytes are added to the parts."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value).__name__ in _classes and type(value) is _classes[type(value).__name__][0]:
@@ -129,7 +129,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 class _Reader:
-    """Reads the forms of values in their order, and the bytes behind the JSON with them."""
+    """Reads the forms of values in order, and with them the bytes behind the JSON."""
 
     def __init__(self, data: memoryview) -> None:
         self._data, self._position = data, 0

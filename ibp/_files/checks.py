@@ -12,17 +12,18 @@ HASH = "xxh3_64"
 
 
 def hash_of(data: Any) -> int:
-    """The hash of a contiguous buffer's bytes."""
+    """Returns the hash of a contiguous buffer's bytes."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def num_bytes(data_bytes: int) -> int:
-    """Bytes of the checksums of data_bytes bytes of data: one of each block, of the header, and of these."""
+    """Returns the bytes of the checksums for data_bytes bytes of data: one for each block, one for the header, and
+    one for the checksums themselves."""
     return 8 * (-(-data_bytes // BLOCK_BYTES) + 2)
 
 
 class BlockHasher:
-    """The hashes of consecutive blocks of bytes that come in pieces of any size."""
+    """Computes the hashes of consecutive blocks of bytes that come in pieces of any size."""
 
     def __init__(self) -> None:
         self._hashes: list[int] = []
@@ -46,7 +47,7 @@ class BlockHasher:
         self._open, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
 
     def entries(self, header: bytes) -> bytes:
-        """The tensor `ibp.checks`: hashes of the blocks, of the header, and of the entries before it."""
+        """Returns the tensor `ibp.checks`: hashes of the blocks, of the header, and of the entries before it."""
         if self._missing < BLOCK_BYTES:
             self._close()
         hashed = np.array([*self._hashes, hash_of(header)], "<u8").tobytes()

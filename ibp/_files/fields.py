@@ -1,4 +1,4 @@
-"""The lines of a file's metadata: tables, codebooks and checksums as fields, `key=value` (FORMAT.md section 9)."""
+"""The lines of a file's metadata: tables, codebooks and checksums as fields `key=value` (FORMAT.md section 9)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .._layout.geometry import PAIRS_DTYPE
 from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from .._schemes.planes import num_entries, symbol_bytes
 
-ALIGNMENT = 128  # bytes, of every tensor's data in a file
+ALIGNMENT = 128  # bytes: every tensor's data in a file begin at a multiple of this
 TABLE_PARTS = {"slots": "U8", "overflow": "U8", "lengths": "U16", "bases": "U64"}
 CODEC_PARTS = {"blocks": "U8", "offsets": "U64"}
 
-# Names of dtypes in headers of safetensors; other dtypes have torch's name in capitals.
+# Names of dtypes in headers of safetensors. Other dtypes have torch's name in capitals.
 _DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -45,11 +45,11 @@ _DTYPES = {
 }
 _NAMES = {name: text for text, name in _DTYPES.items()}
 PLAIN_ITEM_BYTES = {text: getattr(torch, name).itemsize for text, name in _DTYPES.items() if hasattr(torch, name)}
-_PAIRS = "F4"  # of which an item of torch's tensors has two values
+_PAIRS = "F4"  # an item of torch's tensors of this dtype has two values
 
 
 class FileFormatError(ValueError):
-    """A file is no file of ibp or of safetensors, contradicts itself, or is of a newer format."""
+    """A file is not a file of ibp or of safetensors, contradicts itself, or has a newer format."""
 
 
 class ChecksumError(FileFormatError):
@@ -58,7 +58,7 @@ class ChecksumError(FileFormatError):
 
 @contextlib.contextmanager
 def refused(what: str) -> Iterator[None]:
-    """A ValueError or TypeError that is raised becomes a FileFormatError that shows the refused text."""
+    """Turns a ValueError or TypeError that is raised inside into a FileFormatError that shows the refused text."""
     try:
         yield
     except FileFormatError:
@@ -71,18 +71,18 @@ def refused(what: str) -> Iterator[None]:
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """The name in a file of a dtype, or of torch's name for one."""
+    """Returns the name in a file of a dtype, or of torch's name for one."""
     name = str(dtype).removeprefix("torch.")
     return _NAMES.get(name, name.upper())
 
 
 def as_json(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass that has a dtype and a shape, as JSON has them."""
+    """Returns the fields of a dataclass that has a dtype and a shape, in the form for JSON."""
     return {**vars(record), "dtype": dtype_name(record.dtype), "shape": list(record.shape)}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The dtype of a name in a file. FileFormatError if this torch has none."""
+    """Returns the dtype with a name in a file. Raises FileFormatError if this torch does not have it."""
     dtype = getattr(torch, _DTYPES.get(name, name.lower()), None)
     if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name:
         raise FileFormatError(f"the dtype {name!r} is none of torch {torch.__version__}")
@@ -90,7 +90,8 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def entry_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
-    """The name of the dtype, and the shape, that a header has of a plain tensor; None: safetensors lacks the dtype."""
+    """Returns (the name of the dtype, the shape) of a plain tensor in a header, or None if safetensors does not have
+    the dtype."""
     if dtype == PAIRS_DTYPE and shape:
         return _PAIRS, (*shape[:-1], 2 * shape[-1])
     text = dtype_name(dtype)
@@ -98,8 +99,11 @@ def entry_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int
 
 
 def form_of(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The dtype and shape of the tensor that a plain entry of a header becomes. Where torch lacks the dtype these are
-    uint8 and the shape in bytes: the last dimension has as many bytes as its values take, or the only one has all."""
+    """Returns the dtype and shape of the tensor that a plain entry of a header becomes.
+
+    If torch does not have the dtype, the tensor holds the bytes: uint8, and the last dimension has as many bytes as
+    its values take. If this is not a whole number, the tensor has one dimension.
+    """
     with contextlib.suppress(FileFormatError):
         return dtype_of(dtype), shape
     items = math.prod(shape[:-1])
@@ -113,7 +117,7 @@ def form_of(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.d
 
 
 def write_fields(fields: Mapping[str, object]) -> str:
-    """`key=value` pairs; fields that are None are left out."""
+    """Returns `key=value` pairs. Fields that are None are left out."""
     return " ".join(f"{key}={_written(value)}" for key, value in fields.items() if value is not None)
 
 
@@ -134,32 +138,32 @@ def fingerprint_text(fingerprint: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class TableFields:
-    """What a file says of a table."""
+    """The fields that a file has of a table."""
 
-    dtype: str  # its name in the file
-    shape: tuple[int, ...]  # of the tensor
-    scheme: str | None = None  # how rows are coded; None of a table of an external codec
+    dtype: str  # the dtype's name in the file
+    shape: tuple[int, ...]  # the tensor's shape
+    scheme: str | None = None  # how rows are coded; None for a table of an external codec
     # row_bytes, slot_bytes, rows_per_base: FORMAT.md sections 1 to 3
     row_bytes: int = 0
     slot_bytes: int = 0
     codebook: int | None = None  # number of the codebook; None for scheme raw
     rows_per_base: int = _core.ROWS_PER_BASE
-    content: int | None = None  # fingerprint of the tensor's bytes, where it is known
-    # base, result: of a delta, fingerprints of what it is applied to and of what that becomes
+    content: int | None = None  # fingerprint of the tensor's bytes, if it is known
+    # base, result: for a delta, the fingerprints of what it is applied to and of the result.
     base: int | None = None
     result: int | None = None
-    # codec, block_bytes, codec_fields: of a table of an external codec
+    # codec, block_bytes, codec_fields: for a table of an external codec.
     codec: str | None = None
     block_bytes: int = 0
     codec_fields: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def parts(self) -> Mapping[str, str]:
-        """Dtypes of the table's parts, by their names."""
+        """The dtypes of the table's parts, by the names of the parts."""
         return TABLE_PARTS if self.codec is None else CODEC_PARTS
 
     def text(self) -> str:
-        """The line of a table."""
+        """Returns the line of a table."""
         return write_fields(
             {
                 **vars(self),
@@ -177,7 +181,8 @@ class TableFields:
 
 
 def table_fields(what: str, text: str) -> TableFields:
-    """The fields of a table's line. FileFormatError, which says what they are of, for wrong and for unknown ones."""
+    """Returns the fields of a table's line. Raises FileFormatError for wrong and unknown fields. what: what the line
+    belongs to, for the message."""
     with refused(what):
         fields = _core.read_table(_in_json(text))
         own = [pair for pair in text.split(" ") if pair.startswith("codec_")]
@@ -188,7 +193,7 @@ def table_fields(what: str, text: str) -> TableFields:
 
 
 def _in_json(text: str) -> str:
-    """A text as it stands within the quotes of JSON."""
+    """Returns a text as it appears within the quotes of JSON."""
     return json.dumps(text)[1:-1]
 
 
@@ -197,13 +202,14 @@ def _in_json(text: str) -> str:
 
 @dataclass(frozen=True)
 class CodebookRecord:
-    """A codebook as a file has it: its line, and its parts."""
+    """The line and the parts of a codebook in a file."""
 
     text: str
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-Parts = Callable[[str, str, int], np.ndarray]  # (part, dtype's name, entries): the entries of a codebook's part
+# (part, name of the dtype, number of entries) -> the entries of a codebook's part
+Parts = Callable[[str, str, int], np.ndarray]
 
 
 _PLANES_NUMBERS = ("element_bytes", "rotate", "residual_bits")
@@ -212,7 +218,8 @@ _PLANES_VALUES = ("default", "closed", "signed_default", "invariant_bits", "inva
 
 
 def codebook_record(codebook: AnyCodebook, number_of: Callable[[AnyCodebook], int]) -> CodebookRecord:
-    """What a file says of a codebook. number_of: the number in the file of one of several clusters."""
+    """Returns the line and the parts of a codebook. number_of: returns the number in the file of a codebook that is
+    one of several clusters."""
     if isinstance(codebook, ClusteredCodebook):
         fields: dict[str, Any] = {
             "clusters": [number_of(one) for one in codebook.codebooks],
@@ -257,15 +264,16 @@ def read_codebook(
     part: Callable[[int, str, str, int], np.ndarray],
     is_cluster: bool = False,
 ) -> AnyCodebook:
-    """The codebook of a number.
+    """Reads the codebook with a number.
 
     Args:
-        line_of: (what it is, its line) of a number.
-        part: (number, part, dtype's name, how many): the entries of a codebook's part.
-        is_cluster: whether it is one of several clusters.
+        line_of: a function of a number that returns (what it is, its line).
+        part: a function of (number, part, name of the dtype, number of entries) that returns the entries of a
+            codebook's part.
+        is_cluster: whether the codebook is one of several clusters.
 
     Raises:
-        FileFormatError: the lines or the parts are none of a codebook.
+        FileFormatError: the lines or the parts are not those of a codebook.
     """
     what, line = line_of(number)
     with refused(what):

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, and the files of a set."""
+"""The header of a safetensors file, and the files that form a set."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _PICKLE = re.compile(rb"\x80[\x02-\x05]")
 class Entry(NamedTuple):
     """A tensor in a file."""
 
-    dtype: str  # its name in the header
-    shape: tuple[int, ...]  # of the tensor; of a part of a table one dimension, padding included
-    # start, end: of its bytes, counted from the beginning of the file
+    dtype: str  # the dtype's name in the header
+    shape: tuple[int, ...]  # the tensor's shape; a part of a table has one dimension, padding included
+    # start, end: the place of its bytes, counted from the beginning of the file.
     start: int
     end: int
 
@@ -39,18 +39,18 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """What stands before the data."""
+    """The content of a file before its data."""
 
-    num_bytes: int  # of the header, its own size included: where the data begins
+    num_bytes: int  # bytes of the header, its own size included: the data begin there
     tensors: Mapping[str, Entry]  # by name, in the order of their bytes
-    metadata: Mapping[str, str]  # text by text, as it is in the file
-    # bytes of the blocks that have checksums, and how many blocks there are; why the checksums are none; or None of an
-    # ordinary file of safetensors
+    metadata: Mapping[str, str]  # texts by keys, as they are in the file
+    # The bytes of the blocks that have checksums, and the number of blocks; or the reason why the checksums are
+    # invalid; or None for an ordinary safetensors file.
     checks: tuple[int, int] | str | None
 
     @property
     def is_plain(self) -> bool:
-        """Whether the file is an ordinary one of safetensors."""
+        """Whether the file is an ordinary safetensors file."""
         return FORMAT not in self.metadata
 
     @property
@@ -60,14 +60,19 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file. FileFormatError: it is no file of safetensors, is cut short, is of a newer format than this
-    ibp reads, or has lost one of the names that say that it is ibp's. OSError: it cannot be read."""
+    """Reads the header of a file.
+
+    Raises:
+        FileFormatError: the file is not a safetensors file, is cut short, has a newer format than this ibp reads, or
+            has lost one of the names that mark it as ibp's.
+        OSError: the file cannot be read.
+    """
     with os.fdopen(open_regular(path), "rb") as file:
         return header_of(file, str(path))
 
 
 def header_of(file: BinaryIO, name: str) -> Header:
-    """The header of an open file, whose name is for messages."""
+    """Reads the header of an open file. name: the file's name, for messages."""
     size, start = os.fstat(file.fileno()).st_size, file.read(9)
     other = other_format(start)
     if other is not None:
@@ -93,9 +98,10 @@ def header_of(file: BinaryIO, name: str) -> Header:
 
 
 def other_format(start: bytes) -> str | None:
-    """Returns what a file is that begins with these bytes, at least 9 of them, if it is no file of safetensors: "npy",
-    "archive" or "pickle"; None if they tell nothing of the kind."""
-    if start[8:9] == b"{":  # the sizes of some headers are the first bytes of pickles
+    """Returns what kind of file begins with these bytes, if it is not a safetensors file: "npy", "archive" or
+    "pickle". Returns None for any other start. start: at least 9 bytes."""
+    # This must come first, because the sizes of some headers look like the first bytes of pickles.
+    if start[8:9] == b"{":
         return None
     if start.startswith(b"\x93NUMPY"):
         return "npy"
@@ -109,17 +115,25 @@ def other_format(start: bytes) -> str | None:
 
 @dataclass(frozen=True)
 class FileSet:
-    """The files that are opened as one. files: their paths, by name; places: the file's name of each tensor, where an
-    index says it; else empty."""
+    """The files that are opened as one.
+
+    Attributes:
+        files: their paths, by name.
+        places: the name of each tensor's file, if an index says it; otherwise empty.
+    """
 
     files: Mapping[str, Path]
     places: Mapping[str, str]
 
 
 def find_files(path: Path) -> FileSet:
-    """The files of a path: a file, an index of shards, or a directory of either, without the coded forms of files of
-    other kinds (`optimizer.pt.ibp.safetensors`) beside a model. FileNotFoundError: there is none, or an index names one
-    that is not there. FileFormatError: the index is none, or a directory has several."""
+    """Finds the files of a path: a file, an index of shards, or a directory of either. In a directory, the coded forms
+    of other kinds of files (`optimizer.pt.ibp.safetensors`) are left out if they are beside a model.
+
+    Raises:
+        FileNotFoundError: there is no file, or an index names a file that does not exist.
+        FileFormatError: the index is not an index, or a directory has several.
+    """
     if path.is_dir():
         indices = _of_weights(path.glob(f"*{SUFFIX}{INDEX_SUFFIX}"))
         if len(indices) > 1:
@@ -141,6 +155,6 @@ def find_files(path: Path) -> FileSet:
 
 
 def _of_weights(paths: Iterable[Path]) -> list[Path]:
-    """The files of weights among files of safetensors, sorted; all of them, where none is of weights."""
+    """Returns those of the safetensors files that hold weights, sorted, or all files if none of them does."""
     found = sorted(paths)
     return [path for path in found if is_of_weights(path.name)] or found

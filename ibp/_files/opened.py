@@ -1,4 +1,4 @@
-"""Files opened: `ibp.open` and `ibp.load`."""
+"""`ibp.open` and `ibp.load`: files that are opened, and read."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ from .sets import INDEX_SUFFIX
 from .shared import can_pin, segment_of
 from .views import STORAGE, VIEW_KEY, View, views_of
 
-_COMPARED_NAMES = 4096  # with an unknown one, which takes 0.1 ms for each
+_COMPARED_NAMES = 4096  # the most names that an unknown name is compared with; each takes 0.1 ms
 
 Value = CompressedTensor | WholeTensor | torch.Tensor | Delta
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file says of one of its tensors.
+    """The description of a tensor in a file.
 
     Attributes:
-        name: of the tensor.
-        dtype: of the original tensor; None if this torch lacks it, of a plain tensor, which is read as its bytes then,
-            that of the bytes.
-        shape: likewise.
-        scheme: "ibp", "planes" or "raw" of a table; None of a tensor that is kept as it is, or coded by `codec`.
-        codebook: of a table, or None.
+        name: name of the tensor.
+        dtype: dtype of the original tensor. For a table it is None if this torch does not have the dtype. A plain
+            tensor of such a dtype is read as its bytes, and has their dtype here.
+        shape: shape of the original tensor, or of its bytes.
+        scheme: "ibp", "planes" or "raw" for a table; None for a tensor that is kept as it is or is coded by `codec`.
+        codebook: codebook of a table, or None.
         codec: name of the external codec of a table, or None.
-        num_bytes: of the original tensor; None where its dtype is unknown.
-        stored_bytes: bytes of the file that it takes, index and padding included, codebook apart; 0 of a tensor that
-            is stored as a view of another one's memory.
-        fields: of a table, as the file has them; else empty.
+        num_bytes: bytes of the original tensor. None if its dtype is unknown.
+        stored_bytes: bytes that it takes in the file, index and padding included, without the codebook. 0 for a tensor
+            that is stored as a view of another one's memory.
+        fields: fields of a table, as the file has them; otherwise empty.
         files: names of the files that hold its bytes.
     """
 
@@ -84,10 +84,11 @@ class TensorInfo:
 
 
 class File(Mapping[str, Value], Closing):
-    """A file, or a set of files, opened by `ibp.open`: its tables, tensors and deltas by name, over the mapped file.
+    """A file, or a set of files, opened by `ibp.open`: a mapping from names to tables, tensors and deltas over the
+    mapped file.
 
-    A table or tensor is made when it is first asked for, and reads the file when its rows are read. It lives on after
-    `close`. A value that is written to gets memory of its own: the file stays as it is.
+    A table or tensor is made when it is first asked for, and reads the file when its rows are read. It stays valid
+    after `close`. If a value is written to, it gets memory of its own, and the file does not change.
 
     Example:
         >>> ibp.save("model.safetensors", {"weight": ibp.compress(torch.ones(1000, 1024)), "bias": torch.ones(1000)})
@@ -99,9 +100,9 @@ class File(Mapping[str, Value], Closing):
 
     Attributes:
         path: the path that was opened.
-        metadata: the user's texts, by keys that are texts.
+        metadata: the user's texts, by keys.
         tables: names of the compressed tensors.
-        removed: in the delta of a checkpoint, names of tensors that are gone.
+        removed: for the delta of a checkpoint, names of tensors that no longer exist.
     """
 
     def __init__(self, path: Path, *, verify: bool, memory: str | None, share: bool) -> None:
@@ -109,7 +110,7 @@ class File(Mapping[str, Value], Closing):
         found = find_files(path)
         self._files = {name: OpenFile(file, verify=verify) for name, file in found.files.items()}
         self._places = _places_of(self._files, found)
-        self._owners: dict[str, OpenFile] = {}  # the file that has the fields of each table
+        self._owners: dict[str, OpenFile] = {}  # by table, the file that has its fields
         for file in self._files.values():
             for name in file.tables:
                 if name in self._owners:
@@ -126,7 +127,7 @@ class File(Mapping[str, Value], Closing):
             metadata.update(file.header.user_metadata)
         self._views = views_of(metadata, self._names)
         self.metadata = {key: text for key, text in metadata.items() if not key.startswith(VIEW_KEY)}
-        self._stored = tuple(self._names)  # names of what the file holds, bases of views as well
+        self._stored = tuple(self._names)  # names of everything that the file holds, bases of views included
         storages = {view.base for view in self._views.values() if view.base.startswith(STORAGE)}
         self._names = {name: None for name in (*self._names, *self._views) if name not in storages}
         self.tables = tuple(name for name in self._names if name in self._owners)
@@ -138,11 +139,11 @@ class File(Mapping[str, Value], Closing):
     # ---- a mapping ----
 
     def __getitem__(self, name: str) -> Value:
-        """The table or tensor of a name.
+        """Returns the table or tensor with a name.
 
         Raises:
-            KeyError: there is none.
-            FileFormatError: what the file says of it is wrong, or this ibp does not know it.
+            KeyError: there is no such name.
+            FileFormatError: the file's description of it is wrong, or this ibp does not know it.
             ChecksumError: with `verify`, its bytes are damaged.
             ValueError: the file is closed.
         """
@@ -150,16 +151,16 @@ class File(Mapping[str, Value], Closing):
         return self._value(name)
 
     def get_tensor(self, name: str, device: torch.device | str | int | None = None) -> torch.Tensor:
-        """Returns the plain tensor of a name, decompressed if the file has a table of it, as `get_tensor` of
-        safetensors' `safe_open` does.
+        """Returns the plain tensor with a name, like `get_tensor` of safetensors' `safe_open`. If the file has a table,
+        it is decompressed.
 
         Args:
-            device: where the tensor is wanted. None: on the CPU.
+            device: the device of the result. None: the CPU.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such name.
             TypeError: the name is that of a delta.
-            FileFormatError, ChecksumError, ValueError: as `file[name]`.
+            FileFormatError, ChecksumError, ValueError: as in `file[name]`.
         """
         value, home = self[name], _memory.canonical("cpu" if device is None else device)
         if isinstance(value, torch.Tensor):
@@ -169,9 +170,9 @@ class File(Mapping[str, Value], Closing):
         return value.decompress(device=home)
 
     def _value(self, name: str) -> Value:
-        """Returns the value of a name in the file: a tensor, or a base of views that users do not see as a tensor."""
+        """Returns the value with a name in the file: a tensor, or a base of views that users do not see as a tensor."""
         if name not in self._made:
-            self._made.setdefault(name, self._map(name))  # of several threads the first one's
+            self._made.setdefault(name, self._map(name))  # if several threads make it, the first one's is kept
         return self._made[name]
 
     def _check_name(self, name: str) -> None:
@@ -188,8 +189,8 @@ class File(Mapping[str, Value], Closing):
         return KeyError(f"{self.path} has no tensor {name!r}{near(name, alike)}; {there}")
 
     def _map(self, name: str) -> Value:
-        """The table or tensor of a name, over the mapped file, whose checksums are compared first; an external codec's
-        are while it is read."""
+        """Returns the table or tensor with a name, over the mapped file. Its checksums are compared first, except
+        that those of an external codec's table are compared while it is read."""
         if name in self._views:
             return _viewed(self._views[name], self._value(self._views[name].base))
         if name in self._owners and self.fields(name).codec is not None:
@@ -209,8 +210,8 @@ class File(Mapping[str, Value], Closing):
         return _with_fields(table, fields)
 
     def _share_between_processes(self, name: str, table: CompressedTensor) -> None:
-        """Moves a table to the memory that all processes have which open the file so. Where they cannot meet, it stays
-        as it is, and a warning says so."""
+        """Moves a table to memory that is shared by all processes that open the file with share=True. If they cannot
+        meet, the table stays where it is, and a warning is given."""
         identities = {place.file.identity for place in self._parts(name)}
         try:
             segment, copies = segment_of(f"{sorted(identities)} {name}", table._tensors())
@@ -221,7 +222,7 @@ class File(Mapping[str, Value], Closing):
         table._move(copies, segment)
 
     def _load(self, name: str, device: torch.device, pin: bool | None) -> Value:
-        """The same in memory of its own, see `load`."""
+        """Returns the value with a name in memory of its own, see `load`."""
         if name in self._views:
             return _viewed(self._views[name], self._load(self._views[name].base, device, pin))
         if device.type == "cuda":
@@ -246,7 +247,7 @@ class File(Mapping[str, Value], Closing):
         return name in self._names
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Returns the table or tensor of a name, or the default without looking for names that are spelt nearly so."""
+        """Returns the table or tensor with a name, or the default. It does not look for similar names."""
         self._check_open()
         return self[name] if name in self else default
 
@@ -267,13 +268,13 @@ class File(Mapping[str, Value], Closing):
         return id(self)
 
     def __reduce__(self) -> Any:
-        """Files are opened again where they are unpickled."""
+        """Opens the file again when it is unpickled."""
         return _reopened, (os.fspath(self.path), self._verify, self._memory, self._share)
 
     # ---- what the file says ----
 
     def info(self, name: str) -> TensorInfo:
-        """What the file says about a tensor, without reading its bytes.
+        """Returns what the file says about a tensor, without reading its bytes.
 
         Raises:
             KeyError: there is no tensor of that name.
@@ -308,11 +309,11 @@ class File(Mapping[str, Value], Closing):
         )
 
     def fields(self, name: str) -> TableFields:
-        """The fields of a table, checked. KeyError, FileFormatError as `info`."""
+        """Returns the checked fields of a table. Raises KeyError and FileFormatError like `info`."""
         return self._owners[name].fields(name)
 
     def _parts(self, name: str) -> list[BlockPlace]:
-        """Where the bytes of a tensor are, those of its codebook apart."""
+        """Returns where the bytes of a tensor are, without those of its codebook."""
         if name in self._views:
             name = self._views[name].base
         elif name not in self._names and name not in self._stored:
@@ -332,18 +333,19 @@ class File(Mapping[str, Value], Closing):
         """Compares checksums of the file's bytes with the checksums that were written.
 
         Args:
-            names: tensors whose blocks are read; None: all tensors, and everything else in the file.
-            content: also decode tables and compare the fingerprints of the tensors, where they were written.
-            progress: show a bar.
+            names: tensors whose blocks are read. None: all tensors, and everything else in the file.
+            content: whether to decode tables, too, and to compare the fingerprints of the tensors, if the file has
+                them.
+            progress: whether to show a progress bar.
 
         Returns:
-            Bytes of the file that were compared; files without checksums, as other libraries write them, have none.
+            The number of bytes that were compared: 0 for files without checksums, as other libraries write them.
 
         Raises:
-            ChecksumError: bytes are damaged; it names the tensor and the block.
+            ChecksumError: bytes are damaged. The message names the tensor and the block.
             CorruptTableError: with `content`, a table cannot be decoded.
-            FileFormatError: a table is none.
-            KeyError: there is no tensor of a name.
+            FileFormatError: a table is not valid.
+            KeyError: there is no tensor with a given name.
             TypeError: names is a text.
             ValueError: the file is closed.
         """
@@ -367,7 +369,7 @@ class File(Mapping[str, Value], Closing):
         return total
 
     def _blocks_of(self, names: Iterable[str]) -> dict[Checks, Sequence[int]]:
-        """The blocks of tensors and of their codebooks."""
+        """Returns the blocks of tensors and of their codebooks."""
         blocks: dict[Checks, set[int]] = {}
         for name in names:
             places = self._parts(name)
@@ -381,7 +383,7 @@ class File(Mapping[str, Value], Closing):
         return {checks: sorted(numbers) for checks, numbers in blocks.items()}
 
     def _verify_content(self, name: str) -> None:
-        """Decodes a table whose content is known, and compares it."""
+        """Decodes a table whose fingerprint is known, and compares it."""
         if name not in self._owners:
             return
         wanted = self.fields(name).content
@@ -392,7 +394,7 @@ class File(Mapping[str, Value], Closing):
     # ---- its end ----
 
     def close(self) -> None:
-        """Forgets the tables and tensors, and the mapping with the last of them."""
+        """Forgets the tables and tensors. The mapping goes with the last of them."""
         self._is_closed = True
         self._made.clear()
         for file in self._files.values():
@@ -404,7 +406,8 @@ class File(Mapping[str, Value], Closing):
 
 
 def _viewed(view: View, base: Value) -> Value:
-    """A view of its base: the base itself where it is all of it; else a tensor, for which a table is decoded."""
+    """Returns a view of its base. If the view is the whole base, it is the base itself; otherwise it is a tensor,
+    and a table is decoded for it."""
     if isinstance(base, Delta):
         raise FileFormatError(f"there is a view of {view.base!r}, which is a delta")
     if view.is_whole(base.shape):
@@ -413,12 +416,12 @@ def _viewed(view: View, base: Value) -> Value:
 
 
 def _with_fields(table: CompressedTensor, fields: TableFields) -> CompressedTensor | Delta:
-    """The table, or the delta that it is of."""
+    """Returns the table, or the delta that the fields make of it."""
     return table if fields.base is None or fields.result is None else Delta(table, fields.base, fields.result)
 
 
 def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, BlockPlace]:
-    """Where each tensor of the files is, but what belongs to a file itself."""
+    """Returns the place of each tensor in the files, except tensors that belong to a file itself."""
     places: dict[str, BlockPlace] = {}
     for file_name, file in files.items():
         for name, entry in file.header.tensors.items():
@@ -434,10 +437,10 @@ def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, Block
 
 
 def open(path: PathLike, *, verify: bool = False, memory: str | None = None, share: bool = False) -> File:
-    """Opens a file of tables and tensors: its bytes are mapped, and read where rows are asked for.
+    """Opens a file of tables and tensors. Its bytes are mapped, and read when rows are asked for.
 
-    The system keeps them in memory once, however many processes read them. Tables can be changed, and tensors written
-    to: what is changed gets memory of its own, and the file stays as it is.
+    The system keeps the bytes in memory once, however many processes read them. Tables can be changed, and tensors can
+    be written to: what is changed gets memory of its own, and the file does not change.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -449,23 +452,23 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
 
     Args:
         path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory of either. An
-            ordinary file of safetensors is one whose tensors are all kept as they are.
-        verify: compare the header's checksum now, and a tensor's checksums when it is first asked for, which reads all
-            of its bytes. False by default, since a checksum covers 1 MiB: rows of some hundred bytes, which the CPU
-            and GPUs read from the map as they need them, would each wait for 1 MiB.
-        memory: "pinned": GPUs read rows themselves. A table's mapped bytes are pinned when it is first asked for; where
-            the system refuses, the table is copied to pinned memory, and a RuntimeWarning says so once a process.
+            ordinary safetensors file also works: all of its tensors are kept as they are.
+        verify: whether to compare the header's checksum now, and a tensor's checksums when it is first asked for, which
+            reads all of its bytes. False by default, because a checksum covers 1 MiB: rows of some hundred bytes, which
+            the CPU and GPUs read from the map as they need them, would each wait for 1 MiB.
+        memory: "pinned": GPUs read rows themselves. A table's mapped bytes are pinned when it is first asked for. If
+            the system refuses, the table is copied to pinned memory, and a RuntimeWarning is given once per process.
             "host": rows pass through the CPU. None: pinned when a GPU first fetches from a table.
-        share: where the system does not pin mapped memory, the processes of this machine and user that open the file
-            with share=True use one pinned copy of a table together, in place of one each. The copy ends with the last
-            of them; such a table cannot be changed. The processes meet in `$XDG_RUNTIME_DIR` or the directory of
-            temporary files; where they cannot, a RuntimeWarning says so, and each has a copy of its own.
+        share: matters if the system does not pin mapped memory. The processes of this machine and user that open the
+            file with share=True then use one pinned copy of a table together, instead of one each. The copy ends with
+            the last of them; such a table cannot be changed. The processes meet in `$XDG_RUNTIME_DIR` or the directory
+            of temporary files. If they cannot meet there, a RuntimeWarning is given, and each has a copy of its own.
 
     Returns:
-        `ibp.File`, a mapping from names to tables and tensors.
+        An `ibp.File`, a mapping from names to tables and tensors.
 
     Raises:
-        FileFormatError: the file is none, contradicts itself, or is of a newer format.
+        FileFormatError: the file has another format, contradicts itself, or has a newer format.
         ChecksumError: with `verify`, the header is damaged.
         ValueError: path is a URL of another machine: `ibp.load` reads it.
         OSError: the file cannot be read.
@@ -477,18 +480,19 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
 
 
 def stored_in(file: File) -> Iterator[tuple[str, Value, tuple[str, tuple[int, ...]] | None]]:
-    """(name, value, dtype and shape of a plain one in the header) of all that a file stores, with bases of views."""
+    """Yields (name, value, dtype and shape in the header if it is plain, else None) for everything that a file
+    stores, bases of views included."""
     for name in file._stored:
         yield name, file._value(name), None if name in file._owners else file._places[name].entry[:2]
 
 
 def views_in(file: File) -> Mapping[str, View]:
-    """The tensors that a file has as views of what it stores."""
+    """Returns the tensors that a file has as views of what it stores."""
     return file._views
 
 
 def _reopened(path: str, verify: bool, memory: str | bool | None, share: bool) -> File:
-    """memory: ibp 0.2 pickled whether tables are pinned."""
+    """Opens a file again. memory: may be a bool, because ibp 0.2 pickled whether tables are pinned."""
     if isinstance(memory, bool):
         memory = "pinned" if memory else "host"
     return open(path, verify=verify, memory=memory, share=share)
@@ -512,24 +516,25 @@ def load(
         (True, True)
 
     Args:
-        path: as for `ibp.open`, or a URL that fsspec knows ("s3://...", "memory://..."); its file is copied to a
-            temporary file for the time of the call.
-        device: where tables and tensors go; None: host memory, or with memory="device" the current CUDA device.
-        names: names of the tensors to read; None: all.
-        verify: compare the checksums of the header and of the bytes that are read, as they are read. Files without
-            checksums, as other libraries write them, are read as they are.
+        path: as in `ibp.open`, or a URL that fsspec knows ("s3://...", "memory://..."). The file of a URL is copied to
+            a temporary file for the duration of the call.
+        device: where tables and tensors go. None: host memory, or with memory="device" the current CUDA device.
+        names: names of the tensors to read. None: all.
+        verify: whether to compare the checksums of the header and of the bytes, as they are read. Files without
+            checksums, as other libraries write them, are read without it.
         memory: where tables and tensors live: "device", on the device; "pinned", in host memory that GPUs read; "host",
-            in pageable memory. None: on the device, or tables in pinned memory and tensors in pageable memory.
+            in pageable memory. None: on the device if one is given; otherwise tables in pinned memory and tensors in
+            pageable memory.
 
     Returns:
         Tables and tensors by name, in the order of `names` or of the file.
 
     Raises:
-        FileFormatError: the file is none, contradicts itself, or is of a newer format.
+        FileFormatError: the file has another format, contradicts itself, or has a newer format.
         ChecksumError: with `verify`, bytes are damaged.
-        KeyError: there is no tensor of a name.
-        TypeError, ValueError: device, names or memory is none, or they contradict each other.
-        RuntimeError: memory is "pinned", and cannot be.
+        KeyError: there is no tensor with a given name.
+        TypeError, ValueError: device, names or memory is not as described, or they contradict each other.
+        RuntimeError: memory is "pinned", but cannot be pinned.
         OSError: the file cannot be read.
     """
     _check_names(names)

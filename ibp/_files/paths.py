@@ -1,12 +1,14 @@
-"""Paths and URLs of inputs and outputs. What fsspec reads and writes goes by way of files of this machine.
+"""Paths and URLs of inputs and outputs. Files that fsspec reads and writes pass through files of this machine.
 
 One policy holds for the outputs of `ibp.save`, `ibp.checkpoints` and the command line:
 
-- A name that ends in a slash, or is one of a directory, names a directory; so does any name without the suffix of a
-  format where a directory is the input. The directory is made if it is not there; its parent has to be there.
-- What a file holds agrees with the suffix of its name: safetensors are not written under a name like "model.pt".
-- `ibp.save` replaces what is at its path, as torch.save does; `ibp.checkpoints` and the command line, with `force`.
-- What an output replaces goes as a whole: a set of files with its index, where a file takes its place, and vice versa.
+- A name that ends in a slash, or that is the name of a directory, names a directory. If the input is a directory, so
+  does any name without the suffix of a format. The directory is made if it does not exist; its parent must exist.
+- The content of a file agrees with the suffix of its name: safetensors are not written under a name like "model.pt".
+- `ibp.save` replaces what is at its path, as torch.save does; `ibp.checkpoints` and the command line do so with
+  `force`.
+- An output is replaced as a whole: if a file takes the place of a set of files, the set and its index go, and vice
+  versa.
 """
 
 from __future__ import annotations
@@ -22,18 +24,20 @@ from typing import Any, Union
 from .sets import INDEX_SUFFIX, SUFFIX, coded_name, index_of, plain_name, read_index, shards_of_index
 
 PathLike = Union[str, "os.PathLike[str]"]
-SUFFIXES = {SUFFIX: "safetensors", ".ibp": "safetensors", ".npy": "npy", ".npz": "npz"}  # of files, by their suffixes
+# the formats of files, by their suffixes
+SUFFIXES = {SUFFIX: "safetensors", ".ibp": "safetensors", ".npy": "npy", ".npz": "npz"}
 SUFFIXES.update(dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"))
-SUFFIXES.update({suffix: suffix[1:] for suffix in (  # of others, which are not written
+SUFFIXES.update({suffix: suffix[1:] for suffix in (  # suffixes of other formats, which are not written
     ".csv", ".gguf", ".ggml", ".h5", ".hdf5", ".json", ".msgpack", ".onnx", ".onnx_data", ".ot", ".parquet", ".pb",
     ".pdparams", ".pickle", ".pkl", ".tflite", ".txt", ".yaml", ".zip",
 )})  # fmt: skip
-WEIGHTS = f"model{SUFFIX}"  # the file of a directory of a model
+WEIGHTS = f"model{SUFFIX}"  # the file that a directory of a model has
 _HERE = ("file", "local")  # protocols of fsspec for files of this machine
 
 
 def path_text(path: PathLike) -> str:
-    """A path or URL as text; of a URL of a file of this machine the path. TypeError for what is neither."""
+    """Returns a path or URL as text; for a URL of a file of this machine, the path. Raises TypeError for anything
+    else."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"path is a {type(text).__name__}; wanted text or a path")
@@ -42,24 +46,25 @@ def path_text(path: PathLike) -> str:
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is for fsspec to read: it has a protocol, and not that of local files."""
+    """Returns whether fsspec has to read a path: it has a protocol other than that of local files."""
     return "://" in path and path.partition("://")[0] not in _HERE
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """(file system of fsspec, path in it) of a URL."""
+    """Returns (file system of fsspec, path in it) for a URL."""
     import fsspec
 
     return fsspec.core.url_to_fs(url)
 
 
 def format_of_name(path: PathLike) -> str | None:
-    """The format that the suffix of a name says, or None."""
+    """Returns the format that the suffix of a name stands for, or None."""
     return SUFFIXES.get(os.path.splitext(path_text(path))[1].lower())
 
 
 def check_names_safetensors(output: PathLike) -> None:
-    """ValueError if an output, which is written as safetensors, has a name that readers take for another format."""
+    """Raises ValueError if an output, which is written as safetensors, has a name that readers take for another
+    format."""
     text = file_of(output)
     stem, suffix = os.path.splitext(text)
     if format_of_name(text) not in (None, "safetensors"):
@@ -70,14 +75,14 @@ def check_names_safetensors(output: PathLike) -> None:
 
 
 def names_directory(output: PathLike) -> bool:
-    """Whether an output is a directory, here or at a URL."""
+    """Returns whether an output is a directory, here or at a URL."""
     text = path_text(output)
     return text.endswith("/") or (not is_url(text) and os.path.isdir(text))
 
 
 def output_of(inputs: PathLike | Iterable[PathLike], output: PathLike) -> str:
-    """An output as text, with a slash where a directory is the only input and the output has no suffix of a format: a
-    directory becomes a directory."""
+    """Returns an output as text. If the only input is a directory, and the output has no suffix of a format, a slash
+    is added, because a directory becomes a directory."""
     text = path_text(output)
     given = [inputs] if isinstance(inputs, (str, os.PathLike)) else inputs
     if names_directory(text) or format_of_name(text) or not isinstance(given, (list, tuple)) or len(given) != 1:
@@ -93,13 +98,14 @@ def _is_directory(path: str) -> bool:
 
 
 def target_of(output: PathLike, name: str = WEIGHTS) -> Path:
-    """The file of this machine that an output names: of a directory, the one of this name in it."""
+    """Returns the file of this machine that an output names. In a directory it has the given name."""
     text = path_text(output)
     return Path(text) / name if names_directory(text) else Path(text)
 
 
 def is_there(output: PathLike, name: str = WEIGHTS) -> bool:
-    """Whether there is an output already: the file, or the index of the set. name: of the file in a directory."""
+    """Returns whether an output exists already: the file, or the index of the set. name: the file's name if the
+    output is a directory."""
     text = file_of(output, name)
     folder, slash, file = text.rpartition("/")
     texts = [text, f"{folder}{slash}{index_of(Path(file)).name}"]
@@ -110,7 +116,7 @@ def is_there(output: PathLike, name: str = WEIGHTS) -> bool:
 
 
 def file_of(output: PathLike, name: str = WEIGHTS) -> str:
-    """The file that an output names, here or at a URL: of a directory, the one of this name in it."""
+    """Returns the file that an output names, here or at a URL. In a directory it has the given name."""
     text = path_text(output)
     if is_url(text):
         return f"{text}{name}" if names_directory(text) else text
@@ -118,8 +124,8 @@ def file_of(output: PathLike, name: str = WEIGHTS) -> str:
 
 
 def check_other_sets(folder: Path, own: Iterable[Path]) -> None:
-    """FileExistsError if a directory has an index, by which its readers would go on finding another set of files than
-    what is written there. own: indices that are replaced or removed."""
+    """Raises FileExistsError if a directory has an index of another set of files, because readers of the directory
+    would go on finding that set. own: indices that will be replaced or removed."""
     others = sorted(set(folder.glob(f"*{SUFFIX}{INDEX_SUFFIX}")).difference(own))
     if others:
         raise FileExistsError(
@@ -129,8 +135,8 @@ def check_other_sets(folder: Path, own: Iterable[Path]) -> None:
 
 
 def check_other_files(path: Path) -> None:
-    """FileExistsError if readers of a directory would find other weights than those of a file that is written there:
-    another set, or the other form, plain or coded, of the file."""
+    """Raises FileExistsError if readers of a directory would find other weights than those of a file that is written
+    there: another set, or the other form, plain or coded, of the file."""
     check_other_sets(path.parent, [index_of(path)])
     (other,) = {coded_name(path.name), plain_name(path.name)} - {path.name}
     if os.path.lexists(path.with_name(other)):
@@ -143,7 +149,10 @@ def check_other_files(path: Path) -> None:
 @contextlib.contextmanager
 def _made_directory(output: str, folder: Path) -> Iterator[None]:
     """Makes the directory of an output, if the output itself names it, and removes it again if nothing is written.
-    OSError: there is no such directory, or none to make it in."""
+
+    Raises:
+        OSError: there is no such directory, or no directory to make it in.
+    """
     is_new = names_directory(output) and not os.path.lexists(folder)
     home = folder.parent if is_new else folder
     if not home.is_dir():
@@ -163,9 +172,15 @@ def _made_directory(output: str, folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """What to open on this machine: a path itself; in place of a URL a copy of a file, of a set of files or of a
-    directory, for as long as the context lasts. suffixes: of the files of a directory that are copied.
-    FileNotFoundError: there is no such file. OSError: the file system has failed."""
+    """Yields the path to open on this machine: a path itself, or, for a URL, a copy of the file, set of files or
+    directory, which exists as long as the context lasts.
+
+    suffixes: of the files of a directory that are copied.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: the file system has failed.
+    """
     if not is_url(url):
         yield url
         return
@@ -176,7 +191,7 @@ def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
             raise FileNotFoundError(f"{url}: there is no such file") from None
         except (ImportError, OSError, ValueError):
             raise
-        except Exception as error:  # of the file system's own kinds
+        except Exception as error:  # errors of the file system's own kinds
             raise OSError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
         yield os.fspath(near)
 
@@ -200,8 +215,11 @@ def _fetched(url: str, folder: Path, suffixes: tuple[str, ...]) -> Path:
 
 @contextlib.contextmanager
 def written_to(output: PathLike, name: str = WEIGHTS) -> Iterator[Path]:
-    """Where to write an output: of a directory, a file of this name in it. For a URL it is in a temporary directory,
-    from which the files go there afterwards, the index last; what `replacing` removes here goes there, too."""
+    """Yields the path where to write an output. In a directory the file has the given name.
+
+    For a URL the path is in a temporary directory, from which the files are copied to the URL afterwards, the index
+    last. Files that `replacing` would remove here are removed there, too.
+    """
     text = path_text(output)
     if not is_url(text):
         target = target_of(text, name)

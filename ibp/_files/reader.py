@@ -1,4 +1,4 @@
-"""What is in a file: its bytes, mapped, as tables and tensors."""
+"""Reads what is in a file: its mapped bytes, as tables and tensors."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ from .writer import CHECKS, PREFIX
 
 _TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX}removed."
 _ROWS = ("slots", "overflow")
-_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons lacks
-SHOWN_NAMES = 6  # of tensors, in a message
-_PIECE_BYTES = 8 << 20  # that a thread reads at once
-THREADS = min(16, os.cpu_count() or 1)  # that read at once
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons does not have
+SHOWN_NAMES = 6  # names of tensors that a message shows
+_PIECE_BYTES = 8 << 20  # bytes that a thread reads at once
+THREADS = min(16, os.cpu_count() or 1)  # threads that read at once
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -57,8 +57,8 @@ _buffers = threading.local()
 
 
 def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """The results of a function for each item, in their order; of several items by several threads. After an exception
-    no more are begun."""
+    """Yields the results of a function for each item, in order. Several items are worked on by several threads.
+    After an exception no more items are begun."""
     if len(items) <= 1:
         yield from map(function, items)
         return
@@ -68,19 +68,19 @@ def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
 
 @dataclass(frozen=True)
 class BlockPlace:
-    """Where a tensor's bytes are."""
+    """The file and the entry of a tensor: where its bytes are."""
 
     file: OpenFile
     entry: Entry
 
 
 class OpenFile:
-    """One file, open until `close`. Its bytes stay the ones that its header describes, even if another file takes its
+    """One file, open until `close`. Its bytes stay those that its header describes, even if another file takes its
     name.
 
     Args:
-        path: of the file.
-        verify: whether the checksums of the header and of what `read` reads are compared.
+        path: path of the file.
+        verify: whether to compare the checksums of the header, and of what `read` reads.
     """
 
     def __init__(self, path: Path, *, verify: bool) -> None:
@@ -92,12 +92,12 @@ class OpenFile:
             self.header = header_of(file, str(path))
         self._checks = Checks(self) if verify and not self.header.is_plain else None
         metadata = {} if self.header.is_plain else self.header.metadata
-        # Lines of the tables by their names, and names that the delta of a checkpoint says are gone.
+        # Lines of the tables by their names, and names of tensors that the delta of a checkpoint removes.
         self.tables = {key[len(_TABLE) :]: text for key, text in metadata.items() if key.startswith(_TABLE)}
         self.removed = [key[len(_REMOVED) :] for key in metadata if key.startswith(_REMOVED)]
         self._codebooks: dict[int, AnyCodebook] = {}
-        # The whole file, mapped when it is first needed: one map serves all tensors, however many there are, since a
-        # process has few descriptors and maps. The tensors keep a map alive.
+        # The whole file, mapped when it is first needed. One map serves all tensors, however many there are, because a
+        # process can have only few descriptors and maps. The tensors keep the map alive.
         self._private_map: mmap.mmap | None = None
         self._shared_map: _core.FilePages | None = None
 
@@ -105,7 +105,7 @@ class OpenFile:
         return table_fields(f"{self.path}: table {name!r}", self.tables[name])
 
     def is_own(self, name: str) -> bool:
-        """Whether a tensor belongs to the file itself: padding, checksums, codebooks."""
+        """Returns whether a tensor belongs to the file itself: padding, checksums, codebooks."""
         return not self.header.is_plain and (name == CHECKS or name.startswith((f"{PREFIX}padding.", _CODEBOOK)))
 
     def codebook_entries(self) -> list[Entry]:
@@ -114,17 +114,20 @@ class OpenFile:
     # ---- bytes ----
 
     def fileno(self) -> int:
-        """The file's descriptor. ValueError after `close`."""
+        """Returns the file's descriptor. Raises ValueError after `close`."""
         if not self._close.alive:
             raise ValueError(f"{self.path} is closed")
         return self._file
 
     def read(self, start: int, target: torch.Tensor) -> torch.Tensor:
-        """Fills a tensor of bytes on the CPU from the file, by several threads where it is large. Returns it.
-        ChecksumError: with `verify`, bytes are damaged."""
+        """Fills a tensor of bytes on the CPU from the file, and returns it. A large one is read by several threads.
+
+        Raises:
+            ChecksumError: with `verify`, bytes are damaged.
+        """
         data = memoryview(target.numpy().data)
         read_into = self._checks.read_into if self._verify and self._checks is not None else self.read_into
-        first_end = -(start - self.header.num_bytes) % _PIECE_BYTES or _PIECE_BYTES  # pieces end where blocks end
+        first_end = -(start - self.header.num_bytes) % _PIECE_BYTES or _PIECE_BYTES  # pieces end at the ends of blocks
         starts = [0, *range(first_end, len(data), _PIECE_BYTES)]
         pieces = list(zip(starts, [*starts[1:], len(data)]))
         for _ in in_threads(lambda piece: read_into(start + piece[0], data[piece[0] : piece[1]]), pieces):
@@ -140,8 +143,8 @@ class OpenFile:
             data, start = data[count:], start + count
 
     def hash_of(self, start: int, num_bytes: int) -> int:
-        """The hash of some bytes of the file, however many, in little memory."""
-        if not hasattr(_buffers, "block"):  # of this thread: new memory would cost more than the hash
+        """Returns the hash of any number of bytes of the file. It needs little memory."""
+        if not hasattr(_buffers, "block"):  # one buffer for each thread: new memory would cost more than the hash
             _buffers.block = memoryview(bytearray(checks.BLOCK_BYTES))
         hasher, data = xxhash.xxh3_64(), _buffers.block
         for first in range(start, start + num_bytes, checks.BLOCK_BYTES):
@@ -151,9 +154,13 @@ class OpenFile:
         return hasher.intdigest()
 
     def mapped(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Returns bytes of the file, uint8 [num_bytes], mapped. What is written to becomes memory of its own. The
-        tensor keeps the map alive. FileFormatError: the file has been cut since it was opened."""
-        pages = self._private_map  # which another thread's `close` forgets
+        """Returns bytes of the file, uint8 [num_bytes], mapped. Pages that are written to get memory of their own. The
+        tensor keeps the map alive.
+
+        Raises:
+            FileFormatError: the file has been cut since it was opened.
+        """
+        pages = self._private_map  # a copy of the reference, because another thread may call `close`
         if pages is None:
             pages = self._private_map = mmap.mmap(
                 self.fileno(),
@@ -164,18 +171,19 @@ class OpenFile:
         return _part_of(pages, start, num_bytes)
 
     def mapped_read_only(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Returns the same for bytes that are not written to: they stay those of the page cache."""
+        """Returns bytes of the file, uint8 [num_bytes], mapped, that must not be written to. They stay those of the
+        page cache."""
         pages = self._shared_map
         if pages is None:
             pages = self._shared_map = self.pages(0, self._whole_size())
         return _part_of(pages, start, num_bytes)
 
     def pages(self, start: int, num_bytes: int) -> _core.FilePages:
-        """Maps bytes of the file to be read only, apart from all other maps, so that they can be pinned."""
+        """Maps bytes of the file read-only, separately from all other maps, so that they can be pinned."""
         return _core.FilePages(self.fileno(), start, num_bytes)
 
     def _whole_size(self) -> int:
-        """Returns the file's size. FileFormatError: it has been cut since it was opened."""
+        """Returns the file's size. Raises FileFormatError if the file has been cut since it was opened."""
         size = os.fstat(self.fileno()).st_size
         if size < self._num_bytes:
             raise FileFormatError(f"{self.path} has been cut since it was opened")
@@ -183,19 +191,19 @@ class OpenFile:
 
     @property
     def identity(self) -> str:
-        """The same for all who open the file, as long as it is not changed."""
+        """A text that is the same for everyone who opens the file, as long as it is not changed."""
         found = os.fstat(self.fileno())
         return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
     def close(self) -> None:
-        """Closes the descriptor. Tensors that were mapped keep their map."""
+        """Closes the descriptor. Mapped tensors keep their map."""
         self._close()
         self._codebooks.clear()
         self._private_map = self._shared_map = None
 
     def tensor(self, name: str, take: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-        """A plain tensor, in the form that `form_of` says. take: gives bytes of the file, by the place where they start
-        and their number."""
+        """Returns a plain tensor, in the form that `form_of` describes. take: returns bytes of the file, given the
+        place where they start and their number."""
         entry = self.header.tensors[name]
         dtype, shape = form_of(*entry[:2], entry.num_bytes)
         if dtype.itemsize * math.prod(shape) != entry.num_bytes:
@@ -208,7 +216,7 @@ class OpenFile:
     # ---- codebooks ----
 
     def codebook(self, number: int) -> AnyCodebook:
-        """The codebook of a number; read once."""
+        """Returns the codebook with a number, and reads it only once."""
         if number not in self._codebooks:
             self._codebooks[number] = read_codebook(number, self._codebook_line, self._codebook_part)
         return self._codebooks[number]
@@ -233,7 +241,7 @@ class OpenFile:
 
     @property
     def checks(self) -> Checks | None:
-        """The checksums; None of a file that has none."""
+        """The checksums. None for a file that has none."""
         if self._checks is None and not self.header.is_plain:
             self._checks = Checks(self)
         return self._checks
@@ -246,7 +254,7 @@ def _part_of(pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> 
 
 
 class Checks:
-    """The checksums of a file, themselves checked, and which blocks have been."""
+    """The checksums of a file. They are themselves checked. It also notes which blocks have been checked."""
 
     def __init__(self, file: OpenFile) -> None:
         found, entry = file.header.checks, file.header.tensors[CHECKS]
@@ -266,22 +274,25 @@ class Checks:
             raise ChecksumError(f"{self._file.path}: the header has another checksum: it is damaged")
 
     def blocks_of(self, start: int, end: int) -> range:
-        """The blocks that hold the bytes from start to end, both counted from the beginning of the file."""
+        """Returns the blocks that hold the bytes from start to end, both counted from the beginning of the file."""
         if start == end:
             return range(0)
         return range((start - self.start) // self.block_bytes, (end - 1 - self.start) // self.block_bytes + 1)
 
     def check(self, block: int) -> int:
-        """Compares the checksum of a block, unless it has been before. Returns the block's bytes. ChecksumError: it is
-        wrong; the message names the block and the tensors that have bytes in it."""
+        """Compares the checksum of a block, unless it has been compared before. Returns the block's bytes.
+
+        Raises:
+            ChecksumError: the checksum is wrong. The message names the block and the tensors that have bytes in it.
+        """
         start, end = self._bounds(block)
         if not self._is_right[block]:
             self._compare(block, self._file.hash_of(start, end - start))
         return end - start
 
     def read_into(self, start: int, data: memoryview) -> None:
-        """Fills memory from the file, block by block, and compares the checksums of these blocks: of a whole one that
-        of the bytes that were read. ChecksumError as `check`."""
+        """Fills memory from the file, block by block, and compares the checksums of these blocks. If a whole block
+        is read, it compares the bytes that were read. Raises ChecksumError like `check`."""
         end = start + len(data)
         for block in self.blocks_of(start, end):
             first, last = self._bounds(block)
@@ -293,12 +304,12 @@ class Checks:
                 self.check(block)
 
     def _bounds(self, block: int) -> tuple[int, int]:
-        """Where a block begins and ends in the file."""
+        """Returns where a block begins and ends in the file."""
         start = self.start + block * self.block_bytes
         return start, min(start + self.block_bytes, self.end)
 
     def _compare(self, block: int, found: int) -> None:
-        """Notes that a block is right. ChecksumError unless `found` is its hash."""
+        """Notes that a block is right. Raises ChecksumError unless `found` is its hash."""
         if found != int(self._hashes[block]):
             start, end = self._bounds(block)
             raise ChecksumError(
@@ -308,7 +319,7 @@ class Checks:
         self._is_right[block] = True
 
     def _names_in(self, start: int, end: int) -> str:
-        """The tensors that have bytes there."""
+        """Returns the names of the tensors that have bytes between start and end, for a message."""
         entries = self._file.header.tensors.items()
         inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
         names = [name for name in inside if not name.startswith(f"{PREFIX}padding.")] or inside
@@ -321,8 +332,8 @@ class Checks:
 
 
 def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, num_bytes: int) -> int:
-    """Where the bytes of a part begin in the file. FileFormatError unless it is there, of the dtype, aligned, and as
-    long as it must be."""
+    """Returns where the bytes of a part begin in the file. Raises FileFormatError unless the part exists, has the
+    dtype, is aligned, and is as long as it must be."""
     padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
     if entry is None:
         raise FileFormatError(f"{file.path}: {name!r}, of {num_bytes} bytes, is missing")
@@ -334,12 +345,13 @@ def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, nu
     return entry.start
 
 
-Take = Callable[["OpenFile", int, int, str], torch.Tensor]  # (file, start, bytes, part): the bytes of a table's part
+Take = Callable[["OpenFile", int, int, str], torch.Tensor]  # (file, start, bytes, part) -> the bytes of a table's part
 
 
 def mapped_parts(pages: list[_core.FilePages] | None) -> Take:
-    """Returns a function that gives parts as they are in the page cache. pages: takes the maps of slots and overflow,
-    which then have maps of their own, so that a table's alone can be pinned; None: they are in the file's one map."""
+    """Returns a function that returns parts as they are in the page cache. pages: a list to which the maps of slots
+    and overflow are added; these then have maps of their own, so that a single table can be pinned. None: they are
+    in the file's one map."""
 
     def take(file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
         if pages is None or part not in _ROWS:
@@ -351,14 +363,14 @@ def mapped_parts(pages: list[_core.FilePages] | None) -> Take:
 
 
 def read_parts(pin: bool | None) -> Take:
-    """Gives parts in memory of their own. pin: whether rows and blocks are in pinned memory; None: where the system
-    lets."""
+    """Returns a function that returns parts in memory of their own. pin: whether rows and blocks are in pinned
+    memory. None: if the system allows."""
     pinned = (*_ROWS, "blocks")
     return lambda file, start, num_bytes, part: read_new(file, start, num_bytes, pin if part in pinned else False)
 
 
 def read_new(file: OpenFile, start: int, num_bytes: int, pin: bool | None) -> torch.Tensor:
-    """Bytes of the file in new memory. pin: as of `read_parts`."""
+    """Reads bytes of the file into new memory. pin: as in `read_parts`."""
     if pin is False:
         return file.read(start, memory.empty_tensor(num_bytes))
     (target,), _ = memory.empty_parts([num_bytes], torch.device("cpu"), pin)
@@ -366,22 +378,22 @@ def read_new(file: OpenFile, start: int, num_bytes: int, pin: bool | None) -> to
 
 
 def part_names(table: str) -> list[str]:
-    """Names that the parts of a table can have."""
+    """Returns the names that the parts of a table can have."""
     return [f"{table}:{part}" for part in (*TABLE_PARTS, *CODEC_PARTS)]
 
 
 def read_table(
     file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], take: Take
 ) -> tuple[CompressedTensor, TableFields]:
-    """A table and its fields.
+    """Reads a table, and returns it with its fields.
 
     Args:
-        file: that has its line.
-        find: where a part is.
-        take: gives the parts' bytes.
+        file: the file that has the table's line.
+        find: returns where a part is.
+        take: returns the bytes of a part.
 
     Raises:
-        FileFormatError: fields or parts are none of a table.
+        FileFormatError: fields or parts are not those of a table.
     """
     what, fields = f"{file.path}: table {name!r}", file.fields(name)
     dtype = dtype_of(fields.dtype)
@@ -408,9 +420,13 @@ def read_table(
 
 
 def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], pin: bool | None) -> WholeTensor:
-    """A table of an external codec; its blocks are read, as whole tensors are wanted. file, find: as of `read_table`;
-    pin: as of `read_parts`. FileFormatError: fields or parts are none of such a table, or the codec is not there.
-    ChecksumError: blocks of a codec that is not safe with any bytes are damaged."""
+    """Reads a table of an external codec. Its blocks are read now, because tensors of such a codec are used as a whole.
+    file, find: as in `read_table`; pin: as in `read_parts`.
+
+    Raises:
+        FileFormatError: fields or parts are not those of such a table, or the codec is not available.
+        ChecksumError: blocks are damaged, and the codec is not safe with damaged bytes.
+    """
     what, fields = f"{file.path}: table {name!r}", file.fields(name)
     codec = CODECS.get(fields.codec or "")
     if codec is None:
@@ -424,7 +440,7 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
     num_bytes = 8 * (-(-geometry.num_bytes // fields.block_bytes) + 1)
     for part in ("offsets", "blocks"):
         place = find(f"{name}:{part}")
-        if place is not None and not codec.is_safe:  # its decoder may do anything with other bytes
+        if place is not None and not codec.is_safe:  # its decoder may do anything if the bytes are damaged
             checksums = place.file.checks
             if checksums is None:
                 raise FileFormatError(f"{what} has no checksums, without which its codec decodes nothing")
@@ -445,7 +461,7 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
 
 
 def _taken(file: OpenFile, place: BlockPlace | None, name: str, dtype: str, num_bytes: int, take: Take) -> torch.Tensor:
-    """The bytes of a part, without padding. file: to which it belongs, wherever its place is."""
+    """Returns the bytes of a part, without padding. file: the file that it belongs to, wherever the part itself is."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     owner, entry = (file, None) if place is None else (place.file, place.entry)
@@ -460,7 +476,8 @@ def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
 
 
 def _part_bytes(part: str, fields: TableFields, geometry: Geometry, entry: Entry | None) -> int:
-    """Bytes of a table's part without padding (FORMAT.md sections 1 to 3); for overflow, the bytes in the file."""
+    """Returns the bytes of a table's part without padding (FORMAT.md sections 1 to 3); for overflow, the bytes in
+    the file."""
     is_raw = fields.scheme == "raw"
     if part == "slots":
         return geometry.slots_size(fields.slot_bytes)

@@ -1,4 +1,4 @@
-"""Files opened for reading, if they are files: a pipe would keep its reader waiting, and a device has no end."""
+"""Opens files for reading if they are regular files. A pipe would keep its reader waiting, and a device has no end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from .._common.whole_files import KINDS
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """A descriptor of a regular file, or of the one that a symbolic link names, for reading. OSError: the path names
-    something else, such as a pipe, or cannot be opened. The call never blocks."""
+    """Returns a descriptor for reading of a regular file, or of the one that a symbolic link names. The call never
+    blocks.
+
+    Raises:
+        OSError: the path names something else, such as a pipe, or cannot be opened.
+    """
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # of a socket, and of a device without a driver
+        if error.errno == errno.ENXIO:  # raised for a socket, and for a device without a driver
             _check_regular(path, os.stat(path))
         raise
     try:
@@ -35,8 +39,8 @@ def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
 
 
 def open_locked(path: str | os.PathLike[str], mode: int, lock: Callable[[int], None]) -> int:
-    """A descriptor of a file that `lock` has locked, and that still has this name: where another process removed the
-    file in between, a new one is made and locked."""
+    """Returns a descriptor of a file that `lock` has locked and that still has this name. If another process removed
+    the file in between, a new file is made and locked."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         try:

@@ -1,4 +1,4 @@
-"""Tables and tensors in memory, written to a file or a set of files: `ibp.save`."""
+"""`ibp.save`: writes tables and tensors from memory to a file or a set of files."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def save(
     """Writes tables and tensors to a file. `ibp.load` and `ibp.open` read it, and readers of safetensors list its
     contents.
 
-    The file appears under its name when it is whole and on disk, and only then replaces an earlier file or set of that
-    name, whose permissions it keeps. Bytes on a GPU come from there block by block.
+    The file appears under its name only when it is whole and on disk. Only then does it replace an earlier file or set
+    of that name; it keeps the earlier permissions. Bytes on a GPU are copied from it block by block.
 
     Example:
         >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16())
@@ -49,24 +49,24 @@ def save(
         {'step': '500'}
 
     Args:
-        path: of the file, "model.safetensors" in a directory, or a URL that fsspec knows ("s3://...", "memory://...").
-            A directory is made if its name ends in a slash and it is not there.
+        path: path of the file; a directory, for "model.safetensors" in it; or a URL that fsspec knows ("s3://...",
+            "memory://..."). A directory is made if its name ends in a slash and it does not exist.
         tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name; a single one
             without a name gets the name "tensor". Tensors are kept as they are, and may have any dtype that safetensors
-            has; arrays are read as tensors. For an `ibp.deltas.CheckpointDelta` the file also keeps the names of
-            tensors that are gone (`File.removed`).
-        metadata: texts by keys that are texts, kept in the file; no key begins with "ibp.".
-        shard_bytes: the most bytes of data in a file, unless one table has more. Larger data becomes a set of files,
-            `<stem>-00001-of-00003.safetensors` and so on, and their index `<stem>.safetensors.index.json`. None: one
-            file.
-        content: also keep the fingerprint of each table's tensor, for which tables are decoded once.
-        progress: show a bar.
+            has. Arrays are stored as tensors. For an `ibp.deltas.CheckpointDelta` the file also keeps the names of
+            tensors that no longer exist (`File.removed`).
+        metadata: texts by keys, kept in the file; no key begins with "ibp.".
+        shard_bytes: the largest number of bytes of data in a file, unless one table is larger. Larger data become a set
+            of files, `<stem>-00001-of-00003.safetensors` and so on, with the index `<stem>.safetensors.index.json`.
+            None: one file.
+        content: whether to keep the fingerprint of each table's tensor, too, for which tables are decoded once.
+        progress: whether to show a progress bar.
 
     Raises:
-        TypeError, ValueError: a name, a tensor, metadata or shard_bytes is none that a file can have, or path ends as
-            files of another format do (.pt, .npz, .gguf).
-        OSError: the file cannot be written; there is no new file then. The error names the file, and if the disk is
-            full it says how many bytes are wanted.
+        TypeError, ValueError: a name, a tensor, metadata or shard_bytes is not one that a file can have, or path ends
+            like files of another format (.pt, .npz, .gguf).
+        OSError: the file cannot be written; no new file exists then. The message names the file, and if the disk is
+            full it says how many bytes are needed.
     """
     if isinstance(tensors, (str, os.PathLike)):
         raise TypeError(f"tensors is the path {os.fspath(tensors)!r}; wanted ibp.save(path, tensors), the path first")
@@ -116,7 +116,7 @@ def _writer(
     metadata: Mapping[str, str] | None,
     on_write: Callable[[int], object],
 ) -> Iterator[FileWriter]:
-    """The writer of a file, whose header is as long as these need."""
+    """Yields a writer of a file whose header has room for these items."""
     codebooks = {one for value in items.values() for one in _codebooks_of(value)}
     dimensions = sum(len(value.shape) for value in items.values())
     room = header_room([*items, *removed], metadata, len(codebooks)) + 32 * dimensions
@@ -162,14 +162,15 @@ def _write_files(
     content: bool,
     on_write: Callable[[int], object],
 ) -> None:
-    """Writes a file a shard, and names them when all are whole; the index of several last."""
+    """Writes a file for each shard, and names them when all are whole. If there are several, the index is named
+    last."""
     weight_map: dict[str, str] = {}
     total = 0
     names = outputs_of(path, len(shards))
     with replacing(path, names):
         with contextlib.ExitStack() as stack:
             for name, items in zip(names, shards):
-                gone = () if weight_map else removed  # the first file says it
+                gone = () if weight_map else removed  # only the first file says it
                 writer = stack.enter_context(_writer(path.with_name(name), items, gone, metadata, on_write))
                 _write(writer, items, content)
                 writer.finish()

@@ -1,8 +1,8 @@
-"""Names of files of tensors: of the files of a set, whose index says which file each tensor is in, and of coded files;
-and what a new output replaces.
+"""Names of files of tensors: of the files of a set, whose index says which file each tensor is in, and of coded files.
+Also removes the files that a new output replaces.
 
-In a directory a coded file has a name of its own, so that a loader that does not know ibp finds no weights there,
-rather than weights that it cannot read. The name says which file the coded one was made of:
+In a directory a coded file has a name of its own, so that a loader that does not know ibp finds no weights there
+instead of weights that it cannot read. The name says which file the coded file was made from:
 
     model.safetensors    model.ibp.safetensors
     optimizer.pt         optimizer.pt.ibp.safetensors
@@ -31,7 +31,7 @@ TENSOR_SUFFIXES = (SUFFIX, *_OTHER_SUFFIXES)
 
 
 def coded_name(name: str) -> str:
-    """The name of the coded form of a file of tensors; a coded file's own."""
+    """Returns the name of the coded form of a file of tensors; for a coded file, its own name."""
     if name.endswith(_CODED_SUFFIX):
         return name
     stem = name.removesuffix(SUFFIX)
@@ -39,7 +39,7 @@ def coded_name(name: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """The name of the file that a coded one was made of; any other file's own."""
+    """Returns the name of the file that a coded file was made from; for any other file, its own name."""
     if not name.endswith(_CODED_SUFFIX):
         return name
     stem = name.removesuffix(_CODED_SUFFIX)
@@ -47,12 +47,12 @@ def plain_name(name: str) -> str:
 
 
 def is_of_weights(name: str) -> bool:
-    """Whether a file, or an index, is one of safetensors, or the coded form of one."""
+    """Returns whether a file, or an index, is one of safetensors, or the coded form of one."""
     return plain_name(name.removesuffix(INDEX_SUFFIX)).endswith(SUFFIX)
 
 
 def names_of_set(path: Path, count: int) -> list[str]:
-    """Names of the files of a set whose index belongs to `path`; of one file, its own."""
+    """Returns the names of the files of a set whose index belongs to `path`; for one file, its own name."""
     if count == 1:
         return [path.name]
     stem, suffix = _split(path)
@@ -65,8 +65,8 @@ def index_of(path: Path) -> Path:
 
 
 def _split(path: Path) -> tuple[str, str]:
-    """What names of the files of a set begin and end with. The end of a name like "llama-3.1" is no suffix: its files
-    are "llama-3.1-00001-of-00002.safetensors" and so on, which readers of a directory find."""
+    """Returns the beginning and the end of the names of a set's files. The end of a name like "llama-3.1" is not a
+    suffix: its files are "llama-3.1-00001-of-00002.safetensors" and so on, which readers of a directory find."""
     return (path.stem, path.suffix) if path.suffix in TENSOR_SUFFIXES else (path.name, SUFFIX)
 
 
@@ -74,16 +74,21 @@ def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> 
     """Writes the index of a set.
 
     Args:
-        path: that the set is named after.
-        weight_map: name of the file of each tensor.
-        total_bytes: of the tensors.
+        path: the path that the set is named after.
+        weight_map: the name of each tensor's file.
+        total_bytes: bytes of the tensors.
     """
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
     write_whole(index_of(path), json.dumps(index, ensure_ascii=False, indent=2).encode())
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The name of the file of each tensor. FileFormatError: it is no index. OSError: it cannot be read."""
+    """Returns the name of each tensor's file.
+
+    Raises:
+        FileFormatError: the file is not an index.
+        OSError: it cannot be read.
+    """
     with os.fdopen(open_regular(path), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_HEADER_BYTES:
@@ -105,7 +110,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")
     for key in found:
-        key.encode()  # no half of a surrogate pair, which cannot be printed
+        key.encode()  # raises for half of a surrogate pair, which cannot be printed
     return found
 
 
@@ -113,8 +118,8 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def outputs_of(path: Path, count: int) -> list[str]:
-    """Names of all the files of an output: of a set, its index is the last. OSError: something that is not replaced,
-    such as a device, has one of the names."""
+    """Returns the names of all files of an output; the index of a set is the last. Raises OSError if something that
+    must not be replaced, such as a device, has one of the names."""
     names = [*names_of_set(path, count), *([index_of(path).name] if count > 1 else [])]
     for name in names:
         check_replaceable(path.with_name(name))
@@ -123,21 +128,21 @@ def outputs_of(path: Path, count: int) -> list[str]:
 
 @contextlib.contextmanager
 def replacing(path: Path, names: Collection[str]) -> Iterator[None]:
-    """Removes what is left of the output that `path` had before, when the context is left normally: a file, or the
-    index of a set and the files that it names. Readers of the directory would find the old tensors there. names: of the
-    new output, which stay."""
+    """Removes, when the context is left normally, what is left of the earlier output of `path`: a file, or the index
+    of a set and the files that it names. Otherwise readers of the directory would find the old tensors. names: the
+    files of the new output, which stay."""
     earlier = [index_of(path), path, *shards_of_index(path)]
     yield
-    for file in earlier:  # the index first: a set without an index is not read as one
+    for file in earlier:  # the index goes first: a set without an index is not read as a set
         if file.name not in names:
             file.unlink(missing_ok=True)
 
 
 def shards_of_index(path: Path) -> list[Path]:
-    """The files that the index of `path` names, if their names are those of its set."""
+    """Returns the files that the index of `path` names, if their names are those of its set."""
     stem, suffix = map(re.escape, _split(path))
     own = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}{suffix}")
-    with contextlib.suppress(OSError, FileFormatError):  # nobody reads a set whose index is damaged
+    with contextlib.suppress(OSError, FileFormatError):  # a damaged index is ignored, because nobody can read its set
         names = dict.fromkeys(read_index(index_of(path)).values())
         return [path.with_name(name) for name in names if own.fullmatch(name)]
     return []

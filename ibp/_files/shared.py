@@ -1,9 +1,10 @@
-"""One copy of a table for all processes of a machine, where GPUs cannot read mapped files themselves: the first process
-puts it into shared memory, and the others open that.
+"""One copy of a table for all processes of a machine, for systems on which GPUs cannot read mapped files themselves.
+The first process puts the table into shared memory, and the others open that memory.
 
-They meet at a small file in a directory of the user's own, which is locked meanwhile and names the processes that have
-the memory. The last of them removes it; that of processes that were killed is removed by the next that writes one. The
-memory itself has no name: it ends with the last of them, however that ends.
+The processes meet at a small file in a directory of the user's own. The file is locked while it is used, and names the
+processes that have the memory. The last of them removes it. The file of processes that were killed is removed by the
+next process that writes one. The memory itself has no name: it ends with the last process that has it, however that
+process ends.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _can_pin: dict[int, bool] = {}  # by the number of the device that a file is on
 
 
 def can_pin(file: OpenFile) -> bool:
-    """Whether GPUs read the mapping of a file, as far as its first page tells. Tried once for each file system."""
+    """Returns whether GPUs can read the mapping of a file, judged by its first page. It tries once for each file
+    system."""
     device = os.fstat(file.fileno()).st_dev
     if device not in _can_pin:
         torch.cuda.init()
@@ -44,14 +46,21 @@ def can_pin(file: OpenFile) -> bool:
 
 
 def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, dict[str, torch.Tensor]]:
-    """The shared memory of a key, and the tensors in it: made from these, or opened where another process has it. key:
-    the same for the same tensors; tensors: of a table. RuntimeError: the directory where processes meet is not the
-    user's alone."""
+    """Returns the shared memory with a key, and the tensors in it. The memory is made from the given tensors, or opened
+    if another process has it.
+
+    Args:
+        key: the same for the same tensors.
+        tensors: the tensors of a table.
+
+    Raises:
+        RuntimeError: the directory where processes meet does not belong to this user alone.
+    """
     path = _folder() / hashlib.sha256(f"{_core.version()} {key}".encode()).hexdigest()[:32]
     with _locked(path) as (record, write):
         living = record.living()
         for process, file in living:
-            with contextlib.suppress(RuntimeError):  # it has ended meanwhile
+            with contextlib.suppress(RuntimeError):  # it may have ended meanwhile
                 handle = SharedHandle(process, record.num_bytes, file, record.name, False, b"", b"")
                 segment = Segment.opened(handle)
                 own = os.getpid(), segment.file
@@ -68,7 +77,8 @@ def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, 
 
 
 class _Record(NamedTuple):
-    """What processes write down: the memory's name and size, and who has it, each a process and its descriptor."""
+    """What processes write to the file: the memory's name and size, and its holders, each a process and its
+    descriptor."""
 
     name: str
     num_bytes: int
@@ -76,7 +86,7 @@ class _Record(NamedTuple):
 
     @classmethod
     def of(cls, text: bytes) -> _Record:
-        """Empty if the file is new, or its writer was killed."""
+        """Reads a record. It is empty if the file is new, or if its writer was killed."""
         try:
             name, num_bytes, holders = json.loads(text)
             return cls(str(name), int(num_bytes), [(int(process), int(file)) for process, file in holders])
@@ -84,12 +94,12 @@ class _Record(NamedTuple):
             return cls("", 0, [])
 
     def living(self) -> list[tuple[int, int]]:
-        """The holders that still have the memory."""
+        """Returns the holders that still have the memory."""
         return [holder for holder in self.holders if _has(holder, self.name)]
 
 
 def _has(holder: tuple[int, int], name: str) -> bool:
-    """Whether a process has the memory of that name under that descriptor."""
+    """Returns whether a process has the memory of that name under that descriptor."""
     process, file = holder
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/{process}/fd/{file}") == f"/memfd:{name} (deleted)"
@@ -98,7 +108,7 @@ def _has(holder: tuple[int, int], name: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
-    """What processes have written down in a file, and a function that writes it anew. Locked until the context is
+    """Yields the record in a file, and a function that writes a new one. The file is locked until the context is
     left."""
     file = open_locked(path, 0o600, lambda file: fcntl.flock(file, fcntl.LOCK_EX))
     try:
@@ -113,9 +123,9 @@ def _locked(path: Path) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
 
 
 def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
-    """Removes a file that no process needs and none has locked. own: this process and its descriptor, which are not
-    counted."""
-    if own is not None and own[0] != os.getpid():  # a child that was forked: the holder is its parent
+    """Removes the file if no process needs it and none has locked it. own: this process and its descriptor, which
+    are not counted."""
+    if own is not None and own[0] != os.getpid():  # in a forked child the holder is its parent
         return
     with contextlib.suppress(OSError), path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -124,7 +134,7 @@ def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
 
 
 def _folder() -> Path:
-    """A directory that is the user's alone."""
+    """Returns a directory that belongs to this user alone."""
     own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     folder = (own if own.is_absolute() and own.is_dir() else Path(tempfile.gettempdir())) / f"ibp-{os.geteuid()}"
     try:

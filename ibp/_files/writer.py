@@ -1,5 +1,5 @@
-"""A file of tables and tensors, written as a stream: the data as it comes, the header last, into room that was left for
-it. The file appears under its name when it is whole."""
+"""Writes a file of tables and tensors as a stream: first the data, as they come, and last the header, into room that
+was left for it. The file appears under its name when it is whole."""
 
 from __future__ import annotations
 
@@ -35,25 +35,25 @@ from .fields import (
     write_fields,
 )
 
-MAX_HEADER_BYTES = 100_000_000  # of the JSON: readers of safetensors refuse more
-PREFIX = "ibp."  # of the metadata's keys that are not the user's
+MAX_HEADER_BYTES = 100_000_000  # bytes of the JSON; readers of safetensors refuse more
+PREFIX = "ibp."  # the beginning of the metadata's keys that are not the user's
 FORMAT = "ibp.format"  # the key whose value is the format's version
 CHECKS = "ibp.checks"  # the key of the fields of the checksums, and the tensor that holds them
-_RESERVED = (CHECKS, "ibp.padding.", "ibp.codebook.")  # of the tensors' names
+_RESERVED = (CHECKS, "ibp.padding.", "ibp.codebook.")  # beginnings of the tensors' names that are reserved
 _BUFFER_BYTES = 1 << 20
-_ENTRY_BYTES = 128  # of a tensor's entry in the header, without its name and shape
-_SIZE_BYTES = 21  # of a size in a shape
-_FIXED_BYTES = 1024  # of the header besides: format, release, checksums
+_ENTRY_BYTES = 128  # bytes of a tensor's entry in the header, without its name and shape
+_SIZE_BYTES = 21  # bytes of a size in a shape
+_FIXED_BYTES = 1024  # bytes of the rest of the header: format, release, checksums
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
 def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None, num_codebooks: int = 0) -> int:
-    """Bytes of header that a file of tables or tensors of these names needs at most.
+    """Returns the largest number of header bytes that a file of tables or tensors with these names can need.
 
     Args:
-        names: of the tables and tensors, of at most 8 dimensions each.
-        metadata: of the user.
-        num_codebooks: how many different ones the tables have: of clusters each one, and the whole.
+        names: the names of the tables and tensors, of at most 8 dimensions each.
+        metadata: the user's metadata.
+        num_codebooks: how many different codebooks the tables have. With clusters, count each cluster's and the whole.
     """
     room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata)) + 2048 * num_codebooks
     room += sum(5 * _json_bytes(name) + 4 * (_ENTRY_BYTES + _SIZE_BYTES) + 8 * _SIZE_BYTES + 512 for name in names)
@@ -61,7 +61,7 @@ def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None,
 
 
 def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
-    """Bytes of each part that a file has of codebooks."""
+    """Returns the bytes of each part of codebooks in a file."""
     written: dict[AnyCodebook, int] = {}
     sizes: list[int] = []
 
@@ -76,25 +76,26 @@ def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
 
 
 class FileWriter:
-    """Writes a file as a stream. A context manager: left normally, the file is whole under its name; left by an
-    exception, there is no new file, and one that was there before is as it was.
+    """Writes a file as a stream. It is a context manager: if it is left normally, the file is whole under its name. If
+    it is left by an exception, there is no new file, and an earlier file is unchanged.
 
-    Tensors are written one after the other, each from its first byte to its last. The data goes to a temporary file
+    Tensors are written one after the other, each from its first byte to its last. The data go to a temporary file
     beside `path`.
 
     Args:
-        path: of the file.
-        metadata: of the user, text for text; no key begins with "ibp.".
+        path: path of the file.
+        metadata: the user's metadata, texts by keys; no key begins with "ibp.".
         header_bytes: room for the header, see `header_room`.
-        data_bytes: how many bytes of data there will be at least, where that is known: a full disk's message says it.
-        on_write: called with the number of bytes of data after each piece that is written.
-        like, alone, replace: as of `NewFile`: where permissions come from, whether another call may write the same
-            path meanwhile, and whether a file that is there is replaced.
+        data_bytes: the least number of bytes of data, if it is known; the message about a full disk says it.
+        on_write: a function that is called with the number of bytes of data after each piece that is written.
+        like, alone, replace: as in `NewFile`: where permissions come from, whether another call may write the same path
+            meanwhile, and whether an existing file is replaced.
 
     Raises:
-        ValueError: a name is there twice or is reserved, the header does not fit its room, or the data of a tensor
-            has another size than its shape says.
-        OSError: the file cannot be written; it names the file, and of a full disk says how many bytes are wanted.
+        ValueError: a name occurs twice or is reserved, the header does not fit its room, or the data of a tensor have
+            another size than its shape says.
+        OSError: the file cannot be written. The message names the file, and for a full disk says how many bytes are
+            needed.
     """
 
     def __init__(
@@ -126,22 +127,23 @@ class FileWriter:
     # ---- what is in the file ----
 
     def plain(self, name: str, dtype: str, shape: tuple[int, ...]) -> Sink:
-        """Begins a tensor that is stored as it is. dtype: the name for the header; torch may lack the dtype."""
+        """Begins a tensor that is stored as it is. dtype: the dtype's name for the header; torch need not have the
+        dtype."""
         self._check_name(name, self._plain)
         self._plain.add(name)
         self._claim_header(repr(name), _json_bytes(name) + 2 * _ENTRY_BYTES + len(shape) * _SIZE_BYTES)
         return self._begin(Sink(self, name, dtype, shape))
 
     def part(self, name: str, dtype: str) -> Sink:
-        """Begins a part of a table, `<table>:<part>`, or of a codebook: one dimension, padded with zeros. One without
-        bytes is left out."""
+        """Begins a part of a table, `<table>:<part>`, or of a codebook. It has one dimension and is padded with
+        zeros. A part without bytes is left out."""
         if name in self._entries or name in self._plain or name in self._tables:
             raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
         self._claim_header(repr(name), _json_bytes(name) + _ENTRY_BYTES + _SIZE_BYTES)
         return self._begin(Sink(self, name, dtype, None))
 
     def codebook(self, codebook: AnyCodebook) -> int:
-        """The number of a codebook in the file, into which equal ones are written once."""
+        """Returns the number of a codebook in the file. Equal codebooks are written once."""
         if codebook in self._codebooks:
             return self._codebooks[codebook]
         record = codebook_record(codebook, self.codebook)
@@ -155,14 +157,14 @@ class FileWriter:
         return number
 
     def table(self, name: str, fields: TableFields) -> None:
-        """Declares a table whose parts are written before or afterwards, as `<name>:slots` and so on. Its codebook has
-        a number that `codebook` returned."""
+        """Declares a table whose parts are written before or afterwards, as `<name>:slots` and so on. The number of
+        its codebook comes from `codebook`."""
         self._check_name(name, self._tables)
         self._add_line(f"{PREFIX}table.{name}", fields.text())
         self._tables.add(name)
 
     def removed(self, name: str) -> None:
-        """Says, in a delta of checkpoints, that the tensor is gone."""
+        """Notes, in a delta of checkpoints, that a tensor no longer exists."""
         self._add_line(f"{PREFIX}removed.{name}", "")
 
     @property
@@ -175,7 +177,7 @@ class FileWriter:
         return self._output.data_bytes if self._output is not None else 0
 
     def _check_name(self, name: str, kind: set[str]) -> None:
-        """ValueError if a new table, or a new plain tensor, cannot have the name."""
+        """Raises ValueError if a new table, or a new plain tensor, cannot have the name."""
         if name == "__metadata__" or name.startswith(_RESERVED):
             raise ValueError(f"the name {name!r} is reserved; wanted one that does not begin with 'ibp.'")
         table, _, part = name.rpartition(":")
@@ -216,7 +218,7 @@ class FileWriter:
             self._on_write(len(data))
 
     def _close(self, sink: Sink) -> None:
-        """Ends the tensor, and adds what makes the next one begin at a multiple of the alignment."""
+        """Ends the tensor, and adds padding so that the next one begins at a multiple of the alignment."""
         assert self._output is not None
         end = self._output.data_bytes
         num_bytes, missing = end - sink.start, -end % ALIGNMENT
@@ -241,7 +243,7 @@ class FileWriter:
         self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
 
     def _header(self, check_bytes: int) -> bytes:
-        """The bytes before the data."""
+        """Returns the bytes before the data."""
         assert self._output is not None
         hashed = write_fields({"block_bytes": checks.BLOCK_BYTES, "hash": checks.HASH})
         own = {FORMAT: str(_core.FORMAT_VERSION), "ibp.release": _core.version(), CHECKS: hashed}
@@ -270,7 +272,7 @@ class FileWriter:
             self._output = None
 
     def finish(self) -> None:
-        """Writes what ends the file, and waits until it is on disk; the file has its temporary name still."""
+        """Writes the end of the file, and waits until it is on disk. The file still has its temporary name."""
         if self._output is None or self._output.is_finished:
             return
         if self._open is not None:
@@ -281,8 +283,8 @@ class FileWriter:
 
 
 class Sink:
-    """A tensor of a file that is being written; shape: None of a part of a table or codebook. As a context manager it
-    closes itself unless there is an exception."""
+    """A tensor of a file that is being written. As a context manager it closes itself unless there is an exception.
+    shape: None for a part of a table or codebook."""
 
     def __init__(self, writer: FileWriter, name: str, dtype: str, shape: tuple[int, ...] | None) -> None:
         self.name, self.dtype, self.shape = name, dtype, shape
@@ -290,7 +292,7 @@ class Sink:
         self._writer = writer
 
     def write(self, data: Any) -> None:
-        """Adds bytes: of a contiguous array, a buffer, or a tensor on the CPU."""
+        """Adds the bytes of a contiguous array, a buffer, or a tensor on the CPU."""
         if isinstance(data, torch.Tensor):
             data = bytes_of(data).numpy()
         view = memoryview(data)
@@ -309,7 +311,7 @@ class Sink:
 
 
 class _FileOutput:
-    """The file while it is written: data behind the header's room, buffered and hashed."""
+    """The file while it is written. Data are written behind the room for the header; they are buffered and hashed."""
 
     def __init__(self, new: NewFile, path: Path, room: int, expected_bytes: int) -> None:
         self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes
@@ -318,7 +320,7 @@ class _FileOutput:
         self.hasher, self._buffer = checks.BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
-        self._end = room  # of what is in the file
+        self._end = room  # the end of what is in the file
 
     def write(self, data: memoryview) -> None:
         self.data_bytes += len(data)
@@ -327,7 +329,7 @@ class _FileOutput:
             self._buffer += data
             return
         self._flush()
-        hashing = self._hashers.submit(self.hasher.update, data)  # beside the system's copy of the same bytes
+        hashing = self._hashers.submit(self.hasher.update, data)  # hashes while the system copies the same bytes
         try:
             self._append(data)
         finally:
@@ -351,7 +353,7 @@ class _FileOutput:
         return errors_of(self._path, self._room + max(self.data_bytes, self._expected_bytes))
 
     def finish(self, header: bytes) -> None:
-        """Writes what is left, and the header into its room, and waits for the disk."""
+        """Writes the rest of the data, writes the header into its room, and waits for the disk."""
         self._flush()
         self._write_at(0, memoryview(header))
         with self._errors():
@@ -378,7 +380,7 @@ def write_table(
     base: int | None = None,
     result: int | None = None,
 ) -> None:
-    """Writes a whole table from any device, block by block. content, base, result: fingerprints of `TableFields`."""
+    """Writes a whole table from any device, block by block. content, base, result: fingerprints, see `TableFields`."""
     fields = TableFields(
         dtype_name(table.dtype),
         tuple(table.shape),
@@ -415,7 +417,7 @@ def _write_parts(writer: FileWriter, name: str, fields: TableFields, parts: Mapp
 
 
 def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
-    """Writes a whole tensor from any device, block by block, as it is."""
+    """Writes a whole tensor as it is from any device, block by block."""
     check_tensor(tensor, repr(name), KEPT_DTYPES)
     entry = entry_of(tensor.dtype, tuple(tensor.shape))
     if entry is None:
@@ -433,7 +435,8 @@ def _write_tensor(sink: Sink, tensor: torch.Tensor) -> None:
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """A copy. TypeError unless it is text for text; ValueError for keys of ibp's own."""
+    """Returns a copy. Raises TypeError unless keys and values are texts, and ValueError for keys that are reserved
+    for ibp."""
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"metadata has {key!r}: {type(text).__name__}; wanted text for text")
@@ -447,7 +450,7 @@ def _metadata_bytes(metadata: Mapping[str, str]) -> int:
 
 
 def _json_bytes(text: str) -> int:
-    """Bytes of text in the header. ValueError if it is none in Unicode."""
+    """Returns the bytes of a text in the header. Raises ValueError if it is not valid Unicode."""
     try:
         return len(json.dumps(text, ensure_ascii=False).encode())
     except UnicodeEncodeError:
@@ -455,5 +458,5 @@ def _json_bytes(text: str) -> int:
 
 
 def rounded_up(num_bytes: int) -> int:
-    """The bytes that a tensor takes of a file, with its padding."""
+    """Returns the bytes that a tensor takes in a file, with its padding."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,5 @@
-"""Reports of whole files: ibp files as they are, other files of tensors with what compressing them would give."""
+"""Makes reports of whole files: of ibp files as they are, and of other files of tensors with what compressing them
+would save."""
 
 from __future__ import annotations
 
@@ -27,18 +28,18 @@ from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from .report import FileReport, TensorContents, report_estimate, report_plain, report_table, report_whole
 
-Wanted = Callable[[str], bool]  # whether a tensor of a name is looked into
+Wanted = Callable[[str], bool]  # whether to look into a tensor with a name
 
 
 def inspect_path(
     path: str | os.PathLike[str], *, wanted: Wanted = lambda name: True, progress: bool = False
 ) -> FileReport:
-    """Looks into a file of tensors, or a set of files: a few rows of each tensor are read.
+    """Looks into a file of tensors, or a set of files. It reads a few rows of each tensor.
 
     Args:
-        path: a file of ibp, or any other that `ibp.checkpoints.compress` takes.
-        wanted: whether a tensor of a name is looked into; others are left out.
-        progress: show a bar.
+        path: a file of ibp, or any other file that `ibp.checkpoints.compress` takes.
+        wanted: whether to look into a tensor with a name. Other tensors are left out.
+        progress: whether to show a progress bar.
 
     Raises:
         FileFormatError, SourceFormatError, OSError: the file cannot be read.
@@ -57,7 +58,8 @@ def inspect_path(
 
 
 def _is_ibp(path: str) -> bool:
-    """Whether a file, or one of a set, is ibp's. Of what is no file of safetensors, `open_source` says what it is."""
+    """Returns whether a file, or one of a set, is ibp's. If a file is not a safetensors file, `open_source` reports
+    what it is."""
     try:
         return any(not read_header(file).is_plain for file in find_files(Path(path)).files.values())
     except (FileFormatError, FileNotFoundError):
@@ -69,7 +71,7 @@ def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
 
 
 def _of_source(source: Source, wanted: Wanted, progress: bool) -> FileReport:
-    """Tensors as `ibp.checkpoints.compress` would code them: those of a kind share a codebook."""
+    """Reports tensors as `ibp.checkpoints.compress` would code them: those of a kind share a codebook."""
     codebooks = Codebooks(CheckpointLearning(Options()), list(source.tensors.values()))
     of: dict[str, AnyCodebook | None] = {}
     for name in _bar(source.tensors, progress):
@@ -85,7 +87,7 @@ def _of_source(source: Source, wanted: Wanted, progress: bool) -> FileReport:
 
 
 def _bytes_in_file(report: TensorContents) -> int:
-    """Bytes that a file would have for a tensor, but for its codebook."""
+    """Returns the bytes that a file would have for a tensor, without its codebook."""
     if report.kind != "estimate":
         return report.stored_bytes
     return table_bytes(report.stored_bytes - report.parts.get("codebook", 0), report.num_rows)
@@ -106,7 +108,7 @@ def _of_ibp(file: File, wanted: Wanted, progress: bool) -> FileReport:
 
 
 def _codebook_of(file: File, name: str) -> int:
-    """What tells codebooks of a file apart; 0 for none."""
+    """Returns a number that is different for different codebooks of a file; 0 if there is no codebook."""
     try:
         codebook = file.info(name).codebook
     except FileFormatError:

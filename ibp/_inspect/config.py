@@ -1,4 +1,4 @@
-"""What this installation is and can do: `show_config`."""
+"""`show_config`: prints what this installation is and can do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .. import _core
 from .._fetch import gather, streaming
 from .._machine import calibration, memory
 
-_CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # enum ibp_cpu_feature
+_CPU_FEATURES = {1: "AVX2 and BMI2", 2: "AVX-512"}  # by the bits of enum ibp_cpu_feature
 
 
 def show_config() -> None:
@@ -25,7 +25,7 @@ def show_config() -> None:
 
 
 def config_text() -> str:
-    """What `show_config` prints."""
+    """Returns what `show_config` prints."""
     features = _core.cpu_features()
     coders = [name for bit, name in _CPU_FEATURES.items() if features & bit] or ["plain C"]
     lines = {

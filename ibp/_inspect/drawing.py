@@ -1,4 +1,4 @@
-"""Plots of reports: the entropy of bits, how they are stored, and how much each tensor saves. Needs matplotlib."""
+"""Draws reports: the entropy of bits, how they are stored, and how much each tensor saves. It needs matplotlib."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .report import FileReport, TensorContents
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Those of the page. No colour means two things in one plot.
+# The same colours as on the page. No colour has two meanings in one plot.
 USES = {"kept as it is": "#0072b2", "ranked symbol": "#e69f00", "left out": "#c9ced3"}
 _SCHEMES = {"planes": "#009e73", "ibp": "#cc79a7", "raw": "#8f2d00", "plain": "#8c6d46"}
 _OTHER_SCHEME = "#6b5fa8"
-_MOST_GROUPS = 4  # dtypes that are drawn, those with the most bytes
-_MOST_ROWS = 32  # of a panel
-_LINE_LENGTH = 36  # of a name, which may take two lines
+_MOST_GROUPS = 4  # dtypes that are drawn: those with the most bytes
+_MOST_ROWS = 32  # the largest number of rows in a panel
+_LINE_LENGTH = 36  # characters of a name in a line; a name may take two lines
 _FONT = 9
 _LEGEND: dict[str, Any] = {"fontsize": _FONT, "handlelength": 1, "columnspacing": 1, "frameon": False}
-# Where the fields of a float begin, from the most significant bit on.
+# Where the fields of a float begin, counted from the most significant bit.
 FIELDS = {
     "bfloat16": ((0, "sign"), (1, "exponent"), (9, "mantissa")),
     "float16": ((0, "sign"), (1, "exponent"), (6, "mantissa")),
@@ -37,8 +37,12 @@ FIELDS = {
 
 
 def draw(files: Sequence[FileReport]) -> bytes:
-    """A PNG of the files' tensors. ImportError: matplotlib is not installed. ValueError: there is no tensor with
-    elements."""
+    """Returns a PNG of the files' tensors.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        ValueError: there is no tensor with elements.
+    """
     matplotlib = require_matplotlib()
     reports = [tensor for file in files for tensor in file.tensors if tensor.original_bytes]
     groups = _groups(reports)
@@ -62,7 +66,7 @@ def draw(files: Sequence[FileReport]) -> bytes:
 
 
 def require_matplotlib() -> Any:
-    """matplotlib, with its figures. ImportError if it is not installed."""
+    """Returns matplotlib, with its figures imported. Raises ImportError if it is not installed."""
     try:
         import matplotlib.figure
     except ImportError:
@@ -71,14 +75,14 @@ def require_matplotlib() -> Any:
 
 
 def plain(name: str, most: int) -> str:
-    """A name in one printable line of at most `most` characters, cut in its middle."""
+    """Returns a name in one printable line of at most `most` characters, with its middle cut out if necessary."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "replace").decode() for c in name)
     half = (most - 1) // 2
     return shown if len(shown) <= most else f"{shown[:half]}\u2026{shown[-half:]}"
 
 
 def _groups(reports: Sequence[TensorContents]) -> dict[str, list[TensorContents]]:
-    """Reports with bits by dtype, those of the most bytes first."""
+    """Groups reports that have bits by dtype, those with the most bytes first."""
     found: dict[str, list[TensorContents]] = {}
     for report in reports:
         if report.entropy:
@@ -90,8 +94,8 @@ def _groups(reports: Sequence[TensorContents]) -> dict[str, list[TensorContents]
 
 
 def _rows(reports: Sequence[TensorContents]) -> list[tuple[str, list[TensorContents]]]:
-    """What has a row of its own: each tensor; where they are many, those together whose names differ in numbers only,
-    and of these the ones with the most bytes, then the others."""
+    """Returns what has a row of its own. If there are few tensors, it is each tensor. Otherwise tensors whose names
+    differ only in numbers share a row; the rows with the most bytes are kept, and the others are joined."""
     if len(reports) <= _MOST_ROWS:
         return [(report.name, [report]) for report in reports]
     kinds: dict[str, list[TensorContents]] = {}
@@ -104,17 +108,18 @@ def _rows(reports: Sequence[TensorContents]) -> list[tuple[str, list[TensorConte
 
 
 def _bytes(reports: Sequence[TensorContents | FileReport]) -> tuple[int, int]:
-    """Before and after."""
+    """Returns the bytes before and after coding."""
     return sum(report.original_bytes for report in reports), sum(report.stored_bytes for report in reports)
 
 
 def _labels(rows: Sequence[tuple[str, list[TensorContents]]]) -> list[str]:
-    """The names of rows, in lines that end where words of a name do, and how many tensors each is."""
+    """Returns the names of rows, in lines that end where words of a name end, and how many tensors each row has."""
     return ["\n".join(_lines(name)) + (f" ({len(own)} tensors)" if len(own) > 1 else "") for name, own in rows]
 
 
 def _lines(name: str) -> list[str]:
-    """One or two lines of a name: they part after its last dot, slash or underscore that leaves both short enough."""
+    """Returns one or two lines of a name. They are split after the last dot, slash or underscore that leaves both
+    short enough."""
     shown = plain(name, 2 * _LINE_LENGTH - 8)
     if len(shown) <= _LINE_LENGTH:
         return [shown]
@@ -147,7 +152,7 @@ def _draw_entropy(figure: Any, axes: Axes, dtype: str, rows: Sequence[tuple[str,
 
 
 def _mean(field: str, reports: Sequence[TensorContents]) -> np.ndarray:
-    """A number a bit, averaged by bytes."""
+    """Returns a number for each bit, averaged by bytes."""
     width = len(reports[0].entropy)
     values = [getattr(report, field) or [0.0] * width for report in reports]
     mean: np.ndarray = np.average(values, axis=0, weights=[report.original_bytes for report in reports])
@@ -155,7 +160,7 @@ def _mean(field: str, reports: Sequence[TensorContents]) -> np.ndarray:
 
 
 def _mark_bits(axes: Axes, dtype: str, width: int) -> None:
-    """Names the bits, and sets the fields of a float apart."""
+    """Names the bits, and separates the fields of a float."""
     step = 1 if width <= 8 else 2 if width <= 16 else 4 if width <= 32 else 8
     bits = [bit for bit in range(width) if (width - 1 - bit) % step == 0]
     axes.set_xticks(bits, [str(width - 1 - bit) for bit in bits], fontsize=_FONT)
@@ -182,8 +187,8 @@ def _draw_uses(axes: Axes, dtype: str, group: Sequence[TensorContents]) -> None:
 
 
 def _draw_savings(axes: Axes, rows: Sequence[tuple[str, list[TensorContents]]], files: Sequence[FileReport]) -> None:
-    """A bar a row; where that is several tensors, a line from the one that saves least to the one that saves most. The
-    title is of the files, headers included."""
+    """Draws a bar for each row. If the row has several tensors, a line goes from the one that saves least to the one
+    that saves most. The title is about the files, headers included."""
     drawn: set[str] = set()
     highest = lowest = 0.0
     for at, (_, own) in enumerate(rows):

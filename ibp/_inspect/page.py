@@ -1,4 +1,5 @@
-"""Reports as one page of HTML that needs nothing else: page.html, page.css and page.js with the data between them."""
+"""Makes one page of HTML from reports. The page needs no other file: page.html, page.css and page.js, with the data
+between them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from .report import FileReport, TensorContents
 
 
 def make_page(files: Sequence[FileReport]) -> str:
-    """The page, in which all text of the files is data: no name can become markup or code."""
+    """Returns the page. All text of the files is data in it: no name can become markup or code."""
     title = ", ".join(file.path for file in files)
     style, script = (_resource(name) for name in ("page.css", "page.js"))
     parts = {
@@ -34,13 +35,14 @@ def _resource(name: str) -> str:
 
 
 def _inline(data: Any) -> str:
-    """JSON that can stand in a script element: it has no character that begins or ends markup."""
+    """Returns JSON that can be in a script element: it has no character that begins or ends markup."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _data(files: Sequence[FileReport]) -> dict[str, Any]:
-    """What page.js draws. Codebooks in words are there once, parts and fields of floats by name."""
+    """Returns what page.js draws. Each codebook's description is there once; parts and fields of floats are there by
+    name."""
     codebooks: dict[str, int] = {}
     return {
         "fields": {
@@ -54,7 +56,7 @@ def _data(files: Sequence[FileReport]) -> dict[str, Any]:
 
 
 def _tensor(report: TensorContents, codebooks: dict[str, int]) -> dict[str, Any]:
-    """A report without what is empty or zero."""
+    """Returns a report without entries that are empty or zero."""
     values = vars(report) | {
         "codebook": codebooks.setdefault(report.codebook, len(codebooks)) if report.codebook else None,
         "left_out": report.left_out if any(report.left_out) else [],

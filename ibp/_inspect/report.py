@@ -1,4 +1,4 @@
-"""Reports of tensors: how large, of what parts, what their bits do."""
+"""Reports of tensors: how large they are, of which parts they consist, and what their bits do."""
 
 from __future__ import annotations
 
@@ -22,68 +22,72 @@ from ..checkpoints._source import SourceTensor
 from ..codecs._whole import WholeTensor
 from .splitting import Split, scaled, split_rows
 
-SAMPLE_BYTES = 1 << 20  # of a tensor that are decoded and counted
-_RUNS = 32  # places of a tensor that a sample comes from
-_BINS = 32  # of the histogram of lengths
-_BLOCK_ROWS = 1 << 22  # whose lengths are counted at once
+SAMPLE_BYTES = 1 << 20  # bytes of a tensor that are decoded and counted
+_RUNS = 32  # places of a tensor from which a sample is taken
+_BINS = 32  # bins of the histogram of lengths
+_BLOCK_ROWS = 1 << 22  # rows whose lengths are counted at once
 
-Read = Callable[[int, int], np.ndarray]  # bytes [start, end) of a tensor, uint8
+Read = Callable[[int, int], np.ndarray]  # returns bytes [start, end) of a tensor, uint8
 
 
 @dataclass(frozen=True)
 class TensorContents(Saves):
-    """What a tensor consists of."""
+    """The parts of which a tensor consists."""
 
-    # name, dtype, shape: of the tensor; dtype as torch names it
+    # name, dtype, shape: of the tensor; dtype has torch's name.
     name: str
     dtype: str
     shape: tuple[int, ...]
     # "table": compressed in the file; "delta": a table of differences; "plain": as it is; "estimate": an ordinary
-    # tensor, and what compressing a sample of it says of the whole; "unknown": what this ibp cannot read
+    # tensor, and what compressing a sample of it tells about the whole; "unknown": this ibp cannot read it.
     kind: str
     scheme: str  # "raw", "ibp", "planes", "plain", or the name of an external codec
-    original_bytes: int  # of the tensor
-    # of all that the file has, or would have, for it: rows, index, unused room and its share of the codebook
+    original_bytes: int  # bytes of the tensor
+    # Bytes of everything that the file has, or would have, for it: rows, index, unused room and its share of the
+    # codebook.
     stored_bytes: int
-    # bytes by part, which add up to stored_bytes. The parts of coded rows are exact if all rows were counted
+    # Bytes by part, which add up to stored_bytes. The parts of coded rows are exact if all rows were counted.
     parts: dict[str, int]
-    # row_bytes, num_rows, raw_rows, default_rows: the rows, those of them that are stored raw, and in no bytes
+    # row_bytes, num_rows, raw_rows, default_rows: bytes of a row, the number of rows, and how many of them are stored
+    # raw, or as default rows without bytes.
     row_bytes: int = 0
     num_rows: int = 0
     raw_rows: int = 0
     default_rows: int = 0
-    sampled_rows: int = 0  # how many were decoded and counted
-    clusters: int = 0  # codebooks of the table; 0 without
-    codebook: str = ""  # the codebook in words; "" without
-    # float [w], in bits, of each bit of an element from the most significant on; empty for no elements
+    sampled_rows: int = 0  # how many rows were decoded and counted
+    clusters: int = 0  # the number of the table's codebooks; 0 without a codebook
+    codebook: str = ""  # a description of the codebook; "" without a codebook
+    # float [w]: the entropy, in bits, of each bit of an element, from the most significant bit. Empty if there are no
+    # elements.
     entropy: list[float] = field(default_factory=list)
-    # left_out, ranked: float [w], the share of the elements in which a bit is not stored, or part of a symbol
+    # left_out, ranked: float [w]: the share of the elements in which a bit is not stored, and in which it is part of a
+    # symbol.
     left_out: list[float] = field(default_factory=list)
     ranked: list[float] = field(default_factory=list)
-    # counts of rows by their stored bytes, in bins of equal width from 0 to row_bytes
+    # How many rows have which stored bytes, in bins of equal width from 0 to row_bytes.
     lengths: list[int] = field(default_factory=list)
-    # (name, what it stands for, share) of the codebook's most frequent entries
+    # (name, meaning, share) of the codebook's most frequent entries.
     entries: list[tuple[str, str, float]] = field(default_factory=list)
-    note: str = ""  # why a tensor could not be looked into; else ""
+    note: str = ""  # why the tensor could not be looked into; otherwise ""
 
     @property
     def is_sampled(self) -> bool:
-        """Whether the parts of coded rows are known from some of the rows only."""
+        """Whether the parts of coded rows are known only from some of the rows."""
         return self.sampled_rows < self.num_rows
 
 
 @dataclass(frozen=True)
 class FileReport(Saves):
-    """What a file, or a set of files, consists of."""
+    """The contents of a file, or of a set of files."""
 
-    path: str  # as it was given
+    path: str  # the path as it was given
     format: str  # "ibp", "safetensors", "npy", "npz" or "torch"
-    is_estimate: bool  # whether stored bytes are what compressing would give
-    file_bytes: int  # of the files
-    metadata: dict[str, str] = field(default_factory=dict)  # the user's
+    is_estimate: bool  # whether stored bytes are those that compressing would give
+    file_bytes: int  # bytes of the files
+    metadata: dict[str, str] = field(default_factory=dict)  # the user's metadata
     tensors: list[TensorContents] = field(default_factory=list)  # the reports, in the file's order
-    # of the compressed files that belong to none of the tensors: headers, checksums, padding. 0 where only some of the
-    # tensors are reported
+    # Bytes of the compressed files that belong to no tensor: headers, checksums, padding. 0 if only some of the tensors
+    # are reported.
     other_bytes: int = 0
 
     @property
@@ -92,11 +96,11 @@ class FileReport(Saves):
 
     @property
     def stored_bytes(self) -> int:
-        """Of the compressed files; where only some of the tensors are reported, of these."""
+        """Bytes of the compressed files; if only some of the tensors are reported, of these."""
         return sum(tensor.stored_bytes for tensor in self.tensors) + self.other_bytes
 
     def as_dict(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Returns what JSON can hold."""
         names = ("file_bytes", "metadata", "original_bytes", "stored_bytes", "savings")
         return {
             "path": self.path,
@@ -111,8 +115,8 @@ class FileReport(Saves):
 
 
 def sample_runs(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
-    """Ranges [first, last) of the rows to look at, spread evenly over the table: all rows of a small one. A range
-    begins at a multiple of 32 where the table has enough rows."""
+    """Returns ranges [first, last) of the rows to look at, spread evenly over the table; all rows of a small table.
+    Each range begins at a multiple of 32 if the table has enough rows."""
     wanted = max(_RUNS, SAMPLE_BYTES // max(1, row_bytes))
     if num_rows <= wanted:
         return [(0, num_rows)] if num_rows else []
@@ -123,7 +127,7 @@ def sample_runs(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
 
 
 def read_rows(read: Read, geometry: Geometry) -> np.ndarray:
-    """A sample of the rows of a tensor, uint8 [n, row_bytes]; a short last row is extended with zeros."""
+    """Returns a sample of the rows of a tensor, uint8 [n, row_bytes]. A short last row is extended with zeros."""
     row_bytes, runs = geometry.row_bytes, sample_runs(geometry.num_rows, geometry.row_bytes)
     parts = [read(first * row_bytes, min(last * row_bytes, geometry.num_bytes)) for first, last in runs]
     missing = -sum(map(len, parts)) % row_bytes
@@ -136,8 +140,8 @@ def read_rows(read: Read, geometry: Geometry) -> np.ndarray:
 def report_table(
     name: str, table: CompressedTensor, *, kind: str = "table", codebook_share: float = 1.0
 ) -> TensorContents:
-    """The report of a table on any device. codebook_share: of the codebook's bytes that are this table's; less than 1
-    where others have the same one."""
+    """Returns the report of a table on any device. codebook_share: the share of the codebook's bytes that counts for
+    this table; less than 1 if other tables have the same codebook."""
     geometry, found = table.geometry, _count_rows(table)
     rows = read_rows(lambda start, end: decoded_bytes(table, start, end, table.device).cpu().numpy(), geometry)
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
@@ -172,7 +176,7 @@ def report_table(
 
 
 def report_whole(name: str, whole: WholeTensor) -> TensorContents:
-    """The report of a tensor of a general codec: it has no rows, and nothing is decoded."""
+    """Returns the report of a tensor of a general codec. It has no rows, and nothing is decoded."""
     parts = {"coded blocks": whole.stored_bytes, "index": whole.offsets.nbytes}
     return TensorContents(
         **_identity(name, Geometry(whole.shape, whole.dtype, 1), "table", whole.codec),
@@ -182,7 +186,7 @@ def report_whole(name: str, whole: WholeTensor) -> TensorContents:
 
 
 def report_plain(tensor: SourceTensor) -> TensorContents:
-    """The report of a tensor that the file has as it is."""
+    """Returns the report of a tensor that the file has as it is."""
     geometry = Geometry.of(torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
     rows = read_rows(tensor.read, geometry)
     return TensorContents(
@@ -197,8 +201,8 @@ def report_plain(tensor: SourceTensor) -> TensorContents:
 
 
 def report_estimate(tensor: SourceTensor, codebook: AnyCodebook, *, codebook_share: float = 1.0) -> TensorContents:
-    """What a tensor, which is not empty, would be as a packed table: the report of a table of a sample of its rows, for
-    as many as it has."""
+    """Returns the report of what a tensor, which must not be empty, would be as a packed table. A table of a sample
+    of its rows is made, and its report is scaled to all rows."""
     geometry = Geometry(torch.Size(tensor.shape), tensor.dtype, codebook.row_bytes)
     rows = read_rows(tensor.read, geometry)
     is_whole = len(rows) == geometry.num_rows
@@ -235,7 +239,8 @@ def _identity(name: str, geometry: Geometry, kind: str, scheme: str) -> dict[str
 
 
 def _element_bytes(geometry: Geometry) -> int:
-    """Bytes of the elements whose bits are told apart: of a complex number's parts, or of what rows consist of."""
+    """Returns the bytes of the elements whose bits are distinguished: a part of a complex number, or what rows
+    consist of."""
     own_bytes = geometry.dtype.itemsize // (2 if geometry.dtype.is_complex else 1)
     return math.gcd(own_bytes, geometry.row_bytes)
 
@@ -244,7 +249,8 @@ def _element_bytes(geometry: Geometry) -> int:
 
 
 class _ReportRows(NamedTuple):
-    """How many rows of each kind a table has, what they take, and how many take how much (`TensorContents.lengths`)."""
+    """How many rows of each kind a table has, how many bytes they take, and their distribution
+    (`TensorContents.lengths`)."""
 
     raw_rows: int
     default_rows: int
@@ -263,7 +269,7 @@ def _count_rows(table: CompressedTensor) -> _ReportRows:
         counts[0] = geometry.num_rows
     default = default_length(geometry.row_bytes)
     raw_rows, default_rows = int(counts[0]), int(counts[default])
-    rest = geometry.num_rows * geometry.row_bytes - geometry.num_bytes  # that a short last row lacks
+    rest = geometry.num_rows * geometry.row_bytes - geometry.num_bytes  # bytes that a short last row does not have
     is_short_raw = bool(rest) and (not len(lengths) or not lengths[-1])
     sizes = np.arange(len(counts))
     sizes[0], sizes[default] = geometry.row_bytes, 0
@@ -279,14 +285,15 @@ def _count_rows(table: CompressedTensor) -> _ReportRows:
 
 
 def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
-    """The entries of the index of some rows, int64; zeros where a table has none."""
+    """Returns the entries of the index for some rows, int64; zeros if the table has no index."""
     if not table.lengths.numel():
         return np.zeros(numbers.shape, np.int64)
     return table.lengths.cpu().numpy()[numbers].astype(np.int64)
 
 
 def _split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split | None:
-    """What the coded ones of some rows consist of, given with their numbers; None if there are none."""
+    """Returns the parts of those of some rows that are coded, or None if no row is. numbers: the numbers of the
+    rows."""
     lengths = _lengths(table, numbers)
     coded = (lengths != 0) & (lengths != default_length(table.row_bytes))
     rows, numbers = rows[coded], numbers[coded]
@@ -311,7 +318,8 @@ def _split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray)
 
 
 def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
-    """The first stored byte of each of some coded rows: in scheme planes and ibp alike, the cluster's number."""
+    """Returns the first stored byte of each of some coded rows: the cluster's number, in scheme planes and in scheme
+    ibp."""
     if table.slot_bytes:
         return table.slots.cpu().numpy()[numbers * table.slot_bytes]
     overflow, bases = table.overflow.cpu().numpy(), table.bases.cpu().numpy()
@@ -325,7 +333,8 @@ def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
 
 
 def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor) -> list[tuple[str, str, float]]:
-    """The entries, with the power of two that a symbol stands for where symbols are the exponents of floats."""
+    """Returns the entries. If symbols are the exponents of floats, each has the power of two that its symbol stands
+    for."""
     codebook, dtype = table.codebook, table.dtype
     first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
     if not isinstance(first, PlanesCodebook) or not (dtype.is_floating_point or dtype.is_complex):
@@ -347,7 +356,7 @@ def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor)
 
 
 def bit_entropy(rows: np.ndarray, element_bytes: int) -> list[float]:
-    """Shannon's entropy of each bit of the elements of rows, in bits, from the most significant bit on."""
+    """Returns Shannon's entropy of each bit of the elements of rows, in bits, from the most significant bit."""
     if not rows.size or rows.shape[1] % element_bytes:
         return []
     p = np.unpackbits(rows.reshape(-1, element_bytes)[:, ::-1], axis=1).mean(0)

@@ -1,4 +1,5 @@
-"""What the bytes of coded rows are: counted from the rows and their codebook, by the rules of FORMAT.md."""
+"""Finds what the bytes of coded rows are. They are counted from the rows and their codebook, by the rules of
+FORMAT.md."""
 
 from __future__ import annotations
 
@@ -9,37 +10,40 @@ import numpy as np
 
 from .._schemes import AnyCodebook, Codebook, PlanesCodebook
 
-_MOST_ENTRIES = 16  # of a codebook, that a report lists
+_MOST_ENTRIES = 16  # entries of a codebook that a report lists
 
 
 @dataclass
 class Split:
-    """What coded rows consist of."""
+    """The parts of which coded rows consist."""
 
     parts: Counter[str]  # bytes of all rows by part
-    # left_out, ranked: float [w], for each bit of an element from the most significant on the share of the elements in
-    # which it is not stored, and in which it is part of a symbol. The others are kept as they are
+    # left_out, ranked: float [w], for each bit of an element, from the most significant: the share of the elements in
+    # which it is not stored, and in which it is part of a symbol. In the other elements it is kept as it is.
     left_out: np.ndarray
     ranked: np.ndarray
-    # (name, what it stands for, share) of the codebook's entries, the most frequent first: of the symbols that are
-    # coded, or of the chunks of a row
+    # (name, meaning, share) of the codebook's entries, the most frequent first. The share is that of the coded symbols,
+    # or of the chunks of a row.
     entries: list[tuple[str, str, float]] = field(default_factory=list)
 
 
 def scaled(parts: Counter[str], total: int) -> dict[str, int]:
-    """Parts of some rows, or in another unit, as parts of all `total` bytes of coded rows."""
+    """Scales parts of some rows, or in another unit, to parts of all `total` bytes of coded rows."""
     counted = sum(parts.values())
     if not counted:
         return {"coded rows": total}
     found = {part: size * total // counted for part, size in parts.items()}
     largest = max(found, key=lambda part: found[part])
-    found[largest] += total - sum(found.values())  # what is lost by rounding
+    found[largest] += total - sum(found.values())  # corrects for rounding
     return found
 
 
 def split_rows(rows: np.ndarray, codebook: AnyCodebook, element_bytes: int) -> Split:
-    """What the coded forms of rows consist of: uint8 [n, row_bytes], n > 0, of one cluster, decoded; none that is
-    stored raw or in no bytes. element_bytes: of an element whose bits are told apart; scheme planes has its own."""
+    """Returns the parts of the coded forms of rows.
+
+    rows: uint8 [n, row_bytes], n > 0, of one cluster, decoded. No row may be stored raw or be a default row.
+    element_bytes: bytes of an element whose bits are distinguished; scheme planes has its own.
+    """
     if isinstance(codebook, PlanesCodebook):
         return _split_planes(rows, codebook)
     assert isinstance(codebook, Codebook)
@@ -72,20 +76,21 @@ def _split_masks(rows: np.ndarray, codebook: Codebook, element_bytes: int) -> Sp
 
 
 def _chunks(rows: np.ndarray, size: int) -> np.ndarray:
-    """uint [n, chunks] of rows uint8 [n, row_bytes], the last chunk extended with zero bytes."""
+    """Returns uint [n, chunks] for rows uint8 [n, row_bytes], with the last chunk extended with zero bytes."""
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % size)))
     return np.ascontiguousarray(padded).view(f"<u{size}")
 
 
 def _left_out_by_masks(codebook: Codebook, agreeing: np.ndarray, element_bytes: int) -> np.ndarray:
-    """The share of the elements in which each bit is left out. agreeing: the share of the rows, by chunk."""
+    """Returns the share of the elements in which each bit is left out. agreeing: for each chunk, the share of the
+    rows that agree."""
     of_bytes = np.repeat(agreeing, codebook.chunk_bytes)[: codebook.row_bytes]
     bits = np.unpackbits(codebook.mask.numpy(), bitorder="little").reshape(-1, 8) * of_bytes[:, None]
     return bits.reshape(-1, 8 * element_bytes).mean(0)[::-1]
 
 
 def _pairs(codebook: Codebook, agreeing: np.ndarray) -> list[tuple[str, str, float]]:
-    """The pairs of masks and values that most chunks have."""
+    """Returns the pairs of masks and values that most chunks have."""
     index = codebook.index.numpy().astype(np.int64) if codebook.index.numel() else np.zeros(len(agreeing), np.int64)
     counts = np.bincount(index, minlength=len(codebook.palette))
     shares = np.bincount(index, agreeing, minlength=len(codebook.palette)) / np.maximum(counts, 1)
@@ -116,7 +121,7 @@ def _split_planes(rows: np.ndarray, codebook: PlanesCodebook) -> Split:
 
 
 def _split_listed(elements: np.ndarray, codebook: PlanesCodebook, parts: Counter[str]) -> np.ndarray:
-    """Counts headers, positions and signs; returns which elements have values, bool [n, columns]."""
+    """Counts headers, positions and signs. Returns which elements have values, bool [n, columns]."""
     columns = elements.shape[1]
     differs = elements ^ elements.dtype.type(codebook.default)
     if codebook.signed_default:
@@ -133,7 +138,7 @@ def _split_listed(elements: np.ndarray, codebook: PlanesCodebook, parts: Counter
 
 
 def _position_bytes(k: int, columns: int) -> int:
-    """Bytes of the positions of k listed elements, in the shortest form."""
+    """Returns the bytes of the positions of k listed elements, in the shortest form."""
     if k == 0:
         return 0
     sizes = [-(-columns // 8)]
@@ -143,7 +148,7 @@ def _position_bytes(k: int, columns: int) -> int:
 
 
 def _symbols(elements: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
-    """The symbols of elements, of their type."""
+    """Returns the symbols of elements, in the elements' type."""
     kind, bits = elements.dtype.type, codebook.width - codebook.invariant_bits
     coded = elements >> kind(codebook.invariant_bits)
     if codebook.rotate and bits > 1:
@@ -154,7 +159,7 @@ def _symbols(elements: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
 
 
 def _entries(codebook: PlanesCodebook) -> np.ndarray:
-    """uint64 [live columns or 1, E]."""
+    """Returns the entries, uint64 [live columns or 1, E]."""
     if codebook.first_symbol is None:
         return codebook.entries.numpy().view(np.uint64)
     return np.array(
@@ -163,7 +168,7 @@ def _entries(codebook: PlanesCodebook) -> np.ndarray:
 
 
 def _ranks(symbols: np.ndarray, codebook: PlanesCodebook) -> np.ndarray:
-    """The first entry that equals each symbol, E where none does: uint8 [n, columns]."""
+    """Returns the number of the first entry that equals each symbol, or E if no entry does: uint8 [n, columns]."""
     entries, num_entries = _entries(codebook), codebook.num_entries
     ranks = np.full(symbols.shape, num_entries, np.uint8)
     for rank in range(num_entries)[::-1]:
@@ -184,12 +189,12 @@ def _split_values(ranks: np.ndarray, coded: np.ndarray, codebook: PlanesCodebook
 
 
 def _field_bytes(counts: np.ndarray, bits: int) -> int:
-    """Bytes of fields of `bits` bits; a row's fields are together rounded up to whole bytes."""
+    """Returns the bytes of fields of `bits` bits. The fields of a row are together rounded up to whole bytes."""
     return int((-(-counts * bits // 8)).sum())
 
 
 def _uses(codebook: PlanesCodebook, stored: float) -> tuple[np.ndarray, np.ndarray]:
-    """(left out, ranked) of a `Split`. stored: the share of the elements that have a value."""
+    """Returns (left out, ranked) of a `Split`. stored: the share of the elements that have a value."""
     coded_bits = codebook.width - codebook.invariant_bits
     left_out, ranked = np.full(codebook.width, 1 - stored), np.zeros(codebook.width)
     left_out[: codebook.invariant_bits] = 1
@@ -200,7 +205,7 @@ def _uses(codebook: PlanesCodebook, stored: float) -> tuple[np.ndarray, np.ndarr
 
 
 def _frequent(symbols: np.ndarray, codebook: PlanesCodebook) -> list[tuple[str, str, float]]:
-    """The most frequent symbols, and the plane that names each."""
+    """Returns the most frequent symbols, and the plane that each is in."""
     if codebook.symbol_bits == 0 or symbols.size == 0:
         return []
     distinct, counts = np.unique(symbols, return_counts=True)

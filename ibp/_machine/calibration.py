@@ -1,8 +1,7 @@
-"""What a machine does: the one place of the rates that "auto", the paths to a GPU and the benchmarks' ideals reckon
-with.
+"""The rates of a machine: the one place that "auto", the paths to a GPU and the benchmarks' ideal times take them from.
 
-`ibp.calibration.calibrate` measures them and keeps them in a file of the user's cache directory. Where it was never
-called, those of an H200 stand in.
+`ibp.calibration.calibrate` measures them and keeps them in a file of the user's cache directory. If it was never
+called, the rates of an H200 are used.
 """
 
 from __future__ import annotations
@@ -26,27 +25,27 @@ from .._common import ops
 from .._common.whole_files import write_whole
 from . import memory
 
-FEW_SMS = 8  # of a GPU's multiprocessors, where rates of few are named
-LARGE_BYTES, LARGE_IDS = 2 << 30, 1 << 17  # of the table, and rows a call, by which random_row_ns is measured
-# How much longer a row at a random place takes, as a share of random_row_ns, each time that a larger table doubles; and
-# what an order of places leaves of that time where rows are far apart: 128 B and 512 B out of 4 and 16 GiB
-# (large_table.csv, an H200) take 21.8 and 33 ns, in order, 170 KiB apart, 21.8.
+FEW_SMS = 8  # how many of a GPU's multiprocessors the rates "few_..." are for
+LARGE_BYTES, LARGE_IDS = 2 << 30, 1 << 17  # bytes of the table, and rows per call, for which random_row_ns is measured
+# _GROWTH: how much longer a row at a random place takes, as a share of random_row_ns, each time that the size of the
+# table doubles. _LEAST_GAIN: the share of that time that remains if places are in order but rows are far apart. On an
+# H200, 128 B and 512 B out of 4 and 16 GiB (large_table.csv) take 21.8 and 33 ns; in order, 170 KiB apart, 21.8 ns.
 _GROWTH, _LEAST_GAIN = 0.35, 2 / 3
-_MOST_STREAMED_BYTES = 1 << 30  # a tensor of more is streamed on any machine
+_MOST_STREAMED_BYTES = 1 << 30  # a larger tensor is streamed on any machine
 _FILE_VERSION = 2
 
 
 @dataclass(frozen=True)
 class CoderRates:
-    """Of one family of decoders and encoders, for rows of 2 KiB (of one-byte elements 1 KiB) in device memory. GB/s are
-    of original bytes, 10^9 a second.
+    """Rates of one family of decoders and encoders, for rows of 2 KiB (1 KiB for one-byte elements) in device memory.
+    GB/s count original bytes, 10^9 per second.
 
     Attributes:
-        decode_gbps, few_decode_gbps: with all multiprocessors, and with at most 8.
-        encode_gbps, few_encode_gbps: likewise, by `ibp.encode_into`.
-        least_row_ns: time of a row fetched from pinned memory, at least, however few bytes it has.
-        work_per_ns: decoded a nanosecond with all multiprocessors: elements of dense rows, elements' worth of stored
-            bytes of listed ones, bytes of masks.
+        decode_gbps, few_decode_gbps: rate of decoding with all multiprocessors, and with at most 8.
+        encode_gbps, few_encode_gbps: rate of coding by `ibp.encode_into`, with all multiprocessors, and with at most 8.
+        least_row_ns: least time of a row fetched from pinned memory, however few bytes it has.
+        work_per_ns: work of decoding per nanosecond with all multiprocessors: elements for dense rows, elements' worth
+            of stored bytes for listed rows, bytes for masks.
     """
 
     decode_gbps: float
@@ -59,7 +58,7 @@ class CoderRates:
 
 @dataclass(frozen=True, repr=False)
 class Calibration:
-    """Rates of one machine, with one of its GPUs. GB/s are 10^9 bytes a second, which is bytes a nanosecond.
+    """Rates of one machine, with one of its GPUs. GB/s are 10^9 bytes per second, that is, bytes per nanosecond.
 
     Example:
         >>> ibp.calibration.H200.copy_in_gbps
@@ -68,21 +67,22 @@ class Calibration:
         CoderRates(decode_gbps=1740.0, ...)
 
     Attributes:
-        gpu: its name.
-        copy_in_gbps, copy_out_gbps: the copy engine, from pinned memory to the GPU and back.
-        read_gbps, few_read_gbps: a kernel that reads rows of 2 KiB of pinned memory, with all multiprocessors and with
-            at most 8.
-        least_row_ns: time of a row read by a kernel, at least, however short.
-        coded_read_share: of read_gbps, at which coded rows come where no decoder binds.
-        reach_bytes: of pinned memory that address translation reaches: rows at random places of more come slower.
-        random_row_ns, sorted_row_ns: time of a row of 32 bytes at a random place of a table of 2 GiB, in any order
-            and in the order of places.
-        bucketed_sms: multiprocessors that fetch rows in the order of places the fastest.
-        stream_start_us: that a stream through the copy engine takes longer to begin and end than a kernel.
-        device_copy_gbps, memset_gbps: in device memory, of bytes copied and of bytes set.
-        gather_gbps: rows that one thread of the CPU gathers at random places of host memory.
+        gpu: name of the GPU.
+        copy_in_gbps, copy_out_gbps: rates of the copy engine, from pinned memory to the GPU and back.
+        read_gbps, few_read_gbps: rates at which a kernel reads rows of 2 KiB of pinned memory, with all multiprocessors
+            and with at most 8.
+        least_row_ns: least time of a row read by a kernel, however short.
+        coded_read_share: the share of read_gbps at which coded rows come if no decoder is the limit.
+        reach_bytes: bytes of pinned memory that address translation reaches; rows at random places of more memory come
+            slower.
+        random_row_ns, sorted_row_ns: time of a row of 32 bytes at a random place of a table of 2 GiB, in any order and
+            in the order of places.
+        bucketed_sms: how many multiprocessors fetch rows in the order of places the fastest.
+        stream_start_us: how much longer a stream through the copy engine takes to begin and end than a kernel.
+        device_copy_gbps, memset_gbps: rates in device memory, counting bytes copied and bytes set.
+        gather_gbps: rate at which one thread of the CPU gathers rows at random places of host memory.
         pairs: dense rows of scheme planes with digits of two bits in elements of two bytes or more.
-        dense: other dense rows of such elements, also those of entries a column.
+        dense: other dense rows of such elements, including those with entries for each column.
         one_byte: dense rows of elements of one byte.
         fast: dense rows with one digit of four bits (`level="fast"`).
         listed: listed rows.
@@ -129,14 +129,14 @@ class Calibration:
         return self.random_row_ns * (1 + _GROWTH * math.log2(num_bytes / LARGE_BYTES)) * (out_of_reach > 0)
 
     def sorted_ns(self, num_bytes: int, num_rows: int) -> float:
-        """Returns the same for num_rows random rows in the order of their places: the farther these are apart, the
-        fewer rows share a translation."""
+        """Returns the same time for num_rows random rows in the order of their places. The farther apart these are,
+        the fewer rows share a translation."""
         random_ns = self.random_ns(num_bytes)
         apart = num_bytes / num_rows * LARGE_IDS / LARGE_BYTES
         return min(_LEAST_GAIN * random_ns, self.sorted_row_ns * random_ns / self.random_row_ns * apart)
 
     def __repr__(self) -> str:
-        """A small table."""
+        """Returns a small table."""
         rates = {name: _shown(value) for name, value in vars(self).items() if isinstance(value, (int, float))}
         reach, streamed = (f"{size / 2**20:,.0f} MiB" for size in (self.reach_bytes, self.least_streamed_bytes))
         lines = [line.format(reach=reach, streamed=streamed, few=FEW_SMS, **rates) for line in _LINES]
@@ -151,7 +151,7 @@ class Calibration:
         return [f"  {name:15}" + "".join(f"{value:>10}" for value in values) for name, *values in table]
 
 
-_LINES = (  # of a calibration's repr
+_LINES = (  # lines of a calibration's repr
     "  copy engine    {copy_in_gbps} GB/s to the GPU, {copy_out_gbps} to the host",
     "  kernels read   {read_gbps} GB/s of pinned memory, with {few} SMs {few_read_gbps}; a row takes {least_row_ns} ns",
     "  random rows    beyond {reach} {random_row_ns} ns a row, in order {sorted_row_ns}",
@@ -162,13 +162,13 @@ _LINES = (  # of a calibration's repr
 )
 CODER_FAMILIES = ("pairs", "dense", "one_byte", "fast", "listed", "masks")
 
-# One NVIDIA H200 on PCIe 5 x16 with 16 cores, as `calibrate` measured it. What was measured at more sizes is by files
-# of benchmarks/results: the link by gather.csv (raw rows of 2 KiB; synthetic rows of 128 B, 75 and 90 % saved, at 1.45
-# ns; dense rows of 128 B; 0.90 to 0.99 of the link where no decoder binds), where ids are put in order by
-# large_table.csv, streams by stream.csv, `pairs` and `masks` in device memory by codec.csv, encoding and `one_byte`,
-# `fast` and `listed` by encode_into.csv (`dense` and `masks`, which it has not, by a `calibrate` of their encoders, of
-# a GPU that had other work too), and the work of decoders by what is slowest there: FP32 rows of 128 B, LLM keys and
-# values, a BF16 ReLU set, rows of scheme ibp of 64 KiB.
+# One NVIDIA H200 on PCIe 5 x16 with 16 cores, as `calibrate` measured it. Some rates were measured at more sizes, in
+# files of benchmarks/results. gather.csv has the link: raw rows of 2 KiB; synthetic rows of 128 B, 75 and 90 % saved,
+# at 1.45 ns; dense rows of 128 B; 0.90 to 0.99 of the link if no decoder is the limit. large_table.csv has ids that are
+# put in order, stream.csv has streams, and codec.csv has `pairs` and `masks` in device memory. encode_into.csv has
+# encoding, and `one_byte`, `fast` and `listed`; it does not have `dense` and `masks`, whose encoders a `calibrate`
+# measured on a GPU that also had other work. The work of decoders is that of their slowest data: FP32 rows of 128 B,
+# LLM keys and values, a BF16 ReLU set, rows of scheme ibp of 64 KiB.
 H200 = Calibration(
     gpu="NVIDIA H200",
     copy_in_gbps=55.4,
@@ -198,26 +198,26 @@ _complained: set[Path] = set()
 
 
 def in_force(device: torch.device) -> Calibration:
-    """The calibration to reckon with on a device: of the CPU, with the current GPU; the H200's where there is none.
-    Measures nothing."""
+    """Returns the calibration in force on a device; for the CPU, that of the current GPU; that of the H200 if there
+    is none. It measures nothing."""
     known = _in_force.get(device)
     if known is not None or torch.compiler.is_compiling():  # a file cannot be read inside torch.compile
         return known or H200
     if device.type != "cuda":
-        # Where CUDA is not in use yet it stays so: children of a process that uses it cannot use GPUs.
+        # If CUDA is not in use yet, do not initialise it: children of a process that uses CUDA cannot use GPUs.
         has_gpu = ops.cuda_is_available() and torch.cuda.is_initialized()
         return in_force(memory.canonical("cuda")) if has_gpu else H200
     return _in_force.setdefault(device, _read(device) or H200)
 
 
 def keep(device: torch.device, calibration: Calibration) -> None:
-    """Puts a calibration in force, for later processes too."""
+    """Puts a calibration in force, also for later processes."""
     _write(device, calibration)
     _in_force[device] = calibration
 
 
 def is_measured(device: torch.device) -> bool:
-    """Whether the calibration in force was measured here."""
+    """Returns whether the calibration in force was measured on this machine."""
     return in_force(device) is not H200
 
 
@@ -225,18 +225,18 @@ def is_measured(device: torch.device) -> bool:
 
 
 def cache_file(device: torch.device) -> Path | None:
-    """Where the calibration of a CUDA device is kept; None where the user has no cache directory."""
+    """Returns the file of a CUDA device's calibration, or None if the user has no cache directory."""
     named = os.environ.get("XDG_CACHE_HOME", "")
     try:
         directory = Path(named) if os.path.isabs(named) else Path.home() / ".cache"
-    except RuntimeError:  # there is no home
+    except RuntimeError:  # the user has no home
         return None
     digest = hashlib.sha256(json.dumps(_key(device), sort_keys=True).encode()).hexdigest()
     return directory / "ibp" / f"calibration-{digest[:16]}.json"
 
 
 def _key(device: torch.device) -> dict[str, Any]:
-    """What a calibration is of: another GPU, driver or version of ibp has one of its own."""
+    """Returns what a calibration depends on: another GPU, driver or version of ibp needs one of its own."""
     properties = torch.cuda.get_device_properties(device)
     driver = Path("/proc/driver/nvidia/version")
     return {
@@ -250,7 +250,8 @@ def _key(device: torch.device) -> dict[str, Any]:
 
 
 def _read(device: torch.device) -> Calibration | None:
-    """The calibration on disk; None where there is none, or it cannot be used, which is said once."""
+    """Returns the calibration on disk, or None if there is none or it cannot be used. In the latter case it warns
+    once."""
     path = cache_file(device)
     if path is None or not path.is_file():
         return None
@@ -267,8 +268,8 @@ def _read(device: torch.device) -> Calibration | None:
 
 
 def _of_json(kind: type, content: Any) -> Any:
-    """A dataclass of names, whole numbers and positive numbers from what `dataclasses.asdict` made of it. ValueError
-    for anything else."""
+    """Makes a dataclass of names, whole numbers and positive numbers from what `dataclasses.asdict` made of it.
+    Raises ValueError for anything else."""
     types = typing.get_type_hints(kind)
     if not isinstance(content, dict) or set(content) != set(types):
         raise ValueError(f"it holds no {kind.__name__}")
@@ -286,8 +287,7 @@ def _of_json(kind: type, content: Any) -> Any:
 
 
 def _write(device: torch.device, calibration: Calibration) -> None:
-    """Keeps a calibration for later processes: a whole file takes the place of the one before it. A warning where that
-    cannot be."""
+    """Keeps a calibration for later processes. A whole file replaces the previous one. If this fails, it warns."""
     path = cache_file(device)
     if path is None:
         return
@@ -300,5 +300,5 @@ def _write(device: torch.device, calibration: Calibration) -> None:
 
 
 def _shown(value: float) -> str:
-    """Three significant digits."""
+    """Returns a number with three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

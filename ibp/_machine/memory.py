@@ -1,4 +1,4 @@
-"""Pinned host memory of exact size, and views of it as tensors of a CUDA device."""
+"""Pinned host memory of exact size, and tensors of a CUDA device over it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 class PinningError(RuntimeError):
-    """The system does not pin memory."""
+    """The system refuses to pin memory."""
 
     __module__ = "ibp"
 
 
 _CPU = torch.device("cpu")
-_LEAST_HUGE_BYTES = 4 << 20  # of memory that is to have huge pages of 2 MiB
+_LEAST_HUGE_BYTES = 4 << 20  # bytes; larger memory asks for huge pages of 2 MiB
 
 
 def warn_of_pageable(refused: PinningError) -> None:
-    """Memory is pageable which nobody has said must be pinned."""
+    """Warns that memory is pageable, if the caller did not require it to be pinned."""
     _warn(refused, "what would be pinned is pageable, and comes to GPUs by way of the CPU, which is slower")
 
 
 def warn_of_copy(refused: PinningError) -> None:
-    """GPUs get copies of mapped files."""
+    """Warns that GPUs get copies of mapped files."""
     _warn(refused, "tables that GPUs fetch from are copied to pinned memory instead, each once")
 
 
@@ -44,9 +44,9 @@ def _warn(refused: PinningError, consequence: str) -> None:
 
 @contextlib.contextmanager
 def pinning(what: str) -> Iterator[None]:
-    """Around calls of the core that pin memory of this name: PinningError where the system refuses."""
+    """Turns an error of the core, which pins memory with this name, into a PinningError."""
     if torch.cuda.is_available():
-        torch.cuda.init()  # before that, torch takes no memory for pinned
+        torch.cuda.init()  # before that, torch does not recognise memory as pinned
     try:
         yield
     except RuntimeError as error:
@@ -54,13 +54,13 @@ def pinning(what: str) -> Iterator[None]:
 
 
 def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> torch.Tensor:
-    """Uninitialised uint8 tensor; pinned memory where pin is set, of this size and not rounded up to a power of two as
-    by torch's own allocator, on a NUMA node (negative: the caller's) where the system can."""
+    """Returns an uninitialised uint8 tensor. If pin is set, it is in pinned memory of just this size, not rounded up
+    to a power of two as by torch's own allocator, and on a NUMA node (negative: the caller's) if the system allows."""
     if not pin or num_bytes == 0:
         return empty_tensor(num_bytes, device=device)
     with pinning(f"{num_bytes:,} bytes of memory"):
         buffer = _core.PinnedBuffer(num_bytes, node)
-    if buffer.is_used:  # all work that this process has on GPUs, on whichever streams, may use it
+    if buffer.is_used:  # work of this process on GPUs may still use it, on any stream
         for index in range(torch.cuda.device_count()):
             if torch._C._cuda_hasPrimaryContext(index):  # type: ignore[attr-defined]
                 torch.cuda.synchronize(index)
@@ -70,8 +70,8 @@ def empty(num_bytes: int, device: torch.device, pin: bool, node: int = -1) -> to
 def empty_tensor(
     shape: int | Sequence[int], dtype: torch.dtype = torch.uint8, device: torch.device = _CPU
 ) -> torch.Tensor:
-    """As torch.empty. Of a CPU a large one has huge pages where the system has them: it is filled several times
-    faster."""
+    """Returns torch.empty(...). A large tensor on the CPU has huge pages if the system has them, and is then filled
+    several times faster."""
     tensor = torch.empty(shape, dtype=dtype, device=device)
     if torch.compiler.is_compiling() or device.type != "cpu" or type(tensor) is not torch.Tensor:
         return tensor
@@ -83,8 +83,8 @@ def empty_tensor(
 def empty_parts(
     sizes: Sequence[int], device: torch.device, pin: bool | None, node: int = -1
 ) -> tuple[list[torch.Tensor], bool]:
-    """Returns tensors as `empty` makes them, and whether they are pinned. pin: if it is None, the tensors are pinned if
-    the system allows it for all of them; else all are pageable, and a warning says so."""
+    """Returns tensors like those of `empty`, and whether they are pinned. pin: if it is None, the tensors are pinned
+    if the system allows it for all of them; otherwise all are pageable, and a warning says so."""
     if pin is not False:
         try:
             return [empty(size, device, True, node) for size in sizes], True
@@ -96,7 +96,7 @@ def empty_parts(
 
 
 def pin_if_possible(table: Table) -> None:
-    """Pins a table that nobody has said must be pinned: with a warning where the system refuses."""
+    """Pins a table that the caller did not require to be pinned. If the system refuses, a warning says so."""
     try:
         table.pin_memory()
     except PinningError as error:
@@ -105,7 +105,8 @@ def pin_if_possible(table: Table) -> None:
 
 
 def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:
-    """What keeps memory pinned where it is while it lives; None: there is nothing to pin."""
+    """Pins memory where it is. Returns an object that keeps it pinned while it lives, or None if there is nothing to
+    pin."""
     if not data.numel():
         return None
     try:
@@ -117,9 +118,10 @@ def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:
 def release_pinned(limit_bytes: int | None = None) -> int:
     """Gives pinned memory that no table uses any more back to the system.
 
-    To pin memory takes longer than to fill it, so that what tables leave is kept for the next ones, pinned: at most 4
-    GiB, or an eighth of the machine's memory where that is less. A new table takes what is kept if that is at most an
-    eighth larger than what it needs, on the same NUMA node, once all GPUs are done with their work so far.
+    Pinning memory takes longer than filling it. Therefore the memory that tables leave is kept, pinned, for the next
+    ones: at most 4 GiB, or an eighth of the machine's memory if that is less. A new table takes kept memory if that is
+    at most an eighth larger than what it needs and on the same NUMA node, once all GPUs are done with their work so
+    far.
 
     Example:
         >>> table = ibp.compress(torch.ones(1000, 1024))
@@ -129,13 +131,13 @@ def release_pinned(limit_bytes: int | None = None) -> int:
         0
 
     Args:
-        limit_bytes: how much may be kept from now on, at least 0; 0 turns it off. None: as before.
+        limit_bytes: how many bytes may be kept from now on, at least 0; 0 turns keeping off. None: as before.
 
     Returns:
         Bytes given back.
 
     Raises:
-        TypeError, ValueError: limit_bytes is no number of bytes.
+        TypeError, ValueError: limit_bytes is not a number of bytes.
     """
     limit = None if limit_bytes is None else whole_number("limit_bytes", limit_bytes, 0, 2**63 - 1)
     freed = _core.release_pinned()
@@ -145,7 +147,7 @@ def release_pinned(limit_bytes: int | None = None) -> int:
 
 
 def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
-    """The tensor itself if it is pinned or empty, else a pinned copy of a CPU tensor."""
+    """Returns the tensor itself if it is pinned or empty, else a pinned copy of a CPU tensor."""
     if tensor.numel() == 0 or tensor.is_pinned():
         return tensor
     pinned = empty(tensor.nbytes, tensor.device, pin=True, node=node)
@@ -153,10 +155,13 @@ def to_pinned(tensor: torch.Tensor, node: int = -1) -> torch.Tensor:
 
 
 def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of a CUDA device over the memory of a contiguous pinned one, which it keeps alive.
+    """Returns a tensor of a CUDA device over the memory of a contiguous pinned tensor, which it keeps alive.
 
-    Pinned memory is every GPU's, whichever device was current when it was pinned, and whichever is now. RuntimeError:
-    host is not pinned."""
+    Every GPU can use pinned memory, whichever device was current when it was pinned, and whichever is current now.
+
+    Raises:
+        RuntimeError: host is not pinned.
+    """
     if host.numel() == 0:
         return torch.empty_like(host, device=device)
     with torch.cuda.device(device):
@@ -165,34 +170,36 @@ def device_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def seen_from(device: torch.device, memory: torch.Tensor) -> torch.Tensor:
-    """Memory as work on a device is given it: itself if it is there, else a view of what is pinned."""
+    """Returns memory in the form that work on a device takes: itself if it is on that device, else a view of pinned
+    memory."""
     return memory if memory.device == device else device_view(memory, device)
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a device's current stream is captured in a CUDA graph."""
+    """Returns whether a device's current stream is being captured in a CUDA graph."""
     if device.type != "cuda":
         return False
     if device.index == torch.cuda.current_device():
         return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):  # torch looks at the current device only
+    with torch.cuda.device(device):  # torch looks only at the current device
         return torch.cuda.is_current_stream_capturing()
 
 
 # ---- the argument `memory` of calls: where bytes live ----
 
-MEMORY = ("device", "pinned", "host")  # of the device that works; of the host, which GPUs read; pageable, of the host
+# in memory of the device that works; in host memory that GPUs read; in pageable host memory
+MEMORY = ("device", "pinned", "host")
 
 
 def check_memory(where: str | None, name: str = "memory", among: Sequence[str] = MEMORY) -> None:
-    """Raises ValueError for an argument that is none of these, nor None."""
+    """Raises ValueError for an argument that is neither one of these nor None."""
     if where is not None and where not in among:
         raise ValueError(f"{name} is {where!r}; wanted {', '.join(map(repr, among))} or None")
 
 
 def memory_read_by(device: torch.device, where: str | None, default: str) -> str:
-    """Where bytes are that a device reads while it works: "device" or "pinned"; on a CPU always "host". ValueError: the
-    argument is none, or memory that the device does not read."""
+    """Returns where the bytes are that a device reads while it works: "device" or "pinned"; on a CPU always "host".
+    Raises ValueError if the argument is not valid, or is memory that the device does not read."""
     check_memory(where)
     if device.type == "cpu":
         return "host"
@@ -202,8 +209,12 @@ def memory_read_by(device: torch.device, where: str | None, default: str) -> str
 
 
 def pins(where: str | None) -> bool | None:
-    """Returns whether bytes in host memory are pinned; None: they are where the system lets. ValueError: the argument
-    is none for host memory. RuntimeError: it is "pinned", and there is no CUDA device."""
+    """Returns whether bytes in host memory are pinned, or None if they are pinned only if the system allows.
+
+    Raises:
+        ValueError: the argument is not valid for host memory.
+        RuntimeError: it is "pinned", and there is no CUDA device.
+    """
     if where is None:
         return None if ops.cuda_is_available() else False
     check_memory(where, among=("pinned", "host"))
@@ -214,20 +225,21 @@ def pins(where: str | None) -> bool | None:
 
 def home_of(source: torch.device, where: str | None, worker: torch.device) -> tuple[torch.device, bool | None]:
     """Returns the device where the coded bytes of a tensor on the device `source` live, and whether they are pinned.
-    where: None: they live where the tensor does. ValueError, RuntimeError: as `pins`."""
+    where: the argument `memory`. None: they live where the tensor does. Raises ValueError and RuntimeError like
+    `pins`."""
     if where is not None:
         check_memory(where)
     home = worker if where == "device" else source if where is None else _CPU
     return home, False if home.type == "cuda" or where in ("device", "host") else pins(where)
 
 
-# Devices with their index, by themselves and by their names, as canonical() has found them.
+# Devices with their index, keyed by the devices and by their names, that canonical() has found.
 _usable: dict[torch.device | str, torch.device] = {torch.device("cpu"): torch.device("cpu")}
 
 
 def canonical(device: torch.device | str | int) -> torch.device:
-    """The device with its index: "cuda" is the current CUDA device. TypeError, ValueError: it is none, or cannot
-    be used."""
+    """Returns the device with its index: "cuda" is the current CUDA device. Raises TypeError or ValueError if it is
+    not a device, or cannot be used."""
     known = _usable.get(device) if isinstance(device, (torch.device, str)) else None
     if known is not None:
         return known
@@ -237,8 +249,8 @@ def canonical(device: torch.device | str | int) -> torch.device:
 
 
 def usual(device: torch.device | str | int | None, x: torch.Tensor | None = None) -> torch.device:
-    """Returns the device that does the work: the named device, as `canonical` gives it. If device is None, this is x's
-    GPU if x is on a GPU, else the current CUDA device if there is one, else the CPU."""
+    """Returns the device that does the work: the named device, as `canonical` returns it. If device is None, this is
+    x's GPU if x is on a GPU, else the current CUDA device if there is one, else the CPU."""
     if device is None and x is not None and x.is_cuda:
         device = x.device
     elif device is None and not ops.cuda_is_available():
@@ -252,7 +264,7 @@ def _canonical(device: torch.device | str | int) -> torch.device:
         raise TypeError(f"device is a {got}; wanted a torch.device, the name of one, or the number of a CUDA device")
     try:
         device = torch.device(device) if not isinstance(device, int) else torch.device("cuda", device)
-    except RuntimeError:  # torch knows no such device
+    except RuntimeError:  # torch does not know such a device
         raise ValueError(f"device is {device!r}; wanted the name of a CPU or CUDA device") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"device is {str(device)!r}; wanted a CPU or CUDA device")

@@ -1,4 +1,4 @@
-"""NUMA nodes of the host: which one new pinned memory is on."""
+"""NUMA nodes of the host, for new pinned memory."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import torch
 from .._common.arguments import whole_number
 from . import memory
 
-CALLERS_NODE = -1  # as the core takes it: the node that the calling thread runs on
+CALLERS_NODE = -1  # the core's number for the node that the calling thread runs on
 _NODES = Path("/sys/devices/system/node/online")
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
-Numa = int | torch.device | str | None  # a node, a device near whose node, or None: the caller's
+Numa = int | torch.device | str | None  # a node, a device whose nearest node is meant, or None: the caller's node
 
 
 def node_of(numa: Numa) -> int:
-    """The node that an argument `numa` means, CALLERS_NODE where that is the caller's or is not known. TypeError: it is
-    neither a number nor a device. ValueError: the machine has no such node, or no such device."""
+    """Returns the node that an argument `numa` means; CALLERS_NODE if it is the caller's or is not known.
+
+    Raises:
+        TypeError: the argument is neither a number nor a device.
+        ValueError: the machine has no such node, or no such device.
+    """
     if numa is None:
         return CALLERS_NODE
     if isinstance(numa, (torch.device, str)):
@@ -33,7 +37,7 @@ def node_of(numa: Numa) -> int:
 
 
 def online_nodes() -> set[int]:
-    """The nodes of the machine: 0 alone where the system does not say."""
+    """Returns the nodes of the machine; only 0 if the system does not say."""
     try:
         text = _NODES.read_text()
     except OSError:
@@ -46,7 +50,7 @@ def online_nodes() -> set[int]:
 
 
 def node_of_gpu(device: torch.device) -> int:
-    """The node that a GPU is near; CALLERS_NODE where the system does not say."""
+    """Returns the node nearest to a GPU; CALLERS_NODE if the system does not say."""
     found: Any = torch.cuda.get_device_properties(device)
     address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
     try:

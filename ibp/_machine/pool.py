@@ -1,9 +1,9 @@
 """Parts of pinned memory, kept for their next user and counted.
 
-To pin memory takes tens of milliseconds, however little it is. The core keeps whole allocations for the process after
-their last tensor is gone (csrc/bindings/pinned_pool.h, `memory.empty`), but whoever takes one of them waits for all
-GPUs. A `Pool` has one user: it holds its allocations, and streams, not the host, wait for the last use of a part. What
-it lets go of goes back to the core.
+Pinning memory takes tens of milliseconds, however little it is. The core keeps whole allocations for the process after
+their last tensor is gone (csrc/bindings/pinned_pool.h, `memory.empty`), but a caller that takes one of them waits for
+all GPUs. A `Pool` has one user: it holds its allocations, and streams, not the host, wait for the last use of a part.
+Memory that it releases goes back to the core.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _CPU = torch.device("cpu")
 
 
 class Pool:
-    """Hands out parts of pinned memory and takes them back. For one thread at a time.
+    """Hands out parts of pinned memory and takes them back. Only one thread at a time may use it.
 
-    Parts have few sizes. Each is pinned apart, and is handed out again for its own size.
+    Parts have few sizes. Each is pinned separately, and is only handed out again for the same size.
 
     Attributes:
-        held_bytes: bytes that are pinned and were not let go of.
+        held_bytes: bytes that are pinned and have not been released.
     """
 
     def __init__(self) -> None:
@@ -33,11 +33,11 @@ class Pool:
         """Returns a part of num_bytes bytes or somewhat more.
 
         Args:
-            num_bytes: wanted.
+            num_bytes: how many bytes are needed.
             writer: the stream that writes to the part first. It waits for the part's last use.
 
         Raises:
-            PinningError: the system pins no more memory.
+            PinningError: the system refuses to pin more memory.
         """
         size = _size_class(num_bytes)
         if not self._free.get(size):
@@ -51,11 +51,11 @@ class Pool:
         return part
 
     def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:
-        """Takes a part back. used: the event after the work that still uses it; None: no work does."""
+        """Takes a part back. used: the event after the work that still uses it. None: no work uses it."""
         self._free.setdefault(part.numel(), []).append((part, used))
 
     def release(self) -> None:
-        """Waits until no work uses the free parts, and lets go of them."""
+        """Waits until no work uses the free parts, and releases them."""
         for size, free in self._free.items():
             self.held_bytes -= size * len(free)
             for _, used in free:
@@ -65,6 +65,6 @@ class Pool:
 
 
 def _size_class(num_bytes: int) -> int:
-    """Returns the next number that has few digits: at most a 16th more."""
+    """Returns the next number with few significant bits; it is at most a sixteenth larger."""
     step = max(4096, 1 << max(0, num_bytes.bit_length() - 5))
     return rounded_up(num_bytes, step)

@@ -11,18 +11,18 @@ buffer with bytes that go out, and copies empty it.
 | wait | that empties | a wait for `filled`, then the reads of the buffer |
 | release | that empties | a record of `free` |
 
-The host takes the steps of a buffer in this order, and begins again with the first; wait and release may repeat on the
-same stream before that. So no byte is overwritten early: every write follows a wait for `free`, which follows all reads
-of the bytes before; every read follows a wait for `filled`, which follows the write. An event that was never recorded
-holds nothing up, as a new buffer needs. The host waits only before the CPU itself uses a buffer's host memory: for
-`filled` of bytes that came in, for `free` of bytes that went out.
+The host takes the steps of a buffer in this order, and then begins again with the first; before that, wait and release
+may repeat on the same stream. In this way no byte is overwritten early: every write follows a wait for `free`, which
+follows all reads of the bytes before, and every read follows a wait for `filled`, which follows the write. A wait for
+an event that was never recorded does not wait, as a new buffer needs. The host waits only before the CPU itself uses a
+buffer's host memory: for `filled` if bytes came in, for `free` if bytes went out.
 
-A buffer that grows has new memory, which the current stream gives: the buffer's streams wait for the current one. The
+A buffer that grows gets new memory from the current stream, so that the buffer's streams wait for the current one. The
 allocator is told of these streams, and keeps the former memory until they are done with it.
 
 Users: blocks of tensors (`staging`), rows that the CPU gathers (`_fetch/host_gather.py`), layers of KV-caches, and
 blocks of checkpoints. Whole coded tensors (`ibp.offload`, `decompress`) go through a ring of the core,
-csrc/cuda/stream/stream.cu, which decodes where its copies arrive and needs Python once a tensor, not once a buffer.
+csrc/cuda/stream/stream.cu, which decodes on arrival and calls Python once per tensor, not once per buffer.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ class Turn:
 
     Args:
         device: the GPU.
-        streams: all that use the buffer.
-        num_bytes: at first.
-        empty_host: makes host memory of a number of bytes, to go beside the buffer; None: there is none.
+        streams: all streams that use the buffer.
+        num_bytes: initial size of the buffer.
+        empty_host: a function that makes host memory of a number of bytes, to go with the buffer. None: the buffer has
+            no host memory.
 
     Attributes:
-        memory, host: uint8 on the GPU and in host memory; others where the buffer has grown.
+        memory, host: uint8 on the GPU and in host memory. They are replaced when the buffer grows.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Turn:
         self.reserve(num_bytes)
 
     def reserve(self, num_bytes: int) -> None:
-        """Makes the buffer large enough. Its bytes are lost where it grows."""
+        """Makes the buffer large enough. If it grows, its bytes are lost."""
         if self.memory.numel() >= num_bytes:
             return
         with outside_of_modes(), torch.cuda.device(self._device):
@@ -89,13 +90,13 @@ class Turn:
         self.free.record(stream)
 
     def bring(self, stream: torch.cuda.Stream, copies: Copies) -> None:
-        """Fills the buffer by copies to it: claims it and hands it over."""
+        """Fills the buffer by copies: claims it and hands it over."""
         self.claim(stream)
         _copy(stream, copies)
         self.hand_over(stream)
 
     def send(self, stream: torch.cuda.Stream, copies: Copies) -> None:
-        """Empties the buffer by copies from it: waits for it and releases it."""
+        """Empties the buffer by copies: waits for it and releases it."""
         self.wait(stream)
         _copy(stream, copies)
         self.release(stream)
@@ -108,7 +109,8 @@ def _copy(stream: torch.cuda.Stream, copies: Copies) -> None:
 
 
 class Ring:
-    """Turns, and `stream`, on which their copies go. worker: the stream of the work on them; the rest: see `Turn`."""
+    """Buffers that are used in turn, and `stream`, on which their copies run. worker: the stream of the work on
+    them; for the other arguments see `Turn`."""
 
     def __init__(
         self,
@@ -123,15 +125,15 @@ class Ring:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the GPU's memory."""
+        """Bytes of GPU memory in the buffers."""
         return sum(turn.memory.numel() for turn in self._turns)
 
     @property
     def last(self) -> Turn:
-        """The turn that `next` gave last."""
+        """The buffer that `next` returned last."""
         return self._turns[-1]
 
     def next(self) -> Turn:
-        """The turn that was given longest ago."""
+        """Returns the buffer that was used longest ago."""
         self._turns.rotate(-1)
         return self.last

@@ -1,7 +1,8 @@
 """Memory that several processes map: one copy of a table's bytes for all readers.
 
-The memory is a file without a name (memfd_create): it ends with the last process that has it, however that ends, and
-nothing is left to clean up. Another process opens it by way of a process that has it, as /proc/<pid>/fd/<number>.
+The memory is a file without a name (memfd_create): it ends with the last process that has it, in whatever way that
+process ends, and leaves nothing to clean up. Another process opens it through a process that has it, as
+/proc/<pid>/fd/<number>.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from .._common.rounding import rounded_up
 from .memory import pinning
 
 _ALIGNMENT = 256  # bytes, of each tensor in the memory
-_pin_lock = ForkLock()  # threads may ask at once to pin what they share
+_pin_lock = ForkLock()  # several threads may ask at once to pin what they share
 PART_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.uint16, "bases": torch.int64}
 
 
 @wire.sent
 @dataclass(frozen=True)
 class SharedHandle:
-    """What another process needs to open a shared table: plain data, to be pickled and sent in any way. Made by
-    `CompressedTensor.share`, for `ibp.distributed.open_shared`.
+    """What another process needs to open a shared table. It consists of plain data, and can be pickled and sent in any
+    way. `CompressedTensor.share` makes it, for `ibp.distributed.open_shared`.
 
     Example:
         >>> table = ibp.compress(torch.ones(1000, 64), device="cpu", memory="host")
@@ -42,8 +43,8 @@ class SharedHandle:
         tensor(1.)
 
     Attributes:
-        process: number of the process that shares the table; it must live until the handle has been opened.
-        num_bytes: of the shared memory; 0 of a table on a GPU.
+        process: number of the process that shares the table. The process must live until the handle has been opened.
+        num_bytes: bytes of the shared memory; 0 for a table on a GPU.
     """
 
     process: int
@@ -52,7 +53,7 @@ class SharedHandle:
     _name: str = field(repr=False)
     _pin: bool = field(repr=False)
     _fields: bytes = field(repr=False)
-    _tensors: bytes = field(repr=False)  # how each is opened; of shared memory its number of elements
+    _tensors: bytes = field(repr=False)  # how each tensor is opened; in shared memory, its number of elements
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -64,14 +65,15 @@ class SharedHandle:
 
 
 class Segment:
-    """Shared memory of a table, as this process maps it: one for all tables that are opened here from one memory."""
+    """Shared memory of a table, mapped by this process once, for all tables that are opened from it here."""
 
     def __init__(self, name: str, file: int, num_bytes: int, is_new: bool, node: int = -1) -> None:
         self.name, self.num_bytes = name, num_bytes
         self.file = file  # its descriptor in this process
-        self.pin = False  # whether it is to be pinned, which is done where a GPU first fetches from it
+        self.pin = False  # whether it is to be pinned, which is done when a GPU first fetches from it
         weakref.finalize(self, os.close, file)
-        self.pages = _core.SharedPages(file, num_bytes, is_new, node)  # the memory, kept alive by tables' tensors
+        # the memory, which the tables' tensors keep alive
+        self.pages = _core.SharedPages(file, num_bytes, is_new, node)
 
     @classmethod
     def new(cls, num_bytes: int, node: int) -> Segment:
@@ -79,7 +81,7 @@ class Segment:
         file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(file, num_bytes)
-            # Nobody can shrink it, so that no process reads past its end.
+            # Seal it against shrinking, so that no process reads past its end.
             fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         except BaseException:
             os.close(file)
@@ -89,7 +91,8 @@ class Segment:
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor], node: int) -> tuple[Segment, dict[str, torch.Tensor]]:
-        """New memory on a NUMA node (negative: the caller's) with a copy of a table's tensors, and these copies."""
+        """Returns new memory on a NUMA node (negative: the caller's) with a copy of a table's tensors, and these
+        copies."""
         num_bytes = sum(rounded_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors.values())
         segment = cls.new(max(num_bytes, _ALIGNMENT), node)
         copies = segment.tensors({name: tensor.numel() for name, tensor in tensors.items()})
@@ -99,8 +102,14 @@ class Segment:
 
     @classmethod
     def opened(cls, handle: SharedHandle, file: int | None = None) -> Segment:
-        """The memory of a handle. file: a descriptor of it, which is the segment's from then on; None: the one that the
-        handle's process has. RuntimeError if it cannot be opened."""
+        """Opens the memory of a handle.
+
+        file: a descriptor of the memory, which the segment owns from then on. None: it is opened through the handle's
+        process.
+
+        Raises:
+            RuntimeError: it cannot be opened.
+        """
         found = _segments.get(handle._name)
         if found is None:
             file = _checked(_file_of(handle) if file is None else file, handle)
@@ -114,14 +123,15 @@ class Segment:
         return self.pages.is_pinned
 
     def pin_here(self) -> None:
-        """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
+        """Pins the memory for this process, once. Raises PinningError if there is no CUDA device, or if the system
+        refuses."""
         with _pin_lock, pinning(f"{self.num_bytes:,} bytes of shared memory"):
             self.pages.pin()
         self.pin = True
 
     def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
-        """Returns a table's tensors in the memory. sizes: how many elements each has; 0 where it is not named.
-        TypeError, ValueError: a size is no int, or the memory has no room for it."""
+        """Returns a table's tensors in the memory. sizes: how many elements each has; 0 if it is not named. Raises
+        TypeError or ValueError if a size is not an int, or if the memory has no room for it."""
         made, start = {}, 0
         for name, dtype in PART_DTYPES.items():
             most = max(0, self.num_bytes - start) // dtype.itemsize
@@ -134,9 +144,11 @@ class Segment:
 
 
 class FileRows:
-    """The rows of a table in a mapped file, which are not to be written to: what a table has in place of a `Segment`.
-    pages: the maps of slots and of overflow, where there are any; pin: whether they are to be pinned, which is done
-    when a GPU first fetches from them."""
+    """The rows of a table in a mapped file, which must not be written to. Such a table has it in place of a `Segment`.
+
+    pages: the maps of slots and of overflow, if there are any. pin: whether they are to be pinned, which is done when a
+    GPU first fetches from them.
+    """
 
     def __init__(self, pages: Sequence[_core.FilePages], pin: bool) -> None:
         self.pages, self.pin = tuple(pages), pin
@@ -146,7 +158,8 @@ class FileRows:
         return all(pages.is_pinned for pages in self.pages)
 
     def pin_here(self) -> None:
-        """Pins the memory for this process, once. PinningError if there is no CUDA device or the system refuses."""
+        """Pins the memory for this process, once. Raises PinningError if there is no CUDA device, or if the system
+        refuses."""
         with _pin_lock, pinning("a mapped file"):
             for pages in self.pages:
                 pages.pin()
@@ -157,7 +170,7 @@ _segments: weakref.WeakValueDictionary[str, Segment] = weakref.WeakValueDictiona
 
 
 def _file_of(handle: SharedHandle) -> int:
-    """A descriptor of what the handle's process has under that number."""
+    """Returns a descriptor of what the handle's process has under the handle's number."""
     try:
         return os.open(f"/proc/{handle.process}/fd/{handle._file}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -168,8 +181,9 @@ def _file_of(handle: SharedHandle) -> int:
 
 
 def _checked(file: int, handle: SharedHandle) -> int:
-    """Returns the descriptor, if it is that of the handle's memory: another process of that number may have anything
-    there. RuntimeError: it is not, or it can be cut short, which would end its readers (SIGBUS)."""
+    """Returns the descriptor if it is that of the handle's memory, because another process with the same number may
+    have anything there. Raises RuntimeError if it is not, or if it can be cut short, which would end its readers
+    (SIGBUS)."""
     try:
         is_it = os.readlink(f"/proc/self/fd/{file}") == f"/memfd:{handle._name} (deleted)"
         if not is_it or os.fstat(file).st_size != handle.num_bytes:

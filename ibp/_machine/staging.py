@@ -1,4 +1,5 @@
-"""Host memory to a GPU and back, block by block: the copy engine moves one block while the caller works on another.
+"""Copies host memory to a GPU and back, block by block. The copy engine moves one block while the caller works on
+another.
 
 Pageable memory goes through pinned memory, which torch's intra-op threads fill or empty while the copy engine works on
 the other buffer of a ring (`ring.py`).
@@ -16,13 +17,14 @@ from .._common.rounding import rounded_up
 from . import memory
 from .ring import Ring, Turn
 
-STAGED_BYTES = 16 << 20  # of a block: the copy engine is at its rate from 4 MiB on
+STAGED_BYTES = 16 << 20  # bytes of a block; the copy engine reaches its full rate at 4 MiB
 _ALIGNMENT = 256  # bytes, of tensors that share a buffer
-_MOST_OF_FREE = 0.25  # of a GPU's free memory, that pinned bytes take there as a whole
+_MOST_OF_FREE = 0.25  # the share of a GPU's free memory that pinned bytes may take if they are copied there as a whole
 
 
 def empty_pinned(num_bytes: int) -> torch.Tensor:
-    """From torch's allocator, which keeps pinned memory for the next call; pageable where the system refuses."""
+    """Returns memory from torch's allocator, which keeps pinned memory for the next call. It is pageable if the
+    system refuses."""
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
     except RuntimeError as error:
@@ -35,13 +37,14 @@ def pinned_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream]:
-    """A ring for work on the current stream of a device, and that stream. pageable: buffers have pinned memory."""
+    """Returns a ring for work on the current stream of a device, and that stream. pageable: whether buffers also
+    have pinned memory."""
     worker = torch.cuda.current_stream(device)
     return Ring(device, worker, empty_host=empty_pinned if pageable else None), worker
 
 
 class Outlet(contextlib.AbstractContextManager["Outlet"]):
-    """Brings bytes that a GPU makes to host memory, beside the work on the stream that is current now.
+    """Brings bytes that a GPU makes to host memory, while work on the present stream goes on.
 
     Leaving the context waits for all copies.
 
@@ -53,7 +56,7 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         self._deliveries: dict[Turn, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}  # (targets, pinned sources)
 
     def take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """A tensor of bytes on the GPU of each size, which earlier copies no longer read."""
+        """Returns a tensor of bytes on the GPU for each size. Earlier copies no longer read them."""
         starts = list(itertools.accumulate((rounded_up(size, _ALIGNMENT) for size in sizes), initial=0))
         turn = self._ring.next()
         turn.free.synchronize()
@@ -63,10 +66,11 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         return [turn.memory[start : start + size] for start, size in zip(starts, sizes)]
 
     def put(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Starts copying the tensors that were taken last, as the work issued so far leaves them, to host memory.
+        """Starts copying the tensors that were taken last to host memory, with the content that the work issued so far
+        gives them.
 
-        To pageable memory all of them are copied by one operation (see `copy_all`), at the latest when the context is
-        left.
+        If the memory is pageable, all of them are copied to it by one operation (see `copy_all`), at the latest when
+        the context is left.
         """
         turn, staged = self._ring.last, list(targets)
         if self._pageable:
@@ -75,10 +79,11 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
         turn.hand_over(self._worker)
         turn.send(self._ring.stream, zip(staged, sources))
         if self._pageable:
-            self._deliveries[turn] = list(targets), staged  # last: `_deliver` finds copies that are recorded
+            # last, because `_deliver` must find only copies that are recorded
+            self._deliveries[turn] = list(targets), staged
 
     def _deliver(self, turn: Turn) -> None:
-        """Copies the bytes of a turn, which are in its pinned memory, to their targets."""
+        """Copies the bytes of a turn from its pinned memory to their targets."""
         if turn in self._deliveries:
             copy_all(*self._deliveries[turn])
             del self._deliveries[turn]
@@ -90,8 +95,8 @@ class Outlet(contextlib.AbstractContextManager["Outlet"]):
 
 
 class Direct(contextlib.AbstractContextManager["Direct"]):
-    """Has the `take` and `put` of `Outlet` where there is no link to hide: tensors of the worker's memory, copied at
-    once."""
+    """Has the methods `take` and `put` of `Outlet` for the case that no link has to be hidden. Its tensors are in
+    the worker's memory and are copied at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -107,19 +112,21 @@ class Direct(contextlib.AbstractContextManager["Direct"]):
 
 
 def outlet(worker: torch.device, home: torch.device, pageable: bool) -> Outlet | Direct:
-    """What brings blocks from the device that makes them to the memory of another one, or of its own."""
+    """Returns an object that brings blocks from the device that makes them to the memory of another device, or of
+    its own."""
     return Outlet(worker, pageable) if worker.type == "cuda" and home.type == "cpu" else Direct(worker)
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies every source to its target in one operation of torch: Python runs no signal handler before the last of
-    them is copied."""
+    """Copies every source to its target in one operation of torch, so that Python runs no signal handler before all
+    are copied."""
     torch._foreach_copy_(list(targets), list(sources))
 
 
 def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: bool) -> Iterator[torch.Tensor]:
-    """Parts of host memory on a GPU, the next one copied while the caller works on one: each is valid until the next
-    one is asked for. The work is on the stream that is current when the first is asked for."""
+    """Yields parts of host memory on a GPU. The next part is copied while the caller works on one. Each part is
+    valid until the next one is asked for. The work is on the stream that is current when the first part is asked
+    for."""
     ring, worker = _ring(device, pageable)
 
     def bring(part: torch.Tensor) -> tuple[Turn, torch.Tensor]:
@@ -143,7 +150,8 @@ def copied_ahead(parts: Iterable[torch.Tensor], device: torch.device, pageable: 
 
 
 def _goes_whole(data: torch.Tensor, device: torch.device) -> bool:
-    """Whether bytes go to a device as a whole: pinned ones that do not crowd it."""
+    """Returns whether bytes are copied to a device as a whole: if they are pinned and do not take too much of its
+    memory."""
     if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or not data.is_pinned():
         return False
     return data.numel() <= _MOST_OF_FREE * torch.cuda.mem_get_info(device)[0]
@@ -151,10 +159,11 @@ def _goes_whole(data: torch.Tensor, device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[], torch.Tensor]]:
-    """Gives a function that returns bytes where work on a GPU reads them: a copy there, made while the caller does
-    other work, if `_goes_whole` says so; else `data` itself.
+    """Yields a function that returns bytes where work on a GPU reads them. If `_goes_whole` says so, this is a copy on
+    the GPU, made while the caller does other work; otherwise it is `data` itself.
 
-    The work is on the stream that is current when the context is entered; leaving it waits for the copy."""
+    The work is on the stream that is current when the context is entered. Leaving the context waits for the copy.
+    """
     if not _goes_whole(data, device):
         yield lambda: data
         return
@@ -174,8 +183,8 @@ def whole_ahead(data: torch.Tensor, device: torch.device) -> Iterator[Callable[[
 
 
 class Coming:
-    """A tensor of few bytes on its way to the host, behind the work on the current stream, which does not wait for it.
-    Of a tensor in host memory, itself."""
+    """A small tensor on its way to the host. It is copied after the work on the current stream, which does not wait
+    for the copy. A tensor in host memory is used as it is."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._host, self._copied = tensor, None
@@ -194,21 +203,20 @@ class Coming:
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns tensor.cpu() of a flat tensor of bytes, which come from a GPU through pinned memory: that is faster."""
+    """Returns tensor.cpu() for a flat tensor of bytes. Bytes on a GPU come through pinned memory, which is faster."""
     return Coming(tensor).wait() if tensor.is_cuda else tensor
 
 
 def queued(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As tensor.to(device), of a tensor of few bytes in host memory: work on a GPU's current stream finds them, and the
-    call waits for none."""
+    """Returns tensor.to(device) for a small tensor in host memory. Work on a GPU's current stream finds it there,
+    and the call does not wait."""
     if device.type != "cuda":
         return tensor.to(device)
     return pinned_like(tensor).copy_(tensor).to(device, non_blocking=True)
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """As tensor.to(device), but a contiguous tensor in pageable memory goes to a GPU in blocks, as above, which is
-    faster."""
+    """Returns tensor.to(device). A contiguous tensor in pageable memory goes to a GPU in blocks, which is faster."""
     data = tensor.view(-1).view(torch.uint8)
     if device.type != "cuda" or data.is_cuda or data.numel() <= STAGED_BYTES or data.is_pinned():
         return tensor.to(device)

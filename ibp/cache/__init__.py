@@ -1,8 +1,8 @@
-"""Rows of a table as they are stored, kept in the memory of GPUs.
+"""Keeps rows of a table, as they are stored, in the memory of GPUs.
 
     hotness = ibp.cache.count_accesses(batches, len(table))
     cache   = ibp.RowCache(table, 1 << 30, hotness)       # 1 GiB of the hottest rows
-    rows    = cache.index_select(ids)                     # from the cache, and from the table where it lacks them
+    rows    = cache.index_select(ids)                     # from the cache if it has them, else from the table
     print(cache.stats().hit_rate)
 
 `_hotness.py` counts what is hot, `_slabs.py` holds rows within a budget, `_peers.py` reads slabs of other processes,

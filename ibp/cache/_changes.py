@@ -1,4 +1,4 @@
-"""Rows of a cache that change: forgotten, coded into their slots, written back to the table."""
+"""Rows of a cache that change: they are forgotten, coded into their slots, or written back to the table."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .._tables.changes import put_rows
 from ._slabs import DIRTY, Entries, Generation, Slab
 from ._state import CacheState
 
-_BLOCK_BYTES = 256 << 20  # of rows that are written back at once
+_BLOCK_BYTES = 256 << 20  # bytes of rows that are written back at once
 _WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written back")
 
 
 def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None) -> None:
-    """Takes rows out of every map, and every copy of one; None: all rows."""
+    """Takes rows (None: all rows) out of every map, and out of every copy of a map."""
     for held in generation.all_maps():
         state.hold(generation, held.device, state.order.write(held.device))
         if rows is not None:
@@ -33,12 +33,12 @@ def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None)
 
 
 def update(state: CacheState, ids: Ids, rows: torch.Tensor) -> None:
-    """See `RowCache.update_`."""
+    """Implements `RowCache.update_`."""
     put_items(state, *changes.changed_items(state.view, ids, rows))
 
 
 def put_items(state: CacheState, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items by their ids, int64, all different and in range. rows: as `check_rows` wants them."""
+    """Changes items by their ids: int64, all different and in range. rows: in the form that `check_rows` requires."""
     if ids.numel() == 0 or state.view.geometry.item_bytes == 0:
         return
     with state.change_lock, state.lock:
@@ -59,8 +59,8 @@ def mark_current(state: CacheState) -> None:
 
 
 def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items, each once and on the first device, of a writable cache: their rows that are cached and fit their
-    slots there, the others in the table."""
+    """Changes items of a writable cache. Each item occurs once, and ids are on the first device. Rows that are
+    cached and fit their slots are changed there, and the others in the table."""
     view, worker = state.view, items.device
     numbers = rows_of(items, state.rows_per_item)
     data = bytes_of(rows.to(worker)).view(numbers.numel(), view.row_bytes)
@@ -94,7 +94,7 @@ def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows:
 def _put(
     slab: Slab, generation: Generation, numbers: torch.Tensor, entries: torch.Tensor, coded: _CodedChanges
 ) -> None:
-    """Copies coded rows to the slots that they have in a slab, and notes that they have changed."""
+    """Copies coded rows to their slots in a slab, and notes that they have changed."""
     if numbers.numel() == 0:
         return
     slot_bytes, num_bytes = generation.slot_bytes, coded.bytes.shape[1]
@@ -112,28 +112,28 @@ def _put(
 
     try:
         put()
-    except BaseException as error:  # a row's bytes without its new length are no row
+    except BaseException as error:  # a row's bytes without its new length are not a valid row
         if isinstance(error, Exception) and before is not None:
-            slots.index_copy_(0, places, before)  # the operation was refused: the map is as it was
+            slots.index_copy_(0, places, before)  # if the operation was refused, the map is as it was
         else:
             put()
         raise
 
 
 def _rows_at(rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-    """Some rows of bytes [rows, bytes], which is contiguous."""
+    """Returns some rows of bytes [rows, bytes], which is contiguous."""
     return _wide(rows).index_select(0, which).view(torch.uint8)
 
 
 def _wide(rows: torch.Tensor) -> torch.Tensor:
-    """Rows of bytes as numbers of 8 bytes, where they consist of such: to copy these is faster."""
+    """Returns rows of bytes as 8-byte numbers if they consist of these, because such numbers are copied faster."""
     can_be = rows.shape[1] % 8 == 0 and rows.storage_offset() % 8 == 0 and rows.stride(0) % 8 == 0
     return rows.view(torch.int64) if can_be else rows
 
 
 class _CodedChanges(NamedTuple):
-    """Rows as a cache stores them: bytes [rows, at most a slot], entries of lengths as int16, whether they fit a
-    slot."""
+    """Rows as a cache stores them: bytes [rows, at most a slot], entries of lengths as int16, and whether each row
+    fits a slot."""
 
     bytes: torch.Tensor
     lengths: torch.Tensor
@@ -141,7 +141,7 @@ class _CodedChanges(NamedTuple):
 
     @classmethod
     def of(cls, codebook: AnyCodebook | None, data: torch.Tensor, slot_bytes: int) -> _CodedChanges:
-        """data: [rows, row_bytes]. Default rows, which have no bytes, fit no slot."""
+        """Codes data, [rows, row_bytes]. Default rows, which have no bytes, count as not fitting a slot."""
         (num_rows, row_bytes), device = data.shape, data.device
         if codebook is None:
             fits = torch.full((num_rows,), slot_bytes >= row_bytes, dtype=torch.bool, device=device)
@@ -150,7 +150,7 @@ class _CodedChanges(NamedTuple):
         num_parts = num_rows if inner < row_bytes else 0
         slots = torch.empty(num_rows, inner, dtype=torch.uint8, device=device)
         lengths, rooms = (torch.empty(n, dtype=torch.uint16, device=device) for n in (num_rows, num_parts))
-        bases = torch.empty(num_parts, dtype=torch.int64, device=device)  # without an overflow, any will do
+        bases = torch.empty(num_parts, dtype=torch.int64, device=device)  # without an overflow any values will do
         used, counts, fault = torch.zeros(7, dtype=torch.int64, device=device).split((1, 2, 4))
         if num_rows:
             codec, words = coding_of(codebook, row_bytes, device)
@@ -159,7 +159,7 @@ class _CodedChanges(NamedTuple):
             Handle(place).encode(data, counts, fault)
         found = lengths.view(torch.int16)
         fits = found != signed(default_length(row_bytes), 16)
-        if inner < row_bytes:  # rows that were lost are marked as raw ones
+        if inner < row_bytes:  # rows that did not fit are marked as raw rows
             fits &= found != 0
         return cls(slots, found, fits)
 
@@ -168,7 +168,7 @@ class _CodedChanges(NamedTuple):
 
 
 def flush(state: CacheState) -> None:
-    """See `RowCache.flush`."""
+    """Implements `RowCache.flush`."""
     view = state.view
     with state.change_lock, state.lock:
         generation = state.generation
@@ -186,8 +186,8 @@ def flush(state: CacheState) -> None:
 
 
 def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device, row_bytes: int) -> torch.Tensor:
-    """Rows that are cached: uint8 [rows * row_bytes]. The codebook is the one that they were coded with, whatever the
-    table has now."""
+    """Returns rows that are cached: uint8 [rows * row_bytes]. They are decoded with the codebook that coded them,
+    whatever the table has now."""
     codec, words = coding_of(generation.codebook, row_bytes, device)
     count = entries.numel()
     none = torch.empty(0, dtype=torch.uint8, device=device)

@@ -1,4 +1,4 @@
-"""Which items are hot: counted, given as a number an item, or as a list."""
+"""Which items are hot: counted, given as a number for each item, or given as a list."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ Hotness = torch.Tensor | np.ndarray | Sequence[int]
 def count_accesses(
     batches: Iterable[Ids], num_items: int, *, device: torch.device | str | int | None = None
 ) -> torch.Tensor:
-    """How often batches of ids ask for each item: what `ibp.RowCache` takes as hotness. Legion counts the accesses of a
-    first epoch so (the paper's sections 5 and 6.2).
+    """Returns how often batches of ids ask for each item, which `ibp.RowCache` takes as hotness. Legion counts the
+    accesses of a first epoch in this way (the paper's sections 5 and 6.2).
 
     Example:
         >>> ibp.cache.count_accesses([torch.tensor([0, 2, 2]), torch.tensor([2, 4])], num_items=5)
         tensor([1, 0, 3, 0, 1])
 
     Args:
-        batches: ids of one batch after the other, integers of any shape, on the CPU or a GPU.
+        batches: the ids of each batch, integers of any shape, on the CPU or a GPU.
         num_items: ids are in [0, num_items).
-        device: where it is counted; None: the CPU.
+        device: the device that counts. None: the CPU.
 
     Returns:
         int64 [num_items].
 
     Raises:
-        TypeError: ids are no integers, or num_items is no int.
+        TypeError: ids are not integers, or num_items is not an int.
         IndexError: an id is out of range.
     """
     num_items = whole_number("num_items", num_items, 0, 2**62)
@@ -48,9 +48,13 @@ def count_accesses(
 
 
 def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
-    """Ids of items, the hottest first, int64. Of a number for each item: all ids, equally hot ones in increasing order.
-    Of a list of ids: the ids of the list, each once. TypeError, ValueError: hotness is neither. IndexError: the list
-    has an id that is out of range."""
+    """Returns ids of items, int64, the hottest first. If hotness is a number for each item, these are all ids, equally
+    hot ones in increasing order. If it is a list of ids, they are the ids of the list, each once.
+
+    Raises:
+        TypeError, ValueError: hotness is neither.
+        IndexError: the list has an id that is out of range.
+    """
     if isinstance(hotness, np.ndarray):
         hotness = torch.from_numpy(np.ascontiguousarray(hotness))
     if not isinstance(hotness, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The order of a cache's work on streams, where rows of it are written while it is in use."""
+"""Orders a cache's work on streams, because rows are written while the cache is in use."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ ON_CPU: Key = (-1, 0)
 
 
 class StreamOrder:
-    """Makes streams wait for each other: what reads waits for what has been written, what writes for all before it. The
-    host waits for nothing, and streams that capture CUDA graphs are left out."""
+    """Makes streams wait for each other: a reader waits for the last write, and a writer waits for everything before
+    it. The host does not wait, and streams that capture CUDA graphs are left out."""
 
     def __init__(self) -> None:
-        self._users: dict[Key, torch.cuda.Stream] = {}  # since the last write, its own stream included
+        self._users: dict[Key, torch.cuda.Stream] = {}  # streams used since the last write, the writer's included
         self._writer: torch.cuda.Stream | None = None
 
     def read(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The device's current stream is about to read. Returns it; None: of the CPU, or in a graph."""
+        """Notes that the device's current stream is about to read, and returns the stream. Returns None on the CPU,
+        or while a graph is captured."""
         current = _stream_of(device)
         if current is None or key_of(current) in self._users:
             return current
@@ -29,7 +30,8 @@ class StreamOrder:
         return current
 
     def write(self, device: torch.device) -> torch.cuda.Stream | None:
-        """The same of one that is about to write."""
+        """Notes that the device's current stream is about to write, and returns the stream. Returns None on the CPU,
+        or while a graph is captured."""
         current = _stream_of(device)
         if current is None:
             return None
@@ -40,7 +42,7 @@ class StreamOrder:
         return current
 
     def is_settled(self, key: Key, writes: bool) -> bool:
-        """Whether a stream has nothing to wait for before it reads, or writes."""
+        """Returns whether a stream has nothing to wait for before it reads, or writes."""
         return key == ON_CPU or (key in self._users and (not writes or len(self._users) == 1))
 
 
@@ -49,7 +51,8 @@ def key_of(stream: torch.cuda.Stream) -> Key:
 
 
 def current_key(device: torch.device) -> Key | None:
-    """Of the current device's stream, where that is the device; None: it is not, or captures a CUDA graph."""
+    """Returns the key of the current device's stream, if the device is the current one. Returns None if it is not,
+    or if the stream captures a CUDA graph."""
     if device.type != "cuda":
         return ON_CPU
     if torch.cuda.current_device() != device.index or torch.cuda.is_current_stream_capturing():

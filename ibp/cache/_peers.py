@@ -1,9 +1,9 @@
-"""Slabs of other processes: a cache whose slabs belong to the ranks of a process group, one each, on one machine.
+"""Slabs of other processes: a cache whose slabs belong to the ranks of a process group on one machine, one slab each.
 
-Each rank fills its own slab and lends it to the others: memory of a GPU by CUDA IPC, as torch sends tensors; host
-memory as shared segments. A rank opens what it is lent on its own device, so that kernels read it over NVLink without a
-context on the lender's GPU. Memory that is lent lives until all have given it back, which they do when the cache is
-filled anew or freed, or until the lender ends.
+Each rank fills its own slab and lends it to the others: memory of a GPU by CUDA IPC, as torch sends tensors, and host
+memory as shared segments. A rank opens a loan on its own device, so that kernels read it over NVLink without a context
+on the lender's GPU. Lent memory lives until all borrowers have given it back, which they do when the cache is filled
+again or freed, or until the lender ends.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ _REFILL = "RowCache.refill"
 
 
 class Peers:
-    """The ranks whose slabs make up a cache. rank, size: of this process among them; slab number r is that of rank
-    r."""
+    """The ranks whose slabs make up a cache. rank, size: the number of this process among them, and how many they
+    are. Slab r is that of rank r."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        """Raises RuntimeError or ValueError where there is no such group, or it is too large."""
+        """Raises RuntimeError or ValueError if there is no such group, or if it is too large."""
         self._group = RankGroup(group)
         self.rank, self.size = self._group.rank, self._group.size
         if self.size > MAX_SLABS:
             raise ValueError(f"the group has {self.size} ranks; a cache has at most {MAX_SLABS} slabs")
 
     def agree(self, cache: RowCache, set_up: Callable[[], None], has_hotness: bool) -> None:
-        """Sets a cache up on each rank; a collective call. Raises what set_up() does, and ValueError where ranks give
-        different tables or budgets, are on several machines, or have GPUs that cannot read each other's memory."""
+        """Sets a cache up on each rank; a collective call. It raises what set_up() raises. It also raises ValueError
+        if ranks give different tables or budgets, are on several machines, or have GPUs that cannot read each
+        other's memory."""
 
         def work() -> tuple[str, str, dict[str, Any]]:
             set_up()
@@ -70,8 +71,8 @@ class Peers:
         self._group.together("RowCache", lambda: _check_access(cache.devices[0], uuids))
 
     def made(self, state: CacheState, hotness: Hotness, budget_bytes: int) -> Generation:
-        """What the cache holds from now on, all ranks' slabs; a collective call, after which all are filled. Where it
-        fails on some rank, it raises on all."""
+        """Returns what the cache holds from now on: the slabs of all ranks, which are all filled. A collective call.
+        If it fails on one rank, it raises on all ranks."""
         device, own, slabs = state.devices[0], _Lender(self.rank, self.size), list[Slab]()
         plans: list[SlabPlan] = []
 
@@ -102,20 +103,20 @@ class Peers:
         return made
 
     def give_back(self) -> None:
-        """Once no rank has what it was lent before, that memory can be used again. A collective call."""
+        """Makes memory that was lent before usable again, once no rank has it any more. A collective call."""
         self._group.together(_REFILL, lambda: None)
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()
 
 
 def _uuid(device: torch.device | int) -> str:
-    """What tells a GPU from others, whatever its number in a process; "" of the CPU."""
+    """Returns an identifier of a GPU that does not depend on its number in a process; "" for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device != torch.device("cpu") else ""
 
 
 def _check_access(device: torch.device, uuids: list[str]) -> None:
-    """ValueError where a GPU cannot read the memory of another rank's. One that this process does not see is not
-    checked: it is found out when its memory is opened."""
+    """Raises ValueError if a GPU cannot read the memory of another rank's GPU. A GPU that this process does not see
+    is not checked; opening its memory will fail."""
     if device.type != "cuda":
         return
     seen = {_uuid(number): number for number in range(torch.cuda.device_count())}
@@ -126,7 +127,7 @@ def _check_access(device: torch.device, uuids: list[str]) -> None:
 
 
 def _fingerprint(items: torch.Tensor) -> tuple[int, int]:
-    """Tells lists of ids, and their order, from others."""
+    """Returns numbers that differ, almost surely, for lists of ids that differ, also in their order."""
     places = torch.arange(1, items.numel() + 1, device=items.device) * 0x5851F42D4C957F2D
     return items.numel(), int(((items + 1) * places ^ places >> 29).sum())
 
@@ -138,14 +139,14 @@ def _fingerprint(items: torch.Tensor) -> tuple[int, int]:
 class _Loan(NamedTuple):
     """A slab that one other process may open.
 
-    how: of host memory (a handle of the shared segment, bytes of the slab, words of its map); of a GPU's memory what
-    `ipc.lent` says of its bytes and its map, None of an empty one.
+    how: for host memory (a handle of the shared segment, bytes of the slab, words of its map). For a GPU's memory what
+    `ipc.lent` returns for its bytes and for its map, or None for an empty one.
     """
 
     how: Any
 
     def opened(self, device: torch.device) -> Slab:
-        """The slab, as memory of the device that reads it."""
+        """Returns the slab as memory of the device that reads it."""
         if device.type == "cpu":
             handle, num_bytes, num_words = self.how
             held = Segment.opened(handle).tensors({"slots": num_bytes, "bases": num_words})
@@ -158,18 +159,18 @@ class _Loan(NamedTuple):
 
 
 class _Lender:
-    """Lends a slab to the other ranks of a cache. slab: the lent memory; for host memory a copy of the slab, in a
-    shared segment."""
+    """Lends a slab to the other ranks of a cache. slab: the lent memory. Host memory is lent as a copy of the slab
+    in a shared segment."""
 
     slab: Slab
-    _segment: Segment  # which the others open through this process
+    _segment: Segment  # the others open it through this process
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size = rank, size
 
     def lend(self, slab: Slab) -> list[_Loan | None]:
-        """A loan for each other rank. A GPU's memory that is lent must be opened, each loan once: it is kept until
-        then."""
+        """Returns a loan for each other rank. Each loan of a GPU's memory must be opened once, because the memory is
+        kept until then."""
         if slab.device.type == "cuda":
             self.slab = slab
             return [

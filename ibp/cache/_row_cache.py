@@ -1,4 +1,4 @@
-"""`RowCache`: hot rows of a table in the memory of GPUs, as they are stored."""
+"""`RowCache`: keeps hot rows of a table in the memory of GPUs, as they are stored."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 POLICIES = ("static", "lru")
-_LEAST_PARTS = 16  # of the rows that an lru cache begins with: those of one call do not replace each other
+# An lru cache begins with rows in at least this many parts, because rows of one call do not replace each other.
+_LEAST_PARTS = 16
 Device = torch.device | str | int
 
 
@@ -61,12 +62,14 @@ Device = torch.device | str | int
 class CacheStats(Statistics):
     """What lookups found since the last `reset_stats`, and what the cache holds. Rows are the unit of coding.
 
-    own_hits, peer_hits: rows that were in the slab of the device that asked; rows in the slab of another device.
-    hits_of_slabs: rows that each slab has answered, for any device.
-    misses: rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
-    link_bytes: bytes of missed rows, in whole 32-byte sectors.
-    capacity: rows that the cache has room for.
-    raw_capacity: raw rows that the same bytes would hold, without any map.
+    Attributes:
+        own_hits, peer_hits: rows found in the slab of the device that asked, and rows found in the slab of another
+            device.
+        hits_of_slabs: for each slab, the rows that it has answered for any device.
+        misses: rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
+        link_bytes: bytes of missed rows, in whole 32-byte sectors.
+        capacity: how many rows the cache has room for.
+        raw_capacity: how many raw rows the same bytes would hold, without any map.
     """
 
     __module__ = "ibp.cache"
@@ -81,12 +84,12 @@ class CacheStats(Statistics):
 
     @property
     def hits(self) -> int:
-        """Rows that were cached."""
+        """Rows that were found in the cache."""
         return self.own_hits + self.peer_hits
 
     @property
     def hit_rate(self) -> float:
-        """Share of the rows with bytes that were hits; 0 where no rows were asked for."""
+        """Share of hits among the rows that have bytes; 0 if no rows were asked for."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else 0.0
 
@@ -99,11 +102,12 @@ class RowCache(OfThisProcess, TensorManners):
     one call and to one output. No GPU waits for the host, and the call can be captured in a CUDA graph after one
     call outside it. With devices="cpu" the CPU does all of the work.
 
-    A cache can stand wherever a table is read: `ibp.integrations` accept it as a table. It holds the table. A device
-    without a slab gets all rows from the table; a GPU gets from the table the rows in slabs that it cannot read.
+    A cache can be used wherever a table is read: `ibp.integrations` accept it as a table. It keeps the table alive. A
+    device without a slab gets all rows from the table. A GPU gets rows from the table if they are in slabs that it
+    cannot read.
 
     Threads may use a cache at the same time. Calls that change it (`update_`, `invalidate`, and lookups in a cache that
-    replaces rows) are put in order with its other work on any stream, except the streams of CUDA graphs.
+    replaces rows) are ordered with its other work on any stream, except the streams of CUDA graphs.
 
     Example:
         >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16(), device="cpu", memory="host")
@@ -113,34 +117,35 @@ class RowCache(OfThisProcess, TensorManners):
         CacheStats(own_hits=2, ..., misses=1, ...)
 
     Args:
-        table: an `ibp.CompressedTensor` whose items are whole rows, pinned or where the cache is; or an
-            `ibp.CodedRows`, whose rows are the items: [num_rows, row_bytes] of uint8. After `ibp.encode_into` has coded
-            rows of a place anew, `invalidate` them.
-        budget_bytes: device memory of each slab, with its map and everything else that the cache keeps there; 0 or
-            more. The index that the table keeps on a GPU is not counted. Until `refill` is done it takes this much a
-            second time.
-        hotness: what to hold. Either a number for each item, [num_items], the larger the hotter (degrees,
-            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: nothing until `refill`, of which a
-            RuntimeWarning tells, or until rows are asked for with "lru". An empty list: nothing, and no warning.
-        devices: one device or several, at most 8, with one slab each; the hash of a row's number says which slab holds
-            it. None: the current GPU, or the device of the `ibp.CodedRows`; the CPU where there is no GPU.
-        policy: "static": what `refill` puts there stays; "lru": rows that are asked for replace the rows used longest
-            ago; on one device.
-        writable: `update_` changes cached rows in their slots; `flush` changes them in the table. Static caches only.
+        table: an `ibp.CompressedTensor` whose items are whole rows, in pinned memory or on the cache's device; or an
+            `ibp.CodedRows`, whose rows are the items: [num_rows, row_bytes] of uint8. When `ibp.encode_into` has coded
+            rows of a place again, call `invalidate` for them.
+        budget_bytes: bytes of device memory for each slab, with its map and everything else that the cache keeps there;
+            0 or more. The index that the table keeps on a GPU is not counted. During `refill` the cache takes this much
+            a second time.
+        hotness: which rows to hold. Either a number for each item, [num_items], larger for hotter items (degrees,
+            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: no rows until `refill`, which a
+            RuntimeWarning says, or, with "lru", until rows are asked for. An empty list: no rows, and no warning.
+        devices: one device or several, at most 8, with one slab each; the hash of a row's number determines its slab.
+            None: the current GPU, or the device of the `ibp.CodedRows`; the CPU if there is no GPU.
+        policy: "static": what `refill` puts there stays. "lru": rows that are asked for replace the rows used longest
+            ago; only on one device.
+        writable: whether `update_` changes cached rows in their slots, and `flush` changes them in the table. Only for
+            static caches.
         group: a process group of torch.distributed whose ranks are processes of one machine, at most 8. Each rank has a
-            slab on one device, and reads the slabs of the others by CUDA IPC. All give the same table, shared or not,
-            the same budget and the same hotness. Making such a cache and `refill` are collective calls; the others are
-            not. Before processes end: `refill([])`, or a barrier. Only for static caches that are not writable.
-        slot_bytes: of a row of a cache that is writable or replaces rows, a multiple of 32; rows that do not fit are
-            not cached. None: what 99.9 % of the table's rows fit, and a sixteenth more where they change; a whole row
-            where there are none yet.
+            slab on one device, and reads the slabs of the others by CUDA IPC. All ranks give the same table, shared or
+            not, the same budget and the same hotness. Making such a cache and `refill` are collective calls; the others
+            are not. Before processes end, call `refill([])` or a barrier. Only for static caches that are not writable.
+        slot_bytes: bytes of a row's slot in a cache that is writable or replaces rows, a multiple of 32; rows that do
+            not fit are not cached. None: a size that 99.9 % of the table's rows fit, plus a sixteenth if they change; a
+            whole row if there are no rows yet.
 
     Raises:
-        TypeError: table, budget_bytes or hotness is of another type.
-        ValueError: an argument is out of range, or they contradict each other.
-        IndexError: hotness has an id that the table lacks.
-        RuntimeError: another rank of the group has failed, or takes no part.
-        torch.OutOfMemoryError: the device has no such memory.
+        TypeError: table, budget_bytes or hotness has another type.
+        ValueError: an argument is out of range, or arguments contradict each other.
+        IndexError: hotness has an id that the table does not have.
+        RuntimeError: another rank of the group has failed, or does not take part.
+        torch.OutOfMemoryError: the device does not have enough memory.
     """
 
     __module__ = "ibp"
@@ -197,17 +202,17 @@ class RowCache(OfThisProcess, TensorManners):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the table."""
+        """The shape of the table."""
         return self.view.shape
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the table."""
+        """The dtype of the table."""
         return self.view.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the table is. Slabs are on `devices`."""
+        """The device of the table. Slabs are on `devices`."""
         return self.view.device
 
     @property
@@ -217,16 +222,16 @@ class RowCache(OfThisProcess, TensorManners):
 
     @property
     def capacity(self) -> int:
-        """Rows that there is room for."""
+        """How many rows there is room for."""
         return self._state.generation.capacity
 
     @property
     def num_cached_rows(self) -> int:
-        """Rows that are cached. Waits for the work on the cache's devices."""
+        """How many rows are cached. Waits for the work on the cache's devices."""
         return self._cached_rows().numel()
 
     def _cached_rows(self) -> torch.Tensor:
-        """Their numbers, int64 on the CPU."""
+        """Returns the numbers of the cached rows, int64 on the CPU."""
         with self._state.lock:
             self._state.synchronize()
             maps = [slab.map for _, slab in self._state.generation]
@@ -234,17 +239,17 @@ class RowCache(OfThisProcess, TensorManners):
         return torch.cat(rows)
 
     def cached_ids(self) -> torch.Tensor:
-        """Ids of the items whose rows are all cached: int64 on the CPU, in increasing order. Waits for the work on the
-        cache's devices."""
+        """Returns the ids of the items whose rows are all cached: int64 on the CPU, in increasing order. Waits for
+        the work on the cache's devices."""
         items, counts = (self._cached_rows() // self._state.rows_per_item).unique(return_counts=True)
         return items[counts == self._state.rows_per_item]
 
     def is_pinned(self) -> bool:
-        """Whether the table is in pinned memory."""
+        """Returns whether the table is in pinned memory."""
         return self.view.is_pinned()
 
     def pin_memory(self) -> RowCache:
-        """The cache itself: its table is pinned or was not to be."""
+        """Returns the cache itself. Its table is pinned, or is not meant to be."""
         return self
 
     def __repr__(self) -> str:
@@ -259,7 +264,7 @@ class RowCache(OfThisProcess, TensorManners):
     # ---- reading ----
 
     def serves(self, device: torch.device) -> bool:
-        """Whether rows are looked up and decoded on a device."""
+        """Returns whether rows are looked up and decoded on a device."""
         return device in self._state.serving
 
     def index_select(
@@ -272,24 +277,24 @@ class RowCache(OfThisProcess, TensorManners):
         max_sms: int | None = None,
         in_order: bool = False,
     ) -> torch.Tensor:
-        """Items of the table, as `ibp.index_select(table, ids)`. Rows that the cache has come from the cache.
+        """Returns items of the table, like `ibp.index_select(table, ids)`. Cached rows come from the cache.
 
         Args:
             ids: integers [K] in [0, N), on the CPU or a GPU.
-            device: where the result goes; None: out's device, else the ids'.
-            out: tensor of the table's dtype to write to; for a cache of an `ibp.CodedRows`, of any dtype and the same
-                bytes.
-            check: wait for the result and raise here what went wrong. Otherwise the next call raises for bad CUDA ids
+            device: the device of the result. None: out's device, else that of ids.
+            out: tensor of the table's dtype to write to. For a cache of an `ibp.CodedRows`, it may have any dtype with
+                the same number of bytes.
+            check: whether to wait for the result and raise errors here. Otherwise the next call raises for bad CUDA ids
                 and corrupt rows.
-            max_sms: keep at most this many of the GPU's multiprocessors busy; None: all.
-            in_order: CUDA ids are nearly sorted: many ids of a large table are not put in order first.
+            max_sms: keep at most this many of the GPU's multiprocessors busy. None: all.
+            in_order: whether CUDA ids are nearly sorted. If so, many ids of a large table are not sorted first.
 
         Returns:
             Tensor [K, ...]; out if it was given.
 
         Raises:
-            TypeError, ValueError, IndexError, CorruptTableError: as `ibp.index_select`.
-            RuntimeError: the table has been refit, or its rows changed other than by this cache.
+            TypeError, ValueError, IndexError, CorruptTableError: as in `ibp.index_select`.
+            RuntimeError: the table has been refit, or its rows were changed, but not by this cache.
         """
         if type(ids) is not torch.Tensor or ids.dtype not in ID_DTYPES or ids.dim() != 1:
             ids = flat_ids(ids)
@@ -319,7 +324,7 @@ class RowCache(OfThisProcess, TensorManners):
         return out
 
     def _take(self, ids: torch.Tensor, sms: int, in_order: bool, out: torch.Tensor | None) -> torch.Tensor:
-        """Returns the items at ids of a device of the cache, in out if that is there."""
+        """Returns the items at ids, which are on a device of the cache. They are in out if it is given."""
         worker, state, view = ids.device, self._state, self.view
         handle, way = view._handles.get(worker), IN_ORDER if in_order else PLANNED
         if handle is None:
@@ -347,8 +352,8 @@ class RowCache(OfThisProcess, TensorManners):
     _take_outside = outside_of_graphs(_take)
 
     def _in_use(self, worker: torch.device) -> Generation:
-        """Returns what the cache holds, for work on the current stream of a device, which waits for other streams if it
-        has to. The lock is held. RuntimeError: the table has changed."""
+        """Returns what the cache holds, for work on the current stream of a device. The stream waits for other
+        streams if it has to. The caller holds the lock. Raises RuntimeError if the table has changed."""
         state, generation, writes = self._state, self._state.generation, self.policy == "lru"
         if generation.codebook is not self.view.codebook or generation.version != self.view.version:
             state.check(generation)
@@ -357,7 +362,7 @@ class RowCache(OfThisProcess, TensorManners):
             return generation
         if not generation.is_captured and is_capturing(worker):
             generation.is_captured = True
-            state.captured.append(generation)  # a graph goes on reading it, after refills too
+            state.captured.append(generation)  # the graph goes on reading it, even after refills
         state.hold(generation, worker, state.order.write(worker) if writes else state.order.read(worker))
         return generation
 
@@ -365,7 +370,7 @@ class RowCache(OfThisProcess, TensorManners):
     def found(self, ids: torch.Tensor) -> Iterator[tuple[Handle, torch.Tensor, list[torch.Tensor]]]:
         """Looks items up on the current stream, for operations that read their rows there.
 
-        Yields (the handle of the table, entries [ids * rows of an item], slabs); they are valid for what is
+        Yields (the handle of the table, entries [ids * rows of an item], slabs). They are valid for work that is
         launched within the block.
 
         Args:
@@ -400,9 +405,9 @@ class RowCache(OfThisProcess, TensorManners):
         entries: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> None:
-        """Looks items up in a cache that replaces rows, and makes room for the items that it lacks."""
+        """Looks items up in a cache that replaces rows, and makes room for items that are not cached."""
         slab = generation.slabs[0]
-        fault = new_record(ids.device)  # the gather notes corrupt rows, too
+        fault = new_record(ids.device)  # a new record, because the gather also notes corrupt rows
         torch.ops.ibp.claim_cached.default(
             handle.table,
             ids,
@@ -418,44 +423,45 @@ class RowCache(OfThisProcess, TensorManners):
         )
 
     def _other_worker(self) -> torch.device | None:
-        """Returns the device that looks up and decodes rows which go to a device without a slab; None: the table's own
-        ways serve."""
+        """Returns the device that looks up and decodes rows for a device without a slab, or None if the table does
+        it itself."""
         is_asked = bool(self._state.serving) and (self.writable or self._is_of_place)
         return self._state.serving[0] if is_asked else None
 
     def decompress(self, *, device: Device | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The whole tensor, from the table, which is flushed first."""
+        """Returns the whole tensor, from the table, which is flushed first."""
         self.flush()
         return self.view.decompress(device=device, out=out)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """table[key], from the table, which is flushed first."""
+        """Returns table[key], from the table, which is flushed first."""
         self.flush()
         return self.view[key]
 
     def check(self) -> None:
-        """Waits for the table's work on all GPUs and raises what went wrong there: IndexError or CorruptTableError."""
+        """Waits for the table's work on all GPUs, and raises an error noted there: IndexError or CorruptTableError."""
         self.view.check()
 
     # ---- what is cached ----
 
     def refill(self, hotness: Hotness) -> RowCache:
-        """Fills the cache anew. Returns the cache.
+        """Fills the cache again with the hottest rows. Returns the cache.
 
         The new rows are copied beside the old ones, on a stream of their own. Readers use the old rows until all new
-        ones are there; then the new rows replace them and the call returns. CUDA graphs that were captured before go on
-        reading the old rows, whose memory is kept for them: capture them again. A writable cache is flushed first.
+        rows are there. Then the new rows replace the old ones, and the call returns. CUDA graphs that were captured
+        before still read the old rows, whose memory is kept for them: capture them again. A writable cache is flushed
+        first.
 
         Args:
-            hotness: as for the constructor.
+            hotness: as in the constructor.
 
         With a group this is a collective call: all ranks give the same hotness (sum counts of accesses by
-        `torch.distributed.all_reduce`). If one rank fails, all ranks raise, and all caches are as they were.
+        `torch.distributed.all_reduce`). If one rank fails, all ranks raise, and all caches are unchanged.
 
         Raises:
             TypeError, ValueError, IndexError: hotness does not fit the table, or is not the same on all ranks.
-            RuntimeError: another rank of the group has failed, or takes no part.
-            torch.OutOfMemoryError: there is no memory for both; the cache is as it was.
+            RuntimeError: another rank of the group has failed, or does not take part.
+            torch.OutOfMemoryError: there is no memory for the old and the new rows. The cache is unchanged.
         """
         with self._state.change_lock:
             self.flush()
@@ -468,11 +474,12 @@ class RowCache(OfThisProcess, TensorManners):
 
     @property
     def _slab_devices(self) -> tuple[torch.device, ...]:
-        """On which device this process finds each slab."""
+        """The device on which this process finds each slab."""
         return self.devices if self._peers is None else self.devices * self._peers.size
 
     def _made(self, items: torch.Tensor | None) -> Generation:
-        """What the cache holds of these items, from the hottest on; None: nothing yet. Waits until it is there."""
+        """Returns a generation that holds these items, the hottest first, or nothing yet if items is None. Waits
+        until it is filled."""
         if items is None or self.view.geometry.item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64, device="cpu")
         if self._state.is_idle:
@@ -480,7 +487,7 @@ class RowCache(OfThisProcess, TensorManners):
             slabs = tuple(filled_slab(self.view, nothing, *place) for place in enumerate(self._slab_devices))
             return self._state.generation_of(slabs, STATIC_WAYS, 0, 0)
         items = items.to(self.devices[0])
-        slot_bytes = 0  # of a static cache, whose rows lie back to back
+        slot_bytes = 0  # for a static cache, whose rows lie back to back
         if self.policy != "static" or self.writable:
             slot_bytes = self._given_slot_bytes or slot_for(self.view, self.devices[0], self.writable)
         if self.policy == "lru":
@@ -501,12 +508,13 @@ class RowCache(OfThisProcess, TensorManners):
             )
             made = self._state.generation_of(slabs, STATIC_WAYS, slot_bytes, sum(plan.rows.numel() for plan in plans))
             if copies_maps:
-                self._state.wait_beside()  # for the maps that are copied
+                self._state.wait_beside()  # for the copies of the maps
                 made.near_maps = copy_maps_near(slabs)
         return made
 
     def _replacing(self, slot_bytes: int, items: torch.Tensor) -> Generation:
-        """One whose rows replace each other: at first those of the first items, as if the hottest were used last."""
+        """Returns a generation whose rows replace each other. It begins with the first items, as if the hottest had
+        been used last."""
         slab = replacing_slab(slot_bytes, self.budget_bytes, self.view.num_rows, self.devices[0])
         made = self._state.generation_of((slab,), LRU_WAYS, slot_bytes, slab.map.shape[0])
         held = min(items.numel(), made.capacity // self._state.rows_per_item)
@@ -518,8 +526,8 @@ class RowCache(OfThisProcess, TensorManners):
         return made
 
     def _swap(self, made: Generation) -> None:
-        """Puts a generation in the place of the one in use. Its memory is free once the streams that read it are done;
-        what other processes have lent is not read any more when this returns."""
+        """Replaces the generation in use. The old one's memory is free once the streams that read it are done. When
+        this returns, memory lent by other processes is no longer read."""
         with self._state.lock:
             old, self._state.generation = self._state.generation, made
         if self._peers is not None:
@@ -527,15 +535,16 @@ class RowCache(OfThisProcess, TensorManners):
         del old
 
     def invalidate(self, ids: Ids | None = None) -> None:
-        """Forgets the rows of items, and their changes that have not been flushed; the rows come from the table from
-        now on. Call it when the table or the `ibp.CodedRows` itself has changed the rows.
+        """Forgets the rows of items, and changes of theirs that have not been flushed. From now on the rows come from
+        the table. Call it when the rows of the table or the `ibp.CodedRows` have changed.
 
         Args:
-            ids: integers [K] in [0, N), on the CPU or a GPU; None: all items. Ids outside have no effect on a GPU.
+            ids: integers [K] in [0, N), on the CPU or a GPU. None: all items. On a GPU, ids out of range have no
+                effect.
 
         Raises:
-            TypeError, ValueError, IndexError: as for `index_select`.
-            RuntimeError: the cache is one of a group.
+            TypeError, ValueError, IndexError: as in `index_select`.
+            RuntimeError: the cache belongs to a group.
         """
         self._check_alone()
         rows = None
@@ -552,24 +561,24 @@ class RowCache(OfThisProcess, TensorManners):
     # ---- changing ----
 
     def put_items(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """As `update_`, of ids that are int64, all different and in range, and rows that fit the table."""
+        """Changes items like `update_`. ids must be int64, all different and in range; rows must fit the table."""
         _changes.put_items(self._state, ids, rows)
 
     def update_(self, ids: Ids, rows: torch.Tensor) -> RowCache:
-        """table[ids] = rows, as `CompressedTensor.update_`. Returns the cache.
+        """Sets table[ids] = rows, like `CompressedTensor.update_`. Returns the cache.
 
         A writable cache codes cached rows into their slots, with the table's codebook, and the table keeps the old rows
-        until `flush`. Rows that are not cached, or no longer fit their slots, go to the table. Other caches write all
-        rows to the table and forget them. The call waits for ids on a GPU.
+        until `flush`. Rows that are not cached, or that no longer fit their slots, go to the table. Other caches write
+        all rows to the table and forget them. If ids are on a GPU, the call waits for them.
 
         Args:
-            ids: items to change, int32 or int64 [K]; of equal ones the last one counts.
+            ids: items to change, int32 or int64 [K]. If an id occurs several times, its last row counts.
             rows: [K, ...] tensor of the table's dtype, on any device.
 
         Raises:
-            IndexError: an id is out of range; nothing has changed.
-            TypeError, ValueError: ids or rows do not fit, or the cache is one of a place.
-            RuntimeError: the table, or the cache, is shared with other processes.
+            IndexError: an id is out of range. Nothing has changed.
+            TypeError, ValueError: ids or rows do not fit, or the cache is of an `ibp.CodedRows`.
+            RuntimeError: the table or the cache is shared with other processes.
         """
         self._check_alone()
         if isinstance(self.table, CodedRows):
@@ -578,7 +587,7 @@ class RowCache(OfThisProcess, TensorManners):
         return self
 
     def flush(self) -> None:
-        """Writes changed rows back to the table. They stay cached. Does nothing where no rows have changed.
+        """Writes changed rows back to the table. They stay cached. Does nothing if no rows have changed.
 
         Raises:
             RuntimeError: the table is shared with other processes.
@@ -587,7 +596,7 @@ class RowCache(OfThisProcess, TensorManners):
             _changes.flush(self._state)
 
     def _check_alone(self) -> None:
-        """RuntimeError for a cache whose slabs other processes read."""
+        """Raises RuntimeError for a cache whose slabs other processes read."""
         if self._peers is not None:
             raise RuntimeError(
                 "rows of a cache that the processes of a group have in common stay as they are: change the table on "
@@ -597,7 +606,7 @@ class RowCache(OfThisProcess, TensorManners):
     # ---- what it has done ----
 
     def stats(self) -> CacheStats:
-        """What lookups have met. Waits for the work on the cache's devices."""
+        """Returns what lookups have found. Waits for the work on the cache's devices."""
         of_slabs, own, misses, link_bytes = [0] * len(self._slab_devices), 0, 0, 0
         self._state.synchronize()
         for device, counts in self._state.counts.items():
@@ -618,7 +627,7 @@ class RowCache(OfThisProcess, TensorManners):
         )
 
     def reset_stats(self) -> None:
-        """Counts anew, in order with the work on the current streams."""
+        """Starts counting again, in order with the work on the current streams."""
         for counts in self._state.counts.values():
             counts.zero_()
 
@@ -627,7 +636,7 @@ class RowCache(OfThisProcess, TensorManners):
 
 
 def _view_of(table: Any) -> CompressedTensor:
-    """The table; of a place one that reads it as it is."""
+    """Returns the table, or, for a place, a table that reads it as it is."""
     if isinstance(table, CodedRows):
         return table._live_table()
     if not isinstance(table, CompressedTensor):
@@ -685,7 +694,7 @@ def _check_policy(cache: RowCache) -> None:
 
 
 def _as_bytes(out: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A contiguous tensor as the rows of a place."""
+    """Returns a view of a contiguous tensor as the rows of a place."""
     if not out.is_contiguous() or out.numel() * out.element_size() != math.prod(shape):
         raise ValueError(
             f"out has shape {list(out.shape)} of {out.dtype}, strides {out.stride()}; wanted {math.prod(shape):,} "

@@ -1,8 +1,8 @@
-"""Slabs: what a budget holds, and rows copied there as they are stored (the paper's section 5).
+"""Slabs: how many rows a budget holds, and copies of these rows as they are stored (the paper's section 5).
 
-A slab is one device's: the rows' bytes, and a map from row numbers to 64-bit entries. Rows that never change lie back
-to back; where rows change or replace each other every row has a slot. A row is in the slab that the hash of its number
-says (its owner).
+A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries. Rows that
+never change lie back to back. If rows change or replace each other, every row has a slot. The hash of a row's number
+determines the slab of the row (its owner).
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from .._schemes import AnyCodebook
 from ._order import Key, key_of
 
 MAX_SLABS = 8
-# Of a map that is filled once: ways of a set, a sector of memory, and the share of all ways that rows take. Fewer than
-# one row in a thousand finds no way in the sets that are searched, and is not cached.
+# For a map that is filled once: the ways of a set (a sector of memory), and the share of all ways that rows take. Fewer
+# than one row in a thousand finds no free way in the sets that are searched, and is not cached.
 STATIC_WAYS, STATIC_LOAD = 2, 0.85
 _SETS, _ROWS = 10, 17  # ten sets of STATIC_WAYS ways have room for 17 rows at STATIC_LOAD
-LRU_WAYS = 32  # a warp looks at a set
+LRU_WAYS = 32  # one for each lane of the warp that looks at a set
 WAY_BYTES, STAMP_BYTES = 16, 4
-READ_AHEAD_BYTES = 16  # behind the last row, which may be read and mean nothing
+READ_AHEAD_BYTES = 16  # bytes behind the last row, which may be read but have no meaning
 COUNTERS = 10  # hits of slabs 0 to 7, misses, bytes of the link
 CLOCK_BYTES = 16
-FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # of a slab besides rows and ways
-# Maps of other GPUs are copied near where this costs at most such a share of what rows take: a look-up then reads no
-# peer's memory. On two H200s rows of 128, 512 and 2,048 B came 1.5, 1.2 and 1.1 times as fast from the peer so.
+FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # bytes of a slab besides rows and ways
+# Maps of other GPUs are copied to this GPU if the copies cost at most this share of what rows take: a look-up then does
+# not read a peer's memory. On two H200s, rows of 128, 512 and 2,048 bytes came 1.5, 1.2 and 1.1 times as fast from the
+# peer with such copies.
 NEAR_MAP_SHARE = 0.4
-SLOT_QUANTILE = 0.999  # of the rows' stored sizes fit a slot
-GROWTH = 16  # a slot of rows that change is larger by such a part
+SLOT_QUANTILE = 0.999  # the share of the rows whose stored size fits a slot
+GROWTH = 16  # for rows that change, a slot is larger by a sixteenth
 _SLAB_SHIFT, _PRESENT_SHIFT = 40, 60  # fields of an entry
 DIRTY = 1 << 61
 
@@ -48,16 +49,16 @@ class Slab:
     """One device's part of a cache."""
 
     device: torch.device
-    bytes: torch.Tensor  # uint8, rows as they are stored; READ_AHEAD_BYTES more than they take
-    map: torch.Tensor  # int64 [ways of all sets, 2], row number (-1: none, -2: removed) and entry
-    # stamps, clock: int32 [sets * (LRU_WAYS + 1)] and int64 [2], of a cache that replaces rows: when each way was used
-    # last, and the time
+    bytes: torch.Tensor  # uint8: rows as they are stored, and READ_AHEAD_BYTES behind them
+    map: torch.Tensor  # int64 [ways of all sets, 2]: row number (-1: no row, -2: removed) and entry
+    # stamps, clock: int32 [sets * (LRU_WAYS + 1)] and int64 [2], for a cache that replaces rows: when each way was used
+    # last, and the present time.
     stamps: torch.Tensor | None = None
     clock: torch.Tensor | None = None
-    is_lent: bool = False  # whether it is another process's, which this one only reads (see `peers.py`)
+    is_lent: bool = False  # whether it belongs to another process, and is only read by this one (see `_peers.py`)
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it has in this process's memory."""
+        """Returns all of its tensors that are in this process's own memory."""
         held = (self.bytes, self.map, self.stamps, self.clock)
         return [tensor for tensor in held if tensor is not None and not self.is_lent]
 
@@ -67,25 +68,25 @@ View = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass
 class Generation:
-    """What a cache holds from one refill to the next."""
+    """What a cache holds between two refills."""
 
     slabs: tuple[Slab, ...]
-    ways: int  # of a set
-    slot_bytes: int  # of a row; 0 where rows lie back to back
+    ways: int  # ways of a set
+    slot_bytes: int  # bytes of a row's slot; 0 if rows lie back to back
     codebook: AnyCodebook | None  # how the rows are coded
-    version: int  # of the table's rows, when they were copied
-    capacity: int  # rows that there is room for
-    # copies of slabs' maps on other devices: {device: {number of the slab: map}}
+    version: int  # the version of the table's rows when they were copied
+    capacity: int  # how many rows there is room for
+    # Copies of slabs' maps on other devices: {device: {number of the slab: map}}.
     near_maps: dict[torch.device, dict[int, torch.Tensor]] = field(default_factory=dict)
-    is_captured: bool = False  # a CUDA graph reads it
+    is_captured: bool = False  # whether a CUDA graph reads it
 
     views: dict[torch.device, View] = field(default_factory=dict)  # see `view_of`
-    streams: set[Key] = field(default_factory=set)  # that have read it, or written to it
+    streams: set[Key] = field(default_factory=set)  # streams that have read it or written to it
     described: dict[torch.device, torch.Tensor] = field(default_factory=dict)  # see `describe`
 
     def view_of(self, device: torch.device) -> View:
-        """(maps that a device looks rows up in, bytes that it reads them from), one a slab; empty ones of slabs that it
-        cannot read."""
+        """Returns (maps in which a device looks rows up, bytes from which it reads them), one of each for every
+        slab. They are empty for slabs that the device cannot read."""
         if device not in self.views:
             near = self.near_maps.get(device, {})
             readable = [can_read(device, slab) for slab in self.slabs]
@@ -99,19 +100,20 @@ class Generation:
         return enumerate(self.slabs)
 
     def all_maps(self) -> Iterator[torch.Tensor]:
-        """Every map and every copy of one."""
+        """Yields every map and every copy of a map."""
         for _, slab in self:
             yield slab.map
         for near in self.near_maps.values():
             yield from near.values()
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it has in memory."""
+        """Returns all tensors that it has in memory."""
         copies = [copy for near in self.near_maps.values() for copy in near.values()]
         return [tensor for slab in self.slabs for tensor in slab.tensors()] + copies
 
     def hold_for(self, stream: torch.cuda.Stream | None) -> None:
-        """Keeps memory that is given up from its next user until the stream has done what it was given."""
+        """Makes the allocator reuse this memory, once it is freed, only after the stream has done the work queued so
+        far."""
         if stream is None or key_of(stream) in self.streams:
             return
         for tensor in self.tensors():
@@ -120,8 +122,8 @@ class Generation:
         self.streams.add(key_of(stream))
 
     def describe(self, device: torch.device, counts: torch.Tensor) -> torch.Tensor:
-        """Returns the argument `cache` of operations on a device, from now on in `described`. counts: of the device,
-        which it keeps alive, too."""
+        """Returns the argument `cache` of operations on a device, and keeps it in `described`. counts: the device's
+        counters, which the argument keeps alive."""
         (maps, slabs), first = self.view_of(device), self.slabs[0]
         slot_bytes = 0 if first.stamps is None else self.slot_bytes
         with outside_of_modes():
@@ -138,7 +140,7 @@ class Generation:
 
 
 def can_read(device: torch.device, slab: Slab) -> bool:
-    """Whether kernels of a device can read a slab, from now on."""
+    """Returns whether kernels of a device can read a slab, and enables it."""
     peer = slab.device
     if device == peer:
         return True
@@ -156,8 +158,8 @@ def _none_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
-    """Bytes of rows as they are stored, int64, on the device that their numbers are on, which reads the table; 0 for
-    default rows, and for those whose length is no row's."""
+    """Returns the stored bytes of rows, int64, on the device of their numbers, which must be able to read the table.
+    The result is 0 for default rows, and for rows with an invalid length."""
     lengths, row_bytes = handle_on(table, rows.device).parts.lengths, table.row_bytes
     if lengths.numel() == 0:
         return torch.full_like(rows, row_bytes)
@@ -166,8 +168,8 @@ def stored_bytes(table: Table, rows: torch.Tensor) -> torch.Tensor:
 
 
 def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
-    """Bytes of a slot, a multiple of 32, that nearly all rows that have bytes fit; a whole row where there are none.
-    may_grow: with room for rows that change to take more bytes."""
+    """Returns the bytes of a slot, a multiple of 32, that nearly all rows with bytes fit; a whole row if there are
+    no such rows. may_grow: whether to leave room for rows that change to become larger."""
     found = table.geometry.survey(handle_on(table, device).parts.lengths)
     with_bytes = found.num_rows - int(found.sectors[0])
     if not with_bytes:
@@ -177,18 +179,18 @@ def slot_for(table: Table, device: torch.device, may_grow: bool) -> int:
 
 
 def in_sectors(num_bytes: int) -> int:
-    """Rounded up to whole sectors of 32 bytes."""
+    """Returns num_bytes rounded up to whole sectors of 32 bytes."""
     return rounded_up(num_bytes, _core.SECTOR_BYTES)
 
 
 def sets_for(num_rows: Any) -> Any:
-    """How many sets a map needs to be filled once with num_rows rows; an int, or a tensor of them."""
+    """Returns how many sets a map needs to be filled once with num_rows rows, as an int or a tensor."""
     return (num_rows * _SETS + _ROWS - 1) // _ROWS
 
 
 @dataclass(frozen=True)
 class SlabPlan:
-    """Rows of one slab, from the hottest on, where each begins, and the bytes of all."""
+    """The rows of one slab, the hottest first, the place where each begins, and the bytes of all."""
 
     rows: torch.Tensor
     offsets: torch.Tensor
@@ -196,12 +198,12 @@ class SlabPlan:
 
 
 def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_bytes: int, num_maps: int) -> SlabPlan:
-    """The first rows, in the order given, that a budget holds with their map.
+    """Plans the rows, the first of those given, that a budget holds together with their map.
 
     Args:
-        rows, sizes: int64, their numbers and stored bytes, of at least 1 byte each.
-        slot_bytes: of a row; 0: they lie back to back.
-        num_maps: maps of this size that the device holds: its own, and copies of others.
+        rows, sizes: int64; the numbers and the stored bytes of rows, of at least 1 byte each.
+        slot_bytes: bytes of a row's slot. 0: rows lie back to back.
+        num_maps: how many maps of this size the device holds: its own, and copies of others.
     """
     taken = sizes if slot_bytes == 0 else torch.full_like(sizes, slot_bytes)
     ends = taken.cumsum(0)
@@ -214,10 +216,10 @@ def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_b
 def plan_slabs(
     table: Table, rows: torch.Tensor, num_slabs: int, slot_bytes: int, budget_bytes: int, may_copy_maps: bool
 ) -> tuple[list[SlabPlan], bool]:
-    """(what each slab holds of rows in the order of their hotness, whether maps are copied near). rows: on a device of
-    the cache.
+    """Returns (what each slab holds of the rows, whether maps are copied to other GPUs). rows: on a device of the
+    cache, the hottest first.
 
-    Rows without bytes are left out, since the index answers them, and so are rows that do not fit a slot.
+    Rows without bytes are left out, because the index answers them. Rows that do not fit a slot are also left out.
     """
     sizes = stored_bytes(table, rows)
     fits = sizes > 0 if slot_bytes == 0 else (sizes > 0) & (sizes <= slot_bytes)
@@ -229,7 +231,7 @@ def plan_slabs(
     map_bytes = WAY_BYTES / STATIC_LOAD
     copies = may_copy_maps and num_slabs > 1 and (num_slabs - 1) * map_bytes * held <= NEAR_MAP_SHARE * total
     if copies:
-        # All maps as large as the largest: then no device's copies exceed its budget.
+        # Assume that all maps are as large as the largest. Then no device's copies exceed its budget.
         most = max(
             plan_rows(rows[part], sizes[part], slot_bytes, budget_bytes, num_slabs).rows.numel() for part in parts
         )
@@ -250,8 +252,8 @@ def empty_map(num_ways: int, device: torch.device) -> torch.Tensor:
 
 
 def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device) -> Slab:
-    """A slab with the planned rows of a table, copied on the device's current stream. A row whose place in the table is
-    corrupt is left out: reading it raises."""
+    """Returns a slab with the planned rows of a table, copied on the device's current stream. A row whose place in
+    the table is corrupt is left out, so that reading it raises an error."""
     num_bytes = plan.num_bytes + READ_AHEAD_BYTES if plan.rows.numel() else 0
     slab = Slab(
         device,
@@ -267,8 +269,8 @@ def filled_slab(table: Table, plan: SlabPlan, number: int, device: torch.device)
 
 
 def replacing_slab(slot_bytes: int, budget_bytes: int, num_rows: int, device: torch.device) -> Slab:
-    """An empty slab whose rows replace each other. It has as many sets as the budget holds, but no more than a table of
-    num_rows rows fills by half."""
+    """Returns an empty slab whose rows replace each other. It has as many sets as the budget holds, but at most as
+    many as a table of num_rows rows fills by half."""
     set_bytes = LRU_WAYS * (slot_bytes + WAY_BYTES + STAMP_BYTES) + STAMP_BYTES
     num_sets = min(max(0, budget_bytes - FIXED_BYTES) // set_bytes, -(-2 * num_rows // LRU_WAYS))
     num_ways = num_sets * LRU_WAYS
@@ -282,7 +284,7 @@ def replacing_slab(slot_bytes: int, budget_bytes: int, num_rows: int, device: to
 
 
 def copy_maps_near(slabs: Sequence[Slab]) -> dict[torch.device, dict[int, torch.Tensor]]:
-    """Copies of every slab's map on all other devices."""
+    """Returns copies of every slab's map on all other devices."""
     return {
         device: {i: slab.map.to(device) for i, slab in enumerate(slabs) if slab.device != device}
         for device in {slab.device for slab in slabs}
@@ -293,7 +295,7 @@ def copy_maps_near(slabs: Sequence[Slab]) -> dict[torch.device, dict[int, torch.
 
 
 class Entries:
-    """Fields of entries, int64 tensors."""
+    """Fields of entries, which are int64 tensors."""
 
     @staticmethod
     def are_present(entries: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What the files of a cache work on together."""
+"""The state on which the modules of a cache work together."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ._slabs import COUNTERS, Generation, Slab
 
 
 class CacheState:
-    """The rows that a cache holds, and what keeps their readers and writers apart.
+    """The rows that a cache holds, and the locks and streams that separate readers and writers.
 
     Args:
         view: the table whose rows are held.
-        devices: of the slabs.
+        devices: the devices of the slabs.
         writable: whether changed rows are kept in the slabs until they are flushed.
     """
 
@@ -28,25 +28,25 @@ class CacheState:
         self.view, self.devices, self.writable = view, devices, writable
         self.workers = tuple(dict.fromkeys(devices))  # the devices, each once
         self.rows_per_item = max(1, view.geometry.item_bytes // view.row_bytes)
-        # Of each device, what lookups have met.
+        # For each device, what lookups have found.
         self.counts = {device: torch.zeros(COUNTERS, dtype=torch.int64, device=device) for device in self.workers}
         self.change_lock = ForkLock()  # held from the beginning of a change to its end; taken before `lock`
         self.lock = ForkLock()  # held while lookups and changes are issued
         self.order = StreamOrder()  # of the streams that read and write the slabs
-        self.captured: list[Generation] = []  # that CUDA graphs read
+        self.captured: list[Generation] = []  # generations that CUDA graphs read
         self._side_streams: dict[torch.device, torch.cuda.Stream] = {}
-        # A GPU cannot read the table: nothing is held, and the table's own paths serve.
+        # If a GPU cannot read the table, the cache holds nothing, and the table answers by itself.
         self.is_idle = devices[0].type == "cuda" and view._is_refused and not view.is_pinned()
         self.serving = () if self.is_idle else self.workers  # the devices that look rows up
 
     def hold(self, generation: Generation, worker: torch.device, stream: torch.cuda.Stream | None) -> None:
-        """Keeps what a stream uses from its next user until the stream is done with it."""
+        """Keeps the memory that a stream uses from being reused before the stream is done with it."""
         if stream is not None and key_of(stream) not in generation.streams:
             generation.hold_for(stream)
             self.counts[worker].record_stream(stream)
 
     def check(self, generation: Generation) -> None:
-        """RuntimeError where the table has changed since a generation was made."""
+        """Raises RuntimeError if the table has changed since a generation was made."""
         if generation.codebook is not self.view.codebook:
             raise RuntimeError("the table has been refit since its rows were cached: refill the cache")
         if generation.version != self.view.version:
@@ -56,12 +56,13 @@ class CacheState:
             )
 
     def generation_of(self, slabs: tuple[Slab, ...], ways: int, slot_bytes: int, capacity: int) -> Generation:
-        """Slabs of rows as the table codes them now."""
+        """Returns a generation of slabs, whose rows are coded as the table codes them now."""
         return Generation(slabs, ways, slot_bytes, self.view.codebook, self.view.version, capacity)
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Work on the cache's own streams, after the work of the current streams. At the end the host waits for it."""
+        """Runs work on the cache's own streams, after the work of the current streams. At the end the host waits for
+        it."""
         with ExitStack() as stack:
             for device in self.workers:
                 if device.type != "cuda":

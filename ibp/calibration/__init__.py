@@ -1,9 +1,9 @@
-"""The rates of a machine.
+"""Measures the rates of a machine.
 
     calibration = ibp.calibration.calibrate()    # a few seconds, once for each GPU and driver
     print(calibration)
 
-`ibp.compress` chooses a scheme by them, and the calls that fetch choose a path.
+`ibp.compress` uses them to choose a scheme, and the calls that fetch use them to choose a path.
 """
 
 from .._common.publishing import published

@@ -1,4 +1,4 @@
-"""How a calibration is measured: every rate by the calls that it is used for, on data made for it."""
+"""Measures a calibration: each rate by the calls for which it is used, on data made for it."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from .._schemes.codebook import work_of
 from .._tables.coded_rows import CodedRows, encode_into
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
-_NEAR_BYTES = 128 << 20  # of pinned memory that address translation reaches on every GPU
-_STREAMED_BYTES = 32 << 20  # of the tensor by which the start of a stream is timed
+_NEAR_BYTES = 128 << 20  # bytes of pinned memory that address translation reaches on every GPU
+_STREAMED_BYTES = 32 << 20  # bytes of the tensor that measures how long a stream takes to start
 _ROW_BYTES, _SHORT_ROW_BYTES, _MEDIUM_ROW_BYTES, _SECTOR_BYTES = 2048, 128, 256, _core.SECTOR_BYTES
 _ID_SETS = 16
 _BUCKETED_SMS = (8, 16, 32)
-_SMALLER, _AS_FAST = 0.8, 1.03  # of a rate that counts as less; of a time that counts as the same
-_SPREAD = 1.08  # times a short row's time: codebooks of a family differ, and none may be slower than raw rows
-_LINK_BOUND = 1.1  # times what the link takes: rows that come so have no slower decoder
-_NUM_MEASUREMENTS = 60  # that share the time given
+# A rate below the first factor counts as less; a time up to the second factor counts as the same.
+_SMALLER, _AS_FAST = 0.8, 1.03
+# A short row's time is multiplied by this, because codebooks of a family differ, and none may be slower than raw rows.
+_SPREAD = 1.08
+# Rows that take at most this many times what the link takes are bound by the link, not by the decoder.
+_LINK_BOUND = 1.1
+_NUM_MEASUREMENTS = 60  # how many measurements share the given time
 _CPU = torch.device("cpu")
 
 
@@ -43,11 +46,11 @@ def calibrate(
     """Measures once, in a few seconds, what this machine does with one of its GPUs, and keeps the result.
 
     From then on `ibp.compress` uses the result to choose a scheme, and the calls that fetch use it to choose a path: in
-    this process and, for the same GPU, driver and version of ibp, in every later one. It is written to `ibp/` in the
-    directory that XDG_CACHE_HOME names, or in `~/.cache`. Where `calibrate` was never called, an H200's rates stand in;
-    ibp never measures unasked.
+    this process and, for the same GPU, driver and version of ibp, in every later process. It is written to `ibp/` in
+    the directory that XDG_CACHE_HOME names, or in `~/.cache`. If `calibrate` was never called, the rates of an H200 are
+    used; ibp never measures unasked.
 
-    The GPU should be idle, and the host have some GiB of memory free: up to 2 GiB are pinned meanwhile.
+    The GPU should be idle, and the host should have some GiB of free memory: meanwhile up to 2 GiB are pinned.
 
     Example:
         >>> # needs a GPU
@@ -57,11 +60,11 @@ def calibrate(
 
     Args:
         device: a CUDA device; None: the current one.
-        refresh: measure, though there is a calibration in memory or on disk.
-        seconds: about how long to measure, 0.5 to 60; memory is pinned beside that.
+        refresh: whether to measure even if there is a calibration in memory or on disk.
+        seconds: about how long to measure, 0.5 to 60. Pinning memory takes additional time.
 
     Returns:
-        Calibration. Its repr is a table.
+        The calibration. Its repr is a table.
 
     Raises:
         RuntimeError: there is no CUDA device, or this build of ibp has no CUDA kernels.
@@ -83,7 +86,7 @@ def calibrate(
 
 
 def measure(device: torch.device, seconds: float) -> Calibration:
-    """The calibration of a CUDA device, measured in about `seconds` seconds, on a stream of its own."""
+    """Returns the calibration of a CUDA device, measured in about `seconds` seconds, on a stream of its own."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
         clock = Clock(device, seconds / _NUM_MEASUREMENTS)
         rates = _of_link(clock) | _of_device(clock)
@@ -116,7 +119,7 @@ def _of_link(clock: Clock) -> dict[str, Any]:
 
 
 def _stream_start_us(clock: Clock, family: _Family, known: Calibration) -> float:
-    """How much later a tensor is there by the copy engine than by a kernel, beyond what their rates say."""
+    """Returns how much later a tensor arrives by the copy engine than by a kernel, beyond what their rates explain."""
     table = family.table(_ROW_BYTES, min(_STREAMED_BYTES, clock.table_bytes), _CPU)
     out = torch.empty(table.shape, dtype=table.dtype, device=clock.device)
 
@@ -137,7 +140,7 @@ def _of_device(clock: Clock) -> dict[str, Any]:
 
 
 def _raw_table(memory: torch.Tensor, row_bytes: int) -> CompressedTensor:
-    """A table of raw rows over memory as it is."""
+    """Returns a table of raw rows over memory as it is."""
     rows = memory[: memory.numel() // row_bytes * row_bytes].view(-1, row_bytes)
     return CompressedTensor.of_parts(Geometry.of(rows, row_bytes), "raw", row_bytes, rows.view(-1))
 
@@ -151,8 +154,8 @@ def _row_ns(
     max_sms: int | None = None,
     path: str = "gpu",
 ) -> float:
-    """Nanoseconds a row of a gather of random rows, other ones in every call: the addresses of those before may still
-    be known."""
+    """Returns the nanoseconds per row of a gather of random rows. Each call gathers other rows, because the
+    addresses of earlier rows may still be known."""
     num_ids = min(num_ids, max(1, clock.table_bytes // table.row_bytes))
     sets = torch.randint(table.num_rows, (_ID_SETS, num_ids), device=clock.device)
     ids = itertools.cycle(sets.sort(1).values if in_order else sets)
@@ -179,7 +182,8 @@ def _of_large_table(clock: Clock) -> dict[str, Any]:
 
 
 def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:
-    """Bytes of the largest measured table whose rows of a sector come as fast as the rows of the smallest table."""
+    """Returns the bytes of the largest measured table whose rows of one sector come as fast as those of the smallest
+    table."""
     size, reached = _NEAR_BYTES, _NEAR_BYTES
     least_ns = _row_ns(clock, _raw_table(host[:size], _SECTOR_BYTES))
     while 2 * size <= host.numel():
@@ -191,13 +195,13 @@ def _reach_bytes(clock: Clock, host: torch.Tensor) -> int:
 
 
 def _bucketed_sms(clock: Clock, table: CompressedTensor) -> int:
-    """The fewest that are as fast as any."""
+    """Returns the fewest multiprocessors that are as fast as any other number."""
     times = {sms: _row_ns(clock, table, max_sms=sms, path="bucketed") for sms in _BUCKETED_SMS}
     return min(sms for sms, taken in times.items() if taken <= _AS_FAST * min(times.values()))
 
 
 def _gather_gbps(clock: Clock, host: torch.Tensor) -> float:
-    """GB/s of rows that each of torch's threads gathers."""
+    """Returns the GB/s at which each of torch's threads gathers rows."""
     table = _raw_table(host, 512)
     ids = torch.randint(table.num_rows, (host_gather.rows_at_once(table),), device="cpu")
     parts = host_gather.parts_of(_memory.empty(host_gather.CHUNK_BYTES, _CPU, pin=True), ids.numel())
@@ -209,13 +213,14 @@ def _gather_gbps(clock: Clock, host: torch.Tensor) -> float:
 
 
 class _Family(NamedTuple):
-    """Rows of 2 KiB on the device, and the codebook for the same elements in rows of another size."""
+    """Rows of 2 KiB on the device, and a function that makes the codebook of the same elements for rows of another
+    size."""
 
     rows: torch.Tensor
     codebook: Callable[[int], AnyCodebook]
 
     def table(self, row_bytes: int, num_bytes: int, device: torch.device) -> CompressedTensor:
-        """The first num_bytes bytes as a table on a device; pinned, where the device is the CPU."""
+        """Returns the first num_bytes bytes as a table on a device; pinned if the device is the CPU."""
         rows = self.rows.view(-1)[: num_bytes // self.rows.itemsize].view(-1, row_bytes // self.rows.itemsize)
         return compress_rows(rows.to(device), codebook=self.codebook(row_bytes), device=self.rows.device)
 
@@ -237,7 +242,8 @@ def _families(clock: Clock) -> dict[str, _Family]:
 
 
 def _exponents(rows: torch.Tensor, residual_bits: int, listed: bool) -> torch.Tensor:
-    """How often each exponent occurs in floats with residual_bits bits of sign and mantissa; listed: without zeros."""
+    """Returns how often each exponent occurs in floats with residual_bits bits of sign and mantissa. listed: whether
+    to leave out zeros."""
     width = 8 * rows.itemsize
     elements = rows.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[width]).view(-1)
     elements = elements[elements != 0] if listed else elements
@@ -246,7 +252,8 @@ def _exponents(rows: torch.Tensor, residual_bits: int, listed: bool) -> torch.Te
 
 
 def consecutive(rows: torch.Tensor, residual_bits: int) -> _Family:
-    """Scheme planes at level "fast": the fifteen exponents in a row that come most often together."""
+    """Returns a family of scheme planes at level "fast": the fifteen consecutive exponents that are the most
+    frequent together."""
     counts = torch.nn.functional.pad(_exponents(rows, residual_bits, listed=False), (0, 15))
     first = int(counts.unfold(0, 15, 1).sum(1).argmax())
     entries = torch.empty(1, 0, dtype=torch.int64, device="cpu")
@@ -259,7 +266,8 @@ def consecutive(rows: torch.Tensor, residual_bits: int) -> _Family:
 
 
 def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...], listed: bool = False) -> _Family:
-    """Scheme planes of floats with `residual_bits` bits of sign and mantissa: the most frequent exponents."""
+    """Returns a family of scheme planes for floats with `residual_bits` bits of sign and mantissa: the most frequent
+    exponents."""
     ranked = _exponents(rows, residual_bits, listed).argsort(descending=True)
     num_entries = sum(2**bits - 1 for bits in digit_bits)
     entries = ranked[torch.arange(num_entries, device="cpu").clamp(max=len(ranked) - 1)].cpu().view(1, -1)
@@ -271,7 +279,8 @@ def _ranked(rows: torch.Tensor, residual_bits: int, digit_bits: tuple[int, ...],
 
 
 def _masks(floats: torch.Tensor) -> _Family:
-    """Scheme ibp: three quarters of the bits of every chunk are the same in all rows, so that the link binds less."""
+    """Returns a family of scheme ibp. Three quarters of the bits of every chunk are the same in all rows, so that
+    the link is less of a limit."""
     fixed, chunk_bytes = 0x7FFFFFC1, 4
     rows = (floats.view(torch.int32) & ~fixed) | (fixed & 0x3F800001)
 
@@ -304,20 +313,21 @@ def _of_coder(clock: Clock, family: _Family, known: Calibration) -> CoderRates:
 
 
 def _place_for(table: CompressedTensor, codebook: AnyCodebook, device: torch.device) -> CodedRows:
-    """Room for a table's rows to be coded again."""
+    """Returns room in which a table's rows can be coded again."""
     room_bytes = 2 * table.num_rows * _SECTOR_BYTES
     return CodedRows(codebook, table.num_rows, slot_bytes=table.slot_bytes, overflow_bytes=room_bytes, device=device)
 
 
 def _coded_read_share(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Of the rate of raw rows, at which the sectors of short coded rows come."""
+    """Returns the rate at which the sectors of short coded rows come, as a share of the rate of raw rows."""
     table = family.table(_MEDIUM_ROW_BYTES, min(_NEAR_BYTES, clock.table_bytes), _CPU)
     return min(1.0, table.link_bytes / table.num_rows / _row_ns(clock, table) / known.read_gbps)
 
 
 def _least_row_ns(clock: Clock, family: _Family, known: Calibration) -> float:
-    """Of rows of 128 bytes from pinned memory; where the link brings them no faster, what it takes for any row.
-    Measured by what raw ones take, whose rate is known."""
+    """Returns the least time of a row, measured with rows of 128 bytes from pinned memory. If the link is what
+    limits these, it is what the link takes for any row. The time is measured relative to that of raw rows, whose
+    rate is known."""
     num_bytes = min(_NEAR_BYTES, clock.table_bytes)
     table = family.table(_SHORT_ROW_BYTES, num_bytes, _CPU)
     raw = _raw_table(_memory.empty(num_bytes, _CPU, pin=True), _SHORT_ROW_BYTES)

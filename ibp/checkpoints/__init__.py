@@ -1,10 +1,11 @@
-"""Whole checkpoints in and out: files of tensors of any size, read, coded and written by blocks.
+"""Compresses and decompresses whole checkpoints: files of tensors of any size, block by block.
 
     print(ibp.checkpoints.estimate("model.safetensors"))
     report = ibp.checkpoints.compress("model.safetensors", "model.ibp.safetensors")
     ibp.checkpoints.decompress("model.ibp.safetensors", "again.safetensors")    # the same tensors and metadata
 
-`_sources.py` opens files of every format, a module each, as a `Source` (`_source.py`); `_outputs.py` writes them.
+`_sources.py` opens files of every format, each in a module of its own, as a `Source` (`_source.py`). `_outputs.py`
+writes them.
 """
 
 from .._common.publishing import published

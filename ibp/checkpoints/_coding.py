@@ -1,4 +1,4 @@
-"""Tensors read and coded block by block, several at once, in order: on the CPU's cores, or on a GPU."""
+"""Reads and codes tensors block by block, several blocks at once, in order, on the CPU's cores or on a GPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from .._rows.handle import Handle, Parts
 from .._schemes import AnyCodebook
 from ._source import SourceTensor
 
-_WORD_BYTES = 8  # of a fingerprint (FORMAT.md section 10)
-_HASHED_BYTES = 1 << 20  # what is added to a fingerprint at once, by the thread that asks
+_WORD_BYTES = 8  # bytes of a word of a fingerprint (FORMAT.md section 10)
+_HASHED_BYTES = 1 << 20  # bytes that the calling thread adds to a fingerprint at once
 _CPU = torch.device("cpu")
 
 
 class Block(NamedTuple):
-    """Bytes [start, end) of a tensor: whole groups of 32 rows, but for the last. codebook: None to keep them."""
+    """Bytes [start, end) of a tensor: whole groups of 32 rows, except in the last block. codebook: None to keep the
+    bytes."""
 
     tensor: SourceTensor
     start: int
@@ -36,22 +37,23 @@ class Block(NamedTuple):
 
 
 class CodedBlock(NamedTuple):
-    """A block as it is stored."""
+    """A block in its stored form."""
 
     data: np.ndarray  # uint8, valid until `release` is called
-    lengths: np.ndarray  # uint16, one a row (FORMAT.md section 2); none of a block that is kept
-    words: int  # what the words of the block's bytes before coding add to its tensor's fingerprint
-    release: Callable[[], object]  # gives the memory of `data` to another block; of any thread
+    lengths: np.ndarray  # uint16, one for each row (FORMAT.md section 2); empty if the block is kept
+    words: int  # what the block's bytes before coding add to its tensor's fingerprint
+    release: Callable[[], object]  # gives the memory of `data` to another block; any thread may call it
 
 
 def coder_for(device: torch.device, jobs: int | None) -> BlockCoder:
-    """What codes blocks on a device. jobs: threads; None: one for each core that the process may use."""
+    """Returns a coder of blocks on a device. jobs: the number of threads. None: one for each core that the process
+    may use."""
     threads = jobs or len(os.sched_getaffinity(0))
     return CpuCoder(threads) if device.type == "cpu" else CudaCoder(device, threads)
 
 
 def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: int) -> Iterator[Block]:
-    """The blocks of a tensor, of about block_bytes each."""
+    """Yields the blocks of a tensor, of about block_bytes each."""
     group = _core.ROWS_PER_BASE * (1 if codebook is None else codebook.row_bytes)
     step = max(1, block_bytes // group) * group
     for start in range(0, tensor.num_bytes, step):
@@ -71,9 +73,9 @@ def _sum_words(data: torch.Tensor, start: int, total: torch.Tensor) -> None:
 
 
 class CpuCoder:
-    """Codes blocks on threads; each thread reads, codes and fingerprints one block at a time."""
+    """Codes blocks on threads. Each thread reads, codes and fingerprints one block at a time."""
 
-    block_bytes = 4 << 20  # smaller ones cost more in Python, larger ones fall out of a core's caches
+    block_bytes = 4 << 20  # bytes; smaller blocks cost more in Python, and larger ones do not fit a core's caches
 
     def __init__(self, jobs: int) -> None:
         self._jobs = jobs
@@ -93,7 +95,7 @@ class CpuCoder:
         counts, none = torch.zeros(2, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
         rows, words = as_tensor(data), block.codebook.words(_CPU)
         index, sizes = (lengths, none, words, block.codebook.codec), (0, 0, 1, size)
-        Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # packed rows
+        Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # into packed rows
         _sum_words(rows, block.start, counts[1:])
         stored, total = counts.tolist()
         return CodedBlock(buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
@@ -114,25 +116,25 @@ class _Slot:
 
     def __init__(self, raw: Turn, coded: Turn) -> None:
         self.raw, self.coded = raw, coded
-        # Bytes as coded, sum of words, fault of the coder.
+        # The bytes of the coded block, the sum of words, and the coder's fault record.
         self.facts = torch.empty(6, dtype=torch.int64, pin_memory=True, device="cpu")
         self.lengths = torch.empty(0, dtype=torch.uint16, device="cpu")  # pinned
 
 
 class _Passing(NamedTuple):
-    """A block on its way."""
+    """A block that is being coded."""
 
     block: Block
-    slot: _Slot | None  # None of a block that is kept
+    slot: _Slot | None  # None if the block is kept
     read: Future[np.ndarray]
 
 
 class CudaCoder:
-    """Codes blocks on a GPU. Threads read into pinned memory; copies there and back and the coder's kernels run on
-    streams of their own; all of it while the caller writes an earlier block."""
+    """Codes blocks on a GPU. Threads read into pinned memory; copies to and from the device and the coder's kernels
+    run on streams of their own. All of this happens while the caller writes an earlier block."""
 
-    block_bytes = 16 << 20  # the copy engines are at their rate from 4 MiB on
-    _DEPTH = 2  # blocks between the copy to the device and the coder, and between that and the copy back
+    block_bytes = 16 << 20  # bytes; the copy engines reach their full rate at 4 MiB
+    _DEPTH = 2  # blocks between the copy to the device and the coder, and between the coder and the copy back
 
     def __init__(self, device: torch.device, jobs: int) -> None:
         self._device = device
@@ -188,7 +190,7 @@ class CudaCoder:
         return slot
 
     def _launch(self, passing: _Passing) -> _Passing:
-        """Brings a block that has been read to the device, and queues its coding and the copy of its lengths."""
+        """Copies a block that has been read to the device, and queues its coding and the copy of its lengths."""
         block, slot = passing.block, passing.slot
         num_bytes = passing.read.result().size
         if slot is None:
@@ -210,7 +212,7 @@ class CudaCoder:
     def _code(
         self, data: torch.Tensor, codebook: AnyCodebook, out: torch.Tensor, start: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(lengths, facts) of a block that is coded to `out`."""
+        """Codes a block to `out`. Returns (lengths, facts)."""
         words, codec, row_bytes = codebook.words(self._device), codebook.codec, codebook.row_bytes
         none, facts = data[:0], torch.zeros(6, dtype=torch.int64, device=self._device)
         lengths = torch.ops.ibp.measure_rows.default(data, words, codec)
@@ -243,4 +245,4 @@ class CudaCoder:
         return CodedBlock(data, slot.lengths.numpy(), words, lambda: self._free.append(slot))
 
 
-BlockCoder = CpuCoder | CudaCoder  # codes blocks, of about `block_bytes` each, in their order
+BlockCoder = CpuCoder | CudaCoder  # codes blocks, of about `block_bytes` each, in order

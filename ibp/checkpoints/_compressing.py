@@ -1,4 +1,4 @@
-"""Checkpoints compressed: `compress`."""
+"""`compress`: compresses checkpoints."""
 
 from __future__ import annotations
 
@@ -58,17 +58,18 @@ def compress(
 ) -> CheckpointReport:
     """Compresses a checkpoint of any size to a file, or a set of files, that `ibp.open` and `ibp.load` read.
 
-    Tensors are read, coded and written block by block, in bounded memory: some 100 MB besides 2 bytes a row, whatever
-    their size. Names, shapes, dtypes, bytes and metadata are kept. Weights of a kind share a codebook. What does not
-    get smaller, or is smaller than 4 KiB, is kept as it is. Each table has its fingerprint.
+    Tensors are read, coded and written block by block, in bounded memory: about 100 MB plus 2 bytes per row, whatever
+    their size. Names, shapes, dtypes, bytes and metadata are kept. Weights of a kind share a codebook. Tensors that
+    would not get smaller, or that are smaller than 4 KiB, are kept as they are. Each table has its fingerprint.
 
-    Where a directory becomes a directory, each file of tensors becomes a file of its own, and a set stays a set: of
-    "model.safetensors" comes "model.ibp.safetensors", of "optimizer.pt" "optimizer.pt.ibp.safetensors". All other files
-    are copied, files that hold objects of Python too, and a config.json says that the weights beside it are coded.
-    Where ibp is imported, `from_pretrained` of transformers and diffusers loads them; without ibp it finds no weights.
+    If a directory is compressed to a directory, each file of tensors becomes a file of its own, and a set stays a set:
+    "model.safetensors" becomes "model.ibp.safetensors", and "optimizer.pt" becomes "optimizer.pt.ibp.safetensors". All
+    other files are copied, including files that hold objects of Python, and a config.json says that the weights beside
+    it are coded. If ibp is imported, `from_pretrained` of transformers and diffusers loads them; without ibp it finds
+    no weights.
 
     The output appears under its name when it is whole. Finished files of a set wait in a directory beside it,
-    `.<name>.ibp-work`, where the same call finds them after an interruption, if the inputs have not changed.
+    `.<name>.ibp-work`. After an interruption the same call finds them there, if the inputs have not changed.
 
     Example:
         >>> torch.save({"w": torch.arange(1000.0).repeat(100, 1)}, "model.pt")
@@ -79,36 +80,36 @@ def compress(
         tensor([0., 1., 2.])
 
     Args:
-        inputs: paths, globs, directories, indices of sets or URLs of fsspec, one or many: safetensors, .npy, .npz,
+        inputs: one or many paths, globs, directories, indices of sets or URLs of fsspec: safetensors, .npy, .npz,
             checkpoints of torch.save (read with weights_only), files of ibp.
         output: path of the file; a directory, for "model.ibp.safetensors" in it unless a directory is compressed; or a
-            URL of fsspec, which the files are copied to when they are whole. Where a directory is compressed, a name
-            without a suffix is a directory's.
+            URL of fsspec, to which the files are copied when they are whole. If a directory is compressed, a name
+            without a suffix is that of a directory.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
-        row_bytes: bytes of a row; None: 4,096 bytes of the flat tensor, or an item of an array of numpy that has 512
+        row_bytes: bytes of a row. None: 4,096 bytes of the flat tensor, or an item of an array of numpy if it has 512
             bytes to 64 KiB.
-        include, exclude: patterns of names ("*.weight", as fnmatch has them): only tensors that match one of include,
+        include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
             and none of exclude, are compressed. The others are kept as they are.
-        metadata: text by text, added to that of the inputs.
-        shard_bytes: bytes of tensors before coding that a file has at most, unless one tensor has more. None: one file.
-            Files of a set, as of a sharded model, stay files of their own.
-        device: that codes the rows. None: the current GPU if there is one, else the CPU.
-        jobs: threads; None: one for each core.
-        restart: take over what an interrupted call has finished.
-        progress: show a bar.
-        force: replace an output that is there, of one file or of a set.
+        metadata: texts by keys, added to the metadata of the inputs.
+        shard_bytes: the largest number of bytes of tensors before coding in a file, unless one tensor is larger. None:
+            one file. Files of a set, such as those of a sharded model, are never joined.
+        device: the device that codes the rows. None: the current GPU if there is one, else the CPU.
+        jobs: the number of threads. None: one for each core.
+        restart: whether to use the files that an interrupted call has finished.
+        progress: whether to show a progress bar.
+        force: whether to replace an existing output, which may be one file or a set.
 
     Returns:
         What was written.
 
     Raises:
         FileNotFoundError: there is no such input, or no such directory for the output.
-        FileExistsError: the output is there, and force is not set.
-        SourceFormatError, ibp.FileFormatError: an input is damaged, or no file of tensors.
-        TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output ends as
-            files of another format do (.npz, .pt), two inputs have a tensor of one name, or a config.json beside
-            weights is no JSON.
-        OSError: a file cannot be read or written, or another call writes the same output at this moment.
+        FileExistsError: the output exists, and force is not set.
+        SourceFormatError, ibp.FileFormatError: an input is damaged, or is not a file of tensors.
+        TypeError, ValueError: an argument is outside its range, a pattern of include matches no name, output ends like
+            files of another format (.npz, .pt), two inputs have a tensor with the same name, or a config.json beside
+            weights is not JSON.
+        OSError: a file cannot be read or written, or another call is writing the same output.
     """
     output = output_of(inputs, output)
     with contextlib.ExitStack() as stack:
@@ -128,12 +129,12 @@ def compress(
         sources = conversion.sources if conversion is not None else {Path(target.name): opened}
         for source in sources.values():
             for tensor in source.stored():
-                tensor.header_entry()  # ValueError: safetensors lacks its dtype
+                tensor.header_entry()  # raises ValueError if safetensors does not have its dtype
         names = dict.fromkeys(name for source in sources.values() for name in source.tensors)
         kept = frozenset(names).difference(chosen(names, include, exclude))
         sets = {}
         for path, source in sources.items():
-            # a file of another format comes back as one file, and stays one
+            # A file of another format becomes one file again, so that it must stay one file.
             is_cut = conversion is None or path in conversion.sets or is_of_weights(path.name)
             sets[path] = shards_of(source, path, most if is_cut else None, checked)
             outputs_of(target.parent / path, len(sets[path]))
@@ -148,12 +149,15 @@ def compress(
 
 @dataclass(frozen=True)
 class _BlockJob:
-    """The work on each file.
+    """Compresses the sources to files, as one job that can be interrupted and resumed.
 
-    kept: names of the tensors that patterns leave as they are. target: the output on this machine, or, where a
-    directory is compressed, a file in its directory. sets: the files that are written, by the path, within the
-    directory of the target, that each set is named after. inputs: paths of the files that each set is made of. force:
-    what is there is replaced. there: what is there already, which only the call that began it goes on with.
+    Attributes:
+        kept: names of the tensors that patterns leave as they are.
+        target: the output on this machine, or, if a directory is compressed, a file in its directory.
+        sets: the files that are written, by the path, within the directory of the target, that each set is named after.
+        inputs: paths of the files that each set is made from.
+        force: whether to replace what exists.
+        there: what exists already. Only the call that began to write it goes on with it.
     """
 
     learning: CheckpointLearning
@@ -185,7 +189,7 @@ class _BlockJob:
         return joined_report(self._opened(), [record], 0, writing.peak.num_bytes)
 
     def all_files(self, restart: bool, stack: contextlib.ExitStack) -> CheckpointReport:
-        """Makes all files. stack: is left afterwards."""
+        """Makes all files. stack: the caller closes it afterwards."""
         files = [file for of_set in self.inputs.values() for file in of_set]
         shards = self.shards
         journal = Journal(self.target, plan_of(shards, state_of(files), self._options()))
@@ -210,8 +214,12 @@ class _BlockJob:
         return joined_report(self._opened(), ordered, kept_files, writing.peak.num_bytes)
 
     def _open(self, journal: Journal, restart: bool) -> None:
-        """Opens the journal. FileExistsError: the output is there, also if a call that had the journal until now made
-        it, and this call does not go on with it."""
+        """Opens the journal.
+
+        Raises:
+            FileExistsError: the output exists, and this call does not go on with it. A call that had the journal until
+                now may have made it.
+        """
         goes_on = journal.open(restart)
         made = (os.fspath(self.target.parent / path) for path in self.sets)
         there = self.there or next(filter(is_there, made), None)
@@ -220,7 +228,7 @@ class _BlockJob:
             raise exists(there)
 
     def _like(self, shard: Shard) -> Sequence[str]:
-        """The file that one of a set replaces, or else the files that the set is made of."""
+        """Returns the file that a file of the set replaces, or else the files that the set is made from."""
         earlier = self.target.parent / shard.file
         if earlier.exists():
             return [os.fspath(earlier)]
@@ -240,7 +248,7 @@ class _BlockJob:
         journal.close()
 
     def _opened(self) -> str:
-        """What to open, as the caller knows it: the file, the index of the set, or the directory of several."""
+        """Returns what the caller should open: the file, the index of the set, or the directory of several."""
         (path, shards), *others = self.sets.items()
         if others:
             return os.fspath(self.target.parent)
@@ -250,7 +258,7 @@ class _BlockJob:
         return os.fspath(self.target.parent / file)
 
     def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
-        """Returns the names of those of the tensors that are not to be coded."""
+        """Returns the names of those tensors that are not to be coded."""
         return frozenset(tensor.name for tensor in tensors).intersection(self.kept)
 
     def _options(self) -> dict[str, Any]:
@@ -262,15 +270,15 @@ class _BlockJob:
 
 
 class _Writing:
-    """Writes files, block by block. peak: memory of the process's own, as seen after each block."""
+    """Writes files, block by block. peak: notes the process's own memory after each block."""
 
     def __init__(self, books: Codebooks, coder: BlockCoder, jobs: int, on_bytes: Callable[[int], object]) -> None:
         self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes
         self.peak = PeakMemory()
 
     def write(self, path: Path, shard: Shard, *, like: Iterable[str], replace: bool) -> dict[str, Any]:
-        """Writes a file, which no other call writes meanwhile. Returns the fields of its record. like, replace: as of
-        `FileWriter`."""
+        """Writes a file, which no other call writes meanwhile. Returns the fields of its record. like, replace: as
+        in `FileWriter`."""
         self._books.prepare(shard.tensors, self._jobs)
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
         options: dict[str, Any] = {"like": like, "alone": True, "replace": replace}
@@ -331,8 +339,8 @@ class _Writing:
     def _write_blocks(
         self, tensor: SourceTensor, coming: Iterator[CodedBlock], sink: Sink
     ) -> tuple[list[np.ndarray], int]:
-        """Writes the blocks of a tensor as they come, on a thread, while the next ones are brought. Returns the lengths
-        of their rows, and the sum of words."""
+        """Writes the blocks of a tensor as they come, on a thread, while the next ones are read and coded. Returns
+        the lengths of their rows, and the sum of words."""
 
         def put(coded: CodedBlock) -> CodedBlock:
             sink.write(coded.data)

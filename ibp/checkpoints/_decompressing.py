@@ -1,4 +1,4 @@
-"""Checkpoints as they were: `decompress`."""
+"""`decompress`: writes checkpoints as they were."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def decompress(
     """Writes the tensors of a checkpoint as they were: names, shapes, dtypes, bytes and metadata.
 
     Tensors are decoded and written block by block. Each file appears under its name when it is whole. A set of files
-    becomes a set of as many safetensors files, and its index. Where a directory becomes a directory, each coded file
-    becomes a file of the name and kind that it was made of, all other files are copied, and config.json says again what
-    it said before.
+    becomes a set of the same number of safetensors files, and its index. If a directory is decompressed to a directory,
+    each coded file becomes a file with the name and format that it was made from, all other files are copied, and
+    config.json becomes what it was.
 
     Example:
         >>> torch.save({"w": torch.arange(100_000.0)}, "model.pt")
@@ -50,27 +50,27 @@ def decompress(
         tensor([0., 1., 2.])
 
     Args:
-        inputs: as of `ibp.checkpoints.compress`; usually a file of ibp, an index or a directory of them.
+        inputs: as in `ibp.checkpoints.compress`; usually a file of ibp, or an index or a directory of such files.
         output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec. A name without a
-            suffix is a directory's where a directory is decompressed, and else a safetensors file's.
-        format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all of it in memory), which
-            the suffix of the output must not contradict. None: by the suffix of the output; in a directory by the names
-            of the files.
-        include, exclude: patterns of names ("*.weight", as fnmatch has them): only tensors that match one of include,
+            suffix is that of a directory if a directory is decompressed, otherwise that of a safetensors file.
+        format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all of it in memory). It
+            must agree with the suffix of the output. None: chosen by the suffix of the output; in a directory by the
+            names of the files.
+        include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
             and none of exclude, are written.
-        progress: show a bar.
-        force: replace an output that is there.
+        progress: whether to show a progress bar.
+        force: whether to replace an existing output.
 
     Returns:
-        Paths or URLs of the files that were written, the index of a set last.
+        Paths or URLs of the files that were written. The index of a set is the last.
 
     Raises:
         FileNotFoundError: there is no such input, or no such directory for the output.
-        FileExistsError: the output is there, and force is not set.
+        FileExistsError: the output exists, and force is not set.
         ibp.FileFormatError, SourceFormatError, ibp.CorruptTableError: an input is damaged.
-        ValueError: the format is none, is not what the suffix says, does not have a tensor's dtype, or is given for a
+        ValueError: the format does not exist, contradicts the suffix, does not have a tensor's dtype, or is given for a
             directory; or the patterns leave no tensor.
-        OSError: a file cannot be read or written, or another call writes the same output at this moment.
+        OSError: a file cannot be read or written, or another call is writing the same output.
     """
     output = output_of(inputs, output)
     with contextlib.ExitStack() as stack:
@@ -120,10 +120,10 @@ def write_source(
     """Writes the tensors of a source. Returns the paths or URLs of the files.
 
     Args:
-        source, output, format, progress: as of `decompress`.
+        source, output, format, progress: as in `decompress`.
         what: the name that the bar shows.
         begin: begins each file.
-        as_set: whether a set of files becomes a set in other formats than safetensors, too.
+        as_set: whether a set of files stays a set in formats other than safetensors, too.
     """
     shown = file_of(output)
     kind = format_of_output(Path(shown), format)
@@ -150,7 +150,7 @@ def write_source(
 def _pieces(
     tensor: SourceTensor, threads: ThreadPoolExecutor, on_bytes: Callable[[int], object]
 ) -> Iterator[np.ndarray]:
-    """The bytes of a tensor in order, the next ones read while the caller has some."""
+    """Yields the bytes of a tensor in order. The next ones are read while the caller uses some."""
 
     def read(start: int) -> np.ndarray:
         return tensor.read(start, min(start + _BLOCK_BYTES, tensor.num_bytes))

@@ -1,4 +1,4 @@
-"""What a checkpoint would become, by samples of its rows: `estimate`."""
+"""`estimate`: what a checkpoint would become, judged by samples of its rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMPARED = ("ibp", "planes")
 
 @dataclass(frozen=True)
 class TensorEstimate:
-    """What a tensor would become.
+    """What `compress` would make of a tensor.
 
     Example:
         >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
@@ -34,11 +34,11 @@ class TensorEstimate:
         b 1024 None
 
     Attributes:
-        name, dtype, shape, num_bytes: of the tensor.
-        savings: by scheme, the share of its bytes that a table would save, its index counted, about that where
-            `compress` takes another scheme; empty for a tensor that is kept as it is: one of less than 4 KiB, of a
-            dtype that tables lack, or that patterns leave out.
-        best: the scheme that `compress` takes; None where none saves 1 %.
+        name, dtype, shape, num_bytes: name, dtype, shape and bytes of the tensor.
+        savings: for each scheme, the share of the tensor's bytes that a table would save, index included. For schemes
+            that `compress` would not choose the share is approximate. Empty for a tensor that is kept as it is: one of
+            less than 4 KiB, of a dtype that tables do not have, or that patterns leave out.
+        best: the scheme that `compress` chooses. None if no scheme saves 1 %.
     """
 
     name: str
@@ -56,7 +56,7 @@ class TensorEstimate:
 
 @dataclass(frozen=True)
 class CheckpointEstimate:
-    """What `compress` would do to a checkpoint.
+    """What `compress` would make of a checkpoint.
 
     Example:
         >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
@@ -66,8 +66,8 @@ class CheckpointEstimate:
 
     Attributes:
         tensors: a `TensorEstimate` for each tensor.
-        num_bytes, stored_bytes: of all tensors, before and after; headers and codebooks are left out.
-        file_bytes: of the files, with headers, codebooks and checksums.
+        num_bytes, stored_bytes: bytes of all tensors, before and after, without headers and codebooks.
+        file_bytes: bytes of the files, with headers, codebooks and checksums.
     """
 
     tensors: tuple[TensorEstimate, ...]
@@ -77,7 +77,7 @@ class CheckpointEstimate:
 
     @property
     def savings(self) -> float:
-        """1 - file_bytes / num_bytes, as `CheckpointReport` has it afterwards."""
+        """1 - file_bytes / num_bytes, like `CheckpointReport.savings` after compressing."""
         return share_saved(self.num_bytes, self.file_bytes)
 
     def __repr__(self) -> str:
@@ -87,7 +87,7 @@ class CheckpointEstimate:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON has them."""
+        """Returns the fields in the form for JSON."""
         tensors = [{**as_json(tensor), "stored_bytes": tensor.stored_bytes} for tensor in self.tensors]
         own = {key: getattr(self, key) for key in ("num_bytes", "stored_bytes", "file_bytes", "savings")}
         return {**own, "tensors": tensors}
@@ -102,7 +102,7 @@ def estimate(
     exclude: Iterable[str] = (),
     progress: bool = False,
 ) -> CheckpointEstimate:
-    """What `compress` would make of a checkpoint, by rows that are sampled; nothing is written.
+    """Estimates what `compress` would make of a checkpoint, from a sample of its rows. Nothing is written.
 
     Example:
         >>> torch.save({"w": torch.randn(1000, 256)}, "model.pt")
@@ -111,14 +111,14 @@ def estimate(
         {'ibp': '13%', 'planes': '17%'}
 
     Args:
-        inputs: as of `compress`.
+        inputs: as in `compress`.
         level, row_bytes: as in `compress`.
-        include, exclude: patterns of names, as there: the other tensors are kept as they are.
-        progress: show a bar.
+        include, exclude: patterns of names, as in `compress`. The other tensors are kept as they are.
+        progress: whether to show a progress bar.
 
     Raises:
-        FileNotFoundError, SourceFormatError, ibp.FileFormatError: as `compress`.
-        TypeError, ValueError: level or row_bytes is none, or a pattern of include matches no name.
+        FileNotFoundError, SourceFormatError, ibp.FileFormatError: as in `compress`.
+        TypeError, ValueError: level or row_bytes is not as described, or a pattern of include matches no name.
     """
     learning = CheckpointLearning.of(Options(level=level, row_bytes=row_bytes, device="cpu"))
     with open_sources(inputs) as source:
@@ -138,12 +138,12 @@ def estimate(
 
 
 class _Kinds:
-    """What schemes save of tensors: the codebook that compressing takes, by rows of each tensor; other schemes, by rows
-    of each kind.
+    """What schemes save of tensors. For the codebook that `compress` takes, rows of each tensor are tried; for other
+    schemes, rows of each kind.
 
     Args:
         learning: how codebooks are learned.
-        tensors: of the checkpoint.
+        tensors: the tensors of the checkpoint.
         kept: names of tensors that are not to be coded.
     """
 
@@ -153,7 +153,7 @@ class _Kinds:
         self._others: dict[tuple, float] = {}  # by kind and scheme
 
     def codebook(self, tensor: SourceTensor) -> AnyCodebook | None:
-        """The codebook that compressing takes; None where it keeps the tensor."""
+        """Returns the codebook that `compress` takes, or None if it keeps the tensor."""
         self._taken.prepare([tensor])
         return self._taken.of(tensor)
 

@@ -1,4 +1,4 @@
-"""Files of ibp as sources: tables are decoded by blocks, when they are read."""
+"""Files of ibp as sources. Tables are decoded block by block when they are read."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ from ..codecs._whole import WholeTensor
 from ._source import Source, SourceFormatError, SourceTensor, with_entry
 from ._torch_files import loaded_tensor
 
-ROWS_KEY = "ibp_rows."  # of metadata: a table that holds some items of a tensor, with the fields first, last, items
+ROWS_KEY = "ibp_rows."  # of metadata: a table that holds some items of a tensor; its fields are first, last and items
 _CPU = torch.device("cpu")
 
 
 def open_ibp(path: str | os.PathLike[str]) -> Source:
-    """A file of ibp, or a set of them. ibp.FileFormatError: it is none. SourceFormatError: it holds a delta, which is
-    no tensor without its base."""
+    """Opens a file of ibp, or a set of them.
+
+    Raises:
+        ibp.FileFormatError: it is not such a file.
+        SourceFormatError: it holds a delta, which is not a tensor without its base.
+    """
     file = open_file(path, memory="host")
     try:
         tensors: dict[str, SourceTensor] = {}
@@ -57,7 +61,7 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
 
 
 def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
-    """The files of a set as sources."""
+    """Returns the files of a set as sources."""
     tensors: dict[str, dict[str, SourceTensor]] = {os.path.basename(path): {} for path in whole.files}
     for name, tensor in whole.tensors.items():
         held_by = file.info(name).files
@@ -69,7 +73,7 @@ def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
 
 
 def _coded_tensor(name: str, coded: CompressedTensor | WholeTensor) -> SourceTensor:
-    """A table, or a tensor of a general codec, decoded where it is read."""
+    """Returns the tensor of a table, or of a general codec, which is decoded when it is read."""
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:
         if start_byte == end_byte:
@@ -83,7 +87,7 @@ def _coded_tensor(name: str, coded: CompressedTensor | WholeTensor) -> SourceTen
 
 
 def _joined_tensor(name: str, parts: list[SourceTensor]) -> SourceTensor:
-    """A tensor whose items lie in several tables, in their order."""
+    """Returns a tensor whose items are in several tables, in order."""
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:
         found, at = [], 0
@@ -98,8 +102,8 @@ def _joined_tensor(name: str, parts: list[SourceTensor]) -> SourceTensor:
 
 
 def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
-    """A tensor that is stored as a view of another one's memory. Where its elements do not lie one after the other, the
-    base is decoded as a whole when the tensor is first read."""
+    """Returns a tensor that is stored as a view of another one's memory. Unless its elements are contiguous, the
+    whole base is decoded when the tensor is first read."""
     view.check(math.prod(base.shape))
     start = view.offset * base.dtype.itemsize
     loaded = functools.cache(lambda: loaded_tensor(name, view.of(base.tensor()), base.name))
@@ -114,7 +118,7 @@ def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
 
 
 def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], path: object) -> dict[str, SourceTensor]:
-    """The tensors; a tensor that lies in several tables of its items becomes one."""
+    """Returns the tensors, after joining each tensor whose items are in several tables."""
     pieces: dict[str, list[tuple[int, int, int, str]]] = {}
     for key, text in metadata.items():
         if key.startswith(ROWS_KEY):

@@ -1,8 +1,8 @@
-"""Finished files of a set that is still being made, so that an interrupted call can be made again.
+"""Keeps finished files of a set that is still being made, so that an interrupted call can be repeated.
 
-They lie in a directory beside the output, `.<name>.ibp-work`, each with a record, and with a plan of the whole. When
-all are there, they are moved to their places, and the directory goes. One call at a time has the directory: it holds a
-lock on a file in it, which the system lets go of when its process ends, however that ends.
+They are in a directory beside the output, `.<name>.ibp-work`. Each has a record, and there is a plan of the whole set.
+When all files are there, they are moved to their places, and the directory is removed. Only one call at a time has the
+directory: it holds a lock on a file in it, which the system releases when the call's process ends in any way.
 """
 
 from __future__ import annotations
@@ -25,13 +25,16 @@ _PLAN, RECORD, _LOCK = "plan.json", ".done.json", "lock"
 
 
 def work_directory(target: Path) -> Path:
-    """Where files of a set wait until all of it is there. target: the output's path."""
+    """Returns the directory where files of a set wait until all of them are there. target: the output's path."""
     return target.with_name(f".{target.name}.ibp-work")
 
 
 class Journal:
-    """The directory of a set that is being made. target: the output's path; plan: what the set is made of and how, as
-    JSON has it: records of another plan are not used."""
+    """The directory of a set that is being made.
+
+    target: the output's path. plan: what the set is made of and how, in the form for JSON. Records of another plan are
+    not used.
+    """
 
     def __init__(self, target: Path, plan: dict[str, Any]) -> None:
         self.directory = work_directory(target)
@@ -39,9 +42,12 @@ class Journal:
         self._target, self._home, self._plan = target, target.parent, plan
 
     def open(self, restart: bool) -> bool:
-        """Makes the directory, empty unless it is of the same plan and `restart` is set. Returns whether it was of the
-        same plan, as an interrupted call left it. No other call has it until `release` is called. OSError: another call
-        has it, or it is no directory."""
+        """Makes the directory. It becomes empty unless it has the same plan and `restart` is set. Returns whether it
+        had the same plan, left by an interrupted call. No other call has it until `release` is called.
+
+        Raises:
+            OSError: another call has it, or it is not a directory.
+        """
         self._lock = self._locked()
         goes_on = self._is_same_plan()
         if not (restart and goes_on):
@@ -50,13 +56,13 @@ class Journal:
         return goes_on
 
     def release(self) -> None:
-        """Lets other calls have the directory, if this one has it."""
+        """Releases the directory, if this call has it, so that other calls can have it."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
 
     def _locked(self) -> int:
-        """The descriptor that has the lock."""
+        """Takes the lock, and returns the descriptor that has it."""
         path = self.directory / _LOCK
         while True:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -64,7 +70,7 @@ class Journal:
                 raise NotADirectoryError(f"{self.directory} is a symbolic link; wanted a directory, or nothing there")
             try:
                 return open_locked(path, 0o666, self._take)
-            except FileNotFoundError:  # the directory has been removed since, by the call that was done with it
+            except FileNotFoundError:  # the call that had finished with the directory has removed it meanwhile
                 continue
 
     def _take(self, file: int) -> None:
@@ -85,7 +91,7 @@ class Journal:
             )
 
     def _empty(self) -> None:
-        """Removes all but the lock."""
+        """Removes everything except the lock."""
         for path in self.directory.iterdir():
             if path.name != _LOCK:
                 if path.is_dir() and not path.is_symlink():
@@ -100,7 +106,7 @@ class Journal:
             return False
 
     def finished(self, file: str) -> dict[str, Any] | None:
-        """Returns the record of a file that is whole and as it was written; None if there is none."""
+        """Returns the record of a file that is whole and as it was written, or None if there is no such file."""
         try:
             record = json.loads((self.directory / f"{file}{RECORD}").read_bytes())
             for fields in record["tensors"]:
@@ -117,14 +123,15 @@ class Journal:
         return path
 
     def finish(self, file: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Notes that a file in the directory is whole. Returns its record: the fields, and what tells the file."""
+        """Notes that a file in the directory is whole. Returns its record: the fields, and what identifies the file."""
         found = self.path_of(file).lstat()
         record = {**fields, "file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
         write_whole(self.directory / f"{file}{RECORD}", json.dumps(record).encode())
         return record
 
     def _place(self, file: str, record: dict[str, Any]) -> Path | None:
-        """Where the file of a record is: in the directory, or, if an earlier call came so far, in its own place."""
+        """Returns where the file of a record is: in the directory, or, if an earlier call got so far, in its final
+        place. Returns None if it is in neither, or has changed."""
         for path in (self.directory / file, self._home / file):
             with contextlib.suppress(FileNotFoundError):
                 found = path.lstat()
@@ -133,8 +140,8 @@ class Journal:
         return None
 
     def move(self, record: dict[str, Any]) -> None:
-        """Moves the finished file of a record to its place, unless it is there. OSError: it is in neither place, or
-        another file is."""
+        """Moves the finished file of a record to its place, unless it is there already. Raises OSError if it is in
+        neither place, or if another file has its name."""
         file = record["file"]
         place = self._place(file, record)
         if place is None:
@@ -146,7 +153,7 @@ class Journal:
         os.replace(place, self._home / file)
 
     def close(self) -> None:
-        """Removes the directory; the lock last, without which another call may begin."""
+        """Removes the directory. The lock goes last, because another call may begin without it."""
         with contextlib.suppress(OSError):
             self._empty()
             (self.directory / _LOCK).unlink()

@@ -1,5 +1,5 @@
-"""Which tensors of a checkpoint are coded, and with which codebooks: weights of a kind share one, which is learned from
-rows that are drawn from up to 8 of them."""
+"""Decides which tensors of a checkpoint are coded, and with which codebooks. Weights of a kind share a codebook,
+which is learned from rows of up to 8 of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from .._schemes.clusters import check_clusters
 from .._schemes.learning import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, kind_of
 from ._source import SourceTensor
 
-_LEAST_ITEM_BYTES = 512  # an array's shorter items are no rows: their index would take what they save
-SAMPLE_ELEMENTS = 1 << 19  # what `ibp.compress` learns from
-_CHECK_BYTES = 16 << 20  # of rows that a codebook is tried on that has no coded form for every row
-TRIED_BYTES = 1 << 18  # of rows of a tensor that the codebook of its kind is tried on
+# bytes; an array's shorter items do not become rows, because their index would take what they save
+_LEAST_ITEM_BYTES = 512
+SAMPLE_ELEMENTS = 1 << 19  # the number of elements from which `ibp.compress` learns
+_CHECK_BYTES = 16 << 20  # bytes of rows on which a codebook is tried that does not have a coded form for every row
+TRIED_BYTES = 1 << 18  # bytes of rows of a tensor on which the codebook of its kind is tried
 _SAMPLED_TENSORS = 8  # of a kind, at most
 _LEAST_ROWS = 16
-_LEAST_SAVED_BYTES = 1024  # what a table's entries in the header take, about
+_LEAST_SAVED_BYTES = 1024  # about what a table's entries in the header take
 _CPU = torch.device("cpu")
 
 
@@ -34,9 +35,9 @@ class CheckpointLearning:
     """How codebooks are learned.
 
     Attributes:
-        options: of `ibp.compress`. row_bytes: None: 4,096 bytes of the flat tensor; an item of an array of numpy if it
-            has 512 bytes to 64 KiB.
-        device: that codes rows with the codebooks.
+        options: options of `ibp.compress`. row_bytes None: 4,096 bytes of the flat tensor, or an item of an array of
+            numpy if it has 512 bytes to 64 KiB.
+        device: the device that codes rows with the codebooks.
     """
 
     options: Options
@@ -44,8 +45,8 @@ class CheckpointLearning:
 
     @classmethod
     def of(cls, options: Options) -> CheckpointLearning:
-        """Returns how codebooks are learned by options, which are checked. Raises TypeError and ValueError for wrong
-        ones."""
+        """Returns how codebooks are learned with options, which are checked. Raises TypeError and ValueError for
+        wrong options."""
         clusters, rows = options.clusters, options.row_bytes
         options = checked(replace(options, clusters=None))
         check_clusters(clusters)
@@ -61,18 +62,18 @@ class CheckpointLearning:
         return replace(whole, row_bytes=row_bytes)
 
     def is_worth_coding(self, tensor: SourceTensor) -> bool:
-        """Whether a tensor is large enough for a table, and of a dtype that tables have."""
+        """Returns whether a tensor is large enough for a table, and has a dtype that tables have."""
         has_dtype = tensor.dtype in _rows.DTYPES and tensor.entry is None
         return self.options.scheme != "raw" and has_dtype and tensor.num_bytes >= LEAST_BYTES
 
     def kind_of(self, tensor: SourceTensor) -> tuple:
-        """The kind of a tensor (see `_schemes/learning.py`), and the bytes of its rows: such tensors share a
-        codebook."""
+        """Returns the kind of a tensor (see `_schemes/learning.py`), and the bytes of its rows. Tensors for which
+        both are equal share a codebook."""
         return kind_of(tensor.name, torch.Size(tensor.shape), tensor.dtype), self.geometry_of(tensor).row_bytes
 
     def learn(self, scheme: str, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
-        """A codebook for a tensor, learned from a sample of its rows; None where raw rows are best. sample: uint8 [n *
-        row_bytes]; all_rows: whether every row has to have a coded form."""
+        """Returns a codebook for a tensor, learned from a sample of its rows, or None if raw rows are best. sample:
+        uint8 [n * row_bytes]; all_rows: whether every row must have a coded form."""
         return learn(scheme, Request(sample, geometry, self.device, self.options, 0, codes_invariant=all_rows))
 
 
@@ -80,8 +81,8 @@ class Codebooks:
     """The codebooks of a checkpoint's tensors.
 
     Args:
-        learning: how they are learned.
-        tensors: all of the checkpoint.
+        learning: how codebooks are learned.
+        tensors: all tensors of the checkpoint.
         kept: names of tensors that are not to be coded.
     """
 
@@ -100,8 +101,8 @@ class Codebooks:
         self._of_tensors: dict[SourceTensor, tuple[AnyCodebook | None, float | None]] = {}
 
     def prepare(self, tensors: Sequence[SourceTensor], jobs: int = 1) -> None:
-        """Learns the codebooks of tensors: first one for each kind, then, by several threads, one for each tensor that
-        needs its own. A single tensor's own is learned when `of` asks for it."""
+        """Learns the codebooks of tensors: first one for each kind, then, on several threads, one for each tensor
+        that needs its own. For a single tensor, its own codebook is learned when `of` asks for it."""
         for tensor in tensors:
             if self.is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
                 self._of_kinds[kind] = self._learned(kind, sample_of(self._kinds[kind], self._geometry(kind)))
@@ -112,15 +113,16 @@ class Codebooks:
                 pass
 
     def of(self, tensor: SourceTensor) -> AnyCodebook | None:
-        """The codebook of a tensor that has been prepared; None where it is kept as it is."""
+        """Returns the codebook of a tensor that has been prepared, or None if the tensor is kept as it is."""
         return self._found(tensor)[0] if self.is_coded(tensor) else None
 
     def savings(self, tensor: SourceTensor) -> float | None:
-        """What the codebook of a prepared tensor saves of rows that it was tried on; None: it was tried on none."""
+        """Returns what the codebook of a prepared tensor saves of the rows on which it was tried, or None if it was
+        not tried."""
         return self._found(tensor)[1] if self.is_coded(tensor) else None
 
     def is_coded(self, tensor: SourceTensor) -> bool:
-        """Whether a tensor is one that may have a codebook."""
+        """Returns whether a tensor may have a codebook."""
         return tensor.name not in self._kept and self._learning.is_worth_coding(tensor)
 
     def _found(self, tensor: SourceTensor) -> tuple[AnyCodebook | None, float | None]:
@@ -141,7 +143,8 @@ class Codebooks:
     def _tried(
         self, tensor: SourceTensor, kind: tuple, codebook: AnyCodebook
     ) -> tuple[AnyCodebook | None, float | None]:
-        """The codebook of the kind, or one of the tensor's own where that one loses a point, and what it saves."""
+        """Returns the codebook of the kind, or one of the tensor's own if the kind's loses a percentage point, and
+        what it saves."""
         geometry = self._geometry(kind)
         sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else TRIED_BYTES)
         savings = savings_of(sample, codebook)
@@ -154,7 +157,7 @@ class Codebooks:
         return (best, tried[best]) if _pays(tried[best], geometry) else (None, None)
 
     def _learned(self, kind: tuple, sample: torch.Tensor) -> Learner[AnyCodebook]:
-        """The codebook of a kind, learned from a sample; None where raw is best."""
+        """Returns the codebook of a kind, learned from a sample; it has none if raw rows are best."""
         geometry = self._geometry(kind)
         codebook = self._learning.learn(self._learning.options.scheme, sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
@@ -162,8 +165,8 @@ class Codebooks:
 
 
 def sample_of(tensors: Sequence[SourceTensor], geometry: _rows.Geometry, num_bytes: int | None = None) -> torch.Tensor:
-    """Returns whole rows of up to 8 tensors of one geometry, uint8 [n * row_bytes]; a tensor of one short row gives
-    that row, with zeros. num_bytes: of the sample; None: 2^19 elements."""
+    """Returns whole rows of up to 8 tensors of one geometry, uint8 [n * row_bytes]. A tensor of one short row gives
+    that row, filled up with zeros. num_bytes: bytes of the sample. None: 2^19 elements."""
     row_bytes = geometry.row_bytes
     wanted_bytes = SAMPLE_ELEMENTS * geometry.dtype.itemsize if num_bytes is None else num_bytes
     chosen = [
@@ -183,7 +186,7 @@ def sample_of(tensors: Sequence[SourceTensor], geometry: _rows.Geometry, num_byt
 
 
 def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
-    """The share of their bytes that a codebook saves of rows, the last one shorter or not, their index counted."""
+    """Returns the share of the bytes of rows that a codebook saves, index included. The last row may be shorter."""
     geometry = _rows.Geometry(sample.shape, torch.uint8, codebook.row_bytes)
     stored = surveyed(sample, codebook, _CPU).stored
     return 1 - (stored + geometry.index_bytes(True)) / geometry.num_bytes

@@ -1,8 +1,7 @@
 """Directories of models and of trainers: their files of tensors, the files beside these, and config.json.
 
-Where a directory becomes a directory, each file of tensors becomes a file of its own (names are those of
-`_files/sets.py`), a set of files stays a set, and all other files are copied. config.json says that the weights beside
-it are coded.
+If a directory becomes a directory, each file of tensors becomes a file of its own (with the names of `_files/sets.py`),
+a set of files stays a set, and all other files are copied. config.json says that the weights beside it are coded.
 """
 
 from __future__ import annotations
@@ -41,13 +40,13 @@ _INSERTED = f',\n  "{_FIELD}": {{\n    "quant_method": "{METHOD}"\n  }}'
 
 
 class Conversion:
-    """A directory of this machine that becomes another one, or is rewritten in its place: compressed or decompressed.
+    """A directory of this machine that is compressed or decompressed, to another directory or in place.
 
-    All of it is read and checked when the conversion is made; nothing is written before `finish`.
+    Everything is read and checked when the conversion is made; nothing is written before `finish`.
 
     Attributes:
-        sources: the files of tensors, opened, by the path within the target that the new form is named after.
-        sets: those of the paths that belong to a set of files.
+        sources: the files of tensors, opened, by the path within the target after which the new form is named.
+        sets: those of these paths that belong to a set of files.
     """
 
     def __init__(self, source: Path, target: Path, to_coded: bool, stack: contextlib.ExitStack) -> None:
@@ -65,14 +64,16 @@ class Conversion:
         self._replaced = {new: self._files_replaced(new) for new in self.sources}
 
     def _files_beside(self, others: Iterable[Path], homes: Container[Path]) -> dict[Path, Path | bytes]:
-        """What is written beside the tensors, by its path: the file that is copied, or the text of a config.json.
+        """Returns what is written beside the tensors, by its path: the file that is copied, or the text of a
+        config.json.
 
-        others: the other files of the source, homes: its directories that have files of tensors, as paths within it.
+        others: the other files of the source. homes: its directories that have files of tensors. Both are paths within
+        it.
         """
         written: dict[Path, Path | bytes] = {}
         for path in others:
             source, copy = self.source / path, self.target / path
-            os.close(open_regular(source))  # OSError: it cannot be read
+            os.close(open_regular(source))  # raises OSError if it cannot be read
             told = _told(source, self._to_coded) if path.name == _CONFIG and path.parent in homes else None
             if told is not None:
                 written[copy] = told
@@ -81,8 +82,8 @@ class Conversion:
         return written
 
     def _files_replaced(self, new: Path) -> list[Path]:
-        """The files in the target that hold the other form of what is named after the path: they go when the new form
-        has been written. Of a set the index goes first."""
+        """Returns the files in the target that hold the other form of the files named after a path. They are removed
+        when the new form has been written, the index of a set first."""
         other = self.target / _form(new, plain_name if self._to_coded else coded_name)
         if other == self.target / new:
             return []
@@ -91,24 +92,25 @@ class Conversion:
         return [found for found in (index, *map(other.with_name, names), other) if os.path.lexists(found)]
 
     def paths(self) -> list[Path]:
-        """The paths that are there and would be replaced or removed."""
+        """Returns the existing paths that would be replaced or removed."""
         new = [self.target / path for path in self.sources]
         replaced = itertools.chain(*self._replaced.values())
         return [path for path in (*new, *map(index_of, new), *self._beside, *replaced) if os.path.lexists(path)]
 
     def skip(self, path: Path) -> None:
-        """Leaves out files of tensors: nothing takes their place. path: one of `sources`."""
+        """Leaves out files of tensors; nothing takes their place. path: one of `sources`."""
         del self.sources[path], self._replaced[path]
 
     def check(self) -> None:
-        """OSError: something that is not replaced has the name of a file, or the target has another set."""
+        """Raises OSError if something that must not be replaced has the name of a file, or if the target has another
+        set."""
         for path in self._beside:
             check_replaceable(path)
         indices = [index_of(self.target / path) for path in self.sources]
         check_other_sets(self.target, [*indices, *itertools.chain(*self._replaced.values())])
 
     def keep(self, path: Path) -> None:
-        """Leaves files of tensors as they are: they are copied like the other files. path: one of `sources`."""
+        """Keeps files of tensors as they are: they are copied like the other files. path: one of `sources`."""
         files = self.sources.pop(path).files
         home = self.target / path.parent
         names = [os.path.basename(file) for file in files]
@@ -119,12 +121,13 @@ class Conversion:
             self._beside.update({home / name: Path(file) for name, file in zip(names, files)})
 
     def other_files(self) -> tuple[str, ...]:
-        """The paths, within the target, of the files that `finish` writes."""
+        """Returns the paths, within the target, of the files that `finish` writes."""
         return tuple(os.fspath(path.relative_to(self.target)) for path in self._beside)
 
     def finish(self) -> None:
-        """Writes the other files, when the tensors are in place, and removes what these replace. Each file is written
-        anew and takes its name when it is whole: where the name is a link, the file that it leads to stays as it is."""
+        """Writes the other files, when the tensors are in place, and removes the files that these replace. Each file
+        is written as a new file and gets its name when it is whole: if the name is a link, the file that it leads to
+        does not change."""
         for path, content in self._beside.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):
@@ -140,12 +143,12 @@ class Conversion:
 def conversion_of(
     inputs: PathLike | Iterable[PathLike], output: PathLike, to_coded: bool, stack: contextlib.ExitStack
 ) -> Conversion | None:
-    """The conversion of the only input to the output, if both are directories of this machine; else None.
+    """Returns the conversion of the only input to the output, if both are directories of this machine; otherwise None.
 
     Raises:
         FileNotFoundError: the directory has no file of tensors.
         SourceFormatError, ibp.FileFormatError: a file of tensors is damaged.
-        ValueError: a config.json beside tensors is no JSON, or tensors are there both plain and coded.
+        ValueError: a config.json beside tensors is not JSON, or tensors exist both plain and coded.
     """
     given = inputs[0] if isinstance(inputs, (list, tuple)) and len(inputs) == 1 else inputs
     target = _target(output)
@@ -156,8 +159,8 @@ def conversion_of(
 
 
 def already_there(output: PathLike, name: str, conversion: Conversion | None) -> str | None:
-    """What is there already of an output, or None. name: of the file in a directory, unless a directory becomes one.
-    OSError: what is there cannot be replaced."""
+    """Returns what exists already of an output, or None. name: the file's name if the output is a directory, unless
+    a directory becomes a directory. Raises OSError if what exists cannot be replaced."""
     if conversion is not None:
         there = next(map(os.fspath, conversion.paths()), None)
     else:
@@ -168,8 +171,8 @@ def already_there(output: PathLike, name: str, conversion: Conversion | None) ->
 
 
 def check_output(output: PathLike, name: str, conversion: Conversion | None, force: bool) -> None:
-    """OSError if an output cannot be written: it is there already, and `force` is not set; something that is not
-    replaced has its name; or readers of its directory would find other weights. The arguments are as of
+    """Raises OSError if an output cannot be written: it exists already, and `force` is not set; something that must
+    not be replaced has its name; or readers of its directory would find other weights. The arguments are as in
     `already_there`."""
     there = None if force else already_there(output, name, conversion)
     if there is not None:
@@ -181,12 +184,12 @@ def check_output(output: PathLike, name: str, conversion: Conversion | None, for
 
 
 def exists(there: str) -> FileExistsError:
-    """The error that says that an output is there already."""
+    """Returns the error for an output that exists already."""
     return FileExistsError(f"{there} is there already; wanted another output, or force=True, which replaces it")
 
 
 def _target(output: PathLike) -> Path | None:
-    """The directory of this machine that is the output."""
+    """Returns the directory of this machine that is the output, or None if it is not such a directory."""
     text = path_text(output)
     if is_url(text) or target_of(text) == Path(text):
         return None
@@ -197,37 +200,37 @@ def _target(output: PathLike) -> Path | None:
 
 
 def files_to_verify(folder: str) -> list[str]:
-    """Paths of the safetensors files in a directory, at any depth, a set by its index; of a single one, or none, the
-    path of the directory."""
+    """Returns the paths of the safetensors files in a directory, at any depth; a set is named by its index. If there
+    is only one, or none, returns the path of the directory."""
     paths, _ = _units_of(Path(folder), _shown_files(Path(folder), None))
     found = [os.path.join(folder, path) for path in paths if path.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIX)]
     return found if len(found) > 1 else [folder]
 
 
 def is_coded(source: Source) -> bool:
-    """Whether a file, or one of a set, is of ibp."""
+    """Returns whether a file, or one of a set, is a file of ibp."""
     return any(part.format == "ibp" for part in source.parts)
 
 
 def is_index(path: Path) -> bool:
-    """Whether a file is named as the index of a set of files of tensors."""
+    """Returns whether a file is named like the index of a set of files of tensors."""
     return path.name.endswith(tuple(suffix + INDEX_SUFFIX for suffix in TENSOR_SUFFIXES))
 
 
 def _units_of(folder: Path, files: list[Path]) -> tuple[list[Path], set[Path]]:
-    """(the files that are named as files of tensors, a set by its index; the files of sets), by their paths in the
-    folder."""
+    """Returns (the files that are named like files of tensors, a set by its index; the files of sets), by their
+    paths in the folder."""
     paths, parts = {path for path in files if path.name.endswith(TENSOR_SUFFIXES)}, set[Path]()
     for path in filter(is_index, files):
         named = {path.with_name(name) for name in read_index(folder / path).values()}
-        if not named.isdisjoint(files):  # an index may lie there alone, where its files were left out of a download
+        if not named.isdisjoint(files):  # an index may be there alone, if its files were left out of a download
             paths.add(path)
             parts |= named
     return sorted(paths - parts), parts
 
 
 def _contents_of(folder: Path, files: list[Path], stack: contextlib.ExitStack) -> tuple[dict[Path, Source], list[Path]]:
-    """(the files of tensors, opened, with a set by its index; all other files), by their paths in the folder."""
+    """Returns (the files of tensors, opened, a set by its index; all other files), by their paths in the folder."""
     paths, parts = _units_of(folder, files)
     tensors: dict[Path, Source] = {}
     for path in paths:
@@ -246,7 +249,8 @@ def _form(path: Path, name_of: Callable[[str], str]) -> Path:
 
 
 def _shown_files(folder: Path, target: Path | None) -> list[Path]:
-    """The files in a folder, of any depth, as paths within it, that are neither hidden nor in the target."""
+    """Returns the files in a folder, at any depth, that are neither hidden nor in the target, as paths within the
+    folder."""
     apart = None if target is None else target.resolve()
     return [
         path.relative_to(folder)
@@ -261,8 +265,8 @@ def _shown_files(folder: Path, target: Path | None) -> list[Path]:
 
 
 def _told(path: Path, is_coded: bool) -> bytes | None:
-    """The text of a config.json that says to transformers and diffusers whether weights are coded; None where it needs
-    no change. Other text stays as it is, byte for byte."""
+    """Returns the text of a config.json that tells transformers and diffusers whether weights are coded, or None if
+    it needs no change. Everything else in the text stays the same, byte for byte."""
     try:
         text = path.read_bytes().decode()
         config = json.loads(text)
@@ -298,9 +302,9 @@ def _without_field(text: str, config: dict) -> str:
 
 
 def lines_that_load(folder: str | os.PathLike[str]) -> str | None:
-    """The two lines of Python that load a directory of coded weights; None where it is none of transformers or
-    diffusers."""
-    for name in (_CONFIG, "model_index.json"):  # of a model, and of a pipeline
+    """Returns the two lines of Python that load a directory of coded weights, or None if it is not a directory of
+    transformers or diffusers."""
+    for name in (_CONFIG, "model_index.json"):  # for a model, and for a pipeline
         with contextlib.suppress(OSError, ValueError, LookupError, AttributeError, TypeError):
             config = json.loads(Path(folder, name).read_bytes())
             package, kind = "diffusers", config.get("_class_name")

@@ -1,15 +1,15 @@
-"""Nested values of a checkpoint of torch as tensors and texts with flat names, and back.
+"""Converts nested values of a checkpoint of torch to tensors and texts with flat names, and back.
 
-The tensor at ["model"]["w"] has the name "model.w", and a number or text at ["epoch"] the key "torch.epoch" of the
-metadata, as JSON. What names do not say is one more text of the metadata, "torch_structure": a JSON value, in which
+The tensor at ["model"]["w"] has the name "model.w". A number or text at ["epoch"] has the key "torch.epoch" of the
+metadata, as JSON. What names do not tell is in one more text of the metadata, "torch_structure": a JSON value in which
 
-    null                            is the tensor or the value of the path that leads there,
-    [kind, children]                is a container of one of `_KINDS`: children are [key, node] pairs of a mapping,
-                                    nodes of a list; null of a mapping at the root whose keys are the names, those
-                                    of tensors first,
-    ["OrderedDict", children, x]    has an attribute _metadata, as the state_dict of a module has.
-
-Keys, and what _metadata holds, are nodes with their values in place of null.
+    null                            is the tensor or the value of the path that leads to it,
+    [kind, children]                is a container of one of `_KINDS`. Children are [key, node] pairs for a mapping,
+                                    and nodes for a list; null for a mapping at the root whose keys are the names,
+                                    those of tensors first,
+    [kind, children, x]             also has an attribute _metadata, like the state_dict of a module.
+    ["OrderedDict", children, x]    also has an attribute _metadata, like the state_dict of a module.
+Keys, and the content of _metadata, are nodes with their values in place of null.
 """
 
 from __future__ import annotations
@@ -37,14 +37,18 @@ _KINDS: dict[str, Any] = {
 _NAMES = {made: kind for kind, made in _KINDS.items()}
 _SCALARS = (str, int, float, bool, type(None))
 _MOST_LEVELS = 64
-_VALUE_BYTES = 16  # that a value takes of the header at least, with quotes, commas and its place
+_VALUE_BYTES = 16  # least bytes that a value takes in the header, with quotes, commas and its place
 _ABSENT = object()
 
 
 def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of a checkpoint by name, and its other values as texts of metadata. most_bytes: of names and texts.
-    NotTensorsError: it holds a value that is neither tensor, number, text nor a container of these. SourceFormatError:
-    two values have one name, containers are nested too deeply, or there are too many."""
+    """Returns the tensors of a checkpoint by name, and its other values as texts of metadata. most_bytes: limit of the
+    bytes of names and texts.
+
+    Raises:
+        NotTensorsError: it holds a value that is not a tensor, a number, a text or a container of these.
+        SourceFormatError: two values have one name, containers are nested too deeply, or there are too many values.
+    """
     made = _Flattening(most_bytes)
     structure = made.node(content, "")
     in_order = [*made.tensors, *(key.removeprefix(PREFIX) for key in made.texts)]  # as `nested` finds them
@@ -57,14 +61,18 @@ def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], d
 
 
 def share_storages(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether two of the tensors lie in one storage."""
+    """Returns whether two of the tensors are in one storage."""
     strided = [tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.layout == torch.strided]
     return len(set(strided)) < len(strided)
 
 
 def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any:
-    """What `flattened` was given. Tensors that have been left out are missing from their dicts; new ones are added to
-    the outermost. SourceFormatError: the metadata is damaged, or a tensor has no place."""
+    """Returns what `flattened` was given. Tensors that have been left out are missing from their dicts. New tensors are
+    added to the outermost dict.
+
+    Raises:
+        SourceFormatError: the metadata is damaged, or a tensor has no place.
+    """
     try:
         return _Nesting(tensors, texts).content()
     except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
@@ -78,24 +86,24 @@ def _joined(path: str | None, key: Any) -> str | None:
 
 
 def _is_flat(structure: Any) -> bool:
-    """Whether a node is a mapping from names to tensors and values, whose names are those of the file."""
+    """Returns whether a node is a mapping from names to tensors and values with the same names as in the file."""
     if not isinstance(structure, list) or structure[0] in ("list", "tuple", "Size"):
         return False
     return all(isinstance(key, str) and key and node is None for key, node in structure[1])
 
 
 class _Flattening:
-    """A checkpoint that is being made flat. A list shared within it may stand for any number of values: they are
-    counted by the room that they would take in a header."""
+    """Makes a checkpoint flat. A list that is shared within the checkpoint may stand for any number of values, so
+    values are counted by the room that they would take in a header."""
 
     def __init__(self, most_bytes: int) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.texts: dict[str, str] = {}
         self._most = self._room = most_bytes
-        self._json_bytes: dict[int, int | None] = {}  # of containers, by identity; None while one is looked at
+        self._json_bytes: dict[int, int | None] = {}  # by the container's id; None while a container is being looked at
 
     def node(self, value: Any, path: str | None, level: int = 0) -> Any:
-        """The node of a value. path: None where values stand in the node itself."""
+        """Returns the node of a value. path: None if values are in the node itself."""
         self._take(_VALUE_BYTES + len(path or ""))
         if level > _MOST_LEVELS:
             raise SourceFormatError(f"lists and dicts are nested more than {_MOST_LEVELS} levels deep")
@@ -118,7 +126,7 @@ class _Flattening:
         return [kind, *self._inside(value, path, level + 1)]
 
     def _inside(self, value: Any, path: str | None, level: int) -> list[Any]:
-        """The children of a container, and its attribute if it has one."""
+        """Returns the children of a container, and its attribute if it has one."""
         attributes = getattr(value, "__dict__", {})
         if attributes.keys() - {"_metadata"}:
             raise NotTensorsError(f"the {type(value).__name__} at {path or 'the root'!r} has attributes of its own")
@@ -144,7 +152,8 @@ class _Flattening:
             )
 
     def _bytes_as_json(self, value: Any, level: int) -> int | None:
-        """Bytes, about, of a value that JSON gives back as it was; None of others. Each container is looked at once."""
+        """Returns the approximate bytes of a value that JSON gives back unchanged, or None for other values. Each
+        container is looked at once."""
         if isinstance(value, str):
             return len(value)
         if type(value) in _SCALARS:
@@ -163,7 +172,7 @@ class _Flattening:
 
 
 class _Nesting:
-    """A checkpoint that is being made of flat names."""
+    """Makes a checkpoint of flat names."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> None:
         self._structure = texts.get(STRUCTURE)

@@ -1,4 +1,4 @@
-"""Arrays of numpy, read by numpy: .npy files and stored members of .npz archives are mapped, and deflated members are
+"""Reads arrays of numpy by numpy. .npy files and stored members of .npz archives are mapped; deflated members are
 loaded when they are first read."""
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import torch
 from .._common.locks import ForkLock
 from ._source import Source, SourceFormatError, SourceTensor
 
-_LOCAL_HEADER_BYTES, _LENGTHS_AT = 30, 26  # of a member of an archive: name and extra field of these lengths follow
-# What numpy, zipfile and the libraries below them raise for bytes that are no array or no member. They raise
-# RuntimeError if a member is encrypted, or is compressed by an unknown method.
+# of a member of an archive; the lengths of the name and the extra field, which follow the header, are at byte 26
+_LOCAL_HEADER_BYTES, _LENGTHS_AT = 30, 26
+# The errors that numpy, zipfile and the libraries below them raise for bytes that are not an array or a member. They
+# raise RuntimeError if a member is encrypted, or is compressed by an unknown method.
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -39,8 +40,11 @@ _UNREADABLE = (
 
 
 def open_npy(path: str | os.PathLike[str]) -> Source:
-    """Opens an .npy file: one tensor, called as the file without its suffix. SourceFormatError: numpy cannot map it, or
-    torch lacks its dtype."""
+    """Opens an .npy file: one tensor, named like the file without its suffix.
+
+    Raises:
+        SourceFormatError: numpy cannot map it, or torch does not have its dtype.
+    """
     name = Path(path).stem
     try:
         array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
@@ -52,8 +56,11 @@ def open_npy(path: str | os.PathLike[str]) -> Source:
 
 
 def open_npz(path: str | os.PathLike[str]) -> Source:
-    """Opens an .npz archive: one tensor for each member. SourceFormatError: numpy cannot read it, two members have one
-    name, or torch lacks a dtype."""
+    """Opens an .npz archive: one tensor for each member.
+
+    Raises:
+        SourceFormatError: numpy cannot read it, two members have one name, or torch does not have a dtype.
+    """
     try:
         archive = zipfile.ZipFile(path)
     except FileNotFoundError:
@@ -74,7 +81,7 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
 
 
 def _member(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str | os.PathLike[str]) -> SourceTensor:
-    """Returns the tensor of an array of an archive, whose data are not read yet."""
+    """Returns the tensor of an array of an archive, whose data have not been read yet."""
     try:
         with archive.open(member) as stream:
             version = np.lib.format.read_magic(stream)
@@ -113,8 +120,8 @@ def _member(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: 
 def _tensor(
     name: str, dtype: np.dtype, shape: tuple[int, ...], load: Callable[[], np.ndarray], path: object
 ) -> SourceTensor:
-    """Returns the tensor of an array that `load` gives. Ranges of one that is big-endian or in Fortran's order are put
-    in order as they are read."""
+    """Returns the tensor of an array that `load` returns. If the array is big-endian or in Fortran's order, ranges
+    are put in order as they are read."""
     try:
         if dtype.subdtype is not None:
             raise TypeError

@@ -1,5 +1,5 @@
-"""Files that checkpoints are decompressed to: each is written as a stream, and appears under its name when it is
-whole."""
+"""Writes the files to which checkpoints are decompressed. Each is written as a stream, and appears under its name
+when it is whole."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .._files.writer import MAX_HEADER_BYTES
 from ._nested import nested
 from ._source import SourceTensor
 
-Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]  # the bytes of a tensor, in order
+Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]  # returns the bytes of a tensor, in order
 Begin = Callable[[Path, int], AbstractContextManager[IO[bytes]]]  # `replaced`, with its options
 Writer = Callable[[Path, Sequence[SourceTensor], Mapping[str, str], Pieces, Begin], None]
 
-_ALIGNMENT = 8  # of the data of a safetensors file
+_ALIGNMENT = 8  # bytes: the alignment of data in a safetensors file
 _METADATA = "__metadata__"
 
 
@@ -56,7 +56,8 @@ def write_safetensors(
 def write_npy(
     path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
 ) -> None:
-    """Writes an .npy file of one tensor. ValueError if there are several, or numpy lacks the dtype."""
+    """Writes an .npy file of one tensor. Raises ValueError if there are several, or if numpy does not have the
+    dtype."""
     if len(tensors) != 1:
         raise ValueError(f"{path} holds one array, and there are {len(tensors)} tensors; wanted a name with .npz")
     header = _array_header(tensors[0])
@@ -69,7 +70,7 @@ def write_npy(
 def write_npz(
     path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
 ) -> None:
-    """Writes an .npz archive, whose members are not deflated. ValueError if numpy lacks a dtype."""
+    """Writes an .npz archive, whose members are not deflated. Raises ValueError if numpy does not have a dtype."""
     headers = [_array_header(tensor) for tensor in tensors]
     with begin(path, _total(tensors)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for tensor, header in zip(tensors, headers):
@@ -82,8 +83,8 @@ def write_npz(
 def write_torch(
     path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
 ) -> None:
-    """Writes a checkpoint by torch.save: nested as metadata says, else a dict from name to tensor. Tensors that shared
-    memory share it again. All of it is in memory meanwhile."""
+    """Writes a checkpoint by torch.save: nested as metadata says, otherwise a dict from names to tensors. Tensors
+    that shared memory share it again. Meanwhile all of it is in memory."""
     held: dict[SourceTensor, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
     for tensor in tensors:
@@ -102,12 +103,16 @@ FORMATS: Mapping[str, Writer] = {
     "npz": write_npz,
     "torch": write_torch,
 }
-_A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # which the end of "llama-3.1" is not
+_A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # the end of "llama-3.1" does not match
 
 
 def format_of_output(target: Path, format: str | None) -> str:
-    """The format in which a file is written: what the caller says, or else the suffix; of a name without one,
-    safetensors. ValueError: the format is not written, or the suffix says another one."""
+    """Returns the format in which a file is written: the one that the caller names, or else that of the suffix. For a
+    name without a suffix it is safetensors.
+
+    Raises:
+        ValueError: the format cannot be written, or the suffix stands for another one.
+    """
     if format is not None and format not in FORMATS:
         raise ValueError(f"format is {format!r}; wanted one of {sorted(FORMATS)}")
     named = format_of_name(target)
@@ -128,7 +133,7 @@ def _total(tensors: Sequence[SourceTensor]) -> int:
 
 
 def _array_header(tensor: SourceTensor) -> bytes:
-    """What stands before an array's data in an .npy file."""
+    """Returns the bytes before an array's data in an .npy file."""
     try:
         dtype = torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
     except TypeError:

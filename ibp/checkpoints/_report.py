@@ -1,4 +1,4 @@
-"""What became of a checkpoint."""
+"""The report of what became of a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class TensorReport:
         b None 0%
 
     Attributes:
-        name: in the checkpoint.
-        dtype, shape: of the tensor.
-        scheme: "ibp" or "planes"; None of a tensor that is kept as it is.
-        num_bytes: of the tensor.
-        stored_bytes: of the file that it takes, index and padding included, codebook apart.
+        name: name in the checkpoint.
+        dtype, shape: dtype and shape of the tensor.
+        scheme: "ibp" or "planes". None if the tensor is kept as it is.
+        num_bytes: bytes of the tensor.
+        stored_bytes: bytes that it takes in the file, index and padding included, without the codebook.
         file: path of its file, within the directory of the output.
     """
 
@@ -47,18 +47,18 @@ class TensorReport:
         return share_saved(self.num_bytes, self.stored_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON has them."""
+        """Returns the fields in the form for JSON."""
         return as_json(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> TensorReport:
-        """What `as_dict` gave."""
+        """Returns the report that `as_dict` was called on."""
         return cls(**{**fields, "dtype": dtype_of(fields["dtype"]), "shape": tuple(fields["shape"])})
 
 
 @dataclass(frozen=True)
 class CheckpointReport:
-    """What `compress` wrote.
+    """What `compress` has written.
 
     Example:
         >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
@@ -67,15 +67,16 @@ class CheckpointReport:
         ('model.ibp', 1025024, '16%')
 
     Attributes:
-        path: what to open: the file, the index of a set of files, or the directory of several files that are no set;
-            text, of a URL the URL.
+        path: the path to open: the file, the index of a set of files, or the directory of several files that are not a
+            set. For a URL it is the URL.
         files: paths of the files with tensors, within their directory.
         tensors: a `TensorReport` for each tensor, in the order of the files.
-        num_bytes: of all tensors.
-        file_bytes: of all files, headers and checksums included.
+        num_bytes: bytes of all tensors.
+        file_bytes: bytes of all files, headers and checksums included.
         kept_files: how many files an earlier, interrupted call had finished.
-        peak_bytes: the most memory of its own (RssAnon of Linux) that this process was seen to have meanwhile.
-        other_files: paths of the files that were copied, or written anew, beside them where a directory was compressed.
+        peak_bytes: the largest amount of its own memory (RssAnon of Linux) that this process was seen to have during
+            the call.
+        other_files: paths of the files beside them that were copied or written, if a directory was compressed.
     """
 
     path: str
@@ -89,11 +90,11 @@ class CheckpointReport:
 
     @property
     def savings(self) -> float:
-        """`share_saved`: 1 - file_bytes / num_bytes; negative where headers take more than is saved."""
+        """`share_saved`: 1 - file_bytes / num_bytes; negative if headers take more than is saved."""
         return share_saved(self.num_bytes, self.file_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as JSON has them."""
+        """Returns the fields in the form for JSON."""
         own = {**vars(self), "savings": self.savings, "files": list(self.files), "other_files": list(self.other_files)}
         return {**own, "tensors": [tensor.as_dict() for tensor in self.tensors]}
 
@@ -106,23 +107,23 @@ class CheckpointReport:
 
 
 class PeakMemory:
-    """The most memory of its own that this process was seen to have."""
+    """Notes the largest amount of its own memory that this process was seen to have."""
 
-    _BETWEEN_BYTES = 64 << 20  # of data: a look takes as long as coding half a megabyte
+    _BETWEEN_BYTES = 64 << 20  # bytes of data between two looks; a look takes as long as coding half a megabyte
 
     def __init__(self) -> None:
         self.num_bytes, self._passed_bytes = 0, 0
         self.look()
 
     def passed(self, num_bytes: int) -> None:
-        """Looks now and then; called when num_bytes more bytes of data have passed."""
+        """Looks from time to time. It is called when num_bytes more bytes of data have passed."""
         self._passed_bytes += num_bytes
         if self._passed_bytes >= self._BETWEEN_BYTES:
             self._passed_bytes = 0
             self.look()
 
     def look(self) -> None:
-        """Looks once; without Linux's /proc the peak stays 0."""
+        """Looks once. Without Linux's /proc the peak stays 0."""
         try:
             lines = Path("/proc/self/status").read_text().splitlines()
         except OSError:
@@ -132,7 +133,7 @@ class PeakMemory:
 
 
 def joined_report(path: str, records: Sequence[dict[str, Any]], kept_files: int, peak_bytes: int) -> CheckpointReport:
-    """The report of shards by their records (see `journal`)."""
+    """Returns the report of shards from their records (see `journal`)."""
     tensors = tuple(TensorReport.from_dict(fields) for record in records for fields in record["tensors"])
     return CheckpointReport(
         path,

@@ -1,4 +1,4 @@
-"""What readers see of a file of tensors: names, shapes, dtypes, and bytes by ranges."""
+"""What readers see of a file of tensors: names, shapes, dtypes, and ranges of bytes."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ from .._files.regular import open_regular
 from .._files.views import VIEW_KEY, View
 from .._tables.compressed_tensor import CompressedTensor
 
-_BLOCK_BYTES = 16 << 20  # of what `tensor` reads at once
+_BLOCK_BYTES = 16 << 20  # bytes that `tensor` reads at once
 
 
 class SourceFormatError(ValueError):
-    """A file of tensors is damaged, holds what is no tensor, or has no known format."""
+    """A file of tensors is damaged, holds something that is not a tensor, or has an unknown format."""
 
 
 class NotTensorsError(SourceFormatError):
-    """A file is whole, and holds what this package does not read, such as objects of Python, or no tensors at all."""
+    """A file is whole, but holds what this package does not read, such as objects of Python, or no tensors at all."""
 
 
 def is_chosen(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
-    """Whether a name matches a pattern of include (None: any) and none of exclude; patterns are those of fnmatch."""
+    """Returns whether a name matches a pattern of include (None: any name) and none of exclude. Patterns are those
+    of fnmatch."""
 
     def matches(patterns: Iterable[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
@@ -40,7 +41,7 @@ def is_chosen(name: str, include: Iterable[str] | None, exclude: Iterable[str]) 
 
 
 def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterable[str]) -> list[str]:
-    """The names that patterns choose. ValueError if a pattern of include matches none of the names."""
+    """Returns the names that patterns choose. Raises ValueError if a pattern of include matches none of the names."""
     every, unwanted = list(names), tuple(exclude)
     wanted = None if include is None else tuple(include)
     for pattern in wanted or ():
@@ -51,21 +52,23 @@ def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterabl
 
 @dataclass(frozen=True, eq=False)
 class SourceTensor:
-    """A tensor of a file, which is read by ranges of its bytes: those of the contiguous tensor, little-endian."""
+    """A tensor of a file. It is read by ranges of its bytes: those of the contiguous tensor, little-endian."""
 
-    name: str  # in its file
-    # dtype, shape: of the tensor
+    name: str  # the name in its file
+    # dtype, shape: of the tensor.
     dtype: torch.dtype
     shape: tuple[int, ...]
-    # gives bytes [start, end), uint8 and contiguous; not to be written to, since it may be the file's map. Threads may
-    # call it at once. OSError, ValueError: the file cannot be read, or is damaged
+    # Returns bytes [start, end), uint8 and contiguous. They must not be written to, because they may be the file's map.
+    # Threads may call it at once. Raises OSError or ValueError if the file cannot be read, or is damaged.
     read: Callable[[int, int], np.ndarray]
-    # whether it is an array whose items are looked up, rather than a weight that is used as a whole
+    # Whether it is an array whose items are looked up, and not a weight that is used as a whole.
     has_items: bool = False
-    table: CompressedTensor | None = None  # that holds the tensor in a file of ibp, or None
-    # the dtype and shape that its file has of it, where torch lacks the dtype and the tensor is its bytes; else None
+    table: CompressedTensor | None = None  # the table that holds the tensor in a file of ibp
+    # The dtype and shape in the file, if torch does not have the dtype and the tensor consists of its bytes; otherwise
+    # None.
     entry: tuple[str, tuple[int, ...]] | None = None
-    # the tensor in whose memory this one lies, and how; None of a tensor with memory of its own
+    # The tensor whose memory contains this one, and the view that this one is. None for a tensor with memory of its
+    # own.
     base: SourceTensor | None = None
     view: View | None = None
 
@@ -74,14 +77,15 @@ class SourceTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def header_entry(self) -> tuple[str, tuple[int, ...]]:
-        """The dtype and shape of the plain tensor in the header of a file. ValueError: safetensors lacks the dtype."""
+        """Returns the dtype and shape of the plain tensor in the header of a file. Raises ValueError if safetensors
+        does not have the dtype."""
         entry = self.entry or entry_of(self.dtype, self.shape)
         if entry is None:
             raise ValueError(f"tensor {self.name!r} has {self.dtype}, which safetensors lacks")
         return entry
 
     def tensor(self) -> torch.Tensor:
-        """The whole tensor, in memory of its own on the CPU."""
+        """Returns the whole tensor, in memory of its own on the CPU."""
         data = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
         to = data.numpy()
         for start in range(0, self.num_bytes, _BLOCK_BYTES):
@@ -96,19 +100,19 @@ class SourceTensor:
 def mapped_tensor(
     name: str, dtype: torch.dtype, shape: tuple[int, ...], data: np.ndarray, has_items: bool = False
 ) -> SourceTensor:
-    """A tensor that lies in a map of its file."""
+    """Returns a tensor whose bytes are in a map of its file."""
     return SourceTensor(name, dtype, shape, lambda start, end: data[start:end], has_items)
 
 
 def with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
-    """The tensor of an entry in a header, which it keeps where that is another one than torch's tensor has."""
+    """Returns the tensor of an entry in a header. It keeps the entry if torch's tensor has another one."""
     entry = dtype, shape
     return tensor if entry_of(tensor.dtype, tensor.shape) == entry else replace(tensor, entry=entry)
 
 
 def map_file(path: str | os.PathLike[str]) -> np.ndarray:
-    """The bytes of a file, uint8 [size], read-only: pages come when they are read, and count as no process's own
-    memory. The map lives as long as any view of it."""
+    """Returns the bytes of a file, uint8 [size], read-only. Pages are loaded when they are read, and do not count as
+    a process's own memory. The map lives as long as any view of it."""
     with os.fdopen(open_regular(path), "rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         pages = memoryview(_core.FilePages(file.fileno(), 0, num_bytes)) if num_bytes else memoryview(b"")
@@ -116,16 +120,16 @@ def map_file(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 class Source(Closing):
-    """A file of tensors, or a set of files that is read as one.
+    """A file of tensors, or a set of files that is read as one source.
 
     A context manager: leaving it closes the file.
 
     Attributes:
-        path: as it was given.
+        path: the path as it was given.
         format: "safetensors", "npy", "npz", "torch" or "ibp".
-        metadata: texts by text that the file holds besides its tensors.
+        metadata: texts by keys that the file holds in addition to its tensors.
         tensors: mapping from name to `SourceTensor`, in the file's order.
-        parts: the files of a set as sources, in the order of their names; of one file, the source itself.
+        parts: the files of a set as sources, in the order of their names; for one file, the source itself.
         files: paths, on this machine, of the files that are read.
     """
 
@@ -149,16 +153,16 @@ class Source(Closing):
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     def stored(self) -> list[SourceTensor]:
-        """Returns the tensors that a file has to store: those that are no views, and the bases of the views."""
+        """Returns the tensors that a file has to store: those that are not views, and the bases of the views."""
         return list(dict.fromkeys(tensor.base or tensor for tensor in self.tensors.values()))
 
     def view_texts(self) -> dict[str, str]:
-        """What the metadata of a file has to say of the others."""
+        """Returns the texts of metadata that describe the tensors which are views."""
         views = {name: tensor.view for name, tensor in self.tensors.items()}
         return {f"{VIEW_KEY}{name}": view.text() for name, view in views.items() if view is not None}
 
     def only(self, names: Iterable[str]) -> Source:
-        """The same with these tensors alone, and without files that have none of them."""
+        """Returns a source with these tensors alone, without the files that have none of them."""
         wanted = set(names)
         kept = {name: tensor for name, tensor in self.tensors.items() if name in wanted}
         restricted = Source(self.path, self.format, kept, self.metadata)
@@ -167,7 +171,7 @@ class Source(Closing):
         return restricted
 
     def close(self) -> None:
-        """Lets go of the file. Arrays that were read stay valid."""
+        """Closes the file. Arrays that were read stay valid."""
         close, self._close = self._close, None
         if close is not None:
             close()

@@ -1,4 +1,4 @@
-"""Opening files of tensors of any format that is known, one or many, here or where fsspec reads."""
+"""Opens files of tensors of any known format, one or many, on this machine or by fsspec."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor, m
 from ._torch_files import open_torch
 
 _OPENERS: dict[str, Callable[[PathLike], Source]] = {"npy": open_npy, "npz": open_npz, "torch": open_torch}
-_OF_ANY_BYTES = ".bin"  # a suffix that tokenizers have for files of theirs, too
+_OF_ANY_BYTES = ".bin"  # a suffix that tokenizers also use for files of theirs
 _READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
 _START_BYTES = 16
 
@@ -30,9 +30,13 @@ _START_BYTES = 16
 def open_source(path: PathLike) -> Source:
     """Opens a file of tensors, or a set of them: a directory, or an index (model.safetensors.index.json).
 
-    What it is, is told by its bytes, whatever its name. A URL of fsspec ("s3://...") is copied to a temporary file
-    first, which goes when the source is closed. FileNotFoundError: there is no such file. SourceFormatError: it is none
-    of the known formats, or contradicts itself. ibp.FileFormatError: likewise of an ibp file."""
+    The format is recognised by the file's bytes, whatever its name. A URL of fsspec ("s3://...") is copied to a
+    temporary file first, which is removed when the source is closed.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        SourceFormatError: the file has no known format, or contradicts itself.
+        ibp.FileFormatError: a file of ibp contradicts itself."""
     path = path_text(path)
     if is_url(path):
         return _open_url(path)
@@ -50,7 +54,8 @@ def open_source(path: PathLike) -> Source:
 
 
 def _open_safetensors(path: str, header: Header) -> Source:
-    """A safetensors file, whose tensors are read from its map; of a dtype that torch lacks their bytes."""
+    """Opens a safetensors file, whose tensors are read from its map. A tensor whose dtype torch does not have is
+    read as its bytes."""
     data, tensors = map_file(path), {}
     for name, entry in header.tensors.items():
         if entry.end > data.size:
@@ -61,8 +66,13 @@ def _open_safetensors(path: str, header: Header) -> Source:
 
 
 def format_of(path: str) -> str:
-    """The format of a file of this machine by its bytes: "npy", "npz", "torch", or "safetensors", also of ibp's files.
-    SourceFormatError: it is none of them. OSError: it cannot be read, or is no regular file."""
+    """Returns the format of a file of this machine, recognised by its bytes: "npy", "npz", "torch", or "safetensors",
+    also for ibp's files.
+
+    Raises:
+        SourceFormatError: it has none of these formats.
+        OSError: it cannot be read, or is not a regular file.
+    """
     with os.fdopen(open_regular(path), "rb") as file:
         start = file.read(_START_BYTES)
     kind = other_format(start)
@@ -88,14 +98,14 @@ def format_of(path: str) -> str:
 
 
 def open_sources(inputs: PathLike | Iterable[PathLike]) -> Source:
-    """Opens paths, globs, directories and URLs as one source, whose `parts` are the files. ValueError: two files have a
-    tensor of one name; or as `open_source`."""
+    """Opens paths, globs, directories and URLs as one source, whose `parts` are the files. Raises ValueError if two
+    files have a tensor with the same name; otherwise like `open_source`."""
     paths = expand(inputs)
     return _opened(", ".join(paths), paths, open_source)
 
 
 def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None]) -> Source:
-    """Files as one source, without the files for which open_one gives None."""
+    """Opens files as one source, without the files for which open_one returns None."""
     opened: list[Source] = []
     try:
         for file in files:
@@ -112,8 +122,8 @@ def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None
 
 
 def expand(inputs: PathLike | Iterable[PathLike]) -> list[str]:
-    """The files and URLs that the inputs name: globs become what they match, sorted. FileNotFoundError: nothing is
-    named, or nothing matches."""
+    """Returns the files and URLs that the inputs name. Globs become what they match, sorted. Raises
+    FileNotFoundError if nothing is named, or if nothing matches."""
     given = [inputs] if isinstance(inputs, (str, bytes, os.PathLike)) or not isinstance(inputs, Iterable) else inputs
     found: list[str] = []
     for path in given:
@@ -124,12 +134,14 @@ def expand(inputs: PathLike | Iterable[PathLike]) -> list[str]:
 
 
 def local_path(path: str) -> contextlib.AbstractContextManager[str]:
-    """The path; of a URL that of a file, or a set of files, here with its content, for as long as the context lasts."""
+    """Returns a context of the path; for a URL, of the path of a local copy of the file or set of files, which
+    exists as long as the context lasts."""
     return read_here(path, (*TENSOR_SUFFIXES, INDEX_SUFFIX))
 
 
 def joined(path: str, parts: list[Source]) -> Source:
-    """Several sources as one, with the metadata of all. Raises ValueError if two have a tensor of one name."""
+    """Returns several sources as one, with the metadata of all. Raises ValueError if two have a tensor with the same
+    name."""
     tensors: dict[str, SourceTensor] = {}
     owners: dict[str, str] = {}
     for part in parts:
@@ -141,7 +153,7 @@ def joined(path: str, parts: list[Source]) -> Source:
             tensors[name], owners[name] = tensor, part.path
     formats = {part.format for part in parts}
     texts: dict[str, str] = {}
-    for part in reversed(parts):  # of a key that several have, the first part's
+    for part in reversed(parts):  # if several parts have a key, the first part's text counts
         texts.update(part.metadata)
 
     def close() -> None:
@@ -183,8 +195,8 @@ def _open_url(url: str) -> Source:
 
 
 def _open_directory(path: str) -> Source:
-    """The model in a directory: the files that its index names, if it has one; else all files of tensors, without those
-    whose tensors the safetensors files have."""
+    """Opens the model in a directory: the files that its index names, if it has one; otherwise all files of tensors,
+    without those whose tensors the safetensors files also have."""
     names = sorted(os.listdir(path))
     named = [name for name in names if name.endswith(TENSOR_SUFFIXES) and not name.startswith(".")]
     indices = [name for name in names if name.endswith(f"{SUFFIX}{INDEX_SUFFIX}")]
@@ -219,8 +231,8 @@ def _open_directory(path: str) -> Source:
 
 
 def _open_if_tensors(path: str) -> Source | None:
-    """A file of a directory; None, with a warning, of one that holds something else, such as the state of random
-    numbers or of a schedule beside a model."""
+    """Opens a file of a directory. Returns None, with a warning, if it holds something else, such as the state of
+    random numbers or of a schedule beside a model."""
     try:
         source = open_source(path)
     except NotTensorsError as error:
@@ -234,8 +246,12 @@ def _open_if_tensors(path: str) -> Source | None:
 
 
 def _open_index(path: str) -> Source:
-    """The set of files that an index names. Of two tensors of a name it is the one that the index names.
-    ibp.FileFormatError: a file lacks a tensor that the index says it has."""
+    """Opens the set of files that an index names. If two files have a tensor with the same name, the one that the index
+    names is taken.
+
+    Raises:
+        ibp.FileFormatError: a file does not have a tensor that the index says it has.
+    """
     found = find_files(Path(path))
     names = {os.fspath(file): name for name, file in found.files.items()}
     if any(format_of(file) == "safetensors" and not read_header(Path(file)).is_plain for file in names):

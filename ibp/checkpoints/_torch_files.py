@@ -1,4 +1,5 @@
-"""Checkpoints that torch.save wrote, read by weights_only: tensors by the path of their keys, other values as text."""
+"""Reads checkpoints that torch.save wrote, with weights_only: tensors are named by the path of their keys, and other
+values become texts."""
 
 from __future__ import annotations
 
@@ -21,13 +22,18 @@ from ._nested import flattened
 from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor
 
 _WHY = re.compile(r"WeightsUnpickler error:\s*(.+)")
-_UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in what torch says of a class or function that weights_only does not take
+_UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in torch's message about a class or function that weights_only does not accept
 
 
 def open_torch(path: str | os.PathLike[str]) -> Source:
-    """A checkpoint of torch. Nested dicts and lists become flat names (`nested`): ["model"]["w"] is "model.w".
-    NotTensorsError: it holds a value that is neither tensor nor number nor text, so that weights_only refuses it.
-    SourceFormatError: it is none, or its tensors are more than 1,000 times as large as the file."""
+    """Opens a checkpoint of torch. Nested dicts and lists become flat names (`nested`): ["model"]["w"] becomes
+    "model.w".
+
+    Raises:
+        NotTensorsError: it holds a value that is neither a tensor nor a number nor a text, so that weights_only refuses
+            it.
+        SourceFormatError: it is not a checkpoint, or its tensors are more than 1,000 times as large as the file.
+    """
     try:
         content = _load(os.fspath(path))
         found, metadata = flattened(content, min(MAX_HEADER_BYTES, MOST_TIMES * os.path.getsize(path)))
@@ -42,7 +48,7 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
         raise NotTensorsError(
             f"{path} holds {unknown[1]}; wanted tensors, numbers and texts, as torch.load(weights_only=True) takes them"
         ) from None
-    except Exception as error:  # of damaged bytes torch raises errors of any kind
+    except Exception as error:  # for damaged bytes torch raises errors of any kind
         raise SourceFormatError(f"{path}: torch.load refuses it: {_reason(error)}") from None
     tensors = {name: loaded_tensor(name, tensor, path) for name, tensor in found.items()}
     total, most = sum(tensor.num_bytes for tensor in tensors.values()), MOST_TIMES * os.path.getsize(path)
@@ -61,12 +67,13 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
 def _with_views(
     tensors: dict[str, SourceTensor], found: Mapping[str, torch.Tensor], path: object
 ) -> dict[str, SourceTensor]:
-    """The tensors; those whose memory others have a part in, or that have an element in several places, as views of a
-    base."""
+    """Returns the tensors. Tensors that overlap in memory, or that have an element in several places, become views
+    of a base."""
     of_storages: dict[tuple[int, torch.dtype], list[tuple[int, int, str]]] = {}
     for name, tensor in found.items():
         if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
-            storage = tensor.untyped_storage().data_ptr(), tensor.dtype  # torch.save refuses several dtypes in one
+            # torch.save refuses several dtypes in one storage
+            storage = tensor.untyped_storage().data_ptr(), tensor.dtype
             of_storages.setdefault(storage, []).append((*_span_of(tensor), name))
     viewed = dict(tensors)
     for spans in of_storages.values():
@@ -90,14 +97,14 @@ def _with_views(
 
 
 def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first element of a tensor in its storage, and the end of the last."""
+    """Returns the first element of a tensor in its storage, and the end of its last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     start = int(tensor.storage_offset())
     return start, start + last + 1
 
 
 def _overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list[str]]]:
-    """Spans, sorted, that overlap, joined: (start, end, names)."""
+    """Joins sorted spans that overlap. Returns (start, end, names) for each."""
     joined: list[tuple[int, int, list[str]]] = []
     for start, end, name in spans:
         if joined and start < joined[-1][1]:
@@ -112,7 +119,7 @@ def _overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list
 
 
 def _reason(error: Exception) -> str:
-    """Why torch refuses a file, in a line and without advice to trust it."""
+    """Returns why torch refuses a file, in one line, without torch's advice to trust the file."""
     found = _WHY.search(str(error))
     return found[1] if found else str(error).split("\n", 1)[0] or type(error).__name__
 
@@ -129,7 +136,7 @@ def _load(path: str) -> Any:
 
 
 def loaded_tensor(name: str, tensor: torch.Tensor, path: object) -> SourceTensor:
-    """A tensor of torch: of any strides."""
+    """Returns a dense tensor of torch, with any strides, as a tensor of a source."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise SourceFormatError(f"{path}: tensor {name!r} is not dense; wanted a strided tensor with its values")
     tensor, size = tensor.detach(), tensor.dtype.itemsize
@@ -145,7 +152,7 @@ def loaded_tensor(name: str, tensor: torch.Tensor, path: object) -> SourceTensor
 
 
 def _elements(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Elements first to last - 1 of a tensor in their order, by whole items of its first dimension."""
+    """Returns elements first to last - 1 of a tensor in order, by whole items of its first dimension."""
     if tensor.dim() == 0:
         return tensor.reshape(1)
     each = tensor[0].numel()

@@ -1,8 +1,8 @@
-"""How tensors are coded: codebooks of rows, general codecs for tensors that are only ever wanted whole, and the choice
-between them.
+"""How tensors are coded: codebooks of rows, general codecs for tensors that are only used whole, and the choice between
+them.
 
     codebook = ibp.codecs.analyze(x, scheme="planes")     # learned once, for `ibp.compress(x, codebook=codebook)`
-    choice   = ibp.codecs.choose(x, link_gbps=50)         # the coding by which x gets over a link the soonest
+    choice   = ibp.codecs.choose(x, link_gbps=50)         # the coding that moves x over a link in the least time
     whole    = ibp.compress(x, scheme="zstd")             # an `ibp.codecs.WholeTensor`
 """
 

@@ -1,4 +1,4 @@
-"""`ibp.codecs.choose`: every candidate codes and decodes a sample of the tensor, by the clock."""
+"""`ibp.codecs.choose`: times every candidate as it codes and decodes a sample of the tensor."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from ._chosen import Choice, CodingCost, arguments_of, ranked
 from ._compressing import compress
 from ._whole import CODECS, WholeTensor, codec_of, is_general
 
-_GPU_SAMPLE_BYTES = 256 << 20  # several times a GPU's cache; enough chunks to fill it
-_CPU_SAMPLE_BYTES = 16 << 20  # for each thread, which codes blocks of 2 MiB
-_LEAST_PARTED_BYTES = 4 << 20  # a sample of at least this size is looked at in part first
-_PIECE_BYTES = 4 << 20  # of the tensor in one piece: general codecs look back so far
-_FIRST_SHARE = 4  # of the sample: the part that is looked at first
-_SHORT_SHARE = 2  # of the sample: the part that says what a call costs besides its bytes, itself beyond a GPU's cache
-_BEATEN = 4.0  # times the seconds of another one: short parts count what a call costs more than the whole does
-_BUDGET_S, _MOST_REPEATS = 4e-3, 12  # of a measurement
-_ROUNDS = 3  # candidates are timed in turn in each round, so that other work on the machine slows all of them
-_LONG_S = 1.0  # of a call that is timed once
-_STEADY_S = 20e-3  # of calls that are not timed again: little beside them is the machine's doing
+_GPU_SAMPLE_BYTES = 256 << 20  # bytes; several times a GPU's cache, and enough chunks to fill a GPU
+_CPU_SAMPLE_BYTES = 16 << 20  # bytes for each thread, which codes blocks of 2 MiB
+_LEAST_PARTED_BYTES = 4 << 20  # bytes; of a sample of at least this size, a part is looked at first
+_PIECE_BYTES = 4 << 20  # bytes of the tensor in one piece, because general codecs look back that far
+_FIRST_SHARE = 4  # the part that is looked at first is a quarter of the sample
+_SHORT_SHARE = 2  # the part that shows the fixed cost of a call is half of the sample, itself larger than a GPU's cache
+# A candidate is out if another takes 4 times fewer seconds. Short parts exaggerate the fixed cost of a call.
+_BEATEN = 4.0
+_BUDGET_S, _MOST_REPEATS = 4e-3, 12  # for one measurement
+_ROUNDS = 3  # candidates take turns in each round, so that other work on the machine slows all of them
+_LONG_S = 1.0  # a call that takes longer is timed only once
+# calls that take longer are not timed again, because other work on the machine changes their time little
+_STEADY_S = 20e-3
 _Result = TypeVar("_Result")
-_ROWS = (("planes", "default"), ("planes", "fast"), ("ibp", "default"))  # schemes with codebooks, and levels
+_ROWS = (("planes", "default"), ("planes", "fast"), ("ibp", "default"))  # schemes with codebooks, and their levels
 
 
 def choose(
@@ -45,11 +47,12 @@ def choose(
     rows: bool = False,
     schemes: Iterable[str] | None = None,
 ) -> Choice:
-    """The coding by which a tensor gets over a link the soonest: coded, moved and decoded, one after the other.
+    """Chooses the coding that moves a tensor over a link in the least time: coded, moved and decoded, one after the
+    other.
 
-    Every candidate codes and decodes a sample of the tensor on the device, which is the whole of a small one, and is
-    timed; general codecs are candidates where their packages are installed. That takes from a tenth of a second to some
-    seconds. Nothing else should run on the device meanwhile.
+    Every candidate codes and decodes a sample of the tensor on the device, and is timed; the sample is the whole tensor
+    if it is small. General codecs are candidates if their packages are installed. The call takes from a tenth of a
+    second to some seconds. Nothing else should run on the device meanwhile.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -61,23 +64,23 @@ def choose(
 
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes.
-        link_gbps: of the link, 10^9 bytes a second; None: that of the host to the GPU, by the calibration in force (see
-            `ibp.calibration.calibrate`).
-        device: where tensors like x are coded and decoded; None: where x is.
-        encode: whether coding counts; False: for tensors that are coded once and fetched often.
-        rows: whether rows have to decode alone: general codecs are left out, tables have slots, and what is moved is
-            what fetching every row once reads.
-        schemes: the candidates beside "raw": of "planes", "ibp" and the general codecs, such as "zstd:9"; None: all
-            that can be here, general codecs by their default levels.
+        link_gbps: rate of the link, 10^9 bytes per second. None: that of the link from the host to the GPU, by the
+            calibration in force (see `ibp.calibration.calibrate`).
+        device: where tensors like x are coded and decoded. None: where x is.
+        encode: whether the time for coding counts. False: for tensors that are coded once and fetched often.
+        rows: whether rows must be decodable alone. If so, general codecs are left out, tables have slots, and the bytes
+            that are moved are those of fetching every row once.
+        schemes: the candidates in addition to "raw": some of "planes", "ibp" and the general codecs, such as "zstd:9".
+            None: all that are available, general codecs at their default levels.
 
     Returns:
         `ibp.codecs.Choice`: the scheme, level and codebook, with times and bytes of every candidate.
         `choice.compress(x)`, or `ibp.compress(x, scheme=choice)`, codes by it.
 
     Raises:
-        TypeError: x is not a dense tensor of a supported dtype, or link_gbps is no number.
-        ValueError: link_gbps is not positive, or a scheme is none, is on another device, or has no rows.
-        ImportError: a scheme is named whose package is not installed.
+        TypeError: x is not a dense tensor of a supported dtype, or link_gbps is not a number.
+        ValueError: link_gbps is not positive, or a scheme does not exist, works on another device, or has no rows.
+        ImportError: the package of a named scheme is not installed.
     """
     check_tensor(x)
     where = memory.canonical(x.device if device is None else device)
@@ -98,7 +101,7 @@ def choose(
 def _candidates(
     schemes: Iterable[str] | None, dtype: torch.dtype, device: torch.device, rows: bool
 ) -> list[tuple[str, str]]:
-    """(scheme, level) of each candidate to measure. Schemes that the caller names must be installed."""
+    """Returns (scheme, level) of each candidate to measure. Schemes that the caller names must be installed."""
     if schemes is None:
         general = [] if rows else [name for name, codec in CODECS.items() if codec.device_type == device.type]
         there = (name for name in general if _is_there(name))
@@ -120,7 +123,7 @@ def _candidates(
 
 
 def _is_there(name: str) -> bool:
-    """Whether the package of a codec is installed."""
+    """Returns whether the package of a codec is installed."""
     try:
         CODECS[name].require()
     except ImportError:
@@ -132,9 +135,13 @@ def _is_there(name: str) -> bool:
 
 
 class _Sample(NamedTuple):
-    """A sample of a tensor, on the device that codes: pieces spread over it, one behind the other. sizes: tensors [n,
-    ...]: the sample; before it, unless it is small, its first part and, of a larger tensor, half of it; num_bytes: of
-    the tensor."""
+    """A sample of a tensor, on the device that codes: pieces spread over the tensor, one behind the other.
+
+    Attributes:
+        sizes: tensors [n, ...]; the last is the sample. Unless it is small, its first part comes before it and, for a
+            larger tensor, half of it.
+        num_bytes: bytes of the whole tensor.
+    """
 
     sizes: tuple[torch.Tensor, ...]
     num_bytes: int
@@ -144,7 +151,7 @@ class _Sample(NamedTuple):
         num_bytes = x.numel() * x.dtype.itemsize
         limit = _GPU_SAMPLE_BYTES if device.type == "cuda" else _CPU_SAMPLE_BYTES * torch.get_num_threads()
         x = x.detach()
-        if num_bytes > limit and (x.dim() == 0 or len(x) * limit < 2 * num_bytes):  # few and long items
+        if num_bytes > limit and (x.dim() == 0 or len(x) * limit < 2 * num_bytes):  # the items are few and long
             x = x.reshape(-1)
         parts = _pieces(x, limit) if num_bytes > limit else [x]
         whole = torch.cat([_near(part, device) for part in parts]) if len(parts) > 1 else _near(parts[0], device)
@@ -155,7 +162,7 @@ class _Sample(NamedTuple):
 
 
 def _pieces(x: torch.Tensor, limit: int) -> list[torch.Tensor]:
-    """Pieces of a tensor, `limit` bytes in all, spread evenly over its items."""
+    """Returns pieces of a tensor, `limit` bytes in all, spread evenly over its items."""
     item_bytes = x.nbytes // len(x)
     count = max(1, limit // max(_PIECE_BYTES, item_bytes))
     length = max(1, limit // count // item_bytes)
@@ -173,7 +180,12 @@ def _near(part: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclass
 class _Candidate:
-    """One that is measured. scheme, level, codebook: of it; timed: on sizes of the sample, the longest last."""
+    """A candidate that is measured.
+
+    Attributes:
+        scheme, level, codebook: how it codes.
+        timed: its times for sizes of the sample, the largest last.
+    """
 
     scheme: str
     level: str
@@ -181,7 +193,7 @@ class _Candidate:
     timed: list[_Timed] = field(default_factory=list)
 
     def is_beaten_by(self, other: _Candidate) -> bool:
-        """Whether another one is far better over every link."""
+        """Returns whether another candidate is far better over every link."""
         if not self.timed:
             return False
         mine, its = self.timed[-1], other.timed[-1]
@@ -192,7 +204,7 @@ class _Candidate:
         )
 
     def time(self, x: torch.Tensor, rows: bool) -> None:
-        """Times it on a size of the sample; where that was done before, the smaller times stay."""
+        """Times the candidate on one size of the sample. If that size was timed before, the smaller times are kept."""
         found = _Timed.of(x, self.scheme, self.codebook, rows)
         if self.timed and self.timed[-1].num_bytes == found.num_bytes:
             before = self.timed.pop()
@@ -201,7 +213,7 @@ class _Candidate:
         self.timed.append(found)
 
     def cost(self, num_bytes: int) -> CodingCost:
-        """What coding a tensor of num_bytes bytes costs."""
+        """Returns what coding a tensor of num_bytes bytes costs."""
         last = self.timed[-1]
         stored_bytes = round(last.stored_bytes * (num_bytes / last.num_bytes))
         encode_s, decode_s = (
@@ -212,8 +224,8 @@ class _Candidate:
 
 
 def _measured(candidates: list[tuple[str, str]], sample: _Sample, rows: bool) -> list[CodingCost]:
-    """What each candidate takes for the whole tensor. Candidates that save nothing are left out, and a candidate that
-    is beaten on the first part of the sample is not measured further."""
+    """Returns what each candidate takes for the whole tensor. Candidates that save nothing are left out. A candidate
+    that is far worse on the first part of the sample is not measured further."""
     found: list[_Candidate] = []
     for scheme, level in candidates:
         codebook = None if is_general(scheme) else _learned(scheme, level, sample)
@@ -232,19 +244,19 @@ def _measured(candidates: list[tuple[str, str]], sample: _Sample, rows: bool) ->
 
 
 def _learned(scheme: str, level: str, sample: _Sample) -> AnyCodebook | None:
-    """The codebook of a scheme of rows; None where there is none."""
+    """Returns the codebook of a scheme of rows, or None if it has none for the sample."""
     whole = sample.sizes[-1]
     return analyze(whole, scheme=scheme, level=level, sample=None, device=whole.device)
 
 
 def _extrapolated(timed: list[tuple[int, float]], num_bytes: int) -> float:
-    """Seconds for num_bytes bytes, from the (bytes, seconds) of one size or of the last two: what a call takes, and
-    what each byte takes."""
+    """Returns the seconds for num_bytes bytes, from the (bytes, seconds) of one size, or of the last two: a fixed
+    part per call, and a part per byte."""
     size, seconds = timed[-1]
     a_byte = seconds / size
     if len(timed) > 1:
         short, less = timed[-2]
-        if seconds > less:  # else so little that the clock does not tell
+        if seconds > less:  # otherwise the difference is too small for the clock
             a_byte = (seconds - less) / (size - short)
     return seconds + a_byte * (num_bytes - size)
 
@@ -276,19 +288,21 @@ class _Timed(NamedTuple):
 
 
 def moved_bytes(table: CompressedTensor | WholeTensor, rows: bool) -> int:
-    """Bytes of a coded tensor that go over a link, with what decoding needs besides. rows: every row is fetched."""
+    """Returns the bytes that go over a link to move a coded tensor, including what decoding needs. rows: whether
+    every row is fetched."""
     if isinstance(table, WholeTensor):
         return table.nbytes
     return (table.link_bytes if rows else table.stored_bytes) + table.index_bytes
 
 
 def timed(call: Callable[[], _Result], device: torch.device, budget_s: float = _BUDGET_S) -> tuple[_Result, float]:
-    """(what a call returns, the least seconds until its work is done, of calls that take about budget_s). Whatever else
-    runs only adds to them. The first call makes what is kept for later ones and counts only where it is long."""
+    """Returns (what a call returns, the least seconds until its work is done), from calls that together take about
+    budget_s. The least is taken because other work can only add to the time. The first call also prepares what later
+    calls reuse, and counts only if it is long."""
     result, first = timed_once(call, device)
     if first > _LONG_S:
         return result, first
-    del result  # its memory is the next one's
+    del result  # frees its memory for the next result
     result, least = timed_once(call, device)
     for _ in range(min(_MOST_REPEATS, int(budget_s / least))):
         del result

@@ -1,4 +1,4 @@
-"""Choice: which coding moves a tensor the soonest, and what every candidate takes."""
+"""`Choice`: the coding that moves a tensor in the least time, and what every candidate takes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ._whole import WholeTensor
 
 @dataclass(frozen=True)
 class CodingCost:
-    """What coding a tensor, moving it over a link and decoding it take, one after the other.
+    """What it takes to code a tensor, to move it over a link and to decode it, one after the other.
 
     Attributes:
-        scheme: as `ibp.compress` takes it; "raw": the tensor is moved as it is.
-        level: of scheme planes.
-        codebook: of a scheme of rows, learned from the tensor; None for others.
-        stored_bytes: that are moved.
+        scheme: the scheme, as an argument of `ibp.compress`. "raw": the tensor is moved as it is.
+        level: the level of scheme planes.
+        codebook: the codebook of a scheme of rows, learned from the tensor. None for other schemes.
+        stored_bytes: bytes that are moved.
         encode_s, transfer_s, decode_s: seconds. Learning a codebook is not counted.
-        total_s: their sum; without encode_s where the tensor is coded once and fetched often.
+        total_s: their sum; without encode_s if the tensor is coded once and fetched often.
     """
 
     scheme: str
@@ -39,20 +39,20 @@ class CodingCost:
 
     @property
     def name(self) -> str:
-        """Scheme and level."""
+        """The scheme and the level."""
         return self.scheme if self.level == "default" else f"{self.scheme}, {self.level}"
 
 
 @dataclass(frozen=True, repr=False)
 class Choice:
-    """What `ibp.codecs.choose` found. Its repr is a table.
+    """The result of `ibp.codecs.choose`. Its repr is a table.
 
     Attributes:
-        num_bytes: of the tensor.
-        link_gbps: of the link, 10^9 bytes a second.
-        encode: whether coding counts.
-        rows: whether rows are to decode alone.
-        table: every candidate, `ibp.codecs.CodingCost`, the soonest first: the choice.
+        num_bytes: bytes of the tensor.
+        link_gbps: rate of the link, 10^9 bytes per second.
+        encode: whether the time for coding counts.
+        rows: whether rows must be decodable alone.
+        table: every candidate, as `ibp.codecs.CodingCost`, the fastest first: this one is chosen.
     """
 
     num_bytes: int
@@ -63,27 +63,27 @@ class Choice:
 
     @property
     def best(self) -> CodingCost:
-        """The candidate that is chosen."""
+        """The chosen candidate."""
         return self.table[0]
 
     @property
     def scheme(self) -> str:
-        """Of the choice, as `ibp.compress` takes it."""
+        """The chosen scheme, as an argument of `ibp.compress`."""
         return self.best.scheme
 
     @property
     def level(self) -> str:
-        """Of the choice: "default", or "fast" of scheme planes."""
+        """The chosen level: "default", or "fast" for scheme planes."""
         return self.best.level
 
     @property
     def codebook(self) -> AnyCodebook | None:
-        """Of the choice, for other tensors of the same kind; None but for schemes of rows."""
+        """The chosen codebook, for other tensors of the same kind. None unless the scheme is one of rows."""
         return self.best.codebook
 
     @property
     def stored_bytes(self) -> int:
-        """That the choice moves."""
+        """Bytes that the choice moves."""
         return self.best.stored_bytes
 
     @property
@@ -97,17 +97,17 @@ class Choice:
         return self.best.total_s
 
     def at(self, link_gbps: float, encode: bool | None = None) -> Choice:
-        """The choice for another link, by the same measurements.
+        """Returns the choice for another link, from the same measurements.
 
         Args:
-            link_gbps: of that link, 10^9 bytes a second.
-            encode: whether coding counts; None: as before.
+            link_gbps: rate of that link, 10^9 bytes per second.
+            encode: whether the time for coding counts. None: as before.
         """
         counts = self.encode if encode is None else encode
         return replace(self, link_gbps=link_gbps, encode=counts, table=ranked(self.table, link_gbps, counts))
 
     def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor:
-        """`ibp.compress(x, scheme=self)`. options: device, memory, numa and progress of `ibp.compress`."""
+        """Returns `ibp.compress(x, scheme=self)`. options: device, memory, numa and progress of `ibp.compress`."""
         return compress(x, **arguments_of(self.scheme, self.codebook, self.rows), **options)
 
     def __repr__(self) -> str:
@@ -126,7 +126,7 @@ class Choice:
 
 
 def arguments_of(scheme: str, codebook: AnyCodebook | None, rows: bool) -> dict[str, Any]:
-    """The arguments of `ibp.compress` for a candidate."""
+    """Returns the arguments of `ibp.compress` for a candidate."""
     if codebook is not None:
         return {"codebook": codebook, "layout": "slots" if rows else "packed"}
     if scheme == "raw":
@@ -135,7 +135,7 @@ def arguments_of(scheme: str, codebook: AnyCodebook | None, rows: bool) -> dict[
 
 
 def ranked(table: Iterable[CodingCost], link_gbps: float, encode: bool) -> tuple[CodingCost, ...]:
-    """Candidates with their times over a link, the soonest first; of equal ones the first as they stand."""
+    """Returns the candidates with their times over a link, the fastest first. Equal candidates keep their order."""
     costs = []
     for cost in table:
         transfer_s = cost.stored_bytes / link_gbps * 1e-9

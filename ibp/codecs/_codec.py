@@ -1,4 +1,4 @@
-"""A codec of whole tensors cuts bytes into blocks, and codes each block alone (FORMAT.md section 9)."""
+"""Codecs of whole tensors. Such a codec cuts bytes into blocks, and codes each block alone (FORMAT.md section 9)."""
 
 from __future__ import annotations
 
@@ -12,69 +12,78 @@ import torch
 
 from .._rows.faults import CorruptTableError
 
-MAX_BLOCK_BYTES = 1 << 30  # of the bytes that a block stands for
-OnBytes = Callable[[int], object]  # called with bytes of the tensor that are done
+MAX_BLOCK_BYTES = 1 << 30  # of the tensor's bytes in a block
+OnBytes = Callable[[int], object]  # called with the number of bytes of the tensor that are done
 
 
 class BlockCoding(NamedTuple):
     """How a codec codes blocks."""
 
-    block_bytes: int  # of the tensor, that a block stands for
-    options: Mapping[str, str]  # of the codec, as text
-    level: int | None = None  # one of the codec's levels, to code by; None: its default
+    block_bytes: int  # bytes of the tensor in a block
+    options: Mapping[str, str]  # options of the codec, as text
+    level: int | None = None  # the level of the codec to code with; None: its default
 
 
 class GeneralCodec(ABC):
-    """One codec, as the names of schemes and files have it."""
+    """A codec, under the name that schemes and files give it."""
 
     name: str  # such as "zstd", "nvcomp:ans"
-    package: str  # by which it is there, as pip knows it
-    device_type: str  # of the devices that code and decode
-    block_bytes: int  # of a block, unless something else is asked for
-    is_safe: bool  # whether its makers promise that decoding is safe with any bytes
-    option_names: tuple[str, ...] = ()  # of the fields of files that decoding needs, each beginning with "codec_"
+    package: str  # the package that has it, under its name for pip
+    device_type: str  # the type of the devices that code and decode
+    block_bytes: int  # bytes of the tensor in a block, unless the caller asks for another number
+    is_safe: bool  # whether its makers promise that decoding any bytes is safe
+    option_names: tuple[str, ...] = ()  # names of the fields of files that decoding needs; each begins with "codec_"
 
     @abstractmethod
     def require(self) -> object:
-        """What the package gives. ImportError, in a sentence that names the package, where it is not there."""
+        """Imports and returns what the codec needs of its package. Raises ImportError, with the package's name, if
+        it is not installed."""
 
     @abstractmethod
     def options(self, dtype: torch.dtype, level: int | None, chunk_bytes: int | None) -> dict[str, str]:
-        """What decoding needs, as text. ValueError for a level or chunk_bytes that the codec does not have."""
+        """Returns what decoding needs, as text. Raises ValueError for a level or chunk_bytes that the codec does not
+        have."""
 
     def suited(
         self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
     ) -> dict[str, str]:
-        """The options by which bytes of elements of a dtype are coded: those given, or others that suit these better.
-        data: uint8 [bytes], on any device; worker: the device that codes."""
+        """Returns the options with which bytes of elements of a dtype are coded: those given, or others that suit
+        these bytes better. data: uint8 [bytes], on any device; worker: the device that codes."""
         return options
 
     def check_options(self, options: Mapping[str, str]) -> None:
-        """ValueError for options that are not those of `options`."""
+        """Raises ValueError if the options do not have the names that `options` gives."""
         if set(options) != set(self.option_names):
             raise ValueError(f"{self.name!r} has the options {sorted(options)}; wanted {sorted(self.option_names)}")
 
     @abstractmethod
     def blocks_of(self, options: Mapping[str, str], chunk_bytes: int | None) -> int:
-        """Bytes of a block when chunk_bytes are asked for."""
+        """Returns the bytes of a block if the caller asks for chunk_bytes."""
 
     @abstractmethod
     def encode(
         self, data: torch.Tensor, worker: torch.device, how: BlockCoding, on_bytes: OnBytes
     ) -> list[torch.Tensor]:
-        """The coded blocks of bytes, on the worker, the device that codes; a block that would not shrink is kept as it
-        is. data: uint8 [bytes], at least one, on any device."""
+        """Returns the coded blocks of bytes, on the worker, the device that codes. A block that would not shrink is
+        kept as it is. data: uint8 [bytes], at least one, on any device."""
 
     @abstractmethod
     def decode(self, blocks: torch.Tensor, offsets: Sequence[int], how: BlockCoding, out: torch.Tensor) -> None:
-        """Decodes consecutive blocks, on the current stream of a CUDA device. blocks, out: uint8, contiguous, on the
-        device that decodes; out is as long as the blocks stand for; offsets: where each block begins in `blocks`, and
-        where the last one ends. CorruptTableError: a block is none of the codec, or stands for another number of
-        bytes."""
+        """Decodes consecutive blocks, on the current stream of a CUDA device.
+
+        Args:
+            blocks: uint8, contiguous, on the device that decodes.
+            offsets: where each block begins in `blocks`, and where the last one ends.
+            how: how the blocks were coded.
+            out: uint8, contiguous, on the device that decodes; as long as the blocks' original bytes.
+
+        Raises:
+            CorruptTableError: a block was not made by the codec, or has another number of original bytes.
+        """
 
     def worker(self, *devices: torch.device) -> torch.device:
-        """The device that codes or decodes: the first of the right type, else the current one. RuntimeError: there is
-        none."""
+        """Returns the device that codes or decodes: the first of the right type, else the current one. Raises
+        RuntimeError if there is none."""
         for device in devices:
             if device.type == self.device_type:
                 return device
@@ -87,7 +96,8 @@ _CPU = torch.device("cpu")
 
 
 def package(name: str, pip_name: str, codec: str) -> ModuleType:
-    """Imports the package that a codec is in. ImportError, with the command that installs it, where it is missing."""
+    """Imports the package that a codec is in. If it is missing, raises ImportError with the command that installs
+    it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -97,5 +107,5 @@ def package(name: str, pip_name: str, codec: str) -> ModuleType:
 
 
 def corrupt(codec: GeneralCodec, block: int, why: object) -> CorruptTableError:
-    """The error of a block that cannot be decoded."""
+    """Returns the error for a block that cannot be decoded."""
     return CorruptTableError(f"block {block} of a tensor coded by {codec.name!r} is damaged: {why}")

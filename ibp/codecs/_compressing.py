@@ -1,4 +1,4 @@
-"""`ibp.compress`: tables of rows, and tensors coded whole."""
+"""`ibp.compress`: makes tables of rows, and codes tensors as a whole."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NONE_GIVEN = Options()
 
 @runtime_checkable
 class Chosen(Protocol):
-    """A scheme with its codebook, as `ibp.codecs.choose` finds it."""
+    """What `ibp.codecs.choose` returns: a scheme with its codebook."""
 
     def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor: ...
 
 
 class CompressOptions(TypedDict, total=False):
-    """The arguments of `compress` besides x and scheme."""
+    """The arguments of `compress` except x and scheme."""
 
     chunk_bytes: int | None
     tau: float | None
@@ -81,17 +81,17 @@ def compress(
 ) -> CompressedTensor | WholeTensor:
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
 
-    The table lives where x lives: on its GPU, or in host memory, pinned unless `memory` says otherwise. Rows that would
-    not become smaller are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` counts the bytes of
-    its rows, `table.nbytes` the memory that it takes and `table.link_bytes` what is fetched over the link; `estimate`
-    tells them beforehand.
+    The table is where x is: on its GPU, or in host memory, pinned unless `memory` says otherwise. If rows would not
+    become smaller, all rows are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` counts the
+    bytes of its rows, `table.nbytes` the memory that it takes, and `table.link_bytes` what is fetched over the link.
+    `estimate` gives these numbers beforehand.
 
-    With inplace=True x is compressed within its own memory (the paper's section 5), so that one that fills memory can
-    be compressed. Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory is
-    freed. x's values are gone afterwards: its memory belongs to the table. Besides x this takes 2.25 bytes a row and
-    about 128 MiB. "auto" takes the scheme of fewest bytes. All analysis is done before the first write. If the call is
-    interrupted after it, or the memory cannot be pinned, the exception has the table as its attribute `table`, and that
-    table decompresses to x; without that attribute x is as it was.
+    With inplace=True x is compressed within its own memory (the paper's section 5), so that a tensor that fills memory
+    can be compressed. Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory
+    is freed. x's values are gone afterwards, because its memory belongs to the table. Besides x this takes 2.25 bytes
+    per row and about 128 MiB. "auto" takes the scheme of fewest bytes. All analysis is done before the first write. If
+    the call is interrupted after the first write, or if the memory cannot be pinned, the exception has an attribute
+    `table`, a table that decompresses to x. If the exception has no such attribute, x is unchanged.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -100,60 +100,61 @@ def compress(
         ('planes', '34%', True)
 
     Args:
-        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. Of a tensor
-            that requires grad the values are taken, as by `x.detach()`: no gradient flows through a table, and a
-            RuntimeWarning says so, once a process. Or a numpy array, also of ml_dtypes' bfloat16 and float8, as the
-            tensor of the same bytes.
-        scheme: "auto", the best for the layout on a sample of rows: for slots the scheme that fetches the fewest bytes,
-            among the schemes that a GPU fetches and decodes faster than raw rows; for packed rows the scheme of fewest
-            bytes. Or "ibp", invariant bits (the paper's); "planes", ranked symbols; or "raw", rows as they are (to
-            gather them by the same kernels). Or a general codec, for tensors that are only wanted whole, by its
-            optional package: "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU nvCOMP's
-            "nvcomp:ans" (of floats as such or as bytes, whichever takes less of a sample; "nvcomp:ans:floats" and
-            "nvcomp:ans:bytes" choose), "nvcomp:bitcomp", "nvcomp:cascaded", "nvcomp:deflate", "nvcomp:gdeflate",
-            "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". The result is then an `ibp.codecs.WholeTensor`; the
-            arguments for rows are refused. Or an `ibp.codecs.Choice` (see `ibp.codecs.choose`), which says how x is
-            coded: packed, unless it is for rows.
-        chunk_bytes, tau: as in `analyze`; they imply scheme "ibp". Used if no codebook is given. A general codec codes
-            each block of chunk_bytes alone: by default 64 KiB with nvCOMP, else 2 MiB.
-        codebook: from `analyze`, `Codebook.from_masks` or another table; rows are then of codebook.row_bytes.
-        sample: fraction of the rows to learn the codebook from; None: as many as hold 2^19 elements, and of scheme
-            "ibp" as fit 64 MiB (16 MiB without a GPU).
+        x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, contiguous or not. x itself is not changed. If it
+            requires grad, its values are taken, as by `x.detach()`: no gradient flows through a table, and a
+            RuntimeWarning says so, once per process. A numpy array, also of ml_dtypes' bfloat16 and float8, is taken as
+            the tensor of the same bytes.
+        scheme: "auto", the best scheme for the layout, judged by a sample of rows. For slots it is the scheme that
+            fetches the fewest bytes, among the schemes that a GPU fetches and decodes faster than raw rows; for packed
+            rows it is the scheme of fewest bytes. Or "ibp", invariant bits (the paper's); "planes", ranked symbols; or
+            "raw", rows as they are (to gather them by the same kernels). Or a general codec, for tensors that are only
+            used whole, by its optional package: "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU
+            nvCOMP's "nvcomp:ans" (floats are coded as floats or as bytes, whichever takes less of a sample;
+            "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one), "nvcomp:bitcomp", "nvcomp:cascaded",
+            "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". The result is then an
+            `ibp.codecs.WholeTensor`, and the arguments for rows are refused. Or an `ibp.codecs.Choice` (see
+            `ibp.codecs.choose`), which says how x is coded: packed, unless it is for rows.
+        chunk_bytes, tau: as in `analyze`; they imply scheme "ibp", and are used if no codebook is given. A general
+            codec codes each block of chunk_bytes alone: by default 64 KiB with nvCOMP, else 2 MiB.
+        codebook: a codebook from `analyze`, `Codebook.from_masks` or another table; rows then have codebook.row_bytes.
+        sample: fraction of the rows from which the codebook is learned. None: as many rows as hold 2^19 elements, or,
+            for scheme "ibp", as many as fit 64 MiB (16 MiB without a GPU).
         clusters: how many codebooks to divide the rows among, 1 to 256, by k-means over their bits and then by coded
-            size (the paper's section 6.5); "auto": doubled for as long as the net saving grows. None: one.
-        level: "default", the fewest bytes, or nearly so where that decodes faster; "fast", which implies scheme
-            "planes": one digit of 4 bits that counts up from the smallest frequent exponent, which a GPU codes and
-            decodes at the rate of its memory. It saves 25 % of BF16 weights (33 % by default), 12 % of FP32. Where such
-            digits save less than 4 % of a row, as of data that is half zeros, and where elements have 1 or 8 bytes, the
-            codebook is that of "default".
+            size (the paper's section 6.5); "auto": the number is doubled for as long as the net saving grows. None:
+            one.
+        level: "default", the fewest bytes, or nearly so if that decodes faster; "fast", which implies scheme "planes":
+            one digit of 4 bits that counts up from the smallest frequent exponent, which a GPU codes and decodes at the
+            rate of its memory. It saves 25 % of BF16 weights (33 % by default), 12 % of FP32. If such digits save less
+            than 4 % of a row, as with data that are half zeros, or if elements have 1 or 8 bytes, the codebook is that
+            of "default".
         layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and
             files.
-        slot_bytes: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place layout). None: chosen
-            from the row lengths.
+        slot_bytes: bytes of a slot: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place
+            layout). None: chosen from the row lengths.
         row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is
             not 1-D, else 4,096 bytes of the flat tensor.
-        device: where analysis and compression run. None: x's GPU, else the current GPU if there is one, else the CPU,
-            which also codes tensors of the host of at most 1 MiB. A pinned tensor of at most a quarter of the GPU's
-            free memory is there as a whole meanwhile, others block by block.
+        device: the device of analysis and compression. None: x's GPU, else the current GPU if there is one, else the
+            CPU. The CPU also codes host tensors of at most 1 MiB. A pinned tensor of at most a quarter of the GPU's
+            free memory is copied to the GPU as a whole for the call; other tensors are copied block by block.
         memory: where the table lives: "device", on the device that codes; "pinned", in host memory that GPUs read;
-            "host", in pageable memory. None: where x lives, in pinned memory if that is the host and there is a CUDA
-            device; where the system refuses to pin, the table is pageable, and a RuntimeWarning says so, once a
+            "host", in pageable memory. None: where x lives; if that is the host and there is a CUDA device, in pinned
+            memory. If the system then refuses to pin, the table is pageable, and a RuntimeWarning says so, once per
             process.
-        numa: the NUMA node whose memory is preferred for a pinned table, or a device near whose node; None: the calling
-            thread's.
-        inplace: compress x within its own memory. x must be contiguous, own all of its storage and not require grad;
-            scheme is one of rows, and layout, slot_bytes and numa are not given.
-        progress: show progress bars.
+        numa: the NUMA node whose memory is preferred for a pinned table, or a device whose nearest node is meant. None:
+            the calling thread's node.
+        inplace: whether to compress x within its own memory. x must be contiguous, own all of its storage and not
+            require grad; scheme must be one of rows, and layout, slot_bytes and numa must not be given.
+        progress: whether to show progress bars.
 
     Returns:
-        `ibp.CompressedTensor`; for general codecs `ibp.codecs.WholeTensor`.
+        An `ibp.CompressedTensor`; for general codecs an `ibp.codecs.WholeTensor`.
 
     Raises:
-        TypeError: x is not a dense tensor of a supported dtype (quantized ones and those of less than a byte are not),
-            codebook is none, or an argument is not of its type.
-        ValueError: an argument is outside its range or contradicts another; or x cannot be compressed in place.
+        TypeError: x is not a dense tensor of a supported dtype (quantized tensors, and dtypes of less than a byte, are
+            not supported), codebook is not a codebook, or an argument has a wrong type.
+        ValueError: an argument is out of range or contradicts another; or x cannot be compressed in place.
         ImportError: the package of a general codec is not installed.
-        RuntimeError: memory is "pinned", and cannot be; or the codec needs a GPU, and there is none.
+        RuntimeError: memory is "pinned", but the system refuses to pin; or the codec needs a GPU, and there is no GPU.
     """
     if inplace and not isinstance(x, torch.Tensor):
         raise TypeError(f"x is a {type(x).__name__}; inplace=True wants a torch.Tensor, whose memory it takes")

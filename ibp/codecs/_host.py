@@ -1,4 +1,5 @@
-"""zstd and lz4 on the CPU: blocks coded and decoded by several threads, which the packages let run at once."""
+"""zstd and lz4 on the CPU. Several threads code and decode blocks, because the packages let them run at the same
+time."""
 
 from __future__ import annotations
 
@@ -19,8 +20,13 @@ _LEAST_BLOCK_BYTES = 4096
 
 
 class HostCodec(GeneralCodec):
-    """A codec of a package that works on memory of the host. module, error: of the package; its class of exceptions for
-    wrong bytes; levels: that it has; None, its default, besides."""
+    """A codec of a package that works on host memory.
+
+    Attributes:
+        module: the package's module.
+        error: its class of exceptions for wrong bytes.
+        levels: the levels that the codec has, in addition to None, its default.
+    """
 
     device_type = "cpu"
     block_bytes = 2 << 20
@@ -83,21 +89,22 @@ class HostCodec(GeneralCodec):
 
     @abstractmethod
     def _encode(self, data: memoryview, level: int | None) -> bytearray:
-        """A block as coded."""
+        """Returns a coded block."""
 
     @abstractmethod
     def _decode(self, data: memoryview, num_bytes: int) -> bytes:
-        """What a block stands for; it allocates no more than num_bytes. ValueError, or an error of the package."""
+        """Returns the original bytes of a block, without allocating more than num_bytes. Raises ValueError, or an
+        error of the package."""
 
 
 class Zstd(HostCodec):
-    """Frames of Zstandard (RFC 8878) with the size of their content."""
+    """Frames of Zstandard (RFC 8878) that include the size of their content."""
 
     name, package, module, error = "zstd", "zstandard", "zstandard", "ZstdError"
     levels = range(-100, 23)
 
     def __init__(self) -> None:
-        self._of_thread = threading.local()  # coders, which keep their working memory
+        self._of_thread = threading.local()  # one coder for each thread, because coders keep their working memory
 
     def _encode(self, data: memoryview, level: int | None) -> bytearray:
         coders: dict[Any, Any] = self._of_thread.__dict__
@@ -117,7 +124,8 @@ class Zstd(HostCodec):
 
 
 class Lz4(HostCodec):
-    """Blocks of LZ4, without a frame; a level makes the search for matches longer, and the blocks no others."""
+    """Blocks of LZ4, without a frame. A level makes the search for matches longer, but the format of the blocks is
+    the same."""
 
     name, package, module, error = "lz4", "lz4", "lz4.block", "LZ4BlockError"
     levels = range(1, 13)
@@ -133,7 +141,7 @@ class Lz4(HostCodec):
 
 
 def _by_threads(work: Any, items: Sequence[Any]) -> list[Any]:
-    """The results of all items, in their order, by as many threads as torch uses."""
+    """Returns the results of all items, in order, computed by as many threads as torch uses."""
     count = min(torch.get_num_threads(), len(items))
     if count <= 1:
         return [work(item) for item in items]

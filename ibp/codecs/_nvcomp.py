@@ -1,5 +1,5 @@
-"""nvCOMP's codecs on a GPU, by its Python package: on the caller's stream, in memory of torch's allocator, with codecs
-and configurations that are made once."""
+"""nvCOMP's codecs on a GPU, by nvCOMP's Python package. They run on the caller's stream, in memory of torch's
+allocator; codecs and configurations are made once."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ _ALGORITHMS = {  # by the names of schemes
     "snappy": "Snappy",
     "zstd": "Zstd",
 }
-_TYPED = ("bitcomp", "cascaded")  # work on whole elements
+_TYPED = ("bitcomp", "cascaded")  # these work on whole elements
 _BYTES, _FLOATS = "bytes", "floats"  # what ANS can be told that floats are
-_SAMPLE_BYTES = 4 << 20  # of a tensor, on which both are tried
-_HUNGRY = ("deflate", "gdeflate", "zstd")  # coding needs several times a block's bytes of memory besides
+_SAMPLE_BYTES = 4 << 20  # bytes of a tensor on which both are tried
+_HUNGRY = ("deflate", "gdeflate", "zstd")  # coding with these needs several times a block's bytes of additional memory
 _BLOCK_BYTES, _LESS_BLOCK_BYTES = 256 << 20, 32 << 20
 CHUNK_BYTES, _LEAST_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 16, 1 << 10, 1 << 24
-_ALIGNMENT = 16  # bytes, of a coded block: nvCOMP wants no more of any codec
-_LEGACY_STREAM = 1  # of CUDA: the default stream, whose own number, 0, a codec takes for none given
-_MOST_CODERS = 4  # that are kept: each has memory on its GPU
+_ALIGNMENT = 16  # bytes; no codec of nvCOMP needs a larger alignment of coded blocks
+_LEGACY_STREAM = 1  # of CUDA: the default stream; nvCOMP would take its own number, 0, to mean that no stream is given
+_MOST_CODERS = 4  # how many coders are kept; each has memory on its GPU
 _TYPES = ("|u1", "<u2", "<u4", "<u8", "<f2", "<f4")
 
 
 class NvComp(GeneralCodec):
-    """One of nvCOMP's codecs. A block is a buffer of nvCOMP's native format, of many chunks; zeros follow it up to a
-    multiple of 16 bytes."""
+    """One of nvCOMP's codecs. A block is a buffer in nvCOMP's native format, with many chunks. Zeros follow it up to
+    a multiple of 16 bytes."""
 
     device_type = "cuda"
     package = "nvidia-nvcomp-cu13"
@@ -48,7 +48,7 @@ class NvComp(GeneralCodec):
     option_names = (_CHUNK, _TYPE)
 
     def __init__(self, kind: str, only: str | None = None) -> None:
-        """only: what ANS is told that floats are; None: what suits a tensor better."""
+        """Makes a codec. only: what ANS is told that floats are. None: what suits a tensor better."""
         self.kind, self.name, self._only = kind, f"nvcomp:{kind}", only
         self.block_bytes = _LESS_BLOCK_BYTES if kind in _HUNGRY else _BLOCK_BYTES
 
@@ -63,13 +63,14 @@ class NvComp(GeneralCodec):
         return options
 
     def fields(self, dtype: torch.dtype, chunk_bytes: int) -> dict[str, str]:
-        """Options of any size of chunks."""
+        """Returns options for any size of chunks."""
         return {_CHUNK: str(chunk_bytes), _TYPE: self.types(dtype)[0]}
 
     def suited(
         self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
     ) -> dict[str, str]:
-        """The type by which chunks spread over the bytes take the fewest; of equal ones the first."""
+        """Returns options with the type for which chunks spread over the data take the fewest bytes; the first of
+        equal ones."""
         types = self.types(dtype)
         if len(types) == 1 or not data.numel():
             return options
@@ -95,9 +96,9 @@ class NvComp(GeneralCodec):
             raise ValueError(f"the type is {options[_TYPE]!r}; {self.name!r} takes one of {list(_TYPES)}")
 
     def types(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """The array-protocol types of what the codec can be told that the elements are. ANS splits off the exponents of
-        floats of two and four bytes, or looks at bytes, which suits floats with many equal values; others look at
-        bytes, or at whole numbers of the elements' size."""
+        """Returns the array-protocol types that the codec can be told the elements have. ANS splits off the
+        exponents of floats of two and four bytes, or looks at bytes, which suits floats with many equal values.
+        Other codecs look at bytes, or at whole numbers of the elements' size."""
         size = dtype.itemsize
         if self.kind == "ans" and dtype.is_floating_point and size in (2, 4):
             found = {_FLOATS: f"<f{size}", _BYTES: "|u1"}
@@ -131,13 +132,13 @@ class NvComp(GeneralCodec):
                     coder.decode(aligned(coded), target)
 
     def coder(self, device: torch.device, options: Mapping[str, str]) -> Coder:
-        """The coder for the current stream of a device."""
+        """Returns the coder for the current stream of a device."""
         return _coder(self.kind, options[_TYPE], int(options[_CHUNK]), device.index, stream_number(device))
 
 
 class Coder:
-    """A codec of nvCOMP for one stream, with the configurations of the sizes that it has met. policies: further options
-    of nvCOMP's codec."""
+    """A codec of nvCOMP for one stream, with the configurations of the sizes that it has met. policies: further
+    options of nvCOMP's codec."""
 
     def __init__(
         self,
@@ -163,18 +164,19 @@ class Coder:
         self._configuration = functools.lru_cache(64)(self._configured)
 
     def _configured(self, num_bytes: int) -> tuple[Any, Any]:
-        """(configuration for coding, configuration for decoding) of num_bytes bytes. Coded bytes are not read."""
+        """Returns (configuration for coding, configuration for decoding) of num_bytes bytes. Coded bytes are not
+        read."""
         coding = self._codec.compression_config(num_bytes)
         return coding, self._codec.decompression_config(coding)
 
     def room(self, data: torch.Tensor) -> torch.Tensor:
-        """Memory for whatever bytes become, coded."""
+        """Returns memory that is large enough for the coded bytes of any data of this size."""
         with self._lock:
             most = self._codec.get_max_comp_buffer_size(self._array(data.view(self._words)))
         return torch.empty(most, dtype=torch.uint8, device=data.device)
 
     def encode(self, data: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Bytes coded, at the beginning of the room. Waits for their size."""
+        """Returns the coded bytes, at the beginning of the room. Waits for their size."""
         with self._lock:
             coding, _ = self._configuration(data.numel())
             out = self._array(room)  # nvCOMP notes the size of an array of its own, but not of a tensor
@@ -182,7 +184,7 @@ class Coder:
             return room[: out.buffer_size]
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> None:
-        """Fills out from what the same codec has coded. Waits for nothing."""
+        """Fills out from what the same codec has coded. Does not wait."""
         with self._lock:
             _, decoding = self._configuration(out.numel())
             self._codec.decode(self._array(coded), out=out, decompression_config=decoding)
@@ -192,7 +194,8 @@ class Coder:
 
 
 def _sample(data: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
-    """At most _SAMPLE_BYTES in whole chunks, evenly apart; bytes of no more than that, or of one chunk, as they are."""
+    """Returns at most _SAMPLE_BYTES in whole chunks, at equal distances. If the data are no larger than that, or are
+    one chunk, returns all of them."""
     if data.numel() <= max(_SAMPLE_BYTES, chunk_bytes):
         return data
     chunks = data[: data.numel() // chunk_bytes * chunk_bytes].view(-1, chunk_bytes)
@@ -200,12 +203,12 @@ def _sample(data: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
 
 
 def aligned(data: torch.Tensor) -> torch.Tensor:
-    """Bytes that begin where nvCOMP takes them: themselves, or a copy."""
+    """Returns bytes at an address that nvCOMP accepts: the same, or a copy."""
     return data if data.data_ptr() % _ALIGNMENT == 0 else data.clone()
 
 
 def _padded(coded: torch.Tensor) -> torch.Tensor:
-    """The coded bytes in memory of their size, with zeros up to a multiple of the alignment."""
+    """Returns the coded bytes in memory of their own size, with zeros up to a multiple of the alignment."""
     return torch.nn.functional.pad(coded, (0, -coded.numel() % _ALIGNMENT))
 
 
@@ -223,20 +226,20 @@ def forget_coders() -> None:
 
 
 def stream_number(device: torch.device) -> int:
-    """The current stream of a device, as a Coder takes it."""
+    """Returns the number of a device's current stream for a `Coder`."""
     return torch.cuda.current_stream(device).cuda_stream or _LEGACY_STREAM
 
 
 @functools.cache
 def _module(codec: str) -> ModuleType:
-    """nvCOMP's package, whose device memory is from torch's allocator from now on."""
+    """Returns nvCOMP's package, which takes device memory from torch's allocator from now on."""
     found = package("nvidia.nvcomp", NvComp.package, codec)
     found.set_device_allocator(_NvcompMemory)
     return found
 
 
 class _NvcompMemory:
-    """Device memory as nvCOMP asks for it: bytes of torch's allocator for a stream, until it is forgotten. ptr: its
+    """Device memory that nvCOMP asks for: bytes of torch's allocator for a stream, freed with the object. ptr: its
     address."""
 
     def __init__(self, num_bytes: int, stream: Any) -> None:
@@ -253,6 +256,6 @@ VARIANTS = {f"nvcomp:ans:{only}": NvComp("ans", only) for only in (_FLOATS, _BYT
 
 
 def variants_of(scheme: str, dtype: torch.dtype) -> list[str]:
-    """The schemes by which a codec codes elements of a dtype in one way each; of most codecs the scheme itself."""
+    """Returns schemes that each code elements of a dtype in one way only; for most codecs, the scheme itself."""
     several = scheme in CODECS and len(CODECS[scheme].types(dtype)) > 1
     return [name for name in VARIANTS if name.startswith(f"{scheme}:")] if several else [scheme]

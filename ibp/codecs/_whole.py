@@ -1,4 +1,4 @@
-"""WholeTensor: a tensor coded as a whole by a general codec."""
+"""`WholeTensor`: a tensor that a general codec has coded as a whole."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offse
 
 
 class WholeTensor(Movable, CodedManners, Saves):
-    """A tensor coded as a whole by a general codec, in blocks that decode alone. Made by `ibp.compress` with a scheme
-    such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is internal.
+    """A tensor that a general codec has coded as a whole, in blocks that can be decoded alone. It is made by
+    `ibp.compress` with a scheme such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is
+    internal.
 
-    It has no rows: `ibp.decompress` gives the whole tensor; `index_select`, `update_`, `prefetch` and caches refuse
-    it. `==` and `hash` go by identity.
+    It has no rows: `ibp.decompress` returns the whole tensor; `index_select`, `update_`, `prefetch` and caches refuse
+    it. `==` and `hash` compare identity.
 
     Example:
         >>> # needs the package zstandard
@@ -41,13 +42,13 @@ class WholeTensor(Movable, CodedManners, Saves):
         ('zstd', True, True)
 
     Attributes:
-        shape, dtype: of the original tensor.
+        shape, dtype: shape and dtype of the original tensor.
         codec: the name of the codec; `scheme` is the same.
         device: where the coded bytes are.
-        block_bytes: bytes of the tensor that a block stands for; the last one may stand for fewer.
-        options: of the codec, as text.
+        block_bytes: bytes of the tensor in a block; the last block may have fewer.
+        options: options of the codec, as text.
         blocks: uint8, the coded blocks one after the other.
-        offsets: int64 [blocks + 1] in host memory: where each begins, and where the last one ends.
+        offsets: int64 [blocks + 1] in host memory: where each block begins, and where the last one ends.
     """
 
     _is, _instead = "a tensor that is coded as a whole", "call ibp.decompress(coded) for the tensor"
@@ -78,7 +79,7 @@ class WholeTensor(Movable, CodedManners, Saves):
         self._codec.check_options(self.options)
 
     def _checked_offsets(self) -> list[int]:
-        """The offsets as a list. ValueError unless they are those of the tensor's blocks."""
+        """Returns the offsets as a list. Raises ValueError unless they are those of the tensor's blocks."""
         if not 8 <= self.block_bytes <= MAX_BLOCK_BYTES or self.block_bytes % 8:
             raise ValueError(f"block_bytes is {self.block_bytes}; wanted a multiple of 8 up to {MAX_BLOCK_BYTES}")
         if self.original_bytes > 2**63 - 1:
@@ -104,7 +105,7 @@ class WholeTensor(Movable, CodedManners, Saves):
         return self.blocks.device
 
     def is_pinned(self) -> bool:
-        """Whether the coded bytes are in pinned host memory."""
+        """Returns whether the coded bytes are in pinned host memory."""
         return self.blocks.numel() > 0 and self.blocks.is_pinned()
 
     @property
@@ -119,7 +120,7 @@ class WholeTensor(Movable, CodedManners, Saves):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory that it takes: of the blocks, and of their offsets."""
+        """Bytes of all memory that it takes: the blocks and their offsets."""
         return self.blocks.nbytes + self.offsets.nbytes
 
     def __repr__(self) -> str:
@@ -142,11 +143,11 @@ class WholeTensor(Movable, CodedManners, Saves):
     # ---- where it is ----
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> WholeTensor:
-        """The coded bytes on another device: itself if it is there, else a copy (not pinned).
+        """Returns the tensor with its coded bytes on a device: itself if they are there, else a copy (not pinned).
 
         Args:
-            device: where to.
-            non_blocking: do not wait for copies from pinned memory to a GPU.
+            device: the device of the result.
+            non_blocking: whether copies from pinned memory to a GPU may still be running when the call returns.
         """
         target = _memory.canonical(device)
         if target == self.device:
@@ -156,7 +157,7 @@ class WholeTensor(Movable, CodedManners, Saves):
         return WholeTensor(**{**self.__getstate__(), "blocks": moved})
 
     def pin_memory(self) -> WholeTensor:
-        """Moves the coded bytes to pinned host memory. Returns itself; no-op on a GPU.
+        """Moves the coded bytes to pinned host memory. Returns itself. On a GPU it does nothing.
 
         Raises:
             RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
@@ -170,18 +171,18 @@ class WholeTensor(Movable, CodedManners, Saves):
     def decompress(
         self, *, device: torch.device | str | int | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The whole tensor again.
+        """Returns the original tensor.
 
-        A codec of the CPU decodes there, by several threads, and one of a GPU on the current stream of the GPU that the
-        result or the coded bytes are on, without waiting for it; what is elsewhere is copied.
+        A codec of the CPU decodes there, on several threads. A codec of a GPU decodes on the current stream of the GPU
+        that the result or the coded bytes are on, without waiting for it. Bytes that are elsewhere are copied.
 
         Args:
-            device: where the result goes; None: out's device, else that of the coded bytes.
-            out: tensor of the shape and dtype to write to, of any strides.
+            device: the device of the result. None: out's device, else that of the coded bytes.
+            out: tensor of the same shape and dtype to write to, with any strides.
 
         Raises:
-            TypeError, ValueError: out does not fit, or device is none.
-            CorruptTableError: the coded bytes are damaged. Those of nvCOMP's codecs are not looked at.
+            TypeError, ValueError: out does not fit, or device is not a device.
+            CorruptTableError: the coded bytes are damaged. Bytes coded by nvCOMP's codecs are not checked.
             ImportError: the codec's package is not installed.
             RuntimeError: the codec needs a GPU, and there is none.
         """
@@ -198,7 +199,7 @@ class WholeTensor(Movable, CodedManners, Saves):
         return out if result is out else out.copy_(result.view(out.shape))
 
     def _decode(self, first: int, last: int, out: torch.Tensor) -> None:
-        """Fills out, bytes on the device that decodes, with what blocks first to last - 1 stand for."""
+        """Fills out, bytes on the device that decodes, with the original bytes of blocks first to last - 1."""
         start, end = self._starts[first], self._starts[last]
         near = staging.to_host if out.device == _CPU else lambda data: staging.to_device(data, out.device)
         offsets = [offset - start for offset in self._starts[first : last + 1]]
@@ -206,7 +207,7 @@ class WholeTensor(Movable, CodedManners, Saves):
         self._codec.decode(near(self.blocks[start:end]), offsets, BlockCoding(self.block_bytes, self.options), out)
 
     def _bytes(self, start: int, end: int) -> torch.Tensor:
-        """Bytes [start, end) of the tensor, in host memory; blocks without any of them are not decoded."""
+        """Returns bytes [start, end) of the tensor, in host memory. Blocks that have none of them are not decoded."""
         first, last = start // self.block_bytes, -(-end // self.block_bytes)
         at, stop = first * self.block_bytes, min(last * self.block_bytes, self.original_bytes)
         data = torch.empty(stop - at, dtype=torch.uint8, device=self._codec.worker(self.device))
@@ -221,25 +222,27 @@ class WholeTensor(Movable, CodedManners, Saves):
         )
 
     def _refuse(self, *arguments: object, **options: object) -> NoReturn:
-        """Refused with TypeError: there are no rows."""
+        """Raises TypeError, because there are no rows."""
         raise TypeError(self._why_no_rows)
 
     index_select = update_ = append = refit = prefetch = __getitem__ = __iter__ = _refuse
 
 
-torch.serialization.add_safe_globals([WholeTensor, (WholeTensor, "ibp.WholeTensor")])  # as ibp 0.2 pickled it
+# the name under which ibp 0.2 pickled it
+torch.serialization.add_safe_globals([WholeTensor, (WholeTensor, "ibp.WholeTensor")])
 
 
 # ---- making ----
 
 
 def is_general(scheme: object) -> bool:
-    """Whether a scheme's name is that of a general codec, known or not."""
+    """Returns whether a scheme's name is that of a general codec, known or not."""
     return isinstance(scheme, str) and scheme.partition(":")[0] in ("zstd", "lz4", "nvcomp")
 
 
 def codec_of(scheme: str) -> tuple[GeneralCodec, int | None]:
-    """The codec of a scheme such as "nvcomp:ans" or "zstd:9", and the level that it names. ValueError for others."""
+    """Returns the codec of a scheme such as "nvcomp:ans" or "zstd:9", and the level that it names. Raises ValueError
+    for other schemes."""
     name, level = scheme, None
     if scheme in _nvcomp.VARIANTS:
         return _nvcomp.VARIANTS[scheme], None
@@ -264,7 +267,7 @@ def compress_whole(
     numa: Numa,
     progress: bool,
 ) -> WholeTensor:
-    """See `ibp.compress`."""
+    """Codes a tensor as a whole, see `ibp.compress`."""
     (home, pin), node = _memory.home_of(x.device, memory, _memory.usual(device, x)), node_of(numa)
     codec, level = codec_of(scheme)
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
@@ -297,8 +300,8 @@ def compress_whole(
 def _joined(
     pieces: list[torch.Tensor], home: torch.device, pin: bool | None, node: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(coded blocks one after the other where they are to lie, where each begins). The pieces are forgotten one by
-    one."""
+    """Returns (coded blocks one after the other in their final memory, where each begins). The memory of the pieces
+    is freed one by one."""
     sizes = torch.tensor([0, *(piece.numel() for piece in pieces)], dtype=torch.int64, device="cpu")
     offsets = sizes.cumsum(0)
     if len(pieces) == 1 and pieces[0].device == home and home.type == "cuda":

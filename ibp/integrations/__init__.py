@@ -1,7 +1,7 @@
-"""Bridges to host frameworks: one file each, imported when it is named (`ibp.integrations.<framework>`, or `import
-ibp.integrations.<framework>`), never by `import ibp`.
+"""Bridges to host frameworks. Each is one file, which is imported when it is named (`ibp.integrations.<framework>`, or
+`import ibp.integrations.<framework>`), and never by `import ibp`.
 
-A file here adapts tables to what a framework calls (a feature store, an offloading hook, a cache) and needs that
+A file here adapts tables to an interface of a framework (a feature store, an offloading hook, a cache) and needs that
 framework installed; the package itself needs torch alone. Pages of docs/ show them (gnn.md, llm.md, kv-cache.md,
 serving.md), and tests skip without the framework. `ibp.nn` and `ibp.offload` serve torch itself.
 """

@@ -32,10 +32,9 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
     """`quantization_config` of `from_pretrained` of a model of diffusers: its matrices become tables while they are
     loaded, as `ibp.nn.compress` makes them.
 
-    Of a pipeline, load the model so and give it to the pipeline. Memory holds the coded model and one file of plain
-    weights, mapped. `model.save_pretrained` writes plain weights and a plain config.json. A directory that
-    `ibp compress` wrote needs no argument where ibp is imported. `model.hf_quantizer.report` names the
-    coded weights.
+    For a pipeline, load the model in this way and pass it to the pipeline. Memory holds the coded model and one file of
+    plain weights, mapped. `model.save_pretrained` writes plain weights and a plain config.json. A directory that `ibp
+    compress` wrote needs no argument if ibp is imported. `model.hf_quantizer.report` names the coded weights.
 
     Example:
         >>> from diffusers import DiTTransformer2DModel
@@ -50,10 +49,10 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
 
     Args:
         level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`. Names are names of the model's modules.
-        quant_method: "ibp", as config.json has it.
+        quant_method: "ibp", as in config.json.
 
     Raises:
-        TypeError, ValueError: an argument is not of its type, or outside its range.
+        TypeError, ValueError: an argument has a wrong type, or is out of range.
     """
 
     __module__ = "ibp.integrations.diffusers"
@@ -63,15 +62,15 @@ class IbpDiffusersConfig(CodingFields, QuantizationConfigMixin):
         self.quant_method = _Method.IBP
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """The fields that `repr` shows."""
+        """Returns the fields that `repr` shows."""
         return self.to_dict()
 
 
 class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
-    """What diffusers calls while it loads a model with an `IbpDiffusersConfig`.
+    """The methods that diffusers calls while it loads a model with an `IbpDiffusersConfig`.
 
     Attributes:
-        report: which weights are coded, and why others stay plain; None while the model is loaded.
+        report: which weights are coded, and why others stay plain. None while the model is loaded.
     """
 
     __module__ = "ibp.integrations.diffusers"
@@ -80,10 +79,11 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
 
     def __init__(self, quantization_config: IbpDiffusersConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self._coded: dict[str, SourceTensor] = {}  # of files of ibp
+        self._coded: dict[str, SourceTensor] = {}  # from files of ibp
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
-        """Raises ValueError for a device map that leaves a part of the model off the devices that compute."""
+        """Raises ValueError for a device map that puts a part of the model elsewhere than on the devices that
+        compute."""
         check_device_map(device_map)
 
     @property
@@ -91,7 +91,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         return False
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: Iterable[Any]) -> list[str]:
-        """Names of the tensors in coded files, in place of names of parts of tables."""
+        """Returns the names of the tensors in coded files, in place of the names of tables' parts."""
         for path in checkpoint_files:
             if is_coded(path):
                 with open_ibp(path) as source:
@@ -99,7 +99,8 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         return list(self._coded) or loaded_keys
 
     def maybe_update_state_dict(self, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of a coded file by their names. A table that its module wants is on the meta device for now."""
+        """Returns the tensors of a coded file by name. A tensor whose module takes its table is on the meta device
+        for now."""
         if not self._coded:
             return state_dict
         tensors = {}
@@ -126,7 +127,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         *args: Any,
         **options: Any,
     ) -> None:
-        """Puts a weight that was read in its modules, coded; or as a parameter, where it would not get smaller."""
+        """Puts a weight that was read into its modules, coded. If it would not get smaller, it becomes a parameter."""
         assert self._loading is not None
         source = self._coded.get(param_name)
         if param_value.is_meta and source is not None and source.table is not None:
@@ -139,14 +140,14 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
             setattr(model.get_submodule(path), name, torch.nn.Parameter(held, requires_grad=False))
 
     def _process_model_before_weight_loading(self, model: torch.nn.Module, **options: Any) -> None:
-        model.eval()  # as from_pretrained does later: in training mode weights would train
+        model.eval()  # from_pretrained does this later; in training mode weights would train
         self._loading = Loading(self.quantization_config, model)
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         assert self._loading is not None
         self.report, self._loading, self._coded = self._loading.finish(), None, {}
         fields = {key: value for key, value in model.config.items() if key != "quantization_config"}
-        model._internal_dict = FrozenDict(fields)  # what save_pretrained writes is plain
+        model._internal_dict = FrozenDict(fields)  # makes save_pretrained write plain fields
         return model
 
     @property
@@ -166,8 +167,8 @@ _get_file, _fetch_index = modeling_utils._get_model_file, modeling_utils._fetch_
 
 
 def _get_either(pretrained: Any, *, weights_name: str, **options: Any) -> Any:
-    """In place of the function by which diffusers finds a file of weights: where there is no plain one, finds the coded
-    one, which has a name of its own."""
+    """Replaces the function by which diffusers finds a file of weights. If there is no plain file, it finds the
+    coded one, which has a name of its own."""
     try:
         return _get_file(pretrained, weights_name=weights_name, **options)
     except OSError:
@@ -177,7 +178,7 @@ def _get_either(pretrained: Any, *, weights_name: str, **options: Any) -> Any:
 
 
 def _fetch_either(**options: Any) -> Path | None:
-    """Likewise of the index of a set."""
+    """Replaces the function that finds the index of a set, in the same way."""
     found: Path | None = _fetch_index(**options)
     if found is None or not found.is_file():
         plain = modeling_utils._add_variant(modeling_utils.SAFETENSORS_WEIGHTS_NAME, options["variant"])

@@ -1,4 +1,4 @@
-"""What adapters of serving engines share: releases that they were tried with, options, tasks, dtypes."""
+"""What adapters of serving engines share: the releases with which they were tried, options, tasks, dtypes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ._releases import numbers
 
 _logger = logging.getLogger(__name__)
 
-# By package: its name, and the first and last release in tests/integrations/interfaces.
+# For each package: its name, and the first and last release in tests/integrations/interfaces.
 TRIED = {
     "vllm": ("vLLM", "0.26.0", "0.33.0"),
     "sglang": ("SGLang", "0.5.10.post1", "0.5.23"),
@@ -28,14 +28,17 @@ TRIED = {
 }
 
 _CACHE_DTYPES = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2", "half": "float16"}
-_CACHE_DTYPES["auto"] = "bfloat16"  # vLLM's default: the model's dtype, which it does not say, and mostly BF16
+_CACHE_DTYPES["auto"] = "bfloat16"  # vLLM's default is the model's dtype, which it does not tell; mostly that is BF16
 
 
 def check_engine(package: str, missing: ImportError | None, since: str | None = None) -> None:
-    """missing: what importing the engine's classes raised. since: the first release, where that is not the package's.
+    """Checks that an engine can be used.
+
+    missing: the error of importing the engine's classes, or None. since: the first release that works, if that is not
+    the package's.
 
     Raises:
-        ImportError: classes that the adapter derives from are missing.
+        ImportError: classes from which the adapter derives are missing.
 
     Warns:
         The installed release is older or newer than every release that the adapter was tried with.
@@ -57,15 +60,15 @@ def check_engine(package: str, missing: ImportError | None, since: str | None = 
 
 
 def register_host_pool() -> None:
-    """SGLang calls it as its plugin `ibp_host_pool` in each of its processes, whether or not somebody wants the plugin:
-    does nothing, and imports nothing of SGLang, unless `SGLANG_PLUGINS` names it."""
+    """Registers the plugin `ibp_host_pool`. SGLang calls it in each of its processes, even if nobody uses the
+    plugin. It does nothing, and imports nothing of SGLang, unless `SGLANG_PLUGINS` names the plugin."""
     if "ibp_host_pool" in os.environ.get("SGLANG_PLUGINS", "").replace(" ", "").split(","):
         importlib.import_module("ibp.integrations.sglang_pool").register()
 
 
 def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.KeyedPages]:
-    """What makes `ibp.kv.KeyedPages` as options say: pool_bytes, device, level. where: what users call the options.
-    TypeError, ValueError: pool_bytes is missing, or an option is not as described."""
+    """Returns a function that makes `ibp.kv.KeyedPages` from options: pool_bytes, device, level. where: what users
+    call the options. Raises TypeError or ValueError if pool_bytes is missing, or if an option is not as described."""
     if not options.get("pool_bytes"):
         raise ValueError(f"{where} has no pool_bytes: bytes of host memory for coded pages")
     try:
@@ -74,14 +77,14 @@ def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.Ke
         raise ValueError(f"pool_bytes is {options['pool_bytes']!r}; wanted a number of bytes") from None
     device, level = options.get("device", "cpu"), options.get("level", "default")
     made = functools.partial(ibp.kv.KeyedPages, pool_bytes, device=device, level=level)
-    made()  # raises now what else the first page would, on a thread of the engine
+    made()  # raises errors now that the first page would otherwise raise on a thread of the engine
     return made
 
 
 class Tasks:
-    """Tasks on a thread of their own, whose results are asked for later.
+    """Runs tasks on a thread of its own. Their results are asked for later.
 
-    numbers: where their numbers come from. on_done: is called after each task.
+    numbers: the source of their numbers. on_done: a function that is called after each task.
     """
 
     def __init__(self, numbers: Iterator[int], on_done: Callable[[], None]) -> None:
@@ -89,17 +92,17 @@ class Tasks:
         self._results: dict[int, Any] = {}
 
     def submit(self, work: Callable[..., Any], *arguments: Any, failed: Any) -> int:
-        """Returns the number of the task. failed: its result if it raises, which the log says."""
+        """Begins a task and returns its number. failed: the task's result if it raises; the log has the error."""
         number = next(self._numbers)
         self._thread.submit(self._run, number, work, arguments, failed)
         return number
 
     def take(self, number: int) -> Any:
-        """A result, once; None while the task is under way."""
+        """Returns a task's result, once, or None while the task is under way."""
         return self._results.pop(number, None)
 
     def take_all(self) -> dict[int, Any]:
-        """The results that are there, by number."""
+        """Returns the results of all finished tasks, by number."""
         return {number: self._results.pop(number) for number in list(self._results)}
 
     def wait(self) -> None:
@@ -107,7 +110,7 @@ class Tasks:
         self._thread.submit(int).result()
 
     def close(self) -> None:
-        """Waits for the task that has begun; later ones do not run."""
+        """Waits for the task that has begun. Later tasks do not run."""
         self._thread.shutdown(cancel_futures=True)
 
     def _run(self, number: int, work: Callable[..., Any], arguments: Sequence[Any], failed: Any) -> None:
@@ -120,8 +123,8 @@ class Tasks:
 
 
 def dtype_of(name: str, option: str | None = None) -> torch.dtype:
-    """The dtype that an engine calls so; torch.uint8 where that is unknown. option: what a user has named, in place of
-    the engine's dtype. ValueError: the option is unknown."""
+    """Returns the dtype with an engine's name, or torch.uint8 if the name is unknown. option: a name that the user
+    gave in place of the engine's. Raises ValueError if that name is unknown."""
     known = getattr(torch, _CACHE_DTYPES.get(option or name, option or name), None)
     if isinstance(known, torch.dtype):
         return known

@@ -1,4 +1,4 @@
-"""What the feature stores share: tables of what users give, and rows of them on a device."""
+"""What the feature stores share: tables made of users' data, and their rows on a device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ import torch
 
 import ibp
 
-TABLES = (ibp.CompressedTensor, ibp.RowCache)  # what rows are fetched from
+TABLES = (ibp.CompressedTensor, ibp.RowCache)  # classes from which rows are fetched
 Table = ibp.CompressedTensor | ibp.RowCache
 
 
 def table_of(value: Any, what: str, options: dict[str, Any]) -> Table:
-    """A table, or a cache of one, as it is, or a table made of a tensor or array with the options of `ibp.compress`.
-    TypeError: value is none of these, or of a dtype that tables cannot hold. ValueError: options are given with a
-    table, or are wrong."""
+    """Returns a table, or a cache of one, as it is, or a table made of a tensor or array with options of
+    `ibp.compress`.
+
+    Raises:
+        TypeError: value is none of these, or has a dtype that tables cannot hold.
+        ValueError: options are given with a table, or are wrong.
+    """
     if isinstance(value, TABLES):
         if options:
             raise ValueError(f"{what} is a table already, but options are given: {', '.join(options)}")
@@ -38,8 +42,12 @@ def check_rows(table: Table, num_rows: int, what: str, of: str) -> None:
 
 
 def fetch(table: Table, ids: torch.Tensor, device: torch.device | None, what: str) -> torch.Tensor:
-    """The table's rows at ids on a device; None: the ids'. IndexError: a CPU id is out of range (see `ibp.index_select`
-    for those on a GPU). RuntimeError: this is a worker process of a data loader, and a GPU would fetch the rows."""
+    """Returns the table's rows at ids on a device. None: the device of ids.
+
+    Raises:
+        IndexError: an id on the CPU is out of range (for ids on a GPU see `ibp.index_select`).
+        RuntimeError: this is a worker process of a data loader, and a GPU would fetch the rows.
+    """
     refuse_cuda_in_worker(table, device, what)
     try:
         return table.index_select(ids, device=device)
@@ -48,7 +56,8 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device | None, what: st
 
 
 def refuse_cuda_in_worker(table: Table, device: torch.device | None, what: str) -> None:
-    """A forked process cannot use CUDA once its parent has, and rows on a GPU cannot be queued to the main process."""
+    """Raises RuntimeError in a worker process if a GPU would be needed. A forked process cannot use CUDA once its
+    parent has, and rows on a GPU cannot be queued to the main process."""
     needs_cuda = table.is_cuda or (device is not None and device.type == "cuda")
     if needs_cuda and torch.utils.data.get_worker_info() is not None:
         where = device if device is not None else table.device

@@ -1,5 +1,5 @@
-"""What the quantizers of transformers and diffusers share: their configuration, and weights that are coded as they are
-read."""
+"""What the quantizers of transformers and diffusers share: their configuration, and weights that are coded while
+they are read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..nn._compressing import ModelPlan, join_neighbours
 
 
 class CodingFields:
-    """The fields of a configuration: arguments of `ibp.nn.compress`, as JSON has them."""
+    """The fields of a configuration: arguments of `ibp.nn.compress`, in the form for JSON."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class CodingFields:
         self.exclude = _names(exclude)
 
     def plan(self, model: torch.nn.Module) -> ModelPlan:
-        """How weights of a model are coded while they are loaded."""
+        """Returns a plan of how a model's weights are coded while they are loaded."""
         names = ("include", "exclude", "level", "fused", "min_bytes")
         return ModelPlan(model, **{name: getattr(self, name) for name in names})
 
@@ -59,37 +59,39 @@ class Loading:
     Args:
         fields: what to do to the model.
         model: on the meta device, in eval mode.
-        later: names of weights that are loaded plain and coded at the end, since modules may share them.
+        later: names of weights that are loaded plain and coded at the end, because modules may share them.
     """
 
     def __init__(self, fields: CodingFields, model: torch.nn.Module, later: Iterable[str] = ()) -> None:
         self._fields, self._model, self._later = fields, model, set(later)
         self._plan, self._away = fields.plan(model), frozenset[str]()
-        self._tables: dict[str, CompressedTensor] = {}  # of these weights, as the checkpoint has them
+        self._tables: dict[str, CompressedTensor] = {}  # tables of these weights, from the checkpoint
 
     def leave(self, names: Iterable[str]) -> None:
-        """Leaves modules of these names plain, and all modules below them. Called before the first weight is read."""
+        """Keeps modules with these names, and all modules below them, plain. Call it before the first weight is
+        read."""
         self._away = frozenset(names)
 
     def has(self, key: str) -> bool:
-        """Whether the model has a parameter of this name that is coded, now or later."""
+        """Returns whether the model has a parameter with this name that is coded, now or later."""
         return self._plan.has(key)
 
     def codes(self, key: str) -> bool:
-        """Whether a parameter, of this name in the model, is coded when it is read."""
+        """Returns whether a parameter, with this name in the model, is coded when it is read."""
         return self._plan.has(key) and key not in self._later and not self._is_away(key)
 
     def _is_away(self, key: str) -> bool:
         return any(key.startswith(f"{name}.") for name in self._away)
 
     def takes(self, key: str, table: CompressedTensor, dtype: torch.dtype | None) -> bool:
-        """Whether the model is to hold a table of a checkpoint as it is."""
+        """Returns whether the model can hold a table of a checkpoint as it is."""
         return self.codes(key) and dtype in (None, table.dtype) and self._plan.takes(key, table)
 
     def value_of(
         self, key: str, table: CompressedTensor, device: Any, dtype: torch.dtype | None
     ) -> CompressedTensor | torch.Tensor:
-        """A table of a checkpoint as the model is to hold it, on a device: a table, or a plain tensor."""
+        """Returns the form in which the model holds a table of a checkpoint, on a device: a table, or a plain
+        tensor."""
         dtype = table.dtype if dtype is None else dtype
         if self.takes(key, table, dtype):
             return table.to(device)
@@ -99,10 +101,11 @@ class Loading:
         return self._plan.table_of(key, values) if self.codes(key) else values
 
     def put(self, key: str, value: CompressedTensor | torch.Tensor) -> CompressedTensor | torch.Tensor:
-        """Puts a weight in its modules, coded, and returns its table; or the plain tensor that is to be a parameter."""
+        """Puts a weight into its modules, coded, and returns its table. If it stays plain, returns the tensor that
+        is to be a parameter."""
         if isinstance(value, torch.Tensor) and not (self.codes(key) and is_worth_coding(value.detach())):
             return value
-        held = self._model.get_parameter(key)  # tables of some modules hold the transposed matrices
+        held = self._model.get_parameter(key)  # tables of some modules hold transposed matrices
         is_transposed = not isinstance(value, torch.Tensor) and self._plan.is_transposed(key)
         if value.shape != (held.mT.shape if is_transposed else held.shape):
             self._later.add(key)  # the framework refuses it, or fills the weight with other values
@@ -113,7 +116,7 @@ class Loading:
         return value if isinstance(value, torch.Tensor) else value.decompress()
 
     def finish(self) -> ModelReport:
-        """Codes the remaining weights, when the checkpoint is read."""
+        """Codes the remaining weights, after the checkpoint has been read."""
         rest = self._fields.plan(self._model)
         rest.code_all(self._tables, but=self._is_away)
         join_neighbours(self._model)
@@ -125,7 +128,7 @@ class Loading:
 
 
 def check_device_map(device_map: object) -> None:
-    """Raises ValueError for a device map that leaves a part of the model off the devices that compute."""
+    """Raises ValueError for a device map that puts a part of the model elsewhere than on the devices that compute."""
     for key, place in away_of(device_map).items():
         raise ValueError(
             f"the device map puts {key or 'the model'!r} on {place!r}, from where hooks of accelerate would bring "
@@ -135,14 +138,15 @@ def check_device_map(device_map: object) -> None:
 
 
 def away_of(device_map: object) -> dict[str, str]:
-    """The parts of a model that a device map leaves off the devices that compute, each with its place."""
+    """Returns the parts of a model that a device map puts elsewhere than on the devices that compute, each with its
+    place."""
     places = {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
     names = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
     return {key: place for key, place in places.items() if place in names}
 
 
 def is_coded(path: str | os.PathLike[str]) -> bool:
-    """Whether a file of a checkpoint is one of ibp."""
+    """Returns whether a file of a checkpoint is one of ibp."""
     if not os.fspath(path).endswith(SUFFIX):
         return False
     with safe_open(path, framework="pt") as file:
@@ -150,8 +154,8 @@ def is_coded(path: str | os.PathLike[str]) -> bool:
 
 
 class CodingQuantizer:
-    """What the quantizers of both frameworks have: a report, and a `Loading` while a model is loaded. It stands before
-    the framework's class among the bases."""
+    """What the quantizers of both frameworks have: a report, and a `Loading` while a model is loaded. It must come
+    before the framework's class among the bases."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -159,12 +163,12 @@ class CodingQuantizer:
         self._loading: Loading | None = None
 
     def _codes(self, name: str) -> bool:
-        """Whether a parameter is coded when it is loaded."""
+        """Returns whether a parameter is coded when it is loaded."""
         return self._loading is not None and self._loading.codes(name)
 
     @property
     def is_trainable(self) -> bool:
-        """True: gradients reach adapters through coded weights."""
+        """True, because gradients reach adapters through coded weights."""
         return True
 
     @property

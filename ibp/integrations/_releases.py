@@ -1,4 +1,4 @@
-"""Which releases of a host framework an adapter works with."""
+"""Checks with which releases of a host framework an adapter works."""
 
 from __future__ import annotations
 

@@ -36,12 +36,13 @@ from ..nn._compressing import options_of
 from ..nn._tables import TRANSPOSED, TableModule
 from ._loading import CodingFields, CodingQuantizer, Loading, away_of, is_coded
 
-_CODED_SHARE = 0.77  # of a BF16 matrix at level "fast", escapes included: for the choice of a device map
-_INITIALIZED = "_is_hf_initialized"  # what transformers' functions of initialisation look for
-# Whether transformers says of each tensor of a checkpoint which parameter it becomes, before it is read: from 5.20 on.
+# bytes of a BF16 matrix at level "fast", escapes included, as a share; for the choice of a device map
+_CODED_SHARE = 0.77
+_INITIALIZED = "_is_hf_initialized"  # the attribute that transformers' functions of initialisation look for
+# Since 5.20, transformers tells for each tensor of a checkpoint which parameter it becomes, before it is read.
 _SAYS_TARGETS = hasattr(HfQuantizer, "get_new_dtype")
-_LOCK = ForkLock()  # transformers reads in several threads; one table at a time is decoded or coded
-_without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)  # whether to save no weights
+_LOCK = ForkLock()  # transformers reads in several threads, but only one table at a time is decoded or coded
+_without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)  # whether to save without weights
 
 
 # ---- the configuration ----
@@ -51,18 +52,18 @@ _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False
 class IbpConfig(CodingFields, QuantizationConfigMixin):
     """`quantization_config` of `from_pretrained`: matrices of the model become tables while they are loaded.
 
-    It does to the model what `ibp.nn.compress` does, weight by weight as they are read: memory holds the coded model
-    and one plain weight. Weights that several modules share, as a tied head and its embedding, are loaded plain and
-    coded afterwards. Results on the CPU have the bits of the plain model. `model.hf_quantizer.report` says what is
+    It does to the model what `ibp.nn.compress` does, weight by weight as they are read. Memory holds the coded model
+    and one plain weight. Weights that several modules share, such as a tied head and its embedding, are loaded plain
+    and coded afterwards. Results on the CPU have the bits of the plain model. `model.hf_quantizer.report` says what is
     coded, and what stays plain and why.
 
-    A directory of coded weights, as `ibp compress model/ -o small/` and `save_coded` write it, needs no argument where
-    ibp is imported: `from_pretrained("small/")`. Its config.json has these fields, which are in force then.
-    Tables go to the device as coded bytes. What `save_coded` wrote at this level stays as it is; tables of other forms,
-    as `ibp compress` writes them, are decoded there and coded again.
+    A directory of coded weights, written by `ibp compress model/ -o small/` or `save_coded`, needs no argument if ibp
+    is imported: `from_pretrained("small/")`. Its config.json has these fields, which then apply. Tables go to the
+    device as coded bytes. Tables that `save_coded` wrote at this level are used as they are. Tables of other forms,
+    such as those of `ibp compress`, are decoded on the device and coded again.
 
-    `device_map="auto"` counts coded sizes. Where it leaves a part of the model on "cpu" or "disk", and one GPU
-    computes, that part goes to host memory under `ibp.offload`, which brings it to the GPU; the rest is coded there.
+    `device_map="auto"` counts coded sizes. If it puts a part of the model on "cpu" or "disk", and one GPU computes,
+    that part goes to host memory under `ibp.offload`, which brings it to the GPU. The rest is coded on the GPU.
 
     `model.save_pretrained` writes plain weights and a plain config.json, which load without ibp.
 
@@ -77,10 +78,10 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
 
     Args:
         level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`. Names are names of the model's modules.
-        quant_method: "ibp", as config.json has it.
+        quant_method: "ibp", as in config.json.
 
     Raises:
-        TypeError, ValueError: an argument is not of its type, or outside its range.
+        TypeError, ValueError: an argument has a wrong type, or is out of range.
     """
 
     __module__ = "ibp.integrations.transformers"
@@ -91,11 +92,11 @@ class IbpConfig(CodingFields, QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class IbpQuantizer(CodingQuantizer, HfQuantizer):
-    """What transformers calls while it loads a model with an `IbpConfig`.
+    """The methods that transformers calls while it loads a model with an `IbpConfig`.
 
     Attributes:
-        report: which weights are coded, and why others stay plain; None while the model is loaded.
-        offloaded: what `ibp.offload` returned, where a device map leaves a part of the model off the GPU.
+        report: which weights are coded, and why others stay plain. None while the model is loaded.
+        offloaded: what `ibp.offload` returned, if a device map puts a part of the model elsewhere than on the GPU.
     """
 
     __module__ = "ibp.integrations.transformers"
@@ -105,11 +106,12 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
     def __init__(self, quantization_config: IbpConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self.offloaded: Offloaded | None = None
-        self._away: tuple[str, ...] = ()  # modules that a device map leaves off the device that computes
+        self._away: tuple[str, ...] = ()  # modules that a device map puts elsewhere than on the device that computes
         self._device: torch.device | None = None
 
     def validate_environment(self, *args: Any, device_map: Any = None, **options: Any) -> None:
-        """Called with a device map of the user, and with the one that "auto" became: then it is changed here."""
+        """Checks a device map. It is called with the user's map, and with the map that "auto" became, which it
+        changes."""
         if self._loading is not None and away_of(device_map):
             kept = self.update_device_map(device_map)
             self._loading.leave(self._away)
@@ -117,7 +119,8 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
             device_map.update(kept)
 
     def update_device_map(self, device_map: Any) -> Any:
-        """A map with parts on "cpu" or "disk" becomes one that loads the model to host memory, for `ibp.offload`.
+        """Returns the map to load with. If parts are on "cpu" or "disk", it loads the model to host memory, for
+        `ibp.offload`.
 
         Raises:
             ValueError: no GPU, or more than one, would compute.
@@ -136,19 +139,21 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         return {"": "cpu"}
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: torch.Tensor) -> float:
-        """Bytes that an element takes, coded: for the choice of a device map."""
+        """Returns the bytes that an element takes when it is coded, for the choice of a device map."""
         is_smaller = param.dtype == torch.bfloat16 and self.param_needs_quantization(model, param_name)
         return param.element_size() * (_CODED_SHARE if is_smaller else 1)
 
     def param_needs_quantization(self, model: PreTrainedModel | None, param_name: str, **options: Any) -> bool:
-        """Whether a parameter is coded when it is loaded; tied ones are coded when transformers has tied them."""
+        """Returns whether a parameter is coded when it is loaded. Tied parameters are coded after transformers has
+        tied them."""
         return self._codes(param_name)
 
     def get_quantize_ops(self) -> _Coding:
         return _Coding(self)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
-        """Called for each tensor of a coded checkpoint, before it is read: says which form it is to have."""
+        """Tells in which form a tensor of a coded checkpoint is wanted. It is called for each tensor before it is
+        read."""
         if isinstance(param, _CodedEntry):
             converter.quantization_operation = self.get_quantize_ops()
             if isinstance(converter, WeightRenaming) and self._loading is not None:
@@ -158,9 +163,9 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **options: Any
     ) -> None:
-        model.eval()  # as from_pretrained does later: in training mode weights would train
+        model.eval()  # from_pretrained does this later; in training mode weights would train
         coded = [path for path in checkpoint_files or () if is_coded(path)]
-        self.pre_quantized = bool(coded) and _SAYS_TARGETS  # else it calls `param_needs_quantization`
+        self.pre_quantized = bool(coded) and _SAYS_TARGETS  # otherwise transformers calls `param_needs_quantization`
         tied = model.all_tied_weights_keys
         self._loading = Loading(self.quantization_config, model, later={*tied, *tied.values()})
         self._loading.leave(self._away)
@@ -168,12 +173,12 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
             _loadings.update(dict.fromkeys(coded, self._loading))
 
     def put(self, key: str, value: Any) -> Any:
-        """Puts a weight in its modules, coded. Returns it if it is to be a plain parameter, else None."""
+        """Puts a weight into its modules, coded. Returns it if it is to be a plain parameter, else None."""
         assert self._loading is not None
         held = self._loading.put(key, value)
         if isinstance(held, torch.Tensor):
             return held
-        setattr(held, _INITIALIZED, True)  # or transformers would fill it with random numbers
+        setattr(held, _INITIALIZED, True)  # otherwise transformers would fill it with random numbers
         return None
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **options: Any) -> PreTrainedModel:
@@ -192,7 +197,7 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         for module in model.modules():
             if isinstance(module, TableModule):
                 vars(module.weight).pop(_INITIALIZED, None)
-        del model.config.quantization_config  # what save_pretrained writes is plain
+        del model.config.quantization_config  # makes save_pretrained write a plain configuration
         if self._device is not None:
             for module in model.modules():
                 if isinstance(module, TableModule):
@@ -208,13 +213,13 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
 
 
 def _device_of(place: str) -> torch.device:
-    """A device of a map, which has numbers for GPUs."""
+    """Returns the device of a map's entry. Maps have numbers for GPUs."""
     return torch.device("cuda", int(place)) if place.isdigit() else torch.device(place)
 
 
 class _Coding(ConversionOps):
-    """What becomes of tensors of a checkpoint after transformers' own conversions: a weight to code goes to its
-    modules, and is a parameter no longer."""
+    """Handles tensors of a checkpoint after transformers' own conversions: a weight to code goes to its modules, and
+    is no longer a parameter."""
 
     def __init__(self, quantizer: IbpQuantizer) -> None:
         self._quantizer = quantizer
@@ -235,14 +240,16 @@ class _Coding(ConversionOps):
 # ---- files of coded weights ----
 
 
-# Loads under way, by path of a coded file, where transformers names no targets: a tensor with the name of one of the
-# model's parameters becomes that parameter. A load that ends or fails leaves nothing here.
+# Loads under way, by path of a coded file, for releases of transformers that do not tell targets: a tensor with the
+# name of one of the model's parameters becomes that parameter. A load that ends or fails leaves nothing here.
 _loadings: WeakValueDictionary[str, Loading] = WeakValueDictionary()
 
 
 class _CodedEntry:
-    """A tensor of a coded file, as transformers reads one of safetensors: `entry[...].to(device, dtype)`. wanted: what
-    says which form the tensor is to have, and the name of its parameter; None: plain."""
+    """A tensor of a coded file, read by transformers like one of safetensors: `entry[...].to(device, dtype)`.
+
+    wanted: what tells the form of the tensor, and the name of its parameter. None: the tensor is plain.
+    """
 
     def __init__(self, tensor: SourceTensor) -> None:
         self._tensor = tensor
@@ -261,7 +268,7 @@ class _CodedEntry:
 
 
 class _Coming:
-    """A table of a file on its way to a device."""
+    """A table of a file that is being brought to a device."""
 
     def __init__(self, table: CompressedTensor, wanted: tuple[Loading, str] | None) -> None:
         self._table, self._wanted = table, wanted
@@ -309,7 +316,8 @@ _safe_open = transformers.modeling_utils.safe_open
 
 
 def _open_either(path: str, *args: Any, **options: Any) -> Any:
-    """In place of `safe_open` where transformers reads checkpoints: no hook of a quantizer sees names of a file."""
+    """Replaces `safe_open` when transformers reads checkpoints, because transformers does not tell quantizers the
+    names of files."""
     return _CodedFile(path) if is_coded(path) else _safe_open(path, *args, **options)
 
 
@@ -322,7 +330,7 @@ _resize_token_embeddings = PreTrainedModel.resize_token_embeddings
 def _resize_plain(
     model: PreTrainedModel, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **options: Any
 ) -> Any:
-    """Refuses to resize coded embeddings before transformers has resized one of two."""
+    """Refuses to resize coded embeddings, before transformers has resized one of two."""
     held = (model.get_input_embeddings(), model.get_output_embeddings())
     names = [name for name, module in model.named_modules() if isinstance(module, TableModule) and module in held]
     for name in names:
@@ -344,7 +352,7 @@ _resolve = transformers.modeling_utils._get_resolved_checkpoint_files
 
 
 def _resolve_either(**options: Any) -> Any:
-    """In place of the function by which transformers finds the files of a checkpoint: where there are no plain ones,
+    """Replaces the function by which transformers finds the files of a checkpoint. If there are no plain files, it
     finds coded ones, which have names of their own."""
     try:
         return _resolve(**options)
@@ -365,11 +373,13 @@ transformers.modeling_utils._get_resolved_checkpoint_files = _resolve_either
 def save_coded(
     model: PreTrainedModel, directory: str | os.PathLike[str], *, shard_bytes: int | None = SHARD_BYTES
 ) -> None:
-    """Writes a model to a directory, its tables as they are: `from_pretrained(directory)` takes them without coding.
+    """Writes a model to a directory, its tables as they are, so that `from_pretrained(directory)` takes them without
+    coding.
 
-    The directory has what `model.save_pretrained` writes, with a file of ibp, "model.ibp.safetensors", or a set of
-    them, for its weights: `ibp decompress` makes plain ones. Parameters that are plain in the model stay plain. The
-    lines of Python that load the model are printed; without `import ibp` transformers finds no weights there.
+    The directory has what `model.save_pretrained` writes, but its weights are in a file of ibp,
+    "model.ibp.safetensors", or in a set of such files. `ibp decompress` makes plain files of them. Parameters that are
+    plain in the model stay plain. The lines of Python that load the model are printed; without `import ibp`,
+    transformers finds no weights there.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -385,12 +395,12 @@ def save_coded(
         True
 
     Args:
-        model: of transformers; of `from_pretrained` with an `IbpConfig`, or after `ibp.nn.compress`.
-        directory: is made if it is not there.
-        shard_bytes: the most bytes of weights in a file, unless one tensor has more. None: one file.
+        model: a model of transformers, from `from_pretrained` with an `IbpConfig`, or after `ibp.nn.compress`.
+        directory: path of the directory; it is made if it does not exist.
+        shard_bytes: the largest number of bytes of weights in a file, unless one tensor is larger. None: one file.
 
     Raises:
-        TypeError: model is no model of transformers.
+        TypeError: model is not a model of transformers.
         OSError: a file cannot be written.
     """
     if not isinstance(model, PreTrainedModel):
@@ -411,7 +421,7 @@ def save_coded(
 
 
 def _in_file(model: PreTrainedModel) -> dict[str, Any]:
-    """Tables and tensors by the names that the model's checkpoint has for them, each once."""
+    """Returns tables and tensors by the names that the model's checkpoint has for them, each once."""
     held: dict[object, str] = {}
     state = {}
     for key, value in coded_state_dict(model).items():
@@ -425,13 +435,13 @@ def _in_file(model: PreTrainedModel) -> dict[str, Any]:
         state[key] = value if isinstance(value, CompressedTensor) else value.contiguous()
     conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
     if any(isinstance(conversion, WeightConverter) for conversion in conversions):
-        return state  # these compute with tensors; transformers loads the model's own names, too
+        return state  # such conversions compute with tensors; transformers also loads the model's own names
     return revert_weight_conversion(model, state)
 
 
 @contextlib.contextmanager
 def _set(config: Any, **values: Any) -> Iterator[None]:
-    """Attributes of a config, for a time."""
+    """Sets attributes of a config inside the context."""
     before = {name: getattr(config, name) for name in values if hasattr(config, name)}
     for name, value in values.items():
         setattr(config, name, value)
@@ -444,7 +454,7 @@ def _set(config: Any, **values: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_weights() -> Iterator[None]:
-    """Where `save_pretrained` writes all but weights."""
+    """Makes `save_pretrained` write everything except weights inside the context."""
     token = _without_weights.set(True)
     try:
         yield

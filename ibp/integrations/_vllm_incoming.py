@@ -18,17 +18,17 @@ _CPU = torch.device("cpu")
 
 
 class Origin(Protocol):
-    """What an `IncomingTensor` stands for. source: a view of it, without memory."""
+    """What an `IncomingTensor` stands for. source, in its methods: a view of the tensor, without memory."""
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """What a loader's `target.copy_(source)` does."""
+        """Does what a loader's `target.copy_(source)` should do."""
 
     def values(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """What operations other than views and copies get."""
+        """Returns the values of a view, for operations other than views and copies."""
 
 
 class IncomingTensor(torch.Tensor):
-    """A tensor of a checkpoint, without memory. Views of it are such tensors, too."""
+    """A tensor of a checkpoint, without memory. Views of it are also such tensors."""
 
     origin: Origin
 
@@ -75,12 +75,12 @@ class IncomingTensor(torch.Tensor):
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """A number that views of one tensor share, with memory or without."""
+    """Returns a number that is the same for all views of one tensor, with memory or without."""
     return tensor.untyped_storage()._cdata
 
 
 def _writes(function: Any) -> bool:
-    """Whether a function writes to its tensor, as its name says."""
+    """Returns whether a function writes to its tensor, judged by its name."""
     name = getattr(function, "__name__", "")
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
 
@@ -89,13 +89,13 @@ def _writes(function: Any) -> bool:
 
 
 def incoming(table: CompressedTensor) -> IncomingTensor:
-    """A table of a checkpoint, as weight loaders get it."""
+    """Returns a table of a checkpoint in the form that weight loaders take."""
     return IncomingTensor.of(CodedOrigin(table), table.shape, table.dtype)
 
 
 class CodedOrigin:
-    """A table of a checkpoint. Its parts are noted where a weight takes rows as they are coded; elsewhere they are
-    decoded, on the device that they are copied to."""
+    """A table of a checkpoint. If a weight takes coded rows as they are, the table's parts are noted; otherwise they
+    are decoded, on the device to which they are copied."""
 
     def __init__(self, table: CompressedTensor) -> None:
         self.table = table
@@ -119,7 +119,7 @@ class CodedOrigin:
         return items.view(-1).as_strided(source.shape, source.stride(), at % size)
 
     def _decoded(self, first: int, last: int, device: torch.device) -> torch.Tensor:
-        """Items first to last - 1; coded bytes go to the device."""
+        """Returns items first to last - 1, decoded on the device, to which the coded bytes are copied."""
         cut = join([Items(self.table, first, last)], device)
         if cut is not None:
             return cut.decompress(check=True)
@@ -129,7 +129,8 @@ class CodedOrigin:
 
 
 class TablePart(NamedTuple):
-    """What a loader copies of a table to a weight. source: of a tensor without memory; target: of the weight."""
+    """A part of a table that a loader copies to a weight. source: a view of a tensor without memory; target: a view
+    of the weight."""
 
     origin: CodedOrigin
     source: torch.Tensor
@@ -139,7 +140,8 @@ class TablePart(NamedTuple):
         self.target.copy_(self.origin.values(self.source, self.target.device))
 
     def place(self) -> tuple[int, Items] | None:
-        """(a row of the weight, the rows that come there and below). None: these are no whole rows of a table."""
+        """Returns (a row of the weight, the rows that go there and below), or None if they are not whole rows of a
+        table."""
         table, columns = self.origin.table, self.target.shape[-1]
         if table.dtype != self.target.dtype or table.row_bytes != columns * table.dtype.itemsize:
             return None
@@ -150,13 +152,13 @@ class TablePart(NamedTuple):
         return to // columns, Items(by_rows(table), first, first + count)
 
 
-# Where parts are noted while the loader of a weight runs that takes rows as they are coded.
+# The list to which parts are added while a loader runs whose weight takes coded rows as they are.
 noted: ContextVar[list[TablePart] | None] = ContextVar("noted", default=None)
 
 
 def joined(parts: Sequence[TablePart], weight: torch.Tensor) -> CompressedTensor | None:
-    """One table of the parts of a weight [rows, columns], where it is. None: they are not all of its rows as they are
-    coded, or their tables have several codebooks."""
+    """Returns one table of the parts of a weight [rows, columns], where the weight is. Returns None if the parts are
+    not all of its rows in coded form, or if their tables have several codebooks."""
     places = [part.place() for part in parts]
     found = sorted((place for place in places if place is not None), key=lambda place: place[0])
     ends = [0, *(row + items.last - items.first for row, items in found)]

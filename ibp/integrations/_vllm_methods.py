@@ -1,4 +1,4 @@
-"""How layers of vLLM get tables in place of weights, and its fused experts multiply by them."""
+"""How layers of vLLM get tables in place of weights, and how its fused experts multiply by them."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from ._vllm_incoming import TablePart, noted
 try:
     from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # type: ignore
     from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing  # type: ignore
-except ImportError:  # vllm_weights says so
+except ImportError:  # vllm_weights reports the error
     FusedMoEMethodBase = object
 
 
 class CodedMethod:
-    """How a layer keeps its weights: plain until they are loaded, in vLLM's shards, then as tables. Where it is made
-    without memory (`uses_meta_device`), it is coded while vLLM loads the model, as soon as it has its weights. Of a
-    coded checkpoint its loaders only note which rows of which tables it is made of.
+    """How a layer keeps its weights: plain until they are loaded, in vLLM's shards, and then as tables. If the layer is
+    made without memory (`uses_meta_device`), it is coded while vLLM loads the model, as soon as it has its weights. If
+    the checkpoint is coded, the loaders only note from which rows of which tables the layer is made.
 
     Args:
         config: the `IBPConfig`.
         plain: vLLM's own method, for weights that stay plain.
 
     Attributes:
-        names: of the parameters that may become tables.
-        tables: the layer's shards, by names of parameters; none where it is plain.
-        is_tied: whether they are another layer's.
+        names: names of the parameters that may become tables.
+        tables: the layer's shards, by names of parameters; empty if the layer is plain.
+        is_tied: whether the tables are another layer's.
     """
 
     uses_meta_device, is_tied = True, False
@@ -45,7 +45,7 @@ class CodedMethod:
     def __init__(self, config: Any, prefix: str, plain: Any) -> None:
         self._config, self._name, self._plain = config, prefix, plain
         self.tables: dict[str, CompressedTensor] = {}
-        self._is_done = False  # whether the weights are processed
+        self._is_done = False  # whether the weights have been processed
         self._parts: dict[str, list[TablePart]] = {name: [] for name in self.names}
         self._made_by: tuple[tuple[Any, ...], dict[str, Any]] = (), {}  # arguments of `create_weights`
 
@@ -61,8 +61,8 @@ class CodedMethod:
 
     @contextlib.contextmanager
     def as_plain(self, layer: Any) -> Iterator[dict[torch.Tensor, CompressedTensor]]:
-        """Gives a layer plain weights without memory, with vLLM's loaders, for the time of the context, by which there
-        are its tables."""
+        """Gives a layer plain weights without memory, with vLLM's loaders, inside the context. Yields the layer's
+        tables by these weights."""
         held, (sizes, options) = dict(layer._parameters), self._made_by
         with torch.device("meta"):
             self._plain.create_weights(layer, *sizes, **options)
@@ -74,10 +74,10 @@ class CodedMethod:
             layer._parameters.update(held)
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Codes loaded weights and frees them. vLLM calls this once more at the end.
+        """Codes loaded weights and frees them. vLLM calls it once more at the end.
 
         Raises:
-            NotImplementedError: weights were loaded anew: graphs have the addresses of the old tables.
+            NotImplementedError: weights were loaded again: graphs have the addresses of the old tables.
         """
         if self._is_done:
             if any(getattr(layer, name).numel() for name in self.tables):
@@ -88,17 +88,19 @@ class CodedMethod:
             weight = getattr(layer, name)
             empty = torch.empty(0, table.shape[1], dtype=table.dtype, device=weight.device)
             parameter: Any = torch.nn.Parameter(empty, requires_grad=False)
-            parameter.weight_loader = getattr(weight, "weight_loader", None)  # asked for other ranks' experts, too
+            # vLLM asks for it even for other ranks' experts
+            parameter.weight_loader = getattr(weight, "weight_loader", None)
             delattr(layer, name)
             layer.register_parameter(name, parameter)
             layer.register_buffer(f"ibp_{name}", table.slots, persistent=False)
 
     def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
-        """The tables of a layer's loaded weights. None: they stay plain, and are ready as such."""
+        """Returns the tables of a layer's loaded weights. An empty result means that they stay plain, and are ready."""
         raise NotImplementedError
 
     def _tables_of(self, layer: Any) -> dict[str, CompressedTensor]:
-        """Tables of all weights that may become some. None: the weights stay plain, and are where they belong."""
+        """Returns tables of all weights that may become tables. An empty result means that the weights stay plain,
+        and are in their memory."""
         all_parts, self._parts = self._parts, {}
         tables: dict[str, CompressedTensor] = {}
         for name, parts in all_parts.items():
@@ -113,7 +115,7 @@ class CodedMethod:
 
 
 def _noting(parts: list[TablePart], load: Callable[..., Any]) -> Callable[..., Any]:
-    """A weight's loader that adds to a list what it copies of tables, in place of copying."""
+    """Returns a weight's loader that adds the parts of tables to a list instead of copying them."""
 
     @functools.wraps(load)
     def note(*args: Any, **options: Any) -> Any:
@@ -127,7 +129,7 @@ def _noting(parts: list[TablePart], load: Callable[..., Any]) -> Callable[..., A
 
 
 def why_plain_experts(plain: Any) -> str:
-    """Why experts cannot be coded; empty: they can. plain: vLLM's method for them."""
+    """Returns why experts cannot be coded, or "" if they can. plain: vLLM's method for them."""
     moe = plain.moe
     if plain.unquantized_backend.name != "TRITON":
         return f"vLLM multiplies them by {plain.unquantized_backend.value}; wanted --moe-backend triton"
@@ -139,9 +141,9 @@ def why_plain_experts(plain: Any) -> str:
 
 
 class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
-    """How fused experts keep their stacked weights. Few tokens are multiplied by a kernel that decodes weights in
-    registers, many by vLLM's own kernel, with weights that are decoded for the call. vLLM's operation around them is
-    what compiled graphs hold."""
+    """How fused experts keep their stacked weights. If there are few tokens, a kernel multiplies that decodes
+    weights in registers. If there are many, vLLM's own kernel multiplies with weights that are decoded for the call.
+    Compiled graphs hold vLLM's operation around them."""
 
     names = "w13_weight", "w2_weight"
 
@@ -153,7 +155,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         return self._plain.get_fused_moe_quant_config(layer)
 
     def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
-        tables = self._tables_of(layer)  # Triton's kernel takes weights as they are loaded
+        tables = self._tables_of(layer)  # Triton's kernel takes weights in the form in which they are loaded
         self._plain.process_weights_after_loading(layer)
         self.moe_kernel, self.moe_quant_config = self._plain.moe_kernel, self._plain.moe_quant_config
         return tables
@@ -174,7 +176,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
     def _multiplied(
         self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, escapes: list[Escapes]
     ) -> torch.Tensor:
-        """What vLLM's kernel gives, but for the order in which products are added."""
+        """Returns what vLLM's kernel computes, except that products are added in another order."""
         (up, down), (of_up, of_down) = self.tables.values(), escapes
 
         def activate(y: torch.Tensor) -> torch.Tensor:
@@ -184,7 +186,7 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
 
         if layer.apply_router_weight_on_input:
             x, weights = x * weights.to(x.dtype), torch.ones_like(weights)
-        if layer.expert_map is not None:  # -1: another rank's
+        if layer.expert_map is not None:  # -1: the expert is on another rank
             ids = layer.expert_map[ids]
             weights = weights.masked_fill(ids < 0, 0)
         first = up, of_up, getattr(layer, "w13_bias", None), activate

@@ -1,6 +1,6 @@
-"""Where a worker of vLLM keeps a checkpoint's weights: merged, sharded or coded.
+"""Finds where a worker of vLLM keeps a checkpoint's weights: merged, sharded or coded.
 
-The model's own `load_weights` says so, once for each name, when it loads weights that have no memory. From then on
+The model's own `load_weights` tells this, once for each name, when it loads weights that have no memory. From then on
 changes go to these places, and nothing is loaded.
 """
 
@@ -23,14 +23,16 @@ from ._vllm_methods import CodedMethod
 
 
 class ShardPlace(NamedTuple):
-    """Where a worker keeps a part of a checkpoint's tensor. box: first element and length in each dimension."""
+    """The place where a worker keeps a part of a checkpoint's tensor. box: first element and length in each
+    dimension."""
 
     memory: torch.Tensor | CompressedTensor
-    first_row: int  # of the memory
+    first_row: int  # first row in the memory
     box: tuple[tuple[int, int], ...]
 
     def within(self, rows: TensorRows) -> tuple[Memory, tuple[slice, ...]] | None:
-        """What of a tensor's rows is here, and where in the rows; None: nothing."""
+        """Returns the memory here that holds a part of a tensor's rows, and the place of that part in the rows, or
+        None if no part is here."""
         if not rows.shape:
             return rows_of(self.memory, 0, 1), ()
         (start, length), *others = self.box
@@ -42,14 +44,14 @@ class ShardPlace(NamedTuple):
 
 
 class ModelReceiver(Receiver):
-    """A receiver of a checkpoint's tensors, which a model of an engine keeps merged, sharded or coded.
+    """Receives a checkpoint's tensors for a model of an engine, which keeps them merged, sharded or coded.
 
     Args:
         model: its `load_weights` takes names and tensors of a checkpoint.
-        is_eager: whether no CUDA graph holds the model's coded layers.
+        is_eager: whether the model's coded layers are in no CUDA graph.
 
     Raises:
-        NotImplementedError: there are coded layers, and graphs.
+        NotImplementedError: there are coded layers, and they are in graphs.
     """
 
     def __init__(self, model: torch.nn.Module, is_eager: bool = False) -> None:
@@ -92,8 +94,8 @@ class ModelReceiver(Receiver):
         return [place for place in places if place is not None]
 
     def _found(self, asked: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[ShardPlace]]:
-        """The places of tensors. Tensors that the model does not load, such as those of other pipeline stages, have
-        none."""
+        """Returns the places of tensors. Tensors that the model does not load, such as those of other pipeline
+        stages, have no places."""
         copies = {name: _Copies() for name in asked}
         weights = {name: IncomingTensor.of(copies[name], *each) for name, each in asked.items()}
         with contextlib.ExitStack() as stack:
@@ -108,7 +110,7 @@ class ModelReceiver(Receiver):
 
 
 class _Copies:
-    """Notes where a tensor is copied to, in place of copying."""
+    """Notes where a tensor is copied to, instead of copying it."""
 
     def __init__(self) -> None:
         self.found: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -128,11 +130,11 @@ def _is_coded(layer: Any) -> bool:
 def _place(
     name: str, weight: torch.Tensor, source: torch.Tensor, target: torch.Tensor, tables: dict[int, CompressedTensor]
 ) -> ShardPlace:
-    """Where a loader has copied a part of a weight to."""
+    """Returns where a loader has copied a part of a weight."""
     if target.dtype != weight.dtype:
         raise TypeError(f"{name} has dtype {target.dtype} here; the message is for {weight.dtype}")
     strides, at, box = weight.stride(), source.storage_offset(), []
-    missing = weight.dim() - source.dim()  # leading dimensions that a loader has chosen one element of
+    missing = weight.dim() - source.dim()  # leading dimensions of which a loader has chosen one element
     if source.numel() == weight.numel() and source.is_contiguous():
         source, target, missing = weight, target.view(weight.shape), 0
     if missing < 0 or any(n > 1 and a != b for n, a, b in zip(source.shape, source.stride(), strides[missing:])):

@@ -1,4 +1,4 @@
-"""Hugging Face accelerate with compressed weights: the mapping from which its hooks take what is offloaded.
+"""Hugging Face accelerate with compressed weights: the mapping from which accelerate's hooks take offloaded weights.
 
     from accelerate import cpu_offload
     from ibp.integrations.accelerate import CompressedWeights
@@ -6,8 +6,8 @@
     weights = CompressedWeights(model.state_dict(), device="cuda")
     cpu_offload(model, execution_device="cuda", state_dict=weights)
 
-accelerate's own hooks copy without `non_blocking` and clear the device's cache for each parameter, and so bound the
-speed: `ibp.offload` is the fast way. This one is for models that accelerate dispatches already.
+accelerate's own hooks copy without `non_blocking` and clear the device's cache for each parameter, which limits the
+speed: `ibp.offload` is the fast way. This module is for models that accelerate already dispatches.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ __all__ = ["CompressedWeights"]
 
 
 class CompressedWeights(Mapping[str, torch.Tensor], Saves):
-    """The weights of a model by name, compressed in host memory, each decoded when it is asked for.
+    """The weights of a model by name, compressed in host memory. Each is decoded when it is asked for.
 
-    For `accelerate.cpu_offload(model, execution_device, state_dict=weights)`. If part of a model stays on GPUs, for
-    `accelerate.dispatch_model(model, device_map, state_dict=weights, offload_index={})`. Any other code that wants a
-    mapping from names to tensors can take it, too.
+    Use it for `accelerate.cpu_offload(model, execution_device, state_dict=weights)`. If part of a model stays on GPUs,
+    use it for `accelerate.dispatch_model(model, device_map, state_dict=weights, offload_index={})`. Any other code that
+    takes a mapping from names to tensors can also use it.
 
     A tensor that several names share is stored once. Tensors of less than 4 KiB, and of subclasses, are kept raw. The
-    given tensors are not held: a checkpoint can be passed shard by shard, as pairs.
+    given tensors are not kept alive, so that a checkpoint can be passed shard by shard, as pairs.
 
     Args:
         weights: a state dict, or pairs (name, tensor).
-        device: where tensors are decoded to: give the execution device, since accelerate recognises tied weights by
-            their addresses, which must not be those of passing copies. None: the CPU.
-        compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
+        device: the device of decoded tensors. Give the execution device, because accelerate recognises tied weights by
+            their addresses, which must not be those of temporary copies. None: the CPU.
+        compress_options: options of `ibp.compress`, except x and codebook. By default layout is "packed" and row_bytes
+            4,096.
 
     Raises:
-        TypeError: what is given is no tensor, or an option is none of `ibp.compress`.
-        ValueError: a name comes twice, or a tensor is on the meta device.
+        TypeError: a weight is not a tensor, or an option is not one of `ibp.compress`.
+        ValueError: a name occurs twice, or a tensor is on the meta device.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class CompressedWeights(Mapping[str, torch.Tensor], Saves):
         compressor = WeightCompressor(compress_options)
         self.device = memory.canonical("cpu" if device is None else device)
         self._stored: dict[str, CodedWeight | torch.Tensor] = {}
-        # By what tells a tensor from others as long as it lives: a later one may lie at the address of a freed one.
+        # The key identifies a tensor only as long as it lives: a later one may be at the address of a freed one.
         seen: dict[tuple, tuple[weakref.ref[torch.Tensor], CodedWeight | torch.Tensor]] = {}
         for name, x in weights.items() if isinstance(weights, Mapping) else weights:
             if not isinstance(x, torch.Tensor):
@@ -76,7 +77,8 @@ class CompressedWeights(Mapping[str, torch.Tensor], Saves):
             self._stored[name] = stored
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The tensor of this name on `device`: new memory, but for raw tensors that are there. KeyError if none is."""
+        """Returns the tensor with this name on `device`. It is new memory, except for raw tensors that are already
+        there. Raises KeyError if there is no such name."""
         stored = self._stored[name]
         return stored.decoded(self.device) if isinstance(stored, CodedWeight) else stored.to(self.device)
 
@@ -91,22 +93,22 @@ class CompressedWeights(Mapping[str, torch.Tensor], Saves):
 
     @property
     def tables(self) -> dict[str, CompressedTensor]:
-        """The compressed tensors by name, their dimensions in the order of memory."""
+        """The compressed tensors by name. Their dimensions are in the order of memory."""
         return {name: stored.table for name, stored in self._stored.items() if isinstance(stored, CodedWeight)}
 
     @property
     def original_bytes(self) -> int:
-        """Bytes of the tensors as they were given; one of several names counts once."""
+        """Bytes of the tensors as they were given. A tensor with several names counts once."""
         return sum(one.original_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the coded rows, codebooks and raw tensors, counted likewise."""
+        """Bytes of the coded rows, codebooks and raw tensors. A tensor with several names counts once."""
         return sum(one.stored_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory that the tables and raw tensors take, counted likewise."""
+        """Bytes of all memory that the tables and raw tensors take. A tensor with several names counts once."""
         return sum(one.nbytes for one in self._each())
 
     def _each(self) -> list[CompressedTensor | torch.Tensor]:

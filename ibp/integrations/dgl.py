@@ -2,13 +2,13 @@
 
     ibp.integrations.dgl.attach(g, "feat")          # g.ndata["feat"] is compressed; g is used as before
 
-Whatever reads features by way of the graph reads the same bits: `DataLoader` with `prefetch_node_feats` and
+Everything that reads features through the graph reads the same bits: `DataLoader` with `prefetch_node_feats` and
 `prefetch_edge_feats`, blocks and subgraphs (`block.srcdata["feat"]`), their copies in worker processes, and
 `g.ndata["feat"]` itself, which decodes the whole tensor at every read. `close` puts the plain tensor back.
 
-For DGL's classic graphs, checked with 2.1.0; GraphBolt's features are in `ibp.integrations.graphbolt`. `import dgl`
-fails where DGL has no binary of GraphBolt for the torch that is installed, and no release has one for a torch that ibp
-works with: importing this module before `dgl` leaves GraphBolt out.
+This module is for DGL's classic graphs, checked with 2.1.0; GraphBolt's features are in `ibp.integrations.graphbolt`.
+`import dgl` fails if DGL has no binary of GraphBolt for the installed torch, and no release has one for a torch with
+which ibp works. If this module is imported before `dgl`, it leaves GraphBolt out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from ._features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, 
 
 
 def _leave_out_graphbolt() -> None:
-    """Before DGL is imported, puts an empty module in the place of GraphBolt if its binary is not there."""
+    """Puts an empty module in the place of GraphBolt if its binary does not exist. This works only before DGL is
+    imported."""
     found = None if "dgl" in sys.modules else importlib.util.find_spec("dgl")
     if found is None or found.origin is None:
         return
@@ -64,13 +65,13 @@ class AttachedFeature(OfThisProcess, Closing):
         self.table, self._undo = table, undo
 
     def close(self) -> None:
-        """Puts the plain tensor back into the graph. No-op if the feature is not attached any more."""
+        """Puts the plain tensor back into the graph. Does nothing if the feature is no longer attached."""
         with contextlib.suppress(NotAttachedError):
             self._undo()
 
 
 class NotAttachedError(ValueError):
-    """The feature is none that `attach` keeps in a table."""
+    """The feature is not one that `attach` keeps in a table."""
 
 
 def attach(
@@ -85,27 +86,27 @@ def attach(
 ) -> AttachedFeature:
     """Keeps a feature of a graph's nodes or edges in a compressed table.
 
-    Rows cannot be changed while a feature is attached: code that writes to them, or adds nodes or edges, turns the
-    feature back into a plain tensor, with a warning. Do this before loaders with workers are made.
+    Rows cannot be changed while a feature is attached: code that writes to them, or that adds nodes or edges, turns the
+    feature back into a plain tensor, with a warning. Attach features before you make loaders with workers.
 
     Args:
         graph: a graph on the CPU or a GPU, homogeneous or not.
-        name: of the feature, as in graph.ndata[name].
-        ntype: type of the nodes; None where there is one type.
-        edges: the feature is one of edges, graph.edata[name].
-        etype: type of the edges, which implies `edges`; None where there is one type.
+        name: name of the feature, as in graph.ndata[name].
+        ntype: type of the nodes. None: the graph has only one type.
+        edges: whether the feature is one of edges, graph.edata[name].
+        etype: type of the edges, which implies `edges`. None: the graph has only one type.
         table: the feature, compressed before, in host memory or on the graph's device, or an `ibp.RowCache` of it.
             None: graph.ndata[name] is compressed; in host memory the table is pinned if there is a GPU.
-        options: of `ibp.compress`.
+        options: options of `ibp.compress`.
 
     Returns:
-        What undoes it, by `close()` or as a context manager; its `table` is the table, or its cache.
+        An object that undoes it, by `close()` or as a context manager. Its `table` is the table, or its cache.
 
     Raises:
-        TypeError: graph is no DGLGraph, or table is no table.
+        TypeError: graph is not a DGLGraph, or table is not a table.
         KeyError: the graph has no such feature or type.
-        ValueError: it is attached already, the table has another number of rows or is on another device, or ntype and
-            edges contradict each other.
+        ValueError: the feature is already attached, the table has another number of rows or is on another device, or
+            ntype and edges contradict each other.
     """
     frame, what, num_rows = _frame_of(graph, name, ntype, edges, etype)
     if table is None:
@@ -138,7 +139,7 @@ def close(
         Others: as in `attach`.
 
     Raises:
-        TypeError: graph is no DGLGraph.
+        TypeError: graph is not a DGLGraph.
         KeyError: the graph has no such type.
         ValueError: the feature is not attached (`NotAttachedError`), or ntype and edges contradict each other.
     """
@@ -151,7 +152,7 @@ def close(
 
 
 def _frame_of(graph: Any, name: str, ntype: str | None, edges: bool, etype: _EdgeType | None) -> tuple[Frame, str, int]:
-    """(the frame that holds a feature, how messages call it, its number of rows)."""
+    """Returns (the frame that holds a feature, its name in messages, its number of rows)."""
     if not isinstance(graph, dgl.DGLGraph):
         raise TypeError(f"graph is a {type(graph).__name__}; wanted a dgl.DGLGraph")
     of_edges = edges or etype is not None
@@ -171,12 +172,12 @@ def _frame_of(graph: Any, name: str, ntype: str | None, edges: bool, etype: _Edg
 
 
 class _TableColumn(Column):
-    """A column whose storage is a table until rows of it are read through an index, as those of a subgraph are: then
-    it holds these rows, as DGL's own columns do. The column of all rows keeps its table, whatever is read."""
+    """A column whose storage is a table until rows are read through an index, such as those of a subgraph. Then the
+    column holds these rows, like DGL's own columns. The column of all rows keeps its table, whatever is read."""
 
-    storage: Any  # a table or tensor; None on the way from a worker
+    storage: Any  # a table or a tensor; None on the way from a worker
     index: Any  # a tensor, or a dgl.frame._LazyIndex of several
-    device: tuple[Any, dict[str, Any]] | None  # where rows go when they are read
+    device: tuple[Any, dict[str, Any]] | None  # the device to which rows go when they are read
     deferred_dtype: torch.dtype | None
 
     @property
@@ -220,8 +221,8 @@ class _TableColumn(Column):
         return self._rows(rowids, self._where()) if self._holds_table else super().__getitem__(rowids)
 
     def fetch(self, indices: torch.Tensor, device: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        """What DGL's loaders prefetch by. Rows come to a GPU by the GPU, on the current stream: pin_memory has no
-        use."""
+        """Fetches rows; DGL's loaders prefetch with it. Rows for a GPU are fetched by the GPU, on the current
+        stream, so that pin_memory has no effect."""
         if self._holds_table:
             return self._rows(indices, torch.device(device))
         return super().fetch(indices, device, pin_memory=pin_memory, **kwargs)
@@ -239,7 +240,7 @@ class _TableColumn(Column):
         return _TableColumn(self.storage, self.scheme, self.index, self.device, self.deferred_dtype)
 
     def deepclone(self) -> Column:
-        """Tables do not change: a deep copy shares them."""
+        """Returns a deep copy. It shares a table, because tables do not change."""
         return self.clone() if self._holds_table else super().deepclone()
 
     def subcolumn(self, rowids: torch.Tensor) -> _TableColumn:
@@ -267,7 +268,7 @@ class _TableColumn(Column):
                 tensor.record_stream(stream)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The table as it is, where all its rows are pickled; a device and a dtype to come are not."""
+        """Returns the table as it is, if all its rows are pickled. A pending device and dtype are not pickled."""
         if not self._holds_table:
             return super().__getstate__()
         if self.deferred_dtype is not None:

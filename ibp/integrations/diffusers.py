@@ -4,7 +4,7 @@
 
     DiTTransformer2DModel.from_pretrained(name, quantization_config=IbpDiffusersConfig(), torch_dtype=torch.bfloat16)
 
-Matrices become tables while the model is loaded. Or they rest in host memory:
+Matrices become tables while the model is loaded. Or they stay compressed in host memory:
 
     from diffusers.hooks import apply_group_offloading
     from ibp.integrations.diffusers import compress_groups
@@ -12,8 +12,8 @@ Matrices become tables while the model is loaded. Or they rest in host memory:
     apply_group_offloading(model, onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True)
     compress_groups(model)
 
-Hooks, prefetching and streams stay diffusers' own. What changes is where a group's parameters come from: instead of raw
-copies in host memory, tables that are decoded on the onload device, all of a group in one call.
+Hooks, prefetching and streams stay diffusers' own. Only the source of a group's parameters changes: instead of raw
+copies in host memory, tables are decoded on the onload device, all tables of a group in one call.
 
 Works with diffusers 0.39 and newer; checked up to 0.42.
 """
@@ -41,7 +41,7 @@ from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 from ._releases import check_release
 
-check_release(diffusers, "0.39")  # before names are imported that older releases lack
+check_release(diffusers, "0.39")  # must come before names are imported that older releases do not have
 
 from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup  # noqa: E402
 
@@ -52,14 +52,14 @@ __all__ = ["CompressedGroups", "GroupBytes", "IbpDiffusersConfig", "IbpDiffusers
 
 @dataclass(frozen=True)
 class GroupBytes(Statistics, Saves):
-    """Bytes of a model's compressed parameters as they were, and as they are stored; a shared one counts once."""
+    """Bytes of a model's compressed parameters, originally and as they are stored. A shared parameter counts once."""
 
     original_bytes: int
     stored_bytes: int
 
 
 class CompressedGroups(OfThisProcess, Closing, NotTheModel):
-    """A model that `compress_groups` has compressed. `close()`, and the end of a `with` block, undo that.
+    """A model that `compress_groups` has compressed. `close()`, and the end of a `with` block, undo the compression.
 
     Attributes:
         model: as given.
@@ -72,7 +72,7 @@ class CompressedGroups(OfThisProcess, Closing, NotTheModel):
         self.model = model
 
     def stats(self) -> GroupBytes:
-        """The bytes of all compressed parameters that the model has now."""
+        """Returns the bytes of all compressed parameters that the model has now."""
         tables = self._tables()
         return GroupBytes(sum(table.original_bytes for table in tables), sum(table.stored_bytes for table in tables))
 
@@ -85,7 +85,7 @@ class CompressedGroups(OfThisProcess, Closing, NotTheModel):
         return [weight.coded.table for weight in _weights_of(_groups_of(self.model)).values()]
 
     def close(self) -> None:
-        """The model's groups have raw parameters in host memory again. No-op the second time."""
+        """Gives the model's groups raw parameters in host memory again. Does nothing the second time."""
         for group in _groups_of(self.model):
             compressed = _compressed(group)
             if compressed is not None:
@@ -106,24 +106,25 @@ def compress_groups(
 ) -> CompressedGroups:
     """Compresses the parameters of a model that has diffusers' group offloading.
 
-    Parameters of less than 4 KiB, those of subclasses of torch.Tensor (as quantised ones are) and buffers stay with
-    diffusers. Tables are in host memory, pinned if there is a GPU, whatever low_cpu_mem_usage says: that is about
-    pinned copies besides. While a group is offloaded its parameters keep their shape, dtype and device and take no
-    memory. Whoever asks for their values gets a decoded copy: `model.state_dict()`, and a module that is called while
-    its group is not on the onload device. They cannot be written to. Called again, it compresses groups that are not
-    compressed yet. When diffusers removes its hooks, as it does to load LoRAs, the
-    parameters come back uncompressed: call it again afterwards.
+    Parameters of less than 4 KiB, those of subclasses of torch.Tensor (such as quantised ones) and buffers stay with
+    diffusers. Tables are in host memory, pinned if there is a GPU, whatever low_cpu_mem_usage says, because that option
+    is about additional pinned copies. While a group is offloaded, its parameters keep their shape, dtype and device,
+    and take no memory. Code that reads their values gets a decoded copy: `model.state_dict()`, and a module that is
+    called while its group is not on the onload device. The parameters cannot be written to. If the function is called
+    again, it compresses groups that are not compressed yet. When diffusers removes its hooks, for instance to load
+    LoRAs, the parameters come back uncompressed: call this function again afterwards.
 
     Args:
-        model: a module whose groups are offloaded to the CPU. Of a pipeline: each of its models.
-        path, max_sms: of `ibp.decompress`. Where matrix products keep the GPU busy, path "gpu" may be faster.
-        compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
+        model: a module whose groups are offloaded to the CPU. For a pipeline, call it for each of its models.
+        path, max_sms: as in `ibp.decompress`. If matrix products keep the GPU busy, path "gpu" may be faster.
+        compress_options: options of `ibp.compress`, except x and codebook. By default layout is "packed" and row_bytes
+            4,096.
 
     Returns:
-        What undoes it, by `close()` or as a context manager. Its `stats()` count earlier calls, too.
+        An object that undoes it, by `close()` or as a context manager. Its `stats()` also count earlier calls.
 
     Raises:
-        TypeError: model is no module, or an option is none of `ibp.compress`.
+        TypeError: model is not a module, or an option is not one of `ibp.compress`.
         ValueError: model has no group offloading, or groups that are offloaded to disk or to another device.
     """
     compressor = WeightCompressor(compress_options)
@@ -142,7 +143,7 @@ def compress_groups(
     for group, hooks in groups.items():
         if _compressed(group) is None:
             at_rest = {parameter: known[parameter] for parameter in _parameters_of(group) if parameter in known}
-            for parameter in at_rest:  # it is another group's, too
+            for parameter in at_rest:  # it also belongs to another group
                 resting.wake(parameter)
             group._offload_to_memory()  # the values may still be on the onload device
             for parameter, weight in at_rest.items():
@@ -158,20 +159,21 @@ def compress_groups(
 
 
 def close(model: torch.nn.Module) -> None:
-    """Undoes `compress_groups`: the model's groups have raw parameters in host memory again. No-op without.
+    """Undoes `compress_groups`: the model's groups have raw parameters in host memory again, or still.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is not a module.
     """
     CompressedGroups(model).close()
 
 
 class _Weight:
-    """The weight that a parameter stands for while its group is offloaded. device: of the parameter meanwhile."""
+    """The weight that a parameter stands for while its group is offloaded. device: the device of the parameter
+    meanwhile."""
 
     def __init__(self, name: str, coded: CodedWeight, device: torch.device) -> None:
         self.name, self.coded, self._device = name, coded, device
-        # What the parameter's memory holds meanwhile: one element, and that is NaN in every floating-point dtype.
+        # The content of the parameter's memory meanwhile: one element, which is NaN in every floating-point dtype.
         element = torch.full((coded.table.dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device)
         self.blank = element.view(coded.table.dtype)[0].expand(coded.shape)
 
@@ -183,8 +185,10 @@ class _Weight:
 
 
 class _CompressedGroup:
-    """A group of diffusers whose parameters come from tables. Puts itself in the place of the group's two functions.
-    weights: by parameter, those that are coded; rest: diffusers' own group of all other tensors."""
+    """A group of diffusers whose parameters come from tables. It replaces the group's two functions.
+
+    weights: the coded weights, by parameter. rest: diffusers' own group of all other tensors.
+    """
 
     def __init__(
         self,
@@ -218,7 +222,7 @@ class _CompressedGroup:
         """Decodes the parameters on the onload device: on the group's stream if it has one, else on the current one."""
         group = self.group
         self.rest.non_blocking = group.non_blocking
-        self.rest._onload_from_memory()  # waits for the stream, as diffusers does
+        self.rest._onload_from_memory()  # waits for the stream, like diffusers
         backend = group._torch_accelerator_module
         current: Any = None if group.stream is None else backend.current_stream()
         with contextlib.nullcontext() if group.stream is None else backend.stream(group.stream):
@@ -229,16 +233,17 @@ class _CompressedGroup:
                 parameter.data = weight.coded.as_it_was(values)
                 if group.record_stream:
                     values.record_stream(current)
-        if group.stream is not None and group.onload_self:  # what no other group prefetches is needed at once
+        # parameters that no other group prefetches are needed at once
+        if group.stream is not None and group.onload_self:
             current.wait_stream(group.stream)
 
     def offload(self) -> None:
         """Frees the decoded parameters."""
-        self.rest._offload_to_memory()  # waits for what computes with them, where the group has a stream
+        self.rest._offload_to_memory()  # waits for work that uses them, if the group has a stream
         self._let_go()
 
     def restore(self) -> None:
-        """Raw parameters in host memory, and diffusers' own functions. No-op the second time."""
+        """Gives the group raw parameters in host memory and diffusers' own functions. Does nothing the second time."""
         group = self.group
         if _compressed(group) is not self:
             return
@@ -258,7 +263,7 @@ class _CompressedGroup:
             resting.rest(parameter, weight, weight.blank)
 
     def _on_removal(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Takes the place of a hook's `deinitalize_hook` (so spelled there)."""
+        """Replaces a hook's `deinitalize_hook` (spelled so in diffusers)."""
         self.restore()
         return module
 
@@ -267,7 +272,7 @@ class _CompressedGroup:
 
 
 def _groups_of(model: torch.nn.Module) -> dict[ModuleGroup, list[Any]]:
-    """diffusers' groups, each with the hooks that it is reached by."""
+    """Returns diffusers' groups, each with the hooks through which it is found."""
     check_model(model, "of a pipeline each of its models")
     groups: dict[ModuleGroup, list[Any]] = {}
     for module in model.modules():
@@ -293,7 +298,7 @@ def _compressed(group: ModuleGroup) -> _CompressedGroup | None:
 
 
 def _weights_of(groups: Iterable[ModuleGroup]) -> dict[torch.nn.Parameter, _Weight]:
-    """The weights that are coded, by parameter."""
+    """Returns the coded weights, by parameter."""
     found: dict[torch.nn.Parameter, _Weight] = {}
     for group in groups:
         compressed = _compressed(group)

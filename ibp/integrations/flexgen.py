@@ -8,10 +8,10 @@ From the command line, with the arguments of `python -m flexgen.flex_opt`:
 
     python -m ibp.integrations.flexgen --model facebook/opt-6.7b --percent 0 100 100 0 100 0
 
-FlexGen's files stay as they are. Two of its seams are used: what `flex_opt.init_weight_list` returns for host memory is
-a `CompressedWeight`, whose `copy` decodes it; and the weights that `load_weight` of a layer copies come in one call of
-`ibp.decompress`. Weights on the GPU and on disk, weights that FlexGen quantises (`--compress-weight`), vectors,
-caches and activations stay FlexGen's own.
+FlexGen's files are not changed. Two of its functions are replaced: `flex_opt.init_weight_list` returns a
+`CompressedWeight` for a weight in host memory, and its `copy` decodes the weight; and the weights that `load_weight` of
+a layer copies come in one call of `ibp.decompress`. Weights on the GPU and on disk, weights that FlexGen quantises
+(`--compress-weight`), vectors, caches and activations stay FlexGen's own.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -36,9 +36,9 @@ from .._tables.weights import WeightCompressor
 
 __all__ = ["CompressedWeight", "close", "enable", "main"]
 
-# The layers whose load_weight copies weights; TransformerLayer calls those of two of them.
+# The layers whose load_weight copies weights. TransformerLayer calls load_weight of two of them.
 _LAYERS = ("InputEmbed", "SelfAttention", "MLP", "OutputEmbed")
-_NUM_PERCENTS = 6  # that flex_opt wants for --percent
+_NUM_PERCENTS = 6  # how many numbers flex_opt requires for --percent
 
 
 class CompressedWeight(TorchTensor):
@@ -48,10 +48,10 @@ class CompressedWeight(TorchTensor):
     tensor; `data.nbytes` is the memory that it takes.
 
     Args:
-        compress: makes the table of a tensor.
+        compress: a function that makes the table of a tensor.
         x: the weight, on the CPU.
-        device: FlexGen's device that the weight is on.
-        name: as FlexGen calls it; None: the next number.
+        device: FlexGen's device on which the weight is.
+        name: FlexGen's name for it. None: the next number.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CompressedWeight(TorchTensor):
         name: str | None = None,
     ) -> None:
         self._compress = compress
-        # FlexGen writes shapes into files: a torch.Size there could not be read again.
+        # FlexGen writes shapes into files; a torch.Size could not be read back.
         super().__init__(tuple(x.shape), x.dtype, compress(x), device, name=name)
 
     def load_from_np(self, np_array: np.ndarray) -> None:
@@ -71,10 +71,10 @@ class CompressedWeight(TorchTensor):
         self.data = self._compress(x.copy_(torch.from_numpy(np_array)))
 
     def copy(self, dst: Any, src_indices: Sequence[slice] | None = None) -> TorchTensor:
-        """The weight, or its part at slices, in new memory of one of FlexGen's devices.
+        """Returns the weight, or its part at slices, in new memory of one of FlexGen's devices.
 
-        To a GPU it is decoded there, on the current stream, without waiting. Within `load_weight` of a layer it is
-        decoded when that ends.
+        If it goes to a GPU, it is decoded there, on the current stream, without waiting. Within `load_weight` of a
+        layer it is decoded when `load_weight` ends.
 
         Raises:
             TypeError: dst is a compressed device: FlexGen cannot quantise while it copies.
@@ -101,7 +101,8 @@ class CompressedWeight(TorchTensor):
         return copied
 
     def smart_copy(self, dst: Any, src_indices: Sequence[slice] | None = None) -> tuple[TorchTensor, bool]:
-        """A copy, and True: also where the weight is on dst already, since only copies can be computed with."""
+        """Returns a copy, and True. It copies even if the weight is already on dst, because only copies can be
+        computed with."""
         return self.copy(dst, src_indices), True
 
     def _plain(self) -> TorchTensor:
@@ -120,13 +121,13 @@ def _rows(spans: Sequence[tuple[int, int]]) -> tuple[int, int]:
 # ---- the weights of a layer as one stream ----------------------------------------------------------------------------
 
 
-_Jobs = list[tuple[CompressedTensor, torch.Tensor]]  # tables, and where they go
-_loading: _Jobs | None = None  # what the layer whose load_weight runs has asked for
+_Jobs = list[tuple[CompressedTensor, torch.Tensor]]  # tables, and the memory that they are decoded to
+_loading: _Jobs | None = None  # what the layer whose load_weight is running has asked for
 _fetching: dict[str, Any] = {}  # options of decompress
 
 
 def _fetch(table: CompressedTensor, out: torch.Tensor) -> None:
-    """Decodes a table into out; within a layer's load_weight, when that ends."""
+    """Decodes a table into out. Within a layer's load_weight this happens when load_weight ends."""
     if _loading is None:
         _decode([(table, out)])
     else:
@@ -140,8 +141,8 @@ def _decode(jobs: _Jobs) -> None:
 
 
 def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
-    """A layer's load_weight whose weights are decoded in one call. FlexGen calls it on the stream that the copies
-    belong to, and reads none of them before it is over."""
+    """Returns a layer's load_weight that decodes all weights in one call. FlexGen calls it on the stream that the
+    copies belong to, and reads none of them before it returns."""
 
     @functools.wraps(load_weight)
     def load(*args: Any) -> None:
@@ -158,7 +159,7 @@ def _as_one_stream(load_weight: Callable[..., None]) -> Callable[..., None]:
 
 # ---- enabling --------------------------------------------------------------------------------------------------------
 
-_enabled = contextlib.ExitStack()  # gives FlexGen its own functions back
+_enabled = contextlib.ExitStack()  # restores FlexGen's own functions
 
 
 def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -170,19 +171,20 @@ def _put(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 def enable(*, path: str | None = None, max_sms: int | None = None, **compress_options: Any) -> contextlib.ExitStack:
     """Compresses the weights that FlexGen loads into host memory from now on, until `close`.
 
-    Called again, it takes the new options, for models made from then on. The tables are pinned, at exactly their size,
-    where FlexGen would pin the weights (`--pin-weight`, on by default). Weights are compressed as soon as their layer
-    is read: one layer is in memory raw at a time.
+    If it is called again, the new options hold for models made from then on. The tables are pinned, at exactly their
+    size, if FlexGen would pin the weights (`--pin-weight`, on by default). Weights are compressed as soon as their
+    layer has been read, so that only one layer at a time is raw in memory.
 
     Args:
-        path, max_sms: of `ibp.decompress`, for weights that come to a GPU, of all models.
-        compress_options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096.
+        path, max_sms: as in `ibp.decompress`, for weights that come to a GPU, in all models.
+        compress_options: options of `ibp.compress`, except x and codebook. By default layout is "packed" and row_bytes
+            4,096.
 
     Returns:
-        Something with `close()`, which is also a context manager that calls it; it need not be used.
+        An object with `close()`, which is also a context manager that calls it. It need not be used.
 
     Raises:
-        TypeError: an option is none of `ibp.compress`.
+        TypeError: an option is not one of `ibp.compress`.
     """
     compressor = WeightCompressor(compress_options)
     close()
@@ -197,21 +199,21 @@ def enable(*, path: str | None = None, max_sms: int | None = None, **compress_op
 
 
 def close() -> None:
-    """Gives FlexGen its own functions back. No-op if not enabled.
+    """Gives FlexGen its own functions back. Does nothing if it is not enabled.
 
-    Models with compressed weights go on working, but fetch a layer's weights one by one.
+    Models with compressed weights still work, but fetch a layer's weights one by one.
     """
     _enabled.close()
 
 
 def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightCompressor) -> Callable[..., list]:
-    """flex_opt.init_weight_list whose weights in host memory are compressed."""
+    """Returns flex_opt.init_weight_list, changed so that weights in host memory are compressed."""
 
     @functools.wraps(original)
     def init_weight_list(weight_specs: list[tuple], policy: Any, env: Any) -> list[TorchTensor]:
-        if policy.compress_weight:  # FlexGen quantises its matrices, and has vectors alone besides
+        if policy.compress_weight:  # FlexGen quantises its matrices, so that only vectors remain
             return original(weight_specs, policy, env)
-        # What is raw for a moment is not pinned: torch keeps freed pinned memory to itself.
+        # Weights that are raw only for a moment are not pinned, because torch keeps freed pinned memory to itself.
         weights = original(weight_specs, dataclasses.replace(policy, pin_weight=False), env)
         defaults: dict[str, Any] = {"device": env.gpu.dev, "memory": None if policy.pin_weight else "host"}
         for i, (weight, (_, _, file)) in enumerate(zip(weights, weight_specs)):
@@ -224,8 +226,8 @@ def _compressing(original: Callable[..., list[TorchTensor]], compressor: WeightC
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """FlexGen's command with compressed weights. arguments: as `python -m flexgen.flex_opt` takes them; None: those of
-    the process."""
+    """Runs FlexGen's command with compressed weights. arguments: those of `python -m flexgen.flex_opt`. None: those
+    of the process."""
     parser = argparse.ArgumentParser(
         prog="python -m ibp.integrations.flexgen", description="FlexGen's flex_opt, with compressed weights."
     )

@@ -3,9 +3,9 @@
     features = gb.BasicFeatureStore({("node", None, "feat"): ibp.integrations.graphbolt.Feature(x)})
     datapipe = datapipe.fetch_feature(features, node_feature_keys=["feat"])
 
-Written against GraphBolt's Python source (the class Feature of DGL 2.1.0, and what 2.4.0 added to it) and tested with a
-stand-in for that class. It is untested against GraphBolt's binaries: they need a torch of at most 2.4, and ibp 2.10 or
-newer, so that no released build of DGL can use it. It is there for builds of one's own, with `import dgl.graphbolt`
+It is written against GraphBolt's Python source (the class Feature of DGL 2.1.0, and what 2.4.0 added to it) and tested
+with a stand-in for that class. It is untested against GraphBolt's binaries: they need torch 2.4 or older, and ibp needs
+2.10 or newer, so that no released build of DGL can use it. It is there for builds of your own; import `dgl.graphbolt`
 before this module.
 """
 
@@ -27,15 +27,15 @@ __all__ = ["Feature"]
 
 
 class Feature(gb.Feature, Closing):
-    """A feature whose rows are fetched from a table: those of ids on a GPU by that GPU.
+    """A feature whose rows are fetched from a table. Rows at ids on a GPU are fetched by that GPU.
 
     Args:
         x: tensor or array [N, ...], which is compressed, a table, or an `ibp.RowCache`.
-        metadata: what `metadata()` returns.
-        options: of `ibp.compress`.
+        metadata: the result of `metadata()`.
+        options: options of `ibp.compress`.
 
     Raises:
-        TypeError: x is no tensor, array, table or cache.
+        TypeError: x is not a tensor, array, table or cache.
         ValueError: x has no rows to read, or options are wrong.
     """
 
@@ -48,7 +48,7 @@ class Feature(gb.Feature, Closing):
 
     @property
     def table(self) -> Table:
-        """The table, or its cache. RuntimeError: after close()."""
+        """The table, or its cache. Raises RuntimeError after close()."""
         if self._table is None:
             raise RuntimeError("the table of this Feature was freed by close()")
         return self._table
@@ -58,37 +58,37 @@ class Feature(gb.Feature, Closing):
         self._table = None
 
     def read(self, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """x[ids], on the device of the ids; None: all of x, where the table is.
+        """Returns x[ids], on the device of ids. None: all of x, where the table is.
 
         Raises:
-            IndexError: an id is out of range (see `ibp.index_select` for those on a GPU).
+            IndexError: an id is out of range (for ids on a GPU see `ibp.index_select`).
         """
         return self.table.decompress() if ids is None else fetch(self.table, ids, None, "the feature")
 
     def read_async(self, ids: torch.Tensor) -> Iterator[Prefetch]:
-        """Yields, once, what will have the rows: `wait()` returns them. On a GPU they are fetched on a stream beside
-        the current one."""
-        table: Any = self.table  # of a cache too, ids are all that is needed
+        """Yields, once, an object whose `wait()` returns the rows. On a GPU they are fetched on a stream beside the
+        current one."""
+        table: Any = self.table  # a cache also needs only ids
         yield prefetch(table, ids) if ids.is_cuda else Prefetch(self.read(ids), None, True)
 
     def read_async_num_stages(self, ids_device: torch.device) -> int:
-        """1: what `read_async` yields."""
+        """Returns 1, because `read_async` yields once."""
         return 1
 
     def size(self) -> torch.Size:
-        """The shape of a row."""
+        """Returns the shape of a row."""
         return self.table.shape[1:]
 
     def count(self) -> int:
-        """The number of rows."""
+        """Returns the number of rows."""
         return len(self.table)
 
     def update(self, value: torch.Tensor, ids: torch.Tensor | None = None) -> None:
-        """Compresses another tensor of the same shape and dtype in place of all of x.
+        """Compresses another tensor of the same shape and dtype, and replaces all of x by it.
 
         Raises:
-            ValueError: ids are given, but rows of a table are fixed; value has another shape or dtype; or the rows are
-                those of a cache.
+            ValueError: ids are given, although rows of a table are fixed; value has another shape or dtype; or the rows
+                are those of a cache.
         """
         if ids is not None:
             raise ValueError("ids are given; wanted None: rows of tables are fixed")
@@ -101,7 +101,7 @@ class Feature(gb.Feature, Closing):
         self._table = ibp.compress(value, **self._options)
 
     def metadata(self) -> dict[str, Any]:
-        """As given."""
+        """Returns the metadata as given."""
         return self._metadata
 
     def pin_memory_(self) -> Feature:
@@ -110,7 +110,7 @@ class Feature(gb.Feature, Closing):
         return self
 
     def is_pinned(self) -> bool:
-        """Whether the table is in pinned memory."""
+        """Returns whether the table is in pinned memory."""
         return self.table.is_pinned()
 
     def __repr__(self) -> str:

@@ -1,11 +1,11 @@
-"""LMCache's second tier in host memory, of coded pages, by its adapter type "plugin".
+"""A second tier of LMCache in host memory, with coded pages, for its adapter type "plugin".
 
     lmcache server ... --l2-adapter '{"type": "plugin", "module_path": "ibp.integrations.lmcache",
         "class_name": "IBPL2Adapter", "adapter_params": {"pool_bytes": 34359738368}}'
 
 `docs/serving.md` names the versions that were tried, and how. Objects, which are chunks of KV-cache, are kept by their
-keys in `ibp.kv.KeyedPages`, one for each size of objects; those used longest ago make room, unless LMCache has locked
-them to load them.
+keys in `ibp.kv.KeyedPages`, one for each size of objects. Objects that were used longest ago make room, unless LMCache
+has locked them in order to load them.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ __all__ = ["IBPL2Adapter"]
 
 
 class IBPL2Adapter(L2AdapterInterface):
-    """What LMCache makes by `module_path` and `class_name`.
+    """The adapter that LMCache makes from `module_path` and `class_name`.
 
-    Of `adapter_params` it reads `pool_bytes`, bytes of host memory for the objects of each size, and optionally:
-    `device`, "cpu" (the default: objects are coded where they are) or "cuda"; `level`, "default" or "fast". Stores,
-    lookups and loads have a thread each. An object for which the pool has no room is not stored, and LMCache does not
+    It reads from `adapter_params`: `pool_bytes`, bytes of host memory for the objects of each size; optionally
+    `device`, "cpu" (the default: objects are coded where they are) or "cuda"; and `level`, "default" or "fast". Stores,
+    lookups and loads have a thread each. If the pool has no room for an object, it is not stored, and LMCache does not
     find it later. Usage is counted in original bytes.
 
     Raises:
-        ImportError: LMCache is not there, or lacks a class.
+        ImportError: LMCache is not installed, or does not have a class.
         ValueError: `pool_bytes` is missing.
     """
 
@@ -58,8 +58,8 @@ class IBPL2Adapter(L2AdapterInterface):
         self._make_pool = pages_by(adapter_params, "adapter_params")
         super().__init__()
         self._pools: dict[int, ibp.kv.KeyedPages] = {}  # by bytes of an object
-        self._dropped: list[tuple[ObjectKey, int]] = []  # keys that LMCache has not been told of, and bytes
-        self._lock = ForkLock()  # of self._dropped
+        self._dropped: list[tuple[ObjectKey, int]] = []  # keys of which LMCache has not been told yet, and their bytes
+        self._lock = ForkLock()  # guards self._dropped
         self._notifiers = [create_event_notifier() for _ in range(3)]
         numbers = itertools.count()
         self._stores, self._lookups, self._loads = (Tasks(numbers, each.notify) for each in self._notifiers)
@@ -82,33 +82,34 @@ class IBPL2Adapter(L2AdapterInterface):
         return self._notifiers[2].fileno()
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Begins to store objects. Returns the number of the task, as the others do."""
+        """Begins to store objects. Returns the number of the task."""
         return self._stores.submit(self._store, keys, objects, failed=L2StoreResult(False, 0))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
-        """By task, the bytes that were stored, before coding."""
+        """Returns, by task, the bytes that were stored, before coding."""
         return self._stores.take_all()
 
     def submit_lookup_and_lock_task(self, keys: list[ObjectKey], group_layout_descs: Any) -> int:
-        """Begins to look for objects. The tier keeps the objects that it finds until `submit_unlock`."""
+        """Begins to look for objects. Returns the number of the task. The tier keeps the objects that it finds until
+        `submit_unlock`."""
         return self._lookups.submit(self._find, keys, failed=Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """Which objects are there; None while the lookup is under way."""
+        """Returns which objects are there, or None while the lookup is under way."""
         return self._lookups.take(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """Lets objects make room again."""
+        """Allows objects to make room again."""
         for pool in list(self._pools.values()):
             for key in keys:
                 pool.unpin(key)
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Begins to load into objects."""
+        """Begins to load into objects. Returns the number of the task."""
         return self._loads.submit(self._load, keys, objects, failed=Bitmap(len(keys)))
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """Which objects have been loaded; None while the load is under way."""
+        """Returns which objects have been loaded, or None while the load is under way."""
         return self._loads.take(task_id)
 
     def delete(self, keys: list[ObjectKey]) -> None:
@@ -119,7 +120,7 @@ class IBPL2Adapter(L2AdapterInterface):
         self._tell_dropped()
 
     def report_status(self) -> dict[str, Any]:
-        """By bytes of an object, what `ibp.kv.KeyedPages.stats` says."""
+        """Returns, by the bytes of an object, what `ibp.kv.KeyedPages.stats` returns."""
         pools = {num_bytes: pool.stats().as_dict() for num_bytes, pool in list(self._pools.items())}
         return {"is_healthy": True, "type": type(self).__name__, "pools": pools}
 
@@ -176,6 +177,6 @@ class IBPL2Adapter(L2AdapterInterface):
 
 
 def _page_of(memory: MemoryObj) -> torch.Tensor:
-    """The object's memory, without the padding behind it."""
+    """Returns the object's memory, without the padding behind it."""
     page, dtype = memory.raw_tensor[: memory.get_size()], memory.get_dtype()
     return page.view(dtype) if dtype is not None and page.nbytes % dtype.itemsize == 0 else page

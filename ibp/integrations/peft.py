@@ -3,8 +3,8 @@
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
     model = model.merge_and_unload()    # the matrices are coded again
 
-Where ibp is imported, PEFT takes the `ibp.nn.Linear` and `ibp.nn.Conv1D` that `ibp.nn.compress` and `IbpConfig`
-put into a model as it takes torch.nn.Linear. Checked with peft 0.21.
+If ibp is imported, PEFT treats the `ibp.nn.Linear` and `ibp.nn.Conv1D` that `ibp.nn.compress` and `IbpConfig` put into
+a model like torch.nn.Linear. Checked with peft 0.21.
 """
 
 from __future__ import annotations
@@ -25,29 +25,30 @@ __all__ = ["LoraLinear"]
 
 
 class LoraLinear(lora.Linear):
-    """PEFT's `lora.Linear` over an `ibp.nn.Linear` or `ibp.nn.Conv1D`. Merging decodes the matrix, adds what the
-    adapter adds, and codes the sum in the place of the matrix."""
+    """PEFT's `lora.Linear` over an `ibp.nn.Linear` or `ibp.nn.Conv1D`. Merging decodes the matrix, adds the
+    adapter's product, and codes the sum in place of the matrix."""
 
     base_layer: Any
 
     def merge(self, *args: Any, **options: Any) -> None:
-        """Does what PEFT's does."""
+        """Merges adapters like PEFT's method."""
         with self._decoded():
             super().merge(*args, **options)
 
     def unmerge(self) -> None:
-        """Does what PEFT's does: subtracting what was added does not always give back the bits of the matrix."""
+        """Unmerges adapters like PEFT's method. Subtracting what was added does not always restore the bits of the
+        matrix."""
         with self._decoded():
             super().unmerge()
 
     @contextlib.contextmanager
     def _decoded(self) -> Iterator[None]:
-        """Puts a plain module in the place of the base layer, and codes its weight at the end. An error changes no
-        weight."""
+        """Puts a plain module in place of the base layer inside the context, and codes its weight at the end. If an
+        error is raised, no weight changes."""
         coded, plain = self.base_layer, torch.nn.Module()
         plain.weight = weight = coded.parameter()
         plain.bias = coded.bias
-        for adapter in self.lora_A.values():  # on a GPU, where the table may be in host memory
+        for adapter in self.lora_A.values():  # on a GPU, although the table may be in host memory
             weight.data = weight.data.to(adapter.weight.device)
         self.base_layer = plain
         try:
@@ -61,7 +62,7 @@ _dispatch_default = lora.model.dispatch_default
 
 
 def _dispatch(target: torch.nn.Module, adapter_name: str, config: Any, **options: Any) -> torch.nn.Module | None:
-    """PEFT's `dispatch_default`, which makes the adapter of a module, with coded modules among those it knows."""
+    """Replaces PEFT's `dispatch_default`, which makes the adapter of a module, and also knows coded modules."""
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
     if isinstance(base, TableModule) and (config.use_dora or not isinstance(base, Linear)):
         raise TypeError(
@@ -80,7 +81,7 @@ _check_module = ModulesToSaveWrapper.check_module
 
 
 def _check_that_it_trains(wrapper: Any) -> None:
-    """Refuses `modules_to_save` that would not change: PEFT trains parameters, and tables are none."""
+    """Refuses `modules_to_save` that would not train, because PEFT trains parameters, and tables are not parameters."""
     for module in wrapper.original_module.modules():
         if isinstance(module, TableModule):
             raise TypeError(

@@ -38,24 +38,25 @@ def attach(
     cache_bytes: int = 0,
     **options: Any,
 ) -> FetchFeatures:
-    """Compresses features of a graph, takes them out of it, and returns the transform that fetches them for batches.
+    """Compresses features of a graph, removes them from it, and returns the transform that fetches them for batches.
 
-    A name is looked for among the attributes of nodes and of edges; in a HeteroData, of every type that has it. Where a
-    feature was, the graph has a stand-in: using it as a tensor raises RuntimeError, which names the transform.
+    A name is looked for among the attributes of nodes and of edges; in a HeteroData, in every type that has it. The
+    graph has a stand-in in place of the feature. Using the stand-in as a tensor raises RuntimeError, which names the
+    transform.
 
     Args:
-        data: the graph, which is changed: stand-ins take the place of the features, and num_nodes is set where it
-            followed from them.
-        names: attributes, tensors of one row a node or edge.
-        device: where rows go; None: where a batch's ids are, which is the CPU for most loaders.
-        cache_bytes: memory of the device for an `ibp.RowCache` of each feature of nodes, 0: none. A node is the hotter
-            the more edges begin there, as it is sampled by them.
-        options: of `ibp.compress`.
+        data: the graph, which is changed: stand-ins take the place of the features, and num_nodes is set if it was
+            derived from them.
+        names: names of attributes, tensors with one row for each node or edge.
+        device: where rows go. None: where a batch's ids are, which is the CPU for most loaders.
+        cache_bytes: bytes of device memory for an `ibp.RowCache` of each feature of nodes. 0: no cache. A node counts
+            as hotter the more edges begin there, because it is sampled through them.
+        options: options of `ibp.compress`.
 
     Raises:
-        TypeError: data is no Data or HeteroData, or an attribute is no tensor.
+        TypeError: data is not a Data or HeteroData, or an attribute is not a tensor.
         KeyError: data has no such attribute.
-        ValueError: an attribute has not one row a node or edge, or cache_bytes are given without a device.
+        ValueError: an attribute does not have one row for each node or edge, or cache_bytes is given without a device.
     """
     if not isinstance(data, (Data, HeteroData)):
         raise TypeError(f"data is a {type(data).__name__}; wanted a torch_geometric Data or HeteroData")
@@ -73,13 +74,13 @@ def attach(
         kind[name] = _cached(table, data, store, device, cache_bytes) if cache_bytes and not is_edge else table
     for (store, name, is_edge, what), table in zip(found, tables):
         if not is_edge:
-            store.num_nodes = store.num_nodes  # PyG counts nodes by their features where this is not set
+            store.num_nodes = store.num_nodes  # otherwise PyG counts nodes by their features
         store[name] = _StandIn(what, table.shape)
     return FetchFeatures(nodes, edges, device=device)
 
 
 def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, cache_bytes: int) -> Table:
-    """A cache of a feature of nodes; the table where its items are no whole rows."""
+    """Returns a cache of a feature of nodes, or the table if its items are not whole rows."""
     if device is None:
         raise ValueError("cache_bytes are given, but no device; wanted the one that rows go to")
     if not table.geometry.has_whole_rows:
@@ -93,7 +94,8 @@ def _cached(table: Any, data: Data | HeteroData, store: Any, device: _Device, ca
 
 
 def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[Any, str, bool, str]]:
-    """(storage, name, whether it is of edges, how messages call it) of every attribute of these names."""
+    """Yields (storage, name, whether it is of edges, its name in messages) for every attribute with one of these
+    names."""
     for name in names:
         stores = [store for store in data.stores if name in store]
         if not stores:
@@ -114,11 +116,11 @@ def _features_of(data: Data | HeteroData, names: list[str]) -> Iterator[tuple[An
 
 
 class _StandIn:
-    """What a graph has in the place of a feature that `attach` took out. It has the feature's shape; PyG copies it to
-    batches and moves it with them. What needs rows raises RuntimeError."""
+    """What a graph has in place of a feature that `attach` removed. It has the feature's shape; PyG copies it to
+    batches and moves it with them. Using it for anything that needs rows raises RuntimeError."""
 
     __class__ = property(lambda self: torch.Tensor)  # convolutions ask whether they are given a tensor
-    ndim = 0  # else loaders would take rows of it
+    ndim = 0  # otherwise loaders would take rows of it
     is_cuda = is_sparse = is_nested = requires_grad = False
     layout = torch.strided
 
@@ -149,14 +151,15 @@ class _StandIn:
         )
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python asks for what an object may lack
+        if name.startswith("__"):  # Python asks for attributes that an object may not have
             raise AttributeError(name)
         self.refuse()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> NoReturn:
         given = [*args, *(kwargs or {}).values()]
-        given += [inner for value in given if isinstance(value, (list, tuple)) for inner in value]  # as of torch.stack
+        # for functions such as torch.stack
+        given += [inner for value in given if isinstance(value, (list, tuple)) for inner in value]
         next(value for value in given if isinstance(value, _StandIn)).refuse()
 
     __getitem__ = __setitem__ = __len__ = __iter__ = __array__ = refuse
@@ -167,16 +170,16 @@ class _StandIn:
 class FetchFeatures(BaseTransform, Closing):
     """A transform that gives a loader's batches their features: rows of tables, at the batch's ids.
 
-    For `transform=` of a loader whose data has no such features itself (else the loader gathers them). It can be
-    pickled. In worker processes rows are decoded on the CPU; for rows on a GPU the loader needs
-    `filter_per_worker=False`, so that the transform runs in the main process, on its current stream. CPU ids out of
-    range raise IndexError at once, those on a GPU in the next fetch (see `ibp.index_select`).
+    Pass it as `transform=` to a loader whose data does not have these features itself (otherwise the loader gathers
+    them). It can be pickled. In worker processes rows are decoded on the CPU. For rows on a GPU the loader needs
+    `filter_per_worker=False`, so that the transform runs in the main process, on its current stream. Ids on the CPU
+    that are out of range raise IndexError at once, and ids on a GPU in the next fetch (see `ibp.index_select`).
 
     Args:
-        nodes: {name: table} of a Data, {type of node: {name: table}} of a HeteroData: batch[name] becomes
-            table[batch.n_id]. Tensors are compressed; `ibp.RowCache`s of tables are taken as they are.
-        edges: likewise of edges, by batch.e_id.
-        device: where rows go; None: where the ids are.
+        nodes: {name: table} for a Data, {type of node: {name: table}} for a HeteroData: batch[name] becomes
+            table[batch.n_id]. Tensors are compressed; an `ibp.RowCache` of a table is used as it is.
+        edges: the same for edges, with batch.e_id.
+        device: where rows go. None: where the ids are.
 
     Attributes:
         nodes, edges: as given, with a table for each feature.
@@ -205,13 +208,13 @@ class FetchFeatures(BaseTransform, Closing):
         self.device = None if device is None else memory.canonical(device)
 
     def forward(self, data: Any) -> Any:
-        """The batch, which is not copied, with its features.
+        """Returns the batch, which is not copied, with its features.
 
         Raises:
             RuntimeError: after close(), or for rows on a GPU in a worker process.
-            TypeError: the batch is a Data and the features are those of types, or the other way round.
-            KeyError: the batch has no ids, or lacks a type.
-            ValueError: the batch has such a feature already.
+            TypeError: the batch is a Data and the features are by type, or vice versa.
+            KeyError: the batch has no ids, or does not have a type.
+            ValueError: the batch already has such a feature.
             IndexError: an id is out of range.
         """
         if self._is_closed:
@@ -234,7 +237,7 @@ class FetchFeatures(BaseTransform, Closing):
         for name, table in tables.items():
             what = repr(name) if key is None else f"{name!r} of {key!r}"
             ids = store[ids_name] if ids_name in store else None
-            if ids is None:  # absent, or None where the sampler gives no ids of edges
+            if ids is None:  # absent, or None because the sampler gives no ids of edges
                 count = "num_nodes" if ids_name == "n_id" else "num_edges"
                 raise KeyError(
                     f"the batch has no {ids_name} to fetch {what} by: for a loader that gives none, set "
@@ -245,7 +248,7 @@ class FetchFeatures(BaseTransform, Closing):
             store[name] = fetch(table, ids, self.device, what)
 
     def close(self) -> None:
-        """Drops the tables: their memory is free when nothing else holds them."""
+        """Drops the tables. Their memory is freed when nothing else holds them."""
         self.nodes, self.edges, self._is_closed = {}, {}, True
 
     def __repr__(self) -> str:
@@ -272,14 +275,14 @@ def _tables_of(given: Mapping[str, Any], what: str) -> dict[Any, Any]:
 
 
 class FeatureStore(torch_geometric.data.FeatureStore, Closing):
-    """PyG's FeatureStore over compressed tables: tensors are compressed when they are put.
+    """PyG's FeatureStore over compressed tables. Tensors are compressed when they are put into it.
 
-    As PyG's loaders read it (`NeighborLoader((store, graph_store), ...)`), every feature of a graph without types must
-    be one of nodes, and features of edges are not served: `FetchFeatures` serves them.
+    PyG's loaders (`NeighborLoader((store, graph_store), ...)`) require that every feature of a graph without types is
+    one of nodes. Features of edges are not served: use `FetchFeatures` for them.
 
     Args:
-        device: where rows go; None: where the ids are. For a GPU, loaders with workers need `filter_per_worker=False`.
-        options: of `ibp.compress`, for all that is put.
+        device: where rows go. None: where the ids are. For a GPU, loaders with workers need `filter_per_worker=False`.
+        options: options of `ibp.compress`, for every tensor that is put.
     """
 
     def __init__(self, *, device: _Device = None, **options: Any) -> None:
@@ -289,13 +292,12 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
         self._options, self._is_closed = options, False
 
     def close(self) -> None:
-        """Drops the tables: their memory is free when nothing else holds them. What is called afterwards raises
-        RuntimeError."""
+        """Drops the tables. Their memory is freed when nothing else holds them. Later calls raise RuntimeError."""
         self._tables.clear()
         self._is_closed = True
 
     def table(self, group_name: Any, attr_name: str) -> Table:
-        """The table of a feature. KeyError: there is none."""
+        """Returns the table of a feature. Raises KeyError if there is no such feature."""
         tables = self._open_tables()
         try:
             return tables[group_name, attr_name]
@@ -303,7 +305,7 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
             raise KeyError(f"there is no feature {(group_name, attr_name)}; there are {list(tables)}") from None
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
-        """The group and name of every feature."""
+        """Returns the group and name of every feature."""
         return [TensorAttr(group_name, attr_name) for group_name, attr_name in self._open_tables()]
 
     def _open_tables(self) -> dict[tuple[Any, str], Table]:
@@ -312,8 +314,8 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
         return self._tables
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
-        """Compresses a tensor or array; takes a table, or a cache of one, as it is. ValueError: attr has an index, but
-        rows of a table are fixed."""
+        """Compresses a tensor or array; takes a table, or a cache of one, as it is. Raises ValueError if attr has an
+        index, because rows of a table are fixed."""
         what = repr((attr.group_name, attr.attr_name))
         if attr.index is not None:
             raise ValueError(f"index of {what} is a {type(attr.index).__name__}; wanted None: rows of tables are fixed")
@@ -322,7 +324,8 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
         return True
 
     def _get_tensor(self, attr: TensorAttr) -> torch.Tensor:
-        """x[attr.index], for ids, arrays, slices, ints and None. KeyError: there is no such feature."""
+        """Returns x[attr.index], for ids, arrays, slices, ints and None. Raises KeyError if there is no such
+        feature."""
         what = repr((attr.group_name, attr.attr_name))
         table, index = self.table(attr.group_name, attr.attr_name), attr.index
         if isinstance(index, np.ndarray):

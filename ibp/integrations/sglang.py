@@ -5,7 +5,7 @@
         "class_name": "IBPHiCacheStorage", "interface_v1": 1, "pool_bytes": 34359738368}'
 
 `docs/serving.md` names the versions that were tried, and how. Pages are kept by their keys in `ibp.kv.KeyedPages`, one
-for each of SGLang's host pools; those used longest ago make room.
+for each of SGLang's host pools. Pages that were used longest ago make room.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _ALL_PAGES, _BLOCK_GROUPS = "all_pages", "block_groups"  # PoolHitPolicy; BLOCK_
 
 
 class IBPHiCacheStorage(HiCacheStorage):
-    """What SGLang makes by `module_path` and `class_name`.
+    """The storage that SGLang makes from `module_path` and `class_name`.
 
-    Of the extra config it reads `pool_bytes`, bytes of host memory for the pages of each host pool, and optionally:
-    `device`, "cpu" (the default: pages are coded where they are) or "cuda"; `level`, "default" or "fast". Calls come
-    back when they are done; threads may call at the same time.
+    It reads from the extra config: `pool_bytes`, bytes of host memory for the pages of each host pool; optionally
+    `device`, "cpu" (the default: pages are coded where they are) or "cuda"; and `level`, "default" or "fast". Calls
+    return when they are done. Several threads may call at the same time.
 
     Raises:
-        ImportError: SGLang is not there.
-        ValueError: `pool_bytes` is missing, or an MLA model runs on several tensor-parallel ranks: one of them alone
-            gives its pages to the storage, and a page is found only where all ranks have it.
+        ImportError: SGLang is not installed.
+        ValueError: `pool_bytes` is missing, or an MLA model runs on several tensor-parallel ranks. In that case only
+            one rank gives its pages to the storage, but a page is found only if all ranks have it.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
@@ -70,28 +70,28 @@ class IBPHiCacheStorage(HiCacheStorage):
     # ---- a page at a time, and lists of them ----
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Stores a page; True if it is there now."""
+        """Stores a page. Returns whether it is there now."""
         return value is not None and self._pool().put(key, value)
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """The page, in target_location, a contiguous tensor; None where it is not there."""
+        """Returns the page in target_location, a contiguous tensor, or None if the page is not there."""
         found = target_location is not None and self._pool().get(key, target_location)
         return target_location if found else None
 
     def batch_set(
         self, keys: Sequence[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """`set` of each; False from the first that is not stored on."""
+        """Calls `set` for each page. Stops at the first that is not stored, and returns False."""
         return all(self.set(key, value) for key, value in zip(keys, values or ()))
 
     def batch_get(
         self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """`get` of each."""
+        """Calls `get` for each page."""
         return [self.get(key, to) for key, to in zip(keys, target_locations or [None] * len(keys))]
 
     def exists(self, key: str) -> bool:
-        """Whether a page is there."""
+        """Returns whether a page is there."""
         return key in self._pool()
 
     def clear(self) -> None:
@@ -104,14 +104,14 @@ class IBPHiCacheStorage(HiCacheStorage):
         self._pools.clear()
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """By host pool, what `ibp.kv.KeyedPages.stats` says. SGLang's own `get_stats` gives None, so that its metrics
-        count transfers as for backends without numbers of their own."""
+        """Returns, by host pool, what `ibp.kv.KeyedPages.stats` returns. SGLang's own `get_stats` returns None, so
+        that its metrics count transfers as for backends without numbers of their own."""
         return {name: pool.stats().as_dict() for name, pool in list(self._pools.items())}
 
     # ---- pages of SGLang's host pools ----
 
     def batch_set_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
-        """Stores pages of the registered host pool; host_indices: of their tokens."""
+        """Stores pages of the registered host pool. host_indices: the indices of their tokens."""
         return self._write(_KV, self.mem_pool_host, keys, host_indices)
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
@@ -119,18 +119,19 @@ class IBPHiCacheStorage(HiCacheStorage):
         return self._read(_KV, self.mem_pool_host, keys, host_indices)
 
     def batch_set_v2(self, transfers: Sequence[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
-        """The same for several host pools."""
+        """Stores pages of several host pools."""
         return self._of_pools(transfers, self._write)
 
     def batch_get_v2(self, transfers: Sequence[PoolTransfer], extra_info: Any = None) -> dict[str, list[bool]]:
-        """The same for several host pools."""
+        """Loads pages into several host pools."""
         return self._of_pools(transfers, self._read)
 
     def batch_exists_v2(
         self, keys: Sequence[str], pool_transfers: Sequence[PoolTransfer] | None = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """How many pages from the first on can be used: the longest prefix that the KV-cache has and that all other
-        pools can restore, as each asks for it. BLOCK_GROUPS, a second form of the KV-cache, does not shorten it."""
+        """Returns how many of the first pages can be used: the longest prefix that the KV-cache has and that all
+        other pools can restore, each by its own policy. BLOCK_GROUPS, a second form of the KV-cache, does not
+        shorten it."""
         hits = self._pool().leading(keys)
         found = {_KV: hits} if hits else {}
         usable = list(range(1, hits + 1))
@@ -181,8 +182,8 @@ class IBPHiCacheStorage(HiCacheStorage):
 
 
 def _page_starts(host: Any, keys: Sequence[str], host_indices: Any) -> list[int | None]:
-    """The first token of each page; None where there are not as many tokens as pages have: what raises here ends the
-    thread of SGLang that calls."""
+    """Returns the first token of each page, or None for each if the number of tokens is not that of the pages. It
+    does not raise, because an error would end the thread of SGLang that calls."""
     size = getattr(host, "page_size", 1) or 1
     if host_indices is None or host_indices.numel() != len(keys) * size:
         return [None] * len(keys)

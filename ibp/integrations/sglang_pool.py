@@ -5,8 +5,8 @@
 
 SGLang's plugin of that name calls `register`. `docs/serving.md` names the releases that were tried, and how.
 
-SGLang takes no lost page, and writes to the blocks of a store that is done. Where a page under way may find no room,
-the host therefore waits, and keeps such pages as they are: `IBPHostPool.blocks.num_raw_pages` says how many.
+SGLang cannot lose a page, and writes to the blocks of a store when it is done. If a page under way may find no room,
+the host therefore waits, and keeps such pages raw: `IBPHostPool.blocks.num_raw_pages` counts them.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ except ImportError as error:
 __all__ = ["IBPHostPool", "register"]
 
 _logger = logging.getLogger(__name__)
-_Moves = dict[int, tuple[list[int], list[int]]]  # as ibp.kv.BlockStore takes it: layers are group 0, `_page` is group 1
+_Moves = dict[int, tuple[list[int], list[int]]]  # as in ibp.kv.BlockStore: layers are group 0, `_page` is group 1
 
 
 def register() -> None:
-    """Makes SGLang build `IBPHostPool` for models whose keys and values have one width; pages of others stay plain.
-    Call it in each process of SGLang, before `HookRegistry.apply_hooks`.
+    """Makes SGLang build `IBPHostPool` for models whose keys and values have the same width. Pages of other models stay
+    plain.
 
     Raises:
-        ImportError: SGLang is not there, or lacks a class.
+        ImportError: SGLang is not installed, or does not have a class.
     """
     check_engine("sglang", _missing, since="0.5.21")
     HookRegistry.register(f"{MHATokenToKVPoolHost.__module__}.get_mha_host_pool_cls", _class_of, HookType.AFTER)
@@ -55,18 +55,20 @@ def _class_of(found: type, *args: Any, **kwargs: Any) -> type:
 
 
 class IBPHostPool(MHATokenToKVPoolHost):
-    """SGLang's host pool, with pages in an `ibp.kv.BlockStore`. It is made as SGLang makes its own.
+    """SGLang's host pool, with pages in an `ibp.kv.BlockStore`. It is made like SGLang's own.
 
-    The host memory that `--hicache-size` asks for holds `gain` times the tokens. With `--hicache-ratio` the pool has as
-    many tokens as without coding, in less memory. Transfers run on the current stream.
+    The host memory that `--hicache-size` asks for holds `gain` times as many tokens. With `--hicache-ratio` the pool
+    has as many tokens as without coding, in less memory. Transfers run on the current stream.
 
     Attributes:
-        gain: tokens for each one that would fit as it is. Of the class: set it before SGLang starts.
+        gain: how many tokens are kept for each one that would fit raw. It is an attribute of the class: set it before
+            SGLang starts.
         blocks: the `ibp.kv.BlockStore`.
 
     Raises:
-        ImportError: SGLang is not there, or lacks a class.
-        ValueError: keys and values are neither BF16 nor FP16 or lie apart, or layers are of a draft model or elsewhere.
+        ImportError: SGLang is not installed, or does not have a class.
+        ValueError: keys and values are neither BF16 nor FP16 or are not together, or layers belong to a draft model or
+            are elsewhere.
     """
 
     gain = 1.4
@@ -74,7 +76,8 @@ class IBPHostPool(MHATokenToKVPoolHost):
     def __init__(self, buffer_info: Any, *args: Any, **kwargs: Any) -> None:
         check_engine("sglang", _missing, since="0.5.21")
         super().__init__(buffer_info, *args, **kwargs)
-        keys = getattr(self, "device_k_buffers", None) or buffer_info.k_buffer  # of the device's pool before 0.5.22
+        # before 0.5.22 they belong to the device's pool
+        keys = getattr(self, "device_k_buffers", None) or buffer_info.k_buffer
         values = getattr(self, "device_v_buffers", None) or buffer_info.v_buffer
         if not self.layer_num == self.target_layer_num == len(keys):
             raise ValueError(
@@ -84,26 +87,27 @@ class IBPHostPool(MHATokenToKVPoolHost):
         layers = [self._blocks_of(tensor) for pair in zip(keys, values) for tensor in pair]
         self._device, self._jobs = layers[0].device, itertools.count()
         self._page = torch.zeros(len(layers), 1, layers[0].shape[1], dtype=torch.int8, device=self._device)
-        self._last: tuple[Any, Any, _Moves] = None, None, {}  # indices of the last load, which comes layer by layer
+        # indices of the last load, because loads come layer by layer
+        self._last: tuple[Any, Any, _Moves] = None, None, {}
         self.blocks = ibp.kv.BlockStore(
             [layers, list(self._page)],
             num_pages=self.page_num,
             pool_bytes=self.size * self.size_per_token,
             dtype=self.dtype,
-            kinds=[[0, 1] * self.layer_num] * 2,  # keys and values, whose values differ too much for one codebook
+            kinds=[[0, 1] * self.layer_num] * 2,  # keys and values, which differ too much for one codebook
         )
 
     def get_size_per_token(self) -> int:
-        """Bytes of host memory for a token, coded."""
+        """Returns the bytes of host memory for a token, coded."""
         return -int(-super().get_size_per_token() // self.gain)
 
     def init_kv_buffer(self) -> torch.Tensor:
-        """One element in place of the raw pool: SGLang makes a view of it for each layer."""
+        """Returns one element in place of the raw pool, because SGLang makes a view of the pool for each layer."""
         if self.dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"keys and values are {self.dtype}; wanted torch.bfloat16 or torch.float16")
         self.token_stride_size = self.head_num * self.head_dim * self.dtype.itemsize
         self.layout_dim = self.token_stride_size * self.layer_num
-        self.pin_memory = False  # nobody registers or unregisters it
+        self.pin_memory = False  # so that SGLang does not register or unregister it
         return torch.zeros(1, dtype=self.dtype, device="cpu").expand(2, self.layer_num, self.layer_num)
 
     def destroy(self) -> None:
@@ -116,7 +120,7 @@ class IBPHostPool(MHATokenToKVPoolHost):
     def backup_from_device_all_layer(
         self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
     ) -> None:
-        """Stores pages. Indices are of tokens, whole pages of them."""
+        """Stores pages. The indices are those of tokens, in whole pages."""
         self._store({0: (self._pages_of(host_indices), self._pages_of(device_indices))})
 
     def load_to_device_per_layer(
@@ -128,7 +132,7 @@ class IBPHostPool(MHATokenToKVPoolHost):
         io_backend: str,
         is_draft: bool = False,
     ) -> None:
-        """Loads a layer of pages."""
+        """Loads one layer of pages."""
         if is_draft or not 0 <= layer_id < self.layer_num:
             return
         with self.lock:
@@ -140,21 +144,21 @@ class IBPHostPool(MHATokenToKVPoolHost):
     # ---- between the pool and storage ----
 
     def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
-        """A page as it is, on the CPU: [2, layers, tokens, heads, width], or flat. Waits for it."""
+        """Returns a page as it is, on the CPU: [2, layers, tokens, heads, width], or flat. Waits for it."""
         with self.lock:
             self._load({1: ([int(index) // self.page_size], [0])}, waits=True)
             page = self._page_view().contiguous().to("cpu", copy=True)
         return page.flatten() if flat else page
 
     def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
-        """Stores a page that `get_data_page` gave. Waits for it."""
+        """Stores a page that `get_data_page` returned. Waits for it."""
         with self.lock:
             view = self._page_view()
             view.copy_(data_page.view(self.dtype).view(view.shape))
             self._store({1: ([int(index) // self.page_size], [0])}, waits=True)
 
     def get_page_buffer_meta(self, indices: Any = None, split_factor: Any = None) -> Any:
-        """Raises NotImplementedError: coded pages have no addresses that storage could read."""
+        """Raises NotImplementedError, because coded pages have no addresses from which storage could read."""
         raise NotImplementedError("pages of the host pool are coded: use a storage backend that copies pages")
 
     get_hybrid_pool_buffer = get_split_heads_page_buffer_meta = get_page_buffer_meta
@@ -193,7 +197,8 @@ class IBPHostPool(MHATokenToKVPoolHost):
         self._settle(waits)
 
     def _settle(self, waits: bool) -> None:
-        """RuntimeError: a page that was loaded is damaged, or was never stored."""
+        """Raises RuntimeError if a page that was loaded is damaged, or was never stored. waits: whether to wait for
+        all jobs first."""
         if waits:
             self.blocks.wait()
         if not all(success for _, success, _ in self.blocks.finished()):

@@ -4,7 +4,8 @@
 
     model = AutoModelForCausalLM.from_pretrained(name, quantization_config=IbpConfig())
 
-Matrices become tables while the model is loaded; so do those of directories that `ibp compress` or `save_coded` wrote.
+Matrices become tables while the model is loaded. The same holds for directories that `ibp compress` or `save_coded`
+wrote.
 
     from ibp.integrations.transformers import CompressedCache
 
@@ -12,8 +13,8 @@ Matrices become tables while the model is loaded; so do those of directories tha
     model.generate(**inputs, cache=cache)       # the tokens and logits of DynamicCache
     print(cache.stats())
 
-Blocks of older tokens are coded on the GPU and kept in pinned host memory, or on the GPU; while one layer computes, the
-next one's are brought back and decoded. Works with transformers 5.17 and newer; checked up to 5.24.
+Blocks of older tokens are coded on the GPU and kept in pinned host memory, or on the GPU. While one layer computes, the
+coded tokens of the next one are brought back and decoded. Works with transformers 5.17 and newer; checked up to 5.24.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ..kv._decoder import Fetch, TokenDecoder, decoder_for
 from ..kv._history import History, Pending
 from ._releases import check_release
 
-check_release(transformers, "5.17")  # before names are imported that older releases lack
+check_release(transformers, "5.17")  # must come before names are imported that older releases do not have
 
 from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
 
@@ -50,19 +51,20 @@ _SCHEMES = ("planes", "ibp", "raw")
 
 @dataclass(frozen=True)
 class CompressedCacheStats(Statistics, Saves):
-    """What a cache holds, over all compressed layers.
+    """What a cache holds, summed over all compressed layers.
 
     Attributes:
-        num_tokens: tokens of a sequence, in the layer that has most.
-        num_coded_tokens: those of them that are coded.
-        original_bytes: of all coded tokens.
-        stored_bytes: that these take as coded rows, each rounded up to 32.
-        host_bytes: pinned host memory for them, or memory of the CPU.
-        device_bytes: memory of GPUs: raw tokens, indices and staging buffers; coded rows with memory "device".
-        fetched_bytes: that have gone from host memory to GPUs.
-        sent_bytes: that have gone from GPUs to host memory.
-        num_codebooks: that were learned.
-        plain_bytes: that all tokens would take uncompressed.
+        num_tokens: tokens of a sequence, in the layer that has the most.
+        num_coded_tokens: how many of them are coded.
+        original_bytes: bytes of all coded tokens before coding.
+        stored_bytes: bytes that these take as coded rows, each rounded up to 32.
+        host_bytes: bytes of pinned host memory, or of CPU memory, for them.
+        device_bytes: bytes of GPU memory: raw tokens, indices and staging buffers; with memory "device" also coded
+            rows.
+        fetched_bytes: bytes that have gone from host memory to GPUs.
+        sent_bytes: bytes that have gone from GPUs to host memory.
+        num_codebooks: how many codebooks were learned.
+        plain_bytes: bytes that all tokens would take uncompressed.
     """
 
     num_tokens: int
@@ -83,7 +85,7 @@ class CompressedCacheStats(Statistics, Saves):
 
 
 class _Decoders(dict[torch.device, TokenDecoder]):
-    """The decoders of a cache, one a device, made when they are first asked for."""
+    """The decoders of a cache, one for each device. Each is made when it is first asked for."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -96,7 +98,7 @@ class _Decoders(dict[torch.device, TokenDecoder]):
 
 
 def _decoded(number: int, what: str) -> property:
-    """The property of a layer that is the keys, 0, or the values, 1, of all tokens."""
+    """Returns a property of a layer: the keys (number 0) or the values (number 1) of all tokens."""
 
     def decode(layer: CompressedLayer) -> torch.Tensor | None:
         return layer._all()[number] if layer.raw else None
@@ -109,15 +111,16 @@ def _decoded(number: int, what: str) -> property:
 
 
 class CompressedLayer(OfThisProcess, DynamicLayer):
-    """One layer of full attention of a `CompressedCache`: whole blocks of the oldest tokens coded, the others raw.
+    """One layer of full attention of a `CompressedCache`. Whole blocks of the oldest tokens are coded, and the others
+    are raw.
 
-    `update` gives keys and values of all tokens as new tensors, contiguous [B, heads, tokens, head_dim] as those of
-    DynamicLayer. `keys` and `values` do likewise, by decoding them when they are read.
+    `update` returns keys and values of all tokens as new tensors, contiguous [B, heads, tokens, head_dim], like those
+    of DynamicLayer. `keys` and `values` also return new tensors, which are decoded when they are read.
 
     Attributes:
-        history: the coded tokens; None before the first call.
-        raw: the raw keys and values behind the coded ones; () before the first call.
-        last_query: tokens that came with the last call of `update`.
+        history: the coded tokens. None before the first call.
+        raw: the raw keys and values behind the coded ones. () before the first call.
+        last_query: how many tokens came with the last call of `update`.
     """
 
     _instead = "pickle its keys and values, or copy the cache"
@@ -140,12 +143,12 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     values = _decoded(1, "All values, decoded; None before the first ones.")
 
     def _all(self) -> tuple[torch.Tensor, ...]:
-        """Keys and values of all tokens."""
+        """Returns keys and values of all tokens."""
         history = self._coded()
         return self.raw if history is None else self._joined(self._decoder.fetch(history, self.get_seq_length()))
 
     def get_seq_length(self) -> int:
-        """Tokens of a sequence, coded and raw ones."""
+        """Returns the number of tokens of a sequence, coded and raw."""
         history = self._coded()
         return self._num_raw() + (history.num_tokens if history is not None else 0)
 
@@ -153,7 +156,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         return self.raw[0].shape[-2] if self.raw and self.raw[0].dim() == 4 else 0
 
     def _coded(self) -> History | None:
-        """The coded tokens, if there are any."""
+        """Returns the coded tokens, or None if there are none."""
         return self.history if self.history is not None and self.history.num_blocks else None
 
     @property
@@ -176,8 +179,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values, [B, heads, new tokens, head_dim], and gives those of all tokens. Raises what
-        `CompressedCache.update` does."""
+        """Adds keys and values, [B, heads, new tokens, head_dim], and returns those of all tokens. Raises what
+        `CompressedCache.update` raises."""
         if key_states.requires_grad and torch.is_grad_enabled():
             raise RuntimeError(
                 "coded keys and values have no gradients: call the model under torch.no_grad() or "
@@ -196,16 +199,16 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         return keys, values
 
     def _fetched(self, history: History) -> Fetch:
-        """What was fetched ahead, if it is for as many tokens as there are now, or what is fetched now."""
+        """Returns what was fetched ahead, if it has the present number of tokens; otherwise fetches now."""
         fetch, self._fetch = self._fetch, None
         num_tokens = self.get_seq_length()
         if fetch is not None and fetch.keys.shape[-2] == num_tokens:
             return fetch
-        del fetch  # first: the current stream waits for it
+        del fetch  # must come first, because the current stream waits for it
         return self._decoder.fetch(history, num_tokens)
 
     def _joined(self, fetch: Fetch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of all tokens: the coded ones decoded, the raw ones behind them."""
+        """Returns keys and values of all tokens: the coded ones decoded, and the raw ones behind them."""
         whole, num_raw = fetch.wait(), self._num_raw()
         for tensor, tail in zip(whole, self.raw):
             if num_raw:
@@ -222,12 +225,12 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._pending = self.history.encode(keys, values)
 
     def is_coding_much(self) -> bool:
-        """Whether the raw tokens are many that are being coded, so that waiting for them pays."""
+        """Returns whether many raw tokens are being coded, so that it pays to wait for them."""
         return self._pending is not None and self._pending.num_blocks > 1
 
     def store(self, wait: bool = False) -> None:
-        """Puts blocks that have been coded in the place of their raw tokens. wait: also where the GPU must be waited
-        for; else these are left for later."""
+        """Replaces raw tokens by their blocks, once these have been coded. wait: whether to wait for the GPU if
+        necessary. Otherwise such blocks are left for later."""
         pending = self._pending
         if pending is None or self.history is None or not (wait or pending.is_ready()):
             return
@@ -250,11 +253,11 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._fetch = self._decoder.fetch(history, self.get_seq_length() + new_tokens)
 
     def prefetch(self) -> None:
-        """Begins to bring what the next call needs, if it has one new token."""
+        """Begins to bring what the next call needs if it has one new token."""
         self.fetch_ahead(1)
 
     def offload(self) -> None:
-        """Does nothing: older tokens leave the GPU without it, newer ones stay."""
+        """Does nothing, because older tokens leave the GPU without it, and newer tokens stay."""
 
     # ---- changes ----
 
@@ -264,7 +267,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes as many of the newest tokens as the number says, which is not above 0.
+        """Removes the newest tokens. tokens_to_remove: minus their number, or 0.
 
         Raises:
             ValueError: the number is above 0.
@@ -291,13 +294,13 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._pending = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Sequence b becomes what sequence beam_idx[b] was. Coded tokens are not touched: where they are decoded to is
-        changed."""
+        """Makes sequence b what sequence beam_idx[b] was. Coded tokens are not touched; only the place to which they
+        are decoded changes."""
         if self.get_seq_length() > 0:
             self._take(beam_idx.to(self.device))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats every sequence; coded tokens are shared by the copies."""
+        """Repeats every sequence. The copies share coded tokens."""
         if self.get_seq_length() > 0:
             self._take(torch.arange(len(self.raw[0]), device=self.device).repeat_interleave(repeats))
 
@@ -315,7 +318,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
                 held.take(sequences)
 
     def _code_anew_if_sparse(self) -> None:
-        """Makes all tokens raw, to be coded again by the next call, where most coded bytes are of none of them."""
+        """Makes all tokens raw, so that the next call codes them again, if most coded bytes belong to no sequence
+        any more."""
         if self.history is None or not self.history.is_sparse:
             return
         self.raw, self._pending = self._all(), None
@@ -323,7 +327,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self.history.truncate(0)
 
     def clone(self, decoders: _Decoders) -> CompressedLayer:
-        """A copy of all tokens, for a cache with decoders of its own. Waits for what is being coded."""
+        """Returns a copy of all tokens, for a cache with decoders of its own. Waits for tokens that are being coded."""
         self.store(wait=True)
         copied = CompressedLayer(decoders)
         if self.history is not None:
@@ -340,32 +344,33 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
 
 
 class CompressedCache(OfThisProcess, DynamicCache):
-    """A `transformers.DynamicCache` whose older tokens are compressed, to be passed as `cache` (before transformers
-    5.24: `past_key_values`). What models compute with it has the same bits.
+    """A `transformers.DynamicCache` whose older tokens are compressed. Pass it as `cache` (before transformers 5.24:
+    `past_key_values`). What models compute with it has the same bits.
 
-    Of each layer of full attention the tokens older than `window` are coded in blocks, on the GPU, with codebooks for
-    keys and values that are learned from the first blocks (the prompt's, as in section 6.4 of the paper) and again when
-    savings fall. Each layer's coded bytes are brought, as one copy, and decoded on streams beside the current one while
-    the layer before it computes. Layers of other kinds (sliding windows, which are short, states of linear attention,
-    indexed and hybrid ones) are transformers' own and stay raw on the GPU. Models on the CPU work likewise, at once.
+    In each layer of full attention, the tokens older than `window` are coded in blocks, on the GPU. The codebooks for
+    keys and values are learned from the first blocks (the prompt's, as in section 6.4 of the paper), and again when
+    savings fall. While a layer computes, the coded bytes of the next layer are brought, as one copy, and decoded on
+    streams beside the current one. Layers of other kinds (sliding windows, which are short, states of linear attention,
+    indexed and hybrid ones) are transformers' own and stay raw on the GPU. Models on the CPU also work; there coding
+    and decoding are done at once.
 
-    Beams are reordered, and sequences repeated, without touching coded tokens. `copy.deepcopy` copies coded bytes: a
-    prompt's cache can be used for many answers. Keys and values have no gradients. Not for CUDA graphs; `torch.compile`
-    breaks the graph at each layer's update.
+    Beams are reordered, and sequences repeated, without touching coded tokens. `copy.deepcopy` copies coded bytes, so
+    that a prompt's cache can be used for many answers. Keys and values have no gradients. The cache cannot be used in
+    CUDA graphs; `torch.compile` breaks the graph at each layer's update.
 
     Args:
-        config: of the model, which says what layers there are; None: all are of full attention.
-        memory: of coded tokens: "pinned", host memory that the GPU reads; or "device". None: pinned.
-        block: tokens that are coded together, at least 1.
-        window: the newest tokens, which stay raw on the GPU, at least 0.
-        scheme: "planes", "ibp" (the paper's) or "raw": blocks are moved as they are. Keys or values that a codebook
-            saves less than 2 % of are kept raw with the others, too.
-        level: of scheme "planes", as in `ibp.compress`.
-        codebooks: those of keys and of values to begin with, for all layers, made by `ibp.codecs.analyze` of tensors
-            whose rows are whole tokens of a head, one or more; None: learned, which takes some
-            milliseconds each (of scheme "ibp" a hundred).
-        max_sms: at most this many multiprocessors decode; None: all, but 32 where tokens come over the link and a
-            codebook has the same entries for every column.
+        config: configuration of the model, which says what layers there are. None: all layers are of full attention.
+        memory: where coded tokens are: "pinned", host memory that the GPU reads; or "device". None: pinned.
+        block: how many tokens are coded together, at least 1.
+        window: how many of the newest tokens stay raw on the GPU, at least 0.
+        scheme: "planes", "ibp" (the paper's) or "raw": blocks are moved as they are. Keys or values of which a codebook
+            saves less than 2 % are kept raw even with the other schemes.
+        level: level of scheme "planes", as in `ibp.compress`.
+        codebooks: the initial codebooks of keys and of values, for all layers, made by `ibp.codecs.analyze` from
+            tensors whose rows are one or more whole tokens of a head. None: they are learned, which takes some
+            milliseconds each (a hundred for scheme "ibp").
+        max_sms: at most this many multiprocessors decode. None: all, but 32 if tokens come over the link and a codebook
+            has the same entries for every column.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -405,7 +410,7 @@ class CompressedCache(OfThisProcess, DynamicCache):
 
     def _begin(self, options: Options) -> None:
         self._options, self._decoders = options, _Decoders(options)
-        self._coding: CompressedLayer | None = None  # of many tokens, which are there raw as well
+        self._coding: CompressedLayer | None = None  # a layer that codes many tokens, which are also there raw
         if self.layer_class_to_replicate is not None:
             self.layer_class_to_replicate = functools.partial(CompressedLayer, self._decoders)
 
@@ -413,7 +418,7 @@ class CompressedCache(OfThisProcess, DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds a layer's keys and values, [B, heads, new tokens, head_dim], and gives those of all its tokens.
+        """Adds a layer's keys and values, [B, heads, new tokens, head_dim], and returns those of all its tokens.
 
         Raises:
             RuntimeError: the keys require grad, a CUDA graph is being captured, or coded tokens were damaged.
@@ -426,8 +431,8 @@ class CompressedCache(OfThisProcess, DynamicCache):
         layer = self.layers[layer_idx]
         if isinstance(layer, CompressedLayer):
             self._coding = layer if layer.is_coding_much() else None
-            # The layer that is used next, behind the last one the first one: for as many new tokens as there were now,
-            # or for one if these were the first.
+            # Fetch ahead for the layer that is used next; after the last layer that is the first. Expect as many new
+            # tokens as there were now, or one if these were the first.
             order = (*range(layer_idx + 1, len(self.layers)), *range(layer_idx + 1))
             index = next(index for index in order if isinstance(self.layers[index], CompressedLayer))
             is_prompt = layer.last_query == layer.get_seq_length()
@@ -435,7 +440,7 @@ class CompressedCache(OfThisProcess, DynamicCache):
         return keys, values
 
     def stats(self) -> CompressedCacheStats:
-        """What the cache holds and has moved so far."""
+        """Returns what the cache holds and has moved so far."""
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         histories = [layer.history for layer in layers if layer.history is not None]
         decoders, on_host = self._decoders.all(), self._options.memory == "pinned"

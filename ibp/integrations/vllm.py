@@ -5,9 +5,10 @@
         "cpu_bytes_to_use": 34359738368}}'
 
 `docs/serving.md` names the versions that were tried, and how. The scheduler's side is vLLM's own `CPUOffloadingSpec`
-and its manager, told of more host memory than there is; `IBPOffloadingWorker` moves the pages.
+and its manager, which is told of more host memory than there is. `IBPOffloadingWorker` moves the pages.
 
-vLLM takes no failed transfer: pages without room in the pools stay raw, `IBPOffloadingWorker.blocks.num_raw_pages`.
+vLLM cannot handle a failed transfer. Pages for which the pools have no room therefore stay raw;
+`IBPOffloadingWorker.blocks.num_raw_pages` counts them.
 """
 
 from __future__ import annotations
@@ -39,29 +40,30 @@ except ImportError as error:
 
 __all__ = ["IBPOffloadingSpec", "IBPOffloadingWorker"]
 
-USUAL_GAIN = 1.4  # chunks for each raw one: what BF16 keys and values give
-_WHOLE_ROWS = 2048  # bytes that pages are rounded up to, where the tensor is padded so far: they divide into rows
+USUAL_GAIN = 1.4  # how many chunks are kept for each one that would fit raw; BF16 keys and values allow this many
+_WHOLE_ROWS = 2048  # bytes to which pages are rounded up, if the tensor's padding allows, so that they divide into rows
 
 
 class IBPOffloadingSpec(CPUOffloadingSpec):
-    """What vLLM makes by `spec_name` and `spec_module_path`: its own `CPUOffloadingSpec` with another worker.
+    """The spec that vLLM makes from `spec_name` and `spec_module_path`: its own `CPUOffloadingSpec` with another
+    worker.
 
-    Of `kv_connector_extra_config` it reads `cpu_bytes_to_use`, bytes of host memory for all workers together, and
-    optionally: `ibp_gain`, chunks for each raw one that would fit, 1.4; `ibp_level`, "default" or "fast"; `ibp_dtype`,
-    what the pages hold, where it is not what `--kv-cache-dtype` says, or not BF16 with its default, "auto".
-    `CPUOffloadingSpec` reads its other options, such as `eviction_policy` and `store_threshold`, and its metrics count
-    chunks at their original size.
+    It reads from `kv_connector_extra_config`: `cpu_bytes_to_use`, bytes of host memory for all workers together;
+    optionally `ibp_gain`, how many chunks are kept for each one that would fit raw, 1.4 by default; `ibp_level`,
+    "default" or "fast"; and `ibp_dtype`, the dtype of the pages, if it is not that of `--kv-cache-dtype`, or, with the
+    default "auto", not BF16. `CPUOffloadingSpec` reads its other options, such as `eviction_policy` and
+    `store_threshold`, and its metrics count chunks at their original size.
 
     Attributes:
-        pool_bytes: of host memory for one worker.
-        num_chunks: how many chunks the scheduler gives out.
+        pool_bytes: bytes of host memory for one worker.
+        num_chunks: how many chunks the scheduler hands out.
 
     Raises:
-        ImportError: vLLM is not there, or lacks a class.
+        ImportError: vLLM is not installed, or does not have a class.
         ValueError: `cpu_bytes_to_use` is missing, or an option is out of range.
     """
 
-    _worker: IBPOffloadingWorker | None  # as CPUOffloadingSpec sets it
+    _worker: IBPOffloadingWorker | None  # set by CPUOffloadingSpec
 
     def __init__(self, config: Any) -> None:
         check_engine("vllm", _missing)
@@ -74,7 +76,8 @@ class IBPOffloadingSpec(CPUOffloadingSpec):
         host_bytes = int(options["cpu_bytes_to_use"])
         self.pool_bytes = host_bytes // max(1, config.parallel.world_size)
         changes: dict[str, Any] = {"extra_config": {**options, "cpu_bytes_to_use": int(host_bytes * gain)}}
-        if hasattr(config, "replicated_layout"):  # one copy for all workers; here each has a pool of its own
+        # vLLM has one copy for all workers; here each worker has a pool of its own
+        if hasattr(config, "replicated_layout"):
             changes["replicated_layout"] = False
         super().__init__(dataclasses.replace(config, **changes))
         self._dtype = dtype_of(self.config.model.dtype, options.get("ibp_dtype"))
@@ -82,7 +85,7 @@ class IBPOffloadingSpec(CPUOffloadingSpec):
             self.num_chunks: int = self.num_blocks  # its name before 0.30
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """What moves pages."""
+        """Returns the worker, which moves pages."""
         if self._worker is None:
             options = self.config.extra_config
             self._worker = IBPOffloadingWorker(
@@ -101,17 +104,17 @@ class IBPOffloadingWorker(OffloadingWorker):
 
     Args:
         kv_caches: vLLM's tensors.
-        num_chunks, blocks_per_chunk: how many chunks the scheduler gives out, and GPU blocks of each.
-        pool_bytes: of host memory.
-        dtype: what the pages hold.
-        level: of the codebooks, see `ibp.compress`.
+        num_chunks, blocks_per_chunk: how many chunks the scheduler hands out, and how many GPU blocks a chunk has.
+        pool_bytes: bytes of host memory.
+        dtype: the dtype of the pages.
+        level: level of the codebooks, see `ibp.compress`.
 
     Attributes:
         blocks: the `ibp.kv.BlockStore`.
 
     Raises:
-        ImportError: vLLM is not there, or lacks a class.
-        RuntimeError: the blocks of a tensor are no rows of bytes.
+        ImportError: vLLM is not installed, or does not have a class.
+        RuntimeError: the blocks of a tensor are not rows of bytes.
     """
 
     def __init__(
@@ -137,26 +140,27 @@ class IBPOffloadingWorker(OffloadingWorker):
         )
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Begins to store GPU blocks, once the current stream is done with them."""
+        """Begins to store GPU blocks, after the work that was queued on the current stream."""
         self.blocks.store(job_id, self._moves(job_id, src_spec, dst_spec))
         return True
 
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Begins to load chunks into GPU blocks; with expedited beside the loads that were submitted before."""
+        """Begins to load chunks into GPU blocks. expedited: whether the load may run beside the loads that were
+        submitted before."""
         self.blocks.load(job_id, self._moves(job_id, dst_spec, src_spec), urgent=expedited)
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that are done, each once."""
+        """Returns the jobs that have ended since the last call."""
         return [
             TransferResult(job_id, success, transfer_size=self._num_bytes.pop(job_id), transfer_time=seconds)
             for job_id, success, seconds in self.blocks.finished()
         ]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Lets the host wait for jobs. The blocks that they read are vLLM's to write then."""
+        """Makes the host wait for jobs. Then vLLM may write to the blocks that they read."""
         self.blocks.wait(job_ids)
 
     def shutdown(self) -> None:
@@ -166,8 +170,8 @@ class IBPOffloadingWorker(OffloadingWorker):
     def _moves(
         self, job_id: int, gpu: GPULoadStoreSpec, chunks: LoadStoreSpec
     ) -> dict[int, tuple[list[int], list[int]]]:
-        """By group, pages and blocks of a job. A group's blocks follow each other in its chunks; the first may begin in
-        the middle of one."""
+        """Returns, by group, the pages and blocks of a job. A group's blocks are consecutive in its chunks; the
+        first block may be in the middle of a chunk."""
         self._num_bytes[job_id] = sum(count * size for count, size in zip(gpu.group_sizes, self._block_bytes))
         moves, first_block, first_chunk, many = {}, 0, 0, self._blocks_per_chunk
         for group, (count, index) in enumerate(zip(gpu.group_sizes, gpu.block_indices)):
@@ -184,8 +188,9 @@ class IBPOffloadingWorker(OffloadingWorker):
 
 
 def _groups_of(kv_caches: CanonicalKVCaches) -> list[list[torch.Tensor]]:
-    """By group of layers its tensors, [num_blocks, bytes of a block], int8, over vLLM's memory. Groups that share a
-    tensor may use different parts of a block: a page holds the largest, and padding behind it up to whole rows."""
+    """Returns, by group of layers, its tensors, [num_blocks, bytes of a block], int8, over vLLM's memory. Groups
+    that share a tensor may use different parts of a block: a page holds the largest part, with padding up to whole
+    rows."""
     used: dict[int, int] = {}
     for refs in kv_caches.group_data_refs:
         for ref in refs:

@@ -45,8 +45,8 @@ BACKEND = "ibp_delta"
 
 @functools.cache
 def register() -> None:
-    """Makes the backend known to vLLM, which calls this in each of its processes; where vLLM lacks a class, it only
-    warns."""
+    """Registers the backend with vLLM, which calls this in each of its processes. If vLLM does not have a class, it
+    only warns."""
     if _missing is not None:
         _logger.warning("ibp: the weight transfer backend %s is not there with this vLLM: %s", BACKEND, _missing)
         return
@@ -55,31 +55,33 @@ def register() -> None:
 
 @dataclass
 class IBPTransferInit(WeightTransferInitInfo):
-    """nccl: fields of vLLM's `NCCLWeightTransferInitInfo`, where messages come by NCCL from rank 0 of its group."""
+    """Options of the backend. nccl: fields of vLLM's `NCCLWeightTransferInitInfo`, if messages come by NCCL from
+    rank 0 of its group."""
 
     nccl: dict[str, Any] | None = None
 
 
 @dataclass
 class IBPTransferUpdate(WeightTransferUpdateInfo):
-    """Messages. paths: of files on the workers' machine; num_bytes: of messages that come by NCCL, in this order."""
+    """The messages of an update. paths: paths of files on the workers' machine; num_bytes: bytes of messages that
+    come by NCCL, in this order."""
 
     paths: list[str] = field(default_factory=list)
     num_bytes: list[int] = field(default_factory=list)
 
 
 class IBPWeightTransferEngine(WeightTransferEngine):
-    """What vLLM makes in each worker for the backend "ibp_delta".
+    """The engine that vLLM makes in each worker for the backend "ibp_delta".
 
     Every worker gets all messages and takes what its parameters hold. `update_weights` raises what
-    `ibp.deltas.Receiver.apply` raises, and the weights are then as they were: push them whole.
+    `ibp.deltas.Receiver.apply` raises; the weights are then unchanged, and have to be pushed whole.
 
-    A kernel may keep weights in another order than vLLM's loaders write them, as some do for experts. Where a worker
-    has whole tensors, fingerprints tell, and pushes are refused. Parts of tensors have none: there it goes unnoticed,
-    as it does with vLLM's own sparse backend.
+    A kernel may keep weights in another order than vLLM's loaders write them, as some do for experts. If a worker has
+    whole tensors, fingerprints detect this, and pushes are refused. Parts of tensors have no fingerprints: there it
+    goes unnoticed, as with vLLM's own sparse backend.
 
     Raises:
-        ImportError: vLLM is not there, or lacks a class.
+        ImportError: vLLM is not installed, or does not have a class.
     """
 
     init_info_cls, update_info_cls = IBPTransferInit, IBPTransferUpdate
@@ -96,10 +98,10 @@ class IBPWeightTransferEngine(WeightTransferEngine):
             self._group = worker_init_process_group(NCCLWeightTransferInitInfo(**init_info.nccl), self.parallel_config)
 
     def start_weight_update(self) -> None:
-        """Nothing is to be done: parameters change where they are."""
+        """Does nothing, because parameters change in place."""
 
     def finish_weight_update(self) -> None:
-        """As `start_weight_update`."""
+        """Does nothing, like `start_weight_update`."""
 
     def receive_weights(self, update_info: IBPTransferUpdate) -> None:
         for path in update_info.paths:
@@ -117,7 +119,7 @@ class IBPWeightTransferEngine(WeightTransferEngine):
 
     @staticmethod
     def trainer_send_weights(iterator: Iterator[torch.Tensor], trainer_args: dict[str, Any]) -> None:
-        """`send`, as vLLM 0.26 calls it. iterator: messages; trainer_args: the other arguments."""
+        """Calls `send`, in the form of vLLM 0.26. iterator: messages; trainer_args: the other arguments."""
         send(list(iterator), **trainer_args)
 
 
@@ -125,10 +127,12 @@ def send(messages: Sequence[torch.Tensor], client: Any, *, group: Any = None, fo
     """Brings the messages of a push to the workers of a vLLM, through one of vLLM's clients: the trainer's side.
 
     Args:
-        messages: of `ibp.deltas.Sender.push`, of all senders together.
-        client: an object of vLLM's `HTTPVLLMWeightSyncClient`, `RayVLLMWeightSyncClient`, or like them.
-        group: what vLLM's `nccl_common.trainer_init` gives: messages, on its device, go by NCCL. None: by files.
-        folder: where files are for the time of the call; the workers read them. By default in memory.
+        messages: the results of `ibp.deltas.Sender.push`, of all senders together.
+        client: an object of vLLM's `HTTPVLLMWeightSyncClient` or `RayVLLMWeightSyncClient`, or one with the same
+            methods.
+        group: the result of vLLM's `nccl_common.trainer_init`: messages, on its device, go by NCCL. None: messages go
+            by files.
+        folder: where files are for the duration of the call; the workers read them. By default in memory.
     """
     client.start_weight_update()
     if group is None:
@@ -138,7 +142,7 @@ def send(messages: Sequence[torch.Tensor], client: Any, *, group: Any = None, fo
                 message.cpu().numpy().tofile(path)
             client.update_weights({"paths": paths})
     else:
-        with ThreadPoolExecutor(1) as thread:  # the workers take part while they are told
+        with ThreadPoolExecutor(1) as thread:  # the workers take part while the client tells them
             told = thread.submit(client.update_weights, {"num_bytes": [message.numel() for message in messages]})
             for message in messages:
                 group.broadcast(message, src=0, stream=torch.cuda.current_stream(message.device))

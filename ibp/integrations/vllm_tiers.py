@@ -6,8 +6,8 @@
         "pool_bytes": 34359738368}]}}'
 
 `docs/serving.md` names the versions that were tried, and how. vLLM keeps raw chunks in `cpu_bytes_to_use` bytes of host
-memory, and gives the tier every chunk that is stored there. The tier keeps them coded, by their keys, in
-`ibp.kv.KeyedPages`; chunks that were used longest ago make room.
+memory, and gives the tier every chunk that is stored there. The tier keeps the chunks coded, by their keys, in
+`ibp.kv.KeyedPages`. Chunks that were used longest ago make room.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ __all__ = ["IBPSecondaryTier"]
 
 
 class IBPSecondaryTier(SecondaryTierManager):
-    """What vLLM makes by `type` and `module_path` of `secondary_tiers`.
+    """The tier that vLLM makes from `type` and `module_path` of `secondary_tiers`.
 
-    Of its configuration it reads `pool_bytes`, bytes of host memory for coded chunks, and optionally: `device`, "cpu"
-    (the default: chunks are coded where they are) or "cuda"; `level`, "default" or "fast"; `dtype`, what the chunks
-    hold, where it is not the model's dtype. Stores and loads have a thread each, in the scheduler's process. A chunk
-    for which the pool has no room is not stored: vLLM does not find it later. A chunk that has made room between lookup
-    and load is computed again.
+    It reads from its configuration: `pool_bytes`, bytes of host memory for coded chunks; optionally `device`, "cpu"
+    (the default: chunks are coded where they are) or "cuda"; `level`, "default" or "fast"; and `dtype`, the dtype of
+    the chunks, if it is not the model's. Stores and loads have a thread each, in the scheduler's process. If the pool
+    has no room for a chunk, it is not stored, and vLLM does not find it later. A chunk that made room for another
+    between lookup and load is computed again.
 
     Attributes:
         pages: the `ibp.kv.KeyedPages`.
 
     Raises:
-        ImportError: vLLM is not there, or lacks a class.
+        ImportError: vLLM is not installed, or does not have a class.
         ValueError: `pool_bytes` is missing.
     """
 
@@ -68,7 +68,8 @@ class IBPSecondaryTier(SecondaryTierManager):
     ) -> None:
         check_engine("vllm", _missing)
         self.pages = pages_by(options, "the tier's configuration")()
-        detector = () if backpressure_detector is None else (backpressure_detector,)  # releases before 0.31 have none
+        # releases before 0.31 have no detector
+        detector = () if backpressure_detector is None else (backpressure_detector,)
         super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
         dtype = dtype_of(offloading_spec.config.model.dtype, options.get("dtype"))
         self._chunks = _chunks_of(primary_kv_view, dtype)
@@ -76,7 +77,7 @@ class IBPSecondaryTier(SecondaryTierManager):
         self._stores, self._loads = (Tasks(numbers, lambda: None) for _ in range(2))
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Whether a chunk is there."""
+        """Returns whether a chunk is there."""
         return LookupResult.HIT if key in self.pages else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
@@ -88,7 +89,7 @@ class IBPSecondaryTier(SecondaryTierManager):
         self._loads.submit(self._run, self.pages.get, job_metadata, failed=JobResult(job_metadata.job_id, False))
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Jobs that are done, each once."""
+        """Returns the jobs that have ended since the last call."""
         return [*self._stores.take_all().values(), *self._loads.take_all().values()]
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -96,7 +97,7 @@ class IBPSecondaryTier(SecondaryTierManager):
         self.pages.touch(keys)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Requests are no different."""
+        """Returns an empty context, because all requests are treated alike."""
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
@@ -105,24 +106,24 @@ class IBPSecondaryTier(SecondaryTierManager):
             tasks.wait()
 
     def shutdown(self) -> None:
-        """Waits for the jobs that have begun, and frees the pool and what refers to vLLM's memory."""
+        """Waits for the jobs that have begun, and frees the pool and its references to vLLM's memory."""
         for tasks in (self._stores, self._loads):
             tasks.close()
         self.pages.clear()
         del self._chunks
 
     def _run(self, move: Any, job: TransferJob) -> JobResult:
-        """Moves the chunks of a job, all that can be moved. It succeeds if these are all."""
+        """Moves the chunks of a job, as many as can be moved. The job succeeds if all are moved."""
         return JobResult(job.job_id, all([move(key, self._chunks[number]) for key, number in _numbered(job)]))
 
 
 def _chunks_of(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """vLLM's memory as a tensor [chunks, values]."""
+    """Returns vLLM's memory as a tensor [chunks, values]."""
     chunks = torch.from_numpy(np.asarray(view)).view(torch.uint8)
     return chunks.view(dtype) if chunks.shape[1] % dtype.itemsize == 0 else chunks
 
 
 def _numbered(job: TransferJob) -> Iterator[tuple[OffloadKey, int]]:
-    """The keys of a job, and where their chunks are. The numbers had another name before vLLM 0.30."""
+    """Yields the keys of a job, and the numbers of their chunks. The numbers had another name before vLLM 0.30."""
     numbers = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
     return zip(job.keys, (int(number) for number in numbers), strict=True)

@@ -55,14 +55,15 @@ except ImportError as error:
 
 __all__ = ["IBPConfig", "IBPModelLoader", "IBPWeightMethod", "register"]
 
-_logger = logging.getLogger("vllm.ibp")  # vLLM shows what loggers below its own one say
-# By the address of a table's slots. Compiled graphs have the slots as inputs, so that layers of a shape share them.
+_logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers below its own
+# By the address of a table's slots. Compiled graphs have the slots as inputs, so that layers of the same shape share a
+# graph.
 _tables: WeakValueDictionary[int, CompressedTensor] = WeakValueDictionary()
 
 
 def register() -> None:
-    """Makes `--quantization ibp` and `--load-format ibp` known to vLLM. vLLM calls it in each of its processes, also
-    for models that are served otherwise: where vLLM lacks a class, it only warns."""
+    """Registers `--quantization ibp` and `--load-format ibp` with vLLM. vLLM calls this in each of its processes,
+    even for models that do not use them; if vLLM does not have a class, it only warns."""
     if _missing is not None:
         _logger.warning("ibp: --quantization ibp is not there with this vLLM: %s", _missing)
         return
@@ -72,16 +73,18 @@ def register() -> None:
 
 
 class IBPConfig(QuantizationConfig):
-    """What `--quantization ibp` makes: linear layers, fused experts, embeddings and heads of BF16 weights are coded.
+    """The configuration that `--quantization ibp` makes: linear layers, fused experts, embeddings and heads with BF16
+    weights are coded.
 
     Args:
-        fields: of `quantization_config` in config.json or `--hf-overrides`: include, exclude and min_bytes, as in
-            `ibp.nn.compress`; level and fused are ignored, for all is coded at level "fast". Names are those of vLLM's
-            layers; a layer that vLLM has merged, such as qkv_proj, is excluded with any of its parts, such as q_proj.
+        fields: fields of `quantization_config` in config.json or `--hf-overrides`: include, exclude and min_bytes, as
+            in `ibp.nn.compress`; level and fused are ignored, because everything is coded at level "fast". Names are
+            those of vLLM's layers. A layer that vLLM has merged, such as qkv_proj, is excluded with any of its parts,
+            such as q_proj.
 
     Raises:
-        ImportError: vLLM is not there, or lacks a class.
-        TypeError, ValueError: a field is unknown, not of its type, or outside its range.
+        ImportError: vLLM is not installed, or does not have a class.
+        TypeError, ValueError: a field is unknown, has a wrong type, or is out of range.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -90,7 +93,7 @@ class IBPConfig(QuantizationConfig):
         self.fields = CodingFields(**fields)
         self._is_coded = False  # whether the checkpoint has tables
         self._said: set[str] = set()
-        self._has_told = False  # whether the log says that weights are compressed
+        self._has_told = False  # whether the log already says that weights are compressed
 
     def get_name(self) -> str:
         return METHOD
@@ -114,7 +117,7 @@ class IBPConfig(QuantizationConfig):
         self._is_coded = any(is_coded(path) for path in Path(model_name).glob("*.safetensors"))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """How a layer keeps its weight. None: as vLLM does, for attention.
+        """Returns how a layer keeps its weight. None: as in vLLM, for attention.
 
         Raises:
             ValueError: the checkpoint is coded, and `--load-format ibp` is missing.
@@ -144,9 +147,9 @@ class IBPConfig(QuantizationConfig):
         return is_wanted and all(is_included(name, None, self.fields.exclude) for name in names)
 
     def table_of(self, weight: torch.Tensor, name: str, parts: Sequence[TablePart] = ()) -> CompressedTensor | None:
-        """A table of a loaded weight. None: it stays plain. The log says why, once for each reason.
+        """Returns a table of a loaded weight, or None if it stays plain. The log says why, once for each reason.
 
-        parts: of the tables of a coded checkpoint, which are not in the weight's memory yet.
+        parts: parts of the tables of a coded checkpoint, which have not been copied to the weight's memory.
         """
         weight = weight.detach().as_subclass(torch.Tensor)
         num_bytes, table, why = weight.numel() * weight.element_size(), None, ""
@@ -169,23 +172,23 @@ class IBPConfig(QuantizationConfig):
         return None if table is None else table.prepare_linear()
 
     def _say(self, name: str, why: str) -> None:
-        """Logs once why weights stay plain; nothing where why is empty."""
+        """Logs why weights stay plain, once for each reason. If why is empty, it logs nothing."""
         if why and why not in self._said:
             self._said.add(why)
             _logger.warning("ibp: the weight of %s stays plain, as may others: %s", name, why)
 
 
 class IBPWeightMethod(CodedMethod, LinearMethodBase):
-    """How a linear layer, an embedding or a head keeps its weight. Embeddings and heads, which may be tied, are coded
-    at the end."""
+    """How a linear layer, an embedding or a head keeps its weight. Embeddings and heads, which may be tied, are
+    coded at the end."""
 
     def __init__(self, config: IBPConfig, prefix: str, plain: Any) -> None:
         super().__init__(config, prefix, plain)
         self.uses_meta_device = isinstance(plain, UnquantizedLinearMethod)
-        self._tied: Any = None  # an embedding of the same weight
+        self._tied: Any = None  # an embedding with the same weight
 
     def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
-        """Lets a head multiply by an embedding's table."""
+        """Makes a head multiply by an embedding's table."""
         layer.weight, self._tied, self.is_tied = embed_tokens.weight, embed_tokens, True
         return layer
 
@@ -222,8 +225,8 @@ def _table_of(slots: torch.Tensor) -> CompressedTensor:
     return table
 
 
-# Compiled graphs hold these operations: how many vectors the kernel takes is decided when they run, not when vLLM
-# compiles one graph for all numbers of tokens.
+# Compiled graphs hold these operations. The number of vectors that the kernel takes is decided when they run, because
+# vLLM compiles one graph for all numbers of tokens.
 
 
 @torch.library.custom_op("ibp_engines::linear", mutates_args=())
@@ -247,10 +250,12 @@ def _(ids: torch.Tensor, slots: torch.Tensor, num_columns: int) -> torch.Tensor:
 
 
 class IBPModelLoader(DefaultModelLoader):
-    """What `--load-format ibp` makes: reads a directory of `ibp compress` or `save_coded`. Coded layers take the rows
-    of their shards as they are coded, where `save_coded` wrote them in the form of `ibp.linear`, by one codebook for
-    all weights of a merged layer. Other tables go to the GPU as they are coded, and are decoded there. Directories of
-    other files are read as vLLM does."""
+    """The loader that `--load-format ibp` makes. It reads a directory of `ibp compress` or `save_coded`.
+
+    Coded layers take the coded rows of their shards as they are, if `save_coded` wrote them in the form of
+    `ibp.linear`, with one codebook for all weights of a merged layer. Other tables go to the GPU in coded form, and are
+    decoded there. Directories of other files are read as vLLM reads them.
+    """
 
     def __init__(self, load_config: Any) -> None:
         load_config = copy.copy(load_config)

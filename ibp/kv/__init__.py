@@ -1,8 +1,8 @@
-"""KV-caches for serving, coded: pages of a paged cache, and rows of tokens.
+"""Keeps KV-caches for serving coded: pages of a paged cache, and rows of tokens.
 
-    paged = ibp.kv.PagedTensors(caches)                    # of all layers, [blocks, ...] each
+    paged = ibp.kv.PagedTensors(caches)                    # a tensor [blocks, ...] for each layer
     pages = ibp.kv.KVStore(sample, num_pages=4096, page_bytes=paged.block_bytes, num_tensors=len(paged))
-    pages.store([0, 1], paged, blocks=[17, 4]).wait()      # coded, in pinned host memory
+    pages.store([0, 1], paged, blocks=[17, 4]).wait()      # codes them into pinned host memory
     pages.load([0, 1], paged, blocks=[3, 9]).wait()        # the same bits, in other blocks
 
     keys = ibp.kv.KVRows(sample, num_layers=32, num_tokens=131_072, num_heads=8)
@@ -11,10 +11,10 @@
 
     codec = ibp.kv.PageCodec.learn(sample)                 # for another machine
     message, used = ibp.kv.pack(paged, codec, blocks=[17, 4])
-    ibp.kv.unpack(message, codec, out=paged, blocks=[3, 9])  # there
+    ibp.kv.unpack(message, codec, out=paged, blocks=[3, 9])  # on the other machine
 
-docs/kv-cache.md shows all three. Adapters of serving engines, such as `ibp.integrations.vllm` and `sglang`, stand on
-`BlockStore`, which keeps blocks of layers as numbered pages, and `KeyedPages`, which keeps pages by keys.
+docs/kv-cache.md shows all three. Adapters of serving engines, such as `ibp.integrations.vllm` and `sglang`, build on
+`BlockStore`, which keeps blocks of layers as numbered pages, and on `KeyedPages`, which finds pages by their keys.
 """
 
 from .._common.publishing import published

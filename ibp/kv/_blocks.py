@@ -19,24 +19,25 @@ from .._schemes import check_scheme
 from ._paged import PagedTensors
 from ._store import KVStore, Transfer
 
-_SAMPLE_BYTES = 4 << 20  # of blocks, from which a codebook is learned
+_SAMPLE_BYTES = 4 << 20  # bytes of blocks from which a codebook is learned
 
-# By group of layers: pages, and the blocks that they come from or go to.
+# For each group of layers: the pages, and the blocks that they come from or go to.
 Moves = Mapping[int, tuple[list[int], list[int]]]
 
 
 class _Pool:
-    """Pages of one size, each of a block of several tensors: coded in a store, or raw where that has no room."""
+    """Pages of one size, each of a block of several tensors. A store keeps them coded; pages for which it has no
+    room stay raw."""
 
     def __init__(self, page_bytes: int, dtype: torch.dtype, level: str, device: torch.device) -> None:
         self.page_bytes = page_bytes
-        self.num_tensors = 0  # the most that a group of layers has of such pages
+        self.num_tensors = 0  # the largest number of such tensors in a group of layers
         self._dtype = torch.uint8 if page_bytes % dtype.itemsize else dtype
         self._level, self._device = level, device
         self.store: KVStore | None = None  # None before the first store
-        self.raw: dict[int, dict[int, torch.Tensor]] = {}  # by page and number of the tensor, blocks as they are
-        self.may_use = 0  # bytes of overflow that are in use at most, by jobs under way as well
-        self._lost_some = False  # since the last compaction
+        self.raw: dict[int, dict[int, torch.Tensor]] = {}  # raw blocks, by page and by number of the tensor
+        self.may_use = 0  # an upper bound of the overflow bytes in use, jobs under way included
+        self._lost_some = False  # whether a page found no room since the last compaction
 
     def make_store(self, parts: list[_Part], num_pages: int, pool_bytes: int) -> None:
         sample = []
@@ -56,7 +57,7 @@ class _Pool:
         )
 
     def keep(self, part: _Part, lost: set[int]) -> None:
-        """Copies the pages that were lost from their blocks."""
+        """Keeps raw copies of the blocks of those pages that found no room."""
         self._lost_some = self._lost_some or bool(lost)
         for page, block in zip(part.pages, part.blocks):
             if page in lost:
@@ -64,7 +65,7 @@ class _Pool:
                 self.raw.setdefault(page, {}).update(kept)
 
     def expect(self, part: _Part) -> None:
-        """Counts what rows of a part need of overflow, if they are all raw."""
+        """Adds the overflow bytes that the rows of a part need if all of them are stored raw."""
         assert self.store is not None
         place, num_bytes = self.store.place, len(part.pages) * len(part.span.paged) * self.page_bytes
         raw_bytes = rounded_up(max(0, place.row_bytes - place.slot_bytes), SECTOR_BYTES)
@@ -72,11 +73,12 @@ class _Pool:
 
     @property
     def may_lose(self) -> bool:
-        """Whether a page under way may find no room."""
+        """Whether a page that is under way may find no room."""
         return self.store is not None and self.may_use > self.store.place.overflow.numel()
 
     def compact(self) -> None:
-        """Makes room in the overflow, where that was short and enough has been stored since the last time."""
+        """Compacts the overflow if pages found no room there, and if enough pages have been stored since the last
+        time."""
         if self._lost_some and self.store is not None and self.store.compact_if_due():
             self.may_use = self.store.place.counts().used_bytes
             self._lost_some = False
@@ -85,7 +87,11 @@ class _Pool:
 class _Span(NamedTuple):
     """Tensors of a group of layers whose blocks are pages of one pool.
 
-    first_tensor: which of a page's tensors the first one is; numbers: which of the group's they are, in order.
+    Attributes:
+        pool: the pool.
+        paged: the tensors.
+        first_tensor: the place of the first of these tensors in a page.
+        numbers: the places of these tensors in their group, in order.
     """
 
     pool: _Pool
@@ -94,11 +100,11 @@ class _Span(NamedTuple):
     numbers: tuple[int, ...]
 
     def columns(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """(which of a page's tensors, the tensor)."""
+        """Yields pairs (the tensor's place in a page, the tensor)."""
         return enumerate(self.paged.tensors, self.first_tensor)
 
     def part(self, wanted: range) -> _Span | None:
-        """The tensors with these numbers of the group; None if there are none."""
+        """Returns the span of those tensors whose numbers in the group are wanted, or None if there are none."""
         inside = [place for place, number in enumerate(self.numbers) if number in wanted]
         if not inside:
             return None
@@ -107,7 +113,7 @@ class _Span(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Blocks of a span and the pages that they become, or come from."""
+    """Blocks of a span, and the pages that they become or come from."""
 
     span: _Span
     pages: list[int]
@@ -116,11 +122,11 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Job:
-    """Pages on their way: the parts whose pages are coded, and their transfers."""
+    """A store or a load under way: its parts with coded pages, and their transfers."""
 
     stores: bool
     transfers: list[tuple[_Part, Transfer]] = field(default_factory=list)
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # before and after
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # recorded before and after its work
 
     def is_done(self) -> bool:
         return self.events is None or self.events[1].query()
@@ -130,18 +136,18 @@ class _Job:
 
 
 class BlockStore(OfThisProcess):
-    """Blocks of groups of layers, kept as numbered pages in pools of `KVStore`, for engines that take no lost page.
+    """Keeps blocks of groups of layers as numbered pages in pools of `KVStore`, for engines that cannot lose a page.
 
-    A page is a block of all layers of a group. Each size and kind of blocks has a pool, whose codebook is learned from
-    the blocks that are stored first. A page for which a pool has no room is kept as it is, in pageable host memory,
-    until it is stored anew. Jobs run on streams of the store, behind the work that the current stream has already been
-    given: stores, loads and urgent loads on one each.
+    A page is a block of all layers of a group. Blocks of each size and kind have a pool. Its codebook is learned from
+    the blocks that are stored first. If a pool has no room for a page, the page is kept raw in pageable host memory
+    until it is stored again. Jobs run on three streams of the store: one for stores, one for loads, and one for urgent
+    loads. Each job waits for the work that was queued on the current stream before.
 
     Example:
         >>> layers = [torch.randn(50, 2048).bfloat16().view(torch.int8) for _ in range(3)]
         >>> wide, narrow = layers[:2], [layers[2][:, :2048]]
         >>> blocks = ibp.kv.BlockStore([wide, narrow], num_pages=20, pool_bytes=1 << 18, dtype=torch.bfloat16)
-        >>> blocks.store(1, {0: ([7, 8], [3, 5])})  # of group 0, pages 7 and 8 become what blocks 3 and 5 hold
+        >>> blocks.store(1, {0: ([7, 8], [3, 5])})  # in group 0, pages 7 and 8 become copies of blocks 3 and 5
         >>> blocks.load(2, {0: ([8], [11])})
         >>> blocks.wait({1, 2})
         >>> blocks.finished()
@@ -150,17 +156,17 @@ class BlockStore(OfThisProcess):
         True
 
     Args:
-        groups: for each group of layers its tensors, [num_blocks, bytes of a block], int8. Groups may share tensors;
-            they have page numbers in common, and a page is of the group that stored it last.
+        groups: the tensors of each group of layers, [num_blocks, bytes of a block], int8. Groups may share tensors. All
+            groups use the same page numbers; a page belongs to the group that stored it last.
         num_pages: how many page numbers there are.
-        pool_bytes: of host memory for all pools together.
-        dtype: what blocks hold.
-        level: of the codebooks, see `ibp.compress`.
-        kinds: a number for each tensor of each group, such as 0 for keys and 1 for values, whose codebooks differ.
-            None: all are of one kind.
+        pool_bytes: bytes of host memory for all pools together.
+        dtype: the dtype of the numbers in the blocks.
+        level: level of the codebooks, see `ibp.compress`.
+        kinds: a number for each tensor of each group, such as 0 for keys and 1 for values. Tensors of different kinds
+            get different codebooks. None: all are of one kind.
 
     Raises:
-        TypeError, ValueError: a tensor is not of rows of bytes, or another argument is not as described.
+        TypeError, ValueError: a tensor does not have rows of bytes, or another argument is not as described.
     """
 
     _instead = "load() its blocks into tensors, which can be pickled"
@@ -201,7 +207,7 @@ class BlockStore(OfThisProcess):
                     f"a tensor has {list(tensor.shape)} {tensor.dtype}; wanted [num_blocks, bytes of a block] of int8"
                 )
             alike.setdefault((kind, tensor.shape[1], tensor.shape[0], tensor.stride(0)), []).append(number)
-        taken: Counter[tuple[int, int]] = Counter()  # tensors of the group, by pool
+        taken: Counter[tuple[int, int]] = Counter()  # the number of the group's tensors in each pool
         for (kind, block_bytes, *_), numbers in alike.items():
             key = kind, block_bytes
             if key not in self._pools:
@@ -213,21 +219,28 @@ class BlockStore(OfThisProcess):
 
     @property
     def num_raw_pages(self) -> int:
-        """Pages for which the pools had no room."""
+        """Pages that are kept raw because the pools had no room for them."""
         return sum(len(pool.raw) for pool in self._pools.values())
 
     @property
     def pools(self) -> list[KVStore]:
-        """One for each size and kind of blocks that has been stored."""
+        """The stores: one for each size and kind of blocks that has been stored."""
         return [pool.store for pool in self._pools.values() if pool.store is not None]
 
     @property
     def may_lose(self) -> bool:
-        """Whether blocks under way may find no room, and have to stay as they are until their jobs are waited for."""
+        """Whether blocks under way may find no room. Such blocks must not change until their jobs have been waited
+        for."""
         return any(pool.may_lose for pool in self._pools.values())
 
     def store(self, job: int, moves: Moves, stream: torch.cuda.Stream | None = None) -> None:
-        """Begins to store blocks, once the current stream is done with them. stream: None: the store's own."""
+        """Begins to store blocks after the work that was queued on the current stream.
+
+        Args:
+            job: the caller's number of the job.
+            moves: pages and blocks of each group.
+            stream: the stream that stores. None: the store's own.
+        """
         entry, parts, stream = _Job(True), list(self._parts(moves)), stream or self._store_stream
         self._make_stores(parts)
         with self._timed(entry, stream):
@@ -250,9 +263,14 @@ class BlockStore(OfThisProcess):
         tensors: range | None = None,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        """Begins to load pages into blocks; with urgent beside the loads that were submitted before. Where a block is
-        named several times, the last page counts. tensors: of each group only those with these numbers, such as a
-        layer's; None: all. stream: None: the store's own.
+        """Begins to load pages into blocks. If a block is named several times, the last page counts.
+
+        Args:
+            job: the caller's number of the job.
+            moves: pages and blocks of each group.
+            urgent: whether the load may run beside the loads that were submitted before.
+            tensors: the numbers of the tensors of each group to load, such as those of one layer. None: all.
+            stream: the stream that loads. None: the store's own.
 
         Raises:
             RuntimeError: nothing has been stored yet.
@@ -272,8 +290,11 @@ class BlockStore(OfThisProcess):
         self._jobs[job] = entry
 
     def finished(self) -> list[tuple[int, bool, float | None]]:
-        """Jobs that are done, each once, in the order in which they were submitted: (job, success, seconds of the GPU).
-        A load fails where a page was never stored, or is damaged; its blocks are zeros then."""
+        """Returns the jobs that have ended since the last call, in the order in which they were submitted.
+
+        Each is (job, success, seconds on the GPU; None on the CPU). A load fails if a page was never stored, or is
+        damaged; its blocks are zeros then.
+        """
         self._settle()
         if not self._jobs:
             for pool in self._pools.values():
@@ -282,7 +303,7 @@ class BlockStore(OfThisProcess):
         return finished
 
     def wait(self, jobs: set[int] | None = None) -> None:
-        """Lets the host wait for jobs, or for all of them. The blocks that they read may be written to then."""
+        """Makes the host wait for jobs (None: all). Then the caller may write to the blocks that they read."""
         for job in self._jobs if jobs is None else jobs:
             entry = self._jobs.get(job)
             if entry is not None and entry.events is not None:
@@ -290,7 +311,7 @@ class BlockStore(OfThisProcess):
         self._settle()
 
     def close(self) -> None:
-        """Waits for all jobs, and frees the pools."""
+        """Waits for all jobs and frees the pools."""
         self.wait()
         self._finished.clear()
         for pool in self._pools.values():
@@ -320,7 +341,8 @@ class BlockStore(OfThisProcess):
 
     @contextlib.contextmanager
     def _timed(self, entry: _Job, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Work of a job on a stream, behind the current stream's work and between events."""
+        """Runs a job's work on a stream, after the work of the current stream, and records events before and after
+        it."""
         if stream is None:
             yield
             return
@@ -332,8 +354,8 @@ class BlockStore(OfThisProcess):
             entry.events[1].record()
 
     def _load_raw(self, part: _Part) -> _Part:
-        """Copies the pages that are not coded, on the current stream. Returns the part with the coded pages, whose
-        blocks are all different."""
+        """Copies the raw pages of a part on the current stream. Returns the part with its coded pages; their blocks
+        all differ."""
         raw, first = part.span.pool.raw, part.span.first_tensor
         page_of = dict(zip(part.blocks, part.pages))
         kept = {block: raw[page] for block, page in page_of.items() if first in raw.get(page, ())}
@@ -344,11 +366,11 @@ class BlockStore(OfThisProcess):
         return _Part(part.span, list(coded.values()), list(coded))
 
     def _settle(self) -> None:
-        """Ends the jobs that are done, in the order in which they were submitted: pages that found no room are copied
-        while their blocks are still as they were, and raw copies that newer pages replace are dropped."""
+        """Ends the jobs that are done, in the order in which they were submitted. Pages that found no room are
+        copied while their blocks are unchanged. Raw copies of pages that have been stored again are dropped."""
         for job, entry in [(job, entry) for job, entry in self._jobs.items() if entry.is_done()]:
             success = self._settle_store(entry) if entry.stores else _settle_load(entry)
-            del self._jobs[job]  # not before: where this raises, the next call settles it
+            del self._jobs[job]  # only now: if settling raises, the next call tries again
             self._finished.append((job, success, entry.seconds()))
         if not any(entry.stores for entry in self._jobs.values()):
             for pool in self._pools.values():
@@ -357,7 +379,7 @@ class BlockStore(OfThisProcess):
 
     def _settle_store(self, entry: _Job) -> bool:
         pages = [page for part, _ in entry.transfers for page in part.pages]
-        for pool in self._pools.values():  # all of them: a page may have been another group's before
+        for pool in self._pools.values():  # search all pools: the page may have belonged to another group before
             for page in pages:
                 pool.raw.pop(page, None)
         for part, transfer in entry.transfers:

@@ -1,4 +1,4 @@
-"""Keys or values of a layer as coded rows: cut, learned from, coded, decoded."""
+"""How keys or values of a layer are cut into rows, learned from, coded and decoded."""
 
 from __future__ import annotations
 
@@ -17,30 +17,33 @@ from .._schemes.learning import CLEARLY_LESS, Learner, learned_from
 from .._tables.coded_rows import CodedRows
 
 _SECTOR = _core.SECTOR_BYTES
-_MOST_ROW_BYTES = 8192  # a row wastes 16 bytes on average, the rest of its last sector
+_MOST_ROW_BYTES = 8192  # on average a row wastes 16 bytes, half of its last sector
 _LEARN_ELEMENTS = 1 << 19
-_LEAST_SAVINGS = 0.02  # of a codebook: with less, tokens are kept raw
-_GROWTH = 1.5  # of index arrays
+_LEAST_SAVINGS = 0.02  # if a codebook saves a smaller share, tokens are kept raw
+_GROWTH = 1.5  # the factor by which index arrays grow
 _OUTER_DIMS = 3  # blocks, sequences and heads number the items of a tensor
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a cache was asked for."""
+    """The options of a cache."""
 
     block: int  # tokens that are coded together
-    window: int  # the newest tokens, which stay raw
+    window: int  # how many of the newest tokens stay raw
     memory: str  # "pinned" or "device"
     scheme: str  # "planes", "ibp" or "raw"
-    level: str  # of scheme "planes"
-    codebooks: tuple[AnyCodebook, AnyCodebook] | None  # of keys and of values; None: learned
-    sms: int  # multiprocessors that decode; 0: all
+    level: str  # the level of scheme "planes"
+    codebooks: tuple[AnyCodebook, AnyCodebook] | None  # for keys and for values; None: they are learned
+    sms: int  # how many multiprocessors decode; 0: all
 
 
 @dataclass(frozen=True)
 class Form:
-    """How keys or values of a layer, [B, num_heads, T, head_dim], are cut. An item is a block of tokens of one head of
-    one sequence, item_bytes in one piece, and has whole rows of row_bytes."""
+    """How keys or values of a layer, [B, num_heads, T, head_dim], are cut.
+
+    An item is a block of tokens of one head of one sequence. Its item_bytes lie in one piece, and are a whole number of
+    rows of row_bytes.
+    """
 
     dtype: torch.dtype
     num_heads: int
@@ -50,8 +53,12 @@ class Form:
 
     @classmethod
     def of(cls, states: torch.Tensor, block: int, codebook: AnyCodebook | None) -> Form:
-        """The form of keys or values. codebook: that they will be coded with, if that is known. ValueError: blocks are
-        no whole rows of the codebook's, or one token of a head is too long for a row."""
+        """Returns the form of keys or values. codebook: the codebook that will code them, or None if it is not known
+        yet.
+
+        Raises:
+            ValueError: blocks are not whole rows of the codebook, or one token of a head is too long for a row.
+        """
         token_bytes = states.shape[-1] * states.element_size()
         item_bytes = block * token_bytes
         if codebook is not None:
@@ -80,8 +87,8 @@ class Form:
         return self.item_bytes // self.row_bytes
 
     def items(self, tokens: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Blocks first to last - 1 of [B, num_heads, tokens, head_dim], where a head's tokens lie in one piece, as a
-        view [blocks, B, num_heads, block * head_dim]."""
+        """Returns blocks first to last - 1 of [B, num_heads, tokens, head_dim], where a head's tokens lie in one
+        piece, as a view [blocks, B, num_heads, block * head_dim]."""
         batch, heads, _, dim = tokens.shape
         of_batch, of_head, of_token, _ = tokens.stride()
         start = tokens.storage_offset() + first * self.block * of_token
@@ -90,19 +97,22 @@ class Form:
 
 
 class CodedTokens(NamedTuple):
-    """Items of one call, coded into memory of their own."""
+    """The coded items of one call, in memory of their own."""
 
-    codebook: AnyCodebook | None  # that they are coded with; None: they are raw
-    data: torch.Tensor  # uint8: the coded bytes, and room behind them
-    # lengths, bases: of their rows (FORMAT.md section 2); empty where they are raw
+    codebook: AnyCodebook | None  # what codes them; None: they are raw
+    data: torch.Tensor  # uint8: the coded bytes, and unused room behind them
+    # lengths, bases: the index of their rows (FORMAT.md section 2). Empty if the items are raw.
     lengths: torch.Tensor
     bases: torch.Tensor
-    state: torch.Tensor | None  # int64 [8], the counters of `CodedRows`; None if the items are raw
-    num_items: int  # how many they are
+    state: torch.Tensor | None  # int64 [8]: the counters of `CodedRows`. None if the items are raw.
+    num_items: int  # how many items there are
 
     def num_bytes(self, state: list[int] | None) -> int:
-        """Bytes of data in use. state: what the tensor of that name holds, on the host. RuntimeError: a row was not
-        coded, which cannot happen to what `encode` has queued."""
+        """Returns how many bytes of data are in use. state: the content of the tensor `state`, on the host.
+
+        Raises:
+            RuntimeError: a row was not coded. This cannot happen to what `encode` has queued.
+        """
         if state is None:
             return self.data.numel()
         used, _, lost, status, *_ = state
@@ -112,40 +122,45 @@ class CodedTokens(NamedTuple):
 
 
 def raw(items: torch.Tensor) -> CodedTokens:
-    """Items as they are."""
+    """Returns items as raw items."""
     none = torch.empty(0, dtype=torch.int64, device=items.device)
     data = items.contiguous().view(-1).view(torch.uint8)
     return CodedTokens(None, data, none.view(torch.uint16), none, None, items[..., 0].numel())
 
 
 def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
-    """Queues the coding of items [blocks, B, heads, elements], which takes as many bytes of memory as they have."""
+    """Queues the coding of items [blocks, B, heads, elements]. It takes as many bytes of memory as the items have."""
     item_bytes = items.shape[-1] * items.element_size()
     num_items = items[..., 0].numel()
     num_rows = num_items * item_bytes // codebook.row_bytes
-    room = rounded_up(codebook.row_bytes, _SECTOR)  # of a row that is kept raw: none is ever lost
+    room = rounded_up(codebook.row_bytes, _SECTOR)  # enough for a raw row, so that no row is lost
     rows = CodedRows(codebook, num_rows, slot_bytes=0, overflow_bytes=num_rows * room, device=items.device)
     rows.handle.encode(items, rows._counts, rows.fault)
     return CodedTokens(codebook, rows.overflow, rows.lengths, rows.bases, rows.counters, num_items)
 
 
 class TokenOrder(NamedTuple):
-    """Which coded sequence is which one now. slots: int64 [blocks, B]: sequence b of block t is the coded sequence
-    slots[t, b]; these are numbered over all blocks, in the order in which they were coded; stamp: another one for every
-    order."""
+    """The coded sequence that each sequence is now.
+
+    Attributes:
+        slots: int64 [blocks, B]. Sequence b of block t is the coded sequence slots[t, b]. Coded sequences are numbered
+            over all blocks, in the order in which they were coded.
+        stamp: a number that differs for every order.
+    """
 
     slots: torch.Tensor
     stamp: int
 
 
 class TokenSpan:
-    """Blocks one after the other that one codebook has coded; or raw ones.
+    """Consecutive blocks that one codebook has coded, or that are raw.
 
     Args:
-        codebook: None: raw.
-        first_block: of the span.
-        first_slot: the first coded sequence of the span.
-        device: where the index is.
+        form: how the blocks are cut.
+        codebook: what codes them. None: they are raw.
+        first_block: number of the span's first block.
+        first_slot: number of the span's first coded sequence.
+        device: the device of the index.
     """
 
     def __init__(
@@ -155,12 +170,14 @@ class TokenSpan:
         self.num_items = 0
         none = torch.empty(0, dtype=torch.int64, device=device)
         self._none, self._no_bases = none.view(torch.uint8), none
-        self._lengths, self._bases = none.view(torch.uint16), none  # of raw items: their places in units of item_bytes
+        # Raw items have their places in `_bases`, in units of item_bytes.
+        self._lengths, self._bases = none.view(torch.uint16), none
         self._words = self._none if codebook is None else codebook.words(device)
         self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
-        self._index = self._lengths, self._bases  # of all rows
-        self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None  # those of the last order
-        # Decoders that look entries up by column are slow in long rows: all multiprocessors keep up with the link.
+        self._index = self._lengths, self._bases  # the index of all rows
+        self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None  # the ids of the last order, and their key
+        # Decoders that look entries up by column are slow in long rows, so that it takes all multiprocessors to keep up
+        # with the link.
         by_column = isinstance(codebook, PlanesCodebook) and codebook.per_column
         self._streaming_sms = 0 if by_column else STREAM_SMS
 
@@ -173,7 +190,7 @@ class TokenSpan:
         return sum(tensor.nbytes for tensor in (self._lengths, self._bases, self._words))
 
     def append(self, coded: CodedTokens, offset: int) -> None:
-        """Adds items whose bytes are at an offset of the arena."""
+        """Appends items whose bytes are at an offset of the arena."""
         if self.codebook is None:
             first = offset // self.form.item_bytes
             places = torch.arange(first, first + coded.num_items, device=self._bases.device)
@@ -184,7 +201,7 @@ class TokenSpan:
         self._resize(self.num_items + coded.num_items)
 
     def truncate(self, num_items: int) -> None:
-        """Forgets the items behind the first ones."""
+        """Keeps the first items, and forgets those behind them."""
         self._ids = None
         self._resize(num_items)
 
@@ -195,8 +212,15 @@ class TokenSpan:
     def decode(
         self, staged: torch.Tensor, out: torch.Tensor, ids: torch.Tensor | None, sms: int | None, fault: torch.Tensor
     ) -> None:
-        """Queues the decoding of items. staged: the bytes of the arena; out: a view of items; ids: which ones, as many
-        as out has; None: all. sms: multiprocessors, 0: all; None: as many as keep up with the link."""
+        """Queues the decoding of items.
+
+        Args:
+            staged: the bytes of the arena.
+            out: a view of items, to write to.
+            ids: the numbers of the items, one for each item of out. None: all items.
+            sms: how many multiprocessors decode. 0: all. None: as many as keep up with the link.
+            fault: the fault record.
+        """
         sms = self._streaming_sms if sms is None else sms
         item_bytes, row_bytes = self.form.item_bytes, self.form.row_bytes
         if self.codebook is None:
@@ -211,8 +235,11 @@ class TokenSpan:
         torch.ops.ibp.gather_items.default(table, ids, sms, out, fault, outer_dims=_OUTER_DIMS)
 
     def ids(self, first: int, last: int, batch: int, order: TokenOrder | None) -> torch.Tensor | None:
-        """int64 [n]: the items of blocks first to last - 1 of all blocks, in the order of a tensor's items. None: all
-        of the span as they are. order: None: that in which they were coded."""
+        """Returns the ids, int64 [n], of the items of blocks first to last - 1 (numbered over all blocks), in the order
+        of a tensor's items, or None if these are all items of the span in the order in which they were coded.
+
+        order: the present order of the sequences. None: the order in which they were coded.
+        """
         heads, device = self.form.num_heads, self._bases.device
         if order is None:
             start, end = (block * batch - self.first_slot for block in (first, last))
@@ -234,11 +261,11 @@ class TokenSpan:
 
 
 class TokenCodec:
-    """The coded keys, or values, of a layer.
+    """Codes the keys, or the values, of a layer, and finds them again.
 
     Args:
         form: how they are cut.
-        options: of the cache.
+        options: the options of the cache.
         given: the codebook to begin with; None: it is learned from the first keys or values that are coded.
         device: where they are coded and decoded.
     """
@@ -252,8 +279,8 @@ class TokenCodec:
         self.spans: list[TokenSpan] = []
 
     def encode(self, tokens: torch.Tensor) -> CodedTokens:
-        """Queues the coding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. Waits for these where a
-        codebook is learned from them."""
+        """Queues the coding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. Waits for the tokens if
+        a codebook is learned from them."""
         items = self.form.items(tokens.detach(), 0, tokens.shape[2] // self.form.block)
         if items.numel() and self._options.scheme != "raw":
             self._num_encoded += 1
@@ -262,7 +289,8 @@ class TokenCodec:
         return raw(items) if self._learner.found is None else encode(items, self._learner.found)
 
     def _look(self, items: torch.Tensor) -> None:
-        """Takes the codebook of some items where it saves more than the present one; none where it saves nothing."""
+        """Learns a codebook from some items. It replaces the present one if it saves clearly more. If no
+        codebook saves enough, items are kept raw."""
         num_blocks, batch, heads, elements = items.shape
         ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
         taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
@@ -282,7 +310,7 @@ class TokenCodec:
         self._learner.take(codebook, use=self._num_encoded)
 
     def add(self, coded: CodedTokens, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
-        """Adds items whose num_bytes bytes are at an offset of the arena, as those behind all others."""
+        """Appends items whose num_bytes bytes are at an offset of the arena."""
         if not self.spans or self.spans[-1].codebook is not coded.codebook:
             self.spans.append(TokenSpan(self.form, coded.codebook, first_block, first_slot, self._device))
         self.spans[-1].append(coded, offset)
@@ -299,8 +327,8 @@ class TokenCodec:
         sms: int | None,
         fault: torch.Tensor,
     ) -> None:
-        """Queues the decoding of blocks to the first tokens of [B, num_heads, tokens, head_dim], whose tokens of a head
-        lie in one piece."""
+        """Queues the decoding of blocks to the first tokens of out, [B, num_heads, tokens, head_dim], where a head's
+        tokens lie in one piece."""
         for span, end in zip(self.spans, [*(span.first_block for span in self.spans[1:]), blocks.stop]):
             first, last = max(blocks.start, span.first_block), min(blocks.stop, end)
             if first < last:
@@ -309,7 +337,7 @@ class TokenCodec:
                 span.decode(staged, items, ids, sms, fault)
 
     def truncate(self, num_blocks: int, num_slots: int) -> None:
-        """Forgets the blocks, and coded sequences, behind the first ones."""
+        """Keeps the first blocks and coded sequences, and forgets those behind them."""
         self.spans = [span for span in self.spans if span.first_block < num_blocks]
         if self.spans:
             self.spans[-1].truncate((num_slots - self.spans[-1].first_slot) * self.form.num_heads)
@@ -322,7 +350,7 @@ class TokenCodec:
 
 
 def _extended(held: torch.Tensor, size: int, new: torch.Tensor) -> torch.Tensor:
-    """An array with new entries behind its first `size` ones: in its memory where there is room."""
+    """Returns an array with new entries behind its first `size` ones. It uses the memory of `held` if that has room."""
     end = size + new.numel()
     if end > held.numel():
         larger = torch.empty(max(end, int(_GROWTH * size)), dtype=held.dtype, device=held.device)
@@ -333,10 +361,10 @@ def _extended(held: torch.Tensor, size: int, new: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as numbers that every device copies."""
+    """Returns a view of the tensor with a dtype that every device can copy."""
     return tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
 
 
 def _saved(sample: torch.Tensor, codebook: AnyCodebook | None) -> float:
-    """The share of the sample's bytes that a codebook saves."""
+    """Returns the share of the sample's bytes that a codebook saves; 0 without a codebook."""
     return 0.0 if codebook is None else 1 - surveyed(sample, codebook).stored / sample.numel()

@@ -1,4 +1,4 @@
-"""How the coded tokens of layers get to the device that computes, each layer's before it is used."""
+"""Brings the coded tokens of a layer to the device that computes, before they are used."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ._coding import Options
 from ._history import History, Pending, TokenArena
 
 _WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
-_SLACK = 8  # a buffer that grows becomes an eighth larger than the layer
+_SLACK = 8  # a buffer that has to grow becomes an eighth larger than the layer
 
 
 class Fetch:
     """Keys and values whose first tokens are being decoded, [B, heads, num_tokens, head_dim].
 
-    Their memory is that of the stream that was current when they were made. Once they are given up, work on that
-    stream comes after the decoding.
+    Their memory belongs to the stream that was current when they were made. After they are given up, later work on that
+    stream waits for the decoding.
 
     Args:
         keys, values: the tensors.
-        owner: the stream that was current; None: they are there.
+        owner: the stream that was current. None: decoding is done.
         decoder: the stream that decodes.
     """
 
@@ -42,7 +42,7 @@ class Fetch:
             self._ready.record(decoder)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensors, for work on the current stream of their device."""
+        """Makes the current stream of their device wait for the decoding. Returns the keys and values."""
         if self._ready is not None:
             current = torch.cuda.current_stream(self.keys.device.index)
             current.wait_event(self._ready)
@@ -59,14 +59,14 @@ class Fetch:
 
 
 class TokenDecoder:
-    """Stores and decodes the layers of one device, here on the CPU, at once.
+    """Stores and decodes the layers of one device. This class decodes on the CPU, at once.
 
     Args:
-        device: of the keys and values.
-        options: of the cache.
+        device: the device of the keys and values.
+        options: the options of the cache.
 
     Attributes:
-        fetched_bytes, sent_bytes: that have gone over the link to the device, and to the host.
+        fetched_bytes, sent_bytes: bytes that have gone over the link to the device, and to the host.
     """
 
     def __init__(self, device: torch.device, options: Options) -> None:
@@ -77,15 +77,15 @@ class TokenDecoder:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory for coded bytes on their way."""
+        """Bytes of device memory that hold coded bytes which are being fetched."""
         return 0
 
     def new_arena(self) -> TokenArena:
         return TokenArena(self.device, pinned=False)
 
     def store(self, history: History, pending: Pending) -> None:
-        """Puts coded blocks behind the others of a layer, once their sizes are known. Whatever interrupts it, they are
-        there or not."""
+        """Appends coded blocks to those of a layer, once their sizes are known. If it is interrupted, either all of
+        the blocks are appended or none."""
         sizes, start, offsets = pending.sizes(), history.arena.used, []
         try:
             for codec, coded, size in zip((history.keys, history.values), (pending.keys, pending.values), sizes):
@@ -118,13 +118,17 @@ class TokenDecoder:
             codec.decode(staged, out, blocks, history.order, self._sms, self._faults.on(self.device))
 
     def check(self) -> None:
-        """Raises what decoding has noted so far. RuntimeError: coded bytes in memory were damaged."""
+        """Raises an error that decoding has noted so far.
+
+        Raises:
+            RuntimeError: coded bytes in memory were damaged.
+        """
         self._faults.raise_pending(self.device)
 
 
 class CudaTokenDecoder(TokenDecoder):
-    """A GPU that has the coded bytes of its layers. They are decoded on a stream beside the current one, which waits
-    for them; no call waits for the GPU."""
+    """Decodes layers whose coded bytes are in the memory of the GPU, on a stream beside the current one. The current
+    stream waits for the decoding; no call waits for the GPU."""
 
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)
@@ -146,22 +150,21 @@ class CudaTokenDecoder(TokenDecoder):
             return Fetch(keys, values, current, self._decoder)
 
     def _decode_beside(self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
-        """Queues the decoding on the stream beside the current one, and leaves that, or another one, as the current
-        stream."""
+        """Queues the decoding on the stream beside the current one. It may leave any stream as the current one."""
         torch.cuda.set_stream(self._decoder)
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
 
 
 class HostTokenDecoder(CudaTokenDecoder):
-    """A GPU whose layers' coded bytes are in pinned host memory. The copy engine brings those of one layer to a buffer
-    of a ring while the GPU decodes another layer from the other buffer. A layer that is still in a buffer is not
-    brought again."""
+    """Decodes layers whose coded bytes are in pinned host memory. The copy engine brings the bytes of one layer to a
+    buffer of a ring while the GPU decodes another layer from the other buffer. If the bytes of a layer are still in
+    a buffer, they are not copied again."""
 
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)
         self._sms = options.sms or None
         self._ring, self._sender = Ring(device, self._decoder), torch.cuda.Stream(device)
-        self._stamps: dict[Turn, int] = {}  # of the layers whose bytes are in a buffer, or on their way
+        self._stamps: dict[Turn, int] = {}  # stamps of the layers whose bytes are in a buffer, or on their way
 
     @property
     def device_bytes(self) -> int:
@@ -201,7 +204,11 @@ class HostTokenDecoder(CudaTokenDecoder):
 
 
 def decoder_for(device: torch.device, options: Options) -> TokenDecoder:
-    """The decoder of a device's layers. ValueError: it is neither a CPU nor a GPU that this build of ibp can use."""
+    """Returns the decoder of a device's layers.
+
+    Raises:
+        ValueError: the device is neither a CPU nor a GPU that this build of ibp can use.
+    """
     device = _memory.canonical(device)
     with torch.inference_mode(False):
         if device.type == "cpu":

@@ -1,4 +1,4 @@
-"""All coded tokens of a layer: which blocks there are, whose they are now, and where their bytes are."""
+"""The coded tokens of a layer: its blocks, the sequences that they belong to, and where their bytes are."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from .._machine import memory as _memory
 from .._machine.staging import Coming
 from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
 
-_SHARE, _FIRST_BYTES = 4, 1 << 20  # what an arena grows by: a quarter of what is used, more for the first MiB
+# An arena grows by at least a quarter of what is used; if less than 1 MiB is used, it at least doubles.
+_SHARE, _FIRST_BYTES = 4, 1 << 20
 _stamps = itertools.count(1)
 
 
 class TokenArena:
-    """Bytes that are handed out one after the other. Memory of the device that codes and decodes is one piece, which
-    moves when it grows; pinned host memory is in pieces that stay where they are.
+    """Hands out bytes one after the other. If the memory is the device's, it is one piece, which moves when it grows.
+    Pinned host memory is in pieces that keep their places.
 
     Args:
-        device: that codes and decodes.
+        device: the device that codes and decodes.
         pinned: whether the bytes are in pinned host memory.
     """
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
         self._device, self._pinned = device, pinned
-        self.used = 0  # bytes that have been handed out, those between them counted too
-        self._pieces: list[tuple[int, torch.Tensor]] = []  # by their offsets
-        # Of pinned memory: recorded once the last bytes that were handed out are there.
+        self.used = 0  # bytes that have been handed out, gaps for alignment included
+        self._pieces: list[tuple[int, torch.Tensor]] = []  # with their offsets
+        # For pinned memory: recorded after the most recently handed-out bytes have been copied.
         self.filled = torch.cuda.Event() if pinned else None
 
     def reserve(self, num_bytes: int, alignment: int) -> tuple[int, torch.Tensor]:
-        """(offset, memory) of that many bytes behind all others, at a multiple of the alignment. Whatever interrupts
-        it, the arena is as it was."""
+        """Returns (offset, memory) of num_bytes bytes behind all others; the offset is a multiple of the alignment.
+        If it is interrupted, the arena stays as it was."""
         offset = rounded_up(self.used, alignment)
         start, memory = self._pieces[-1] if self._pieces else (0, None)
         if memory is None or offset + num_bytes > start + memory.numel():
@@ -43,7 +44,7 @@ class TokenArena:
         return offset, memory[offset - start : self.used - start]
 
     def _grown(self, offset: int, num_bytes: int) -> tuple[int, torch.Tensor]:
-        """The last piece, once it has room for more bytes from an offset on."""
+        """Returns the last piece after it has got room for num_bytes bytes from an offset."""
         added = max(num_bytes, self.used // _SHARE, min(self.used, _FIRST_BYTES))
         if self._pinned:
             self._pieces.append((offset, _memory.empty(added, torch.device("cpu"), pin=True)))
@@ -55,13 +56,13 @@ class TokenArena:
         return self._pieces[-1]
 
     def rewind(self, used: int) -> None:
-        """Takes back what was handed out behind the first bytes."""
+        """Keeps the first `used` bytes, and takes back what was handed out behind them."""
         self.used = used
         while self._pinned and self._pieces and self._pieces[-1][0] >= used:
             self._pieces.pop()
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """(offset, bytes) of all pieces handed out, joined to a few long ones."""
+        """Returns (offset, bytes) for each piece of memory, without the unused room at its end."""
         ends = [*(start for start, _ in self._pieces[1:]), self.used]
         return [(start, memory[: end - start]) for (start, memory), end in zip(self._pieces, ends)]
 
@@ -70,7 +71,7 @@ class TokenArena:
         return sum(memory.numel() for _, memory in self._pieces)
 
     def clone(self) -> TokenArena:
-        """A copy of the used pieces, as the work issued to the current stream leaves them."""
+        """Returns a copy of the used pieces, as the work issued to the current stream leaves them."""
         if self.filled is not None:
             self.filled.synchronize()
         copied = TokenArena(self._device, self._pinned)
@@ -84,34 +85,37 @@ class TokenArena:
 class Batch:
     """Blocks that were coded by one call."""
 
-    num_blocks: int  # how many of the blocks are left
+    num_blocks: int  # how many of the blocks are still kept
     num_coded: int  # how many blocks the call coded
-    batch_size: int  # sequences of a block
+    batch_size: int  # sequences in a block
     start: int  # where their bytes start in the arena
 
 
 class Pending:
-    """Blocks that are being coded. They belong to the layer's raw tokens until they are stored.
+    """Blocks that are being coded. Until they are stored, they count as raw tokens of the layer.
 
     Args:
-        keys, values: as queued on the current stream.
-        num_blocks: of the oldest raw tokens.
-        batch_size: sequences of a block.
+        keys, values: what was queued on the current stream.
+        num_blocks: how many blocks they are: those of the oldest raw tokens.
+        batch_size: sequences in a block.
     """
 
     def __init__(self, keys: CodedTokens, values: CodedTokens, num_blocks: int, batch_size: int) -> None:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
-        self.sequences: torch.Tensor | None = None  # which of the coded ones each sequence is by now
+        self.sequences: torch.Tensor | None = None  # which coded sequence each sequence is by now
         states = [coded.state for coded in (keys, values) if coded.state is not None]
         self._states = Coming(torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64, device="cpu"))
 
     def is_ready(self) -> bool:
-        """Whether their sizes are known without waiting."""
+        """Returns whether the sizes are known without waiting."""
         return self._states.is_here
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes of the coded keys and values; waits for them. RuntimeError: they were not coded, which cannot
-        happen."""
+        """Returns the bytes of the coded keys and of the coded values. Waits for the coding.
+
+        Raises:
+            RuntimeError: they were not coded, which cannot happen.
+        """
         states = iter(self._states.wait().tolist())
         keys, values = (
             coded.num_bytes(None if coded.state is None else next(states)) for coded in (self.keys, self.values)
@@ -119,16 +123,16 @@ class Pending:
         return keys, values
 
     def take(self, sequences: torch.Tensor) -> None:
-        """Sequence b is from now on what sequence sequences[b] was."""
+        """Makes sequence b what sequence sequences[b] was."""
         self.sequences = sequences.clone() if self.sequences is None else self.sequences[sequences]
 
 
 class History:
-    """The coded tokens of a layer, the oldest ones: whole blocks.
+    """The oldest tokens of a layer, which are coded in whole blocks.
 
     Args:
-        keys, values: how they are cut.
-        options: of the cache.
+        keys, values: how keys and values are cut.
+        options: the options of the cache.
         arena: for the coded bytes.
         device: where they are coded and decoded.
     """
@@ -137,11 +141,11 @@ class History:
         given = options.codebooks or (None, None)
         self._options, self.arena, self.device = options, arena, device
         self.keys, self.values = (TokenCodec(form, options, book, device) for form, book in zip((keys, values), given))
-        self.num_blocks = 0  # of all sequences
-        self.stamp = next(_stamps)  # another one whenever the bytes change
+        self.num_blocks = 0  # a block has tokens of all sequences
+        self.stamp = next(_stamps)  # changes whenever the bytes change
         self._batches: list[Batch] = []
         self._num_slots, self._batch_size = 0, 0
-        self.order: TokenOrder | None = None  # which coded sequence is which one now; None: as they were coded
+        self.order: TokenOrder | None = None  # which coded sequence each one is now; None: the order of coding
 
     @property
     def num_tokens(self) -> int:
@@ -149,12 +153,12 @@ class History:
 
     @property
     def batch_size(self) -> int:
-        """Sequences, once there are blocks."""
+        """The number of sequences, or 0 if there are no blocks yet."""
         return self._batch_size
 
     @property
     def original_bytes(self) -> int:
-        """Bytes of the tokens that were coded, and whose bytes are still there."""
+        """Uncompressed bytes of all tokens whose coded bytes are still kept."""
         item_bytes = sum(codec.form.item_bytes * codec.form.num_heads for codec in (self.keys, self.values))
         return sum(batch.num_coded * batch.batch_size for batch in self._batches) * item_bytes
 
@@ -165,22 +169,23 @@ class History:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether more than half of the bytes are of tokens that nobody has any more."""
+        """Whether more than half of the kept bytes are of tokens that no sequence has any more."""
         coded = sum(batch.num_coded * batch.batch_size for batch in self._batches)
         return 2 * self.num_blocks * self._batch_size < coded
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Pending:
-        """Queues the coding of whole blocks that come next, [B, heads, n * block, head_dim]."""
+        """Queues the coding of the next whole blocks, [B, heads, n * block, head_dim]."""
         num_blocks = keys.shape[2] // self._options.block
         return Pending(self.keys.encode(keys), self.values.encode(values), num_blocks, keys.shape[0])
 
     def add(self, pending: Pending, sizes: tuple[int, int], offsets: tuple[int, int], start: int) -> None:
-        """Takes blocks whose bytes are, or will be for what reads the arena, at offsets of it.
+        """Appends blocks whose bytes are at offsets of the arena, at the latest when queued work reads the arena.
 
         Args:
-            sizes: bytes of keys and of values.
-            offsets: where they are.
-            start: what of the arena was used before.
+            pending: the blocks.
+            sizes: bytes of the keys and of the values.
+            offsets: where these bytes are.
+            start: how many bytes of the arena were used before.
         """
         first = self._num_slots
         for codec, coded, size, offset in zip((self.keys, self.values), (pending.keys, pending.values), sizes, offsets):
@@ -204,21 +209,21 @@ class History:
         self.order = TokenOrder(torch.cat((held, new)) if self.num_blocks else new, next(_stamps))
 
     def _slots(self) -> torch.Tensor:
-        """Which coded sequence each one is, of every block: [num_blocks, B]."""
+        """Returns the coded sequence of each sequence in every block: [num_blocks, B]."""
         if self.order is not None:
             return self.order.slots
         slots = torch.arange(self._num_slots, device=self.device)
         return slots.view(self.num_blocks, -1) if self.num_blocks else slots.view(0, 0)
 
     def take(self, sequences: torch.Tensor) -> None:
-        """Sequence b is from now on what sequence sequences[b] was: nothing is decoded. sequences: int64 [B]."""
+        """Makes sequence b what sequence sequences[b] was, without decoding anything. sequences: int64 [B]."""
         if self.num_blocks:
             self.order = TokenOrder(self._slots()[:, sequences], next(_stamps))
             self._batch_size = sequences.numel()
 
     def truncate(self, num_blocks: int) -> None:
-        """Forgets the blocks behind the first ones. Bytes are free again once nothing is left of the call that coded
-        them."""
+        """Keeps the first blocks, and forgets those behind them. The bytes of a call's blocks become free when none
+        of these blocks is left."""
         while self._batches and self.num_blocks - self._batches[-1].num_blocks >= num_blocks:
             self.num_blocks -= self._batches[-1].num_blocks
             self.arena.rewind(self._batches.pop().start)
@@ -233,7 +238,7 @@ class History:
         self.stamp = next(_stamps)
 
     def empty(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """New keys and values for that many tokens of all sequences, [B, heads, num_tokens, head_dim]."""
+        """Returns new keys and values for num_tokens tokens of all sequences, [B, heads, num_tokens, head_dim]."""
         keys, values = (
             torch.empty(
                 (self._batch_size, form.num_heads, num_tokens, form.head_dim), dtype=form.dtype, device=self.device

@@ -1,4 +1,4 @@
-"""Pages of a KV-cache by keys, which make room for each other: `KeyedPages`."""
+"""`KeyedPages`: pages of a KV-cache that are found by keys, and that make room for each other."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
 from ._store import KVStore, KVStoreStats
 
-_KEY_BYTES = 256  # of host memory for a key: what a page without bytes counts as
+_KEY_BYTES = 256  # Bytes of host memory for a key. A page without bytes counts as this many.
 
 
 class KeyedPages(OfThisProcess):
-    """Pages of one size by their keys, coded in a `KVStore`. Pages that were used longest ago make room.
+    """Keeps pages of one size by their keys, coded in a `KVStore`. Pages that were used longest ago make room for new
+    ones.
 
-    The first page that is stored sets the size, the codebook and how many pages there are. A page for which the pool's
-    overflow has no room is refused. Calls come back when they are done; threads may call at the same time.
+    The first page that is stored determines the page size, the codebook and the number of pages. A page for which the
+    pool's overflow has no room is refused. Calls return when their work is done. Several threads may call at the same
+    time.
 
     Example:
         >>> pages = torch.randn(3, 4096).mul(0.02).bfloat16()
@@ -38,14 +40,15 @@ class KeyedPages(OfThisProcess):
         (True, True, False)
 
     Args:
-        pool_bytes: of host memory.
-        device: what codes and decodes, as in `KVStore`. Pages themselves may be on the CPU or on that device.
-        level: of the codebook, see `ibp.compress`.
-        on_drop: is called with the key of each page that makes room for another one, or that is damaged. It may not
-            call the pages.
+        pool_bytes: bytes of host memory.
+        device: the device that codes and decodes, as in `KVStore`. Pages themselves may be on the CPU or on that
+            device.
+        level: level of the codebook, see `ibp.compress`.
+        on_drop: a function that is called with the key of each page that makes room for another one, or that is
+            damaged. It must not call methods of this object. None: nothing is called.
 
     Attributes:
-        store: the `KVStore`; None until a page that has bytes is stored.
+        store: the `KVStore`. None until a page that has bytes is stored.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
@@ -66,7 +69,7 @@ class KeyedPages(OfThisProcess):
         self._level, self._on_drop = level, on_drop
         self._lock = ForkLock()
         self.store: KVStore | None = None
-        self._pages: OrderedDict[Hashable, int] = OrderedDict()  # those used last at the end
+        self._pages: OrderedDict[Hashable, int] = OrderedDict()  # those used last are at the end
         self._pins: Counter[Hashable] = Counter()
         self._free: list[int] = []
 
@@ -77,8 +80,14 @@ class KeyedPages(OfThisProcess):
         return len(self._pages)
 
     def put(self, key: Hashable, page: torch.Tensor) -> bool:
-        """Stores a page, unless its key is there. False where it finds no room, or has another size. Where it raises,
-        or returns False, the page is not there, and its room is free for others. TypeError: page is no tensor."""
+        """Stores a page unless its key is there. Returns whether the page is there.
+
+        It returns False if there is no room for the page, or if the page has another size. If it returns False or
+        raises, the page is not stored, and its room stays free for others.
+
+        Raises:
+            TypeError: page is not a tensor.
+        """
         if not isinstance(page, torch.Tensor):
             raise TypeError(f"page is a {type(page).__name__}; wanted a torch.Tensor")
         with self._changing():
@@ -95,7 +104,7 @@ class KeyedPages(OfThisProcess):
             return True
 
     def get(self, key: Hashable, out: torch.Tensor) -> bool:
-        """Loads a page into a contiguous tensor. False where it is not there."""
+        """Loads a page into a contiguous tensor. Returns False if the page is not there."""
         with self._changing():
             if key not in self._pages or out.nbytes != self._page_bytes:
                 return False
@@ -105,14 +114,15 @@ class KeyedPages(OfThisProcess):
             return True
 
     def touch(self, keys: Iterable[Hashable]) -> None:
-        """Counts pages as used now, the last one last; keys that are not there are left out."""
+        """Counts pages as used now, the last key as the most recent. Keys that are not there are ignored."""
         with self._lock:
             for key in keys:
                 if key in self._pages:
                     self._pages.move_to_end(key)
 
     def pin(self, key: Hashable) -> bool:
-        """Keeps a page from making room, until `unpin` has been called as often. False where it is not there."""
+        """Keeps a page from making room, until `unpin` has been called as often as `pin`. Returns False if the page
+        is not there."""
         with self._lock:
             if key not in self._pages:
                 return False
@@ -127,7 +137,7 @@ class KeyedPages(OfThisProcess):
                 del self._pins[key]
 
     def delete(self, key: Hashable) -> bool:
-        """Forgets a page, pinned or not. False where it is not there."""
+        """Forgets a page, even if it is pinned. Returns False if the page is not there."""
         with self._changing():
             if key not in self._pages:
                 return False
@@ -135,12 +145,12 @@ class KeyedPages(OfThisProcess):
             return True
 
     def leading(self, keys: Iterable[Hashable]) -> int:
-        """How many of the first keys are there."""
+        """Returns how many keys are there before the first one that is not."""
         return sum(1 for _ in itertools.takewhile(self._pages.__contains__, keys))
 
     def restorable(self, keys: Iterable[Hashable], window: int) -> set[int]:
-        """Lengths of the prefixes that end in `window` keys that are there, or are shorter and all there: what layers
-        that look back so far need."""
+        """Returns the lengths of the prefixes whose last `window` keys are there. A shorter prefix counts if all of
+        its keys are there. Layers that look back at most `window` keys can be restored for these prefixes."""
         run, lengths = 0, set()
         for length, key in enumerate(keys, 1):
             run = run + 1 if key in self._pages else 0
@@ -149,7 +159,7 @@ class KeyedPages(OfThisProcess):
         return lengths
 
     def stats(self) -> KVStoreStats:
-        """What the store holds."""
+        """Returns what the store holds."""
         with self._lock:
             found = self.store.stats() if self.store is not None else KVStoreStats(0, 0, 0, 0, 0, 0)
             return dataclasses.replace(found, stored_pages=len(self._pages))
@@ -167,14 +177,15 @@ class KeyedPages(OfThisProcess):
 
     @property
     def _page_bytes(self) -> int | None:
-        """Bytes of a page; None before the first one."""
+        """Bytes of a page. None before the first page."""
         if self.store is not None:
             return self.store.page_bytes
         return 0 if self._pages else None
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """A call that takes numbers of pages or gives them back. It may be interrupted between any two steps."""
+        """Guards a call that takes page numbers or gives them back. The call may be interrupted between any two
+        steps."""
         with self._lock:
             try:
                 yield
@@ -183,13 +194,13 @@ class KeyedPages(OfThisProcess):
                 raise
 
     def _count_free(self) -> None:
-        """Finds the numbers that no page has."""
+        """Finds the numbers that no page uses."""
         taken, count = set(self._pages.values()), 0 if self.store is None else self.store.num_pages
         self._free = [number for number in reversed(range(count)) if number not in taken]
 
     def _number_for(self, page: torch.Tensor) -> int | None:
-        """The number under which a page is stored now; None where it finds no room."""
-        if not page.nbytes:  # its key is all there is to keep
+        """Stores a page. Returns the number under which it is stored, or None if there is no room for it."""
+        if not page.nbytes:  # only its key has to be kept
             return 0 if len(self._pages) < self._pool_bytes // _KEY_BYTES or self._drop_oldest() else None
         store, free = self.store, self._free
         if store is None:
@@ -203,11 +214,11 @@ class KeyedPages(OfThisProcess):
         if not self._is_put(store, number, page.to(store.device)):
             free.append(number)
             return None
-        self.store, self._free = store, free  # not before: the next page may have another size if this one is refused
+        self.store, self._free = store, free  # only now: if this page is refused, the next one may have another size
         return number
 
     def _drop_oldest(self) -> bool:
-        """Forgets the page that was used longest ago and is not pinned. False where there is none."""
+        """Forgets the page that was used longest ago and is not pinned. Returns False if there is no such page."""
         oldest = next((key for key in self._pages if key not in self._pins), None)
         if oldest is None:
             return False

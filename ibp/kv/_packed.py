@@ -1,9 +1,9 @@
 """Pages as messages for other machines: `PageCodec`, `packed_bytes`, `pack`, `unpack`.
 
-A message is a packed piece of coded rows (`_layout.forms`) in which every row has a base of its own and begins at a
-multiple of 32 bytes, in whatever order the GPU coded the rows. The note in its head is a number that follows from the
-codec and from how many rows there are. Each byte of bases and lengths is 255 for a row that was not coded, because no
-decoder accepts such an index.
+A message is a packed piece of coded rows (`_layout.forms`). Every row has a base of its own and begins at a multiple of
+32 bytes; the rows lie in the order in which the GPU coded them, which may be any. The note in the head is a number that
+is computed from the codec and the number of rows. If a row was not coded, each byte of its base and length is 255,
+because no decoder accepts such an index.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from . import _sizes
 from ._paged import PagedTensors, Pages, check_different, check_paged, numbers_on, plan_pages
 
 _NONE = 255  # each byte of the index of a row that has not been coded
-_MOST_ROW_BYTES = 0xFFFE  # the length 0xFFFF has a meaning for longer rows
-_LAYOUT = 1  # of messages: it changes when the meaning of their bytes does
-_SPREAD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: counts of rows become numbers far apart
-_STRANGE, _PACKING, _UNPACKING = range(3)  # kinds of faults, the first one the cause of others
+_MOST_ROW_BYTES = 0xFFFE  # the length 0xFFFF has another meaning for longer rows
+_LAYOUT = 1  # The version of messages. It changes when the meaning of their bytes does.
+_SPREAD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: it maps counts of rows to numbers far apart
+_STRANGE, _PACKING, _UNPACKING = range(3)  # Kinds of faults. A fault of the first kind causes others.
 _LATER = " (noted on {device})"
 _WORDS = (
     FaultWords("{status}", invalid="a message was not packed by this codec for as many pages", later=_LATER),
@@ -55,8 +55,9 @@ Tensors = torch.Tensor | PagedTensors | Sequence[torch.Tensor]
 class PackedPages(NamedTuple):
     """Pages as one message.
 
-    message: uint8 [packed_bytes(...)], on the device of the pages.
-    used: int64 [1] on that device: how many of its first bytes have to be sent.
+    Attributes:
+        message: uint8 [packed_bytes(...)], on the device of the pages.
+        used: int64 [1] on that device: how many of the message's first bytes have to be sent.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -75,8 +76,8 @@ class PackedPages(NamedTuple):
 class PageCodec:
     """How pages of one kind are coded into messages. A page is a block of one tensor of a paged cache.
 
-    Both machines need the same one: `to_bytes` and `from_bytes` bring it from one to the other. Models with pages of
-    several sizes need a codec for each, and a message for each.
+    Both machines need the same codec: `to_bytes` and `from_bytes` bring it from one to the other. Models with pages of
+    several sizes need a codec and a message for each size.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -91,7 +92,7 @@ class PageCodec:
         page_bytes: bytes of a page.
 
     Raises:
-        TypeError, ValueError: an attribute is not as described, or a page is no whole rows of the codebook.
+        TypeError, ValueError: an attribute is not as described, or a page is not a whole number of the codebook's rows.
     """
 
     codebook: AnyCodebook
@@ -104,7 +105,7 @@ class PageCodec:
             raise ValueError(f"a codebook has rows of {row_bytes} bytes; wanted at most {_MOST_ROW_BYTES}")
 
     def __reduce__(self) -> tuple[type[PageCodec], tuple[AnyCodebook, int]]:
-        """A copy has faults of its own."""
+        """Rebuilds a copy, which has faults of its own, from the codebook and the page size."""
         return PageCodec, (self.codebook, self.page_bytes)
 
     @classmethod
@@ -112,9 +113,9 @@ class PageCodec:
         """Returns a codec for pages like these.
 
         Args:
-            pages: [pages, ...] real keys and values, of the dtype that they have: view FP8 caches that are declared as
-                uint8 as torch.float8_e4m3fn or torch.float8_e5m2.
-            row_bytes: bytes of a row, which lies in one piece of a page; None: 1 to 2 KiB where pages allow.
+            pages: [pages, ...] real keys and values, of their own dtype: view FP8 caches that are declared as uint8 as
+                torch.float8_e4m3fn or torch.float8_e5m2.
+            row_bytes: bytes of a row, which lies in one piece of a page. None: 1 to 2 KiB if the page size allows.
             level: "default" or "fast", see `ibp.compress`.
 
         Raises:
@@ -126,19 +127,24 @@ class PageCodec:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PageCodec:
-        """Returns the codec that `to_bytes` has written. ValueError: the bytes are not those of a codec."""
+        """Returns the codec that `to_bytes` has written.
+
+        Raises:
+            ValueError: the bytes are not those of a codec.
+        """
         codec = wire.read(content)
         if not isinstance(codec, cls):
             raise ValueError(f"the bytes are of a {type(codec).__name__}; wanted those of a PageCodec")
         return codec
 
     def to_bytes(self) -> bytes:
-        """Returns the codec as bytes for another process. Unlike a pickle, they hold nothing that is run."""
+        """Returns the codec as bytes for another process. Unlike a pickle, the bytes contain nothing that is
+        executed."""
         return wire.written(self)
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number that differs where codecs do: 63 bits."""
+        """A number of 63 bits that is different for different codecs."""
         return fingerprint_of(self.codebook, self.page_bytes, _LAYOUT)
 
     @functools.cached_property
@@ -146,13 +152,13 @@ class PageCodec:
         return Faults(*_WORDS)
 
     def check(self) -> None:
-        """Waits for the work on the current streams, and raises what `pack` and `unpack` have noted there. The next
-        call of either raises it too, without waiting.
+        """Waits for the work on the current streams, and raises an error that `pack` or `unpack` has noted there. The
+        next call of `pack` or `unpack` raises it too, without waiting.
 
         Raises:
             IndexError: a block number on a GPU was out of range.
-            ValueError: a message was packed by another codec, or for another number of pages; pages are zeros then.
-            ibp.CorruptTableError: a message is damaged, or has not arrived; what is damaged has become zeros.
+            ValueError: a message was packed by another codec, or for another number of pages; the pages are zeros then.
+            ibp.CorruptTableError: a message is damaged, or has not arrived; the damaged parts have become zeros.
         """
         for device in self._faults.devices:
             if device.type == "cuda":
@@ -160,7 +166,8 @@ class PageCodec:
             self._raise_pending(device)
 
     def _raise_pending(self, device: torch.device) -> None:
-        for words, record in list(self._faults.taken(device)):  # all are taken: the first has caused the others
+        # Take all: a fault of the first kind has caused the others.
+        for words, record in list(self._faults.taken(device)):
             words.raise_for(record, device if device.type == "cuda" else None)
 
     def _number(self, num_rows: int) -> int:
@@ -173,7 +180,8 @@ class PageCodec:
         return _Message(self, data, self._rows(num_pages))
 
     def _call(self, tensors: Tensors, blocks: Pages | None, is_written: bool) -> _PackCall:
-        """Returns the arguments of a call. is_written: the blocks are written, so that they have to be different."""
+        """Returns the checked arguments of a call. is_written: whether the call writes to the blocks; if so, they
+        must differ."""
         paged = tensors if isinstance(tensors, PagedTensors) else PagedTensors(tensors)
         device = paged.device
         check_paged(paged, "codec", device, self.page_bytes, self.codebook.row_bytes)
@@ -186,8 +194,13 @@ class PageCodec:
 
 
 class _PackCall(NamedTuple):
-    """What is packed, or unpacked to. blocks: their numbers, on the device; are_checked: the host has seen that they
-    exist."""
+    """The tensors and blocks that are packed, or unpacked to.
+
+    Attributes:
+        paged: the tensors.
+        blocks: the numbers of the blocks, on the device.
+        are_checked: whether the host has checked that these blocks exist.
+    """
 
     paged: PagedTensors
     blocks: torch.Tensor
@@ -198,14 +211,14 @@ class _PackCall(NamedTuple):
         return self.blocks.numel() * len(self.paged)
 
     def plan(self, ids_per_page: int, stored: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (ids of the rows or pieces of all pages, addresses of the pieces), as `plan_pages` does."""
+        """Returns (ids of the rows or pieces of all pages, addresses of the pieces), like `plan_pages`."""
         count = self.blocks.numel()
         pages = torch.arange(count, device=self.paged.device)
         return plan_pages(self.paged, pages, self.blocks, ids_per_page, count, len(self.paged), stored=stored)
 
 
 class _Message:
-    """The parts of a message of num_rows rows, in its memory."""
+    """Views of the parts of a message of num_rows rows."""
 
     def __init__(self, codec: PageCodec, memory: torch.Tensor, num_rows: int) -> None:
         self.codec, self.num_rows, form = codec, num_rows, forms.packed(num_rows)
@@ -216,23 +229,23 @@ class _Message:
         self.data = memory[self.start :]
         self.used, self.counts, _, self.note = forms.head_of(self.head)
 
-    @torch.inference_mode()  # the memory may have been made in it
+    @torch.inference_mode()  # the memory may have been allocated in inference mode
     def clear(self) -> None:
-        """Makes it a message without any row."""
+        """Makes it a message in which no row has been coded."""
         self.head.zero_()
         self.note.fill_(self.codec._number(self.num_rows))
         self.index.fill_(_NONE)
 
     @torch.inference_mode()
     def note_other(self, strange: torch.Tensor) -> torch.Tensor:
-        """Notes in a fault record whether the message is of another codec or has another number of rows. Returns bool
-        [1] on the device: whether the message is one of this codec."""
+        """Records a fault if the message is of another codec or has another number of rows. Returns bool [1] on the
+        device: whether the message is one of this codec."""
         is_other = self.note != self.codec._number(self.num_rows)
-        strange[:1].bitwise_or_(is_other)  # the status "invalid argument"
+        strange[:1].bitwise_or_(is_other)  # sets the status "invalid argument"
         return ~is_other
 
     def handle(self, item_bytes: int) -> Handle:
-        """Returns the message as a table for operations, and as a place that rows are coded into."""
+        """Returns the message as a table for operations, which is also a place to code rows into."""
         codebook, num_bytes = self.codec.codebook, self.num_rows * self.codec.codebook.row_bytes
         index, words = (self.lengths, self.bases), codebook.words(self.data.device)
         sizes = (0, 0, num_bytes // item_bytes, item_bytes)
@@ -240,9 +253,11 @@ class _Message:
 
 
 def packed_bytes(codec: PageCodec, num_pages: int) -> int:
-    """Returns how many bytes of memory a message of num_pages pages takes at most: a multiple of 64. It is known before
-    pages are coded, so that memory can be registered once. Blocks of several tensors are as many pages. The message
-    itself is shorter, see `pack`; pages that do not shrink take 0.5 % more bytes than they have.
+    """Returns the largest number of bytes that a message of num_pages pages can take: a multiple of 64.
+
+    The number is known before pages are coded, so that memory can be registered once. Count a block of each tensor as
+    one page. The message itself is shorter, see `pack`. Pages that cannot be compressed take 0.5 % more bytes than they
+    have.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -251,7 +266,7 @@ def packed_bytes(codec: PageCodec, num_pages: int) -> int:
         1.0049...
 
     Raises:
-        TypeError, ValueError: num_pages is no whole number from 0 on.
+        TypeError, ValueError: num_pages is not a whole number of at least 0.
     """
     num_rows = codec._rows(whole_number("num_pages", num_pages, 0))
     room = rounded_up(codec.codebook.row_bytes, _core.SECTOR_BYTES)  # for a row that is stored raw
@@ -266,9 +281,10 @@ def pack(
     out: torch.Tensor | None = None,
     max_sms: int | None = None,
 ) -> PackedPages:
-    """Codes blocks of a paged cache to one message, on the current stream of their device. The host waits for nothing
-    and reads nothing. With `PagedTensors`, and block numbers on the GPU or none, a CUDA graph can capture it, after a
-    call outside it.
+    """Codes blocks of a paged cache into one message, on the current stream of their device.
+
+    The host does not wait and reads nothing back. A CUDA graph can capture the call, after one call outside the graph,
+    if pages are `PagedTensors` and blocks are on the GPU or None.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -281,17 +297,18 @@ def pack(
         True
 
     Args:
-        pages: [num_blocks, ...], or several tensors of one shape, such as those of layers: `PagedTensors`, or what it
-            takes; these are made for the call, which waits for a copy of addresses to the GPU.
-        codec: for pages of this size.
-        blocks: which blocks, in any order, block b of all tensors each; int32 or int64, a list or a tensor on the CPU
-            or the device. None: all of them, in order.
+        pages: [num_blocks, ...], or several tensors of one shape, such as those of layers: `PagedTensors`, or what
+            `PagedTensors` takes. In the second case the call makes a `PagedTensors`, and waits for a copy of addresses
+            to the GPU.
+        codec: a codec for pages of this size.
+        blocks: the numbers of the blocks, in any order; each names that block of all tensors. int32 or int64, a list or
+            a tensor on the CPU or the device. None: all blocks, in order.
         out: uint8 of one dimension on the pages' device, at an address that is a multiple of 64: the message is its
             first `packed_bytes(codec, number of blocks * number of tensors)` bytes. None: new memory.
         max_sms: keep at most this many multiprocessors busy; None: all.
 
     Raises:
-        IndexError: there is no such block; of numbers on a GPU `codec.check` and the next call raise it.
+        IndexError: there is no such block. For numbers on a GPU, `codec.check` and the next call raise it.
         TypeError, ValueError: arguments are not as described.
     """
     call = codec._call(pages, blocks, is_written=False)
@@ -305,7 +322,8 @@ def pack(
     message.clear()
     if call.num_pages:
         planned, addresses = call.plan(message.num_rows // call.num_pages)
-        row_ids = None if call.are_checked else planned  # rows in order are coded faster, if all are there
+        # Rows in order are coded faster; this needs all blocks to exist.
+        row_ids = None if call.are_checked else planned
         message.handle(codec.codebook.row_bytes).encode(
             call.paged.layout, message.counts, fault, buffers=addresses, row_ids=row_ids, max_sms=sms_of(max_sms)
         )
@@ -315,11 +333,12 @@ def pack(
 def unpack(
     message: torch.Tensor, codec: PageCodec, *, out: Tensors, blocks: Pages | None = None, max_sms: int | None = None
 ) -> None:
-    """Decodes a message into blocks of a paged cache, on the current stream of its device: the bits that were packed.
-    The host waits for nothing and reads nothing; graphs can capture it as `pack`.
+    """Decodes a message into blocks of a paged cache, on the current stream of its device. The blocks get the bits that
+    were packed. The host does not wait and reads nothing back. CUDA graphs can capture the call under the conditions of
+    `pack`.
 
-    The device compares the codec that the head names with this one. If they differ, or the message is of another number
-    of pages, the blocks become zeros, and `codec.check()` and the next call raise; on the CPU the call itself does.
+    The device compares the codec named in the head with this one. If they differ, or if the message has another number
+    of pages, the blocks become zeros, and `codec.check()` and the next call raise. On the CPU the call itself raises.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -332,14 +351,16 @@ def unpack(
     Args:
         message: uint8 of one dimension on the device of out, at an address that is a multiple of 64: the used bytes of
             what `pack` gives, or more.
-        codec: equal to that of `pack`.
-        out: [num_blocks, ...], or several tensors, as many as were packed, in any layout: as pages of `pack`.
-        blocks: where the pages go, all different, in the order in which they were packed; None: to all blocks.
+        codec: a codec equal to the one given to `pack`.
+        out: [num_blocks, ...], or several tensors, as many as were packed, in any layout that `pack` takes for its
+            pages.
+        blocks: where the pages go: different numbers, in the order in which the pages were packed. None: all blocks, in
+            order.
         max_sms: as in `pack`.
 
     Raises:
-        IndexError, ValueError, ibp.CorruptTableError: of the CPU, or noted by earlier work on a GPU: as of
-            `PageCodec.check`.
+        IndexError, ValueError, ibp.CorruptTableError: as in `PageCodec.check`. On the CPU the call itself raises them;
+            on a GPU it raises what earlier work has noted.
         TypeError, ValueError: arguments are not as described.
     """
     call = codec._call(out, blocks, is_written=True)

@@ -1,4 +1,4 @@
-"""Where the pages of a paged cache lie in memory."""
+"""`PagedTensors`: where the pages of a paged cache lie in memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Pages = Sequence[int] | torch.Tensor
 
 
 class PagedTensors:
-    """Tensors [num_blocks, ...] of a paged cache, such as those of its layers: a page is block b of all of them. Make
-    it once and use it for all transfers: addresses are copied to the device then.
+    """Tensors [num_blocks, ...] of a paged cache, such as those of its layers. A page is block b of all of them. Make
+    the object once and use it for all transfers, because making it copies addresses to the device.
 
     Example:
         >>> layers = [torch.randn(100, 16, 128) for _ in range(4)]
@@ -28,20 +28,20 @@ class PagedTensors:
         >>> store.store([0], cache, blocks=[42]).wait()  # page 0 becomes block 42 of all four layers
 
     Args:
-        tensors: one, or several of one shape, dtype, strides and device. Blocks may lie any number of bytes apart, and
-            may be strided themselves; each is taken in the order of its elements.
+        tensors: a tensor, or several tensors of one shape, dtype, strides and device. Blocks may lie any number of
+            bytes apart, and may themselves be strided. The elements of a block are taken in order.
 
     Attributes:
         tensors: as given.
-        num_blocks: of each tensor.
-        block_bytes: of one block of one tensor.
-        piece_bytes: that lie one after the other, of the pieces of a block.
+        num_blocks: how many blocks each tensor has.
+        block_bytes: bytes of one block of one tensor.
+        piece_bytes: bytes of one piece. A block consists of pieces, each contiguous in memory.
         layout: the first piece, a tensor of one dimension.
         device: where the tensors are.
 
     Raises:
-        TypeError: they are no tensors.
-        ValueError: there are none, they differ, or a block has no bytes.
+        TypeError: tensors are not tensors.
+        ValueError: there is no tensor, the tensors differ, or a block has no bytes.
     """
 
     def __init__(self, tensors: torch.Tensor | Sequence[torch.Tensor]) -> None:
@@ -59,19 +59,20 @@ class PagedTensors:
         self._lay_out(first[0], [tensor.data_ptr() for tensor in self.tensors], None, stride)
 
     def _lay_out(self, block: torch.Tensor, starts: Sequence[int], addresses: torch.Tensor | None, stride: int) -> None:
-        """Takes where blocks begin: at starts and each `stride` bytes behind them, counted from addresses if given."""
+        """Notes where blocks begin: at `starts`, counted from `addresses` if these are given, and every `stride`
+        bytes behind."""
         self.device, self.block_bytes = block.device, block.nbytes
         offsets, self.piece_bytes = _pieces(block)
         places = [start + offset for start in starts for offset in offsets]
         near = torch.tensor(places, dtype=torch.int64, device=self.device)
         self.layout = block.as_strided((self.piece_bytes // block.element_size(),), (1,))
         scratch = torch.empty(self.piece_bytes, dtype=torch.uint8, device=block.device)
-        # As torch.ops.ibp.plan_pages takes it.
+        # The arguments of torch.ops.ibp.plan_pages.
         self._where = (near, addresses, stride, scratch.data_ptr(), len(offsets))
         self._used = (*_owners(self.tensors), near, scratch, *(() if addresses is None else (addresses,)))
 
     def __reduce__(self) -> tuple[type[PagedTensors], tuple[tuple[torch.Tensor, ...]]]:
-        """A copy has the addresses of its own tensors."""
+        """Makes a copy from its tensors, so that it has their addresses."""
         return PagedTensors, (self.tensors,)
 
     def __len__(self) -> int:
@@ -79,12 +80,12 @@ class PagedTensors:
 
     @property
     def pieces(self) -> int:
-        """How many there are of a block of all tensors."""
+        """How many pieces a block of all tensors has."""
         return self._where[0].numel()
 
 
 class PageList(PagedTensors):
-    """Tensors that are one page each, blocks of one tensor; a call takes all."""
+    """Tensors each of which is one page: blocks of one imaginary tensor. A call takes all of them."""
 
     def __init__(self, tensors: Buffers) -> None:
         self.tensors, self.num_blocks = tensors.tensors, len(tensors.tensors)
@@ -95,8 +96,8 @@ class PageList(PagedTensors):
 
 
 def check_paged(paged: PagedTensors, owner: str, device: torch.device, page_bytes: int, row_bytes: int) -> None:
-    """ValueError: tensors are on another device than an owner of pages, have blocks of another size, or pieces that are
-    no whole rows."""
+    """Raises ValueError if the tensors are on another device than the owner of the pages, have blocks of another
+    size, or have pieces that are not whole rows. owner: what the message calls the owner."""
     if paged.device != device:
         raise ValueError(f"the tensors are on {paged.device}; the {owner} is of {device}")
     if paged.block_bytes != page_bytes:
@@ -118,17 +119,19 @@ def plan_pages(
     first_tensor: int = 0,
     stored: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where pages and blocks are, on the device, by one launch: (ids of rows or pieces of the pages, -1 for pages
-    that do not exist or are not stored; addresses of the pieces of the blocks). Both int64, in the order of the
-    pages, of the tensors, and in a block.
+    """Finds where pages and blocks are, on the device, by one launch.
 
     Args:
-        pages, blocks: int64 on the device, as many.
-        ids_per_block: rows, or pieces, of a block of one tensor.
-        num_pages, num_tensors: of what holds the pages, whose page p has the ids from
-            p * num_tensors * ids_per_block on.
-        first_tensor: which of a page's tensors the first one is.
-        stored: uint8 [num_pages or more, num_tensors] on the device; None: all pages are stored.
+        pages, blocks: int64 on the device, equally many.
+        ids_per_block: how many rows, or pieces, a block of one tensor has.
+        num_pages, num_tensors: how many pages the owner has, and how many tensors a page has. Page p has the ids that
+            begin with p * num_tensors * ids_per_block.
+        first_tensor: the place of the first given tensor in a page.
+        stored: uint8 [num_pages or more, num_tensors] on the device. None: all pages are stored.
+
+    Returns:
+        (ids of the rows or pieces of the pages, -1 for pages that do not exist or are not stored; addresses of the
+        pieces of the blocks). Both are int64, ordered by page, then by tensor, then by place in the block.
     """
     ids, addresses = (
         torch.empty(pages.numel() * number, dtype=torch.int64, device=paged.device)
@@ -140,9 +143,13 @@ def plan_pages(
 
 
 def numbers_on(device: torch.device, name: str, numbers: Pages, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(numbers of pages or blocks on a device, int64; the same on the host, where it knows them: they are in range
-    then). The host does not wait for the device. IndexError, TypeError, ValueError: numbers are no list of integers in
-    [0, count). RuntimeError: the host knows them, and a CUDA graph is being captured."""
+    """Returns (numbers of pages or blocks on a device, int64; the same numbers on the host, checked, or None if the
+    host does not know them). The host does not wait for the device.
+
+    Raises:
+        IndexError, TypeError, ValueError: the numbers are not a list of integers in [0, count).
+        RuntimeError: the numbers are on the host, and a CUDA graph is being captured.
+    """
     given = list_of_ids(numbers, name).to(torch.int64).contiguous()
     if given.is_cuda:
         return given.to(device), None
@@ -155,7 +162,8 @@ def numbers_on(device: torch.device, name: str, numbers: Pages, count: int) -> t
 
 
 def check_different(name: str, numbers: torch.Tensor | None, count: int) -> None:
-    """ValueError: numbers in [0, count), on the host, have one more than once. None: the host does not know them."""
+    """Raises ValueError if a number in [0, count) occurs twice. numbers: on the host. None: the host does not know
+    them, and nothing is checked."""
     if numbers is None:
         return
     seen = np.zeros(count, bool)
@@ -165,12 +173,12 @@ def check_different(name: str, numbers: torch.Tensor | None, count: int) -> None
 
 
 def _owners(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """One tensor for each memory that they share: what other streams are told of."""
+    """Returns one tensor for each storage that the tensors use, for `record_stream`."""
     return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
 
 
 def _pieces(block: torch.Tensor) -> tuple[list[int], int]:
-    """(offsets in bytes of the pieces of a block, in the order of its elements; bytes of each)."""
+    """Returns (offsets in bytes of the pieces of a block, in the order of its elements; bytes of each piece)."""
     run, dims = 1, [(size, stride) for size, stride in zip(block.shape, block.stride()) if size != 1]
     while dims and dims[-1][1] == run:
         run *= dims.pop()[0]

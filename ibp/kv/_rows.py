@@ -1,4 +1,4 @@
-"""Rows of tokens kept coded in host memory and fetched by index: `KVRows`."""
+"""`KVRows`: rows of tokens that are kept coded in host memory and fetched by index."""
 
 from __future__ import annotations
 
@@ -30,10 +30,12 @@ _WORDS = FaultWords(
 class KVRowsStats(Statistics):
     """What a `KVRows` has done.
 
-    hits, misses: rows that `load` found in the cache, and rows that it fetched from where they are stored.
-    link_bytes: of the missed rows, in whole 32-byte sectors.
-    spilled_rows, lost_rows: stored rows that have a part in overflow; stored rows that found no room there.
-    used_overflow_bytes: bytes of overflow that have been handed out.
+    Attributes:
+        hits, misses: rows that `load` found in the cache, and rows that it fetched from where they are stored.
+        link_bytes: bytes of the missed rows, in whole 32-byte sectors.
+        spilled_rows, lost_rows: stored rows that have a part in overflow, and stored rows for which overflow had no
+            room.
+        used_overflow_bytes: bytes of overflow that have been handed out.
 
     Example:
         >>> k = torch.randn(64, 1, 128, dtype=torch.bfloat16)  # [tokens, heads, dim]
@@ -53,13 +55,14 @@ class KVRowsStats(Statistics):
 
 
 class KVRows(OfThisProcess):
-    """Keys or values of tokens, one row for each head, coded in pinned host memory: for attention that looks at few
-    tokens, chosen anew for every generated token (top-k sparse attention; InfiniGen). A cache of given size keeps the
-    rows that were loaded last, coded too, on the GPU.
+    """Keeps keys or values of tokens, one row for each head, coded in pinned host memory.
 
-    All work is on the current stream and does not wait for the host. With token numbers on the GPU, `store` and `load`
-    can be captured in a CUDA graph, after a call of each outside it. A token number is a place: give each sequence of a
-    batch a range of numbers, and use the numbers of tokens that are gone again. Rows that were never stored are zeros.
+    It serves attention that looks at few tokens, chosen anew for every generated token (top-k sparse attention;
+    InfiniGen). A cache of given size on the GPU holds the rows that were loaded last, also coded.
+
+    All work is on the current stream; it does not wait for the host. If token numbers are on the GPU, a CUDA graph can
+    capture `store` and `load`, after a call of each outside the graph. A token number is a place: give each sequence of
+    a batch a range of numbers, and reuse the numbers of tokens that are gone. Rows that were never stored are zeros.
 
     Example:
         >>> k = torch.randn(2, 64, 8, 128, dtype=torch.bfloat16)  # [layers, tokens, heads, dim]
@@ -70,22 +73,22 @@ class KVRows(OfThisProcess):
         True
 
     Args:
-        codebook: how rows are coded; or a sample [..., dim] of rows, from which a codebook and sizes are learned. For
-            keys and for values make a `KVRows` each; for latents of all heads (MLA) one, with num_heads 1.
+        codebook: how rows are coded; or a sample [..., dim] of rows, from which a codebook and sizes are learned. Make
+            one `KVRows` for keys and one for values; for latents of all heads (MLA) make one, with num_heads 1.
         num_layers, num_tokens: how many layers there are, and how many tokens each has.
         num_heads: how many rows a token has.
-        dtype: of the rows; None: the sample's.
-        cache_bytes: device memory of the cache, for all layers together; 0: no cache.
-        slot_bytes, overflow_bytes: of a row's slot, and of each layer's overflow, in place of sizes learned from the
+        dtype: dtype of the rows. None: the sample's.
+        cache_bytes: bytes of device memory for the cache of all layers together. 0: no cache.
+        slot_bytes, overflow_bytes: bytes of a row's slot, and of each layer's overflow. None: sizes learned from the
             sample.
         level: level of the codebook that is learned, see `ibp.compress`.
-        device: the GPU that codes and decodes, or "cpu"; None: the current CUDA device if there is one, else the CPU.
+        device: the GPU that codes and decodes, or "cpu". None: the current CUDA device if there is one, else the CPU.
         memory: where rows are: "pinned", host memory that the GPU writes and reads; or "device". None: pinned. On a CPU
             all rows are in host memory.
 
     Attributes:
-        places: the rows of each layer (`ibp.CodedRows`); row token * num_heads + head is that head of the token.
-        caches: the cache of each layer (`ibp.RowCache`), or none.
+        places: the rows of each layer (`ibp.CodedRows`). Row token * num_heads + head is that head of the token.
+        caches: the cache of each layer (`ibp.RowCache`); empty without a cache.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
@@ -143,16 +146,16 @@ class KVRows(OfThisProcess):
         )
         self._heads = torch.arange(self.num_heads, device=self.device)
         self._faults = Faults(_WORDS)
-        self._faults.on(self.device)  # graphs find the record made
+        self._faults.on(self.device)  # graphs need the record to exist before they are captured
 
     @property
     def pool_bytes(self) -> int:
-        """Of slots and overflow of all layers."""
+        """Bytes of slots and overflow of all layers."""
         return sum(place.slots.numel() + place.overflow.numel() for place in self.places)
 
     @property
     def gain(self) -> float:
-        """How many tokens the pool holds for each raw one that it would."""
+        """How many times more tokens the pool holds than if it held raw rows."""
         held = self.num_layers * self.num_tokens * self.num_heads * self.codebook.row_bytes
         return held / max(1, self.pool_bytes)
 
@@ -167,17 +170,17 @@ class KVRows(OfThisProcess):
     # ---- rows ----
 
     def store(self, layer: int, rows: torch.Tensor, tokens: Ids, *, max_sms: int | None = None) -> None:
-        """Codes rows of tokens, of a prompt or of a generated token, in place of the rows that were there.
+        """Codes rows of tokens, of a prompt or of a generated token, and replaces the rows that were there.
 
         Args:
             layer: number of the layer.
-            rows: [tokens, num_heads, dim] of dtype on the device; dim is contiguous, the other strides are free. Or
-                [tokens, dim] where a token has one row.
+            rows: [tokens, num_heads, dim] of dtype on the device; dim is contiguous, the other strides are free.
+                [tokens, dim] also works if a token has one row.
             tokens: integers [tokens], all different; a tensor on the CPU or the device, or a list.
             max_sms: keep at most this many multiprocessors busy; None: all.
 
         Raises:
-            IndexError: there is no such layer or token; of tokens on a GPU `check` raises it.
+            IndexError: there is no such layer or token. For tokens on a GPU, `check` raises it.
             TypeError, ValueError: rows or tokens are not as described.
         """
         place = self.places[self._layer(layer)]
@@ -206,11 +209,11 @@ class KVRows(OfThisProcess):
         out: torch.Tensor | None = None,
         max_sms: int | None = None,
     ) -> torch.Tensor:
-        """Rows of tokens: the bits that were stored.
+        """Returns rows of tokens, with the bits that were stored.
 
         Args:
             layer: number of the layer.
-            tokens: integers [...], a tensor on the CPU or the device, or a list; with per_head [..., num_heads, k],
+            tokens: integers [...], a tensor on the CPU or the device, or a list. With per_head: [..., num_heads, k],
                 the tokens of each head.
             per_head: whether every head has tokens of its own.
             out: contiguous tensor to write to.
@@ -220,7 +223,8 @@ class KVRows(OfThisProcess):
             [..., num_heads, dim] of dtype on the device; with per_head [..., num_heads, k, dim].
 
         Raises:
-            IndexError: there is no such layer or token; of tokens on a GPU `check` raises it, and their rows are zeros.
+            IndexError: there is no such layer or token. For tokens on a GPU, `check` raises it, and their rows are
+                zeros.
             TypeError, ValueError: tokens or out are not as described.
         """
         place = self.places[self._layer(layer)]
@@ -245,18 +249,18 @@ class KVRows(OfThisProcess):
         return out
 
     def clear(self, layer: int | None = None) -> None:
-        """Forgets the rows of a layer, None: of all; their overflow is free."""
+        """Forgets the rows of a layer (None: of all layers), and frees their overflow."""
         for number in range(self.num_layers) if layer is None else (self._layer(layer),):
             self.places[number].clear()
             if self.caches:
                 self.caches[number].invalidate()
 
     def check(self) -> None:
-        """Waits for the work on the current stream, and raises what was wrong.
+        """Waits for the work on the current stream, and raises an error that it has noted.
 
         Raises:
             IndexError: a token number on the GPU was out of range.
-            RuntimeError: a token came twice in one call of `put`, or overflow had no room for a row, which is lost.
+            RuntimeError: a token came twice in one call of `store`, or overflow had no room for a row, which is lost.
             ibp.CorruptTableError: a row is damaged.
         """
         if self.device.type == "cuda":
@@ -274,7 +278,7 @@ class KVRows(OfThisProcess):
             words.raise_for(record, token=record[2] // self.num_heads, last=self.num_tokens - 1)
 
     def stats(self) -> KVRowsStats:
-        """Waits for the work on the device."""
+        """Returns what has been done so far. Waits for the work on the device."""
         counts, cached = [place.counts() for place in self.places], [cache.stats() for cache in self.caches]
         return KVRowsStats(
             sum(of.hits for of in cached),
@@ -293,13 +297,13 @@ class KVRows(OfThisProcess):
         return layer
 
     def _tokens(self, given: Ids) -> torch.Tensor:
-        """Token numbers on the device, int64; numbers that the host knows are checked."""
+        """Returns token numbers on the device, int64. Checks numbers that are on the host."""
         tokens = checked_ids(given, "tokens")
         if not tokens.is_cuda:
             check_range(tokens.reshape(-1), self.num_tokens, name="tokens")
         return tokens.to(self.device, torch.int64)
 
     def _rows(self, tokens: torch.Tensor, per_head: bool = False) -> torch.Tensor:
-        """Numbers of rows of a layer: of heads in the last dimension, or with per_head in the last but one."""
+        """Returns row numbers in a layer. Heads are in the last dimension, or with per_head in the last but one."""
         heads = self._heads.unsqueeze(1) if per_head else self._heads
         return torch.add(heads, tokens, alpha=self.num_heads)

@@ -1,4 +1,4 @@
-"""How many bytes rows, slots and overflow of a cache have: chosen from a sample of what will be kept."""
+"""Chooses how many bytes the rows, slots and overflow of a cache have, from a sample of what will be kept."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from .._machine import memory
 from .._schemes import AnyCodebook, PlanesCodebook, check_codebook, surveyed
 from .._schemes.learning import analyze
 
-ROW_BYTES = 2048  # of pages: longer rows save no more, and shorter ones are more work (benchmarks/results/gather.csv)
-_SHARE_IN_SLOTS = 0.999  # of the sample's rows
-_LEAST_OVERFLOW = 0.02  # of the slots' bytes: a row in 20 or so may be a raw one
-_SPILL_MARGIN = 4  # times what the sample's rows take of overflow: rows keep the parts that they once needed
+# Rows of pages: longer rows save no more, and shorter ones are more work (benchmarks/results/gather.csv).
+ROW_BYTES = 2048
+_SHARE_IN_SLOTS = 0.999  # the share of the sample's rows that fit their slots
+_LEAST_OVERFLOW = 0.02  # the least overflow, as a share of the slots' bytes: about one row in 20 may be raw
+# Overflow is this many times what the sample's rows use, because rows keep overflow that they once needed.
+_SPILL_MARGIN = 4
 _SECTOR = _core.SECTOR_BYTES
 _SHORT_ROW_BYTES, _ROWS_TOGETHER = 128, 8
 
@@ -31,8 +33,8 @@ class Sizes(NamedTuple):
 
 
 def divided(piece_bytes: int) -> int:
-    """Bytes of the rows that pieces of memory are cut into: at most 2 KiB, and at least 1 KiB where a whole number of
-    such rows makes a piece."""
+    """Returns the row size into which pieces of memory are cut: at most 2 KiB, and at least 1 KiB if such rows
+    divide a piece."""
     fitting = [n for n in range(_SECTOR, min(piece_bytes, _core.MAX_ROW_BYTES) + 1, _SECTOR) if piece_bytes % n == 0]
     short = [n for n in fitting if n <= ROW_BYTES]
     if short and short[-1] >= ROW_BYTES // 2:
@@ -44,7 +46,8 @@ def divided(piece_bytes: int) -> int:
 
 
 def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, page_bytes: int) -> int:
-    """Bytes of a row of pages: a codebook's own, else those given, else what suits pages of that size."""
+    """Returns the bytes of a row of pages: the codebook's, else those given, else a size that suits pages of that
+    size."""
     if isinstance(codebook, torch.Tensor):
         row_bytes = divided(page_bytes) if row_bytes is None else row_bytes
         row_bytes = whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
@@ -58,7 +61,8 @@ def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, pa
 
 
 def learned(sample: AnyCodebook | torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
-    """The codebook itself, or one that is learned from a sample: a tensor of any shape, whose bytes are rows."""
+    """Returns the codebook itself, or one that is learned from a sample: a tensor of any shape, whose bytes are cut
+    into rows."""
     if not isinstance(sample, torch.Tensor):
         check_codebook(sample)
         return sample
@@ -78,9 +82,12 @@ def _of_rows(sample: torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
 
 
 def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | None:
-    """The codebook of 8 rows together, for each of them; None where it speaks of columns or lists. Of short rows,
-    whose planes end in whole bytes, learning may take digits of three bits to save a byte, which are slower to decode;
-    where slots are no larger, digits of longer rows serve better."""
+    """Returns a codebook for short rows that is learned from 8 rows together, or None if it depends on columns or
+    lists.
+
+    The planes of short rows end in whole bytes. Learning may then choose digits of three bits to save a byte, but these
+    are slower to decode. If slots do not become larger, digits learned from longer rows serve better.
+    """
     if sample.nbytes < _ROWS_TOGETHER * row_bytes:
         return None
     found = _of_rows(sample, _ROWS_TOGETHER * row_bytes, "default")
@@ -90,8 +97,8 @@ def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | No
 
 
 def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
-    """Slots that hold 99.9 % of a sample's rows, and room for the others. Without a sample: what the codebook expects,
-    and a margin."""
+    """Returns slots that hold 99.9 % of a sample's rows, and overflow for the others. Without a sample, slots have
+    the size that the codebook expects, and a margin."""
     row_bytes = codebook.row_bytes
     if sample is None:
         savings = codebook.expected_savings or 0.0
@@ -104,7 +111,8 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
 
 
 def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:
-    """The largest slots with which num_rows rows fit a pool. 2 % of it is for overflow, unless that is elsewhere."""
+    """Returns the largest slots with which num_rows rows fit a pool. 2 % of the pool is for overflow, unless
+    overflow spills to other memory."""
     per_row = pool_bytes / max(1, num_rows)
     if per_row >= row_bytes:
         return Sizes(row_bytes, 0.0)
@@ -117,13 +125,13 @@ def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False)
 
 
 def with_room_for_all(found: Sizes, slot_bytes: int | None, row_bytes: int) -> Sizes:
-    """The same slots, or those given, and overflow for rows that are all raw."""
+    """Returns the same slots, or those given, and overflow that has room for all rows if they are raw."""
     slot_bytes = found.slot_bytes if slot_bytes is None else slot_bytes
     return Sizes(slot_bytes, _up(row_bytes - slot_bytes) if slot_bytes < row_bytes else 0)
 
 
 def checked(slot_bytes: int | None, overflow_bytes: int | None, num_rows: int, found: Sizes) -> tuple[int, int]:
-    """(bytes of a slot, bytes of all overflow): those asked for, else those found."""
+    """Returns (bytes of a slot, bytes of all overflow): those asked for, else those found."""
     slot_bytes = found.slot_bytes if slot_bytes is None else whole_number("slot_bytes", slot_bytes, 0)
     if overflow_bytes is None:
         return slot_bytes, int(num_rows * found.overflow_per_row) // _SECTOR * _SECTOR

@@ -1,4 +1,4 @@
-"""Pages of a KV-cache kept coded in host memory: `KVStore`."""
+"""`KVStore`: pages of a KV-cache that are kept coded in host memory."""
 
 from __future__ import annotations
 
@@ -30,27 +30,31 @@ from ._paged import PagedTensors, PageList, Pages, check_different, check_paged,
 
 Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
 
-# Multiprocessors that keep up with the link on an H200, where all of them do 76 GB/s each way: 16 code BF16 at 79 GB/s,
-# 8 decode it at 139 (benchmarks/results/encode_into.csv).
+# Multiprocessors that keep up with the link of an H200. With all multiprocessors, each direction reaches 76 GB/s; 16 of
+# them code BF16 at 79 GB/s, and 8 decode it at 139 GB/s (benchmarks/results/encode_into.csv).
 _STORE_SMS, _LOAD_SMS = 24, 16
 _WORDS = FaultWords(
     "{status}: piece {value} of the store",
     out_of_range="a page that was loaded is not stored, or a page or block number is out of range",
     later="",
 )
-_STORES_A_COMPACTION = 16  # `compact_if_due` does nothing until such a part of the pages has been stored
-_HIGHEST_PRIORITY = -1  # of a CUDA stream: its blocks get the next multiprocessors that other kernels leave
+_STORES_A_COMPACTION = 16  # `compact_if_due` does nothing until this part (a 16th) of the pages has been stored
+# Priority of a CUDA stream: its blocks are the next to get multiprocessors that other kernels leave.
+_HIGHEST_PRIORITY = -1
 
 
 @dataclass(frozen=True)
 class KVStoreStats(Statistics):
     """What a `KVStore` holds.
 
-    stored_pages: pages that can be loaded.
-    pool_bytes: of slots and overflow; of slots alone where overflow spills to host memory.
-    used_overflow_bytes: of overflow that have been handed out; `compact` takes back what no row needs any more.
-    overflow_bytes: of all overflow.
-    spilled_rows, lost_rows: over all calls of `store`: rows with a part in overflow; rows that found no room there.
+    Attributes:
+        stored_pages: pages that can be loaded.
+        pool_bytes: bytes of slots and overflow; of slots alone if overflow spills to host memory.
+        used_overflow_bytes: bytes of overflow that have been handed out; `compact` takes back what no row needs any
+            more.
+        overflow_bytes: bytes of all overflow.
+        spilled_rows, lost_rows: rows with a part in overflow, and rows for which overflow had no room, counted over all
+            calls of `store`.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
@@ -69,7 +73,7 @@ class KVStoreStats(Statistics):
 
 
 class Transfer(OfThisProcess):
-    """Pages on their way, on a stream beside the current one.
+    """A store or a load of pages that is under way, on a stream beside the current one.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
@@ -87,7 +91,7 @@ class Transfer(OfThisProcess):
 
     def __init__(self, store: KVStore, stores: bool, call: _StoreCall, num_bytes: int) -> None:
         self._store, self._stores, self.num_bytes = store, stores, num_bytes
-        self._pages = None if call.host is None else call.host.clone()  # the caller may write to its own
+        self._pages = None if call.host is None else call.host.clone()  # a copy: the caller may write to its own
         self._near = near = call.near
         self._columns = call.columns if call.paged is not None else slice(None)
         self._event: torch.cuda.Event | None = None
@@ -97,21 +101,21 @@ class Transfer(OfThisProcess):
             self._event.record()
 
     def is_done(self) -> bool:
-        """Whether all pages have arrived; does not wait."""
+        """Returns whether all pages have arrived. Does not wait."""
         self._refuse_captured()
         return self._event is None or self._event.query()
 
     def wait(self) -> None:
-        """Lets the current stream of the store's device wait, and not the host."""
+        """Makes the current stream of the store's device wait for the transfer. The host does not wait."""
         self._refuse_captured()
         if self._event is not None:
             torch.cuda.current_stream(self._store.device).wait_event(self._event)
 
     def synchronize(self) -> None:
-        """Lets the host wait.
+        """Makes the host wait for the transfer.
 
         Raises:
-            IndexError, ibp.CorruptTableError: of a load: a page was not stored, or is damaged. It came as zeros.
+            IndexError, ibp.CorruptTableError: a loaded page was not stored, or is damaged. It came as zeros.
         """
         self._refuse_captured()
         if self._event is not None:
@@ -120,8 +124,8 @@ class Transfer(OfThisProcess):
             self._store.faults.raise_pending(self._store.device)
 
     def lost(self) -> list[int]:
-        """The pages of a store that have not been stored, since overflow had no room for a row of theirs. Waits for the
-        transfer."""
+        """Returns the pages that a store could not keep because overflow had no room for one of their rows. Waits
+        for the transfer."""
         self.synchronize()
         if not self._stores:
             return []
@@ -149,20 +153,20 @@ class Transfer(OfThisProcess):
 class KVStore(OfThisProcess):
     """A pool of pages of a KV-cache, coded in pinned host memory or on the GPU. Serving engines offload to it.
 
-    A page is block b of a paged cache: of one tensor, or of several of the same shape at once, such as the tensors of
-    all layers. Every row of a page has a slot of fixed size; bytes that do not fit go to an overflow area that all
-    pages share. Where the overflow area is full the page is not stored, and `Transfer.lost`, `is_stored` and a later
-    `load` say so.
+    A page is block b of a paged cache: of one tensor, or of several tensors of the same shape, such as the tensors of
+    all layers. Every row of a page has a slot of fixed size. Bytes that do not fit go to an overflow area that all
+    pages share. If the overflow area is full, the page is not stored; `Transfer.lost`, `is_stored` and a later `load`
+    report this.
 
-    Transfers run on streams of the store, after the work that the current stream has already been given, and beside
+    Transfers run on streams of the store, after the work that was queued on the current stream before. They run beside
     each other unless they have pages in common. Page and block numbers may be lists, or tensors on the CPU or on the
-    GPU. The GPU checks numbers on the GPU, and `check` raises what was wrong. With numbers on the GPU transfers can be
-    captured in a CUDA graph, after one outside it: they are then on the current stream, and the caller orders them.
+    GPU. If numbers are on the GPU, the GPU checks them, and `check` raises the error. A CUDA graph can then capture
+    transfers, after one outside the graph: they run on the current stream, and the caller orders them.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
         >>> store = ibp.kv.KVStore(kv, page_bytes=kv[0].nbytes, num_pages=100, device="cpu")
-        >>> store.store([7, 8], kv, blocks=[3, 5]).wait()  # pages 7 and 8 become what blocks 3 and 5 hold
+        >>> store.store([7, 8], kv, blocks=[3, 5]).wait()  # pages 7 and 8 become copies of blocks 3 and 5
         >>> store.load([8], kv, blocks=[11]).wait()  # block 11 becomes page 8
         >>> torch.equal(kv[11], kv[5])
         True
@@ -170,24 +174,24 @@ class KVStore(OfThisProcess):
     Args:
         codebook: how rows are coded; or a sample of blocks, from which a codebook and the sizes are learned.
         page_bytes: bytes of a block of one tensor.
-        num_pages: how many pages there are; None: as many as fit pool_bytes.
-        pool_bytes: bytes of slots and overflow together; of slots alone where overflow spills to host memory. None:
-            what num_pages need. With num_pages: the largest slots that fit.
+        num_pages: how many pages there are. None: as many as fit pool_bytes.
+        pool_bytes: bytes of slots and overflow together; of slots alone if overflow spills to host memory. None: what
+            num_pages need. If num_pages is also given, slots are the largest that fit.
         num_tensors: how many tensors a page takes a block from.
-        row_bytes: bytes of a row, which lies in one piece of a block; None: 1 to 2 KiB where page_bytes allow. Not with
-            a codebook, which has its own.
-        slot_bytes, overflow_bytes: instead of what the sample says: slots for 99.9 % of the rows, and overflow of at
-            least 2 % of them.
+        row_bytes: bytes of a row, which lies in one piece of a block. None: 1 to 2 KiB if page_bytes allow. Do not give
+            it with a codebook, which has its own row size.
+        slot_bytes, overflow_bytes: bytes of a row's slot, and of all overflow. None: chosen from the sample: slots for
+            99.9 % of the rows, and overflow of at least 2 % of the slots' bytes.
         level: level of the codebook that is learned, see `ibp.compress`.
-        device: the GPU that codes and decodes, or "cpu"; None: the current CUDA device if there is one, else the CPU.
+        device: the GPU that codes and decodes, or "cpu". None: the current CUDA device if there is one, else the CPU.
         memory: where pages are: "pinned", host memory that the GPU writes and reads; or "device". None: pinned. On a
             CPU all pages are in host memory.
         overflow_memory: "pinned": pages are on the device, and bytes that do not fit their slots are in pinned host
-            memory. It has room for all rows as they are unless overflow_bytes says otherwise: slots may be smaller than
-            most rows need, and no page is lost. None: overflow is where the slots are.
+            memory. Overflow then has room for all rows as raw rows unless overflow_bytes says otherwise, so that slots
+            may be smaller than most rows need, and no page is lost. None: overflow is in the same memory as the slots.
 
     Attributes:
-        place: the `ibp.CodedRows` that hold the rows.
+        place: the `ibp.CodedRows` that holds the rows.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or contradicts another.
@@ -252,8 +256,8 @@ class KVStore(OfThisProcess):
         self._make_state()
 
     def _give_parts(self) -> None:
-        """Where overflow has room for all rows as they are, each has its part from the beginning: none looks for a
-        larger one, and is lost."""
+        """Gives each row its part of overflow from the beginning if overflow has room for all rows as raw rows. Then
+        no row looks for a larger part, and no row is lost."""
         place = self.place
         if not self._rows_own_parts or not place.bases.numel():
             return
@@ -263,38 +267,39 @@ class KVStore(OfThisProcess):
         place.used.fill_(place.overflow.numel())
 
     def _make_state(self) -> None:
-        """What is known of pages and transfers. Flags have a page more, which bad page numbers stand for."""
+        """Makes the state of pages and transfers. Flags have one page more than there are; bad page numbers stand
+        for it."""
         on_gpu = self.device.type == "cuda"
         shape = (self.num_pages + 1, self.num_tensors)
         self._stored = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         seen = _memory.empty(self._stored.numel(), torch.device("cpu"), on_gpu).view(shape)
-        self._seen = seen.zero_()  # the same for the host
+        self._seen = seen.zero_()  # a copy of the flags for the host
         self._seen_near = _memory.device_view(seen, self.device) if on_gpu else seen
         self.faults = Faults(_WORDS)
-        self.faults.on(self.device)  # graphs find the record made
+        self.faults.on(self.device)  # graphs need the record to exist before they are captured
         self._streams: dict[bool, torch.cuda.Stream] = {}
         self._under_way: list[Transfer] = []
         self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
         self._tables: dict[int, torch.Tensor] = {}
         self._lock = ForkLock()
-        self._num_stored = 0  # pages since the last compaction
+        self._num_stored = 0  # pages stored since the last compaction
 
     # ---- what it is ----
 
     @property
     def pool_bytes(self) -> int:
-        """Of slots and overflow; of slots alone where overflow spills to host memory."""
+        """Bytes of slots and overflow; of slots alone if overflow spills to host memory."""
         return self.place.slots.numel() + (0 if self._spills else self.place.overflow.numel())
 
     @property
     def index_bytes(self) -> int:
-        """Of the row index, on the device."""
+        """Bytes of the row index, on the device."""
         held = (self.place.lengths, self.place.bases, self.place.rooms, self._stored)
         return sum(tensor.nbytes for tensor in held)
 
     @property
     def gain(self) -> float:
-        """How many pages the pool holds for each raw one that it would."""
+        """How many times more pages the pool holds than if it held raw pages."""
         return self.num_pages * self.num_tensors * self.page_bytes / max(1, self.pool_bytes)
 
     def __len__(self) -> int:
@@ -309,7 +314,7 @@ class KVStore(OfThisProcess):
         )
 
     def stats(self) -> KVStoreStats:
-        """Waits for the transfers so far."""
+        """Returns what the store holds. Waits for the transfers so far."""
         self.synchronize()
         counts, stored = self.place.counts(), int(self._seen[:-1].bool().all(1).sum())
         return KVStoreStats(
@@ -317,7 +322,7 @@ class KVStore(OfThisProcess):
         )
 
     def is_stored(self, pages: Pages) -> list[bool]:
-        """Whether pages can be loaded, by the transfers that are done; does not wait.
+        """Returns whether pages can be loaded, by the transfers that are done. Does not wait.
 
         Raises:
             IndexError: there is no such page.
@@ -341,16 +346,16 @@ class KVStore(OfThisProcess):
         """Codes blocks of a paged cache into pages, by one launch.
 
         Args:
-            pages: which pages the blocks become: all different.
-            tensors: [num_blocks, ...], or several: `PagedTensors`, or what `PagedTensors` takes. Where a page has one
+            pages: the numbers of the pages that the blocks become, all different.
+            tensors: [num_blocks, ...], or several: `PagedTensors`, or what `PagedTensors` takes. If a page has one
                 tensor, each tensor of a sequence of tensors or of `ibp.Buffers` is a page.
-            blocks: which blocks; None: all of them, in order.
-            first_tensor: which of a page's tensors the first given tensor is, where not all are given.
-            stream: a stream of the store's device; None: one of the store's own, beside the current one.
-            max_sms: keep at most this many multiprocessors busy; None: as many as keep up with the link.
+            blocks: the numbers of the blocks. None: all blocks, in order.
+            first_tensor: the place of the first given tensor in a page, if not all tensors of a page are given.
+            stream: a stream of the store's device. None: one of the store's own, beside the current one.
+            max_sms: keep at most this many multiprocessors busy. None: as many as keep up with the link.
 
         Raises:
-            IndexError, TypeError, ValueError: arguments are not as described; nothing has been stored then.
+            IndexError, TypeError, ValueError: arguments are not as described. Nothing has been stored then.
         """
         call = self._call(pages, tensors, blocks, first_tensor, "pages")
         with self._lock, self._on_stream(stream, True, call):
@@ -372,11 +377,11 @@ class KVStore(OfThisProcess):
         stream: torch.cuda.Stream | None = None,
         max_sms: int | None = None,
     ) -> Transfer:
-        """Decodes pages into blocks of a paged cache, by one launch: the bits that were stored. If one of these tensors
-        of a page is not stored, all of them come as zeros for that page, and `Transfer.synchronize`, which waits for
-        the transfer, or `check` raises.
+        """Decodes pages into blocks of a paged cache, by one launch. The blocks get the bits that were stored. If one
+        of the tensors of a page is not stored, all given tensors get zeros for that page, and `Transfer.synchronize`,
+        which waits for the transfer, or `check` raises.
 
-        Args and Raises: as in `store`, except that the blocks must differ from each other, and the pages need not.
+        Args and Raises: as in `store`, except that the blocks must all be different, and pages may repeat.
         """
         call = self._call(pages, tensors, blocks, first_tensor, "blocks")
         with self._lock, self._on_stream(stream, False, call):
@@ -390,8 +395,8 @@ class KVStore(OfThisProcess):
             return self._begun(call, False)
 
     def free(self, pages: Pages) -> None:
-        """Forgets pages, after the transfers so far: they cannot be loaded until they are stored again. Rows keep their
-        parts of overflow for what is stored there next."""
+        """Forgets pages, after the transfers so far. They cannot be loaded until they are stored again. Rows keep
+        their parts of overflow, for what is stored in them next."""
         call = _StoreCall(*numbers_on(self.device, "pages", pages, self.num_pages), None, None, 0)
         with self._lock, self._on_stream(None, True, call):
             is_there = (call.near >= 0) & (call.near < self.num_pages)
@@ -401,7 +406,7 @@ class KVStore(OfThisProcess):
             self._begun(call, True)
 
     def clear(self) -> None:
-        """Forgets all pages; all of overflow is free. Waits for the transfers so far."""
+        """Forgets all pages, and frees all overflow. Waits for the transfers so far."""
         self.synchronize()
         self.place.clear()
         self._give_parts()
@@ -409,8 +414,8 @@ class KVStore(OfThisProcess):
         self.faults.clear(self.device)
 
     def compact(self) -> int:
-        """Takes back what rows own of overflow and do not need for what they hold now. Waits for the transfers so far.
-        Overflow in host memory that has room for all rows is divided among them, and stays so.
+        """Takes back overflow that rows own but do not need for what they hold now. Waits for the transfers so far. If
+        overflow is in host memory and has room for all rows, it stays divided among them.
 
         Returns:
             Bytes of overflow that are free now.
@@ -423,7 +428,7 @@ class KVStore(OfThisProcess):
         return self.place.overflow.numel() - self.place.counts().used_bytes
 
     def compact_if_due(self) -> bool:
-        """`compact()`, once a 16th of the pages has been stored since the last time. Returns whether it was done."""
+        """Calls `compact()` if a 16th of the pages has been stored since the last time. Returns whether it did."""
         if self._num_stored <= self.num_pages // _STORES_A_COMPACTION:
             return False
         self.compact()
@@ -438,7 +443,7 @@ class KVStore(OfThisProcess):
                 transfer._event.synchronize()
 
     def check(self) -> None:
-        """Waits for all transfers so far, and raises what was wrong.
+        """Waits for all transfers so far, and raises an error that they have noted.
 
         Raises:
             IndexError: a page or block number on the GPU was out of range, or a page that was loaded was not stored.
@@ -457,7 +462,8 @@ class KVStore(OfThisProcess):
     # ---- how ----
 
     def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int, once: str) -> _StoreCall:
-        """The arguments of a transfer. once: which numbers have to be different, as what they name is written to."""
+        """Returns the checked arguments of a transfer. once: "pages" or "blocks", the numbers that must be
+        different, because the transfer writes to what they name."""
         paged = self._paged(tensors, blocks)
         check_paged(paged, "store", self.device, self.page_bytes, self.place.row_bytes)
         whole_number("first_tensor", first_tensor, 0)
@@ -496,7 +502,8 @@ class KVStore(OfThisProcess):
 
     @contextlib.contextmanager
     def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _StoreCall) -> Iterator[None]:
-        """Work of a transfer, behind that of the current stream and of transfers that have pages in common."""
+        """Runs a transfer's work after the current stream's and after earlier transfers that have pages in common
+        with it."""
         if self.device.type != "cuda" or is_capturing(self.device):
             yield
             return
@@ -526,14 +533,14 @@ class KVStore(OfThisProcess):
     def _plan(
         self, call: _StoreCall, ids_per_block: int, stored: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(rows or pieces of a call's pages, -1 for pages that do not exist or are not stored; addresses of the pieces
-        of its blocks)."""
+        """Returns (rows or pieces of a call's pages, -1 for pages that do not exist or are not stored; addresses of
+        the pieces of its blocks)."""
         assert call.blocks is not None
         sizes = (ids_per_block, self.num_pages, self.num_tensors, call.first_tensor)
         return plan_pages(call.tensors, call.near, call.blocks, *sizes, stored)
 
     def _table_of(self, piece: int) -> torch.Tensor:
-        """The pool as a table for operations. piece: bytes of an item."""
+        """Returns the pool as a table for operations. piece: bytes of an item."""
         if piece not in self._tables:
             num_items = self.num_pages * self.num_tensors * self.page_bytes // piece
             parts = self.place.handle.parts._replace(num_items=num_items, item_bytes=piece)
@@ -542,8 +549,12 @@ class KVStore(OfThisProcess):
 
 
 class _StoreCall(NamedTuple):
-    """Pages and blocks of a transfer. near: page numbers on the device; host: the same on the host, or None if it does
-    not know them."""
+    """The pages and blocks of a transfer.
+
+    Attributes:
+        near: page numbers on the device.
+        host: the same numbers on the host. None: the host does not know them.
+    """
 
     near: torch.Tensor
     host: torch.Tensor | None
@@ -561,7 +572,7 @@ class _StoreCall(NamedTuple):
         return slice(self.first_tensor, self.first_tensor + len(self.tensors))
 
     def inputs(self) -> Iterator[torch.Tensor]:
-        """Tensors of the GPU that another stream may have made."""
+        """Returns the tensors on the GPU that another stream may have made."""
         held = (self.near, self.blocks, *(self.paged._used if self.paged else ()))
         return (tensor for tensor in held if tensor is not None)
 

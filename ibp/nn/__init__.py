@@ -6,12 +6,11 @@
     bags      = ibp.nn.EmbeddingBag(1_000_000, 64, mode="sum")        # trained by ibp.optim
     linear    = ibp.nn.Linear(ibp.compress(weight, layout="packed"), bias)
 
-A table is no torch.Tensor (docs/guide.md says why), so that a module cannot hold it as a parameter or buffer.
-These hold it as `weight`: `module.to()`, `cuda()`, `state_dict()`, `load_state_dict()`, `copy.deepcopy`, pickling and
-torch.compile work as for other modules. `state_dict()` has plain tensors on the CPU, `coded_state_dict` the tables;
-`load_state_dict` takes both, and compresses plain tensors.
-`parameters()` and `buffers()` do not list tables: optimizers of torch, DDP and FSDP leave them alone.
-docs/embeddings.md says how they are trained.
+A table is not a torch.Tensor (docs/guide.md says why), so that a module cannot hold it as a parameter or buffer. These
+modules hold it as `weight`. `module.to()`, `cuda()`, `state_dict()`, `load_state_dict()`, `copy.deepcopy`, pickling and
+torch.compile work as for other modules. `state_dict()` has plain tensors on the CPU, and `coded_state_dict` has the
+tables; `load_state_dict` takes both, and compresses plain tensors. `parameters()` and `buffers()` do not list tables,
+so that optimizers of torch, DDP and FSDP leave them alone. docs/embeddings.md says how they are trained.
 """
 
 from .._common.publishing import published

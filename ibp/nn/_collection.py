@@ -1,4 +1,4 @@
-"""`EmbeddingCollection`: many tables, pooled by one call."""
+"""`EmbeddingCollection`: many embedding tables whose bags are pooled by one call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DENSE = "embedding_bags"  # where torchrec's EmbeddingBagCollection keeps its t
 
 
 class _Part(NamedTuple):
-    """Where a table's rows are: rows [first, first + num_rows) of a group, whose part number it is."""
+    """The rows of one table: rows [first, first + num_rows) of a group. number: the part's number in the group."""
 
     group: int
     number: int
@@ -33,17 +33,17 @@ class _Part(NamedTuple):
 
 
 class _Jagged(NamedTuple):
-    """Ids in bags of several tables, the bags of the first table first."""
+    """Ids in bags of several tables. The bags of the first table come first."""
 
-    ids: torch.Tensor  # [K] of their own tables
+    ids: torch.Tensor  # [K], each an id of its own table
     lengths: torch.Tensor  # int64 [bags], ids in each bag
-    parts: list[_Part]  # the tables
+    parts: list[_Part]  # where the tables are
     bags: list[int]  # how many bags each table has
-    weights: torch.Tensor | None  # [K], what rows are multiplied with; None: with nothing
+    weights: torch.Tensor | None  # [K], the factors of the rows; None: 1
 
 
 class _Group(RowsModule):
-    """The rows of tables of one width, one table after the other."""
+    """The rows of all tables of one width, one table after the other."""
 
     def __init__(
         self, table: CompressedTensor, sizes: Sequence[int], trainable: bool, cache: RowCache | int | None
@@ -55,7 +55,7 @@ class _Group(RowsModule):
         self._numbers: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
 
     def _numbers_on(self, device: torch.device, parts: Sequence[_Part]) -> torch.Tensor:
-        """The parts' numbers on a device, kept there for the next call."""
+        """Returns the parts' numbers on a device, and keeps them there for the next call."""
         key = device, tuple(part.number for part in parts)
         if key not in self._numbers:
             with outside_of_modes():
@@ -63,9 +63,11 @@ class _Group(RowsModule):
         return self._numbers[key]
 
     def rows_of(self, ids: torch.Tensor, numbers: torch.Tensor, names: Sequence[str]) -> torch.Tensor:
-        """The group's rows of ids [K] of parts numbers [K]. An id that its part lacks raises IndexError on the CPU; on
-        a GPU it becomes one that the group lacks, which whatever reads rows refuses, rather than a row of the next
-        part."""
+        """Returns the group's row numbers of ids [K], where id k belongs to part numbers[k].
+
+        On the CPU an id that its part does not have raises IndexError. On a GPU it becomes an id that the group does
+        not have, so that reading it fails; otherwise it could name a row of the next part.
+        """
         if ids.device not in self._near:
             with outside_of_modes():
                 self._near[ids.device] = self._firsts.to(ids.device), self._sizes.to(ids.device)
@@ -80,11 +82,13 @@ class _Group(RowsModule):
         return torch.where(is_bad, self.num_embeddings, ids + firsts[numbers])
 
     def pooled(self, jagged: _Jagged, mode: str, names: Sequence[str]) -> torch.Tensor:
-        """[bags, embedding_dim]. Lengths that do not fit the ids raise ValueError on the CPU; on a GPU they make all
-        ids bad.
+        """Returns the pooled bags, [bags, embedding_dim].
 
-        On the CPU each part is pooled alone: torch adds gradients of one row in an order that depends on what else is
-        in the call, and the gradients must have the bits that a separate module for each part would give."""
+        If the lengths do not fit the ids, a ValueError is raised on the CPU; on a GPU all ids become invalid.
+
+        On the CPU each part is pooled alone. torch adds the gradients of a row in an order that depends on what else is
+        in the call, and the gradients must have the bits that a separate module for each part would give.
+        """
         ids = jagged.ids.to(torch.int64)
         offsets = torch.cat((jagged.lengths.new_zeros(1), jagged.lengths.cumsum(0)))
         is_wrong = (jagged.lengths < 0).any() | (offsets[-1] != ids.numel())
@@ -92,7 +96,7 @@ class _Group(RowsModule):
             raise ValueError(
                 f"lengths add up to {int(offsets[-1])}; wanted {ids.numel()}, one for each id, none below 0"
             )
-        device = offsets.device  # which part each id is of, whatever the offsets of bags are:
+        device = offsets.device  # the part of each id, even if the offsets of the bags are wrong:
         ends = offsets[_ends_of(jagged.bags, device)]
         places = torch.searchsorted(ends, torch.arange(jagged.ids.numel(), device=device), right=True)
         numbers = self._numbers_on(device, jagged.parts)[places.clamp_(max=len(jagged.parts) - 1)]
@@ -120,17 +124,18 @@ class _Group(RowsModule):
 
 
 def _ends_of(counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """The sums of the first counts, without a copy to a GPU where all are the same."""
+    """Returns the cumulative sums of the counts. If all counts are the same, nothing is copied to a GPU."""
     if len(set(counts)) == 1:
         return torch.arange(1, len(counts) + 1, device=device) * counts[0]
     return torch.tensor(counts, dtype=torch.int64, device=device).cumsum(0)
 
 
 class EmbeddingCollection(torch.nn.Module):
-    """Many embedding tables, whose bags one call pools: `torchrec.EmbeddingBagCollection` over compressed rows.
+    """Many embedding tables whose bags one call pools: `torchrec.EmbeddingBagCollection` over compressed rows.
 
-    Tables of one width are one compressed table, one after the other, so that a call launches as much for a hundred of
-    them as for one. Results have the bits of torch.nn.EmbeddingBag's of each table, on the same device.
+    Tables of one width form one compressed table, one after the other, so that a call launches the same number of
+    kernels for one table as for a hundred. Results have the bits of torch.nn.EmbeddingBag for each table, on the same
+    device.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
@@ -140,18 +145,18 @@ class EmbeddingCollection(torch.nn.Module):
         (tensor(8.), tensor(-7.))
 
     Args:
-        tables: what there is under each name: a table or tensor [num_embeddings, embedding_dim], a
-            torch.nn.EmbeddingBag, or (num_embeddings, embedding_dim) for new weights, N(0, 1). All of one dtype.
-        mode: "sum", "mean" or "max", of all.
-        trainable: whether rows get gradients; None: where all weights are new.
-        device, dtype: of the weights; None: the CPU, pinned where there is a GPU, and the dtype of given weights, or
-            torch's default one.
-        cache_bytes: device memory for a cache of each width, as `Embedding`'s `cache`; None: none. Of rows that train
-            `groups[number].cache.refill` fills it.
+        tables: a dict from names to tables: a table or tensor [num_embeddings, embedding_dim], a torch.nn.EmbeddingBag,
+            or (num_embeddings, embedding_dim) for new weights, N(0, 1). All have one dtype.
+        mode: "sum", "mean" or "max", for all tables.
+        trainable: whether rows get gradients. None: they do if all weights are new.
+        device, dtype: where the weights are, and their dtype. None: the CPU, pinned if there is a GPU, and the dtype of
+            the given weights, or torch's default dtype.
+        cache_bytes: bytes of device memory for a cache of each width, as `cache` of `Embedding`. None: no cache. If
+            rows train, `groups[number].cache.refill` fills the cache.
 
     Raises:
-        TypeError: a table is none of these, or weights that are to train are no floating-point numbers.
-        ValueError: there are no tables, their dtypes differ, they have not two dimensions, or mode is none of these.
+        TypeError: a table is none of these, or weights that are to train are not floating-point numbers.
+        ValueError: there are no tables, their dtypes differ, they do not have two dimensions, or mode is none of these.
     """
 
     def __init__(
@@ -179,7 +184,7 @@ class EmbeddingCollection(torch.nn.Module):
         self.embedding_dims = {
             name: int(weights[1] if isinstance(weights, tuple) else weights.shape[1]) for name, weights in given.items()
         }
-        self._names: list[list[str]] = []  # of each group's parts
+        self._names: list[list[str]] = []  # for each group, the names of its parts
         self._parts: dict[str, _Part] = {}
         self.groups = torch.nn.ModuleList()
         for dim in dict.fromkeys(self.embedding_dims.values()):
@@ -206,19 +211,19 @@ class EmbeddingCollection(torch.nn.Module):
                 a dict: the name of a table -> its bags, ids [B, L] or (ids [K], offsets [B]);
                 (keys, values, lengths) or (keys, values, lengths, weights): names of tables, the ids of all of them
                 [K], how many ids each bag has, integers [len(keys) * B], the first table's bags first, and what each
-                row is multiplied with [K] (mode "sum");
+                row is multiplied by [K] (mode "sum");
                 an object with keys(), values(), lengths() and perhaps weights_or_none(), such as a KeyedJaggedTensor.
 
         Returns:
-            Of a dict, a dict: the name -> [B, embedding_dim]. Else [B, sum of the dims of the keys], the tables'
-            results side by side in the order of the keys.
+            A dict for a dict: the name -> [B, embedding_dim]. Otherwise [B, sum of the dims of the keys]: the tables'
+            results side by side, in the order of the keys.
 
         Raises:
             KeyError: there is no table of that name.
-            IndexError: an id is out of its table's range; on a GPU at once where rows train, else as
+            IndexError: an id is out of its table's range. On a GPU it is raised at once if rows train, otherwise as
                 `ibp.index_select` says.
             TypeError, ValueError: features is none of these, its parts contradict each other, or ids, offsets or
-                lengths are no integers.
+                lengths are not integers.
         """
         if isinstance(features, Mapping):
             return self._pool_dict(features)
@@ -230,14 +235,14 @@ class EmbeddingCollection(torch.nn.Module):
         raise TypeError(f"features is a {type(features).__name__}; wanted a dict, (keys, values, lengths) or the like")
 
     def lookup(self, ids: torch.Tensor, table_numbers: torch.Tensor) -> torch.Tensor:
-        """Rows ids[k] of the tables table_numbers[k], in the order in which they were given: [K, embedding_dim].
+        """Returns rows ids[k] of the tables table_numbers[k], [K, embedding_dim]. Tables are numbered as given.
 
         Args:
             ids: int32 or int64 [K].
             table_numbers: int32 or int64 [K], on the same device.
 
         Raises:
-            TypeError: ids or table numbers are no integers.
+            TypeError: ids or table numbers are not integers.
             ValueError: the tables have several widths, or shapes differ.
             IndexError: an id or a table number is out of range; on a GPU as for `forward`.
         """
@@ -305,13 +310,14 @@ class EmbeddingCollection(torch.nn.Module):
     # ---- the tables ----
 
     def weight(self, name: str) -> torch.Tensor:
-        """The rows of a table, uncompressed, where they are kept: [num_embeddings, embedding_dim]."""
+        """Returns the rows of a table, uncompressed, in the memory where the table is: [num_embeddings,
+        embedding_dim]."""
         part = self._part(name)
         table = self._group(part.group).current_table()
         return table[part.first : part.first + part.num_rows]
 
     def to_torch(self) -> dict[str, torch.nn.EmbeddingBag]:
-        """torch's modules of the same weights, uncompressed, by name."""
+        """Returns torch's modules of the same weights, uncompressed, by name."""
         return {
             name: torch.nn.EmbeddingBag.from_pretrained(
                 self.weight(name), freeze=not self._group(part.group).trainable, mode=self.mode
@@ -320,23 +326,23 @@ class EmbeddingCollection(torch.nn.Module):
         }
 
     def flush(self) -> None:
-        """Writes rows that have changed in caches alone back to the tables."""
+        """Writes rows that have changed only in caches back to the tables."""
         for number in range(len(self.groups)):
             self._group(number).flush()
 
     def refit(self, **options: Any) -> None:
-        """Compresses all rows anew, as `EmbeddingBag.refit`."""
+        """Compresses all rows again, like `EmbeddingBag.refit`."""
         for number in range(len(self.groups)):
             self._group(number).refit(**options)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        """Plain tensors of single tables, unless the groups save theirs."""
+        """Saves plain tensors of single tables, unless the state is to hold the groups' tables."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if not saves_tables():
             destination.update({_dense_key(prefix, name): self.weight(name).cpu() for name in self._parts})
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Plain tensors of single tables become tables of the groups, which the groups load."""
+        """Makes tables of the groups from plain tensors of single tables, and lets the groups load them."""
         state_dict, prefix, _, _, missing_keys, _, error_msgs = args
         dense = {name: state_dict.pop(key) for name in self._parts if (key := _dense_key(prefix, name)) in state_dict}
         for number, names in enumerate(self._names):
@@ -354,7 +360,7 @@ class EmbeddingCollection(torch.nn.Module):
         super()._load_from_state_dict(*args)
 
     def _misfit(self, name: str, weight: Any) -> str | None:
-        """Why a loaded weight does not fit a table; None: it does."""
+        """Returns why a loaded weight does not fit a table, or None if it fits."""
         part = self._parts[name]
         held = self._group(part.group).weight
         wanted = [part.num_rows, held.shape[1]]
@@ -373,7 +379,11 @@ def _dense_key(prefix: str, name: str) -> str:
 
 
 def _given(name: str, weights: Any) -> CompressedTensor | torch.Tensor | tuple[int, int]:
-    """What is given for a table, checked; TypeError or ValueError otherwise."""
+    """Returns the checked weights that are given for a table.
+
+    Raises:
+        TypeError, ValueError: they are not as described.
+    """
     if isinstance(weights, torch.nn.EmbeddingBag):
         check_forward(f"table {name!r}", weights, torch.nn.EmbeddingBag)
         weights = weights.weight
@@ -394,7 +404,12 @@ def _source(weights: CompressedTensor | torch.Tensor | tuple[int, int], dtype: t
 
 
 def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [K], lengths [B]) of a table's bags. TypeError: ids or offsets are no integers."""
+    """Returns (ids [K], lengths [B]) of a table's bags.
+
+    Raises:
+        TypeError: ids or offsets are not integers.
+        ValueError: the bags have another form.
+    """
     what, of_offsets = (f"the {part} tensor of table {name!r}" for part in ("ids", "offsets"))
     if isinstance(bags, torch.Tensor) and bags.dim() == 2:
         lengths = torch.full((bags.shape[0],), bags.shape[1], dtype=torch.int64, device=bags.device)
@@ -415,7 +430,7 @@ def _flat(name: str, bags: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _divided(whole: _Jagged, by_group: Sequence[Sequence[int]]) -> list[_Jagged]:
-    """The bags of each group that has some. Waits for lengths on a GPU."""
+    """Returns the bags of each group, for groups that have some. Waits for lengths on a GPU."""
     lengths = whole.lengths.view(len(whole.parts), -1)
     counts = lengths.sum(1).tolist()
     if min(counts) < 0 or sum(counts) != whole.ids.numel():

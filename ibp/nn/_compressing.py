@@ -1,4 +1,4 @@
-"""`compress`: the matrices of a model become tables, one after the other."""
+"""`compress`: replaces the matrices of a model by tables, one after the other."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from ._experts import Experts
 from ._stacks import by_rows, is_stack, reshaped
 from ._tables import Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
-_MIN_BYTES = 1 << 20  # of a weight that is coded, unless the caller says otherwise
-LEAST_SAVINGS = 0.02  # of a table; a weight that saves less stays plain, since it would be decoded for nothing
-# Names of modules that models call with the same x, in the order of their calls.
+_MIN_BYTES = 1 << 20  # bytes; smaller weights are not coded unless the caller says otherwise
+# A weight of which a table saves a smaller share stays plain, because decoding it would gain nothing.
+LEAST_SAVINGS = 0.02
+# Names of modules that models call with the same x, in the order of the calls.
 _NEIGHBOURS = (
     ("q_proj", "k_proj", "v_proj"),
     ("to_q", "to_k", "to_v"),
@@ -35,7 +36,8 @@ _NEIGHBOURS = (
     ("w1", "w3"),
     ("wi_0", "wi_1"),
 )
-# How much less a table may save with a neighbour's codebook: engines then join the rows of both as they are coded.
+# If a table with a neighbour's codebook saves at most this much less, it takes that codebook, because engines join the
+# coded rows of both.
 _MOST_LACKING = 0.003
 _NO_GAIN, _SHARED, _TRAINS = "without gain", "shared with a module that stays plain", "in training"
 _SHARED_STACK = "in several modules of experts"
@@ -43,7 +45,7 @@ _SHARED_STACK = "in several modules of experts"
 
 @dataclass(frozen=True)
 class ModelReport(NotTheModel):
-    """What `ibp.nn.compress` made of a model.
+    """What `ibp.nn.compress` has made of a model.
 
     Example:
         >>> layers = torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1)
@@ -51,12 +53,12 @@ class ModelReport(NotTheModel):
         ibp.nn.ModelReport(1 module coded, nbytes=1,6... (76...% of 2,097,152), plain: 1 smaller than min_bytes)
 
     Attributes:
-        coded: names of modules that hold tables now; of experts, those of the stacked weights.
-        plain: name -> why it stays as it is, of every other `torch.nn.Linear`, `torch.nn.Embedding` and `Conv1D`, of
-            their subclasses, and of every other stacked weight. Modules that `include` and `exclude` leave out are not
+        coded: names of the modules that hold tables now; for experts, names of the stacked weights.
+        plain: name -> why it stays plain, for every other `torch.nn.Linear`, `torch.nn.Embedding` and `Conv1D`, for
+            their subclasses, and for every other stacked weight. Modules that `include` and `exclude` leave out are not
             listed.
-        num_bytes: of the coded weights, uncompressed; a weight that modules share counts once.
-        nbytes: of their tables.
+        num_bytes: bytes of the coded weights, uncompressed. A weight that several modules share counts once.
+        nbytes: bytes of their tables.
     """
 
     changed_by = "ibp.nn.compress(model)"
@@ -68,7 +70,7 @@ class ModelReport(NotTheModel):
 
     @property
     def savings(self) -> float:
-        """1 - nbytes / num_bytes; 0 where nothing is coded."""
+        """1 - nbytes / num_bytes; 0 if nothing is coded."""
         return share_saved(self.num_bytes, self.nbytes)
 
     def __repr__(self) -> str:
@@ -82,21 +84,21 @@ class ModelReport(NotTheModel):
 
 
 class _Weight:
-    """A weight and the modules that hold it."""
+    """A weight, and the modules that hold it."""
 
     def __init__(self) -> None:
         self.num_bytes = 0  # uncompressed
-        # Of modules of the kinds that `compress` replaces, by each name that the model has for them; of a stacked
-        # weight, its own.
+        # For modules of the kinds that `compress` replaces: each name that the model has for them. For a stacked
+        # weight: its own name.
         self.names: list[str] = []
-        self.is_stacked = False  # whether a module of experts has it
-        self.stays = False  # whether a module keeps it plain
-        # Why, where a module of these kinds does; None: it does not, or was not asked for.
+        self.is_stacked = False  # whether it is a stacked weight of a module of experts
+        self.stays = False  # whether it stays plain
+        # Why a module of these kinds keeps it plain. None: none does, or another module does.
         self.reason: str | None = None
 
     @property
     def keys(self) -> list[str]:
-        """Names of the parameter in the model's state."""
+        """The names of the parameter in the model's state."""
         return self.names if self.is_stacked else [f"{name}.weight" for name in self.names]
 
 
@@ -110,28 +112,28 @@ def compress(
     min_bytes: int = _MIN_BYTES,
     progress: bool = False,
 ) -> ModelReport:
-    """Replaces the matrices of a model by tables, in place. Each plain weight is gone before the next one is coded, so
-    that memory holds at most one table more than the plain model.
+    """Replaces the matrices of a model by tables, in place. The memory of each plain weight is freed before the next
+    weight is coded, so that at most one table exists in addition to the plain model.
 
     Every `torch.nn.Linear` becomes an `ibp.nn.Linear`, `torch.nn.Embedding` an `ibp.nn.Embedding`, transformers'
     `Conv1D` an `ibp.nn.Conv1D`, and a module of experts that transformers has stacked an `ibp.nn.Experts`. Subclasses
-    of the first three, modules with hooks and modules whose forward was replaced stay as they are, and so do weights
-    that train: weights that require grad in training mode. A weight that several modules share, as a tied head and its
+    of the first three, modules with hooks and modules whose forward was replaced stay as they are. So do weights that
+    train: weights that require grad in training mode. A weight that several modules share, such as a tied head and its
     embedding, becomes one table that all of them use; if one of these modules stays plain, all do. A weight that a
     table would not make at least 2 % smaller stays plain.
 
-    Tables lie where the weights lay: on the GPU, or in host memory (pinned, if there is a GPU), from where
-    `model.to("cuda")` brings them. Their weights are fixed, and no parameters. Gradients reach inputs, biases and all
-    other parameters. On the CPU results have the bits of the plain model; on a GPU `ibp.linear` adds the products of
-    few vectors in another order, unless `fused=False`.
+    Tables are in the memory where the weights were: on the GPU, or in host memory (pinned, if there is a GPU), from
+    which `model.to("cuda")` moves them. Their weights are fixed, and are not parameters. Gradients reach inputs, biases
+    and all other parameters. On the CPU, results have the bits of the plain model. On a GPU, `ibp.linear` adds the
+    products of few vectors in another order, unless `fused=False`.
 
-    `model.state_dict()`, `save_pretrained` and `safetensors.torch.save_model` give plain tensors under the names of the
-    plain model, on the CPU; `load_state_dict` takes them and codes them. `ibp.nn.coded_state_dict` gives the tables.
-    For weights that do not fit the GPU even so, call `ibp.offload` afterwards: it leaves tables where they are.
+    `model.state_dict()`, `save_pretrained` and `safetensors.torch.save_model` give plain tensors on the CPU, under the
+    names of the plain model; `load_state_dict` takes them and codes them. `ibp.nn.coded_state_dict` gives the tables.
+    If the coded weights do not fit the GPU either, call `ibp.offload` afterwards: it leaves tables where they are.
 
     Tables keep their dtype. `model.half()` and other conversions to another dtype raise TypeError before they change
-    anything: convert the plain model, and compress it then. A conversion of a module that the model is a part of may
-    have changed other parts of that module when it raises.
+    anything: convert the plain model first, and compress it then. If the model is a part of another module, and that
+    module is converted, other parts of it may already have changed when the error is raised.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()
@@ -144,22 +146,22 @@ def compress(
 
     Args:
         model: on the CPU or on GPUs; in eval mode, or with frozen weights.
-        include: names of modules, or patterns of `fnmatch`, to compress with all modules below them; None: all.
-        exclude: likewise, to leave out: `exclude="lm_head"`.
-        level: of matrices that are multiplied: "fast", in the form that `ibp.linear` multiplies as it is, or "default",
-            as in `ibp.compress`. FP16 saves an eighth at "fast", a seventh at "default". Embeddings that share no table
-            with a matrix take "default", and the fewest bytes.
+        include: names of modules, or patterns of `fnmatch`, to compress with all modules below them. None: all modules.
+        exclude: names or patterns of modules to leave out with all modules below them: `exclude="lm_head"`.
+        level: level of matrices that are multiplied: "fast", the form that `ibp.linear` multiplies without decoding it
+            first, or "default", as in `ibp.compress`. FP16 saves an eighth at "fast", a seventh at "default".
+            Embeddings that share no table with a matrix take "default", which needs the fewest bytes.
         fused: as in `ibp.nn.Linear`.
         min_bytes: smaller weights stay plain.
-        progress: show a progress bar.
+        progress: whether to show a progress bar.
 
     Returns:
         What is coded, and what stays plain and why.
 
     Raises:
-        TypeError: model is no module, or an argument is not of its type.
+        TypeError: model is not a module, or an argument has a wrong type.
         ValueError: a weight is on the meta device; all weights train; a pattern of include or exclude matches no
-            module; model is itself a module to be replaced; level is unknown. The model is then as it was.
+            module; model itself would have to be replaced; level is unknown. The model is unchanged then.
     """
     check_model(model)
     min_bytes = whole_number("min_bytes", min_bytes, 0)
@@ -175,7 +177,7 @@ _CODED = TableModule, Experts
 
 
 def options_of(model: torch.nn.Module) -> dict[str, Any]:
-    """Returns the arguments with which `compress` codes the weights that are coded in a model, and no others."""
+    """Returns the arguments with which `compress` codes just those weights that are coded in a model."""
     coded = [module for module in model.modules() if isinstance(module, TableModule)]
     min_bytes = min([_MIN_BYTES, *(module.weight.original_bytes for module in coded)])
     plain, _ = _find(model, _Choice(model, None, ()), min_bytes)
@@ -190,8 +192,8 @@ def options_of(model: torch.nn.Module) -> dict[str, Any]:
 
 
 class ModelPlan:
-    """What `compress` does to a model, weight by weight. A loader makes one of a model on the meta device, and gives
-    the values as it reads them. The arguments are as in `compress`; `min_bytes` is checked."""
+    """Plans what `compress` does to a model, weight by weight. A loader makes a plan of a model on the meta device,
+    and passes the values as it reads them. The arguments are as in `compress`; `min_bytes` must have been checked."""
 
     def __init__(
         self,
@@ -212,25 +214,26 @@ class ModelPlan:
         self._of = {key: weight for weight in self._weights for key in weight.keys}
         self._coded: list[str] = []
         self._num_bytes = self._nbytes = 0
-        self._beside: dict[tuple, CompressedTensor] = {}  # by neighbours, the first one's table
+        self._beside: dict[tuple, CompressedTensor] = {}  # for each set of neighbours, the table of the first one
 
     def check_values(self) -> None:
-        """Raises ValueError where a weight to code has no values yet."""
+        """Raises ValueError if a weight that is to be coded has no values yet."""
         for key in self._of:
             if self._model.get_parameter(key).is_meta:
                 raise ValueError(f"{key} is on the meta device: load the model's weights first")
 
     def has(self, key: str) -> bool:
-        """Whether a parameter, of this name in the model's state, is to be coded."""
+        """Returns whether a parameter, with this name in the model's state, is to be coded."""
         return key in self._of
 
     def is_transposed(self, key: str) -> bool:
-        """Whether a table holds the transposed parameter, or its transposed matrices."""
+        """Returns whether the table of a parameter holds it transposed, or its matrices transposed."""
         module: Any = self._modules(key)[0]
         return bool(module.is_transposed) if self._of[key].is_stacked else not _has_rows(module)
 
     def takes(self, key: str, table: CompressedTensor) -> bool:
-        """Whether a table has the form that the modules of a parameter want; else a table is made of its values."""
+        """Returns whether a table has the form that the modules of a parameter need. If not, a table is made of its
+        values."""
         is_stacked = self._of[key].is_stacked
         if table.dim() != (3 if is_stacked else 2) or self.is_transposed(key):
             return False
@@ -246,7 +249,7 @@ class ModelPlan:
         return not is_multiplied or self._level == "default" or is_fast_matrix(table)
 
     def table_of(self, key: str, values: torch.Tensor) -> CompressedTensor:
-        """A table of a parameter's values, where they are."""
+        """Returns a table of a parameter's values, in the memory where they are."""
         values = values.detach()
         if all(isinstance(module, torch.nn.Embedding) for module in self._modules(key)):
             return compress_rows(values.contiguous())
@@ -267,8 +270,8 @@ class ModelPlan:
         return table
 
     def put(self, key: str, table: CompressedTensor) -> bool:
-        """Puts modules over a table in the place of all modules that hold a parameter. False: the table is not small
-        enough, and nothing has changed."""
+        """Replaces all modules that hold a parameter by modules over a table. Returns False, and changes nothing, if
+        the table is not small enough."""
         weight = self._of[key]
         if table.nbytes > weight.num_bytes * (1 - LEAST_SAVINGS):
             self._plain.update(dict.fromkeys(weight.names, _NO_GAIN))
@@ -296,12 +299,12 @@ class ModelPlan:
         but: Callable[[str], bool] = lambda key: False,
         progress: bool = False,
     ) -> None:
-        """Codes all weights that still are plain, one after the other.
+        """Codes all weights that are still plain, one after the other.
 
         Args:
-            tables: of the same values, by parameter; they are taken where they have the form that is wanted.
-            but: says which parameters stay plain.
-            progress: show a progress bar.
+            tables: tables of the same values, by parameter. A table is used if it has the form that is needed.
+            but: a function that says which parameters stay plain.
+            progress: whether to show a progress bar.
         """
         left = [weight for weight in self._weights if not any(map(but, weight.keys))]
         total = sum(weight.num_bytes for weight in left)
@@ -312,11 +315,11 @@ class ModelPlan:
                 bar.update(weight.num_bytes)
 
     def report(self) -> ModelReport:
-        """A report of the weights that are coded so far."""
+        """Returns a report of the weights that are coded so far."""
         return ModelReport(tuple(self._coded), dict(self._plain), self._num_bytes, self._nbytes)
 
     def _modules(self, key: str) -> list[torch.nn.Module]:
-        """All that hold a parameter."""
+        """Returns all modules that hold a parameter."""
         return [self._model.get_submodule(each.rpartition(".")[0]) for each in self._of[key].keys]
 
     def _known(self, weight: _Weight, tables: Mapping[str, CompressedTensor]) -> CompressedTensor | None:
@@ -329,7 +332,7 @@ class ModelPlan:
 
 
 class _Choice:
-    """Which modules include and exclude choose."""
+    """The modules that include and exclude choose."""
 
     def __init__(
         self, model: torch.nn.Module, include: str | Iterable[str] | None, exclude: str | Iterable[str]
@@ -346,7 +349,7 @@ class _Choice:
 
 
 def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
-    """Whether a module, or one around it, is included, and none of these is excluded."""
+    """Returns whether a module, or one around it, is included, and neither it nor one around it is excluded."""
     parts = name.split(".")
     around = [".".join(parts[:number]) for number in range(1, len(parts) + 1)]
     return any(is_chosen(outer, include, ()) for outer in around) and all(
@@ -362,7 +365,8 @@ def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list[_Weight], dict[str, str]]:
-    """The weights to code, and why other modules of these kinds stay plain, by name. No weight is kept alive."""
+    """Returns the weights to code, and why other modules of these kinds stay plain, by name. It keeps no weight
+    alive."""
     found: dict[object, _Weight] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
@@ -394,13 +398,14 @@ def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list
 
 
 def _kinds() -> tuple[type[torch.nn.Module], ...]:
-    """The classes of modules to replace; transformers' if that is imported: else no model has one."""
+    """Returns the classes of modules to replace. transformers' class is among them only if transformers is imported;
+    otherwise no model has such a module."""
     conv1d = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
     return (torch.nn.Linear, torch.nn.Embedding, *(() if conv1d is None else (conv1d,)))
 
 
 def place_of(tensor: torch.Tensor) -> object:
-    """What tensors over the same elements have in common."""
+    """Returns a key that is equal for tensors over the same elements."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     if tensor.is_meta or not is_plain:
         return id(tensor)
@@ -408,7 +413,7 @@ def place_of(tensor: torch.Tensor) -> object:
 
 
 def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int) -> str | None:
-    """Why a module of these kinds stays plain; None: it does not."""
+    """Returns why a module of these kinds stays plain, or None if it does not."""
     if not is_stack(module) and (type(module) not in _kinds() or "forward" in vars(module)):
         return "with a class or forward of its own"
     if any(hooks for name, hooks in vars(module).items() if name.endswith("_hooks") and hooks):
@@ -428,7 +433,7 @@ def _reason(module: torch.nn.Module, weight: torch.nn.Parameter, min_bytes: int)
 
 
 def join_neighbours(model: torch.nn.Module) -> None:
-    """Lets neighbours in a model multiply together."""
+    """Makes neighbours in a model multiply together."""
     for module in model.modules():
         for names in _NEIGHBOURS:
             modules = [module._modules.get(name) for name in names]
@@ -438,7 +443,7 @@ def join_neighbours(model: torch.nn.Module) -> None:
 
 
 def _put_in_experts(model: torch.nn.Module, name: str, table: CompressedTensor, fused: bool) -> CompressedTensor:
-    """Puts a table in the place of a stacked weight of this name. Returns the table that is multiplied."""
+    """Replaces a stacked weight by a table. Returns the table that is multiplied."""
     of_module, _, attribute = name.rpartition(".")
     module = model.get_submodule(of_module)
     if not isinstance(module, Experts):
@@ -448,7 +453,7 @@ def _put_in_experts(model: torch.nn.Module, name: str, table: CompressedTensor, 
 
 
 def _has_rows(module: torch.nn.Module) -> bool:
-    """Whether the rows of a module's weight are the rows of its table, not the columns."""
+    """Returns whether the rows of a module's weight, and not its columns, are the rows of its table."""
     return isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
 
 

@@ -1,4 +1,4 @@
-"""`decompress`: the modules of a model that hold tables become plain modules again."""
+"""`decompress`: makes plain modules again of the modules of a model that hold tables."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _Model = TypeVar("_Model", bound=torch.nn.Module)
 
 
 def decompress(model: _Model) -> _Model:
-    """Gives the modules of a model their plain weights back, in place: undoes `compress`. Each table is gone before the
-    next one is decoded, so that memory holds at most one table more than the plain model.
+    """Gives the modules of a model their plain weights back, in place: undoes `compress`. The memory of each table is
+    freed before the next one is decoded, so that at most one table exists in addition to the plain model.
 
-    Every `ibp.nn.Linear`, `Embedding` and `EmbeddingBag` becomes torch's module of that name, `Conv1D` and `Experts`
-    those of transformers. They stay the same objects, with their hooks, their mode and their biases. Weights lie where
-    their tables lay, a weight that several modules share is one parameter, and weights require grad as they did before
-    `compress`; those of modules that train do. Subclasses and `EmbeddingCollection`, which torch lacks, stay as
-    they are. An optimizer of `ibp.optim` that trained rows of the model has to be replaced by one of torch.
+    Every `ibp.nn.Linear`, `Embedding` and `EmbeddingBag` becomes torch's module of that name, and `Conv1D` and
+    `Experts` become those of transformers. They stay the same objects, with their hooks, their mode and their biases.
+    Weights are in the memory where their tables were. A weight that several modules share becomes one parameter.
+    Weights require grad as they did before `compress`; weights of modules that train require grad. Subclasses and
+    `EmbeddingCollection`, for which torch has no module, stay as they are. If an optimizer of `ibp.optim` trained rows
+    of the model, replace it by one of torch.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Embedding(4096, 512), torch.nn.Linear(512, 4096)).bfloat16().eval()
@@ -40,16 +41,16 @@ def decompress(model: _Model) -> _Model:
         True
 
     Args:
-        model: any module; one without tables stays as it is.
+        model: any module. A module without tables is not changed.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: model is no module.
-        ValueError: the forward of a module with a table has been replaced. The model is then as it was.
-        CorruptTableError: a table is damaged. That one and those after it are still coded, and so they are where memory
-            runs out.
+        TypeError: model is not a module.
+        ValueError: the forward of a module with a table has been replaced. The model is unchanged then.
+        CorruptTableError: a table is damaged. That table and those after it stay coded. The same holds if memory runs
+            out.
     """
     check_model(model)
     by_table: dict[int, list[TableModule | Experts]] = {}
@@ -64,7 +65,7 @@ def decompress(model: _Model) -> _Model:
         by_table.setdefault(id(getattr(module, "_shared", module)), []).append(module)
     for module in model.modules():
         if isinstance(module, Linear):
-            module.place = None  # modules multiply together while all of them hold tables
+            module.place = None  # modules multiply together only while all of them hold tables
     try:
         for modules in by_table.values():
             _turn_plain(modules)
@@ -74,7 +75,7 @@ def decompress(model: _Model) -> _Model:
 
 
 def _turn_plain(modules: list[TableModule | Experts]) -> None:
-    """Turns modules that share a table into plain ones."""
+    """Turns modules that share a table into plain modules."""
     weight = None
     for module in modules:
         if isinstance(module, Experts):

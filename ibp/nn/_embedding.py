@@ -20,7 +20,7 @@ _Module = TypeVar("_Module", bound="_Rows")
 
 
 class _Rows(RowsModule):
-    """What the two share."""
+    """The common base of `Embedding` and `EmbeddingBag`."""
 
     def __init__(
         self,
@@ -55,19 +55,19 @@ class _Rows(RowsModule):
         freeze: bool = True,
         **options: Any,
     ) -> _Module:
-        """A module of given weights.
+        """Returns a module over given weights.
 
         Args:
-            embeddings: [num_embeddings, embedding_dim] tensor, which is compressed; or torch's module of the same name,
-                whose weights and options are taken; or a table, which is taken as it is.
-            freeze: the weights do not train.
-            options: as the constructor takes them.
+            embeddings: a tensor [num_embeddings, embedding_dim], which is compressed; or torch's module of the same
+                name, whose weights and options are taken; or a table, which is used as it is.
+            freeze: whether the weights are fixed, so that they do not train.
+            options: arguments of the constructor.
 
         Raises:
             ValueError: torch's module has max_norm or scale_grad_by_freq, which change rows or gradients in ways that
-                this one does not.
-            TypeError: a module has another forward than torch's of the same name.
-            TypeError, ValueError: as `ibp.compress` and the constructor.
+                this module does not support.
+            TypeError: a module has another forward than torch's module of the same name.
+            TypeError, ValueError: as in `ibp.compress` and the constructor.
         """
         if isinstance(embeddings, torch.nn.Module):
             options = {**_options_of(embeddings, cls), **options}
@@ -95,25 +95,28 @@ class Embedding(_Rows):
 
     Args:
         table: a table [num_embeddings, embedding_dim]; or the number num_embeddings, for new weights from N(0, 1).
-        embedding_dim, device, dtype: of new weights. device None: the CPU, in pinned memory where there is a GPU.
-        padding_idx: a row that gets no gradient, zeros in new weights; negative: from the end.
-        trainable: whether rows get gradients; None: new weights do, a table's do not.
-        stays: the table keeps its place and its dtype when the module is moved or converted; None: yes if it trains or
-            has a cache.
-        cache: a cache of the table, or bytes of device memory for a new one. A new cache fills itself with the rows
-            used last; where rows train, `cache.refill` fills it instead, and it holds changed rows until `flush`.
+        embedding_dim, device, dtype: of new weights. device None: the CPU, in pinned memory if there is a GPU.
+        padding_idx: number of a row that gets no gradient; it is zeros in new weights. A negative number counts from
+            the end.
+        trainable: whether rows get gradients. None: new weights do, and a table's do not.
+        stays: whether the table keeps its place and its dtype when the module is moved or converted. None: it does if
+            it trains or has a cache.
+        cache: a cache of the table, or the bytes of device memory for a new one. A new cache holds the rows that were
+            used last. If rows train, `cache.refill` fills it instead, and it holds changed rows until `flush`.
 
     Raises:
-        TypeError: table is neither, or does not hold floating-point rows and is to train.
-        ValueError: table has not two dimensions, padding_idx is out of range, or the cache is one of another table.
+        TypeError: table is neither, or it is to train but does not hold floating-point rows.
+        ValueError: table does not have two dimensions, padding_idx is out of range, or the cache belongs to another
+            table.
     """
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows at ids, int32 or int64 of any shape [...]: [..., embedding_dim].
+        """Returns the rows of ids, int32 or int64 of any shape [...], as [..., embedding_dim].
 
         Raises:
-            TypeError: ids are no integers.
-            IndexError: an id is out of range; on a GPU at once where rows train, else as `ibp.index_select` says.
+            TypeError: ids are not integers.
+            IndexError: an id is out of range. On a GPU it is raised at once if rows train, otherwise as
+                `ibp.index_select` says.
         """
         if not self._trains_now and self.cache is None:
             return embedding_of(ids, self.weight)
@@ -139,13 +142,13 @@ class EmbeddingBag(_Rows):
 
     Args:
         table, embedding_dim, device, dtype, trainable, cache: as in `Embedding`.
-        mode: "sum", "mean" or "max".
-        padding_idx: a row that bags leave out, and that gets no gradient.
-        include_last_offset: offsets have one more entry, the end of the last bag.
-        stays: as in `Embedding`, but for the default.
+        mode: "sum", "mean" or "max": how the rows of a bag are pooled.
+        padding_idx: number of a row that bags leave out, and that gets no gradient.
+        include_last_offset: whether offsets have one more entry, the end of the last bag.
+        stays: as in `Embedding`, with another default.
 
     Raises:
-        TypeError, ValueError: as `Embedding`; mode is none of these.
+        TypeError, ValueError: as in `Embedding`; or mode is none of these.
     """
 
     def __init__(
@@ -170,17 +173,17 @@ class EmbeddingBag(_Rows):
     def forward(
         self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The bags' rows put together: [B, embedding_dim].
+        """Returns the pooled bags, [B, embedding_dim].
 
         Args:
-            input: int32 or int64 ids, [B, L] for bags of L, or [K] with offsets.
+            input: int32 or int64 ids, [B, L] for bags of L ids, or [K] with offsets.
             offsets: [B], where each bag begins in input; with include_last_offset [B + 1].
-            per_sample_weights: in the shape of input, what each row is multiplied with; for mode "sum".
+            per_sample_weights: the factor of each row, in the shape of input; only for mode "sum".
 
         Raises:
-            TypeError: ids or offsets are no integers.
+            TypeError: ids or offsets are not integers.
             IndexError: an id is out of range.
-            ValueError, NotImplementedError: as torch.nn.functional.embedding_bag.
+            ValueError, NotImplementedError: as in torch.nn.functional.embedding_bag.
         """
         return self._pool(
             input, offsets, self.mode, per_sample_weights, self.include_last_offset, padding_idx=self.padding_idx
@@ -203,7 +206,7 @@ def check_mode(mode: Any) -> None:
 
 
 def _options_of(module: torch.nn.Module, wanted: type) -> dict[str, Any]:
-    """The options of a module of torch as those of this one."""
+    """Returns the options of a module of torch as arguments of this class."""
     kind = torch.nn.EmbeddingBag if issubclass(wanted, EmbeddingBag) else torch.nn.Embedding
     if not isinstance(module, kind):
         raise TypeError(f"embeddings is a {type(module).__name__}; wanted a torch.nn.{kind.__name__} or its weights")

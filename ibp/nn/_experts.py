@@ -1,4 +1,4 @@
-"""`Experts`: stacked experts of transformers with tables in the place of their stacked weights."""
+"""`Experts`: stacked experts of transformers whose stacked weights are tables."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ _DOWN, _BIAS = "down_proj", "_bias"
 
 
 class CodedStack(TableModule):
-    """The table of a stacked weight of `Experts`, whose name the module has. table: [experts, rows, columns], of rows
-    that are table rows; transposed: whether plain weights are [experts, columns, rows]."""
+    """The table of a stacked weight of `Experts`. The module's name is the weight's.
+
+    table: [experts, rows, columns], whose rows are the table's rows. transposed: whether plain weights are [experts,
+    columns, rows].
+    """
 
     def __init__(self, table: CompressedTensor, transposed: bool, requires_grad: bool) -> None:
         super().__init__(by_rows(table), stays=False)
@@ -30,19 +33,19 @@ class CodedStack(TableModule):
         self.stacked, self.transposed, self.num_rows = table.shape[:1], transposed, table.shape[1]
 
     def all(self, device: torch.device) -> torch.Tensor:
-        """The plain weights of all experts on a device."""
+        """Returns the plain weights of all experts on a device."""
         return self.plain_of(matrix_of(self.weight, device))
 
     def fetch(self, rows: torch.Tensor) -> torch.Tensor:
-        """The plain weights of experts, from the numbers of their rows and on their device."""
+        """Returns the plain weights of experts, given the numbers of their rows, on the device of these numbers."""
         return self.plain_of(index_select(self.weight, rows, device=rows.device))
 
     def _name_of_weight(self, prefix: str) -> str:
         return prefix[:-1]
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        """Takes no table: `Experts` loads it, since torch gives a module only names that begin with its own and a
-        dot."""
+        """Loads no table. `Experts` loads it, because torch passes a module only names that begin with the module's
+        name and a dot."""
         super(TableModule, self)._load_from_state_dict(*args)
 
 
@@ -54,20 +57,21 @@ def multiply_experts(
     stacks: Sequence[tuple[CompressedTensor, Escapes, torch.Tensor | None, Callable | None]],
     absent: float = torch.nan,
 ) -> torch.Tensor:
-    """What experts of two stacked matrices give, by the kernel.
+    """Multiplies by the experts of two stacked matrices, with the kernel, and returns the weighted sums.
 
     Args:
-        index: [tokens, choices], the experts of each token, and weights of their results.
-        stacks: the table of each, with what `escapes_for_groups` gives, biases [experts, rows] or None, and a function
-            of its products [tokens * choices, rows], or None.
-        absent: the second product where an expert is not there.
+        index: [tokens, choices], the experts of each token.
+        weights: [tokens, choices], the weights of their results.
+        stacks: for each stacked matrix its table, what `escapes_for_groups` returns for it, biases [experts, rows] or
+            None, and a function to apply to its products [tokens * choices, rows], or None.
+        absent: what the second matrix gives for an expert that does not exist.
     """
     ids = checked_ids(index).reshape(-1)
     order, groups = group_vectors(ids, num_experts)
     y, sharing = x, index.shape[1]
     for table, escapes, biases, then in stacks:
         shape = ids.shape[0], table.shape[0] // num_experts
-        out = x.new_empty(shape) if y is x else x.new_full(shape, absent)  # remains for what no group has
+        out = x.new_empty(shape) if y is x else x.new_full(shape, absent)  # keeps this value if no group has the row
         y = multiply_groups(y, table, escapes, groups, order, sharing, out)
         y = y if biases is None else y.add_(biases[ids.clamp(0, num_experts - 1)])
         y, sharing = y if then is None else then(y), 1
@@ -77,10 +81,10 @@ def multiply_experts(
 class Experts(torch.nn.Module):
     """Stacked experts of transformers whose stacked weights are coded, as `ibp.nn.compress` makes them.
 
-    On a GPU a call for few tokens sorts the choices by expert and multiplies by a kernel that decodes weights in
-    registers; it does not wait for the GPU, and can be compiled or captured in a CUDA graph. All other calls run the
-    class's own forward: with the experts that were chosen, decoded for the call, or with all where most are. Results on
-    the CPU have the bits of the plain module.
+    On a GPU, a call for few tokens sorts the choices by expert and multiplies with a kernel that decodes weights in
+    registers. It does not wait for the GPU, and can be compiled or captured in a CUDA graph. All other calls run the
+    class's own forward with decoded weights: of the experts that were chosen, or of all experts if most were chosen.
+    Results on the CPU have the bits of the plain module.
 
     Gradients reach inputs and small parameters; autograd keeps the experts that were decoded until backward.
 
@@ -95,8 +99,8 @@ class Experts(torch.nn.Module):
         (<class 'ibp.nn.Experts'>, torch.Size([2048, 256]))
 
     Args:
-        module: of a class that transformers' `use_experts_implementation` decorates. Its attributes become this
-            module's.
+        module: a module of a class that transformers' `use_experts_implementation` decorates. Its attributes become
+            this module's.
         fused: whether the kernel multiplies.
     """
 
@@ -122,7 +126,7 @@ class Experts(torch.nn.Module):
         return {name: module for name, module in self._modules.items() if isinstance(module, CodedStack)}
 
     def put(self, name: str, table: CompressedTensor) -> CodedStack:
-        """Puts a table in the place of a stacked weight: as the plain weight, or its transposed matrices."""
+        """Replaces a stacked weight by a table, which holds the plain weight or its transposed matrices."""
         stack = CodedStack(table, bool(self.is_transposed), self.get_parameter(name).requires_grad)
         del self._parameters[name]
         self.add_module(name, stack)
@@ -130,7 +134,7 @@ class Experts(torch.nn.Module):
         return stack
 
     def turn_plain(self) -> None:
-        """Turns this module itself into the plain one, of the class that it was made of."""
+        """Turns this module itself into the plain module, of the class that it was made from."""
         plain = {name: stack.parameter() for name, stack in self.stacks.items()}
         state = {
             name: value for name, value in vars(self).items() if name not in ("fused", "_kind", "_calls", "_order")
@@ -141,11 +145,11 @@ class Experts(torch.nn.Module):
         self.__dict__, self.__class__ = state, self._kind
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As the class's own forward.
+        """Computes the class's own forward.
 
         Raises:
-            IndexError: an expert is not there. On a GPU, the results of its token are NaN where the kernel multiplies,
-                and the error comes as `ibp.index_select` says where it does not.
+            IndexError: an expert does not exist. If the kernel multiplies on a GPU, no error is raised, and the results
+                of the token are NaN. If it does not, the error is raised as `ibp.index_select` says.
         """
         ids = self._calls.ids_of(args, kwargs)
         if len(args) == 3 and ids is not None and 0 < ids.numel() <= MOST_GROUPED:
@@ -155,7 +159,7 @@ class Experts(torch.nn.Module):
         return self._decoded(args, kwargs, ids)
 
     def _escapes_for(self, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> dict[str, Escapes] | None:
-        """The escapes of both stacks, by name, where the kernel multiplies by them."""
+        """Returns the escapes of both stacks, by name, or None if the kernel cannot multiply by them."""
         if not self.fused or hidden.dim() != 2 or ids.dim() != 2:
             return None
         stacks, names = self.stacks, {self._up, _DOWN}
@@ -176,7 +180,7 @@ class Experts(torch.nn.Module):
     def _multiplied(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, escapes: dict[str, Escapes]
     ) -> torch.Tensor:
-        """What transformers' implementations compute, from coded weights."""
+        """Computes what transformers' implementations compute, from coded weights."""
         gate = functools.partial(self._kind._apply_gate, self) if self.has_gate else self.act_fn
         norm = self.post_expert_norm if getattr(self, "has_post_expert_norm", False) else None
         stacks = [
@@ -187,7 +191,7 @@ class Experts(torch.nn.Module):
 
     @outside_of_graphs
     def _decoded(self, args: tuple, kwargs: dict[str, Any], ids: torch.Tensor | None) -> torch.Tensor:
-        """What the class's own forward gives, with decoded weights."""
+        """Runs the class's own forward with decoded weights."""
         calls, stacks = self._calls, self.stacks
         if not are_few(ids, self.num_experts):
             device = next(iter(stacks.values())).weight.device if ids is None else ids.device

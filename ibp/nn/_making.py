@@ -1,4 +1,4 @@
-"""Tables of many rows, made block by block, so that the uncompressed rows are never in memory all at once."""
+"""Makes tables of many rows block by block, so that the uncompressed rows are never all in memory at once."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .._tables import changes
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
 _BLOCK_BYTES = 64 << 20
-_SAMPLED_ELEMENTS = 1 << 19  # of rows that a codebook is learned from, as ibp.compress takes them
+_SAMPLED_ELEMENTS = 1 << 19  # elements of the rows from which a codebook is learned, as many as ibp.compress takes
 
 
 class NormalRows:
-    """Rows that are drawn, N(0, 1) as torch.nn.Embedding's, from torch's generator of the CPU; the padding row is
+    """Draws rows from N(0, 1), as torch.nn.Embedding does, from torch's generator of the CPU. The padding row is
     zeros."""
 
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype, padding_idx: int | None = None) -> None:
@@ -34,7 +34,7 @@ class NormalRows:
         return rows
 
     def sample(self, num_rows: int) -> torch.Tensor:
-        """Rows like those to come; the generator stays as it is."""
+        """Returns rows like those to come, and leaves the generator as it is."""
         with torch.random.fork_rng(devices=[]):
             return torch.empty(num_rows, self._num_columns, dtype=self.dtype, device="cpu").normal_()
 
@@ -59,8 +59,8 @@ Rows = NormalRows | GivenRows
 def table_of(
     sources: Sequence[Rows], num_columns: int, dtype: torch.dtype, device: torch.device | str | int
 ) -> CompressedTensor:
-    """One table of the rows of all sources, one after the other, in device memory or, for the CPU, in host memory,
-    pinned if there is a GPU. Its codebook is learned from rows of all of them."""
+    """Returns one table of the rows of all sources, one after the other. It is in device memory or, for the CPU, in
+    host memory, pinned if there is a GPU. Its codebook is learned from rows of all sources."""
     device = memory.canonical(device)
     total, row_bytes = sum(source.num_rows for source in sources), num_columns * dtype.itemsize
     block_rows = max(1, _BLOCK_BYTES // row_bytes)
@@ -85,7 +85,7 @@ def table_of(
 
 
 def _sample_of(sources: Sequence[Rows], total: int, num_columns: int) -> torch.Tensor:
-    """Rows of all sources, of each as many as its share is, on the CPU."""
+    """Returns sampled rows of all sources on the CPU, of each source in proportion to its rows."""
     wanted = max(1, _SAMPLED_ELEMENTS // num_columns)
     counts = [min(source.num_rows, -(-wanted * source.num_rows // total)) for source in sources]
     return torch.cat([source.sample(count).cpu() for source, count in zip(sources, counts) if count])

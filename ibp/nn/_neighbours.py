@@ -1,4 +1,4 @@
-"""Modules that get the same x, one after the other: the first one multiplies for all of them."""
+"""Modules that get the same x, one after the other. The first one multiplies for all of them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from .._fetch.products import wants_gradients
 
 
 class _Kept(NamedTuple):
-    """Results that modules have not asked for yet."""
+    """Results for which modules have not asked yet."""
 
-    # x, version: what they are of, and how often it had changed; None: torch does not count it
+    # x, version: the tensor that was multiplied, and how often it had been changed. None: torch does not count changes.
     x: torch.Tensor
     version: int | None
-    number: int  # of the module that asks next
-    results: list[torch.Tensor]  # of all modules
+    number: int  # the module that asks next
+    results: list[torch.Tensor]  # the results of all modules
 
 
 class Neighbours:
-    """Modules over tables whose products one call of `linear` gives, as long as the model calls them in turn with the
-    same x. modules: `Linear`, in the order of the calls."""
+    """Modules over tables that share one call of `linear`, as long as the model calls them in turn with the same x.
+    modules: instances of `Linear`, in the order of the calls."""
 
     def __init__(self, modules: Sequence[Any]) -> None:
         self.modules = tuple(modules)
         self._kept: _Kept | None = None
-        self._is_used = True  # until a result that was made for a module is not asked for
+        self._is_used = True  # until a result that was made for a module was not asked for
 
     def product(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """What a module gives for x."""
+        """Returns the product of x and a module's weights."""
         kept = self._kept
         if kept is not None and kept.number == number and kept.x is x and kept.version == _version(x):
             is_last = number + 1 == len(self.modules)

@@ -1,7 +1,8 @@
-"""Stacks of experts: which modules of transformers hold them, and calls of such a module for a few of its experts.
+"""Stacks of experts: finds the modules of transformers that hold them, and calls such a module for a few of its
+experts.
 
-The experts of a call lie in slots, as many as the call can need. The forward of the module's class computes with the
-slots in the place of all experts, and with numbers of slots in the place of numbers of experts.
+The experts of a call are put in slots, of which there are as many as the call can need. The forward of the module's
+class computes with the slots instead of all experts, and with slot numbers instead of expert numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ MOST_CHOICES = 4
 
 
 def is_stack(module: torch.nn.Module) -> bool:
-    """Whether a module is of a class that transformers' `use_experts_implementation` decorates, with experts of this
-    process alone: forward(hidden states, experts of each token, ...) over tensors [num_experts, ...]."""
+    """Returns whether a module is of a class that transformers' `use_experts_implementation` decorates, and has only
+    experts of this process: forward(hidden states, experts of each token, ...) over tensors [num_experts, ...]."""
     has_attributes = all(hasattr(module, name) for name in ("num_experts", "has_gate", "has_bias", "is_transposed"))
     is_decorated = has_attributes and hasattr(type(module), "_apply_gate")
     if not is_decorated or getattr(module, "_is_expert_parallel", False) or "forward" in vars(module):
@@ -36,41 +37,43 @@ def is_stack(module: torch.nn.Module) -> bool:
 
 
 def arguments_of(kind: type[torch.nn.Module]) -> tuple[str, ...]:
-    """The names of the arguments that a class's forward takes."""
+    """Returns the names of the arguments that a class's forward takes."""
     return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def reshaped(table: CompressedTensor, shape: torch.Size) -> CompressedTensor:
-    """A table over the same memory and of the same rows, in another shape."""
+    """Returns a table over the same memory, with the same rows, in another shape."""
     return table._with(lambda tensor: tensor, shape)
 
 
 def by_rows(table: CompressedTensor) -> CompressedTensor:
-    """A table over the same memory whose items are its rows."""
+    """Returns a table over the same memory whose items are its rows."""
     return reshaped(table, torch.Size((table.num_rows, table.row_bytes // table.dtype.itemsize)))
 
 
 def are_few(ids: torch.Tensor | None, num_experts: int) -> TypeGuard[torch.Tensor]:
-    """Whether a call is made for the experts in its ids alone: it has ids, and these are not likely all experts."""
+    """Returns whether a call should use only the experts in its ids: it has ids, and these are unlikely to name all
+    experts."""
     return ids is not None and ids.numel() < MOST_CHOICES * num_experts and num_experts <= MOST_STACKED
 
 
 def slots_for(
     ids: torch.Tensor, num_experts: int, num_rows: Sequence[int] = (), num_spare: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
-    """The slots of a workspace that hold the experts of a call. One operation, which waits for no GPU.
+    """Chooses the slots of a workspace that hold the experts of a call, by one operation, which does not wait for a
+    GPU.
 
     Args:
         ids: integers [tokens, choices], the experts of each token.
-        num_rows: of an expert in each of several tables.
-        num_spare: int64, added to: how many slots are left over.
+        num_rows: how many rows an expert has in each of several tables.
+        num_spare: int64; the number of slots that are left over is added to it.
 
     Returns:
         (integers [tokens, choices], the slot of each choice; int64 [slots], the expert of each slot, -1 in slots that
-        are left over; int64 [slots * num_rows] for each table, the numbers of the experts' rows, and 0 in slots that
-        are left over). Slots have the experts in increasing order. Ids that are out of range are `num_experts`. There
-        are at least two slots: `torch.histc`, by which transformers counts the tokens of each, waits for the GPU where
-        there is one.
+        are left over; int64 [slots * num_rows] for each table, the numbers of the experts' rows, 0 in slots that are
+        left over). Slots hold the experts in increasing order. Ids that are out of range become `num_experts`. There
+        are at least two slots: with one slot, `torch.histc`, with which transformers counts the tokens of each expert,
+        would wait for the GPU.
     """
     experts, count = checked_ids(ids).reshape(-1), ids.numel()
     num_slots = max(2, min(count, num_experts + 1))
@@ -82,25 +85,29 @@ def slots_for(
 
 
 class Calls:
-    """Calls of the forward that a class of stacked experts has, with tensors of the call in place of a module's own.
+    """Calls the forward of a class of stacked experts with some tensors of the call in place of the module's own.
+
     kind: the class. Modules of other classes need the attributes that its forward reads. stacks: names of the stacked
-    weights."""
+    weights.
+    """
 
     def __init__(self, kind: Any, stacks: Iterable[str]) -> None:
         self.kind, self._stacks, self._choice = kind, frozenset(stacks), arguments_of(kind)[1]
 
     def ids_of(self, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The experts of each token [tokens, choices], an argument of the call; None: there is none."""
+        """Returns the experts of each token, [tokens, choices], from the arguments of a call, or None if they are
+        not there."""
         ids = args[1] if len(args) > 1 else kwargs.get(self._choice)
         return ids if isinstance(ids, torch.Tensor) else None
 
     def check(self, ids: torch.Tensor, num_experts: int, name: str) -> None:
-        """Raises IndexError for experts that are not there, on the CPU. name: of the module."""
+        """Raises IndexError on the CPU if an expert does not exist. name: the name of the module."""
         if not ids.is_cuda:
             check_range(ids.reshape(-1), num_experts, name=f"{self._choice} of {name}")
 
     def with_all(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], values: Mapping[str, Any]) -> Any:
-        """What forward gives with all experts. values: attributes of this call, such as the stacked weights."""
+        """Returns what forward computes with all experts. values: attributes for this call, such as the stacked
+        weights."""
         return self.kind.forward(stand_in(module, values, self.kind), *args, **kwargs)
 
     def with_slots(
@@ -112,8 +119,11 @@ class Calls:
         held: torch.Tensor,
         weights: Mapping[str, torch.Tensor | functools.partial[torch.Tensor]],
     ) -> Any:
-        """What forward gives with a few experts. slots, held: of `slots_for`. weights: by name, stacked ones of the
-        experts held, or functions that forward calls when it first reads them."""
+        """Returns what forward computes with a few experts.
+
+        slots, held: from `slots_for`. weights: the stacked weights of the experts held, by name, or functions that are
+        called when forward first reads the weight.
+        """
         if len(args) > 1:
             args = args[0], slots, *args[2:]
         else:
@@ -122,7 +132,7 @@ class Calls:
         return self.with_all(module, args, kwargs, values)
 
     def _small(self, module: Any, held: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The experts' part of other tensors: biases, scales."""
+        """Returns the parts of the other tensors, such as biases and scales, that belong to the experts held."""
         all_tensors = chain(module._parameters.items(), module._buffers.items())
         tensors = {name: tensor for name, tensor in all_tensors if tensor is not None and name not in self._stacks}
         if not tensors:
@@ -132,9 +142,8 @@ class Calls:
 
 
 def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> torch.nn.Module:
-    """What the forward of a class can be called with: an object of the class with the module's attributes, but for
-    some, which are values of this call alone. A value that is a `functools.partial` is called when it is first
-    read."""
+    """Returns an object to call the forward of a class with. It has the module's attributes, except those in
+    `values`, which are for this call alone. A value that is a `functools.partial` is called when it is first read."""
     later = {name: value for name, value in values.items() if isinstance(value, functools.partial)}
     made = object.__new__(_reading_later(kind) if later else kind)
     state = vars(made)
@@ -148,7 +157,7 @@ def stand_in(module: torch.nn.Module, values: Mapping[str, Any], kind: Any) -> t
 
 @functools.cache
 def _reading_later(kind: Any) -> Any:
-    """A class whose objects call a function in `_read_later` when they are first asked for its value."""
+    """Returns a subclass whose objects call a function in `_read_later` when its value is first read."""
 
     class ReadsLater(kind):
         def __getattr__(self, name: str) -> Any:

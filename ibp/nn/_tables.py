@@ -1,4 +1,4 @@
-"""What modules over tables share, `Linear` and `Conv1D`."""
+"""`Linear` and `Conv1D`, and what all modules over tables share."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from .._tables.torch_functions import linear_of
 from ._neighbours import Neighbours
 from ._stacks import by_rows, reshaped
 
-_LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that choose no slots
-TRANSPOSED = "_transposed"  # how names of transposed tables end in a coded state
-# Attributes of every module besides what it holds: its mode and its hooks.
+_LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that do not choose slots
+TRANSPOSED = "_transposed"  # the end of the names of transposed tables in a coded state
+# Attributes that every module has besides its contents: its mode and its hooks.
 _OF_ANY_MODULE = vars(torch.nn.Module()).keys() - {"_parameters", "_buffers", "_modules"}
-_is_coded: ContextVar[bool] = ContextVar("is_coded", default=False)  # whether a state_dict() that is made holds tables
+# whether a state_dict() that is being made holds tables
+_is_coded: ContextVar[bool] = ContextVar("is_coded", default=False)
 
 
 def saves_tables() -> bool:
-    """Whether this is a call of `coded_state_dict`."""
+    """Returns whether this is a call of `coded_state_dict`."""
     return _is_coded.get()
 
 
 class SharedTable:
-    """What modules that share a table hold, as others hold one parameter: a table that is loaded or moved replaces the
-    old one for all of them. It is ready for compiled code and for products. requires_grad: of the parameter that the
-    table has replaced."""
+    """The holder of a table that several modules share, like a shared parameter: if the table is loaded or moved,
+    the new one replaces the old one in all of these modules. The table is ready for compiled code and for products.
+    requires_grad: of the parameter that the table has replaced."""
 
     def __init__(self, table: CompressedTensor, requires_grad: bool = False) -> None:
         self.table, self.requires_grad, self.saved = table, requires_grad, SavedTensor()
@@ -60,9 +61,9 @@ class TableModule(torch.nn.Module):
 
     Attributes:
         transposed: whether plain weights are [columns, rows]. In a coded state such a table has a name of its own,
-            since a square one does not tell.
-        stacked: () for a matrix. Where plain weights are a stack of matrices, which the table has one below the other:
-            how many.
+            because the shape of a square table does not tell.
+        stacked: () for a matrix. If plain weights are a stack of matrices, which the table holds one below the other:
+            the leading dimensions of the stack.
     """
 
     transposed = False
@@ -88,16 +89,20 @@ class TableModule(torch.nn.Module):
         self._shared.table = table
 
     def share_table(self, other: TableModule) -> None:
-        """Takes another module's table for its own, from now on."""
+        """Uses another module's table from now on."""
         self._shared = other._shared
 
     def check_conversion(self, convert: Callable) -> None:
-        """Raises TypeError for what a table does not do, such as a conversion to another dtype."""
+        """Raises TypeError for conversions that a table does not support, such as one to another dtype."""
         if not self.stays:
             convert(compress_rows(torch.empty(0, self.weight.shape[1], dtype=self.weight.dtype, device="cpu")))
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Called by torch for `module.name = param` too. RuntimeError: the name is the table's."""
+        """Registers a parameter; torch also calls this for `module.name = param`.
+
+        Raises:
+            RuntimeError: the name is the table's.
+        """
         if name == "weight":
             raise RuntimeError(
                 f"the weight of an ibp.nn.{type(self).__name__} is a table, which no parameter can replace: "
@@ -106,7 +111,7 @@ class TableModule(torch.nn.Module):
         super().register_parameter(name, param)
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Called by torch.jit.script, also for modules within modules."""
+        """Raises an error; torch.jit.script calls this, also for modules within modules."""
         raise cannot_record("torch.jit.script")
 
     # ---- the plain module ----
@@ -117,20 +122,25 @@ class TableModule(torch.nn.Module):
         return self._shared.requires_grad
 
     def parameter(self) -> torch.nn.Parameter:
-        """The plain weights, where the table is. CorruptTableError: the table is damaged."""
+        """Returns the plain weights, in the memory where the table is.
+
+        Raises:
+            CorruptTableError: the table is damaged.
+        """
         weight = self.plain_of(self.current_table().decompress(check=True))
         return torch.nn.Parameter(weight, requires_grad=self._requires_grad)
 
     def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
-        """The plain module over its weights."""
+        """Returns the plain module over its weights."""
         raise NotImplementedError
 
     def to_torch(self) -> torch.nn.Module:
-        """The plain module of the same weights, uncompressed, where the table is; a bias is shared with it."""
+        """Returns the plain module of the same weights, uncompressed, in the memory where the table is. It shares
+        the bias."""
         return self._module_over(self.parameter())
 
     def turn_plain(self, weight: torch.nn.Parameter) -> None:
-        """Turns this module itself into the plain one over its weights. It keeps its hooks and its mode."""
+        """Turns this module itself into the plain module over its weights. It keeps its hooks and its mode."""
         plain = self._module_over(weight)
         self.__dict__ = {**vars(plain), **{name: vars(self)[name] for name in _OF_ANY_MODULE}}
         self.__class__ = type(plain)  # type: ignore[assignment]
@@ -149,7 +159,7 @@ class TableModule(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _name_of_weight(self, prefix: str) -> str:
-        """What a state calls the weights. prefix: of names in the module."""
+        """Returns the name of the weights in a state. prefix: the prefix of the module's names."""
         return prefix + "weight"
 
     def _save_weight(self, state: dict[str, Any], prefix: str) -> None:
@@ -159,28 +169,29 @@ class TableModule(torch.nn.Module):
                 reshaped(table, self._shape) if self.stacked else table
             )
         else:
-            if key in state:  # by an earlier state_dict(): the tensor that was made for it may be old
+            if key in state:  # from an earlier state_dict(): the tensor that was made for it may be old
                 self._shared.saved = SavedTensor()
             state[key] = self._shared.saved.of(state, self._plain)
 
     @property
     def _shape(self) -> torch.Size:
-        """Of the table in a coded state."""
+        """The shape of the table in a coded state."""
         rows, columns = self.weight.shape
         return torch.Size((*self.stacked, rows // prod(self.stacked), columns))
 
     def plain_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The weights as the plain module has them, of rows of the table: of all, or of whole matrices of a stack."""
+        """Returns the weights in the plain module's shape, made from rows of the table: from all rows, or from those
+        of whole matrices of a stack."""
         matrices = rows.view(-1, *self._shape[1:]) if self.stacked else rows
         return matrices.mT.contiguous() if self.transposed else matrices
 
     @outside_of_modes()
     def _plain(self) -> torch.Tensor:
-        """The weights on the CPU."""
+        """Returns the plain weights on the CPU."""
         return self.plain_of(self.weight.decompress(device="cpu"))
 
     def current_table(self) -> CompressedTensor:
-        """The table, with all rows as they are now."""
+        """Returns the table, with all rows as they are now."""
         return self.weight
 
     def _load_from_state_dict(self, *args: Any) -> None:
@@ -188,7 +199,7 @@ class TableModule(torch.nn.Module):
         self.load_weight(self._name_of_weight(args[1]), *args)
 
     def load_weight(self, name: str, *args: Any) -> None:
-        """Takes the weights that a state has under a name. args: of `_load_from_state_dict`."""
+        """Takes the weights that a state has under a name. args: the arguments of `_load_from_state_dict`."""
         state_dict, _, metadata, strict, missing_keys, unexpected_keys, error_msgs = args
         held, shape = self.weight, self._shape
         is_table = self.transposed and name + TRANSPOSED in state_dict
@@ -207,11 +218,12 @@ class TableModule(torch.nn.Module):
             )
         else:
             table = rows_of_weight(value, turns)
-            assigns = metadata.get("assign_to_params_buffers", False)  # tables as they are; else copies
+            # whether tables are used as they are; otherwise they are copied
+            assigns = metadata.get("assign_to_params_buffers", False)
             self._take(table if assigns and isinstance(table, CompressedTensor) else placed_like(held, table))
 
     def _take(self, table: CompressedTensor) -> None:
-        """Takes a table, loaded or moved, in place of the one held."""
+        """Replaces the table by one that was loaded or moved."""
         self.weight = table
 
     def extra_repr(self) -> str:
@@ -222,8 +234,8 @@ class TableModule(torch.nn.Module):
 
 
 def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torch.Tensor | CompressedTensor:
-    """The rows of a module's table: of a plain weight, a matrix or a stack of them, or of a table of it. turns: whether
-    the rows are the matrices' columns."""
+    """Returns the rows of a module's table, made from a plain weight (a matrix or a stack of matrices) or from a
+    table of it. turns: whether the rows are the matrices' columns."""
     columns = weight.shape[-1]
     if isinstance(weight, CompressedTensor):
         if weight.dim() == 2 and not turns:
@@ -236,8 +248,9 @@ def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torc
 
 
 def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
-    """A table of the weights where another one is, pinned if that is. A plain tensor is compressed in its layout and
-    at its level; of a table, it shares the memory at most until one of the two changes."""
+    """Returns a table of the weights in the same memory as another table, pinned if that is pinned. A plain tensor
+    is compressed with that table's layout and level. A table may share memory with the result until one of the two
+    changes."""
     if isinstance(weight, torch.Tensor):
         options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
         if _is_fast(held):
@@ -252,12 +265,12 @@ def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor)
 
 
 def _is_fast(table: CompressedTensor) -> bool:
-    """Whether a table was coded at level "fast"."""
+    """Returns whether a table was coded at level "fast"."""
     return isinstance(table.codebook, PlanesCodebook) and table.codebook.first_symbol is not None
 
 
 def is_fast_matrix(table: CompressedTensor) -> bool:
-    """Whether a table has the form that `matrix_table` gives at level "fast"."""
+    """Returns whether a table has the form that `matrix_table` makes at level "fast"."""
     if not _is_fast(table) or table.layout != "slots" or table.geometry.item_bytes != table.row_bytes:
         return False
     least = slot_bytes_for(table.shape[1], table.dtype)
@@ -265,7 +278,7 @@ def is_fast_matrix(table: CompressedTensor) -> bool:
 
 
 def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module]) -> None:
-    """Raises TypeError for a module that computes something else than a torch module of this kind does."""
+    """Raises TypeError if a module computes something else than a torch module of this kind."""
     if type(module).forward is not kind.forward or "forward" in vars(module):
         raise TypeError(
             f"{name} is a {type(module).__name__} with a forward of its own, which a module over a table does not "
@@ -275,11 +288,11 @@ def check_forward(name: str, module: torch.nn.Module, kind: type[torch.nn.Module
 
 
 class Linear(TableModule):
-    """`torch.nn.Linear` with fixed weights, which are decoded on the input's device for the time of a call.
+    """`torch.nn.Linear` with fixed weights, which are decoded on the input's device for the duration of a call.
 
-    Gradients reach inputs and bias: backward decodes the weights again, so that no plain weights are kept meanwhile.
-    What `ibp.linear` needs of a table on a GPU is readied when the module takes the table, is moved or loaded: the
-    first call may be compiled or captured in a CUDA graph.
+    Gradients reach inputs and bias. Backward decodes the weights again, so that plain weights are not kept until then.
+    What `ibp.linear` needs on a GPU is prepared when the module takes the table, is moved or is loaded, so that even
+    the first call may be compiled or captured in a CUDA graph.
 
     Example:
         >>> dense = torch.nn.Linear(256, 128)
@@ -290,17 +303,17 @@ class Linear(TableModule):
 
     Args:
         table: [out_features, in_features].
-        bias: [out_features], an ordinary parameter; None: none.
+        bias: [out_features], an ordinary parameter. None: no bias.
         stays: as in `Embedding`.
-        fused: whether few vectors are multiplied as `ibp.linear` does it, by weights that are decoded in registers: in
-            other bits than torch has. Without it the bits are torch's.
+        fused: whether few vectors are multiplied as in `ibp.linear`, by weights that are decoded in registers. The
+            results then have other bits than torch's; without it they have torch's bits.
 
     Attributes:
         place: the modules that this one multiplies together with, and its number among them (`multiply_together`).
 
     Raises:
-        TypeError: table is no `ibp.CompressedTensor`.
-        ValueError: table has not two dimensions, or bias another length.
+        TypeError: table is not an `ibp.CompressedTensor`.
+        ValueError: table does not have two dimensions, or bias has another length.
     """
 
     bias: torch.nn.Parameter | None
@@ -320,16 +333,16 @@ class Linear(TableModule):
 
     @classmethod
     def from_linear(cls, module: torch.nn.Linear, *, fused: bool = True, **options: Any) -> Linear:
-        """The module with compressed weights, on the device where they are, and with its own bias.
+        """Returns the module with compressed weights, on the device where they are, and with the same bias.
 
         Args:
-            module: its weights are compressed at level "fast" unless options say otherwise.
-            fused: as in the constructor. The bits are torch's where it is False.
-            options: as `ibp.compress` takes them.
+            module: a module whose weights are compressed, at level "fast" unless options say otherwise.
+            fused: as in the constructor. If False, results have torch's bits.
+            options: arguments of `ibp.compress`.
 
         Raises:
-            TypeError: module is no torch.nn.Linear, or has another forward than torch.nn.Linear's.
-            TypeError, ValueError: as `ibp.compress`.
+            TypeError: module is not a torch.nn.Linear, or has another forward than torch.nn.Linear.
+            TypeError, ValueError: as in `ibp.compress`.
         """
         if not isinstance(module, torch.nn.Linear):
             raise TypeError(f"module is a {type(module).__name__}; wanted a torch.nn.Linear")
@@ -337,7 +350,7 @@ class Linear(TableModule):
         return cls(matrix_table(module.weight, **options), module.bias, fused=fused)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] times the weights: [..., out_features]."""
+        """Returns x [..., in_features] times the weights: [..., out_features]."""
         if self.place is not None:
             neighbours, number = self.place
             return neighbours.product(number, x)
@@ -354,13 +367,13 @@ class Linear(TableModule):
 
 
 def multiply_together(*modules: Linear) -> None:
-    """Lets modules that get the same x multiply by one launch of a kernel, as `ibp.linear` does by
-    several tables.
+    """Makes modules that get the same x multiply by one launch of a kernel, as `ibp.linear` does for several tables.
 
-    The first module computes the results of all, and the others return theirs if they are called next, one after the
-    other, with the same tensor. Otherwise each computes its own, and so do all from then on. x must not change between
-    these calls; outside of compiled code and inference mode a change is noticed. Results have the bits that they have
-    without it, up to 64 vectors. `ibp.nn.compress` does this for modules with names as q_proj, k_proj and v_proj.
+    The first module computes the results of all of them. The others return theirs if they are called next, one after
+    the other, with the same tensor. If they are not, each module computes its own result, and all modules do so from
+    then on. x must not change between these calls; outside of compiled code and inference mode a change is noticed. For
+    up to 64 vectors, results have the same bits as without this function. `ibp.nn.compress` calls it for modules with
+    names such as q_proj, k_proj and v_proj.
 
     Example:
         >>> gate, up = (ibp.nn.Linear.from_linear(torch.nn.Linear(256, 512).bfloat16()) for _ in range(2))
@@ -370,11 +383,11 @@ def multiply_together(*modules: Linear) -> None:
         torch.Size([2, 512])
 
     Args:
-        modules: at least two, different, all with fused=True and as many in_features.
+        modules: at least two different modules, all with fused=True and the same in_features.
 
     Raises:
-        TypeError: one is no `ibp.nn.Linear`.
-        ValueError: these are not such modules.
+        TypeError: a module is not an `ibp.nn.Linear`.
+        ValueError: the modules are not as described.
     """
     for module in modules:
         if type(module) is not Linear:
@@ -396,8 +409,8 @@ class Conv1D(Linear):
     """transformers' `Conv1D` with fixed weights: a `Linear` whose plain weights are [in_features, out_features].
 
     The table holds them transposed, in the rows that `ibp.linear` multiplies. On a GPU with `fused`, products have the
-    bits of `Linear`; elsewhere they have those of transformers' module. In `state_dict()` the plain weights are called
-    `weight`, in `coded_state_dict` the table is called `weight_transposed`.
+    bits of `Linear`; otherwise they have those of transformers' module. In `state_dict()` the plain weights are called
+    `weight`; in `coded_state_dict` the table is called `weight_transposed`.
 
     Example:
         >>> plain = torch.randn(64, 128)
@@ -410,13 +423,13 @@ class Conv1D(Linear):
         bias, stays, fused: as in `Linear`.
 
     Raises:
-        TypeError, ValueError: as `Linear`.
+        TypeError, ValueError: as in `Linear`.
     """
 
     transposed = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in_features] times the weights: [..., out_features]."""
+        """Returns x [..., in_features] times the weights: [..., out_features]."""
         if self.fused and x.is_cuda:
             return linear(x, self.weight, self.bias)
         return differentiable(_transposed_product, x, self.weight, self.bias)
@@ -432,15 +445,18 @@ class Conv1D(Linear):
 
 
 def _transposed_product(x: torch.Tensor, table: CompressedTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What transformers' `Conv1D` computes, in its bits."""
+    """Computes what transformers' `Conv1D` computes, with the same bits."""
     weight, vectors = table.decompress(device=x.device).t().contiguous(), x.reshape(-1, x.shape[-1])
     products = vectors @ weight if bias is None else torch.addmm(bias, vectors, weight)
     return products.view(*x.shape[:-1], table.shape[0])
 
 
 def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
-    """A table of a matrix to multiply by: at level "fast" unless options of `ibp.compress` say otherwise, and in the
-    form that the kernel of `ibp.linear` takes, if it takes the matrix, unless they choose another."""
+    """Returns a table of a matrix to multiply by.
+
+    Unless options choose slots, the level is "fast" by default. At that level the table has the form that the kernel of
+    `ibp.linear` takes, if the kernel takes the matrix.
+    """
     if options.keys() <= _LEAVES_SLOTS:
         options = {"level": "fast", **options}
         if options["level"] == "fast":
@@ -449,8 +465,8 @@ def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
 
 
 def coded_state_dict(module: torch.nn.Module) -> dict[str, Any]:
-    """`module.state_dict()` with tables in place of plain tensors: as small as the module, saved by `torch.save` and
-    loaded by `load_state_dict`.
+    """Returns `module.state_dict()` with tables in place of plain tensors. It is as small as the module; `torch.save`
+    saves it, and `load_state_dict` loads it.
 
     Example:
         >>> embedding = ibp.nn.Embedding(1000, 64, device="cpu")

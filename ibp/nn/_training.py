@@ -1,5 +1,5 @@
-"""Rows that train: a module looks each row up once a call, autograd gives these rows a gradient, and an optimizer of
-`ibp.optim` writes changed rows back."""
+"""Rows that train. A module looks up each row once in a call, autograd gives these rows a gradient, and an optimizer
+of `ibp.optim` writes changed rows back."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..cache import RowCache
 from ._tables import TableModule
 
-_MOST_KEPT = 64  # gradients that are kept apart: adding each to the sum at once would cost a pass over the sum
-_MOST_UNREAD = 64  # backward passes whose gradients nobody has read, before a warning
+_MOST_KEPT = 64  # gradients that are kept separately, because adding each at once would cost a pass over the sum
+_MOST_UNREAD = 64  # backward passes whose gradients nobody has read, after which a warning comes
 
 
 class RowGradient(NamedTuple):
     """The gradient of some rows of a table."""
 
-    ids: torch.Tensor  # int64 [U], the rows, in increasing order
-    rows: torch.Tensor  # [U, D], what they hold
+    ids: torch.Tensor  # int64 [U], the numbers of the rows, in increasing order
+    rows: torch.Tensor  # [U, D], the values of the rows
     grad: torch.Tensor  # [U, D]
 
 
@@ -38,18 +38,18 @@ class _Noted(NamedTuple):
 
 
 class LookedUp(NamedTuple):
-    """Rows of a call, each once."""
+    """The rows of a call, each once."""
 
-    rows: torch.Tensor  # [U, D], which autograd gives a gradient where the module trains
-    places: torch.Tensor  # int64, in the shape of the call's ids: which of the rows each of them is
-    padding: int | None  # which of the rows padding_idx is; None: there is none
+    rows: torch.Tensor  # [U, D]; if the module trains, autograd gives it a gradient
+    places: torch.Tensor  # int64, in the shape of the call's ids: the place in rows of each id
+    padding: int | None  # the place in rows of the row padding_idx; None: there is no such row
 
 
 class RowsModule(TableModule):
     """A table [num_embeddings, embedding_dim] whose rows are looked up by ids, and train.
 
     Attributes:
-        cache: what rows are read from and written to; None: the table.
+        cache: the cache through which rows are read and written. None: the table itself is used.
     """
 
     def __init__(
@@ -76,13 +76,17 @@ class RowsModule(TableModule):
         return self.weight if self.cache is None else self.cache
 
     def _fetched(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows at ids [K], as they are now."""
+        """Returns the rows of ids [K], as they are now."""
         return self._source.index_select(ids)
 
     @outside_of_graphs
     def _look_up(self, ids: torch.Tensor, padding_idx: int | None) -> LookedUp:
-        """The rows of ids of any shape. TypeError: the ids are no integers. IndexError: an id is out of range. Waits
-        for ids on a GPU."""
+        """Looks up the rows of ids of any shape. Waits for ids on a GPU.
+
+        Raises:
+            TypeError: the ids are not integers.
+            IndexError: an id is out of range.
+        """
         flat = checked_ids(ids).reshape(-1).to(torch.int64)
         if padding_idx is not None:
             flat = torch.cat((flat, flat.new_tensor([padding_idx])))
@@ -99,11 +103,11 @@ class RowsModule(TableModule):
         return LookedUp(rows, places[: ids.numel()].view(ids.shape), padding)
 
     def _refusal(self, wrong: int) -> str:
-        """The message for an id that is out of range."""
+        """Returns the message for an id that is out of range."""
         return f"ids hold {wrong}; wanted 0 to {self.num_embeddings - 1}"
 
     def rows_at(self, ids: torch.Tensor, padding_idx: int | None = None) -> torch.Tensor:
-        """Rows at ids of any shape [...]: [..., embedding_dim]."""
+        """Returns the rows of ids of any shape [...]: [..., embedding_dim]."""
         if not self._trains_now:
             return self._fetched(ids.reshape(-1)).view(*ids.shape, self.embedding_dim)
         looked_up = self._look_up(ids, padding_idx)
@@ -118,8 +122,8 @@ class RowsModule(TableModule):
         include_last_offset: bool = False,
         padding_idx: int | None = None,
     ) -> torch.Tensor:
-        """Bags of rows, as torch.nn.functional.embedding_bag has them. Where rows train, each is fetched once and has
-        one gradient."""
+        """Returns bags of rows, like torch.nn.functional.embedding_bag. If rows train, each row is fetched once and
+        has one gradient."""
         if not self._trains_now:
             return embedding_bag(
                 self._source,
@@ -148,7 +152,7 @@ class RowsModule(TableModule):
         )
 
     def _note_gradient_of(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Notes the gradient of rows whenever a backward pass has given them one."""
+        """Notes the gradient of rows each time a backward pass has given them one."""
         num_writes = self._num_writes
 
         def note(leaf: torch.Tensor) -> None:
@@ -162,7 +166,7 @@ class RowsModule(TableModule):
         rows.register_post_accumulate_grad_hook(note)
 
     def _count_pass(self) -> None:
-        """Counts the backward pass that is under way, and warns where nobody reads gradients."""
+        """Counts the backward pass that is under way, and warns if nobody reads gradients."""
         number = torch._C._current_graph_task_id()
         if number == self._last_pass:
             return
@@ -179,7 +183,7 @@ class RowsModule(TableModule):
 
     @torch.no_grad()
     def _sum_up(self) -> _Noted:
-        """Puts the sum of all gradients, added in their order, in their place. Returns the sum."""
+        """Replaces all gradients by their sum, added in their order, and returns it."""
         total = _sum_of([noted.gradient for noted in self._noted])
         self._noted = [_Noted(total, min(noted.num_writes for noted in self._noted))]
         return self._noted[0]
@@ -187,8 +191,8 @@ class RowsModule(TableModule):
     # ---- what optimizers do ----
 
     def row_gradient(self) -> RowGradient | None:
-        """The sum of the gradients of all backward passes since `drop_gradients`, in their order, and the rows as they
-        are now. None: there was none."""
+        """Returns the sum of the gradients of all backward passes since `drop_gradients`, added in their order, with
+        the rows as they are now, or None if there were no gradients."""
         if not self._noted:
             return None
         total, num_writes = self._sum_up()
@@ -198,7 +202,7 @@ class RowsModule(TableModule):
         return total
 
     def set_gradient(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
-        """Takes one gradient, of rows ids [U] in increasing order, in place of all."""
+        """Replaces all gradients by one. ids: int64 [U], in increasing order."""
         self._keep([_Noted(RowGradient(ids, self._fetched(ids), grad), self._num_writes)])
 
     def drop_gradients(self) -> None:
@@ -206,12 +210,12 @@ class RowsModule(TableModule):
         self._keep([])
 
     def _keep(self, noted: list[_Noted]) -> None:
-        """Keeps these gradients alone, as an optimizer has read or forgotten all others."""
+        """Keeps only these gradients, because an optimizer has read or forgotten all others."""
         self._noted, self._num_unread = noted, 0
 
     @torch.no_grad()
     def write_rows(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """weight[ids] = rows, for ids [U] as `row_gradient` gives them and rows [U, embedding_dim]."""
+        """Sets weight[ids] = rows, for ids [U] as `row_gradient` gives them and rows [U, embedding_dim]."""
         check_rows(self.weight, rows, ids.numel())
         if self.cache is None:
             put_items(self.weight, ids, rows)
@@ -226,22 +230,22 @@ class RowsModule(TableModule):
         return self.trainable or super()._requires_grad
 
     def flush(self) -> None:
-        """Writes rows that have changed in the cache alone back to the table."""
+        """Writes rows that have changed only in the cache back to the table."""
         if self.cache is not None:
             self.cache.flush()
 
     def current_table(self) -> CompressedTensor:
-        """The table, once it has all rows as they are now."""
+        """Returns the table after all changed rows have been written to it."""
         self.flush()
         return self.weight
 
     def refit(self, **options: Any) -> None:
-        """Compresses the rows anew, with a codebook that fits them as they are now, and gives unused memory back:
-        `CompressedTensor.refit`, which takes the memory of all rows meanwhile. For when `weight.savings` has fallen.
-        The cache is filled anew with the rows that it has.
+        """Compresses the rows again, with a codebook that fits them as they are now, and frees unused memory. It calls
+        `CompressedTensor.refit`, which meanwhile needs memory for all rows. Use it when `weight.savings` has fallen.
+        The cache is filled again with the rows that it had.
 
         Args:
-            options: as `CompressedTensor.refit` takes them.
+            options: arguments of `CompressedTensor.refit`.
         """
         if self.cache is None:
             self.weight.refit(**options)
@@ -251,7 +255,7 @@ class RowsModule(TableModule):
         self.cache.refill(cached)
 
     def _take(self, table: CompressedTensor) -> None:
-        """Also makes a cache of the new table, for the rows that the old one has."""
+        """Takes a new table, and makes a cache of it with the rows that the old cache has."""
         cache = self.cache
         if cache is not None:
             self.cache = RowCache(
@@ -267,7 +271,7 @@ class RowsModule(TableModule):
         self._num_writes += 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies have neither a cache, which is of this process's devices, nor gradients."""
+        """Leaves out the cache, which belongs to this process's devices, and gradients: copies do not have them."""
         self.flush()
         return {**super().__getstate__(), "cache": None, "_noted": [], "_num_unread": 0}
 
@@ -276,7 +280,7 @@ class RowsModule(TableModule):
 
 
 def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowCache | None:
-    """The cache of a table; an int makes a new cache of that many bytes."""
+    """Returns the checked cache of a table. An int makes a new cache of that many bytes."""
     if cache is None:
         return None
     if isinstance(cache, int) and not isinstance(cache, bool):
@@ -289,8 +293,12 @@ def _checked_cache(cache: Any, table: CompressedTensor, trainable: bool) -> RowC
 
 
 def _checked_offsets(offsets: torch.Tensor, num_ids: int) -> torch.Tensor:
-    """The offsets of bags, which torch's kernels trust. TypeError: they are no integers. ValueError: they describe no
-    bags. Waits for a GPU."""
+    """Returns the checked offsets of bags, which torch's kernels trust. Waits for a GPU.
+
+    Raises:
+        TypeError: they are not integers.
+        ValueError: they do not describe bags.
+    """
     offsets = list_of_ids(offsets, "offsets")
     if offsets.numel() == 0:
         return offsets
@@ -304,7 +312,7 @@ def _checked_offsets(offsets: torch.Tensor, num_ids: int) -> torch.Tensor:
 
 
 def _sum_of(parts: list[RowGradient]) -> RowGradient:
-    """One gradient of all rows that any of the parts has."""
+    """Returns one gradient for all rows that any of the parts has."""
     if len(parts) == 1:
         return parts[0]
     ids, grad, places = summed([part.ids for part in parts], [part.grad for part in parts])
@@ -317,7 +325,7 @@ def _sum_of(parts: list[RowGradient]) -> RowGradient:
 def summed(
     ids: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]:
-    """(all ids in order, each once; the sum of their gradients; where each part's ids are in them)."""
+    """Returns (all ids in order, each once; the sum of their gradients; the places of each part's ids among them)."""
     union, places = torch.cat(list(ids)).unique(return_inverse=True)
     parts, total = places.split([part.numel() for part in ids]), grads[0].new_zeros(union.numel(), grads[0].shape[1])
     for part, place in zip(grads, parts):

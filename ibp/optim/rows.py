@@ -5,9 +5,9 @@
     optimizer.step()
     optimizer.zero_grad()
 
-They are used as torch's and work with its learning-rate schedulers. A step changes the rows that were looked up since
-`zero_grad()`, and reads and writes no other. Other parameters need an optimizer of torch besides. `zero_grad()` of the
-optimizer forgets the rows' gradients; that of a module does not, since `parameters()` lists no rows.
+They are used like torch's optimizers and work with its learning-rate schedulers. A step reads and writes only the rows
+that were looked up since `zero_grad()`. Other parameters also need an optimizer of torch. `zero_grad()` of the
+optimizer forgets the rows' gradients; that of a module does not, because `parameters()` does not list rows.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
 _VECTOR_ELEMENTS = 64  # torch's CPU loops round the last few elements of a tensor differently
 _GIVE_MODULES = "give the module itself, as in ibp.optim.SGD(model), because its parameters() does not list rows"
-_CONSTANT_ROWS = 1024  # enough to be stored in fewer bytes than they have
+_CONSTANT_ROWS = 1024  # so many that they are stored in fewer bytes than they have
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    """What the optimizers share. Parameter groups hold a stand-in, an empty tensor, for each module with rows."""
+    """The common base of the optimizers. Parameter groups hold a stand-in, an empty tensor, for each module with
+    rows."""
 
     def __init__(self, modules: Any, defaults: dict[str, Any]) -> None:
         for name, value in defaults.items():
@@ -48,11 +49,11 @@ class RowOptimizer(torch.optim.Optimizer):
         """Adds modules with options of their own.
 
         Args:
-            param_group: {"params": a module or several, and options}.
+            param_group: {"params": a module or several modules, and options}.
 
         Raises:
-            TypeError, ValueError: there is something that is no module, or that has no rows to train, or has them in
-                the optimizer already.
+            TypeError, ValueError: an entry is not a module, has no rows to train, or has rows that the optimizer
+                already has.
         """
         found = _row_modules(param_group["params"])
         held = set(self._modules.values())
@@ -63,7 +64,7 @@ class RowOptimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, "params": list(stand_ins)})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of all rows. set_to_none: as torch's; both are the same here."""
+        """Forgets the gradients of all rows. set_to_none: as in torch; both values have the same effect here."""
         for module in self._modules.values():
             module.drop_gradients()
 
@@ -95,16 +96,16 @@ class RowOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _loaded_state(self, module: RowsModule, saved: dict[str, Any]) -> dict[str, Any]:
-        """A module's state of its own, from a saved one. ValueError: it does not fit."""
+        """Returns a module's own state, made from a saved state. Raises ValueError if the saved state does not fit."""
         if saved:
             raise ValueError(f"the state has {sorted(saved)}; wanted none")
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes options and states that `state_dict()` gave, of as many modules in the same order.
+        """Takes options and states that `state_dict()` returned, for the same number of modules in the same order.
 
         Raises:
-            ValueError: groups or states do not fit; nothing has changed.
+            ValueError: groups or states do not fit. Nothing has changed then.
         """
         saved_groups = state_dict["param_groups"]
         sizes, saved_sizes = (
@@ -140,7 +141,7 @@ class SGD(RowOptimizer):
         modules: a module, several modules, or dicts of "params" and options. All `ibp.nn` modules in them that train
             are optimized.
         lr: the learning rate.
-        weight_decay: this times the row is added to the gradient, only for rows with a gradient.
+        weight_decay: factor with which the row is added to its gradient, only for rows that have a gradient.
 
     Raises:
         TypeError, ValueError: a module has no rows to train, or an option is negative.
@@ -160,8 +161,8 @@ class Adagrad(RowOptimizer):
     w -= lr / (1 + step * lr_decay) * grad / (sqrt(sum) + eps).
 
     Rows have the bits that torch.optim.Adagrad gives them on the CPU, even rows that no forward pass has looked up. The
-    states are a table of the weights' dtype, beside the weights. A row that has not trained takes only its bytes in the
-    index; any other takes the bytes of a row until `refit`.
+    states are a table with the weights' dtype, in the same memory as the weights. A row that has not trained takes
+    bytes only in the index; any other row takes as many bytes as it has until `refit`.
 
     Example:
         >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
@@ -175,11 +176,11 @@ class Adagrad(RowOptimizer):
         modules, weight_decay: as in `SGD`.
         lr: the learning rate.
         lr_decay: how fast the learning rate falls with the steps.
-        initial_accumulator_value: what sum begins with.
-        eps: is added to the denominator.
+        initial_accumulator_value: the initial value of sum.
+        eps: added to the denominator.
 
     Raises:
-        TypeError, ValueError: as `SGD`.
+        TypeError, ValueError: as in `SGD`.
     """
 
     def __init__(
@@ -203,7 +204,7 @@ class Adagrad(RowOptimizer):
         )
 
     def refit(self, **options: Any) -> None:
-        """Compresses all states anew, as `CompressedTensor.refit`, which takes the options."""
+        """Compresses all states again, like `CompressedTensor.refit`, which takes the options."""
         for state in self.state.values():
             state["sum"].refit(**options)
 
@@ -226,10 +227,10 @@ class Adagrad(RowOptimizer):
 
 
 class RowWiseAdagrad(RowOptimizer):
-    """Adagrad with one state a row, as FBGEMM's exact row-wise Adagrad: sum += mean(grad^2),
-    w -= lr * grad / (sqrt(sum) + eps), in float32, rounded once.
+    """Adagrad with one state for each row, like FBGEMM's exact row-wise Adagrad: sum += mean(grad^2), w -= lr * grad /
+    (sqrt(sum) + eps), in float32, rounded once.
 
-    The states are a float32 tensor, 4 bytes a row, on the device that trains.
+    The states are a float32 tensor, 4 bytes per row, on the device that trains.
 
     Example:
         >>> embedding = ibp.nn.Embedding(ibp.compress(torch.zeros(1000, 64), device="cpu"), trainable=True)
@@ -242,10 +243,10 @@ class RowWiseAdagrad(RowOptimizer):
     Args:
         modules, weight_decay: as in `SGD`.
         lr: the learning rate.
-        eps: is added to the denominator.
+        eps: added to the denominator.
 
     Raises:
-        TypeError, ValueError: as `SGD`.
+        TypeError, ValueError: as in `SGD`.
     """
 
     def __init__(self, modules: Any, lr: float = 1e-2, eps: float = 1e-8, weight_decay: float = 0.0) -> None:
@@ -275,11 +276,12 @@ class RowWiseAdagrad(RowOptimizer):
 
 
 def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> None:
-    """Gives every process of a group the mean of the gradients that all have, as DistributedDataParallel does it for
+    """Gives every process of a group the mean of the gradients of all processes, like DistributedDataParallel for
     parameters. A collective call, between `backward()` and `step()`.
 
-    Each process has a module of its own with the same rows; steps then change all of them alike. Gradients of rows that
-    several processes have are added in the order of the ranks, so that all get the same bits.
+    Each process has a module of its own with the same rows, so that steps change all of them alike. If several
+    processes have a gradient of a row, these are added in the order of the ranks, so that all processes get the same
+    bits.
 
     Example:
         >>> # on each rank of a group
@@ -291,8 +293,8 @@ def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> N
         -0.25
 
     Args:
-        modules: as the optimizers take them, in the same order on all ranks.
-        group: a process group of torch.distributed; None: the default group.
+        modules: as in the optimizers, in the same order on all ranks.
+        group: a process group of torch.distributed. None: the default group.
 
     Raises:
         TypeError, ValueError: a module has no rows to train.
@@ -328,7 +330,7 @@ def _padded(part: torch.Tensor, num_rows: int) -> torch.Tensor:
 
 
 def _listed(modules: Any) -> list[Any]:
-    """Modules, or groups of them, as a list. ValueError: there are none."""
+    """Returns modules, or groups of modules, as a list. Raises ValueError if there are none."""
     listed = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
     if not listed:
         raise ValueError(f"there are no modules: {_GIVE_MODULES}")
@@ -336,7 +338,7 @@ def _listed(modules: Any) -> list[Any]:
 
 
 def _row_modules(modules: Any) -> list[RowsModule]:
-    """The modules with rows that train, each once, in their order."""
+    """Returns the modules with rows that train, each once, in order."""
     found: dict[RowsModule, None] = {}
     for module in _listed(modules):
         if not isinstance(module, torch.nn.Module):
@@ -353,14 +355,16 @@ def _decayed(grad: torch.Tensor, rows: torch.Tensor, weight_decay: float) -> tor
 
 
 def _whole_vectors(rows: torch.Tensor) -> torch.Tensor:
-    """The elements in one dimension, zeros behind them: every one is rounded as inside a large tensor."""
+    """Returns the elements in one dimension, followed by zeros, so that each is rounded as it would be inside a
+    large tensor."""
     flat = rows.reshape(-1)
     rest = -flat.numel() % _VECTOR_ELEMENTS if flat.device.type == "cpu" else 0
     return torch.nn.functional.pad(flat, (0, rest)) if rest else flat
 
 
 def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
-    """A table of one value in the shape and memory of the weights, of default rows, which take no bytes."""
+    """Returns a table of one value in the shape and memory of the weights. It consists of default rows, which take
+    no bytes."""
     block = torch.full((_CONSTANT_ROWS, weight.shape[1]), value, dtype=weight.dtype, device="cpu")
     one = compress_rows(block, layout="packed", scheme="planes", device="cpu", memory="host")
     num_rows = weight.num_rows
@@ -371,7 +375,7 @@ def _constant_like(weight: CompressedTensor, value: float) -> CompressedTensor:
 
 
 def _checked(saved: dict[str, Any], shape: Iterable[int], dtype: torch.dtype) -> Any:
-    """The saved `sum`, a tensor or a table of this shape and dtype. ValueError: it is none."""
+    """Returns the saved `sum`, a tensor or a table of this shape and dtype. Raises ValueError if it is not there."""
     sums = saved.get("sum")
     if not isinstance(sums, (torch.Tensor, CompressedTensor)):
         raise ValueError(f"the state's sum is a {type(sums).__name__}; wanted a tensor or a table")

@@ -1,4 +1,4 @@
-"""Tensors and tables moved to slots on a device, with overflow in pinned host memory: `place`."""
+"""`place`: moves tensors and tables to slots on a device, with overflow in pinned host memory."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ def place(
     device: torch.device | str | int | None = None,
     progress: bool = False,
 ) -> CompressedTensor:
-    """A table with a fixed part on a GPU and the rest in pinned host memory; the GPU reads the rest from there as it
-    decodes (Buddy Compression, ISCA 2020).
+    """Returns a table with a fixed part on a GPU and the rest in pinned host memory. The GPU reads the rest from there
+    when it decodes (Buddy Compression, ISCA 2020).
 
-    Every row has a slot on the device. A row that takes more, as stored, has the rest of its bytes in host memory; so
-    has a row that grows when it is changed: `update_` moves no other row, and the slots never grow. A
-    default row, of zeros or of what the codebook says, has no bytes anywhere, and reading one reads no slot. With a
-    target of infinity there are no slots: what is not default is in host memory.
+    Every row has a slot on the device. If a stored row is larger than its slot, the rest of its bytes are in host
+    memory. The same holds for a row that grows when it is changed: `update_` moves no other row, and the slots never
+    grow. A default row, which is zeros or another row that the codebook defines, has no bytes anywhere, and reading it
+    reads no slot. With a target of infinity there are no slots: all rows except default rows are in host memory.
 
-    The table is used as any other. `table.device_bytes` and `table.host_bytes` say what it takes where. `to` another
-    GPU moves the slots, `cpu` and files hold ordinary tables, which `place` moves back. On a CPU all is in host memory.
+    The table is used like any other. `table.device_bytes` and `table.host_bytes` say how much memory it takes in each
+    place. `to` another GPU moves the slots; `cpu` and files hold ordinary tables, which `place` moves back. On a CPU
+    everything is in host memory.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -48,20 +49,21 @@ def place(
         (1536, True)
 
     Args:
-        x: tensor [N, ...]; or a table, whose rows are moved as they are coded, unless target or slot_bytes is given.
-        target: how many times fewer bytes than x the slots take, at least 1, rounded to sectors of 32 bytes a row;
-            math.inf: no slots. Or a tensor's profile, from `ibp.spill.profile`, whose codebook and slots are taken.
-            None: the largest of 1, 4/3, 2, 4, 16 and infinity at which at most `threshold` of the rows leave their
+        x: tensor [N, ...]; or a table, whose rows are moved without coding them again, unless target or slot_bytes is
+            given.
+        target: how many times fewer bytes than x the slots take, at least 1; slots are rounded to sectors of 32 bytes.
+            math.inf: no slots. Or a tensor's profile, from `ibp.spill.profile`, whose codebook and slots are used.
+            None: the largest of 1, 4/3, 2, 4, 16 and infinity at which at most `threshold` of the rows do not fit their
             slots.
-        slot_bytes: of a row, in place of target: a multiple of 32 below row_bytes, or row_bytes.
-        threshold: share of the rows, used where target and slot_bytes are None; the paper's is 0.30.
+        slot_bytes: bytes of a row's slot, instead of target: a multiple of 32 below row_bytes, or row_bytes.
+        threshold: share of the rows, used if target and slot_bytes are None; the paper's is 0.30.
         codebook, scheme, level, row_bytes: as in `compress`; scheme is "planes", "ibp" or "auto".
-        device: of the slots. None: x's GPU, else the current GPU if there is one, else the CPU.
-        progress: show progress bars.
+        device: the device of the slots. None: x's GPU, else the current GPU if there is one, else the CPU.
+        progress: whether to show progress bars.
 
     Raises:
-        TypeError, ValueError: as `compress`; target, slot_bytes or threshold is out of range, or two of them are given;
-            x is not the tensor that was profiled.
+        TypeError, ValueError: as in `compress`; target, slot_bytes or threshold is out of range, or two of them are
+            given; x is not the tensor that was profiled.
         RuntimeError: the system does not pin the memory of the overflow.
     """
     if isinstance(target, TensorProfile):
@@ -98,7 +100,7 @@ def place(
 
 
 def _moved(table: CompressedTensor, device: torch.device) -> CompressedTensor:
-    """The rows of a table, placed as they are coded; the table itself where they are so already."""
+    """Returns a table with the same coded rows, placed as `place` does; the table itself if it is placed so already."""
     if device.type == "cpu" or (table.device == device and table.spills_to_host):
         return table.to(device)
 

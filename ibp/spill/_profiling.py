@@ -1,4 +1,4 @@
-"""Snapshots of a run, and the slots that they call for: `profile`."""
+"""`profile`: finds the slots that snapshots of a run need."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from .._schemes import AnyCodebook, Options, Request, checked, surveyed
 from .._tables.coding import coded_in_slots
 from . import _targets
 
-_SWEEP = (0.10, 0.20, 0.30, 0.40)  # Buddy Compression, figure 9
-_LEAST_ROWS = 64  # of a tensor and a snapshot that are looked at
-_SAMPLE_BYTES = 1 << 20  # of rows of a tensor and a snapshot that are kept
+_SWEEP = (0.10, 0.20, 0.30, 0.40)  # the thresholds of Buddy Compression, figure 9
+_LEAST_ROWS = 64  # rows of a tensor that are looked at in a snapshot, at least
+_SAMPLE_BYTES = 1 << 20  # bytes of rows of a tensor that are kept of a snapshot
 
 
 @dataclass(frozen=True)
 class Spill:
-    """What rows do that leave their slots, when each row is read once. rows: share of the rows that have a part in host
-    memory; num_bytes: of these parts, in whole sectors of 32 bytes; over the number of original bytes: `traffic`."""
+    """What rows that do not fit their slots cost, if each row is read once.
+
+    Attributes:
+        rows: share of the rows that have a part in host memory.
+        num_bytes: bytes of these parts, in whole sectors of 32 bytes.
+        traffic: num_bytes / original bytes.
+    """
 
     rows: float
     num_bytes: int
@@ -36,12 +41,12 @@ class TensorProfile:
     target.
 
     Attributes:
-        name: in the snapshots.
-        num_bytes, row_bytes: of the tensor, and of its rows.
+        name: name in the snapshots.
+        num_bytes, row_bytes: bytes of the tensor, and of each of its rows.
         codebook: learned from rows of all snapshots.
-        slot_bytes: chosen; 0: nothing of a row is on the GPU, but that it is a default row.
-        histograms: of each snapshot, how many of the rows looked at take k sectors of 32 bytes as stored.
-        ratios: that were chosen from; None: every whole number of sectors.
+        slot_bytes: the slot size that was chosen. 0: rows have no bytes on the GPU; only their index is there.
+        histograms: for each snapshot, how many of the rows that were looked at take k sectors of 32 bytes as stored.
+        ratios: the target ratios to choose from. None: every whole number of sectors.
     """
 
     name: str
@@ -63,17 +68,18 @@ class TensorProfile:
 
     @property
     def device_bytes(self) -> int:
-        """Of the slots, and of the index: 2 bytes a row, and 8 for 32 of them where rows may spill."""
+        """Bytes of the slots and of the index: 2 bytes for each row, and 8 for every 32 rows if rows may spill."""
         index = 2 * self.num_rows + (8 * -(-self.num_rows // 32) if self.slot_bytes < self.row_bytes else 0)
         return self.num_rows * self.slot_bytes + index
 
     @property
     def host_bytes(self) -> int:
-        """Of the overflow, in the snapshot that takes the most."""
+        """Bytes of the overflow, in the snapshot that needs the most."""
         return max(self.spill(snapshot).num_bytes for snapshot in range(len(self.histograms)))
 
     def spill(self, snapshot: int | None = None, slot_bytes: int | None = None) -> Spill:
-        """What leaves slots of a size, those chosen if None, in a snapshot; None: on average over all."""
+        """Returns what does not fit slots of a size (None: the chosen size) in a snapshot (None: on average over
+        all)."""
         chosen = self.histograms if snapshot is None else (self.histograms[snapshot],)
         slot_bytes = self.slot_bytes if slot_bytes is None else slot_bytes
         found = [self._survey(sectors).spilled(slot_bytes) for sectors in chosen]
@@ -82,27 +88,28 @@ class TensorProfile:
         return Spill(rows, round(num_bytes * self.num_rows), num_bytes * self.num_rows / max(1, self.num_bytes))
 
     def at(self, threshold: float) -> TensorProfile:
-        """The profile with the smallest slots that at most this share of the rows leaves in any snapshot."""
+        """Returns the profile with the smallest slots that at most this share of the rows does not fit in any
+        snapshot."""
         share = _targets.checked_threshold(threshold)
         surveys = map(self._survey, self.histograms)
         wanted = (_targets.slots_within(share, found, self.ratios) for found in surveys)
         return replace(self, slot_bytes=max(wanted))
 
     def _survey(self, sectors: tuple[int, ...]) -> geometry.Survey:
-        """Of rows that take k sectors each, as `histograms` counts them."""
+        """Returns the survey of rows that take k sectors each, as `histograms` counts them."""
         stored = geometry.SECTOR_BYTES * sum(k * count for k, count in enumerate(sectors))
         return geometry.Survey(self.row_bytes, stored, torch.tensor(sectors, dtype=torch.int64, device="cpu"))
 
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """All tensors at a threshold.
+    """The result for all tensors at a threshold.
 
     Attributes:
-        threshold: share of a tensor's rows that may leave their slots.
-        ratio: original bytes over bytes on the GPU.
-        rows: share of the rows that leave their slots, on average over the snapshots.
-        traffic: bytes read from host memory when each row is read once, over original bytes.
+        threshold: share of a tensor's rows that may be larger than their slots.
+        ratio: original bytes divided by bytes on the GPU.
+        rows: share of the rows that are larger than their slots, on average over the snapshots.
+        traffic: bytes read from host memory if each row is read once, divided by original bytes.
     """
 
     threshold: float
@@ -112,16 +119,16 @@ class SweepPoint:
 
 
 class Profile(Mapping[str, TensorProfile]):
-    """What `ibp.spill.profile` found: a mapping from names of tensors to `TensorProfile`.
+    """The result of `ibp.spill.profile`: a mapping from names of tensors to `TensorProfile`.
 
     Attributes:
-        threshold: that the targets were chosen for.
-        num_snapshots: that were looked at.
-        original_bytes: of all tensors.
-        device_bytes, host_bytes: that their slots and index take, and their overflow at most.
+        threshold: the threshold for which the targets were chosen.
+        num_snapshots: how many snapshots were looked at.
+        original_bytes: bytes of all tensors.
+        device_bytes, host_bytes: bytes that their slots and index take, and bytes that their overflow takes at most.
         ratio: original_bytes / device_bytes.
-        best_ratio: original bytes over those of all rows as stored: what no threshold can exceed by much.
-        sweep: the same at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
+        best_ratio: original bytes divided by those of all rows as stored. No threshold can exceed it by much.
+        sweep: the results at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
     """
 
     def __init__(self, tensors: Mapping[str, TensorProfile], threshold: float, num_snapshots: int) -> None:
@@ -163,7 +170,7 @@ class Profile(Mapping[str, TensorProfile]):
 
     @property
     def point(self) -> SweepPoint:
-        """All tensors at the profile's own threshold."""
+        """The result for all tensors at the profile's own threshold."""
         spills = [tensor.spill() for tensor in self.values()]
         num_rows = sum(tensor.num_rows for tensor in self.values())
         rows = sum(spill.rows * tensor.num_rows for spill, tensor in zip(spills, self.values()))
@@ -171,7 +178,7 @@ class Profile(Mapping[str, TensorProfile]):
         return SweepPoint(self.threshold, self.ratio, rows / max(1, num_rows), num_bytes / max(1, self.original_bytes))
 
     def at(self, threshold: float) -> Profile:
-        """The same snapshots at another threshold."""
+        """Returns the profile of the same snapshots at another threshold."""
         tensors = {name: tensor.at(threshold) for name, tensor in self.items()}
         return Profile(tensors, threshold, self.num_snapshots)
 
@@ -207,12 +214,13 @@ def profile(
     device: torch.device | str | int | None = None,
     progress: bool = False,
 ) -> Profile:
-    """How small the slots of tensors can be, by snapshots of a run (Buddy Compression, section 3.4): for each tensor
-    the largest target ratio at which, in no snapshot, more than a share of its rows leaves its slot.
+    """Finds how small the slots of tensors can be, from snapshots of a run (Buddy Compression, section 3.4). For each
+    tensor it chooses the largest target ratio at which, in every snapshot, at most a given share of the rows is larger
+    than its slot.
 
-    Rows of every snapshot, drawn at random, are kept in host memory until the last one has been seen (1 MiB of a
-    tensor, or 64 rows): then a codebook is learned from them, and what each takes is measured. Snapshots may be tensors
-    that change in place, such as those of a model.
+    Rows of every snapshot are drawn at random, and kept in host memory until the last snapshot has been seen (1 MiB of
+    a tensor, or 64 rows). Then a codebook is learned from them, and the stored size of each is measured. Snapshots may
+    be tensors that change in place, such as those of a model.
 
     Example:
         >>> snapshots = [{"weight": torch.randn(1000, 1024).bfloat16()} for _ in range(3)]
@@ -222,13 +230,13 @@ def profile(
         >>> tables = {name: ibp.spill.place(x, profile[name], device="cpu") for name, x in snapshots[-1].items()}
 
     Args:
-        snapshots: mappings from names to tensors, such as 10 state_dicts; a tensor has one shape and dtype in all that
-            have it. Tensors without bytes are left out.
-        threshold: share of a tensor's rows that may leave their slots; the paper's is 0.30.
-        ratios: targets to choose from; None: all whole numbers of 32-byte sectors.
+        snapshots: mappings from names to tensors, such as 10 state_dicts. A tensor has the same shape and dtype in all
+            snapshots that have it. Tensors without bytes are left out.
+        threshold: share of a tensor's rows that may be larger than their slots; the paper's is 0.30.
+        ratios: targets to choose from. None: all whole numbers of 32-byte sectors.
         scheme, level, row_bytes: as in `ibp.compress`.
         device: where rows are measured. None: a tensor's GPU, else the current GPU if there is one, else the CPU.
-        progress: show progress bars.
+        progress: whether to show progress bars.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or there is no snapshot.
@@ -257,7 +265,7 @@ def profile(
 
 
 class _Kept:
-    """Rows of a tensor, by snapshots."""
+    """Rows of a tensor, by snapshot."""
 
     def __init__(
         self, name: str, x: torch.Tensor, row_bytes: int | None, device: torch.device | str | int | None

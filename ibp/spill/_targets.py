@@ -1,4 +1,4 @@
-"""Targets: how many times fewer bytes a tensor is to take on a GPU, and the slots that this means."""
+"""Targets: how many times fewer bytes a tensor should take on a GPU, and the slots that follow from this."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from .. import _core
 from .._common.arguments import number
 from .._layout.geometry import Survey
 
-# Those of Buddy Compression (section 3.4), 16 for what is mostly zero; and infinity, where nothing has a slot.
+# The targets of Buddy Compression (section 3.4), with 16 for data that are mostly zero; and infinity, for which rows
+# have no slots.
 RATIOS = (1.0, 4 / 3, 2.0, 4.0, 16.0, math.inf)
-THRESHOLD = 0.30  # the paper's share of rows that may leave their slots
+THRESHOLD = 0.30  # the paper's share of rows that may be larger than their slots
 
 
 def slot_bytes_of(ratio: float, row_bytes: int) -> int:
-    """Bytes of a slot with which rows take `ratio` times fewer bytes on a GPU: whole sectors of 32 bytes, one at least;
-    all of the row for a ratio of 1, and none for infinity."""
+    """Returns the bytes of a slot for which rows take `ratio` times fewer bytes on a GPU: whole sectors of 32 bytes,
+    at least one; the whole row for a ratio of 1, and 0 for infinity."""
     if ratio == 1:
         return row_bytes
     if math.isinf(ratio):
@@ -26,7 +27,7 @@ def slot_bytes_of(ratio: float, row_bytes: int) -> int:
 
 
 def checked_ratio(target: float) -> float:
-    """TypeError, ValueError: target is no ratio."""
+    """Returns target as a float. Raises TypeError or ValueError if it is not a ratio."""
     ratio = number("target", target)
     if not ratio >= 1:
         raise ValueError(
@@ -36,7 +37,7 @@ def checked_ratio(target: float) -> float:
 
 
 def checked_threshold(threshold: float) -> float:
-    """TypeError, ValueError: threshold is no share."""
+    """Returns threshold as a float. Raises TypeError or ValueError if it is not a share."""
     share = number("threshold", threshold)
     if not 0 <= share <= 1:
         raise ValueError(f"threshold is {threshold}; wanted a share of the rows from 0 to 1")
@@ -44,8 +45,8 @@ def checked_threshold(threshold: float) -> float:
 
 
 def slots_within(share: float, found: Survey, ratios: Sequence[float] | None) -> int:
-    """The smallest slots that at most this share of the rows leaves. ratios: to choose from, besides 1; None: all whole
-    numbers of sectors."""
+    """Returns the smallest slots that at most this share of the rows does not fit. ratios: the ratios to choose
+    from, in addition to 1. None: all whole numbers of sectors."""
     row_bytes = found.row_bytes
     sizes = None if ratios is None else [row_bytes, *(slot_bytes_of(ratio, row_bytes) for ratio in ratios)]
     return found.best_slots(overflow_cost=0.0, most_spilled=share * found.num_rows, sizes=sizes)[0]

@@ -12,7 +12,7 @@ from .. import inputs, output, parsing
 if TYPE_CHECKING:
     from ibp.checkpoints import CheckpointReport, TensorReport
 
-INTERRUPTED = 130  # the exit status
+INTERRUPTED = 130  # the exit status of an interrupted run
 HELP = "compress checkpoints and arrays"
 DESCRIPTION = """\
 Compress checkpoints and arrays into files whose tensors decode alone.
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
-    """The message of an interrupted run. num_files: how many files it finished."""
+    """Returns the message of an interrupted run. num_files: how many files the run has finished."""
     command = shlex.join(["ibp", "compress", *arguments.inputs, "-o", arguments.output])
     if not num_files:
         return f"interrupted, and nothing was written: the same command begins anew: {command}"
@@ -110,7 +110,8 @@ def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
 
 
 def _verified(path: str, arguments: argparse.Namespace) -> int:
-    """Bytes of the written files, which agree with their checksums, and their tensors with the fingerprints."""
+    """Verifies the written files against their checksums, and their tensors against the fingerprints. Returns the
+    bytes that were checked."""
     import ibp
     from ibp.checkpoints._sources import local_path
 

@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _write(path: str, found: list[Change], deltas: dict[str, Any], new: Any) -> int:
-    """Writes the delta of the checkpoint; the bytes of its file."""
+    """Writes the delta of the checkpoint. Returns the bytes of its file."""
     import ibp
 
     from .. import comparing, work

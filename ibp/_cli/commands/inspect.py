@@ -28,7 +28,7 @@ examples:
 index, unused room of slots and its share of the codebook. Parts of coded rows
 are counted on a sample of a large tensor's rows. The page needs a browser and
 nothing else; plots need matplotlib."""
-_BAR = 24  # characters
+_BAR = 24  # width in characters
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_picture(option: str, path: str, suffix: str) -> None:
-    """Failure, OSError: a plot or a page cannot be written there."""
+    """Raises Failure or OSError if a plot or a page cannot be written to a path."""
     from ibp._common.whole_files import check_replaceable
 
     if not Path(path).absolute().parent.is_dir():
@@ -192,7 +192,7 @@ def _facts(tensor: TensorContents) -> list[list[str]]:
 
 
 def _bits(tensor: TensorContents) -> Iterator[list[str]]:
-    """A line for bits that are next to each other and alike, from the most significant on."""
+    """Yields a line for each group of adjacent bits that are alike, from the most significant bit."""
     width = len(tensor.entropy)
     none = [0.0] * width
     uses = zip(tensor.entropy, tensor.left_out or none, tensor.ranked or none)

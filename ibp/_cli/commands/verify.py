@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """What the command reports on one file."""
+    """Returns what the command reports on one file."""
     import ibp
     from ibp.checkpoints._sources import local_path, open_source
 
@@ -69,8 +69,8 @@ def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _damage(file: ibp.File, content: bool) -> dict[str, list[str]]:
-    """Names of damaged tensors, and of tensors that may be, since they share a block with damaged bytes. A table
-    that decodes to what was compressed is in neither list."""
+    """Returns the names of damaged tensors, and of tensors that may be damaged because they share a block with
+    damaged bytes. A table that decodes to what was compressed is in neither list."""
     import ibp
 
     found: dict[str, list[str]] = {"damaged": [], "suspect": []}
@@ -85,7 +85,7 @@ def _damage(file: ibp.File, content: bool) -> dict[str, list[str]]:
 
 
 def _is_what_it_was(file: ibp.File, name: str) -> bool | None:
-    """By its fingerprint; None of a tensor that has none."""
+    """Returns whether a tensor has its fingerprint, or None if the file has no fingerprint of it."""
     import ibp
 
     if name not in file.tables or file.fields(name).content is None:
