@@ -1,5 +1,5 @@
-"""The state of a table: its tensors, what is derived from them, where it is used from, and the faults that its work has
-met.
+"""The state of a table: its tensors, the values that are derived from them, its handles for the devices that use it,
+and the faults that operations on it have noted.
 
 `_fetch/` fetches the rows of such a table. `_tables/compressed_tensor.py` adds the verbs: `index_select`, `decompress`,
 `[]`.
@@ -27,7 +27,9 @@ from .plan import Plan, plan_of
 from .room import Room
 
 AnyTable = TypeVar("AnyTable", bound="Table")
-OF_SELECTIONS = 1  # the kind of faults of work that reads selections of a table's items and does not know their ids
+# Number of the fault record for work that reads a selection of a table's items: such work knows the positions of the
+# items, but not their ids.
+OF_SELECTIONS = 1
 _WORDS = FaultWords(
     "{status}: item or row {value} at position {position}",
     out_of_range="ids[{position}] is {value}; wanted 0 to {last}",
@@ -55,20 +57,21 @@ class Table(TensorManners, Saves):
     codebook: AnyCodebook | None
     geometry: Geometry
     _faults: Faults
-    _room: Room | None = None  # of a table whose rows have changed
-    _escapes: tuple | None = None  # what ibp.linear has listed (see _fetch/escapes.py), and the rows' state then
-    _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs go on reading
-    version = 0  # how often rows have changed in place: holders of copies compare it
-    _is_live: bool = False  # rows may be coded into its memory at any time, as `CodedRows.table` says
-    _is_aliased: bool = False  # another table may have the same memory
-    _is_refused: bool = False  # the system does not pin it, which nobody has said it must
+    _room: Room | None = None  # The memory of a table whose rows have changed; None if they never have.
+    # The state of the rows when `ibp.linear` listed their escapes, and the list (see _fetch/escapes.py).
+    _escapes: tuple | None = None
+    _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs still read
+    version = 0  # Counts changes of rows in place. Whoever holds copies of rows compares it.
+    _is_live: bool = False  # Rows may be encoded into the table's memory at any time (see `CodedRows.table`).
+    _is_aliased: bool = False  # Another table may have the same memory.
+    _is_refused: bool = False  # The system refused to pin the table, and no caller had asked for pinned memory.
     _stored_bytes: int | None
     _link_bytes: int | None
     _is_pinned: bool
     _handles: dict[torch.device, Handle]
-    _owner: torch.Tensor | None  # the tensor whose memory the slots are, of a table made in place
+    _owner: torch.Tensor | None  # The tensor that the slots are the memory of, if the table was made in place.
     _pinned_range: object
-    _segment: Segment | FileRows | None  # memory that is shared with other processes, or is a file's
+    _segment: Segment | FileRows | None  # Memory that is shared with other processes, or the memory of a mapped file.
 
     def __init__(
         self,
@@ -104,9 +107,9 @@ class Table(TensorManners, Saves):
         overflow: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
     ) -> AnyTable:
-        """Returns a table of parts that the library itself has made, which are not checked: the constructor checks
-        those of files and pickles. None: an empty part. The index goes to where the slots are; an overflow in host
-        memory, of slots on a GPU, is pinned."""
+        """Returns a table of parts that the library itself has made. These parts are not checked; the constructor
+        checks parts that come from files and pickles. None stands for an empty part. The index is moved to the device
+        of the slots. If the slots are on a GPU and the overflow is in host memory, the overflow is pinned."""
         table, home = object.__new__(cls), slots.device
         if overflow is None:
             overflow = torch.empty(0, dtype=torch.uint8, device=home)
@@ -147,38 +150,39 @@ class Table(TensorManners, Saves):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """One entry a row (FORMAT.md section 2)."""
+        """Lengths of the rows as stored, uint16 [num_rows] (FORMAT.md section 2)."""
         return self._settled("lengths")
 
     @property
     def bases(self) -> torch.Tensor:
-        """Where rows' overflow parts are (FORMAT.md section 2)."""
+        """Offsets of the rows' parts in the overflow, int64 (FORMAT.md section 2)."""
         return self._settled("bases")
 
     def _settled(self, name: str) -> torch.Tensor:
-        """A tensor of the table, once GPUs that change it are done."""
+        """Returns a tensor of the table after GPUs that change it are done."""
         if self._room is not None:
             self._room.settle()
         return vars(self)[name]
 
     @property
     def device(self) -> torch.device:
-        """Where the coded rows are."""
+        """The device that the slots are on."""
         return self.slots.device
 
     @property
     def spills_to_host(self) -> bool:
-        """Whether the slots are on a GPU, and the overflow in pinned host memory, as `ibp.spill.place` makes tables."""
+        """Whether the slots are on a GPU and the overflow is in pinned host memory. `ibp.spill.place` makes such
+        tables."""
         return self.slots.device != self.overflow.device
 
     @property
     def layout(self) -> str:
-        """ "slots" or "packed" (FORMAT.md section 3)."""
+        """The layout of the rows: "slots" or "packed" (FORMAT.md section 3)."""
         return "slots" if self.slot_bytes else "packed"
 
     @property
     def num_rows(self) -> int:
-        """Rows, the unit of coding: not items."""
+        """Number of rows. A row is the unit of coding; an item may consist of several rows."""
         return self.geometry.num_rows
 
     @property
@@ -188,7 +192,8 @@ class Table(TensorManners, Saves):
 
     @property
     def stored_bytes(self) -> int:
-        """Exact bytes of the coded rows and the codebook, which `savings` is about; the memory is `nbytes`."""
+        """Bytes of the coded rows and the codebook, exactly. `savings` is computed from them. The memory that the table
+        takes is `nbytes`."""
         if self._stored_bytes is None:
             lengths, geometry = self.lengths, self.geometry
             coded = geometry.survey(lengths.cpu()).stored if lengths.numel() else geometry.num_bytes
@@ -197,14 +202,14 @@ class Table(TensorManners, Saves):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the row index: at most 2.25 a row, and 12 for each that there is room for in a table whose rows have
-        changed."""
+        """Bytes of the row index: at most 2.25 for each row. In a table whose rows have changed: at most 12 for each
+        row that the table has capacity for, and 8 more."""
         return self._room.index_bytes if self._room is not None else self.lengths.nbytes + self.bases.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory that the table occupies where it lives: slots, overflow, index, codebook and its working
-        form, and the escapes that `ibp.linear` lists."""
+        """Bytes of all memory that the table occupies: slots, overflow, index, the codebook and its working form, and
+        the escapes that `ibp.linear` lists. Copies of the index on other devices do not count."""
         beside = self.codebook.nbytes + self.codebook.words(_CPU).nbytes if self.codebook else 0
         if self._escapes is not None and self._escapes[1] is not None:
             beside += self._escapes[1].nbytes
@@ -214,46 +219,49 @@ class Table(TensorManners, Saves):
 
     @property
     def device_bytes(self) -> int:
-        """Of `nbytes`, those in the memory of the table's GPU; 0 of a table in host memory."""
+        """The part of `nbytes` that is in the memory of the table's GPU; 0 if the table is in host memory."""
         return self.nbytes - self.host_bytes
 
     @property
     def host_bytes(self) -> int:
-        """Of `nbytes`, those in host memory: all, or the overflow of a table that spills there, or none."""
+        """The part of `nbytes` that is in host memory: all of it for a table in host memory, the overflow for a table
+        that spills to host memory, and otherwise 0."""
         if self.device.type == "cpu":
             return self.nbytes
         return self.overflow.numel() if self.spills_to_host else 0
 
     @property
     def _has_own_bases(self) -> bool:
-        """Whether every row has a base of its own, as in tables whose rows have changed (FORMAT.md section 2)."""
+        """Whether every row has a base of its own, as rows have in tables that were changed (FORMAT.md section 2)."""
         return 1 < self.num_rows == vars(self)["bases"].numel()
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that fetching every row once reads over the link, in whole 32-byte sectors."""
+        """Bytes that a GPU reads over the link to fetch every row once, in whole sectors of 32 bytes."""
         if self._link_bytes is None:
             bases = self.bases.cpu() if self._has_own_bases else None
             self._link_bytes = self.geometry.link_bytes(self.lengths.cpu(), self.slot_bytes, bases)
         return self._link_bytes
 
     def is_pinned(self) -> bool:
-        """Whether GPUs can fetch rows from the table's host memory themselves."""
+        """Returns whether GPUs can fetch rows from the table's host memory themselves."""
         return self._is_pinned
 
     def pin_memory(self, *, numa: _numa.Numa = None) -> Table:
         """Moves the rows to pinned host memory, so that GPUs fetch them without the CPU. Returns the table itself.
 
-        torch's `pin_memory` leaves an unpinned copy behind; tables are large, so this one moves. A table made by
-        `compress(inplace=True)`, and one that is shared with other processes, is pinned where it is, the latter for
-        this process. No-op if already pinned or on a GPU.
+        The `pin_memory` of torch leaves an unpinned copy behind. Because tables are large, this method moves the rows
+        instead. A table that was made by `compress(inplace=True)` is pinned where it is. A table that is shared with
+        other processes is also pinned where it is, for this process only. Nothing happens if the table is already
+        pinned or on a GPU.
 
         Args:
-            numa: the NUMA node whose memory is preferred, or a device near whose node; None: the calling thread's.
+            numa: the NUMA node whose memory is preferred, or a device, which stands for the node nearest to it. None:
+                the node of the calling thread.
 
         Raises:
             RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
-            TypeError, ValueError: numa is no node and no device of this machine.
+            TypeError, ValueError: numa is neither a node nor a device of this machine.
         """
         node = _numa.node_of(numa)
         if self.device.type != "cpu":
@@ -270,7 +278,8 @@ class Table(TensorManners, Saves):
         return self
 
     def _serves(self, device: torch.device) -> bool:
-        """Whether a GPU can fetch rows itself. Shared memory is pinned for this process first, if the system lets."""
+        """Returns whether a GPU can fetch rows itself. Shared memory is first pinned for this process, if the system
+        allows it."""
         segment = self._segment
         if not self._is_pinned or segment is None or torch.compiler.is_compiling() or segment.is_pinned:
             return self._is_pinned
@@ -284,8 +293,9 @@ class Table(TensorManners, Saves):
         return self._is_pinned
 
     def _pin_segment(self, node: int = -1) -> None:
-        """Pins memory that is shared, or a file's, where it is. Where the system does not pin a mapped file, the rows
-        move to pinned memory, and a warning says so once a process. PinningError: it pins no memory."""
+        """Pins shared memory, or the memory of a mapped file, where it is. If the system does not pin a mapped file,
+        the rows move to other, pinned memory, and a warning says so once per process. Raises PinningError if the system
+        pins no memory."""
         segment = self._segment
         assert segment is not None
         try:
@@ -298,30 +308,41 @@ class Table(TensorManners, Saves):
             self._move(pinned)
 
     def _lie_in_file(self, rows: FileRows | None) -> None:
-        """Says that the table's memory is a mapped file, which is not written to: a change takes memory of its own.
-        rows: what is pinned there; None: nothing can be."""
+        """Notes that the table's memory is a mapped file. The file is not written to: the first change of rows copies
+        them to memory of the table's own.
+
+        Args:
+            rows: the part of the file that can be pinned. None: nothing of the file can be pinned.
+        """
         self._is_aliased = True
         self._move({}, rows)
 
     def _move(self, tensors: dict[str, torch.Tensor], segment: Segment | FileRows | None = None) -> None:
-        """Takes tensors of the same bytes in other memory. segment: what they are in, if it is shared."""
+        """Replaces tensors by copies of the same bytes in other memory. segment: the memory that they are in, if it is
+        shared or a mapped file."""
         vars(self).update(tensors, _segment=segment, _room=None)
         self._refresh()
 
     # ---- changing ----
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors without what there is room for besides."""
+        """Returns the tensors of the table, without the overflow that has not been handed out yet."""
         tensors = {name: getattr(self, name) for name in TENSORS}
         if self._room is not None:
             tensors["overflow"] = self.overflow[: int(self._room.index.used)]
-        if self.spills_to_host:  # the CPU copies what the GPU writes there
+        if self.spills_to_host:  # The CPU is about to copy overflow that the GPU may still be writing.
             torch.cuda.current_stream(self.device).synchronize()
         return tensors
 
     def _set_room(self, room: Room, geometry: Geometry | None = None) -> Room:
-        """Takes the memory of a room, and another number of items with it, at once: whatever interrupts it, the table
-        is the one that it was or the one that it becomes. Returns the room."""
+        """Replaces the table's memory by the memory of a room, and the number of items by that of the geometry. Both
+        are replaced at once: if the call is interrupted, the table is either unchanged or completely changed. Returns
+        the room.
+
+        Args:
+            room: holds the rows of the table.
+            geometry: the table's new geometry. None: the table keeps its own.
+        """
         if room is self._room and geometry is None:
             return room
         geometry = geometry or self.geometry
@@ -346,7 +367,8 @@ class Table(TensorManners, Saves):
         return room
 
     def _forget_handles(self, changing: torch.device) -> None:
-        """Forgets what depends on the rows, as the given device is about to change them."""
+        """Forgets all that was derived from the rows, because a device is about to change them. The handle for that
+        device stays."""
         vars(self).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
         for device in [device for device in self._handles if device != changing]:
             del self._handles[device]
@@ -356,7 +378,8 @@ class Table(TensorManners, Saves):
         vars(self)["version"] = self.version + 1
 
     def _become(self, other: Table) -> None:
-        """Takes the fields and the memory of another table of the same tensor, which nobody has, at once."""
+        """Takes the fields and the memory of another table of the same tensor, all at once. Nobody else may hold the
+        other table."""
         self._handles.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
         vars(self).update(
@@ -373,7 +396,7 @@ class Table(TensorManners, Saves):
         self._refresh()
 
     def _become_plain(self, data: torch.Tensor) -> None:
-        """Takes the bytes of its tensor, raw, as slots of whole rows."""
+        """Replaces the table's memory by slots that hold whole raw rows. data: the bytes of the table's tensor."""
         none = torch.empty(0, dtype=torch.int64, device=self.device)
         slots = memory.empty(data.numel(), self.device, self._is_pinned).copy_(data)
         self._handles.clear()
@@ -406,22 +429,24 @@ class Table(TensorManners, Saves):
             state["lengths"] = lengths.view(torch.uint16)
         Table.__init__(self, **state)
 
-    # ---- what the operations are given ----
+    # ---- handles for the operations ----
 
     def _refresh(self) -> None:
-        """Forgets what was derived from the tensors."""
+        """Forgets what was derived from the tensors, and finds out whether they are pinned."""
         self._handles.clear()
         slots, overflow, is_pinned = self.slots, self.overflow, False
         if self._segment is not None:
             is_pinned = self._segment.pin and torch.cuda.is_available()
-        # Where torch has not begun to use CUDA nothing is pinned; to ask for devices would keep children from using it.
+        # If torch has not begun to use CUDA, no memory is pinned. Asking for devices in that state would keep child
+        # processes from using CUDA.
         elif not slots.is_cuda and torch.cuda.is_initialized():
             is_pinned = all(not part.numel() or part.is_pinned() for part in (slots, overflow))
         vars(self).update(_stored_bytes=None, _link_bytes=None, _is_pinned=is_pinned)
 
     def _keep_handle(self, device: torch.device, parts: Parts) -> Handle:
         """Makes the table's handle for a device from parts that the device can read, and keeps the handle."""
-        fault, plan, machine = self._faults.on(device), Plan(), None  # compiled code and graphs find the record made
+        # The record is made here so that compiled code and captured graphs find it.
+        fault, plan, machine = self._faults.on(device), Plan(), None
         if device.type == "cuda":
             rates = calibration.in_force(device)
             plan = plan_of(self, rates, device)
@@ -433,8 +458,12 @@ class Table(TensorManners, Saves):
         return handle
 
     def _parts(self, device: torch.device, geometry: Geometry) -> Parts:
-        """The parts of the table's handle; or of one for as many items as a geometry has, where its room holds them. A
-        table with a room is a place too."""
+        """Returns the table's memory as a device reads it, for a handle. If the table has a room, rows can also be
+        encoded through the handle.
+
+        Args:
+            geometry: the table's own, or one with more items, if the table's room has capacity for them.
+        """
         (codec, words), sizes = self._coding(device), (self.slot_bytes, 0, geometry.num_items, geometry.item_bytes)
         overflow = memory.seen_from(device, self.overflow)
         if self._room is None:
@@ -445,37 +474,42 @@ class Table(TensorManners, Saves):
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, rooms, used)
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
-        """(codec, codebook) of the operations: how the rows are coded, for a device."""
+        """Returns how the rows are coded, as operations on a device take it: (codec, words of the codebook)."""
         return coding_of(self.codebook, self.row_bytes, device)
 
     # ---- faults ----
 
     def check(self) -> None:
-        """Waits for this table's work on all GPUs and raises what went wrong there, or in compiled code: IndexError or
-        CorruptTableError."""
+        """Waits for this table's work on all GPUs and raises the faults that were met there or in compiled code.
+
+        Raises:
+            IndexError: an id was out of range.
+            CorruptTableError: the table's bytes contradict each other.
+        """
         for device in self._faults.devices:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             self._raise_pending(device)
 
     def _raise_pending(self, device: torch.device) -> None:
-        """Raises what earlier calls have noted on a device."""
+        """Raises the faults that earlier calls have noted on a device."""
         self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
     def _raise_when_done(self, device: torch.device) -> None:
-        """Waits for the current stream of a GPU, and raises what calls have noted there."""
+        """Waits for the current stream of a GPU, and raises the faults that calls have noted there."""
         torch.cuda.current_stream(device).synchronize()
         self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
     def _raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
-        """Raises what a call has noted in a record of its own."""
+        """Raises the fault that a call has noted in a record of its own. of_selections: whether the call read a
+        selection of items."""
         (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.geometry.num_items - 1)
 
 
 def handle_on(table: Table, device: torch.device) -> Handle:
-    """Returns the table as the operations of a device take it. The handle is made once for each device: the index and
-    the codebook are copied to a GPU, and pinned rows are mapped. It is made anew after a calibration, whose rates its
-    plan reckons with."""
+    """Returns the table's handle for the operations of a device. The handle is made once for each device: the index and
+    the codebook are copied to a GPU, and pinned rows are mapped. It is made anew after a calibration, because its plan
+    depends on the calibrated rates."""
     handle = table._handles.get(device)
     if handle is not None:
         is_planned = handle.machine is None or torch.compiler.is_compiling()
@@ -493,7 +527,7 @@ def handle_on(table: Table, device: torch.device) -> Handle:
 
 
 def _check_version(version: Any, release: Any) -> None:
-    """Raises ValueError for a pickled table of a format that this ibp does not read."""
+    """Raises ValueError if a pickled table has a format version that this ibp does not read."""
     if type(version) is int and version == _core.FORMAT_VERSION:
         return
     if version == 0:
@@ -511,7 +545,7 @@ def _check_version(version: Any, release: Any) -> None:
 
 
 def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes: Any) -> None:
-    """Raises ValueError or TypeError for fields that describe no tensor of rows."""
+    """Raises ValueError or TypeError if the fields do not describe a tensor that is cut into rows."""
     if scheme not in SCHEMES:
         raise ValueError(f"the table has scheme {scheme!r}; this ibp knows {sorted(SCHEMES)}")
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
@@ -534,8 +568,9 @@ def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes
 def _checked_tensors(
     geometry: Geometry, scheme: str, slot_bytes: int, slots: Any, overflow: Any, lengths: Any, bases: Any
 ) -> dict[str, torch.Tensor]:
-    """The table's tensors, each an alias that nobody else holds. ValueError unless sizes, dtypes and devices fit; what
-    the bytes say is checked when they are decoded."""
+    """Returns the table's tensors. Each is a new tensor object over the given memory, so that nobody else holds it.
+    Raises ValueError unless sizes, dtypes and devices fit. The contents of the bytes are checked when they are
+    decoded."""
     num_bases = -(-geometry.num_rows // _core.ROWS_PER_BASE)
     raw_overflow = geometry.raw_overflow_bytes(slot_bytes)
     is_raw = scheme == "raw"
@@ -572,7 +607,7 @@ def _checked_tensors(
 
 
 def _flaw(tensor: torch.Tensor) -> str | None:
-    """Why a tensor is not plain memory, or None."""
+    """Returns why a tensor is not plain memory, or None if it is."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return f"a {type(tensor).__name__}"
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -600,5 +635,5 @@ def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy where it is a part of a larger one, which would be written to files as a whole."""
+    """Returns the tensor, or a copy if it is a part of a larger storage: pickle would write the whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
