@@ -1,4 +1,5 @@
-"""The questions that code asks of any tensor, answered for everything that stands for one."""
+"""Base classes for objects that stand for tensors. They answer the questions that code asks of any tensor, such as
+`size()` and `is_cuda`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ _Self = TypeVar("_Self", bound="Movable")
 
 
 class Movable:
-    """Short ways to say where to, for what has `to(device)`."""
+    """Adds `cpu()` and `cuda()` to a class that has `to(device)`."""
 
     __slots__ = ()
 
@@ -20,16 +21,16 @@ class Movable:
         def to(self: _Self, device: torch.device | str | int, *, non_blocking: bool = False) -> _Self: ...
 
     def cpu(self: _Self) -> _Self:
-        """`to("cpu")`."""
+        """Returns `to("cpu")`."""
         return self.to(torch.device("cpu"))
 
     def cuda(self: _Self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> _Self:
-        """`to(device)`; None: the current CUDA device."""
+        """Returns `to(device)`. device: a CUDA device. None: the current one."""
         return self.to("cuda" if device is None else device, non_blocking=non_blocking)
 
 
 class TensorManners:
-    """Answers from `shape`, `dtype` and `device`, which a class that stands for a tensor has itself."""
+    """Answers questions about a tensor from `shape`, `dtype` and `device`, which the subclass provides."""
 
     if TYPE_CHECKING:
 
@@ -43,11 +44,11 @@ class TensorManners:
         def device(self) -> torch.device: ...
 
     def size(self, dim: int | None = None) -> torch.Size | int:
-        """The shape, or the size of one dimension."""
+        """Returns the shape, or the size of one dimension."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
-        """Number of dimensions."""
+        """Returns the number of dimensions."""
         return len(self.shape)
 
     @property
@@ -56,11 +57,11 @@ class TensorManners:
         return len(self.shape)
 
     def numel(self) -> int:
-        """Elements of the tensor."""
+        """Returns the number of elements of the tensor."""
         return math.prod(self.shape)
 
     def element_size(self) -> int:
-        """Bytes of an element of the tensor."""
+        """Returns the bytes of an element of the tensor."""
         return self.dtype.itemsize
 
     @property
@@ -70,7 +71,7 @@ class TensorManners:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the bytes are on a GPU."""
+        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     @property
@@ -79,7 +80,7 @@ class TensorManners:
 
     @property
     def requires_grad(self) -> bool:
-        """False: the values are fixed."""
+        """Always False: no gradient can change the values."""
         return False
 
     def is_floating_point(self) -> bool:
@@ -95,10 +96,12 @@ class TensorManners:
 
 
 class CodedManners(TensorManners):
-    """Where only a torch.Tensor can answer, a coded tensor says what to call.
+    """Raises errors that say what to call instead, when a coded tensor is used in a way that only a torch.Tensor
+    supports.
 
     Attributes:
-        _is, _instead: what the object is, and what to call, as messages put it.
+        _is: what messages call the object, such as "a compressed table".
+        _instead: the end of messages, which says what to call.
     """
 
     _is: str
@@ -135,7 +138,8 @@ class CodedManners(TensorManners):
     __setitem__ = __delitem__ = _refuse_assignment
 
     def __dlpack_device__(self) -> NoReturn:
-        """Refuses torch.from_dlpack, and torch.as_tensor and torch.tensor, which would read row by row without it."""
+        """Refuses torch.from_dlpack. Also refuses torch.as_tensor and torch.tensor, which would otherwise read the
+        object row by row."""
         raise TypeError(f"{self._is} has no elements in memory: {self._instead}")
 
     __dlpack__ = __dlpack_device__
