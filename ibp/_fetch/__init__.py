@@ -1,2 +1,2 @@
-"""How rows and whole tensors are fetched and decoded: the calls, and the paths that they can take to a GPU. Works on
-`_table.Table`."""
+"""Fetches and decodes rows and whole tensors of a `Table` (_rows/table.py): the calls, and the paths by which the bytes
+come to a GPU."""

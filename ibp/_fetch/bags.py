@@ -1,4 +1,4 @@
-"""Bags of a table's rows, decoded and reduced: `embedding_bag`."""
+"""Decodes and reduces bags of a table's rows: `embedding_bag`."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from .._rows.table import Table, handle_on
 from .calls import check_out, sms_of, target_of, worker_of
 from .ids import check_range, checked_ids, list_of_ids
 
-MODES = ("sum", "mean", "max")  # in the order of the operation's numbers
+MODES = ("sum", "mean", "max")  # The position of a mode is its number in the operation.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_KINDS = _DTYPES[:3]  # of ibp_float_kind
-_PLANES = 2  # the scheme's number in a codec
-_MOST_ROW_BYTES = 8192  # that the kernel sums
-# Coded rows of 128 bytes in bags of 10 and 50 are summed at 167 and 177 GB/s of BF16 by the kernel, at 206 and 225 by
-# torch's function over gathered rows; FP32 at 299 and 354 and at 397 and 426 (benchmarks/bags.py, an H200). Bags of one
-# row lose by it: 103 GB/s instead of 167.
+_KINDS = _DTYPES[:3]  # The dtypes of the kernel. The position of a dtype is its ibp_float_kind.
+_PLANES = 2  # The number of scheme "planes" in a codec.
+_MOST_ROW_BYTES = 8192  # The kernel sums rows of at most this many bytes.
+# Coded rows in device memory of at most this many bytes are gathered and then reduced by torch's function, which is
+# faster for bags of several rows. With rows of 128 bytes in bags of 10 and of 50, the kernel sums 167 and 177 GB/s of
+# BF16 and 299 and 354 GB/s of FP32; torch's function, over gathered rows, sums 206 and 225 GB/s of BF16 and 397 and
+# 426 GB/s of FP32 (benchmarks/bags.py, an H200). Bags of one row become slower in this way: 103 instead of 167 GB/s.
 _SHORT_ROW_BYTES = 128
 
 
 class Bags(NamedTuple):
-    """What a call asks for."""
+    """Holds the checked arguments of a call."""
 
     ids: torch.Tensor  # int32 or int64 [K], contiguous
-    offsets: torch.Tensor | None  # where each bag begins; None: bags of bag_size ids
+    offsets: torch.Tensor | None  # the position of each bag's first id; None: every bag has bag_size ids
     num_bags: int
     bag_size: int
     mode: str
@@ -58,11 +59,12 @@ def embedding_bag(
     check: bool = False,
     max_sms: int | None = None,
 ) -> torch.Tensor:
-    """Sums, means or maxima of bags of a table's rows: torch.nn.functional.embedding_bag(ids, x, offsets, ...) of the
-    rows x that were compressed, in the same bits as torch has on the same device.
+    """Returns the sums, means or maxima of bags of a table's rows. The result has the same bits as that of
+    torch.nn.functional.embedding_bag(ids, x, offsets, ...) on the same device, where x is the tensor that was
+    compressed.
 
-    Bad ids are met as in `ibp.index_select`: on the CPU they raise IndexError at once; on a GPU their rows are zeros,
-    and the next call on the table, `table.check()`, or this one with check=True, raises.
+    Bad ids are handled as by `ibp.index_select`. On the CPU they raise IndexError at once. On a GPU their rows are
+    zeros, and the next call on the table, `table.check()`, or this call if check=True, raises.
 
     Example:
         >>> x, ids = torch.randn(1000, 1024), torch.tensor([[1, 2, 3], [4, 5, 5]])
@@ -73,17 +75,18 @@ def embedding_bag(
     Args:
         source: a table [N, D] of float32, float16, bfloat16 or float64, or an `ibp.RowCache` over one.
         ids: int32 or int64 [K], or [B, L]: B bags of L ids each.
-        offsets: for ids [K]: integers [B], where each bag begins in ids, in ascending order, the first one 0; equal
-            ones: a bag without ids, which gives zeros.
+        offsets: integers [B] for ids [K]: the position in ids of each bag's first id, in ascending order, beginning
+            with 0. If two offsets are equal, the first of these bags has no ids, and its result is zeros. None for ids
+            [B, L].
         mode: "sum", "mean" or "max".
-        per_sample_weights: of the shape of ids and the dtype of the table; each row is multiplied by its weight. For
-            mode "sum" only. The result is differentiable by them.
-        padding_idx: an id, from the end if it is negative, that counts as absent from every bag.
-        include_last_offset: offsets has B + 1 elements; the last one is K.
-        device: where the result goes; None: out's device, else the ids'.
+        per_sample_weights: tensor of the shape of ids and the dtype of the table. Each row is multiplied by its weight.
+            Only mode "sum" supports weights. The result is differentiable with respect to them.
+        padding_idx: an id that is ignored in every bag. A negative id counts from the end. None: no id is ignored.
+        include_last_offset: whether offsets has B + 1 elements, the last of which is K.
+        device: the device of the result. None: the device of out, or otherwise of the ids.
         out: tensor [B, D] of the table's dtype to write to.
-        check: wait for the result and raise here what went wrong.
-        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all.
+        check: whether to wait for the result and raise faults in this call.
+        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all.
 
     Returns:
         Tensor [B, D]; out if it was given.
@@ -91,7 +94,7 @@ def embedding_bag(
     Raises:
         TypeError: a tensor has a dtype that does not fit.
         ValueError: a shape, mode, offset or padding_idx does not fit.
-        NotImplementedError: per_sample_weights are given for another mode than "sum".
+        NotImplementedError: per_sample_weights are given for a mode other than "sum".
         IndexError: an id is out of range.
         CorruptTableError: the table's bytes contradict each other.
     """
@@ -159,7 +162,7 @@ def _check_weights(source: Rows, ids: torch.Tensor, mode: str, weights: torch.Te
 
 
 def _checked_offsets(offsets: torch.Tensor | np.ndarray | None, include_last_offset: bool) -> tuple[torch.Tensor, int]:
-    """(offsets, one a bag or one more; number of bags)."""
+    """Returns (offsets, contiguous; number of bags). There is one offset for each bag, or one more."""
     if offsets is None:
         raise ValueError("ids has one dimension: wanted offsets, which say where each bag begins in it")
     offsets = list_of_ids(offsets, "offsets")
@@ -169,7 +172,7 @@ def _checked_offsets(offsets: torch.Tensor | np.ndarray | None, include_last_off
 
 
 def checked_padding(padding_idx: int | None, num_items: int) -> int | None:
-    """padding_idx counted from the first item; ValueError if there is no such item."""
+    """Returns padding_idx, counted from the first item. Raises ValueError if there is no such item."""
     if padding_idx is None:
         return None
     if not -num_items <= padding_idx < num_items:
@@ -178,7 +181,7 @@ def checked_padding(padding_idx: int | None, num_items: int) -> int | None:
 
 
 def _check_offsets(bags: Bags) -> None:
-    """Raises ValueError for CPU offsets that describe no bags."""
+    """Raises ValueError if offsets on the CPU do not describe bags."""
     offsets, num_ids = bags.offsets, bags.ids.numel()
     if offsets is None or offsets.is_cuda or offsets.numel() == 0:
         return
@@ -198,8 +201,9 @@ def _check_offsets(bags: Bags) -> None:
 
 
 def _is_fused(source: Table | CachedRows, bags: Bags) -> bool:
-    """Whether the kernel takes these bags, and is the fastest way: not where gathered rows would be fetched in the
-    order of windows of the table, nor for coded rows in device memory that are as short as _SHORT_ROW_BYTES."""
+    """Returns whether the kernel takes these bags and is the fastest way. It is slower if gathered rows would be
+    fetched in the order of windows of the table, and for coded rows in device memory of at most _SHORT_ROW_BYTES
+    bytes."""
     table, device = _table_of(source), bags.ids.device
     is_near = table.device.type == "cuda" or isinstance(source, CachedRows)
     if is_near and table.codebook is not None and table.row_bytes <= _SHORT_ROW_BYTES:
@@ -223,7 +227,8 @@ def _table_of(source: Table | CachedRows) -> Table:
 def _found(
     source: Table | CachedRows, ids: torch.Tensor
 ) -> Iterator[tuple[Handle, torch.Tensor | None, Sequence[torch.Tensor]]]:
-    """The table's handle, entries of the rows and slabs: as `CachedRows.found`."""
+    """Yields (handle of the table, entries of the rows, slabs), as `CachedRows.found` does. A table has no entries and
+    no slabs."""
     if isinstance(source, CachedRows):
         with source.found(ids) as found:
             yield found
@@ -279,7 +284,7 @@ def _sum_bags(
 
 
 def _pool_gathered(source: Rows, bags: Bags, check: bool, max_sms: int | None) -> torch.Tensor:
-    """The bags by torch's own function, over the rows that they name."""
+    """Gathers the rows of the bags, and returns the result of torch's own function over them."""
     gather = _gather_all if bags.ids.is_cuda or torch.compiler.is_compiling() else _gather_unique
     rows, places, padding = gather(source, bags, check, max_sms)
     offsets, includes_last = bags.offsets, False
@@ -287,7 +292,7 @@ def _pool_gathered(source: Rows, bags: Bags, check: bool, max_sms: int | None) -
         places = places.view(bags.num_bags, bags.bag_size)
     else:
         includes_last = offsets.numel() != bags.num_bags
-        if offsets.is_cuda:  # where torch's kernel trusts them
+        if offsets.is_cuda:  # torch's kernel does not check offsets on a GPU.
             offsets = offsets.clamp(0, bags.ids.numel()).cummax(0).values
     weights = None if bags.weights is None else bags.weights.view(places.shape)
     return F.embedding_bag(
@@ -304,8 +309,11 @@ def _pool_gathered(source: Rows, bags: Bags, check: bool, max_sms: int | None) -
 def _gather_unique(
     source: Rows, bags: Bags, check: bool, max_sms: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """(rows, the place of each id among them, that of padding_idx), every row once. With a padding_idx torch's function
-    for the CPU takes another way, with other bits, whether an id is padding or not: so there is one here too."""
+    """Gathers every row of the bags once. Returns (rows, position of each id's row among them, position of the row of
+    padding_idx).
+
+    If padding_idx is given, its row is gathered even if no id needs it: torch's function for the CPU gives other bits
+    with a padding_idx than without one, whether or not an id is padding."""
     ids = bags.ids
     if bags.padding_idx is not None:
         ids = torch.cat((ids, ids.new_tensor([bags.padding_idx])))
@@ -320,7 +328,8 @@ def _gather_unique(
 def _gather_all(
     source: Rows, bags: Bags, check: bool, max_sms: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """As `_gather_unique`, a row for each id, without asking the device anything. Padding is a row behind them."""
+    """Gathers a row for each id, without synchronising. Returns the same as `_gather_unique`. Ids that are padding
+    point to a row of zeros behind the others."""
     ids, num_ids = bags.ids, bags.ids.numel()
     rows = torch.empty(num_ids + 1, source.shape[1], dtype=source.dtype, device=ids.device)
     source.index_select(ids, out=rows[:num_ids], check=check, max_sms=max_sms)

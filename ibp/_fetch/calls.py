@@ -1,4 +1,5 @@
-"""What the calls on tables share: where the work is done, what `out` must be, and how faults come back."""
+"""Helpers that all calls on tables share: they check arguments such as `out` and `max_sms`, and choose the devices of
+the work and of the result."""
 
 from __future__ import annotations
 
@@ -14,29 +15,29 @@ from .._machine import memory
 from .._rows.table import Table
 
 CPU = torch.device("cpu")
-# Dtypes of complex tensors, which can be conjugated views, and of their imaginary parts, which can be negated ones.
+# Dtypes of tensors that can be conjugated or negated views: complex tensors, and imaginary parts of these.
 _VIEWED = {torch.complex32, torch.complex64, torch.complex128, torch.float16, torch.float32, torch.float64}
-# How `take` fetches on a GPU (enum Way of csrc/bindings/torch_take_ops.cpp): by the table's plan, in the order given,
-# or in the order of windows of the table.
+# The orders in which `take` fetches items on a GPU (enum Way of csrc/bindings/torch_take_ops.cpp): the order that the
+# table's plan chooses, the order given, or the order of windows of the table.
 PLANNED, IN_ORDER, BUCKETED = 0, 1, 2
 
 
 def check_table(table: Any) -> None:
     if not isinstance(table, Table):
-        why = getattr(table, "_why_no_rows", None)  # of an ibp.codecs.WholeTensor
+        why = getattr(table, "_why_no_rows", None)  # The attribute of an ibp.codecs.WholeTensor.
         hint = ": ibp.load(path) reads those of a file" if isinstance(table, (str, os.PathLike)) else ""
         raise TypeError(why or f"table is a {type(table).__name__}; wanted an ibp.CompressedTensor{hint}")
 
 
 def check_path(path: str, paths: Collection[str]) -> None:
-    """Raises ValueError unless path is the name of one of the paths that a call has."""
+    """Raises ValueError unless path is one of the paths of a call."""
     if path not in paths:
         raise ValueError(f"path is {path!r}; wanted one of {', '.join(map(repr, paths))}, or None")
 
 
 def check_out(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """Raises TypeError or ValueError unless out is a tensor of a dtype, and of a shape or one with several dimensions
-    in place of the first, that can be written to."""
+    """Raises TypeError or ValueError unless out is a tensor that a result of this shape and dtype can be written to.
+    out may have several dimensions in place of the first one."""
     if type(out) is not torch.Tensor or out.dtype != dtype or out.shape != shape or out.requires_grad:
         _check_unusual(out, shape, dtype)
     if dtype in _VIEWED and not torch.compiler.is_compiling() and (out.is_conj() or out.is_neg()):
@@ -55,7 +56,8 @@ def _check_unusual(out: Any, shape: Sequence[int], dtype: torch.dtype) -> None:
 
 
 def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
-    """Whether a shape is [..., *item], its first dimensions as many items as the one of wanted, [items, *item]."""
+    """Returns whether a shape is [..., *item], where wanted is [items, *item] and the product of the dimensions `...`
+    is `items`."""
     num_outer = len(shape) - len(wanted) + 1
     if num_outer < 2 or not wanted or tuple(shape[num_outer:]) != tuple(wanted[1:]):
         return False
@@ -63,14 +65,14 @@ def _numbers_items(shape: Sequence[int], wanted: Sequence[int]) -> bool:
 
 
 def refusal(error: RuntimeError) -> RuntimeError:
-    """Returns the error of an operation as torch's own functions raise it: torch.OutOfMemoryError if a GPU has no
-    memory for a result."""
+    """Returns the error of an operation in the class in which torch's own functions raise it: torch.OutOfMemoryError if
+    a GPU did not have the memory for a result."""
     is_memory = "out of memory" in str(error) and torch.cuda.is_initialized()
     return torch.OutOfMemoryError(str(error)) if is_memory else error
 
 
 def target_of(device: torch.device | str | int | None, out: torch.Tensor | None, default: torch.device) -> torch.device:
-    """Where a result goes. default: the device of a tensor."""
+    """Returns the device of a result. default: the device if neither `device` nor `out` is given."""
     if out is None:
         return memory.canonical(default if device is None else device)
     if not isinstance(out, torch.Tensor):
@@ -83,14 +85,15 @@ def target_of(device: torch.device | str | int | None, out: torch.Tensor | None,
 
 
 def worker_of(table: Table, target: torch.device) -> torch.device:
-    """Which device decodes, unless the path has it otherwise."""
+    """Returns the device that decodes, unless the path of a call says otherwise: the target if it can read the table,
+    and otherwise the table's own device."""
     if table._is_pinned and (target.type == "cpu" or table._serves(target)):
         return target
     return table.slots.device if table.slots.is_cuda else CPU
 
 
 def sms_of(max_sms: int | None) -> int:
-    """max_sms as the operations take it; 0: all."""
+    """Returns max_sms as the operations take it, where 0 stands for all."""
     if max_sms is None:
         return 0
     if isinstance(max_sms, bool) or not hasattr(max_sms, "__index__"):

@@ -1,5 +1,5 @@
-"""The weights of a matrix that digits do not give: listed once, for the kernel that multiplies without looking for
-them."""
+"""Lists the escaped weights of a matrix, which its digits do not represent. They are listed once, so that the kernel
+that multiplies does not have to look for them."""
 
 from __future__ import annotations
 
@@ -17,28 +17,33 @@ from .streaming import decode_items, decompress
 # A regular row has at most 64 escapes, or one in 128 columns: adding their products then takes about as long as
 # decoding the row.
 MOST_OF_A_ROW, COLUMNS_AN_ESCAPE = 64, 128
-_LEAST_ROWS = 16
-COLUMN_UNIT = 32  # rows have a multiple of as many columns
-# Of an element of BF16: sign and mantissa as they are, and a digit of four bits for the exponent.
+_LEAST_ROWS = 16  # The kernel takes matrices of at least this many rows.
+COLUMN_UNIT = 32  # The kernel takes rows whose number of columns is a multiple of this.
+# An element of BF16 is coded as its sign and mantissa, which stay as they are, and a digit of four bits for the
+# exponent.
 _RESIDUAL_BITS, _EXPONENT_BITS = 8, 8
-_NUM_SYMBOLS = 15  # exponents that a digit of four bits gives; digit 15 is an escape
-LEAST_REGULAR = 31 / 32  # of the rows: else the matrix is decoded
-_CHUNK_ELEMENTS = 1 << 24  # that are looked at together, in about seven bytes each
+_NUM_SYMBOLS = 15  # A digit of four bits stands for one of 15 exponents; digit 15 is an escape.
+LEAST_REGULAR = 31 / 32  # If a smaller share of the rows is regular, the whole matrix is decoded in every call.
+_CHUNK_ELEMENTS = 1 << 24  # Elements that are searched for escapes at once. They take about seven bytes each.
 
 
 class Escapes(NamedTuple):
-    """A matrix as products read it: its slots, and the list of its escaped weights. `torch.ops.ibp.linear` takes the
-    first four fields.
+    """A matrix as the kernels of products read it: its slots, and the list of its escaped weights.
+    `torch.ops.ibp.linear` takes the first four fields.
 
-    slots: the table's, as a parameter: torch.compile(mode="reduce-overhead") copies other tensors to memory of its
-        graphs in every call.
-    below: uint8 [2 + first_symbol]: its size says the exponent of digit 0. Compiled code would take a number on a
-        module for a constant, and compile again for each, and likewise sizes of 0 and 1.
-    starts: int32 [N + 1], where a row's entries begin.
-    entries: int32 [escapes, 2], by rows and columns: the column; the weight's bits, and in the high half the bits that
-        digit 15 gives.
-    rows, weights: int64 [rows] and [rows, K] of the table's dtype: irregular rows, which torch multiplies: stored raw
-        or as default rows, or with more than `MOST_OF_A_ROW` escapes and more than one in `COLUMNS_AN_ESCAPE` columns.
+    Attributes:
+        slots: the table's slots, as a torch.nn.Parameter, because torch.compile(mode="reduce-overhead") copies all
+            other tensors to the memory of its graphs in every call.
+        below: uint8 [2 + first_symbol]. Only its size matters: it says the exponent of digit 0. Compiled code would
+            treat a number on a module as a constant and compile again for each value, and it does the same for sizes of
+            0 and 1.
+        starts: int32 [N + 1], the position of each row's first entry.
+        entries: int32 [escapes, 2], ordered by row and column. An entry is the column of the weight, and a word with
+            the bits of the weight in the low half and the bits that digit 15 decodes to in the high half.
+        rows: int64 [rows], the numbers of the irregular rows, which torch multiplies. A row is irregular if it is
+            stored raw or is a default row, or if it has more than `MOST_OF_A_ROW` escapes that are also more than one
+            in `COLUMNS_AN_ESCAPE` columns.
+        weights: [rows, K] of the table's dtype, the weights of the irregular rows.
     """
 
     slots: torch.Tensor
@@ -61,15 +66,16 @@ def prepare(table: Table) -> None:
 
 
 def escapes_of(table: Table) -> Escapes | None:
-    """The escapes of a table on a GPU. None: the kernel does not take it; or none have been listed yet, and cannot be
-    now, as a graph is being captured or code compiled."""
+    """Returns the escapes of a table on a GPU, and lists them first if necessary. Returns None if the kernel does not
+    take the table, or if the escapes cannot be listed now because a graph is being captured or code is being
+    compiled."""
     held: tuple[Any, Escapes | None] | None = table._escapes
     if torch.compiler.is_compiling():
         if held is not None:
             return held[1]
         from torch._dynamo.comptime import comptime
 
-        comptime(_warn_of_decoding)  # while the code is compiled, not when it runs
+        comptime(_warn_of_decoding)  # It warns while the code is compiled, not when the code runs.
         return None
     state = _state(table)
     is_captured = is_capturing(table.device)
@@ -85,14 +91,14 @@ def escapes_of(table: Table) -> Escapes | None:
     if takes(table):
         with outside_of_modes(), torch.no_grad():
             escapes = list_escapes(table)
-        torch.cuda.current_stream(table.device).synchronize()  # other streams may use them next
+        torch.cuda.current_stream(table.device).synchronize()  # Other streams may use the list next.
     table._escapes = state, escapes
     return escapes
 
 
 def matrix_of(table: Any, device: torch.device, check: bool = False) -> torch.Tensor:
-    """The tensor of a matrix on a device, as `decompress` gives it: on a table's own GPU, where its escapes are listed,
-    by a kernel that has nothing to look for."""
+    """Returns the tensor of a matrix on a device, as `decompress` does. If the table is on that GPU and its escapes are
+    listed, a kernel decodes it that does not have to look for escapes."""
     is_listed = isinstance(table, Table) and table._escapes is not None and table.device == device
     escapes = escapes_of(table) if is_listed and table.is_cuda else None
     if escapes is None:
@@ -105,7 +111,7 @@ def matrix_of(table: Any, device: torch.device, check: bool = False) -> torch.Te
 
 
 def _warn_of_decoding(context: object = None) -> None:
-    """Warns that every call will decode the matrix. context: an argument that `comptime` gives."""
+    """Warns that every call will decode the whole matrix. context: unused; `comptime` passes it."""
     warn_once(
         "ibp.linear is compiled or captured before the escapes of its table are listed, or after the table has "
         "changed: every call will decode the whole matrix. Call table.prepare_linear() first, and compile or capture "
@@ -114,7 +120,7 @@ def _warn_of_decoding(context: object = None) -> None:
 
 
 def _state(table: Table) -> tuple:
-    """What changes when the table's bytes do."""
+    """Returns a value that changes when the table's bytes change."""
     slots = table.slots
     return table.version, table.shape, slots.data_ptr(), None if slots.is_inference() else slots._version
 
@@ -135,20 +141,20 @@ def coded_row_bytes(columns: int) -> int:
 
 
 def _gives_digits(codebook: Any) -> bool:
-    """Returns whether a codebook makes an element of BF16 a digit of four bits beside sign and mantissa, as those of
-    level "fast" do."""
+    """Returns whether a codebook splits an element of BF16 into sign and mantissa and a digit of four bits, as
+    codebooks of level "fast" do."""
     if not isinstance(codebook, PlanesCodebook):
         return False
     split = codebook.element_bytes, codebook.rotate, codebook.residual_bits, codebook.digit_bits
     has_more = codebook.per_column or codebook.listed or codebook.invariant_bits or codebook.num_constant
-    first, largest = codebook.first_symbol, 2**_EXPONENT_BITS - 2  # digit 15 gives a finite weight, too
+    first, largest = codebook.first_symbol, 2**_EXPONENT_BITS - 2  # Digit 15 also has to decode to a finite weight.
     is_split = split == (2, 1, _RESIDUAL_BITS, (4,)) and not has_more
     return is_split and first is not None and first + _NUM_SYMBOLS <= largest
 
 
 def list_escapes(table: Table) -> Escapes | None:
-    """The escapes of a table that the kernel takes. None: too many rows are irregular. CorruptTableError: the table's
-    bytes contradict each other."""
+    """Lists the escapes of a table that the kernel takes. Returns None if too many rows are irregular. Raises
+    CorruptTableError if the table's bytes contradict each other."""
     assert isinstance(table.codebook, PlanesCodebook)
     first_symbol = table.codebook.first_symbol
     assert first_symbol is not None
@@ -165,7 +171,8 @@ def list_escapes(table: Table) -> Escapes | None:
 
 
 def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[torch.Tensor, ...]:
-    """(escapes of each row, entries, irregular rows, their weights) of rows start to end - 1."""
+    """Lists the escapes of the rows start to end - 1. Returns (number of escapes of each row, entries, numbers of the
+    irregular rows, their weights)."""
     weights = decode_items(table, start, end, check=True)
     bits, mantissa_bits = weights.view(torch.int16), _RESIDUAL_BITS - 1
     exponents = bits >> mantissa_bits & 2**_EXPONENT_BITS - 1
@@ -173,7 +180,7 @@ def _list_rows(table: Table, start: int, end: int, first_symbol: int) -> tuple[t
     counts = escaped.sum(1)
     lengths = table.lengths[start:end].view(torch.int16).int() & 0xFFFF
     most = max(MOST_OF_A_ROW, table.shape[1] // COLUMNS_AN_ESCAPE)
-    coded_bytes = coded_row_bytes(table.shape[1]) + counts  # a byte for the exponent of each escape
+    coded_bytes = coded_row_bytes(table.shape[1]) + counts  # Each escape takes a byte for its exponent.
     regular = (lengths == coded_bytes) & (lengths < table.row_bytes) & (counts <= most)
     rows, columns = (escaped & regular[:, None]).nonzero(as_tuple=True)
     weight = bits[rows, columns].int() & 0xFFFF

@@ -1,4 +1,4 @@
-"""Items of a table by their ids: `index_select`, and the paths that they can take to a GPU."""
+"""Fetches items of a table by their ids: `index_select`, and the choice of the path by which items come to a GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from .calls import (
 )
 from .ids import ID_DTYPES, check_range, checked_ids, flat_ids, refuse_mapped
 
-PATHS = {"gpu": IN_ORDER, "bucketed": BUCKETED, "cpu": None}  # None: without `take`
+# How the operation `take` fetches items on each path. None: the path does not use `take`.
+PATHS = {"gpu": IN_ORDER, "bucketed": BUCKETED, "cpu": None}
 _take, _take_out = torch.ops.ibp.take.default, torch.ops.ibp.take.out
 
 
@@ -45,25 +46,26 @@ def index_select(
     max_sms: int | None = None,
     path: str | None = None,
 ) -> torch.Tensor:
-    """The items ids of a table, as torch.index_select(x, 0, ids), moved to a device (the paper's sections 4.3 and 4.4).
+    """Returns the items of a table by their ids, as torch.index_select(x, 0, ids) does, on a device (the paper's
+    sections 4.3 and 4.4).
 
-    A table in pinned host memory is fetched and rebuilt by the GPU itself in one kernel on the current stream, and a
-    table on a GPU likewise; an unpinned table is gathered on the CPU and copied. With ids and out on the GPU and the
-    table pinned or on that GPU, the call does not synchronise, allocates nothing but what path "bucketed" needs, and
-    can be captured in a CUDA graph (after one call outside it).
+    If the table is in pinned host memory or on a GPU, the GPU itself fetches and decodes the rows in one kernel on the
+    current stream. If the table is in pageable memory, the CPU gathers the rows and they are copied. If ids and out are
+    on the GPU, and the table is pinned or on that GPU, the call does not synchronise, and it allocates nothing except
+    what path "bucketed" needs. After one call outside a CUDA graph, it can then be captured in one.
 
-    CPU ids out of range raise IndexError at once. CUDA ids are checked by the kernel, without synchronising: a bad id's
-    item is zeros, and the first bad one met raises in the next call on the table, in `table.check()`, or here with
-    check=True.
+    CPU ids that are out of range raise IndexError at once. CUDA ids are checked by the kernel, without synchronising:
+    the item of a bad id is zeros, and the first bad id is raised by the next call on the table, by `table.check()`, or
+    by this call if check=True.
 
-    Inside torch.compile, with fullgraph=True too, the call works after one call outside, but without check=True and
-    path="cpu". There, CPU ids are checked like CUDA ones. A call with a list of tables ends the graph.
+    Inside torch.compile, also with fullgraph=True, the call works after one call outside, but not with check=True or
+    path="cpu". There, CPU ids are checked in the same way as CUDA ids. A call with a list of tables ends the graph.
 
-    One call can take items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]], for
-    every k. The ids are put in the order of the tables; of every 32 tables, one kernel writes the items of all that
-    have one scheme, element size and about one length of rows, up to 2 KiB. The call waits for table numbers on a GPU,
-    but not for table numbers on the CPU. It cannot be captured in a CUDA graph; bad CUDA ids and corrupt rows are
-    raised by the next call on their table.
+    One call can fetch items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]],
+    for every k. The ids are put in the order of the tables. Among every 32 tables, one kernel writes the items of all
+    tables that have the same scheme, the same element size and about the same length of rows, up to 2 KiB. The call
+    waits for table numbers that are on a GPU, but not for table numbers on the CPU. It cannot be captured in a CUDA
+    graph. Bad CUDA ids and corrupt rows are raised by the next call on their table.
 
     Example:
         >>> x, ids = torch.randn(1000, 1024).bfloat16(), torch.tensor([3, 999, 3])
@@ -74,35 +76,36 @@ def index_select(
         torch.Size([3, 1024])
 
     Args:
-        table: a table of N items of shape [...]; or anything else that has rows, such as an `ibp.RowCache` or an
-            `ibp.distributed.ShardedTable`: see its `index_select`. Or a list of T tables of one dtype and one shape of
-            items, each pinned or on the device of the ids.
-        ids: integers [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all: a tensor (int32 and
-            int64 are taken as they are, shorter ones are widened), a sequence of ints or a numpy array.
-        table_numbers: integers [K] in [0, T), with a list of tables.
-        device: where the result goes; None: out's device, else the ids'. Of a list of tables the ids'.
-        out: tensor of the table's dtype to write to: [K, ...], or with several dimensions in place of K, whose product
-            is K. Any strides will do: contiguous items, such as the items at one t of a cache [B, H, T, D], are written
-            straight to their places. With a list of tables: contiguous.
-        check: wait for the result and raise here what went wrong.
-        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, except that path "bucketed" takes
-            only as many as decode rows as fast as the link brings them (at least 16 on an H200).
-        path: how items come from host memory to a GPU; None chooses by the sizes. All give the same bits.
-            "gpu": the GPU fetches them in the order given.
-            "bucketed": the GPU first puts the ids in the order of windows of the table, then fetches in that order: for
-                many ids of a large table.
-            "cpu": the CPU gathers rows as they are stored, the copy engine moves them and the GPU decodes: for ids on
-                the CPU and a large table, or one that is not pinned. Items must be whole rows. The call comes back when
-                the CPU's part is done, and cannot be captured.
+        table: a table of N items of shape [...]; or another object that has rows, such as an `ibp.RowCache` or an
+            `ibp.distributed.ShardedTable`, whose `index_select` is then called; or a list of T tables of the same dtype
+            and the same shape of items, each pinned or on the device of the ids.
+        ids: integers [K] in [0, N), on the CPU or a GPU, in any order; they may be repeated, and K may be 0. A tensor
+            (int32 and int64 are used directly, shorter integers are widened), a sequence of ints or a numpy array.
+        table_numbers: integers [K] in [0, T), which say what table each id belongs to. None: there is only one table.
+        device: the device of the result. None: the device of out, or otherwise of the ids. With a list of tables it has
+            to be the device of the ids.
+        out: tensor of the table's dtype to write to. Its shape is [K, ...], or has several dimensions, whose product is
+            K, in place of K. It may have any strides. If its items are contiguous, such as the items at one t of a
+            cache [B, H, T, D], they are written to it directly. With a list of tables it has to be contiguous.
+        check: whether to wait for the result and raise faults in this call.
+        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all; but path "bucketed" takes only
+            as many as decode rows as fast as the link brings them (at least 16 on an H200).
+        path: how items come from host memory to a GPU. All paths give the same bits. None chooses by the sizes.
+            "gpu": the GPU fetches the items in the order of the ids.
+            "bucketed": the GPU first puts the ids in the order of windows of the table, and fetches the items in that
+                order. This is for many ids and a large table.
+            "cpu": the CPU gathers rows as they are stored, the copy engine moves them, and the GPU decodes them. This
+                is for ids on the CPU and a table that is large or not pinned. Items have to consist of whole rows. The
+                call returns when the CPU's part is done, and it cannot be captured in a CUDA graph.
 
     Returns:
         Tensor [K, ...]; out if it was given.
 
     Raises:
-        TypeError: ids or table numbers are no integers, out has another dtype, or there are table numbers without a
+        TypeError: ids or table numbers are not integers, out has another dtype, or there are table numbers without a
             list of tables.
-        ValueError: ids is not 1-D, out has another shape or is not on `device`, `path` cannot be taken, or tables or
-            table numbers do not go together.
+        ValueError: ids is not 1-D, out has another shape or is not on `device`, `path` cannot be taken, or the tables
+            or table numbers do not fit together.
         IndexError: an id or a table number is out of range.
         CorruptTableError: the table's bytes contradict each other.
     """
@@ -134,8 +137,12 @@ def select(
     path: str | None = None,
     from_end: int = 0,
 ) -> torch.Tensor:
-    """`index_select` of one table. from_end: the table's number of items, so that ids below 0 count from the end, or 0;
-    with it there is no out and no path."""
+    """Returns `index_select` of one table.
+
+    Args:
+        from_end: the table's number of items, if ids below 0 count from the end; out and path are then None. 0: ids
+            below 0 are out of range.
+    """
     is_compiling = torch.compiler.is_compiling()
     if type(ids) is not torch.Tensor or ids.dtype not in ID_DTYPES or ids.dim() != 1:
         ids = flat_ids(ids)
@@ -227,7 +234,8 @@ def _way_from_cpu(
     path: str | None,
     from_end: int,
 ) -> int | None:
-    """Returns how ids of the CPU, which are checked, are fetched; None: the CPU gathers their rows."""
+    """Returns how `take` fetches the items of CPU ids, or None if the CPU gathers their rows. Raises IndexError if an
+    id is out of range and a GPU takes part."""
     if worker.type == "cuda" or target.type == "cuda":
         check_range(ids, table.geometry.num_items, -from_end)
     if path is not None:
@@ -240,7 +248,7 @@ def _way_from_cpu(
 
 
 def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.device, worker: torch.device) -> bool:
-    """Returns whether the CPU gathers items for a GPU by itself, of many CPU ids: whether it can, and it pays."""
+    """Returns whether the CPU gathers the items of many CPU ids for a GPU: whether it can, and whether it pays."""
     if table.slots.is_cuda or (worker.type == "cuda" and not _stages(table, handle, ids.shape[0])):
         return False
     can_gather = host_gather.rows_at_once(table) > 0 and not is_capturing(target)
@@ -248,7 +256,8 @@ def _is_staged(table: Table, handle: Handle, ids: torch.Tensor, target: torch.de
 
 
 def _stages(table: Table, handle: Handle, num_ids: int) -> bool:
-    """Returns what `plan.stages` says of about as many ids, by their first three bits: the handle keeps it."""
+    """Returns `plan.stages` for about num_ids ids. The number is rounded down to its first three bits, so that the
+    handle keeps only a few results."""
     rest = max(0, num_ids.bit_length() - 3)
     asked = num_ids >> rest << rest, torch.get_num_threads()
     if asked not in handle.staged:
@@ -266,7 +275,7 @@ def _select_by_cpu(
     sms: int,
     from_end: int,
 ) -> torch.Tensor:
-    """`select` of CPU ids that are in range, whose rows the CPU gathers for the GPU that decodes them."""
+    """Returns `select` for CPU ids that are in range. The CPU gathers the rows, and the target GPU decodes them."""
     if from_end:
         ids = _from_start(ids, from_end)
     table._raise_pending(target)
@@ -283,13 +292,13 @@ def _select_by_cpu(
 
 
 def _from_start(ids: torch.Tensor, num_items: int) -> torch.Tensor:
-    """Returns ids with those below 0 counted from the end of num_items items."""
+    """Returns the ids, with ids below 0 replaced by the ids that they count from the end of num_items items."""
     return torch.where(ids < 0, ids.long() + num_items, ids.long())
 
 
 def raise_for(table: Table, ids: torch.Tensor, handle: Handle, from_end: int = 0, **near: Any) -> None:
-    """Raises what is wrong with a call on the CPU that `take` has refused: an id, or a row. near: the entries of the
-    rows, and the slabs, if they come from a cache."""
+    """Raises the error of a call on the CPU that `take` has refused, because an id or a row is bad. near: the arguments
+    `entries` and `slabs` of the operation, if rows come from a cache."""
     refuse_mapped(ids)
     check_range(ids, table.geometry.num_items, -from_end)
     if from_end:
@@ -311,7 +320,7 @@ def _select_of_many(
     max_sms: int | None,
     path: str | None,
 ) -> torch.Tensor:
-    """Item ids[k] of tables[table_numbers[k]], for every k."""
+    """Returns item ids[k] of tables[table_numbers[k]], for every k."""
     if not isinstance(tables, (list, tuple)):
         raise TypeError(f"table_numbers go with a list of tables; table is a {type(tables).__name__}")
     if table_numbers is None:
@@ -363,7 +372,7 @@ def _check_tables(tables: Sequence[Table], device: torch.device) -> None:
 
 
 def _check_many(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Raises IndexError for the first of CPU ids that its table lacks."""
+    """Raises IndexError for the first id that is out of range for its table. Ids on a GPU are not checked."""
     if ids.is_cuda:
         return
     sizes = torch.tensor([table.geometry.num_items for table in tables], dtype=torch.int64, device="cpu")[numbers.cpu()]
@@ -379,7 +388,8 @@ def _check_many(tables: Sequence[Table], ids: torch.Tensor, numbers: torch.Tenso
 def _take_of_many(
     tables: Sequence[Table], ids: torch.Tensor, order: torch.Tensor, starts: list[int], out: torch.Tensor, sms: int
 ) -> None:
-    """Writes items ids[starts[t]] to ids[starts[t + 1] - 1] of table t to the positions of out that order has there."""
+    """Writes items of several tables to out. The items of table t are ids[starts[t]:starts[t + 1]], and the same
+    elements of order are their positions in out."""
     used = [number for number in range(len(tables)) if starts[number] < starts[number + 1]]
     for number in used:
         tables[number]._raise_pending(out.device)
@@ -388,6 +398,6 @@ def _take_of_many(
     try:
         torch.ops.ibp.take_many.default(handles, ids, order.to(torch.int32), bounds, sms, out)
     except RuntimeError:
-        for number in used:  # one of them says what is wrong
+        for number in used:  # The call for the table that has the bad id or row raises the error.
             some = slice(starts[number], starts[number + 1])
             out[order[some]] = select(tables[number], ids[some])

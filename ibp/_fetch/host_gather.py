@@ -1,10 +1,11 @@
-"""Items fetched with the CPU's help: its threads gather rows as they are stored, the copy engine moves them, the GPU
-decodes them.
+"""Fetches items with the CPU's help: threads of the CPU gather rows as they are stored, the copy engine moves them, and
+the GPU decodes them.
 
-Rows at random places of a large table reach a GPU that fetches them itself no faster than it can translate their
-addresses; CPU cores have no such limit. Of a pinned table in slots they gather the slots, and the GPU, which has the
-table's index, finds there what it would fetch: one operation, csrc/cuda/stream/stage.cu. Of other tables they gather a
-table in packed layout (FORMAT.md section 3) of the chosen items only, which the GPU decodes like any other.
+If a GPU itself fetches rows at random places of a large table, it can do so no faster than it can translate their
+addresses. CPU cores do not have this limit. If the table is pinned and has slots, the threads gather the slots, and the
+GPU, which has the table's index, reads the gathered slots in place of those in host memory. One operation does this
+(csrc/cuda/stream/stage.cu). For other tables the threads make a selection: a table in packed layout (FORMAT.md section
+3) that holds only the selected items, which the GPU decodes like any other table.
 """
 
 from __future__ import annotations
@@ -21,27 +22,32 @@ from .._rows.handle import Handle, Parts
 from .._rows.plan import spread_bytes
 from .._rows.table import OF_SELECTIONS, Table, handle_on
 
-CHUNK_BYTES = 8 << 20  # of selected rows and their index: the copy engine is at its rate from 4 MiB on
-NUM_CHUNKS = 3  # gathered, copied and decoded at the same time; twice their bytes, in pinned and in device memory
-RING_BYTES = 24 << 20  # of slots, in pinned and in device memory; the core cuts it into twelve
+# Bytes of a selection's rows and index in one chunk. The copy engine reaches its full rate with 4 MiB or more.
+CHUNK_BYTES = 8 << 20
+# While one chunk is gathered, another is copied and a third is decoded. Each has its bytes in pinned and in device
+# memory.
+NUM_CHUNKS = 3
+# Bytes of the ring for slots, in pinned memory and again in device memory. The core cuts it into twelve chunks.
+RING_BYTES = 24 << 20
 _CPU = torch.device("cpu")
 
 
 def rows_at_once(table: Table) -> int:
-    """Rows of a chunk's selection, as many as are expected to fit; 0 where items are not whole rows or one may not
-    fit."""
+    """Returns how many rows are expected to fit one chunk. Returns 0 if items do not consist of whole rows, or if an
+    item may not fit."""
     geometry = table.geometry
     if geometry.item_bytes == 0 or geometry.item_bytes % geometry.row_bytes:
         return 0
     rows_per_item = geometry.item_bytes // geometry.row_bytes
     most_bytes = CHUNK_BYTES - (rows_per_item + _core.ROWS_PER_BASE) * geometry.row_bytes - 64
     mean_bytes = spread_bytes(table) // max(1, geometry.num_rows)
-    num_rows = min(2 * most_bytes // 5, CHUNK_BYTES // (mean_bytes + 3))  # the index has at most 2.5 bytes a row
+    num_rows = min(2 * most_bytes // 5, CHUNK_BYTES // (mean_bytes + 3))  # The index has at most 2.5 bytes per row.
     return num_rows if num_rows >= rows_per_item else 0
 
 
 def parts_of(memory: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(bases, lengths, rows) of a selection of at most num_rows rows, one after the other in a chunk's memory."""
+    """Returns views of a chunk's memory for a selection of at most num_rows rows: (bases, lengths, rows), which lie one
+    after the other."""
     bases_bytes = -(-num_rows // _core.ROWS_PER_BASE) * 8
     lengths_end = bases_bytes + 2 * num_rows
     return (
@@ -54,9 +60,11 @@ def parts_of(memory: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.T
 def select(
     table: Table, ids: torch.Tensor, first: int, parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 ) -> list[int]:
-    """Fills parts with the selection of ids[first:]. Returns (items, bytes of rows) taken: at least one item.
+    """Fills parts with a selection of the items ids[first:], as many as fit. Returns [number of items, bytes of their
+    rows]. At least one item is taken.
 
-    Raises IndexError or CorruptTableError; positions count from the first of ids.
+    Raises:
+        IndexError, CorruptTableError: an id or a row is bad. The positions in messages count from ids[0].
     """
     bases, lengths, rows = parts
     taken, fault = torch.empty(2, dtype=torch.int64, device="cpu"), new_record()
@@ -75,8 +83,11 @@ def decode(
     out: torch.Tensor,
     fault: torch.Tensor,
 ) -> None:
-    """Decodes a selection of num_items items, on its device, to position first of out. order: int32 0, 1,
-    2 and so on, one for each position."""
+    """Decodes a selection of num_items items, on the device that it is on, to the positions of out from `first` on.
+
+    Args:
+        order: int32 [positions of out] on the device: 0, 1, 2 and so on.
+    """
     bases, lengths, rows = selection
     geometry, none = table.geometry, rows[:0]
     codec, words = table._coding(rows.device)
@@ -91,7 +102,7 @@ def decode(
 
 
 class _Stage:
-    """The rings of a device, and what gathers through them, used by one call at a time."""
+    """Holds the rings of a device and the stager that gathers through them. One call at a time may use it."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock = ForkLock()
@@ -99,18 +110,19 @@ class _Stage:
             pinned = _memory.empty(RING_BYTES, _CPU, pin=True)
             near = torch.empty(RING_BYTES, dtype=torch.uint8, device=device)
         with torch.cuda.device(device):
-            torch.cuda.current_stream(device).synchronize()  # the memory may be another tensor's on this stream
+            # Queued work on this stream may still use the memory, if it belonged to another tensor before.
+            torch.cuda.current_stream(device).synchronize()
             self.stager = _core.Stager(pinned.data_ptr(), near.data_ptr(), RING_BYTES, (pinned, near))
 
 
 def _gathers_slots(table: Table) -> bool:
-    """Whether the GPU finds in slots that the CPU gathers what it would fetch itself."""
+    """Returns whether the CPU gathers the slots of a table. Otherwise it makes selections."""
     item_slots = table.geometry.item_bytes // table.row_bytes * table.slot_bytes
     return table.is_pinned() and 0 < item_slots <= RING_BYTES // 16
 
 
 _stages: dict[torch.device, _Stage] = {}
-_rings: dict[torch.device, tuple[Ring, ForkLock]] = {}  # each used by one call at a time
+_rings: dict[torch.device, tuple[Ring, ForkLock]] = {}  # One call at a time may use each ring.
 _refused: set[torch.device] = set()
 _lock = ForkLock()
 
@@ -134,7 +146,8 @@ def _ring_of(device: torch.device) -> tuple[Ring, ForkLock]:
 
 
 def has_buffers(table: Table, device: torch.device) -> bool:
-    """Whether a table can be gathered for a device: not where the system refuses to pin what it is gathered in."""
+    """Returns whether there are buffers to gather a table for a device. There are none if the system refuses to pin
+    them."""
     if device not in _refused:
         try:
             _stage_of(device) if _gathers_slots(table) else _ring_of(device)
@@ -145,17 +158,20 @@ def has_buffers(table: Table, device: torch.device) -> bool:
 
 
 def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, out: torch.Tensor) -> None:
-    """The items at ids (CPU, contiguous, not empty) of a table in host memory to out, on the CUDA device, in the order
-    of its current stream.
+    """Fetches items of a table in host memory to a CUDA device, in the order of the device's current stream.
 
-    The call comes back when the last row is gathered; it waits for the GPU only where every chunk is still in use.
+    The call returns when the last row is gathered. It waits for the GPU only if every chunk is still in use.
+
+    Args:
+        ids: on the CPU, contiguous, not empty.
+        out: receives the items; contiguous, on the device.
     """
     if not _gathers_slots(table):
         _fetch_selections(table, ids, device, max_sms, out)
         return
-    handle_on(table, _CPU)  # after what a GPU has changed in the slots
+    handle_on(table, _CPU)  # waits for a GPU that has changed the slots
     stage, handle, fault = _stage_of(device), handle_on(table, device), table._faults.on(device)
-    slots = table._settled("slots")  # threads read what a GPU may be changing
+    slots = table._settled("slots")  # The threads must not read slots that a GPU is still changing.
     with stage.lock:
         torch.ops.ibp.stage_items.default(handle.table, slots, ids, stage.stager.address, max_sms, out, fault)
 

@@ -1,4 +1,4 @@
-"""Ids as calls take them: tensors of integers, in range."""
+"""Checks the ids that calls take, and converts them to tensors of integers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import torch
 
 from .._common.graphs import cannot_map
 
-ID_DTYPES = (torch.int64, torch.int32)  # of ids as operations take them
+ID_DTYPES = (torch.int64, torch.int32)  # Operations take ids of these dtypes.
 _WIDENED = (torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 
 
 def tensor_of(values: Any, name: str) -> torch.Tensor:
-    """Ids or a mask, given as a sequence or an array, as a tensor; no values are int64."""
+    """Returns a sequence or an array of ids, or a mask, as a CPU tensor. If there are no values, the dtype is int64.
+    Raises TypeError if the values do not form an array of integers."""
     if not isinstance(values, (list, tuple, range, np.ndarray, np.generic)):
         raise TypeError(
             f"{name} is a {type(values).__name__}; wanted an integer tensor, a sequence of ints or a numpy array"
         )
     try:
-        # A copy of an array: of any strides, and writable.
+        # An array is copied, because torch refuses negative strides and warns of read-only arrays.
         tensor = torch.as_tensor(np.array(values) if isinstance(values, np.ndarray) else values, device="cpu")
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise TypeError(f"{name} is a {type(values).__name__} that is no array of integers: {error}") from error
@@ -28,7 +29,8 @@ def tensor_of(values: Any, name: str) -> torch.Tensor:
 
 
 def checked_ids(ids: Any, name: str = "ids") -> torch.Tensor:
-    """ids, a tensor or what `tensor_of` takes, as int32 or int64; TypeError if they are no integers."""
+    """Returns ids as a tensor of int32 or int64. ids: a tensor, or what `tensor_of` takes. Raises TypeError if the ids
+    are not integers."""
     if isinstance(ids, torch.Tensor):
         refuse_mapped(ids)
     else:
@@ -41,13 +43,13 @@ def checked_ids(ids: Any, name: str = "ids") -> torch.Tensor:
 
 
 def refuse_mapped(ids: torch.Tensor) -> None:
-    """Raises RuntimeError for ids inside torch.vmap, which have no values that can be read."""
+    """Raises RuntimeError if the ids are inside torch.vmap, because their values cannot be read there."""
     if not torch.compiler.is_compiling() and torch._C._functorch.is_batchedtensor(ids):
         raise cannot_map()
 
 
 def list_of_ids(ids: Any, name: str = "ids") -> torch.Tensor:
-    """The same; ValueError for other than one dimension."""
+    """Returns ids as `checked_ids` does. Raises ValueError unless they have one dimension."""
     ids = checked_ids(ids, name)
     if ids.dim() != 1:
         raise ValueError(f"{name} has shape {list(ids.shape)}; wanted one dimension")
@@ -55,7 +57,8 @@ def list_of_ids(ids: Any, name: str = "ids") -> torch.Tensor:
 
 
 def flat_ids(ids: Any) -> torch.Tensor:
-    """The same, contiguous; one id may be a tensor of no dimension."""
+    """Returns ids as `checked_ids` does, contiguous and with one dimension. A tensor of no dimension is one id. Raises
+    ValueError if there is more than one dimension."""
     ids = checked_ids(ids)
     if ids.dim() > 1:
         raise ValueError(f"ids has shape {list(ids.shape)}; wanted one dimension")
@@ -63,7 +66,8 @@ def flat_ids(ids: Any) -> torch.Tensor:
 
 
 def check_range(ids: torch.Tensor, num_items: int, least: int = 0, name: str = "ids") -> None:
-    """Raises IndexError, with its position, for the first of CPU ids that is not in [least, num_items)."""
+    """Raises IndexError for the first id that is not in [least, num_items). The message says its position. ids: on the
+    CPU."""
     if ids.numel() == 0:
         return
     low, high = torch.aminmax(ids)

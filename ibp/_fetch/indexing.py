@@ -1,5 +1,5 @@
-"""`table[key]`, as x[key] of the tensor x that the table was made from: the rows that the key needs are decoded, then
-indexed by torch."""
+"""Implements `table[key]`, which equals x[key] for the tensor x that the table was made from. The rows that the key
+needs are decoded, and torch indexes the decoded rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WANTED = "wanted an int, a slice, ..., None, or an integer or bool tensor, arra
 
 
 def take(table: Table, key: Any) -> torch.Tensor:
-    """x[key], on the table's device, or on that of the index tensor that chooses rows."""
+    """Returns x[key] on the table's device, or on the device of the index tensor that selects rows."""
     if type(key) is torch.Tensor and key.dtype in ID_DTYPES and key.dim() == 1 and table.shape:
         return select(table, key, from_end=table.geometry.num_items)
     if not isinstance(key, tuple):
@@ -41,9 +41,10 @@ def _of_many(table: Table, key: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _place_of_rows(key: tuple[Any, ...], num_dims: int) -> int | None:
-    """Where in the key dimension 0 is indexed; None: nowhere, all rows are wanted."""
+    """Returns the position in the key of the element that indexes dimension 0, or None if no element does, so that all
+    rows are wanted."""
     for place, element in enumerate(key):
-        if element is Ellipsis:  # it stands for the dimensions that the rest does not name
+        if element is Ellipsis:  # It stands for the dimensions that the other elements do not index.
             if sum(map(_dims_of, key)) < num_dims:
                 return None
         elif element is not None:
@@ -58,7 +59,8 @@ def _dims_of(element: Any) -> int:
 
 
 def _checked(element: Any) -> Any:
-    """An element of a key, arrays and lists as tensors. TypeError for what is no index."""
+    """Returns an element of a key, with arrays and lists converted to tensors. Raises TypeError if the element is not
+    an index."""
     if element is None or element is Ellipsis or isinstance(element, slice):
         return element
     if isinstance(element, (list, tuple, range, np.ndarray)):
@@ -82,8 +84,13 @@ def _checked(element: Any) -> Any:
 
 
 def _rows_at(table: Table, index: Any, is_alone: bool = True) -> tuple[torch.Tensor, Any]:
-    """(rows, what to index them with in place of an index of dimension 0). is_alone: the rows are so already, where
-    that can be."""
+    """Decodes the rows that an index of dimension 0 needs. Returns (rows, the index that selects the result among
+    these rows).
+
+    Args:
+        is_alone: whether the key has no other element. If so, the rows that are returned may already be the result;
+            the returned index is then None or a full slice.
+    """
     num_items = table.geometry.num_items
     if isinstance(index, int):
         if not -num_items <= index < num_items:

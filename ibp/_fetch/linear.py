@@ -1,4 +1,4 @@
-"""Products with compressed matrices: `linear`, and `linear_groups` by stacks of them."""
+"""Products with compressed matrices: `linear`, and `linear_groups` for stacks of matrices."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ from .escapes import COLUMN_UNIT, Escapes, coded_row_bytes, escapes_of, matrix_o
 from .products import differentiable, is_transformed, wants_gradients
 from .streaming import decode_items, decompress
 
-MOST_VECTORS = 24  # more are multiplied faster with weights that are decoded before (benchmarks/linear.py)
-# The same on GPUs of compute capability 9.0: a vector for each 16 rows, but not fewer or more than these.
-LEAST_90, MOST_90 = 128, 512  # IBP_MOST_VECTORS
-MOST_MATRICES = 4  # of a launch: IBP_MOST_MATRICES
-MOST_OF_A_GROUP = 8  # IBP_MOST_OF_A_GROUP: vectors that the kernel multiplies by a matrix of a stack
-MOST_GROUPED, MOST_STACKED = 1024, 4096  # IBP_MOST_GROUPED vectors, IBP_MOST_STACKED matrices
+# Largest number of vectors that the kernel multiplies. More vectors are multiplied faster by weights that are decoded
+# first (benchmarks/linear.py).
+MOST_VECTORS = 24
+# The same limit on GPUs of compute capability 9.0: one vector for each 16 rows of the matrix, but at least LEAST_90 and
+# at most MOST_90 (IBP_MOST_VECTORS).
+LEAST_90, MOST_90 = 128, 512
+MOST_MATRICES = 4  # Largest number of matrices of one launch (IBP_MOST_MATRICES).
+MOST_OF_A_GROUP = 8  # Largest number of vectors in a group, for stacks of matrices (IBP_MOST_OF_A_GROUP).
+# Largest numbers of vectors (IBP_MOST_GROUPED) and of matrices of a stack (IBP_MOST_STACKED) for `group_vectors`.
+MOST_GROUPED, MOST_STACKED = 1024, 4096
 _multiply = torch.ops.ibp.linear.default
-_ROWS_OF_STACKS = 16  # matrices of a stack have a multiple of as many rows, where the kernel takes them
-# A slot has 32 bytes for a row's escapes, so that decoding the row reads no overflow, if the row has at least 1,024
-# columns; most shorter rows have no escape.
+_ROWS_OF_STACKS = 16  # The kernel takes stacks of matrices whose number of rows is a multiple of this.
+# Slots of rows with at least _LONG_COLUMNS columns have _SYMBOL_BYTES bytes for the row's escapes, so that decoding the
+# row does not read overflow. Most shorter rows have no escape.
 _SYMBOL_BYTES, _LONG_COLUMNS = 32, 1024
 
 
@@ -56,34 +60,37 @@ def linear(
     out: Any = None,
     check: bool = False,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """x W^T + bias, W being the tensor that was compressed: torch.nn.functional.linear(x, W, bias).
+    """Returns x W^T + bias, where W is the tensor that was compressed, as torch.nn.functional.linear(x, W, bias) does.
 
-    On a GPU, a kernel that decodes W in registers, reading only its coded bytes, multiplies up to 24 vectors of BF16,
-    and on GPUs of compute capability 9.0 more: up to one for each 16 rows, at least 128 and at most 512. It runs where
-    W is in that GPU's memory, N is at least 16, and `ibp.nn.Linear.from_linear` has made the table, which gives W this
-    form: level "fast", with K a multiple of 32 and slot_bytes at least 1.5 K. The kernel adds products in float, for
-    up to 64 vectors in an order that depends on K alone: a vector's result has then the same bits however many vectors
-    there are, but for rows that torch multiplies (below). They differ from the bits of torch's function, which differ
-    by shape and GPU, too.
-    In all other cases, such as FP16 and FP32, torch's function multiplies by W, decoded on x's device for the time of
-    the call.
+    On a GPU, a kernel reads only the coded bytes of W, decodes them in registers and multiplies up to 24 vectors of
+    BF16. On GPUs of compute capability 9.0 it multiplies more vectors: up to one for each 16 rows of W, but at least
+    128 and at most 512. The kernel runs if W is in the memory of that GPU, N is at least 16, and the table has the form
+    that `ibp.nn.Linear.from_linear` makes: level "fast", K a multiple of 32, and slot_bytes at least 1.5 K. In all
+    other cases, such as FP16 and FP32, torch's function multiplies by W, which is decoded on the device of x for the
+    time of the call.
 
-    By several tables, such as the query, key and value matrices of a model, one launch of the kernel multiplies by up
-    to 4, if no gradients are wanted: short matrices then take as long as one matrix that has all their rows.
+    The kernel adds products in float. For up to 64 vectors, the order of the additions depends only on K, so that a
+    vector's result has the same bits for any number of vectors. Rows that torch multiplies (see below) are an
+    exception. The bits differ from those of torch's function, which also differ between shapes and GPUs.
 
-    Gradients reach x and bias, under autocast too. Nothing is kept for them: backward decodes W again, for the time of
-    its product, and rows of the table must not change before. Where transforms of torch.func are in force, or the
-    source is no table, autograd keeps W until backward.
+    With several tables, such as the query, key and value matrices of a model, one launch of the kernel multiplies by up
+    to 4 of them, if no gradients are wanted. Short matrices then take as long as one matrix that has all their rows.
 
-    The kernel needs a list of the few escaped weights, which the table's digits do not give. Modules of `ibp.nn` list
-    them when they take a table, and `table.prepare_linear()` does so for a table of your own. Calls do not synchronise
-    then, allocate their result and at most a workspace for more than 64 vectors, and from the first one on can be
-    captured in a CUDA graph, or compiled with fullgraph=True and mode="reduce-overhead". Otherwise the first call lists
-    them; graphs that are captured before it, and code that is compiled before it, decode W every time, and a warning
-    says so once. The list counts in the table's `nbytes`, and is made anew after the table has changed: compile and
-    capture again then. Rows that are stored raw, or have more than 64 escaped weights and more than one in 128,
-    are kept decoded beside the list, and torch multiplies by them; where more than one row in 32 is such a row, all of
-    W is decoded for every call.
+    Gradients reach x and bias, also under autocast. Nothing is kept for them: backward decodes W again, for the time of
+    its product. Rows of the table must not change before that. Autograd keeps W until backward if transforms of
+    torch.func are active or if the source is not a table.
+
+    The kernel needs a list of the few escaped weights, which the table's digits do not represent. Modules of `ibp.nn`
+    make this list when they take a table; call `table.prepare_linear()` to make it for a table of your own. With the
+    list, calls do not synchronise, and they allocate only their result and, for more than 64 vectors, a workspace. They
+    can be captured in a CUDA graph, or compiled with fullgraph=True and mode="reduce-overhead", from the first call on.
+    Without the list, the first call makes it. Graphs that are captured, and code that is compiled, before the list is
+    made decode W in every call, and a warning says so once. The list counts in the table's `nbytes`. It is made anew
+    after the table has changed; then compile and capture again.
+
+    Rows that are stored raw, and rows with more than 64 escaped weights that are also more than one in 128 weights, are
+    kept decoded beside the list, and torch multiplies by them. If more than one row in 32 is such a row, all of W is
+    decoded in every call.
 
     Example:
         >>> x, weight = torch.randn(2, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()
@@ -96,24 +103,26 @@ def linear(
 
     Args:
         x: tensor [..., K], or a nested one.
-        table: of a matrix [N, K], of x's dtype; or anything else that decodes itself, such as an `ibp.RowCache`. Or
-            several of them: a list, a tuple.
-        bias: [N], of x's dtype and on its device. For several tables: a tensor or None for each; None: all are without.
-        out: tensor [..., N] of the table's dtype, on x's device, to write to. For several tables: a tensor or None for
-            each.
-        check: wait for the result and raise here what went wrong, as in `index_select`.
+        table: a table of a matrix [N, K] of x's dtype; or another object with a method `decompress`, such as an
+            `ibp.RowCache`; or several of these, as a list or a tuple.
+        bias: tensor [N] of x's dtype, on the device of x. None: no bias. For several tables: a list with a tensor or
+            None for each table; or None.
+        out: tensor [..., N] of the table's dtype, on the device of x, to write to. For several tables: a list with a
+            tensor or None for each table.
+        check: whether to wait for the result and raise faults in this call, as in `index_select`.
 
     Returns:
-        Tensor [..., N] on x's device; out if it was given. For several tables a list of tensors, one for each table.
+        Tensor [..., N] on the device of x; out if it was given. For several tables: a list of tensors, one for each
+        table.
 
     Raises:
-        TypeError: x or bias is no tensor, table is no table, or out has another dtype.
-        ValueError: a shape does not fit; x is on the meta device, or out on another than x; x is nested, and out given;
-            there are not as many biases or outs as tables.
-        RuntimeError: by torch's function, as for plain weights: dtypes differ, or bias is on another device than x.
-        CorruptTableError: the table's bytes contradict each other; where W is decoded for the call, a GPU reports it as
-            `index_select` does.
-        RuntimeError: in backward, rows of the table have changed since the call.
+        TypeError: x or bias is not a tensor, table is not a table, or out has another dtype.
+        ValueError: a shape does not fit; x is on the meta device; out is on another device than x, or is given for a
+            nested x; or there are not as many biases or outs as tables.
+        RuntimeError: dtypes differ, or bias is on another device than x (raised by torch's function); or, in backward,
+            rows of the table have changed since the call.
+        CorruptTableError: the table's bytes contradict each other. If W is decoded for the call, faults on a GPU are
+            raised as by `index_select`.
     """
     if isinstance(table, (list, tuple)):
         biases, outs = _one_for_each("biases", bias, table), _one_for_each("outs", out, table)
@@ -128,7 +137,7 @@ def linear(
             torch.cuda.current_stream(x.device).synchronize()
         return [result if to is None else to.copy_(result) for result, to in zip(results, outs)]
     _check_arguments(x, table, bias, out)
-    if x.is_nested:  # has no shape
+    if x.is_nested:  # A nested tensor has no shape, which the kernel would need.
         return F.linear(x, decompress(table, device=x.device, check=check), bias)
     if not wants_gradients(x, bias):
         return _product(x, table, bias, out, check)
@@ -147,8 +156,8 @@ def _one_for_each(name: str, given: Sequence[torch.Tensor | None] | None, tables
 
 
 def slot_bytes_for(columns: int, dtype: torch.dtype = torch.bfloat16) -> int | None:
-    """`slot_bytes` of a table whose rows have `columns` columns and the form that the kernel multiplies; long ones have
-    room for 32 bytes of escapes. None: the kernel takes no such rows."""
+    """Returns `slot_bytes` for a table of rows in the form that the kernel multiplies. Slots of long rows have 32 bytes
+    for escapes. Returns None if the kernel does not take such rows. columns: elements of a row."""
     if dtype != torch.bfloat16 or columns == 0 or columns % COLUMN_UNIT or 2 * columns > _core.MAX_ROW_BYTES:
         return None
     least = coded_row_bytes(columns) + (_SYMBOL_BYTES if columns >= _LONG_COLUMNS else 0)
@@ -162,7 +171,7 @@ def _product(
     out: torch.Tensor | None = None,
     check: bool = False,
 ) -> torch.Tensor:
-    """What `linear` gives, without gradients where the kernel multiplies."""
+    """Returns the result of `linear` for one table. If the kernel multiplies, the result has no gradient."""
     if torch.is_autocast_enabled(x.device.type):
         x, bias = _as_autocast(x), None if bias is None else _as_autocast(bias)
     escapes = None
@@ -190,7 +199,8 @@ def _product(
 def _products(
     x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor] | None:
-    """What `linear` gives, by one launch. None: gradients are wanted, or the kernel does not take them together."""
+    """Returns the results of `linear` for several tables by one launch. Returns None if gradients are wanted, if there
+    is only one table, or if the kernel cannot multiply by all tables together."""
     if len(tables) == 1 or x.is_nested or any(wants_gradients(x, bias) for bias in biases):
         return None
     x, biases = _as_autocast(x), [None if bias is None else _as_autocast(bias) for bias in biases]
@@ -217,14 +227,14 @@ def _products(
 
 
 def _multiply_irregular(x: torch.Tensor, escapes: Escapes, bias: torch.Tensor | None, result: torch.Tensor) -> None:
-    """Writes the results of the rows that torch multiplies."""
+    """Writes the columns of the result that belong to irregular rows, which torch multiplies."""
     vectors = x.detach().reshape(-1, x.shape[-1])
     irregular = F.linear(vectors, escapes.weights, None if bias is None else bias[escapes.rows])
     result.view(len(vectors), -1).index_copy_(1, escapes.rows, irregular)
 
 
 def _as_autocast(x: torch.Tensor) -> torch.Tensor:
-    """What torch's products take in place of x where autocast is in force."""
+    """Returns x in the dtype in which torch's products take it while autocast is active; otherwise x itself."""
     kind = x.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return x
@@ -258,8 +268,8 @@ def _check_arguments(x: torch.Tensor, table: Any, bias: torch.Tensor | None, out
 
 
 def _are_near(x: torch.Tensor, table: Any, bias: torch.Tensor | None = None) -> bool:
-    """Returns whether these are what the kernel multiplies, and all on one GPU. Whether it takes the table's rows,
-    `escapes_of` says."""
+    """Returns whether x, table and bias have the dtypes and layouts that the kernel takes and are all on one GPU.
+    `escapes_of` says whether the kernel also takes the table's rows."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not isinstance(table, Table) or table.dtype != x.dtype:
         return False
     if table.slots.device != x.device or x.layout != torch.strided or x.numel() == 0 or is_transformed():
@@ -268,13 +278,15 @@ def _are_near(x: torch.Tensor, table: Any, bias: torch.Tensor | None = None) -> 
 
 
 def _are_few(x: torch.Tensor, num_rows: int) -> bool:
-    """Returns whether there are so few vectors that coded weights are multiplied faster than decoded ones."""
+    """Returns whether x has so few vectors that the kernel multiplies them faster than torch does after decoding the
+    weights. num_rows: of the matrix, or of all matrices together."""
     num_vectors = x.numel() // x.shape[-1]
     return num_vectors <= MOST_VECTORS or num_vectors <= most_vectors(x.device, num_rows)
 
 
 def most_vectors(device: torch.device, num_rows: int) -> int:
-    """How many vectors a GPU multiplies with coded weights faster than with weights that are decoded before."""
+    """Returns the largest number of vectors that a GPU multiplies by coded weights faster than by weights that have to
+    be decoded first. num_rows: of the matrix, or of all matrices together."""
     if torch.cuda.get_device_capability(device) != (9, 0):
         return MOST_VECTORS
     return min(MOST_90, max(LEAST_90, num_rows // 16))
@@ -293,11 +305,12 @@ def linear_groups(
     sharing: int = 1,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Groups of vectors, each times one matrix of a stack, as `torch.nn.functional.linear` multiplies.
+    """Returns the products of groups of vectors, each group with one matrix of a stack, as
+    `torch.nn.functional.linear` multiplies.
 
-    On a GPU a kernel multiplies where `escapes_for_groups` gives escapes: it reads coded bytes alone, of a matrix once
-    for each of its groups, and does not wait. Otherwise the matrices of the groups are decoded one after the other, and
-    groups on a GPU are waited for.
+    On a GPU, a kernel multiplies if `escapes_for_groups` returns escapes. It reads only the coded bytes of a matrix,
+    once for each of the matrix's groups, and the call does not synchronise. Otherwise the matrices of the groups are
+    decoded one after the other, and the call waits for groups that are on a GPU.
 
     Example:
         >>> x, stack = torch.randn(3, 64).bfloat16(), torch.randn(4, 32, 64).bfloat16()
@@ -307,25 +320,27 @@ def linear_groups(
         True
 
     Args:
-        x: tensor [V / sharing, K].
-        table: of the matrices one below the other [E * rows, K], of x's dtype.
-        groups: int32 [G, 3] on x's device: the number of a matrix, the group's first vector, and how many it has, at
-            most 8. The first group of no vectors ends the list. No vector is in two groups.
-        rows: of a matrix.
-        order: int64 [V] on x's device: vector v of the groups is vector order[v], as `group_vectors` gives it; None: v.
-        sharing: how many vectors after each other are one row of x, where there is an order.
-        out: tensor [V, rows] of the table's dtype, contiguous and on x's device, to write to.
+        x: tensor [V / sharing, K], the vectors.
+        table: a table of the stacked matrices [E * rows, K], of x's dtype.
+        groups: int32 [G, 3] on the device of x. A group is the number of its matrix, its first vector, and the number
+            of its vectors, at most 8. The first group without vectors ends the list. A vector must not be in two
+            groups.
+        rows: the number of rows of each matrix.
+        order: int64 [V] on the device of x, such as `group_vectors` returns: position v in the groups stands for vector
+            order[v]. None: position v stands for vector v.
+        sharing: the number of consecutive vectors that are the same row of x. It is 1 if order is None.
+        out: tensor [V, rows] of the table's dtype, contiguous and on the device of x, to write to.
 
     Returns:
-        Tensor [V, rows], without gradients; out if it was given. Results of vectors that are in no group are what out
-        had, or any values.
+        Tensor [V, rows], without gradients; out if it was given. Results of vectors that are not in a group keep the
+        values of out, or are undefined.
 
     Raises:
-        TypeError: an argument is not of its type, groups not int32, order not int64, or out has another dtype.
-        ValueError: shapes do not fit, groups, order or out is on another device than x, or out is not contiguous.
-        IndexError: a group is out of range; for the kernel it ends the list. A number in order is; for the kernel its
-            results have any values.
-        CorruptTableError: as `linear`.
+        TypeError: an argument is of another type, groups is not int32, order is not int64, or out has another dtype.
+        ValueError: shapes do not fit; groups, order or out is on another device than x; or out is not contiguous.
+        IndexError: a group, or a number in order, is out of range. The kernel does not raise: such a group ends the
+            list, and the results of such a number are undefined.
+        CorruptTableError: as for `linear`.
     """
     check_table(table)
     _check_arguments(x, table, None, None)
@@ -361,8 +376,12 @@ def multiply_groups(
     sharing: int,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """`linear_groups` by the kernel, of arguments that fit each other. escapes: what `escapes_for_groups` gives;
-    groups: contiguous, at least one."""
+    """Multiplies as `linear_groups`, by the kernel. The arguments are not checked.
+
+    Args:
+        escapes: the table's entry in the result of `escapes_for_groups`.
+        groups: contiguous, at least one.
+    """
     torch.ops.ibp.linear_groups.default(
         escapes.slots,
         table.slot_bytes,
@@ -394,8 +413,13 @@ def _check_order(order: Any, sharing: int, num_vectors: int, device: torch.devic
 
 
 def escapes_for_groups(x: torch.Tensor, tables: Sequence[Table], rows: Sequence[int]) -> list[Escapes] | None:
-    """The escapes of stacks, of matrices of `rows` rows, that the kernel multiplies by vectors such as x. None: it does
-    not, as where rows are irregular."""
+    """Returns the escapes of stacks of matrices that the kernel can multiply by vectors such as x. Returns None if it
+    cannot, for example because rows are irregular.
+
+    Args:
+        tables: the stacks.
+        rows: the number of rows of a matrix, for each stack.
+    """
     if any(number % _ROWS_OF_STACKS for number in rows) or not all(_are_near(x, table) for table in tables):
         return None
     found = [escapes_of(table) for table in tables]
@@ -425,7 +449,8 @@ def _multiply_one_by_one(
 
 
 def group_vectors(matrices: torch.Tensor, num_matrices: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The groups of vectors for `linear_groups`, by one short kernel on a GPU, which is not waited for.
+    """Returns the groups of vectors for `linear_groups`. On a GPU one short kernel makes them, and the call does not
+    synchronise.
 
     Example:
         >>> group_vectors(torch.tensor([3, 1, 7, 1]), num_matrices=5)
@@ -435,13 +460,13 @@ def group_vectors(matrices: torch.Tensor, num_matrices: int) -> tuple[torch.Tens
                 [0, 0, 0]], dtype=torch.int32))
 
     Args:
-        matrices: int32 or int64 [V], the matrix of each vector, V at most `MOST_GROUPED`. Vectors whose matrix is out
-            of range come last and are in no group.
-        num_matrices: E, at most `MOST_STACKED`.
+        matrices: int32 or int64 [V], the number of each vector's matrix. V is at most `MOST_GROUPED`. Vectors whose
+            matrix is out of range come last in the order and are not in any group.
+        num_matrices: the number of matrices E, at most `MOST_STACKED`.
 
     Returns:
-        (int64 [V], the numbers of the vectors in the order of their matrices; int32 [min(V, E) + V // 8, 3], groups of
-        the vectors in that order, then groups of no vectors).
+        (order, groups). order is int64 [V]: the numbers of the vectors in the order of their matrices. groups is int32
+        [min(V, E) + V // 8, 3]: the groups of the vectors in that order, then groups without vectors.
 
     Raises:
         RuntimeError: matrices is of another dtype, or there are too many vectors or matrices.

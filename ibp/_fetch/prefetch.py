@@ -1,4 +1,4 @@
-"""Items and whole tensors brought to a GPU before they are needed: `CompressedTensor.prefetch`."""
+"""Brings items and whole tensors to a GPU before they are needed: `CompressedTensor.prefetch`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .streaming import decompress
 
 
 class Prefetch(OfThisProcess):
-    """What has been started to come to a device, on a stream of its own.
+    """The result of `table.prefetch`: items, or a whole tensor, that come to a device on another stream.
 
-    `wait` lets the current stream wait for it, and not the host; `close` says that the current stream has been given
-    all work on it. As a context manager it does both.
+    `wait` makes the current stream wait for the result; the host does not wait. Call `close` when all work that uses
+    the result has been queued on the current stream. A `with` block calls both.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -38,14 +38,14 @@ class Prefetch(OfThisProcess):
             self._event.record(stream)
 
     def is_ready(self) -> bool:
-        """Whether it has come; does not wait."""
+        """Returns whether the result has arrived. Does not wait."""
         return self._event is None or self._event.query()
 
     def wait(self) -> torch.Tensor:
-        """The result, for work on the current stream of its device. May be called on several streams.
+        """Returns the result, for work on the current stream of its device. It may be called on several streams.
 
         Raises:
-            RuntimeError: it has been closed.
+            RuntimeError: the prefetch has been closed.
         """
         if self._result is None:
             raise RuntimeError("the prefetch is closed: its result may be another one's by now")
@@ -57,8 +57,8 @@ class Prefetch(OfThisProcess):
         return self._result
 
     def close(self) -> None:
-        """Gives the result up: what is prefetched on the same stream from now on comes after the work that the current
-        stream has been given, so that it may be written to the same memory. Nothing happens the second time."""
+        """Gives up the result. Later prefetches on the same stream begin after the work that is now queued on the
+        current stream, so that they may write to the same memory. A second call does nothing."""
         if self._result is not None and self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._result.device))
         self._result = None
@@ -74,7 +74,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def stream_of(device: torch.device) -> torch.cuda.Stream:
-    """The stream of a GPU that prefetches take by default."""
+    """Returns the stream of a GPU on which prefetches run by default."""
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)
     return _streams[device]

@@ -1,4 +1,5 @@
-"""Gradients of products with a table's matrix. backward decodes the matrix again, so that autograd does not keep it."""
+"""Gradients of products with a table's matrix. backward decodes the matrix again, so that autograd does not have to
+keep it."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ Product = Callable[[torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
 def differentiable(
     product: Product, x: torch.Tensor, table: Table | Any, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """product(x, table, bias): x [..., K] times the transposed matrix [N, K] of a table, and bias [N].
+    """Returns product(x, table, bias) with gradients: x [..., K] times the transposed matrix [N, K] of a table, plus
+    bias [N].
 
-    Autograd keeps the matrix until backward where the source is no table, whose changes nothing counts, and in
-    transforms of torch.func, which take no autograd.Function of this kind.
+    Autograd keeps the matrix until backward in two cases: if the source is not a table, because then nothing counts
+    changes of its rows; and inside transforms of torch.func, which do not support an autograd.Function of this kind.
     """
     if not wants_gradients(x, bias) or not isinstance(table, Table) or is_transformed():
         return product(x, table, bias)
@@ -32,7 +34,8 @@ def wants_gradients(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether forward gradients are computed, or functions of torch.func are in force, which see no kernel."""
+    """Returns whether forward-mode gradients are computed or transforms of torch.func are active. Neither can look
+    into a kernel."""
     return torch.autograd.forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
@@ -59,9 +62,10 @@ class _Product(torch.autograd.Function):
 
 
 def _times(x: torch.Tensor, table: Table) -> torch.Tensor:
-    """x [M, N] times the matrix [N, K] of a table."""
+    """Returns x [M, N] times the matrix [N, K] of a table."""
     if not torch.compiler.is_compiling():
         return x @ matrix_of(table, x.device).to(x.dtype)
-    # A compiler would move an operation that only decodes to the forward pass, and keep the matrix from there on.
+    # The operation decodes and multiplies at once. A compiler would move an operation that only decodes to the forward
+    # pass, and keep the decoded matrix until backward.
     worker = worker_of(table, x.device)
     return torch.ops.ibp.times_matrix.default(handle_on(table, worker).table, x, table.shape[1], table.dtype, worker)

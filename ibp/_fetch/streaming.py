@@ -1,4 +1,4 @@
-"""Whole tensors: `decompress`."""
+"""Decodes whole tensors: `decompress`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,17 @@ from .._rows.table import Table, handle_on
 from .._schemes.codebook import coder_rates
 from .calls import IN_ORDER, check_out, check_path, check_table, sms_of, target_of, worker_of
 
-# Decoders of a stream of tables. On one H200 they keep up with the link for every dtype (FP8 needs 32, BF16 8), and a
-# model that computes as long as its weights take to come is slowed down by 1 %, by 4 % with 8: the fewer there are, the
-# longer one that begins in a gap between two kernels holds the next one up.
+# Number of SMs that decode a stream of tables. On one H200, 32 SMs keep up with the link for every dtype (FP8 needs 32,
+# BF16 needs 8). A model that computes for as long as its weights take to arrive becomes slower by 1 % with 32 SMs, and
+# by 4 % with 8: the fewer SMs decode, the longer a decoder that starts in a gap between two kernels delays the next
+# kernel.
 STREAM_SMS = 32
-_RING_BYTES = 32 << 20  # staging buffers on the GPU, kept for a stream's next request
+_RING_BYTES = 32 << 20  # Bytes of the staging buffers on the GPU, which are kept for a stream's next request.
 _decode_bytes = torch.ops.ibp.decode_bytes.default
 PATHS = ("copy", "gpu")
-_SPARE_SMS = 1.75  # times the SMs that decode at the rate of the copy engine: chunks begin late, and end unevenly
+# A stream gets this many times the SMs that decode at the rate of the copy engine, because chunks begin late and end
+# unevenly.
+_SPARE_SMS = 1.75
 
 
 @overload
@@ -61,19 +64,20 @@ def decompress(
     max_sms: int | None = None,
     path: str | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """The tensor that a table was made from.
+    """Returns the tensor that a table was made from.
 
-    From pinned host memory to a GPU, the copy engine moves the stored bytes into a ring of staging buffers of 32 MiB.
-    The GPU decodes them there meanwhile, on streams beside the current one, which waits for them. Less than 64 MiB is
-    fetched by one kernel instead. With out on the GPU and the table pinned or on that GPU, the call does not
-    synchronise and can be captured in a CUDA graph (after one call outside it), which then keeps the ring. Inside
-    torch.compile, after one call outside it, a kernel fetches.
+    If the table is in pinned host memory and the result goes to a GPU, the copy engine moves the stored bytes into a
+    ring of staging buffers of 32 MiB. Meanwhile the GPU decodes the bytes there, on streams of its own, and the current
+    stream waits for these streams. Less than 64 MiB is fetched by one kernel instead. If out is on the GPU, and the
+    table is pinned or on that GPU, the call does not synchronise. It can then be captured in a CUDA graph after one
+    call outside the graph, and the graph keeps the ring. Inside torch.compile, which also needs one call outside it, a
+    kernel always fetches.
 
-    Several tables in pinned host memory that go to one GPU come as one stream through one ring: the copies for one
+    If several tables in pinned host memory go to one GPU, they come as one stream through one ring. The copies for one
     tensor run while the tensor before it is still being decoded, so that the link is busy from the first tensor to the
-    last, however small they are. Tables that a GPU decodes where they are share launches: of every 32, one for all that
-    have one scheme, element size and about one length of rows, up to 2 KiB. Arguments are checked before anything is
-    written.
+    last, however small they are. Tables that a GPU decodes in its own memory share launches: among every 32 tables, one
+    launch decodes all that have the same scheme, the same element size and about the same length of rows, up to 2 KiB.
+    All arguments are checked before anything is written.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -84,26 +88,28 @@ def decompress(
         [torch.Size([1000, 1024]), torch.Size([1000, 1024])]
 
     Args:
-        table: a table made from a tensor x; or a tensor that decodes itself, such as an `ibp.codecs.WholeTensor` or an
-            `ibp.RowCache`: see its `decompress`. Or several of them: a list, a tuple, an iterator.
-        device: where the result goes; None: out's device, else the table's.
-        out: tensor of x's shape and dtype to write to, of any strides. For several tables: a tensor or None for each.
-        check: as in `index_select`.
-        max_sms: keep at most this many of the GPU's multiprocessors busy; None: all, except that path "copy" takes only
-            as many as keep up with the link while other work fills the rest (32, or more where decoding is slow). Name
-            a number, such as 16, beside kernels that keep all of them busy.
-        path: how rows come from pinned host memory to a GPU; None chooses "gpu" where max_sms is given, otherwise by
-            the size. Both give the same bits.
-            "copy": the copy engine moves them into the ring. It is the fastest on a GPU with free multiprocessors;
-                beside kernels that keep all of them busy, every chunk waits for some.
-            "gpu": one kernel fetches them, and keeps the multiprocessors that it was once given.
+        table: a table made from a tensor x; or another object with a method `decompress`, such as an
+            `ibp.codecs.WholeTensor` or an `ibp.RowCache`; or several of these, as a list, a tuple or an iterator.
+        device: the device of the result. None: the device of out, or otherwise of the table.
+        out: tensor of the shape and dtype of x, with any strides, to write to. For several tables: a list with a tensor
+            or None for each table.
+        check: whether to wait for the result and raise faults at once, as in `index_select`.
+        max_sms: the largest number of the GPU's multiprocessors to keep busy. None: all; but path "copy" takes only as
+            many as keep up with the link (32, or more if decoding is slow), so that other work can fill the rest. Give
+            a number, such as 16, if other kernels keep all multiprocessors busy.
+        path: how rows come from pinned host memory to a GPU. Both paths give the same bits. None chooses "gpu" if
+            max_sms is given, and otherwise chooses by the size.
+            "copy": the copy engine moves the rows into the ring. This is the fastest path if the GPU has free
+                multiprocessors. If other kernels keep all of them busy, every chunk has to wait for some.
+            "gpu": one kernel fetches the rows, and keeps its multiprocessors until it is done.
 
     Returns:
-        Tensor of x's shape and dtype; out if it was given. For several tables a list of tensors, one for each table.
+        Tensor of the shape and dtype of x; out if it was given. For several tables: a list of tensors, one for each
+        table.
 
     Raises:
-        TypeError, ValueError: out does not fit, or `path` cannot be taken; there are not as many outs as tables.
-        CorruptTableError: the table's bytes contradict each other; from a GPU as `index_select` reports faults.
+        TypeError, ValueError: out does not fit, `path` cannot be taken, or there are not as many outs as tables.
+        CorruptTableError: the table's bytes contradict each other. Faults on a GPU are raised as by `index_select`.
     """
     if isinstance(table, Table):
         return decode_items(table, 0, None, device, out, check, max_sms, path)
@@ -115,7 +121,7 @@ def decompress(
         pairs = list(zip(tables, outs))
         itself = [not isinstance(table, Table) and isinstance(table, Decodable) for table in tables]
         jobs = [_DecodeJob.of(table, device, to) for (table, to), alone in zip(pairs, itself) if not alone]
-        decoded = iter(_decode_many(jobs, check, max_sms, path))  # one stream, of those that cross the link to one GPU
+        decoded = iter(_decode_many(jobs, check, max_sms, path))
         return [
             _decode_itself(table, device, to, check, max_sms, path) if alone else next(decoded)
             for (table, to), alone in zip(pairs, itself)
@@ -133,7 +139,7 @@ def _decode_itself(
     max_sms: int | None,
     path: str | None,
 ) -> torch.Tensor:
-    """The tensor of something that is no table, and has one way to be decoded."""
+    """Returns the tensor of an object that is not a table and has a method `decompress`."""
     if max_sms is not None or path is not None:
         raise ValueError(f"max_sms and path are for tables; an ibp.{type(source).__name__} has neither")
     result = source.decompress(device=device, out=out)
@@ -152,7 +158,8 @@ def decode_items(
     max_sms: int | None = None,
     path: str | None = None,
 ) -> torch.Tensor:
-    """Items first_item to last_item - 1 in order; all of the tensor, in its own shape, if last_item is None."""
+    """Returns the items first_item to last_item - 1 of a table, in order. If last_item is None, returns the whole
+    tensor in its own shape."""
     if not isinstance(table, Table):
         check_table(table)
     is_compiling = torch.compiler.is_compiling()
@@ -206,8 +213,12 @@ def _decode(
     sms: int,
     stream: TensorStream | None,
 ) -> torch.Tensor:
-    """Decodes bytes [start, end) of a table's tensor on the worker device, whose handle this is, and brings them to the
-    target. stream: what the copy engine brings them through; None: a kernel reads them where they are."""
+    """Decodes bytes [start, end) of a table's tensor on the worker device, and copies them to the target device.
+
+    Args:
+        handle: the table's handle for the worker.
+        stream: the stream through which the copy engine brings the stored bytes. None: a kernel reads them in place.
+    """
     is_compiling, on_cpu = torch.compiler.is_compiling(), worker.type == "cpu"
     fault = new_record() if on_cpu and not is_compiling else handle.parts.fault
     assert fault is not None
@@ -231,7 +242,7 @@ def _decode(
 
 
 def _stored_bytes(table: Table, num_bytes: int) -> int:
-    """Returns the bytes of slots and overflow that hold num_bytes bytes of a table, about."""
+    """Returns about how many bytes of slots and overflow hold num_bytes bytes of a table's tensor."""
     return (table.slots.numel() + table.overflow.numel()) * num_bytes // max(1, table.geometry.num_bytes)
 
 
@@ -239,15 +250,17 @@ def _stored_bytes(table: Table, num_bytes: int) -> int:
 
 
 def _copies(worker: torch.device, stored_bytes: int, sms: int, path: str | None) -> bool:
-    """Returns whether the copy engine brings rows that come over the link. Who leaves multiprocessors to others has
-    work for them, kernels that keep one for long, and every chunk of a stream would wait."""
+    """Returns whether the copy engine brings rows over the link.
+
+    If the caller limits the number of SMs, a kernel fetches the rows instead: the caller probably has other kernels
+    that keep SMs busy for long, and every chunk of a stream would have to wait for SMs."""
     if path is not None or sms or torch.compiler.is_compiling():
         return path == "copy"
     return stored_bytes >= calibration.in_force(worker).least_streamed_bytes
 
 
 def _refuse(path: str, table: Table, crosses: bool, target: torch.device) -> None:
-    """Raises ValueError if rows cannot take a path. crosses: whether they come from pinned host memory to a GPU."""
+    """Raises ValueError if a path cannot be taken. crosses: whether the rows come from pinned host memory to a GPU."""
     if path == "copy" and torch.compiler.is_compiling():
         reason = "it cannot be compiled: its ring is not torch's"
     elif not crosses:
@@ -263,7 +276,7 @@ def _refuse(path: str, table: Table, crosses: bool, target: torch.device) -> Non
 
 
 class _DecodeJob(NamedTuple):
-    """A table that is decoded on the worker device and brought to the target."""
+    """A table that is to be decoded on the worker device. The result goes to the target device."""
 
     table: Table
     out: torch.Tensor | None
@@ -280,12 +293,12 @@ class _DecodeJob(NamedTuple):
 
     @property
     def crosses(self) -> bool:
-        """Whether it comes over the link."""
+        """Whether the stored bytes come over the link."""
         return self.worker != self.table.device and self.table.original_bytes > 0
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether the table has bytes to decode, which its GPU writes straight to the result, in one piece."""
+        """Whether the table is not empty and a GPU decodes it directly into the result, which is contiguous."""
         if self.worker.type != "cuda" or self.worker != self.target or not self.table.original_bytes:
             return False
         is_direct = self.out is None or (self.out.shape == self.table.shape and self.out.is_contiguous())
@@ -293,14 +306,15 @@ class _DecodeJob(NamedTuple):
 
 
 def _decode_many(jobs: list[_DecodeJob], check: bool, max_sms: int | None, path: str | None) -> list[torch.Tensor]:
-    """The results of all jobs, queued without waiting for any of them unless a result goes to the CPU."""
+    """Decodes all jobs and returns their results. All work is queued before any result is waited for; only results
+    that go to the CPU are waited for. The tables that cross the link to one GPU share a stream."""
     sms = sms_of(max_sms)
     if path is not None:
         check_path(path, PATHS)
         for job in jobs:
             if job.table.original_bytes:
                 _refuse(path, job.table, job.crosses, job.target)
-    for job in jobs:  # what can wait comes before the streams, so that it does not hold them up
+    for job in jobs:  # These calls may wait, so they come before the streams begin and do not delay them.
         if not torch.compiler.is_compiling():
             job.table._raise_pending(job.worker)
         handle_on(job.table, job.worker)
@@ -336,8 +350,9 @@ def _decode_job(job: _DecodeJob, sms: int, stream: TensorStream | None) -> torch
 def _decode_together(
     jobs: list[_DecodeJob], streams: Sequence[TensorStream | None], sms: int
 ) -> dict[int, torch.Tensor]:
-    """Decodes the jobs that need no stream and write to one piece of a GPU's memory. Tables that the same kernel
-    decodes share launches. Returns the results by the numbers of their jobs; a job that is missing is left to do."""
+    """Decodes the jobs that do not need a stream and whose results are contiguous on a GPU. Tables that the same kernel
+    decodes share launches. Returns the results by the numbers of their jobs. Jobs that are missing in it have not been
+    done."""
     groups: dict[torch.device, list[int]] = {}
     for number, (job, stream) in enumerate(zip(jobs, streams)):
         if stream is None and job.is_plain:
@@ -353,7 +368,7 @@ def _decode_together(
         ]
         try:
             torch.ops.ibp.decode_many.default([handle_on(job.table, worker).table for job in some], sms, outs)
-        except RuntimeError:  # two results share memory: the tables are decoded one after the other
+        except RuntimeError:  # Two results share memory. The caller decodes these tables one after the other.
             continue
         results.update(zip(numbers, outs))
     return results
@@ -363,7 +378,8 @@ def _decode_together(
 
 
 def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
-    """SMs of a device that decode num_bytes of a table faster than the copy engine brings their stored bytes."""
+    """Returns how many SMs of a device decode num_bytes bytes of a table faster than the copy engine brings their
+    stored bytes."""
     machine = calibration.in_force(device)
     rates = machine.pairs if table.codebook is None else coder_rates(table.codebook, machine)
     brought_gbps = machine.copy_in_gbps * num_bytes / max(1, stored_bytes)
@@ -371,26 +387,28 @@ def sms_at_link_rate(table: Table, device: torch.device, num_bytes: int, stored_
 
 
 def streamed_sms(table: Table, device: torch.device, num_bytes: int, stored_bytes: int) -> int:
-    """SMs that decode a stream unless the caller names a number."""
+    """Returns the number of SMs that decode a stream, unless the caller gives a number."""
     return max(STREAM_SMS, sms_at_link_rate(table, device, num_bytes, stored_bytes))
 
 
-# Streamers that are not in use, and the rings that they own, by device, stream and whether for captures: those of one
-# stream must not reach another's work, and a captured stream's ring is the graph's.
+# Streamers that are not in use, and the rings that they own. The key is (device, stream, whether a CUDA graph was being
+# captured): a ring must not be used on a stream other than its own, and the ring of a captured stream belongs to the
+# graph.
 _idle_streamers: dict[tuple[int, int, bool], list[tuple[_core.Streamer, torch.Tensor | None]]] = {}
 
 
 class TensorStream:
-    """Tables in pinned host memory that come to one GPU one after the other, and the ring they go through.
+    """Brings tables from pinned host memory to one GPU, one after the other, through a ring of staging buffers.
 
-    The copy engine runs ahead of the decoding from one table into the next, whatever the current stream waits for: from
-    one request's into the next one's too, as a stream's ring of the usual size is kept for the next request on it.
+    While a table is decoded, the copy engine already copies the next one, whatever the current stream is waiting for.
+    This also holds from one request to the next one on the same stream, because a ring of the usual size is kept for
+    the next request.
 
     Args:
-        device: the GPU. Its current stream waits for every table, and gives the ring its memory.
-        num_tables: how many come, so that the last one ends in small chunks; None: no end is known.
-        ring_bytes: of the ring, attribute too; four chunks are in it. None: 32 MiB. With larger ones the copy engine
-            pauses less often, and the host issues fewer calls.
+        device: the GPU. The current stream waits for every table. The ring's memory is allocated on this stream.
+        num_tables: the number of tables, so that the last one can end in small chunks. None: the number is not known.
+        ring_bytes: bytes of the ring, which holds four chunks; also an attribute. None: 32 MiB. With a larger ring the
+            copy engine pauses less often, and the host issues fewer calls.
     """
 
     def __init__(self, device: torch.device, num_tables: int | None = None, ring_bytes: int | None = None) -> None:
@@ -399,7 +417,7 @@ class TensorStream:
         is_captured, stream = is_capturing(device), torch.cuda.current_stream(device).cuda_stream
         self._keeps_ring, self._failed = not is_captured and ring_bytes is None, False
         self._idle = _idle_streamers.setdefault((device.index, stream, is_captured), [])
-        with torch.cuda.device(device):  # a streamer's streams and events are the current device's
+        with torch.cuda.device(device):  # A streamer makes its streams and events on the current device.
             try:
                 self._streamer, ring = self._idle.pop()
             except IndexError:
@@ -415,14 +433,21 @@ class TensorStream:
     def decode(
         self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
     ) -> None:
-        """Queues bytes [start, end) of a table's tensor with at most this many SMs (0: as many as keep up with the
-        link), and notes in fault what goes wrong. out: contiguous, on the worker."""
+        """Queues the decoding of bytes [start, end) of a table's tensor.
+
+        Args:
+            worker: the GPU of the stream.
+            sms: the largest number of SMs that decode. 0: as many as keep up with the link.
+            out: receives the bytes; contiguous, on the worker.
+            fault: the record in which faults are noted.
+        """
         self.issue(self.prepare(table, start, end, worker, sms, out, fault))
 
     def prepare(
         self, table: Table, start: int, end: int, worker: torch.device, sms: int, out: torch.Tensor, fault: torch.Tensor
     ) -> tuple[Any, ...]:
-        """Returns what `issue` takes, as often as the same is to be decoded to the same place."""
+        """Returns the arguments of `issue`. They can be used again if the same bytes are to be decoded to the same
+        memory. Arguments as in `decode`."""
         stored_bytes = _stored_bytes(table, end - start)
         return (
             (handle_on(table, worker).table, table.bases, start, end, self._streamer.address),
@@ -430,7 +455,7 @@ class TensorStream:
         )
 
     def issue(self, prepared: tuple[Any, ...]) -> None:
-        """Queues what was prepared."""
+        """Queues the decoding that `prepare` has prepared."""
         self._num_done += 1
         begins = self._num_done == 1 and not self._continues
         ends, self._failed = self._num_done == self._num_tables, True
@@ -438,7 +463,7 @@ class TensorStream:
         self._failed = False
 
     def close(self) -> None:
-        """Gives back what was borrowed for the request."""
-        if not self._failed:  # else what is on its way through the ring is not known
+        """Returns the streamer and the ring to those that are not in use."""
+        if not self._failed:  # After a failure it is not known which bytes are still on their way through the ring.
             has_begun = self._num_done > 0 or self._continues
             self._idle.append((self._streamer, self._ring if self._keeps_ring and has_begun else None))

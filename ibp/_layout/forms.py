@@ -1,8 +1,8 @@
-"""Where coded rows lie in one piece of memory that is sent, copied or kept as bytes.
+"""The layout of coded rows in one piece of memory, which is sent, copied or kept as bytes.
 
 A piece has these parts, in this order; some of them may be empty:
 
-    head      int64 [8]: what has become of the rows, see `PieceHead`
+    head      int64 [8]: counters and a fault record, see `PieceHead`
     bases     int64: where the rows' parts in overflow begin (FORMAT.md, section 2)
     rooms     uint16 [rows]: how much of overflow each row owns, if rows are coded again and again (ibp_place.h)
     lengths   uint16 [rows]: how long the rows are as stored (FORMAT.md, section 2)
@@ -26,18 +26,19 @@ import torch
 
 from .._common.rounding import rounded_up
 
-ALIGNMENT = 64  # bytes: of pieces, and of slots and overflow in them
+ALIGNMENT = 64  # Pieces, and slots and overflow inside a piece, are aligned to this many bytes.
 HEAD_BYTES = 64
-NOTE = 7  # the int64 of the head that is `PieceHead.note`
-_BASE_BYTES, _ROOM_BYTES, _LENGTH_BYTES = 8, 2, 2  # of a row
+NOTE = 7  # Position of `PieceHead.note` among the int64 of the head.
+_BASE_BYTES, _ROOM_BYTES, _LENGTH_BYTES = 8, 2, 2  # Bytes that each part of the index has for a row.
 
 
 class PieceHead(NamedTuple):
     """The entries of a head, as views.
 
     Attributes:
-        used: int64 [1]: bytes of overflow that have been handed out; more than there are, once there was no room.
-        counts: int64 [2]: rows with a part in overflow, and lost rows.
+        used: int64 [1]: bytes of overflow that have been handed out. If overflow had no room for a row, this is more
+            bytes than overflow has.
+        counts: int64 [2]: the number of rows with a part in overflow, and the number of lost rows.
         fault: int64 [4]: a fault record.
         note: int64 [1]: whoever sends the piece may write a number there, because `encode_into` leaves it alone.
     """
@@ -49,7 +50,7 @@ class PieceHead(NamedTuple):
 
 
 class PieceForm(NamedTuple):
-    """Where the parts behind the head lie, in bytes from the beginning of the memory."""
+    """The ranges of the parts behind the head, in bytes from the beginning of the memory."""
 
     bases: slice
     rooms: slice
@@ -85,7 +86,7 @@ def fixed(num_rows: int, row_bytes: int, slot_bytes: int, overflow_bytes: int) -
 
 @functools.lru_cache(1024)
 def packed(num_rows: int, overflow_bytes: int = 0) -> PieceForm:
-    """Returns the form of a packed piece with room for so many bytes of coded rows."""
+    """Returns the form of a packed piece. overflow_bytes: the bytes that it has for coded rows."""
     index = {"bases": _BASE_BYTES * num_rows, "lengths": _LENGTH_BYTES * num_rows}
     return laid_out(HEAD_BYTES, **index, overflow=overflow_bytes)
 
@@ -100,11 +101,11 @@ def laid_out(
     overflow: int = 0,
     alignment: int = ALIGNMENT,
 ) -> PieceForm:
-    """Returns the form of parts of these sizes in bytes.
+    """Returns the form of parts of these sizes, in bytes.
 
     Args:
-        start: where the bases begin: a multiple of 8.
-        alignment: slots and overflow begin at its multiples.
+        start: the offset of the bases, a multiple of 8.
+        alignment: the offsets of slots and overflow are multiples of it.
     """
     first_room, first_length = start + bases, start + bases + rooms
     index_end = first_length + lengths

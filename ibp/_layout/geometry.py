@@ -1,6 +1,6 @@
 """How a tensor is cut into rows, and how large the slots, the index and the overflow of a table of these rows are
-(FORMAT.md sections 1 to 3). The second half of the file checks tensors, gives their bytes, and brings these block by
-block to the device that works on them."""
+(FORMAT.md sections 1 to 3). The second half of the file checks tensors, returns their bytes, and copies the bytes block
+by block to the device that works on them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,15 @@ from .manners import TensorManners
 _Given = TypeVar("_Given")
 
 SECTOR_BYTES = _core.SECTOR_BYTES
-SECOND_FETCH_BYTES = 64  # what a row's second part costs, as bytes: 1.45 ns a request at about 0.65 ns a sector
-LONG_ITEM_ROW_BYTES = 4096  # rows of 1-D tensors, and of tensors whose items are longer than a row may be
-_BLOCK_BYTES = 64 << 20  # bytes that are coded at once; `compress(inplace=True)` holds them twice
-_NEAR_BLOCK_BYTES = 1 << 30  # the same of host memory that the CPU codes, whose threads wait after each block
+# Price of fetching a row's second part, in bytes besides those of the part: a request takes 1.45 ns, in which about two
+# sectors of 32 bytes are fetched (0.65 ns each).
+SECOND_FETCH_BYTES = 64
+# Bytes of a row in tensors of one dimension, and in tensors whose items are longer than a row may be.
+LONG_ITEM_ROW_BYTES = 4096
+_BLOCK_BYTES = 64 << 20  # Bytes that are coded at once. `compress(inplace=True)` holds two copies of a block.
+# Bytes of host memory that the CPU codes at once. These blocks are larger because the CPU's threads wait for each other
+# after each block.
+_NEAR_BLOCK_BYTES = 1 << 30
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
 # A tensor may hold elements of 1, 2, 4 or 8 whole bytes that torch neither scales nor packs.
@@ -54,11 +59,12 @@ _DTYPE_NAMES = (
     "float8_e8m0fnu",
 )
 DTYPES = frozenset(getattr(torch, name) for name in _DTYPE_NAMES if hasattr(torch, name))
-# Two values in a byte; None if torch lacks the dtype.
+# The dtype that holds two values in a byte; None if torch lacks it.
 PAIRS_DTYPE: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
-KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # dtypes of plain tensors in files
+KEPT_DTYPES = DTYPES if PAIRS_DTYPE is None else DTYPES | {PAIRS_DTYPE}  # Dtypes of uncompressed tensors in files.
 
-# The calls that take an object which is no tensor, or that make a tensor of it: by its type, and by its attributes.
+# Hints for objects that are not tensors: the call that takes such an object, or that makes a tensor of it. _WAYS lists
+# the hints by the type of the object, _WAYS_BY_ATTRIBUTE by an attribute that it has.
 _WAYS: tuple[tuple[Any, str], ...] = (
     ((str, os.PathLike), "ibp.checkpoints.compress(path, output) takes a file, ibp.load(path) reads one"),
     (torch.nn.Module, "ibp.nn.compress(model) takes a model"),
@@ -79,9 +85,9 @@ class Geometry:
     """How a tensor of a shape and dtype is cut into rows. An item is x[i]; a 0-D tensor is one item.
 
     Attributes:
-        num_items, item_bytes, item_shape: how many items there are, and the bytes and the shape of one.
+        num_items, item_bytes, item_shape: the number of items, and the bytes and the shape of one item.
         num_bytes: bytes of the tensor.
-        num_rows: how many rows there are; the last one may be shorter than row_bytes.
+        num_rows: the number of rows. The last row may be shorter than row_bytes.
     """
 
     shape: torch.Size
@@ -116,18 +122,22 @@ class Geometry:
 
     @property
     def has_whole_rows(self) -> bool:
-        """Whether items begin and end with rows."""
+        """Whether every item consists of whole rows."""
         return self.item_bytes > 0 and self.item_bytes % self.row_bytes == 0
 
     def survey(self, lengths: torch.Tensor) -> Survey:
-        """Returns what the rows take. lengths: of all rows, on any device; empty: all rows are raw."""
+        """Returns how many bytes the rows take as stored.
+
+        Args:
+            lengths: uint16 [num_rows], the lengths of all rows, on any device; or an empty tensor, if all rows are raw.
+        """
         if lengths.numel() == 0:
             lengths = torch.zeros(self.num_rows, dtype=torch.uint16, device="cpu")
         found = torch.ops.ibp.survey_rows.default(lengths, self.num_bytes, self.row_bytes).cpu()
         return Survey(self.row_bytes, int(found.numpy()[0]), found[1:])
 
     def slots_size(self, slot_bytes: int) -> int:
-        """Returns the bytes of all slots: a short last row has a short slot if slots hold whole rows."""
+        """Returns the bytes of all slots. If slots hold whole rows, a short last row has a short slot."""
         return self.num_bytes if slot_bytes == self.row_bytes else self.num_rows * slot_bytes
 
     def index_rows(self, lengths: torch.Tensor, slot_bytes: int) -> torch.Tensor:
@@ -148,10 +158,11 @@ class Geometry:
         """Returns the bytes of the whole 32-byte sectors that a fetch of every row reads, each row once.
 
         Args:
-            own_bases: the bases of a table that has one for each row.
+            own_bases: the bases of the table, if it has one for each row. None: it has one for each 32 rows, or none.
             found: the survey of the lengths, if it is known.
         """
-        if slot_bytes > 0 and slot_bytes % SECTOR_BYTES == 0 and own_bases is None:  # slots and parts begin sectors
+        # Each slot, and each part in the overflow, begins a sector, so the survey's counts of sectors are exact.
+        if slot_bytes > 0 and slot_bytes % SECTOR_BYTES == 0 and own_bases is None:
             return (found or self.survey(lengths)).spilled(0)[1]
         sectors, overflow_end, step = 0, 0, 1 << 22
         for first in range(0, self.num_rows, step):
@@ -171,8 +182,8 @@ class Geometry:
         return sectors * SECTOR_BYTES
 
     def raw_link_bytes(self) -> int:
-        """Returns the same for rows that are all raw, one after the other: every sector is read once, and once more for
-        each row that begins inside one."""
+        """Returns the bytes of the sectors that a fetch of every row reads if all rows are raw and lie one after the
+        other. Every sector is read once, and once more for each row that begins inside it."""
         later_rows, period = self.num_rows - 1, SECTOR_BYTES // math.gcd(SECTOR_BYTES, self.row_bytes)
         return SECTOR_BYTES * (-(-self.num_bytes // SECTOR_BYTES) + later_rows - later_rows // period)
 
@@ -195,12 +206,13 @@ def _touched(start: torch.Tensor, size: torch.Tensor) -> int:
 
 @dataclass(frozen=True)
 class Survey:
-    """What rows take as stored, raw ones included.
+    """A histogram of the sizes that rows have as stored, raw rows included.
 
     Attributes:
-        row_bytes: bytes of a row.
-        stored: bytes of all rows.
-        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: how many rows take k sectors of 32 bytes.
+        row_bytes: bytes of a row before coding.
+        stored: bytes of all rows as stored.
+        sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: entry k is the number of rows that take k sectors of 32
+            bytes.
     """
 
     row_bytes: int
@@ -213,7 +225,7 @@ class Survey:
 
     @functools.cached_property
     def table_slot_bytes(self) -> int:
-        """Bytes of the slots that suit a table of the rows."""
+        """Bytes of a slot, in the size that suits a table of these rows best."""
         return self.best_slots(SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)[0]
 
     def best_slots(
@@ -226,35 +238,41 @@ class Survey:
         near: float = 1.0,
         sizes: Sequence[int] | None = None,
     ) -> tuple[int, float]:
-        """Returns (bytes of the slots that suit the rows, bytes of overflow of a mean row).
+        """Returns (bytes of a slot, in the size that suits the rows best; bytes of overflow of a mean row).
 
-        A slot has a multiple of 32 bytes below row_bytes, or row_bytes. Of the sizes that few enough rows outgrow, the
-        one is chosen whose slots and overflow cost the least together, and the largest of several such sizes.
+        The size of a slot is row_bytes, or a multiple of 32 below row_bytes. Sizes that more than `most_spilled` rows
+        outgrow are left out. Of the others, the size is chosen whose slots and overflow cost the least together. If
+        several sizes cost the least, the largest of them is chosen.
 
         Args:
-            least: bytes of a slot, at least.
-            overflow_cost: what a byte in the overflow costs, in bytes of slots.
-            part_cost: what a row that has a part in the overflow costs besides its bytes.
-            most_spilled: how many rows may have a part in the overflow.
-            near: the largest slots are chosen among those that cost at most this many times the least.
-            sizes: to choose from; None: all.
+            least: the smallest size of a slot that may be chosen, in bytes.
+            overflow_cost: the price of a byte in the overflow, in bytes of slots.
+            part_cost: the price of each row that has a part in the overflow, besides the price of the part's bytes.
+            most_spilled: the largest number of rows that may have a part in the overflow.
+            near: the largest size is chosen that costs at most this many times the least cost.
+            sizes: the sizes to choose from. None: all.
         """
         costs = (overflow_cost, part_cost, most_spilled, near)
         return _core.choose_slots(self.sectors.numpy(), self.row_bytes, least, *costs, sizes)
 
     def spilled(self, slot_bytes: int) -> tuple[int, int]:
-        """Returns (rows that leave slots of this size, bytes of their parts in whole sectors)."""
+        """Returns (number of rows that do not fit slots of this size, bytes of their parts in the overflow, each part
+        in whole sectors)."""
         return _core.count_spilled(self.sectors.numpy(), slot_bytes)
 
     def overflow_bytes(self, slot_bytes: int) -> int:
-        """Returns the bytes of the overflow array for slots of this size below row_bytes: whole sectors, but exact
-        bytes without slots."""
+        """Returns the bytes of the overflow for slots of this size, which is below row_bytes. Each part takes whole
+        sectors; if there are no slots, rows take exactly their bytes."""
         return self.stored if slot_bytes == 0 else self.spilled(slot_bytes)[1]
 
 
 def stored_sizes(lengths: torch.Tensor, row_bytes: int, valid: torch.Tensor | int) -> torch.Tensor:
-    """Returns the bytes of rows as stored, int64. lengths: their entries of the index; valid: their bytes before
-    coding."""
+    """Returns the bytes of rows as stored, int64.
+
+    Args:
+        lengths: the rows' entries in the index.
+        valid: the bytes of the rows before coding. The last row of a tensor may have fewer than row_bytes.
+    """
     sizes = lengths.to(torch.int64)
     sizes = torch.where(sizes == 0, valid, sizes)
     return torch.where(lengths.to(torch.int64) == default_length(row_bytes), 0, sizes)
@@ -276,8 +294,8 @@ def check_slot_bytes(slot_bytes: int, row_bytes: int) -> None:
 
 
 def checked_slot_bytes(layout: str, slot_bytes: int | None, row_bytes: int) -> int | None:
-    """Returns the bytes of a slot that these arguments of `compress` ask for: 0 for packed rows, None if the size is to
-    be chosen. Raises TypeError or ValueError if a table cannot have such a layout or such slots."""
+    """Returns the bytes of a slot that these arguments of `compress` ask for: 0 for packed rows, and None if the size
+    is still to be chosen. Raises TypeError or ValueError if a table cannot have such a layout or such slots."""
     if layout not in ("slots", "packed"):
         raise ValueError(f"layout is {layout!r}; wanted 'slots' or 'packed'")
     if layout == "packed" and slot_bytes is not None:
@@ -320,7 +338,7 @@ def _way_from(x: object) -> str:
 
 
 class _Memory:
-    """Gives numpy the memory of an array, which it keeps alive, as memory that may be written to."""
+    """Presents the memory of an array to numpy as memory that may be written to. Keeps the array alive."""
 
     def __init__(self, array: np.ndarray) -> None:
         self._owner = array
@@ -328,14 +346,15 @@ class _Memory:
 
 
 def as_tensor(array: np.ndarray) -> torch.Tensor:
-    """Returns a tensor over the memory of an array. If the array is read-only, the tensor must not be written to; that
-    is why torch.from_numpy warns of such an array."""
+    """Returns a tensor over the memory of an array. If the array is read-only, the tensor must not be written to.
+    torch.from_numpy would warn of a read-only array; this function does not."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Memory(array)))
 
 
 def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tensor:
-    """Returns x, or a tensor if x is an array: over the array's memory if torch can do that, else a copy. A dtype of
-    ml_dtypes becomes torch's dtype of the same name. Raises TypeError for an array of a dtype that torch lacks."""
+    """Returns x unless it is an array. For an array, returns a tensor over the array's memory if torch supports the
+    array's strides and byte order, and otherwise a tensor over a copy. A dtype of ml_dtypes becomes torch's dtype of
+    the same name. Raises TypeError for an array of a dtype that torch lacks."""
     if not isinstance(x, np.ndarray):
         return x
     x = np.asarray(x, dtype=x.dtype.newbyteorder("="))
@@ -350,7 +369,7 @@ def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tens
 
 
 def layout_of(x: torch.Tensor) -> str:
-    """Returns what messages say of a tensor: dtype, shape, device and strides."""
+    """Returns a description of a tensor for messages: dtype, shape, device and strides."""
     return f"{x.dtype} {list(x.shape)} on {x.device}, strides {x.stride()}"
 
 
@@ -358,7 +377,12 @@ def check_bytes(
     name: str, given: object, least_bytes: int, device: torch.device | None = None, alignment: int = 1
 ) -> None:
     """Raises TypeError or ValueError unless `given` is contiguous uint8 [least_bytes or more] at an address that is a
-    multiple of the alignment. device: where it has to be; None: anywhere."""
+    multiple of the alignment.
+
+    Args:
+        name: the name of the argument, for messages.
+        device: the device that `given` has to be on. None: any device.
+    """
     if not isinstance(given, torch.Tensor):
         raise TypeError(f"{name} is a {type(given).__name__}; wanted a tensor")
     is_there = device is None or given.device == device
@@ -390,14 +414,18 @@ def bytes_of(x: torch.Tensor) -> torch.Tensor:
 def blocks(
     data: torch.Tensor, row_bytes: int, device: torch.device, bar: str | None = None, whole: bool = True
 ) -> Iterable[tuple[int, int, torch.Tensor]]:
-    """Returns the rows in blocks of about 64 MiB: (first row, last row, bytes on the device). The first row is a
-    multiple of 32.
+    """Returns an iterable of blocks of the rows, each of about 64 MiB: (first row, last row, bytes on the device). The
+    block ends before the last row. The first row is a multiple of 32.
 
-    Data on the device that works on it is one block on a GPU, if `whole`, and blocks of 1 GiB on the CPU. A GPU's copy
-    engine brings host data in smaller blocks, the next one while the caller works on one: such a block is valid until
-    the next one is asked for (see `staging.copied_ahead`).
+    If the data is already on the device and `whole` is set, a GPU gets all data as one block, and the CPU gets blocks
+    of 1 GiB. If the data is in host memory and the device is a GPU, the copy engine copies smaller blocks: it copies
+    the next block while the caller works on the present one. Such a block is valid until the next block is asked for
+    (see `staging.copied_ahead`).
 
-    bar: the name of a progress bar, which counts a block when the next one is asked for; None: no bar is shown.
+    Args:
+        data: uint8, the bytes of the rows.
+        bar: the name of a progress bar, which counts a block when the next one is asked for. None: no bar is shown.
+        whole: whether data that is already on the device may come in larger blocks.
     """
     num_rows, is_staged = -(-data.numel() // row_bytes), device.type == "cuda" and data.device.type == "cpu"
     most_bytes = _BLOCK_BYTES
@@ -416,7 +444,7 @@ def blocks(
 def _copied(
     data: torch.Tensor, row_bytes: int, device: torch.device, step: int, is_staged: bool
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Gives blocks of `step` rows; is_staged: by the copy engine."""
+    """Yields blocks of `step` rows. is_staged: whether the copy engine brings them."""
     num_rows = -(-data.numel() // row_bytes)
     ranges = [(first, min(first + step, num_rows)) for first in range(0, num_rows, step)]
     parts = (data[first * row_bytes : last * row_bytes] for first, last in ranges)
@@ -430,7 +458,7 @@ def _copied(
 def _counted(
     found: Iterable[tuple[int, int, torch.Tensor]], bar: str, num_rows: int
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Gives blocks while a progress bar counts their rows."""
+    """Yields the blocks while a progress bar counts their rows."""
     with tqdm(total=num_rows, desc=bar, unit="row", unit_scale=True) as shown:
         for block in found:
             yield block
@@ -438,8 +466,8 @@ def _counted(
 
 
 def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """Returns the bytes of num_sampled whole rows, which `sampled` chooses; if there are no more, all whole rows, not
-    copied."""
+    """Returns the bytes of num_sampled whole rows, which `sampled` chooses. If the data has at most num_sampled whole
+    rows, returns all of them as a view."""
     num_rows = data.numel() // row_bytes
     rows = data[: num_rows * row_bytes].view(num_rows, row_bytes)
     if num_sampled >= num_rows:
@@ -447,13 +475,13 @@ def sample(data: torch.Tensor, row_bytes: int, num_sampled: int, seed: int = 0) 
     numbers = sampled(num_rows, num_sampled, seed)
     if rows.is_cuda:
         return rows.index_select(0, numbers.to(rows.device)).view(-1)
-    return torch.from_numpy(rows.numpy().take(numbers.numpy(), 0)).view(-1)  # torch wakes threads for so few bytes
+    return torch.from_numpy(rows.numpy().take(numbers.numpy(), 0)).view(-1)  # torch would wake threads for few bytes
 
 
 def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
-    """Returns the numbers of the rows of a sample, int64 [at most num_sampled], in order. One row is drawn from each of
-    num_sampled equal parts of the table: rows at equal distances could all be the same part of an image, or of a
-    head."""
+    """Returns the numbers of the rows of a sample, int64 [at most num_sampled], in increasing order. One row is drawn
+    at random from each of num_sampled equal parts of the table. Rows at equal distances would not do, because they
+    could all be the same part of an image, or of an attention head."""
     if num_sampled >= num_rows:
         return torch.arange(num_rows, device="cpu")
     generator = torch.Generator().manual_seed(seed)
@@ -463,7 +491,8 @@ def sampled(num_rows: int, num_sampled: int, seed: int = 0) -> torch.Tensor:
 
 
 def rows_of(items: torch.Tensor, rows_per_item: int) -> torch.Tensor:
-    """Returns the numbers of the rows that items consist of, int64. items: the numbers of the items."""
+    """Returns the numbers of the rows that items consist of, int64 [items * rows_per_item]. items: the numbers of the
+    items."""
     items = items.to(torch.int64)
     if rows_per_item == 1:
         return items

@@ -1,4 +1,5 @@
-"""Methods of torch.Tensor for objects that stand for a tensor."""
+"""Base classes for objects that stand for tensors. They answer the questions that code asks of any tensor, such as
+`size()` and `is_cuda`."""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ class Movable:
         return self.to(torch.device("cpu"))
 
     def cuda(self: _Self, device: torch.device | str | int | None = None, non_blocking: bool = False) -> _Self:
-        """Returns `to(device)`. device: None: the current CUDA device."""
+        """Returns `to(device)`. device: a CUDA device. None: the current one."""
         return self.to("cuda" if device is None else device, non_blocking=non_blocking)
 
 
 class TensorManners:
-    """Adds what follows from `shape`, `dtype` and `device`, which the class itself has."""
+    """Answers questions about a tensor from `shape`, `dtype` and `device`, which the subclass provides."""
 
     if TYPE_CHECKING:
 
@@ -60,7 +61,7 @@ class TensorManners:
         return math.prod(self.shape)
 
     def element_size(self) -> int:
-        """Bytes of an element of the tensor."""
+        """Returns the bytes of an element of the tensor."""
         return self.dtype.itemsize
 
     @property
@@ -70,7 +71,7 @@ class TensorManners:
 
     @property
     def is_cuda(self) -> bool:
-        """Whether the bytes are on a GPU."""
+        """Whether the device is a GPU."""
         return self.device.type == "cuda"
 
     @property
@@ -79,7 +80,7 @@ class TensorManners:
 
     @property
     def requires_grad(self) -> bool:
-        """False: the values are fixed."""
+        """Always False: no gradient can change the values."""
         return False
 
     def is_floating_point(self) -> bool:
@@ -95,10 +96,12 @@ class TensorManners:
 
 
 class CodedManners(TensorManners):
-    """Adds errors that say what to call instead of methods that only a torch.Tensor can have.
+    """Raises errors that say what to call instead, when a coded tensor is used in a way that only a torch.Tensor
+    supports.
 
     Attributes:
-        _is, _instead: what the object is, and what to call instead, in the words of the messages.
+        _is: what messages call the object, such as "a compressed table".
+        _instead: the end of messages, which says what to call.
     """
 
     _is: str
@@ -135,7 +138,8 @@ class CodedManners(TensorManners):
     __setitem__ = __delitem__ = _refuse_assignment
 
     def __dlpack_device__(self) -> NoReturn:
-        """Refuses torch.from_dlpack. Without this method torch.as_tensor and torch.tensor would read row by row."""
+        """Refuses torch.from_dlpack. Also refuses torch.as_tensor and torch.tensor, which would otherwise read the
+        object row by row."""
         raise TypeError(f"{self._is} has no elements in memory: {self._instead}")
 
     __dlpack__ = __dlpack_device__

@@ -1,9 +1,10 @@
-"""Faults: what goes wrong inside operations, where they note it, and the exception that it becomes.
+"""Faults: errors inside operations, the records in which operations note them, and the exceptions that they become.
 
-An operation that meets a bad id or a damaged row writes zeros in its place, goes on, and notes the first fault in a
-record, the struct ibp_fault of ibp.h, as int64 [4]: status, position, value (an id or the number of a row), and a
-number that only GPUs use. A call that waits for its result gives the operation a `new_record` and raises at once.
-Calls that wait for nothing note in the `Faults` of their owner, which the next call looks at.
+If an operation meets a bad id or a damaged row, it writes zeros as the result of that row, goes on, and notes the first
+fault in a record. A record is the struct ibp_fault of ibp.h as int64 [4]: status, position, value (an id or the number
+of a row), and a number that only GPUs use. A call that waits for its result gives the operation a `new_record` and
+raises the fault at once. A call that does not wait lets the operation note faults in the `Faults` of the table or other
+owner; the next call looks there and raises them.
 """
 
 from __future__ import annotations
@@ -20,30 +21,34 @@ from .._common.modes import outside_of_modes
 from .._machine import memory
 
 _INVALID_ARGUMENT, _INDEX_OUT_OF_RANGE = 1, 2  # ibp_status
-ENTRIES = 4  # int64 of a record
-_STATUS = operator.itemgetter(0)  # the first of them: 0 if nothing is noted
+ENTRIES = 4  # Number of int64 in a record.
+_STATUS = operator.itemgetter(0)  # Gets the first of them, which is 0 if nothing is noted.
 _CPU = torch.device("cpu")
 
 
 class CorruptTableError(ValueError):
-    """A table's bytes contradict each other: it was damaged or made up."""
+    """Raised if a table's bytes contradict each other, because they were damaged or forged."""
 
 
 class FaultWords(NamedTuple):
-    """How the faults of one owner read. Messages are templates of `str.format`: {position} and {value} are of the
-    record, {status} is the status in words, and owners give other names to `raise_for`."""
+    """The messages for faults of one kind of work. Messages are templates of `str.format`: {position} and {value} come
+    from the record, {status} is the status in words, and callers of `raise_for` may add other names."""
 
-    damaged: str  # of a damaged row, and of all faults that have no message of their own
-    kind: type[Exception] = CorruptTableError  # of exception for these
-    out_of_range: str | None = None  # of an id that is out of range: IndexError
-    invalid: str | None = None  # of arguments that contradict each other: ValueError
-    # follows the message where a later call raises it; {device} is where it was noted
+    damaged: str  # The message for a damaged row, and for all faults that have no message of their own.
+    kind: type[Exception] = CorruptTableError  # The class of the exception that carries this message.
+    out_of_range: str | None = None  # The message of the IndexError for an id that is out of range.
+    invalid: str | None = None  # The message of the ValueError for arguments that contradict each other.
+    # Follows the message if a later call raises the fault. {device} is the device that noted it.
     later: str = " (noted by an earlier call on {device}; its row was filled with zeros)"
 
     def raise_for(
         self, record: torch.Tensor | Sequence[int], noted_on: torch.device | None = None, **names: object
     ) -> None:
-        """Raises what a record says; nothing was noted in one of zeros. noted_on: of an earlier call."""
+        """Raises the fault that a record holds. Does nothing if the record is all zeros.
+
+        Args:
+            noted_on: the device that noted the fault during an earlier call. None: the present call noted it.
+        """
         status, position, value, _ = record.tolist() if isinstance(record, torch.Tensor) else record
         if status == 0:
             return
@@ -58,7 +63,7 @@ class FaultWords(NamedTuple):
 
 
 def refuse_capture(device: torch.device) -> None:
-    """RuntimeError if a CUDA graph is being captured on a device."""
+    """Raises RuntimeError if a CUDA graph is being captured on a device."""
     if memory.is_capturing(device):
         raise RuntimeError(
             f"the first use of a table on {device} copies its index there, which a CUDA graph cannot capture: call "
@@ -67,18 +72,22 @@ def refuse_capture(device: torch.device) -> None:
 
 
 def new_record(device: torch.device = _CPU) -> torch.Tensor:
-    """Where the operations of one call note a fault, on the device that works."""
+    """Returns an empty record in which the operations of one call note a fault. device: the one that they run on."""
     return torch.zeros(ENTRIES, dtype=torch.int64, device=device)
 
 
 class Faults:
-    """Records of each device's work that nobody waits for, in host memory that GPUs write to: the host reads them at
-    any time. words: of each kind of work; each kind has a record of its own."""
+    """Records for work that no call waits for. Each device has its own records. They are in host memory that GPUs write
+    to, so that the host can read them at any time.
+
+    Args:
+        words: the messages for each kind of work. Each kind has a record of its own.
+    """
 
     def __init__(self, *words: FaultWords) -> None:
         self._words = words
         self._noted: dict[torch.device, np.ndarray] = {}  # int64 [kinds, ENTRIES]
-        self._records: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # the same memory, for the device
+        self._records: dict[torch.device, tuple[torch.Tensor, ...]] = {}  # the same memory, as the device sees it
 
     @property
     def devices(self) -> list[torch.device]:
@@ -86,9 +95,13 @@ class Faults:
         return list(self._records)
 
     def on(self, device: torch.device, kind: int = 0) -> torch.Tensor:
-        """The record that a device's work notes in. Memory is taken when a device is first asked for. ibp.PinningError:
-        the system does not pin memory. RuntimeError: a CUDA graph is being captured, and the device has no record
-        yet."""
+        """Returns the record in which work on a device notes faults. The memory is allocated when a device is first
+        asked for.
+
+        Raises:
+            ibp.PinningError: the system does not pin memory.
+            RuntimeError: a CUDA graph is being captured, and the device has no record yet.
+        """
         if device not in self._records:
             refuse_capture(device)
             on_gpu, kinds = device.type == "cuda", len(self._words)
@@ -100,16 +113,16 @@ class Faults:
         return self._records[device][kind]
 
     def words(self, device: torch.device) -> memoryview:
-        """Returns the int64 words of the records of a device, as the host reads them: the first of each ENTRIES is not
-        0 if something is noted."""
+        """Returns the int64 words of a device's records, as the host reads them. The records follow each other; the
+        first word of each is not 0 if a fault is noted."""
         return self._noted[device].reshape(-1).data
 
     def clear(self, device: torch.device) -> None:
-        """Forgets what a device's work has noted."""
+        """Forgets the faults that work on a device has noted."""
         self._noted[device][:] = 0
 
     def taken(self, device: torch.device) -> Iterator[tuple[FaultWords, list[int]]]:
-        """The records in which something is noted, and the words for them; they are clear then."""
+        """Yields the messages for, and a copy of, each record in which a fault is noted, and clears the record."""
         for words, noted in zip(self._words, self._noted.get(device, ())):
             if noted[0]:
                 record = noted.tolist()
@@ -117,7 +130,7 @@ class Faults:
                 yield words, record
 
     def raise_pending(self, device: torch.device, **names: object) -> None:
-        """Raises what a device's work has noted so far. names: as `FaultWords.raise_for` takes them."""
+        """Raises the faults that work on a device has noted so far. names: as `FaultWords.raise_for` takes them."""
         if any(map(_STATUS, self._noted.get(device, ()))):
             for words, record in self.taken(device):
                 words.raise_for(record, device, **names)

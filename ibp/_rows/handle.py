@@ -1,4 +1,4 @@
-"""The handle of a table: how the operations of one device are given it."""
+"""The handle of a table: the description of a table that the operations of one device take."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .plan import Plan
 
 
 class Parts(NamedTuple):
-    """The arguments of torch.ops.ibp.describe_table (csrc/bindings/torch_ops.cpp): a table in memory that one device
-    can read.
+    """The memory of a table as one device reads it: the arguments of torch.ops.ibp.describe_table
+    (csrc/bindings/torch_ops.cpp).
 
     Attributes:
-        rooms, used: given if rows may be coded into the table.
-        fault, plan: needed by `take` on a GPU.
+        rooms, used: given if rows are to be encoded into the memory.
+        fault, plan: what `take` needs on a GPU.
     """
 
     slots: torch.Tensor
@@ -37,23 +37,23 @@ class Parts(NamedTuple):
 
 
 class Handle:
-    """A description of a table for all operations of one device. It is checked once, because describing a table costs
-    about as much as a call.
+    """A table that has been checked and described once for all operations of a device. Describing a table takes about
+    as long as a call of an operation.
 
     Attributes:
         parts: the table's memory.
-        table: the argument `table` of operations, a tensor. It keeps the memory alive.
+        table: the tensor that operations take as their argument `table`. It keeps the memory alive.
 
     Raises:
         RuntimeError: parts contradict each other.
     """
 
-    # Only the handles that `handle_on` returns have these, because `take` needs them:
-    like: torch.Tensor  # empty; has the dtype of an item, and its dimensions behind the first
+    # These attributes are set only on the handles that `handle_on` returns, which calls of `take` use:
+    like: torch.Tensor  # An empty tensor with the dtype of an item; its dimensions after the first are an item's shape.
     plan: Plan
-    machine: Calibration | None  # the rates that the plan was made by; None: the table is in the device's memory
-    noted: memoryview  # the words of the fault records to which GPUs write
-    staged: dict[tuple[int, int], bool]  # whether the CPU gathers rows, by the numbers of ids and of threads
+    machine: Calibration | None  # The calibration of the plan; None if the table is in the memory of the device.
+    noted: memoryview  # The words of the fault records that GPUs write to.
+    staged: dict[tuple[int, int], bool]  # Whether the CPU gathers the rows, by the numbers of ids and of threads.
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -61,7 +61,7 @@ class Handle:
         self.table.parts = parts
 
     def __reduce__(self) -> tuple[type[Handle], tuple[Parts]]:
-        """Lets copies be described anew, with copies of the parts."""
+        """Makes a copy describe its own copies of the parts."""
         return Handle, (self.parts,)
 
     def encode(
@@ -76,7 +76,8 @@ class Handle:
         max_sms: int = 0,
         is_new: bool = False,
     ) -> None:
-        """Encodes the rows of x, or of buffers of its layout, into a place: see `_tables.coded_rows.encode_into`, and
-        the operation in csrc/bindings/torch_ops.cpp for counts, fault and is_new."""
+        """Encodes the rows of x, or of buffers with the layout of x, into the table's memory. See
+        `_tables.coded_rows.encode_into`, and the operation in csrc/bindings/torch_ops.cpp for counts, fault and
+        is_new."""
         given = (buffers, row_ids, first_row, max_sms, counts, fault, is_new)
         torch.ops.ibp.encode_into.default(self.table, x, *given)

@@ -1,4 +1,5 @@
-"""Protocols of objects that have rows. `index_select`, `decompress` and `embedding_bag` take any such object."""
+"""Protocols of objects that have rows. `index_select`, `decompress` and `embedding_bag` take any object that follows
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ Ids = torch.Tensor | Sequence[int] | np.ndarray
 
 @runtime_checkable
 class Rows(Protocol):
-    """An object whose items are fetched by their numbers: a table, a cache of rows, a sharded table."""
+    """Items that are fetched by their ids: tables, caches of rows, sharded tables."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -39,7 +40,7 @@ class Rows(Protocol):
 
 @runtime_checkable
 class Decodable(Protocol):
-    """An object that is decoded as a whole: a table, a cache of rows, a tensor of a general codec."""
+    """A tensor that can be decoded as a whole: tables, caches of rows, tensors of general codecs."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -52,22 +53,25 @@ class Decodable(Protocol):
 
 @runtime_checkable
 class CachedRows(Rows, Protocol):
-    """The rows of a table, some of which are held nearer to the device that asks for them. view: the table, which has
-    all rows."""
+    """Rows of a table, some of which are held in memory nearer to the device that asks for them.
+
+    Attributes:
+        view: the table, from which the other rows are read.
+    """
 
     @property
     def view(self) -> Table: ...
 
     def flush(self) -> None:
-        """Writes changed rows to the table."""
+        """Writes changed rows back to the table."""
 
     def serves(self, device: torch.device) -> bool:
-        """Returns whether rows can be looked up and decoded on a device."""
+        """Returns whether rows are looked up and decoded on a device."""
 
     def found(
         self, ids: torch.Tensor
     ) -> AbstractContextManager[tuple[Handle, torch.Tensor | None, Sequence[torch.Tensor]]]:
-        """Looks up the rows of ids, for operations that read them on the current stream within the block.
+        """Looks up the rows of ids, for operations on the current stream that read them inside the `with` block.
 
-        Yields (the handle of the table, an entry for each row, slabs that hold rows).
+        Yields (handle of the table, an entry for each row that says where it is held, slabs that hold rows).
         """

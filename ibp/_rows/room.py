@@ -1,5 +1,5 @@
-"""The memory of a table whose rows change: capacity for more of them, and an index in which every row has a base of its
-own (FORMAT.md section 2), so that one that grows moves no other."""
+"""The memory of a table whose rows change. It has capacity for more rows, and an index in which every row has a base of
+its own (FORMAT.md section 2), so that a row that grows does not move any other row."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from .._layout.geometry import Geometry, stored_sizes
 
 _NO_BASE = -1  # IBP_NO_BASE of ibp.h: the base of a row that has no part in overflow
 _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
-_GROWTH = 1.5  # An array that has become too small is made larger by this factor.
-_MOST_FREE = 1 << 16  # Bytes of overflow that are kept free, so that few changes have to ask a GPU how many are used.
-_FREE_SHARE = 64  # At most one part in so many of the slots' bytes is kept free.
+_GROWTH = 1.5  # Arrays that have become too small grow by this factor.
+# Bytes of overflow that are kept free, so that few changes have to ask a GPU how many bytes are free: at most
+# _MOST_FREE, and at most one byte for each _FREE_SHARE bytes of slots.
+_MOST_FREE = 1 << 16
+_FREE_SHARE = 64
 
-Empty = Callable[[int], torch.Tensor]  # allocates a number of bytes in the memory that a table is in
+Empty = Callable[[int], torch.Tensor]  # Allocates a number of bytes in the same kind of memory as the table's.
 
 
 class Index(NamedTuple):
-    """Says where rows are, for as many rows as there is capacity for. Arrays that a table does not need are empty."""
+    """The index of the rows, with an entry for each row that the table has capacity for. Arrays that a table does not
+    need are empty."""
 
     # lengths, bases: as in FORMAT.md section 2
     lengths: torch.Tensor
     bases: torch.Tensor
-    rooms: torch.Tensor  # uint16: how many units of 32 bytes a row owns, beginning at its base
+    rooms: torch.Tensor  # uint16: the size of the overflow part that each row owns, in units of 32 bytes
     used: torch.Tensor  # int64 [1]: bytes of the overflow that have been handed out
 
     def first(self, num_rows: int) -> Index:
@@ -50,15 +53,15 @@ def _enlarged(tensor: torch.Tensor, size: int, byte: int) -> torch.Tensor:
 class Room:
     """The buffers that hold a table's rows. The table's own tensors are the first parts of these buffers."""
 
-    capacity: int  # how many whole rows there is room for
-    # slots, overflow: in the memory that the table is in; the end of the overflow has not been handed out
+    capacity: int  # Number of whole rows that the slots and the index have room for.
+    # Slots and overflow are in the memory of the table. The overflow behind its first `used` bytes is free.
     slots: torch.Tensor
     overflow: torch.Tensor
-    index: Index  # in the same memory as the slots
-    most_used: int  # an upper bound of `used`, whose newest value may be on a GPU
-    # If a GPU has changed rows of a table in host memory, its copy of the index is the newest one. None: `index` is.
+    index: Index  # The index, on the device of the slots.
+    most_used: int  # An upper bound of `used` that the host knows without asking a GPU.
+    # The GPU whose copy of the index is newer than `index`, for a table in host memory. None: `index` is the newest.
     current: torch.device | None = None
-    copies: dict[torch.device, Index] = field(default_factory=dict)  # copies of the index on GPUs
+    copies: dict[torch.device, Index] = field(default_factory=dict)  # Copies of the index on GPUs.
 
     @property
     def index_bytes(self) -> int:
@@ -69,8 +72,8 @@ class Room:
         return self.slots.numel() + self.overflow.numel() + self.index_bytes
 
     def settle(self) -> None:
-        """Waits for the GPU that has changed rows last, and copies its index to `index`. If the call is interrupted,
-        the next call does all of it."""
+        """Waits for the GPU that has last changed rows, and copies its index to `index`. If the call is interrupted,
+        the next call copies everything again."""
         if self.current is None:
             return
         torch.cuda.synchronize(self.current)
@@ -79,7 +82,7 @@ class Room:
         self.current = None
 
     def index_on(self, device: torch.device) -> Index:
-        """Returns a copy of the index on a device, as the last change has left it."""
+        """Returns the index on a device, in the state after the last change."""
         if device == self.slots.device:
             self.settle()
             return self.index
@@ -99,8 +102,8 @@ class Room:
         return index
 
     def with_overflow(self, num_bytes: int, empty: Empty) -> Room:
-        """Returns a room in which num_bytes more bytes of overflow can be handed out: this room if it has them, else a
-        larger one. Waits for the GPU only if the host does not know how many bytes have been handed out."""
+        """Returns a room in which num_bytes more bytes of overflow can be handed out: this room, if it has them free.
+        Waits for the GPU only if the upper bound `most_used` does not show that they are free."""
         if self.most_used + num_bytes <= self.overflow.numel():
             return self
         newest = self.index if self.current is None else self.copies[self.current]
@@ -110,13 +113,13 @@ class Room:
             return self
         self.settle()
         if self.slots.is_cuda and not self.overflow.is_cuda:
-            torch.cuda.synchronize(self.slots.device)  # which writes to the host memory that is copied here
+            torch.cuda.synchronize(self.slots.device)  # The GPU may still be writing to the overflow in host memory.
         larger = empty(max(wanted + 2 * free, int(_GROWTH * self.overflow.numel())))
         larger[: self.most_used].copy_(self.overflow[: self.most_used])
         return replace(self, overflow=larger)
 
     def with_rows(self, num_rows: int, slot_bytes: int, empty: Empty) -> Room:
-        """Returns a room with capacity for num_rows rows: this room if it has the capacity, else a larger one."""
+        """Returns a room with capacity for num_rows rows: this room, if its capacity is sufficient."""
         if num_rows <= self.capacity:
             return self
         self.settle()
@@ -136,22 +139,23 @@ def room_of(
     lengths: torch.Tensor,
     bases: torch.Tensor,
 ) -> Room:
-    """Returns the room of a table that has not changed before. It has the table's slots and overflow, and a new index.
-    The table's index is not trusted: if the entry of a row is wrong, this row stays wrong, and rows that change are not
-    harmed."""
+    """Returns the room of a table that has not changed before. The room takes over the table's slots and overflow, and
+    has a new index. The table's index is not trusted: a row with a wrong entry stays wrong, but does no harm to rows
+    that change."""
     device, num_rows, used = slots.device, geometry.num_rows, overflow.numel()
     none = torch.empty(0, dtype=torch.uint16, device=device)
     index = Index(lengths.clone(), bases[:0], none, torch.tensor([used], dtype=torch.int64, device=device))
     if slot_bytes < geometry.row_bytes:
         index = index._replace(**_own_bases(geometry, slot_bytes, used, lengths, bases))
-    capacity = num_rows if slot_bytes < geometry.row_bytes else slots.numel() // slot_bytes  # no short slots
+    # If slots hold whole rows, the slot of a short last row is short and does not count.
+    capacity = num_rows if slot_bytes < geometry.row_bytes else slots.numel() // slot_bytes
     return Room(capacity, slots, overflow, index, used)
 
 
 def _own_bases(
     geometry: Geometry, slot_bytes: int, overflow_bytes: int, lengths: torch.Tensor, bases: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Returns `bases` and `rooms` of the index of a table with overflow, one entry of each for every row."""
+    """Returns `bases` and `rooms` of an `Index` that gives each row of a table with overflow a base of its own."""
     num_rows, device = geometry.num_rows, lengths.device
     rows = torch.arange(num_rows, device=device)
     valid = torch.clamp(geometry.num_bytes - rows * geometry.row_bytes, max=geometry.row_bytes)
@@ -172,12 +176,13 @@ def _own_bases(
     rooms = (parts + torch.where(is_aligned, _SECTOR - 1, 0)) // _SECTOR
     own = torch.where(parts > 0, own, _NO_BASE)
     if not _are_apart(own, torch.maximum(parts, rooms * _SECTOR), overflow_bytes):
-        rooms = torch.zeros_like(rooms)  # rows that change take new parts
+        # The parts overlap, so no row may write to its old part: rows that change take new parts.
+        rooms = torch.zeros_like(rooms)
     return {"bases": own, "rooms": rooms.to(torch.int16).view(torch.uint16)}
 
 
 def _are_apart(bases: torch.Tensor, sizes: torch.Tensor, overflow_bytes: int) -> bool:
-    """Returns whether parts of these sizes share no byte and lie within the overflow. Empty parts do not count."""
+    """Returns whether all parts lie inside the overflow and do not overlap. Parts without bytes are ignored."""
     starts, order = bases[sizes > 0].sort()
     sizes = sizes[sizes > 0][order]
     if not starts.numel():

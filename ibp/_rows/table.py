@@ -1,5 +1,5 @@
-"""The state of a table: its tensors, what is derived from them, its handles on devices, and the faults that calls have
-noted.
+"""The state of a table: its tensors, the values that are derived from them, its handles for the devices that use it,
+and the faults that operations on it have noted.
 
 `_fetch/` fetches the rows of such a table. `_tables/compressed_tensor.py` adds the verbs: `index_select`, `decompress`,
 `[]`.
@@ -27,7 +27,9 @@ from .plan import Plan, plan_of
 from .room import Room
 
 AnyTable = TypeVar("AnyTable", bound="Table")
-OF_SELECTIONS = 1  # the kind of fault of operations that read selected items without knowing their ids
+# Number of the fault record for work that reads a selection of a table's items: such work knows the positions of the
+# items, but not their ids.
+OF_SELECTIONS = 1
 _WORDS = FaultWords(
     "{status}: item or row {value} at position {position}",
     out_of_range="ids[{position}] is {value}; wanted 0 to {last}",
@@ -55,21 +57,21 @@ class Table(TensorManners, Saves):
     codebook: AnyCodebook | None
     geometry: Geometry
     _faults: Faults
-    _room: Room | None = None  # the memory of a table whose rows have changed; None: no row has changed
-    # what ibp.linear has listed (see _fetch/escapes.py), behind the state of the rows at that time
+    _room: Room | None = None  # The memory of a table whose rows have changed; None if they never have.
+    # The state of the rows when `ibp.linear` listed their escapes, and the list (see _fetch/escapes.py).
     _escapes: tuple | None = None
-    _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs go on reading
-    version = 0  # counts changes of rows in place, so that holders of copies notice them
-    _is_live: bool = False  # whether rows may be coded into the table's memory at any time (see `CodedRows.table`)
-    _is_aliased: bool = False  # whether another table may have the same memory
-    _is_refused: bool = False  # whether the system has refused to pin the table, and nobody has asked for pinned memory
+    _escapes_of_graphs: tuple = ()  # lists that captured CUDA graphs still read
+    version = 0  # Counts changes of rows in place. Whoever holds copies of rows compares it.
+    _is_live: bool = False  # Rows may be encoded into the table's memory at any time (see `CodedRows.table`).
+    _is_aliased: bool = False  # Another table may have the same memory.
+    _is_refused: bool = False  # The system refused to pin the table, and no caller had asked for pinned memory.
     _stored_bytes: int | None
     _link_bytes: int | None
     _is_pinned: bool
     _handles: dict[torch.device, Handle]
-    _owner: torch.Tensor | None  # the tensor whose memory the slots are, of a table made in place
+    _owner: torch.Tensor | None  # The tensor that the slots are the memory of, if the table was made in place.
     _pinned_range: object
-    _segment: Segment | FileRows | None  # the memory, if it is shared with other processes or is a mapped file
+    _segment: Segment | FileRows | None  # Memory that is shared with other processes, or the memory of a mapped file.
 
     def __init__(
         self,
@@ -105,9 +107,9 @@ class Table(TensorManners, Saves):
         overflow: torch.Tensor | None = None,
         bases: torch.Tensor | None = None,
     ) -> AnyTable:
-        """Returns a table of parts that the library itself has made. They are not checked; the constructor checks parts
-        of files and pickles. None stands for an empty part. The index is moved to the device of the slots. If the slots
-        are on a GPU and the overflow is in host memory, the overflow is pinned."""
+        """Returns a table of parts that the library itself has made. These parts are not checked; the constructor
+        checks parts that come from files and pickles. None stands for an empty part. The index is moved to the device
+        of the slots. If the slots are on a GPU and the overflow is in host memory, the overflow is pinned."""
         table, home = object.__new__(cls), slots.device
         if overflow is None:
             overflow = torch.empty(0, dtype=torch.uint8, device=home)
@@ -148,38 +150,39 @@ class Table(TensorManners, Saves):
 
     @property
     def lengths(self) -> torch.Tensor:
-        """One entry a row (FORMAT.md section 2)."""
+        """Lengths of the rows as stored, uint16 [num_rows] (FORMAT.md section 2)."""
         return self._settled("lengths")
 
     @property
     def bases(self) -> torch.Tensor:
-        """Where rows' overflow parts are (FORMAT.md section 2)."""
+        """Offsets of the rows' parts in the overflow, int64 (FORMAT.md section 2)."""
         return self._settled("bases")
 
     def _settled(self, name: str) -> torch.Tensor:
-        """Returns a tensor of the table after waiting for GPUs that change it."""
+        """Returns a tensor of the table after GPUs that change it are done."""
         if self._room is not None:
             self._room.settle()
         return vars(self)[name]
 
     @property
     def device(self) -> torch.device:
-        """Where the coded rows are."""
+        """The device that the slots are on."""
         return self.slots.device
 
     @property
     def spills_to_host(self) -> bool:
-        """Whether the slots are on a GPU, and the overflow in pinned host memory, as `ibp.spill.place` makes tables."""
+        """Whether the slots are on a GPU and the overflow is in pinned host memory. `ibp.spill.place` makes such
+        tables."""
         return self.slots.device != self.overflow.device
 
     @property
     def layout(self) -> str:
-        """ "slots" or "packed" (FORMAT.md section 3)."""
+        """The layout of the rows: "slots" or "packed" (FORMAT.md section 3)."""
         return "slots" if self.slot_bytes else "packed"
 
     @property
     def num_rows(self) -> int:
-        """Rows, the unit of coding: not items."""
+        """Number of rows. A row is the unit of coding; an item may consist of several rows."""
         return self.geometry.num_rows
 
     @property
@@ -189,7 +192,8 @@ class Table(TensorManners, Saves):
 
     @property
     def stored_bytes(self) -> int:
-        """Exact bytes of the coded rows and the codebook. `savings` is reckoned from them; `nbytes` is the memory."""
+        """Bytes of the coded rows and the codebook, exactly. `savings` is computed from them. The memory that the table
+        takes is `nbytes`."""
         if self._stored_bytes is None:
             lengths, geometry = self.lengths, self.geometry
             coded = geometry.survey(lengths.cpu()).stored if lengths.numel() else geometry.num_bytes
@@ -198,14 +202,14 @@ class Table(TensorManners, Saves):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the row index: at most 2.25 for each row. In a table whose rows have changed, 12 for each row that
-        there is room for."""
+        """Bytes of the row index: at most 2.25 for each row. In a table whose rows have changed: at most 12 for each
+        row that the table has capacity for, and 8 more."""
         return self._room.index_bytes if self._room is not None else self.lengths.nbytes + self.bases.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory that the table occupies where it lives: slots, overflow, index, codebook and its working
-        form, and the escapes that `ibp.linear` lists."""
+        """Bytes of all memory that the table occupies: slots, overflow, index, the codebook and its working form, and
+        the escapes that `ibp.linear` lists. Copies of the index on other devices do not count."""
         beside = self.codebook.nbytes + self.codebook.words(_CPU).nbytes if self.codebook else 0
         if self._escapes is not None and self._escapes[1] is not None:
             beside += self._escapes[1].nbytes
@@ -215,47 +219,49 @@ class Table(TensorManners, Saves):
 
     @property
     def device_bytes(self) -> int:
-        """The part of `nbytes` in the memory of the table's GPU; 0 for a table in host memory."""
+        """The part of `nbytes` that is in the memory of the table's GPU; 0 if the table is in host memory."""
         return self.nbytes - self.host_bytes
 
     @property
     def host_bytes(self) -> int:
-        """The part of `nbytes` in host memory: all of it for a table in host memory; for a table on a GPU its overflow,
-        if that is in host memory, else 0."""
+        """The part of `nbytes` that is in host memory: all of it for a table in host memory, the overflow for a table
+        that spills to host memory, and otherwise 0."""
         if self.device.type == "cpu":
             return self.nbytes
         return self.overflow.numel() if self.spills_to_host else 0
 
     @property
     def _has_own_bases(self) -> bool:
-        """Whether every row has its own base, as in tables whose rows have changed (FORMAT.md section 2)."""
+        """Whether every row has a base of its own, as rows have in tables that were changed (FORMAT.md section 2)."""
         return 1 < self.num_rows == vars(self)["bases"].numel()
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that fetching every row once reads over the link, in whole 32-byte sectors."""
+        """Bytes that a GPU reads over the link to fetch every row once, in whole sectors of 32 bytes."""
         if self._link_bytes is None:
             bases = self.bases.cpu() if self._has_own_bases else None
             self._link_bytes = self.geometry.link_bytes(self.lengths.cpu(), self.slot_bytes, bases)
         return self._link_bytes
 
     def is_pinned(self) -> bool:
-        """Whether GPUs can fetch rows from the table's host memory themselves."""
+        """Returns whether GPUs can fetch rows from the table's host memory themselves."""
         return self._is_pinned
 
     def pin_memory(self, *, numa: _numa.Numa = None) -> Table:
         """Moves the rows to pinned host memory, so that GPUs fetch them without the CPU. Returns the table itself.
 
-        torch's `pin_memory` leaves an unpinned copy behind; tables are large, so this one moves. A table made by
-        `compress(inplace=True)`, and one that is shared with other processes, is pinned where it is, the latter for
-        this process. No-op if already pinned or on a GPU.
+        The `pin_memory` of torch leaves an unpinned copy behind. Because tables are large, this method moves the rows
+        instead. A table that was made by `compress(inplace=True)` is pinned where it is. A table that is shared with
+        other processes is also pinned where it is, for this process only. Nothing happens if the table is already
+        pinned or on a GPU.
 
         Args:
-            numa: the NUMA node whose memory is preferred, or a device near whose node; None: the calling thread's.
+            numa: the NUMA node whose memory is preferred, or a device, which stands for the node nearest to it. None:
+                the node of the calling thread.
 
         Raises:
             RuntimeError: there is no CUDA device, or the system refuses to pin that much memory.
-            TypeError, ValueError: numa is no node and no device of this machine.
+            TypeError, ValueError: numa is neither a node nor a device of this machine.
         """
         node = _numa.node_of(numa)
         if self.device.type != "cpu":
@@ -272,7 +278,7 @@ class Table(TensorManners, Saves):
         return self
 
     def _serves(self, device: torch.device) -> bool:
-        """Returns whether a GPU can fetch rows itself. Shared memory is pinned for this process first, if the system
+        """Returns whether a GPU can fetch rows itself. Shared memory is first pinned for this process, if the system
         allows it."""
         segment = self._segment
         if not self._is_pinned or segment is None or torch.compiler.is_compiling() or segment.is_pinned:
@@ -287,8 +293,9 @@ class Table(TensorManners, Saves):
         return self._is_pinned
 
     def _pin_segment(self, node: int = -1) -> None:
-        """Pins shared memory, or that of a mapped file, in place. If the system does not pin a mapped file, moves the
-        rows to pinned memory, and warns of it once in a process. Raises PinningError if the system pins no memory."""
+        """Pins shared memory, or the memory of a mapped file, where it is. If the system does not pin a mapped file,
+        the rows move to other, pinned memory, and a warning says so once per process. Raises PinningError if the system
+        pins no memory."""
         segment = self._segment
         assert segment is not None
         try:
@@ -301,30 +308,41 @@ class Table(TensorManners, Saves):
             self._move(pinned)
 
     def _lie_in_file(self, rows: FileRows | None) -> None:
-        """Notes that the table's memory is a mapped file. Nothing is written to it: a change takes memory of its own.
-        rows: the part of the file that can be pinned. None: no part can."""
+        """Notes that the table's memory is a mapped file. The file is not written to: the first change of rows copies
+        them to memory of the table's own.
+
+        Args:
+            rows: the part of the file that can be pinned. None: nothing of the file can be pinned.
+        """
         self._is_aliased = True
         self._move({}, rows)
 
     def _move(self, tensors: dict[str, torch.Tensor], segment: Segment | FileRows | None = None) -> None:
-        """Takes tensors of the same bytes in other memory. segment: that memory, if it is shared or a mapped file."""
+        """Replaces tensors by copies of the same bytes in other memory. segment: the memory that they are in, if it is
+        shared or a mapped file."""
         vars(self).update(tensors, _segment=segment, _room=None)
         self._refresh()
 
     # ---- changing ----
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors, without the spare room of a table whose rows have changed."""
+        """Returns the tensors of the table, without the overflow that has not been handed out yet."""
         tensors = {name: getattr(self, name) for name in TENSORS}
         if self._room is not None:
             tensors["overflow"] = self.overflow[: int(self._room.index.used)]
-        if self.spills_to_host:  # the CPU copies what the GPU writes there
+        if self.spills_to_host:  # The CPU is about to copy overflow that the GPU may still be writing.
             torch.cuda.current_stream(self.device).synchronize()
         return tensors
 
     def _set_room(self, room: Room, geometry: Geometry | None = None) -> Room:
-        """Takes the memory of a room, and the geometry if one is given, in one assignment. If the call is interrupted,
-        the table is either unchanged or complete. Returns the room."""
+        """Replaces the table's memory by the memory of a room, and the number of items by that of the geometry. Both
+        are replaced at once: if the call is interrupted, the table is either unchanged or completely changed. Returns
+        the room.
+
+        Args:
+            room: holds the rows of the table.
+            geometry: the table's new geometry. None: the table keeps its own.
+        """
         if room is self._room and geometry is None:
             return room
         geometry = geometry or self.geometry
@@ -349,8 +367,8 @@ class Table(TensorManners, Saves):
         return room
 
     def _forget_handles(self, changing: torch.device) -> None:
-        """Forgets everything that depends on the rows, because a device is about to change them. changing: that device,
-        whose handle stays."""
+        """Forgets all that was derived from the rows, because a device is about to change them. The handle for that
+        device stays."""
         vars(self).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
         for device in [device for device in self._handles if device != changing]:
             del self._handles[device]
@@ -360,8 +378,8 @@ class Table(TensorManners, Saves):
         vars(self)["version"] = self.version + 1
 
     def _become(self, other: Table) -> None:
-        """Takes the fields and the memory of another table of the same tensor in one assignment. Nobody else may have
-        that table."""
+        """Takes the fields and the memory of another table of the same tensor, all at once. Nobody else may hold the
+        other table."""
         self._handles.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
         vars(self).update(
@@ -378,7 +396,7 @@ class Table(TensorManners, Saves):
         self._refresh()
 
     def _become_plain(self, data: torch.Tensor) -> None:
-        """Keeps the tensor raw, in slots of whole rows. data: the bytes of the tensor."""
+        """Replaces the table's memory by slots that hold whole raw rows. data: the bytes of the table's tensor."""
         none = torch.empty(0, dtype=torch.int64, device=self.device)
         slots = memory.empty(data.numel(), self.device, self._is_pinned).copy_(data)
         self._handles.clear()
@@ -411,23 +429,24 @@ class Table(TensorManners, Saves):
             state["lengths"] = lengths.view(torch.uint16)
         Table.__init__(self, **state)
 
-    # ---- what the operations are given ----
+    # ---- handles for the operations ----
 
     def _refresh(self) -> None:
-        """Forgets everything that was derived from the tensors, and asks anew whether they are pinned."""
+        """Forgets what was derived from the tensors, and finds out whether they are pinned."""
         self._handles.clear()
         slots, overflow, is_pinned = self.slots, self.overflow, False
         if self._segment is not None:
             is_pinned = self._segment.pin and torch.cuda.is_available()
-        # Nothing is pinned before torch has begun to use CUDA. Asking for devices would keep child processes from using
-        # CUDA after a fork.
+        # If torch has not begun to use CUDA, no memory is pinned. Asking for devices in that state would keep child
+        # processes from using CUDA.
         elif not slots.is_cuda and torch.cuda.is_initialized():
             is_pinned = all(not part.numel() or part.is_pinned() for part in (slots, overflow))
         vars(self).update(_stored_bytes=None, _link_bytes=None, _is_pinned=is_pinned)
 
     def _keep_handle(self, device: torch.device, parts: Parts) -> Handle:
         """Makes the table's handle for a device from parts that the device can read, and keeps the handle."""
-        fault, plan, machine = self._faults.on(device), Plan(), None  # compiled code and graphs find the record made
+        # The record is made here so that compiled code and captured graphs find it.
+        fault, plan, machine = self._faults.on(device), Plan(), None
         if device.type == "cuda":
             rates = calibration.in_force(device)
             plan = plan_of(self, rates, device)
@@ -439,8 +458,12 @@ class Table(TensorManners, Saves):
         return handle
 
     def _parts(self, device: torch.device, geometry: Geometry) -> Parts:
-        """Returns the parts of the table's handle for a device. geometry: says how many items the handle has; there may
-        be more than the table has, if the room holds them. If the table has a room, rows can be coded into it."""
+        """Returns the table's memory as a device reads it, for a handle. If the table has a room, rows can also be
+        encoded through the handle.
+
+        Args:
+            geometry: the table's own, or one with more items, if the table's room has capacity for them.
+        """
         (codec, words), sizes = self._coding(device), (self.slot_bytes, 0, geometry.num_items, geometry.item_bytes)
         overflow = memory.seen_from(device, self.overflow)
         if self._room is None:
@@ -451,17 +474,17 @@ class Table(TensorManners, Saves):
         return Parts(slots, overflow, lengths, bases, words, codec, *sizes, rooms, used)
 
     def _coding(self, device: torch.device) -> tuple[list[int], torch.Tensor]:
-        """Returns how the rows are coded, as the arguments `codec` and `codebook` of operations on a device."""
+        """Returns how the rows are coded, as operations on a device take it: (codec, words of the codebook)."""
         return coding_of(self.codebook, self.row_bytes, device)
 
     # ---- faults ----
 
     def check(self) -> None:
-        """Waits for this table's work on all GPUs. Raises what went wrong there, or in compiled code.
+        """Waits for this table's work on all GPUs and raises the faults that were met there or in compiled code.
 
         Raises:
             IndexError: an id was out of range.
-            CorruptTableError: a row is damaged.
+            CorruptTableError: the table's bytes contradict each other.
         """
         for device in self._faults.devices:
             if device.type == "cuda":
@@ -469,23 +492,24 @@ class Table(TensorManners, Saves):
             self._raise_pending(device)
 
     def _raise_pending(self, device: torch.device) -> None:
-        """Raises the fault that earlier calls have noted on a device, if there is one."""
+        """Raises the faults that earlier calls have noted on a device."""
         self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
     def _raise_when_done(self, device: torch.device) -> None:
-        """Waits for the current stream of a GPU, and raises the fault that calls have noted there, if there is one."""
+        """Waits for the current stream of a GPU, and raises the faults that calls have noted there."""
         torch.cuda.current_stream(device).synchronize()
         self._faults.raise_pending(device, last=self.geometry.num_items - 1)
 
     def _raise_fault(self, record: torch.Tensor, of_selections: bool = False) -> None:
-        """Raises the fault that one call has noted in its own record, if there is one."""
+        """Raises the fault that a call has noted in a record of its own. of_selections: whether the call read a
+        selection of items."""
         (_WORDS_OF_SELECTIONS if of_selections else _WORDS).raise_for(record, last=self.geometry.num_items - 1)
 
 
 def handle_on(table: Table, device: torch.device) -> Handle:
-    """Returns the table as the operations of a device take it. The handle is made once for each device: the index and
-    the codebook are copied to a GPU, and pinned rows are mapped. It is made anew after a calibration, whose rates its
-    plan reckons with."""
+    """Returns the table's handle for the operations of a device. The handle is made once for each device: the index and
+    the codebook are copied to a GPU, and pinned rows are mapped. It is made anew after a calibration, because its plan
+    depends on the calibrated rates."""
     handle = table._handles.get(device)
     if handle is not None:
         is_planned = handle.machine is None or torch.compiler.is_compiling()
@@ -503,7 +527,7 @@ def handle_on(table: Table, device: torch.device) -> Handle:
 
 
 def _check_version(version: Any, release: Any) -> None:
-    """Raises ValueError for a pickled table of a format that this ibp does not read."""
+    """Raises ValueError if a pickled table has a format version that this ibp does not read."""
     if type(version) is int and version == _core.FORMAT_VERSION:
         return
     if version == 0:
@@ -521,7 +545,7 @@ def _check_version(version: Any, release: Any) -> None:
 
 
 def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes: Any) -> None:
-    """Raises ValueError or TypeError for fields that describe no tensor of rows."""
+    """Raises ValueError or TypeError if the fields do not describe a tensor that is cut into rows."""
     if scheme not in SCHEMES:
         raise ValueError(f"the table has scheme {scheme!r}; this ibp knows {sorted(SCHEMES)}")
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
@@ -544,8 +568,9 @@ def _check_kinds(shape: Any, dtype: Any, scheme: Any, row_bytes: Any, slot_bytes
 def _checked_tensors(
     geometry: Geometry, scheme: str, slot_bytes: int, slots: Any, overflow: Any, lengths: Any, bases: Any
 ) -> dict[str, torch.Tensor]:
-    """Returns the table's tensors, each as an alias that nobody else holds. Raises ValueError unless sizes, dtypes and
-    devices fit. The bytes themselves are checked when they are decoded."""
+    """Returns the table's tensors. Each is a new tensor object over the given memory, so that nobody else holds it.
+    Raises ValueError unless sizes, dtypes and devices fit. The contents of the bytes are checked when they are
+    decoded."""
     num_bases = -(-geometry.num_rows // _core.ROWS_PER_BASE)
     raw_overflow = geometry.raw_overflow_bytes(slot_bytes)
     is_raw = scheme == "raw"
@@ -610,6 +635,5 @@ def _check_codebook(codebook: Any, scheme: str, row_bytes: int) -> None:
 
 
 def _in_memory_of_its_own(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor. If it is a part of a larger one, returns a copy, because the larger one would be written to
-    files as a whole."""
+    """Returns the tensor, or a copy if it is a part of a larger storage: pickle would write the whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

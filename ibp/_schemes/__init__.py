@@ -1,9 +1,10 @@
 """How rows are coded, and how codebooks are learned.
 
-`codebook.py` has what all codebooks share; `masks.py` (scheme "ibp"), `planes.py` and `clusters.py` each have a
-codebook and the mathematics that finds one in rows. `learning.py` decides which codebook a tensor gets: it has the
-options of `compress`, the table of schemes, the choice of "auto", and when a codebook is learned anew. `estimation.py`
-tells what compressing would save. Each file imports only from the ones before it.
+`codebook.py` has the base class of all codebooks. `masks.py` (scheme "ibp"), `planes.py` and `clusters.py` each have a
+class of codebooks and the mathematics that finds a codebook for given rows. `learning.py` decides which codebook a
+tensor gets: it has the options of `compress`, the table of schemes, the choice of scheme "auto", and the rules for
+learning a codebook anew. `estimation.py` estimates what compressing a tensor would save. Each file imports only from
+the files named before it.
 """
 
 # ruff: noqa: F401

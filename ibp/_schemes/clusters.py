@@ -1,5 +1,5 @@
-"""Codebooks for rows of several kinds (the paper's section 6.5; FORMAT.md section 7): the codebook, which holds one for
-each kind, and how it is learned: by k-means first, then by the bytes that rows take."""
+"""Codebooks for rows of several kinds (the paper's section 6.5; FORMAT.md section 7). A clustered codebook holds a
+codebook for each kind. The clusters are found by k-means, and then improved by the bytes that rows take."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ MAX_CLUSTERS = 256
 
 @public
 class ClusteredCodebook(AnyCodebook):
-    """Two to 256 codebooks of one scheme; every coded row begins with the number of its own.
+    """Two to 256 codebooks of one scheme. Every coded row begins with the number of the codebook that it is coded with.
 
-    Made by `ibp.compress(..., clusters=)` or from its parts. It never changes.
+    Clustered codebooks are made by `ibp.compress(..., clusters=)`, or from their codebooks. They cannot be changed.
 
     Example:
         >>> x = torch.randn(200, 1024).bfloat16()
@@ -29,11 +29,11 @@ class ClusteredCodebook(AnyCodebook):
     Attributes:
         codebooks: tuple of `Codebook` with equal chunk_bytes and flag_all, or of `PlanesCodebook` that differ in their
             entries only.
-        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebooks included; None if not
-            learned.
+        expected_savings: 1 - coded / original bytes on the rows that were analysed. The coded bytes include the
+            codebooks. None if the codebooks were not learned.
 
     Raises:
-        ValueError: the codebooks do not fit each other.
+        ValueError: the codebooks do not fit together.
     """
 
     _fields = ("codebooks", "expected_savings")
@@ -92,7 +92,7 @@ class ClusteredCodebook(AnyCodebook):
 
     @property
     def codec(self) -> list[int]:
-        """What the operations are told besides the words: as of the first codebook."""
+        """The numbers that the operations take besides the words. They are those of the first codebook."""
         return self.codebooks[0].codec
 
     @property
@@ -114,7 +114,7 @@ class ClusteredCodebook(AnyCodebook):
 
 
 def with_clusters(codebook: AnyCodebook | None) -> list[AnyCodebook]:
-    """Returns a codebook and those of its clusters; an empty list for None."""
+    """Returns a list of a codebook and the codebooks of its clusters; an empty list for None."""
     if codebook is None:
         return []
     return [codebook, *codebook.codebooks] if isinstance(codebook, ClusteredCodebook) else [codebook]
@@ -123,9 +123,9 @@ def with_clusters(codebook: AnyCodebook | None) -> list[AnyCodebook]:
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 _STEPS = (2, 4, 8, 16, 32, 64)  # "auto" tries these numbers of clusters.
-_COST_ROUNDS = 2  # Rows move to the codebook that codes them best so often.
-# (rows, sizes): returns codebooks of one form, one for each group of rows; rows is uint8 [n * row_bytes], with the rows
-# of a group next to each other, and sizes are the numbers of rows of the groups.
+_COST_ROUNDS = 2  # Number of rounds in which rows move to the codebook that codes them best.
+# A function of (rows, sizes) that returns codebooks of one form, one for each group of rows. rows is uint8
+# [n * row_bytes], with the rows of a group next to each other; sizes are the numbers of rows of the groups.
 Relearn = Callable[[torch.Tensor, list[int]], Sequence[AnyCodebook]]
 
 
@@ -138,13 +138,14 @@ def check_clusters(clusters: int | str | None) -> None:
 def split(
     codebook: AnyCodebook, rows: torch.Tensor, num_rows: int, clusters: int | str, relearn: Relearn
 ) -> AnyCodebook:
-    """Returns a codebook for each cluster of a table's rows, or the table's one codebook if more do not pay.
+    """Returns a clustered codebook for a table's rows, or the given codebook if clusters do not pay.
 
     Args:
-        codebook: learned from all rows; the codebooks of the clusters keep its form.
+        codebook: learned from all rows. The codebooks of the clusters keep its form.
         rows: uint8 [n * row_bytes], a sample of whole rows.
-        num_rows: rows of the table.
-        clusters: how many there may be; "auto" doubles the number for as long as the net saving grows.
+        num_rows: number of rows of the table.
+        clusters: the largest number of clusters. "auto" doubles the number as long as the net saving grows.
+        relearn: learns the codebooks of the clusters.
     """
     is_auto = clusters == "auto"
     learned, compared = _halves(rows.view(-1, codebook.row_bytes), num_rows)
@@ -162,8 +163,8 @@ def split(
 
 
 def _halves(table: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rows to learn from and other rows, drawn at random, to compare codebooks on. Both are all rows if these
-    are the whole table, except for a short last row."""
+    """Divides rows at random into rows to learn codebooks from and rows to compare codebooks on. If the sample is the
+    whole table, possibly without a short last row, returns all rows twice."""
     if len(table) >= num_rows - 1 or len(table) < 2:
         return table, table
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(0), device="cpu").to(table.device)
@@ -171,7 +172,7 @@ def _halves(table: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def _cost(codebook: AnyCodebook, table: torch.Tensor, num_rows: int) -> float:
-    """Returns the bytes of a mean row of the table [n, row_bytes] with its share of the codebook."""
+    """Returns the stored bytes of a mean row of the table [n, row_bytes], including the row's share of the codebook."""
     return int(_stored(codebook, table).sum()) / len(table) + codebook.nbytes / num_rows
 
 
@@ -184,7 +185,8 @@ def _stored(codebook: AnyCodebook, table: torch.Tensor) -> torch.Tensor:
 def _with_count(
     codebook: AnyCodebook, table: torch.Tensor, count: int, num_rows: int, relearn: Relearn
 ) -> ClusteredCodebook | None:
-    """Returns a codebook with at most `count` clusters, or None if the rows do not fall apart."""
+    """Returns a codebook with at most `count` clusters. Returns None if all rows end up in one cluster, or if codebooks
+    of this form cannot differ."""
     if not codebook.can_differ:
         return None
     most = max(2, len(table) // 2)  # A codebook for one row takes more bytes than the row.
@@ -204,8 +206,8 @@ def _with_count(
 
 
 def _cheapest(codebooks: Sequence[AnyCodebook], table: torch.Tensor) -> torch.Tensor:
-    """Returns the number of the codebook that codes each row in the fewest bytes, the first of equal ones: int64
-    [n]."""
+    """Returns the number of the codebook that codes each row in the fewest bytes, int64 [n]. If several do, it is the
+    first of them."""
     least = _stored(codebooks[0], table)
     assigned = torch.zeros_like(least)
     for k, codebook in enumerate(codebooks[1:], 1):
@@ -216,23 +218,28 @@ def _cheapest(codebooks: Sequence[AnyCodebook], table: torch.Tensor) -> torch.Te
 
 
 def _relearned(table: torch.Tensor, assigned: torch.Tensor, relearn: Relearn) -> Sequence[AnyCodebook]:
-    """Returns a codebook for the rows of each cluster that has any."""
+    """Returns a codebook for each cluster that has rows. assigned: the cluster of each row."""
     sizes = [size for size in torch.bincount(assigned).tolist() if size]
     return relearn(table[assigned.argsort(stable=True)].reshape(-1), sizes)
 
 
 # ---- k-means ---------------------------------------------------------------------------------------------------------
 
-# K-means looks at so many bits of rows for up to 64 clusters, 256 MiB as float32. For more clusters it looks at fewer
-# bits, so that its time does not grow with their number.
+# For up to _FULL_SAMPLE_CLUSTERS clusters, k-means looks at _SAMPLE_BITS bits of the rows, which are 256 MiB as
+# float32. For more clusters it looks at fewer bits, so that its time does not grow with the number of clusters.
 _SAMPLE_BITS, _FULL_SAMPLE_CLUSTERS = 1 << 26, 64
-_ROUNDS = 8
+_ROUNDS = 8  # Largest number of iterations.
 _MOST_SEEDS = 1 << 16  # Seeds are drawn from at most so many rows; torch.multinomial takes at most 2^24.
 
 
 def kmeans(table: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns the cluster of each row, int64 [n], by Hamming distance. Lloyd's iteration runs on the rows' bits, from
-    seeds that are far apart, until no centre moves. table: uint8 [n, row_bytes]; count: clusters, at most."""
+    """Returns the cluster of each row, int64 [n], by Hamming distance. Lloyd's iteration runs on the bits of the rows,
+    from seeds that are far apart, until no centre moves or after a fixed number of rounds.
+
+    Args:
+        table: uint8 [n, row_bytes].
+        count: the largest number of clusters.
+    """
     most_bits = _SAMPLE_BITS * _FULL_SAMPLE_CLUSTERS // max(_FULL_SAMPLE_CLUSTERS, count)
     most_bytes = max(1, most_bits // (8 * len(table)))
     columns = table if table.shape[1] <= most_bytes else table[:, :: -(-table.shape[1] // most_bytes)]
@@ -252,13 +259,13 @@ def kmeans(table: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def _distances(bits: torch.Tensor, norms: torch.Tensor, centres: torch.Tensor) -> torch.Tensor:
-    """Returns Hamming distances, float32 [rows, centres]. norms: how many bits of each row are 1."""
+    """Returns Hamming distances, float32 [rows, centres]. norms: the number of bits of each row that are 1."""
     return (bits @ centres.t()).mul_(-2).add_(norms[:, None]).add_(centres.sum(1))
 
 
 def _far_seeds(bits: torch.Tensor, norms: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns rows to start from. Each is drawn with a probability that grows with its distance to the rows before it
-    (k-means++), by a seeded generator."""
+    """Returns at most `count` rows as the first centres (k-means++). A row is drawn with a probability that grows with
+    its distance to the nearest row that was drawn before. The generator has a fixed seed."""
     generator = torch.Generator().manual_seed(0)
     if len(bits) > _MOST_SEEDS:
         some = sampled(len(bits), _MOST_SEEDS).to(bits.device)

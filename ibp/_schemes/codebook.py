@@ -1,5 +1,6 @@
-"""What codebooks of all schemes share: frozen values that are checked once, when they are made or unpickled. `measure`
-and `surveyed` tell what rows take with one, and `coder_rates` how fast its rows are coded and decoded."""
+"""The base class of the codebooks of all schemes. Codebooks are frozen values that are checked once, when they are made
+or unpickled. `measure` and `surveyed` return how many bytes rows take with a codebook, and `coder_rates` returns how
+fast its rows are encoded and decoded."""
 
 from __future__ import annotations
 
@@ -24,19 +25,19 @@ _Book = TypeVar("_Book", bound="AnyCodebook")
 
 
 def public(kind: _Class) -> _Class:
-    """Lets torch.load(weights_only=True), and messages of other processes, make objects of a class. ibp 0.2 pickled
-    them as `ibp.<name>`."""
+    """Allows torch.load(weights_only=True), and messages from other processes, to make objects of a class. The name
+    `ibp.<name>`, under which ibp 0.2 pickled the class, is allowed, too."""
     wire.sent(kind)
     torch.serialization.add_safe_globals([kind, (kind, f"ibp.{kind.__name__}")])
     return kind
 
 
 class AnyCodebook(ABC):
-    """How the rows of a table are coded: what `Codebook`, `PlanesCodebook` and `ClusteredCodebook` of `ibp.codecs` have
-    in common.
+    """The base class of `Codebook`, `PlanesCodebook` and `ClusteredCodebook` of `ibp.codecs`. A codebook describes how
+    the rows of a table are coded.
 
-    A codebook is checked when it is made and cannot be changed afterwards: the coders rely on it. Its tensors are
-    copies of its own, on the CPU, and must not be written to. Codebooks are shared freely between tables and threads.
+    A codebook is checked when it is made and cannot be changed afterwards, because encoders and decoders rely on it.
+    Its tensors are its own copies, on the CPU, and must not be written to. Tables and threads may share codebooks.
 
     Example:
         >>> codebook = ibp.compress(torch.randn(1000, 1024).bfloat16(), device="cpu").codebook
@@ -46,11 +47,11 @@ class AnyCodebook(ABC):
     Attributes:
         scheme: name of the scheme.
         row_bytes: bytes of a row, 1 to 65,536.
-        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if not
-            learned.
+        expected_savings: 1 - coded / original bytes on the rows that were analysed. The coded bytes include the
+            codebook. None if the codebook was not learned.
     """
 
-    # Names of the constructor's arguments: what a pickled codebook consists of.
+    # Names of the constructor's arguments, which are the fields of a pickled codebook.
     _fields: ClassVar[tuple[str, ...]] = ()
 
     scheme: str
@@ -60,12 +61,12 @@ class AnyCodebook(ABC):
     @property
     @abstractmethod
     def form(self) -> Hashable:
-        """All that codebooks of one table have in common."""
+        """The fields that all codebooks of one table have in common."""
 
     @property
     @abstractmethod
     def can_differ(self) -> bool:
-        """Whether codebooks of this form can differ at all, as those of clusters do."""
+        """Whether two codebooks of this form can differ, as the codebooks of clusters do."""
 
     @property
     @abstractmethod
@@ -75,39 +76,42 @@ class AnyCodebook(ABC):
     @property
     @abstractmethod
     def codec(self) -> list[int]:
-        """What the operations are told besides the words: [number of the scheme, row_bytes, ...] (csrc/bindings)."""
+        """The numbers that the operations take besides the words: [number of the scheme, row_bytes, ...]
+        (csrc/bindings)."""
 
     @property
     def level(self) -> str:
-        """The level at which codebooks of this form are learned, see `ibp.compress`."""
+        """The level at which codebooks of this form are learned (see `ibp.compress`)."""
         return "default"
 
     @property
     @abstractmethod
     def _coder(self) -> str:
-        """The field of `Calibration` that holds the rates of the family of coders which rows of this form have."""
+        """The field of `Calibration` that holds the rates of the coders for rows of this form."""
 
     @abstractmethod
     def _work(self, row_bytes: int, stored_bytes: float) -> float:
-        """Returns what the rate `work_per_ns` of its decoders counts of a row (see `CoderRates`)."""
+        """Returns the amount of work in decoding a row, in the unit of the decoders' rate `work_per_ns` (see
+        `CoderRates`)."""
 
     @property
     @abstractmethod
     def cluster_words(self) -> torch.Tensor:
-        """The working form of this codebook among those of several clusters: a flat CPU tensor."""
+        """The working form of this codebook as one of several clusters: a flat CPU tensor."""
 
     @property
     def shared_words(self) -> torch.Tensor:
-        """What stands in front of the clusters' words, once."""
+        """The words that all clusters share. They stand once, in front of the words of the clusters."""
         return self.cluster_words[:0]
 
     @property
     def is_partial(self) -> bool:
-        """Whether there are rows without a coded form: rows that lack what all analysed rows have in common."""
+        """Whether some rows have no coded form, because they lack what all analysed rows have in common."""
         return False
 
     def words(self, device: torch.device | str) -> torch.Tensor:
-        """The working form that the coders read, on the device; kept once made, and not to be written to."""
+        """Returns the working form of the codebook, which the coders read, on a device. It is made once for each device
+        and then kept. It must not be written to."""
         device = torch.device(device)
         if device not in self._words:
             with outside_of_modes():
@@ -127,7 +131,7 @@ class AnyCodebook(ABC):
         return "_words" in vars(self)
 
     _words: dict[torch.device, torch.Tensor]
-    _shared: bytes = b""  # what stands in front of the clusters' words
+    _shared: bytes = b""  # The bytes of `shared_words`.
 
     def _finish(self, words: torch.Tensor, **attributes: Any) -> None:
         """Sets the attributes, which have been checked, for good."""
@@ -143,10 +147,10 @@ class AnyCodebook(ABC):
         return {name: getattr(self, name) for name in self._fields}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Makes and checks what is unpickled.
+        """Makes and checks a codebook that is unpickled.
 
         Raises:
-            ValueError: the codebook is finished already, or the state has other fields or contradicts itself.
+            ValueError: the codebook is already finished, or the state has other fields or contradicts itself.
         """
         kind = type(self).__name__
         if self.is_finished:
@@ -164,7 +168,7 @@ class AnyCodebook(ABC):
 
     @abstractmethod
     def _description(self) -> list[str]:
-        """Returns what __repr__ says besides expected_savings."""
+        """Returns the parts of __repr__ other than expected_savings."""
 
     def __repr__(self) -> str:
         parts = self._description() if self.is_finished else ["unfinished"]
@@ -190,7 +194,7 @@ def whole(name: str, value: object, least: int, most: int) -> int:
     """Returns the value as an int. Raises ValueError unless it is a whole number from least to most."""
     try:
         number = operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):  # a tensor is asked for its value
+    except (TypeError, ValueError, RuntimeError):  # A tensor may raise any of these.
         raise ValueError(f"{name} is a {type(value).__name__}; wanted a whole number") from None
     if not least <= number <= most:
         raise ValueError(f"{name} is {number}; wanted {least} to {most}")
@@ -256,31 +260,36 @@ def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, pro
 
 
 def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | None = None) -> _rows.Survey:
-    """Returns what all rows of the bytes take, once the device has measured them. device: None: where the bytes are."""
+    """Measures all rows of the bytes on a device, and returns their survey. device: None: the device of the bytes."""
     rows = _rows.Geometry(data.shape, torch.uint8, codebook.row_bytes)
     return rows.survey(measure(data, codebook, device or data.device))
 
 
 def coding_of(codebook: AnyCodebook | None, row_bytes: int, device: torch.device) -> tuple[list[int], torch.Tensor]:
-    """Returns (codec, words) of the operations for a device. codebook: None for raw rows."""
+    """Returns the arguments (codec, words) of the operations on a device. codebook: None for raw rows."""
     if codebook is None:
         return [_RAW, row_bytes], torch.empty(0, dtype=torch.int32, device=device)
     return codebook.codec, codebook.words(device)
 
 
 def coder_rates(codebook: AnyCodebook, machine: Calibration) -> CoderRates:
-    """Returns the rates at which a machine codes and decodes rows of a codebook."""
+    """Returns the rates at which a machine encodes and decodes rows with a codebook."""
     rates: CoderRates = getattr(machine, codebook._coder)
     return rates
 
 
 def work_of(codebook: AnyCodebook, row_bytes: int, stored_bytes: float) -> float:
-    """Returns what a decoder's rate `work_per_ns` counts of a row (see `CoderRates`)."""
+    """Returns the amount of work in decoding a row, in the unit of a decoder's rate `work_per_ns` (see `CoderRates`).
+
+    Args:
+        row_bytes: bytes of a row.
+        stored_bytes: bytes of a mean row as stored.
+    """
     return codebook._work(row_bytes, stored_bytes)
 
 
 def fingerprint_of(codebook: AnyCodebook, *sizes: float) -> int:
-    """Returns a number of 63 bits that differs if codebooks differ, or sizes that are given beside them."""
+    """Returns a hash of 63 bits of a codebook and of sizes that are given with it."""
     content = hashlib.blake2b(repr((codebook.codec, sizes)).encode(), digest_size=8)
     content.update(codebook.words(_CPU).contiguous().view(torch.uint8).numpy().tobytes())
     return int.from_bytes(content.digest(), "little") >> 1

@@ -1,4 +1,4 @@
-"""What compressing a tensor would save: `estimate`."""
+"""Estimates what compressing a tensor would save: `estimate`."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from .._layout import geometry as _rows
 from .codebook import AnyCodebook
 from .learning import SCHEMES, Candidate, Options, Request, choose, compare, exact
 
-_LONGER_ROW_BYTES = 512  # Dense rows of this size come at more than 0.9 of the link's rate (results/gather.csv).
+_LONGER_ROW_BYTES = 512  # Dense rows of this size are fetched at more than 0.9 of the link's rate (results/gather.csv).
 
 
 @dataclass(frozen=True)
 class SchemeEstimate:
-    """What a table of one scheme is expected to be.
+    """The expected sizes and speed of a table of one scheme.
 
     Attributes:
         scheme: "raw", "ibp" or "planes".
-        savings: 1 - stored_bytes / original bytes; 0 where `compress` would keep raw rows.
-        stored_bytes: of coded rows and codebook.
+        savings: 1 - stored_bytes / original bytes; 0 if `compress` would keep raw rows.
+        stored_bytes: bytes of the coded rows and the codebook.
         slot_bytes: bytes of a slot; 0 in the packed layout.
-        nbytes: of all memory that the table takes, its index and codebook counted.
-        memory_savings: 1 - nbytes / original bytes; negative where the table is larger than x.
-        link_bytes: of the 32-byte sectors that fetching every row once reads.
-        link_savings: 1 - link_bytes / those of raw rows.
-        fetch_speedup: how many times as fast as raw ones a GPU fetches and decodes rows from pinned memory, by the
-            calibration in force (see `ibp.calibration.calibrate`).
+        nbytes: bytes of all memory that the table takes, including its index and codebook.
+        memory_savings: 1 - nbytes / original bytes; negative if the table is larger than x.
+        link_bytes: bytes of the 32-byte sectors that are read to fetch every row once.
+        link_savings: 1 - link_bytes / link_bytes of raw rows.
+        fetch_speedup: how many times as fast as raw rows a GPU fetches and decodes these rows from pinned memory, by
+            the calibration in force (see `ibp.calibration.calibrate`).
     """
 
     scheme: str
@@ -47,15 +47,16 @@ class SchemeEstimate:
 
 
 class Estimate(Mapping[str, float]):
-    """What `compress` would do to a tensor: a mapping from scheme to savings, {"raw": 0.0, "ibp": 0.23, "planes":
-    0.33}, that knows more.
+    """An estimate of what `compress` would do to a tensor. It is a mapping from scheme to savings, such as {"raw": 0.0,
+    "ibp": 0.23, "planes": 0.33}, with more attributes.
 
     Attributes:
-        shape, dtype, original_bytes: of the tensor.
-        layout, row_bytes: that were asked for.
+        shape, dtype, original_bytes: shape, dtype and bytes of the tensor.
+        layout, row_bytes: the layout and the bytes of a row that the estimate is for.
         schemes: dict from scheme to `SchemeEstimate`.
         auto: the scheme that `compress` chooses for this layout.
-        advice: a sentence about what it takes, and what would help where that is raw rows.
+        advice: a sentence that says what `compress` chooses. If it chooses raw rows, the sentence also says what would
+            help.
     """
 
     def __init__(self, geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> None:
@@ -103,11 +104,12 @@ def estimate(
     device: torch.device | str | int | None = None,
     progress: bool = False,
 ) -> Estimate:
-    """Returns what compressing x would give, without compressing it.
+    """Estimates what compressing x would save, without compressing it.
 
-    With a codebook all rows are measured: `stored_bytes` is exactly what `compress(x, codebook=codebook)` reports, or
-    x's own size where nothing would be saved. Without a codebook a sample of the rows is measured: how much each scheme
-    should save in coded bytes, in memory and over the link, and which scheme `compress` takes.
+    With a codebook, all rows are measured: `stored_bytes` is exactly what `compress(x, codebook=codebook)` reports, or
+    the size of x if nothing would be saved. Without a codebook, a sample of the rows is measured. The estimate then
+    says how much each scheme should save in coded bytes, in memory and over the link, and which scheme `compress`
+    chooses.
 
     Example:
         >>> estimate = ibp.estimate(torch.randn(1000, 1024).bfloat16(), device="cpu")
@@ -117,18 +119,19 @@ def estimate(
         'planes'
 
     Args:
-        x: tensor [N, ...]; a tensor that requires grad is measured by its values.
-        codebook: from `analyze`, `Codebook.from_masks` or a table; x is cut into rows of `codebook.row_bytes`.
-        layout, slot_bytes, level, row_bytes: as in `compress`; not with a codebook.
-        device: where rows are measured, as in `analyze`.
-        progress: show progress bars.
+        x: tensor [N, ...]. If it requires grad, only its values count.
+        codebook: a codebook made by `analyze` or `Codebook.from_masks`, or of a table. x is cut into rows of
+            `codebook.row_bytes` bytes. None: codebooks are learned from a sample.
+        layout, slot_bytes, level, row_bytes: as in `compress`. They cannot be given with a codebook.
+        device: the device that measures rows, as in `analyze`.
+        progress: whether to show progress bars.
 
     Returns:
-        `Estimate`, a mapping: {"raw": 0.0, "ibp": 0.23, "planes": 0.33}, 1 - stored / original bytes by scheme. With a
-        codebook: for raw rows and for its scheme.
+        An `Estimate`, which maps schemes to savings (1 - stored / original bytes): {"raw": 0.0, "ibp": 0.23, "planes":
+        0.33}. With a codebook, it has only raw rows and the scheme of the codebook.
 
     Raises:
-        TypeError, ValueError: as `compress`.
+        TypeError, ValueError: as for `compress`.
     """
     _rows.check_tensor(x)
     is_plain = layout == "slots" and slot_bytes is row_bytes is None and level == "default"
@@ -155,8 +158,8 @@ def estimate(
 def _estimate_of(
     geometry: _rows.Geometry, layout: str, candidates: list[Candidate], only: str | None = None
 ) -> Estimate:
-    """Returns an estimate that shows candidates. only: the scheme of the codebook that rows are coded by; None: all
-    schemes are compared."""
+    """Returns the estimate for a list of candidates. only: the scheme of the given codebook. None: all schemes are
+    compared."""
     raw, found, num_bytes = candidates[0], {candidate.scheme: candidate for candidate in candidates}, geometry.num_bytes
 
     def of(scheme: str) -> SchemeEstimate:
@@ -179,7 +182,8 @@ def _estimate_of(
 
 
 def _advice(geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEstimate], auto: str) -> str:
-    """Returns a sentence about what `compress` takes. If that is raw rows, it says why, and what would help."""
+    """Returns a sentence that says what `compress` chooses. If it chooses raw rows, the sentence says why, and what
+    would help."""
     best = max(schemes.values(), key=lambda scheme: scheme.savings)
     rows = f"rows of {geometry.row_bytes} bytes"
     if auto != "raw":
@@ -192,7 +196,7 @@ def _advice(geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEsti
     if best.savings == 0:
         return "compress keeps raw rows: no scheme saves anything."
     saved = f"compress keeps raw rows: {rows} save {_percent(best.savings)} of their bytes with scheme {best.scheme!r}"
-    saved_bytes, helps = geometry.num_bytes - best.stored_bytes, []  # arguments that make use of the saved bytes
+    saved_bytes, helps = geometry.num_bytes - best.stored_bytes, []  # helps: arguments that make the saving useful
     if layout == "slots" and saved_bytes > geometry.index_bytes(True):
         helps.append("layout='packed' for a smaller table and for streaming")
     least = max(_LONGER_ROW_BYTES, math.ceil(2 * _rows.SECTOR_BYTES / best.savings))  # rows that save two sectors
@@ -210,4 +214,4 @@ def _advice(geometry: _rows.Geometry, layout: str, schemes: dict[str, SchemeEsti
 
 
 def _percent(share: float) -> str:
-    return f"{round(share, 3) + 0.0:.1%}"  # never "-0.0%"
+    return f"{round(share, 3) + 0.0:.1%}"  # Adding 0.0 turns -0.0 into 0.0, which prints without a sign.

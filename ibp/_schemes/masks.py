@@ -1,8 +1,9 @@
-"""Scheme "ibp", called masks inside: which bits of a row are invariant, and their values (FORMAT.md section 5).
+"""Scheme "ibp", which is called masks inside the library: a codebook says which bits of a row are invariant, and their
+values (FORMAT.md section 5).
 
 The second half of the file learns codebooks from rows (the paper's sections 4.1 and 6.1). It works on groups of rows,
-and each group gets a codebook of its own: a table is one group, and clusters are several. Below, K is the number of
-groups. Operations count the bits of rows; masks and sums, which are small, are numpy arrays for all groups at once.
+and learns a codebook for each group. A whole table is one group; clusters are several groups. Below, K is the number of
+groups. Operations count the bits of rows. Masks and sums are small, so they are numpy arrays for all groups at once.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from .._machine import staging
 from .codebook import AnyCodebook, checked_savings, fraction, private_copy, public, shown, whole
 
 CHUNK_BYTES = (1, 2, 4, 8)
-_INDEX_DTYPES = {torch.uint8: 256, torch.uint16: 65536}  # of an index, by the most pairs that it can name
+_INDEX_DTYPES = {torch.uint8: 256, torch.uint16: 65536}  # Dtypes of an index, each with the most pairs it can number.
 
 
 class MasksForm(NamedTuple):
-    """What codebooks of one table have in common."""
+    """The fields that all codebooks of one table have in common."""
 
     row_bytes: int
     chunk_bytes: int
     flag_all: bool
 
     def codec(self, num_flags: int) -> list[int]:
-        """Returns what the operations are told besides the words (read_masks in csrc/bindings)."""
+        """Returns the numbers that the operations take besides the words (read_masks in csrc/bindings)."""
         return [Codebook.number, self.row_bytes, self.chunk_bytes, num_flags]
 
 
 @public
 class Codebook(AnyCodebook):
-    """The masks and bitvals of a row's chunks, each distinct pair stored once.
+    """The codebook of scheme "ibp": a mask and a bitval for each chunk of a row. Each distinct pair is stored once.
 
-    Made by `ibp.codecs.analyze`, by `ibp.compress`, or from masks by `Codebook.from_masks`. It never changes, and is
-    shared freely between tables; its tensors are copies of its own and must not be written to.
+    Codebooks are made by `ibp.codecs.analyze`, by `ibp.compress`, or from masks by `Codebook.from_masks`. A codebook
+    cannot be changed, and tables may share it. Its tensors are its own copies and must not be written to.
 
     Example:
         >>> x = torch.arange(64000, dtype=torch.int32).reshape(1000, 64)  # the two high bytes are always zero
@@ -54,15 +55,16 @@ class Codebook(AnyCodebook):
     Attributes:
         row_bytes: bytes of a row, 1 to 65,536.
         chunk_bytes: bytes of a chunk: 1, 2, 4 or 8.
-        flag_all: whether chunks without a mask have a participation bit too (the paper's bytes).
-        palette: uint8 [P, 2, chunk_bytes], the distinct (mask, bitval) pairs, P from 1 to 65,536.
-        index: uint8 or, from 257 pairs on, uint16 [num_chunks], the pair of each chunk; empty if there is only one
-            pair.
-        tau: the paper's threshold, where one was used for all chunks, else None.
-        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if made
-            from masks.
-        mask, bitval: uint8 [row_bytes], the same spread over a whole row.
-        num_flags: participation bits of a row.
+        flag_all: whether chunks without a mask also have a participation bit. The coded bytes are then those of the
+            paper.
+        palette: uint8 [P, 2, chunk_bytes], the distinct (mask, bitval) pairs. P is 1 to 65,536.
+        index: uint8 [num_chunks], or uint16 if there are more than 256 pairs: the number of each chunk's pair. It is
+            empty if there is only one pair.
+        tau: the paper's threshold, if one threshold was used for all chunks; otherwise None.
+        expected_savings: 1 - coded / original bytes on the rows that were analysed. The coded bytes include the
+            codebook. None if the codebook was made from masks.
+        mask, bitval: uint8 [row_bytes], the mask and the bitval of a whole row.
+        num_flags: the number of participation bits of a row.
 
     Raises:
         ValueError: fields are out of range or contradict each other.
@@ -136,14 +138,14 @@ class Codebook(AnyCodebook):
         """Makes a codebook from the mask and bitval of a whole row.
 
         Args:
-            mask: uint8 [row_bytes]; bits that are 1 are invariant.
-            bitval: uint8 [row_bytes]; the values of the invariant bits, 0 elsewhere.
-            chunk_bytes: 1, 2, 4 or 8.
-            flag_all: give chunks without a mask a participation bit too, as the paper does.
-            tau, expected_savings: attributes of the codebook; nothing depends on them.
+            mask: uint8 [row_bytes]. Bits that are 1 mark invariant bits of a row.
+            bitval: uint8 [row_bytes], the values of the invariant bits, and 0 in all other bits.
+            chunk_bytes: bytes of a chunk: 1, 2, 4 or 8.
+            flag_all: whether chunks without a mask also get a participation bit, as in the paper.
+            tau, expected_savings: attributes of the codebook. They do not affect how rows are coded.
 
         Raises:
-            ValueError: sizes differ or are out of range, or bitval has a bit set where mask has not.
+            ValueError: sizes differ or are out of range, or a bit is set in bitval but not in mask.
             TypeError: mask or bitval is not a uint8 tensor.
         """
         for name, tensor in (("mask", mask), ("bitval", bitval)):
@@ -195,7 +197,7 @@ class Codebook(AnyCodebook):
 
     @property
     def num_chunks(self) -> int:
-        """Chunks of a row; the last may be short."""
+        """Number of chunks of a row. The last chunk may be short."""
         return -(-self.row_bytes // self.chunk_bytes)
 
     @property
@@ -205,15 +207,15 @@ class Codebook(AnyCodebook):
 
     @property
     def cluster_words(self) -> torch.Tensor:
-        """The words of one cluster, then its num_flags and three numbers that mean nothing: the next one's words are
-        aligned to 16 bytes."""
+        """The words of one cluster, then its num_flags and three unused numbers, which align the words of the next
+        cluster to 16 bytes."""
         return torch.cat(
             [self.words("cpu").reshape(-1), torch.tensor([self.num_flags, 0, 0, 0], dtype=torch.int32, device="cpu")]
         )
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        if self.index.dtype == torch.uint16:  # plain pickle cannot load uint16 tensors
+        if self.index.dtype == torch.uint16:  # Plain pickle cannot load uint16 tensors.
             state["index"] = self.index.view(torch.int16)
         return state
 
@@ -240,7 +242,7 @@ class Codebook(AnyCodebook):
 
 
 def check_chunk_bytes(chunk_bytes: int) -> int:
-    """Returns the argument. Raises ValueError unless it is 1, 2, 4 or 8."""
+    """Returns chunk_bytes. Raises ValueError unless it is 1, 2, 4 or 8."""
     if chunk_bytes not in CHUNK_BYTES:
         raise ValueError(f"chunk_bytes is {chunk_bytes}; wanted one of {CHUNK_BYTES}")
     return int(chunk_bytes)
@@ -249,7 +251,7 @@ def check_chunk_bytes(chunk_bytes: int) -> int:
 def _checked_pairs(
     palette: object, index: object, chunk_bytes: int, num_chunks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns copies of palette and index, which have been checked."""
+    """Checks palette and index, and returns copies of them."""
     if not isinstance(palette, torch.Tensor) or palette.dim() != 3 or not 1 <= len(palette) <= 65536:
         raise ValueError(
             f"palette is {shown(palette)}; wanted torch.uint8 [P, 2, {chunk_bytes}] with P from 1 to 65,536"
@@ -279,16 +281,18 @@ def _distinct(pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 # ---- learning --------------------------------------------------------------------------------------------------------
 
-TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)  # the paper's artifact sweeps 0.70 to 1.0
-_GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256  # The greedy choice of masks looks at so many bytes of a group's rows.
+TAUS = (0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)  # The paper's artifact sweeps 0.70 to 1.0.
+# The greedy choice of masks looks at _GREEDY_BYTES bytes of a group's rows, but at least at _LEAST_GREEDY_ROWS rows.
+_GREEDY_BYTES, _LEAST_GREEDY_ROWS = 2 << 20, 256
 _LEAST_MASKED_ROWS = 64  # In tables of fewer rows, masks that differ from chunk to chunk take more than they save.
-_FEW_BYTES = 32 << 10  # The CPU analyses so few bytes sooner than a GPU, which is waited for about 60 times.
-_FINALISTS = 3  # So many thresholds for all chunks are compared exactly.
-_BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)
+# The CPU analyses at most this many bytes sooner than a GPU, because the analysis waits for a GPU about 60 times.
+_FEW_BYTES = 32 << 10
+_FINALISTS = 3  # Number of thresholds whose savings, with one threshold for all chunks, are compared exactly.
+_BITS_SET = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)  # Number of ones in each byte.
 
 
 def check_tau(tau: float) -> None:
-    """Raises ValueError unless tau is a threshold."""
+    """Raises ValueError unless tau is in [0.5, 1]."""
     if not 0.5 <= tau <= 1:
         raise ValueError(f"tau is {tau}; wanted 0.5 to 1, or None to sweep")
 
@@ -306,8 +310,8 @@ def learn_masks(
     """Returns the best codebook of scheme ibp for a table, by a sample of its rows.
 
     Args:
-        rows: uint8 [n * row_bytes], whole rows in any order, on the device that does the work.
-        num_rows: rows of the whole table, over which the bytes of the codebook are spread.
+        rows: uint8 [n * row_bytes], whole rows in any order, on the device that analyses them.
+        num_rows: number of rows of the whole table, over which the bytes of the codebook are spread.
         chunk_bytes, tau, paper, progress: as in `ibp.codecs.analyze`.
     """
     if rows.numel() <= _FEW_BYTES:
@@ -324,12 +328,12 @@ def learn_masks(
 
 
 def estimates(rows: torch.Tensor, row_bytes: int, num_rows: int) -> Iterator[float]:
-    """Yields upper bounds of the share of a table's bytes that masks save, by a sample of its rows. The bound that is
-    found soonest comes first.
+    """Yields upper bounds of the share of a table's bytes that masks save, estimated from a sample of its rows. The
+    bound that takes the least time to find comes first.
 
     Args:
         rows: uint8 [n * row_bytes], whole rows on the CPU.
-        num_rows: rows of the table.
+        num_rows: number of rows of the table.
     """
     is_few = num_rows < _LEAST_MASKED_ROWS and row_bytes % max(CHUNK_BYTES) == 0
     yield float(torch.ops.ibp.estimate_masks.default(rows, max(CHUNK_BYTES) if is_few else row_bytes))
@@ -338,18 +342,19 @@ def estimates(rows: torch.Tensor, row_bytes: int, num_rows: int) -> Iterator[flo
 
 
 def _single_row_bytes(row: np.ndarray, chunk_bytes: int) -> int:
-    """Returns the bytes that a table of one row takes at least. All bits of the row are invariant, so that the codebook
-    holds its chunks."""
+    """Returns a lower bound of the bytes that a table of one row takes. All bits of the row are invariant, so that the
+    codebook holds its chunks."""
     whole = row[: len(row) // chunk_bytes * chunk_bytes].view(f"u{chunk_bytes}")
-    # Two different bytes are as good as more: the index takes as many bytes as the row.
+    # With chunks of one byte it is enough to know whether two bytes differ, because the index of two or more pairs
+    # already takes as many bytes as the row.
     ordered = np.sort(whole) if chunk_bytes > 1 else np.array([whole.min(), whole.max()])
     chunks, pairs = -(-len(row) // chunk_bytes), 1 + int(np.count_nonzero(ordered[1:] != ordered[:-1]))
-    flags = chunks // 8 if row.any() else 0  # a default row takes no bytes
+    flags = chunks // 8 if row.any() else 0  # A default row takes no bytes.
     return flags + _palette_bytes(pairs, chunks, chunk_bytes)
 
 
 def _palette_bytes(pairs: int, chunks: int, chunk_bytes: int) -> int:
-    """Returns the bytes of a codebook whose chunks have this number of different pairs of a mask and a bitval."""
+    """Returns the bytes of a codebook. pairs: the number of distinct pairs of a mask and a bitval."""
     return pairs * 2 * chunk_bytes + (chunks * (2 if pairs > 256 else 1) if pairs > 1 else 0)
 
 
@@ -357,31 +362,41 @@ def relearn(codebook: Codebook, rows: torch.Tensor, sizes: list[int], tau: float
     """Returns codebooks of the same form as another, one for each group of rows.
 
     Args:
-        codebook: gives the form.
-        rows: uint8 [n * row_bytes], whole rows, those of each group next to each other.
-        sizes: rows of each group, at least one.
-        tau: a threshold for all chunks; None: each group finds the best ones.
+        codebook: the codebook whose form the others get.
+        rows: uint8 [n * row_bytes], whole rows, with the rows of each group next to each other.
+        sizes: number of rows of each group, at least 1.
+        tau: the threshold for all chunks. None: the best thresholds are found for each group.
     """
     return _Sweep(rows, codebook.row_bytes, sizes, sizes).best(codebook.chunk_bytes, tau, codebook.flag_all).codebooks()
 
 
 class _Masks(NamedTuple):
-    """A mask and a bitval for the rows of every group: uint8 [K, row_bytes]. tau: float64 [K], nan if a group has no
-    threshold for all chunks."""
+    """The masks of all groups.
+
+    Attributes:
+        mask, bitval: uint8 [K, row_bytes], the mask and the bitval of a whole row, for each group.
+        tau: float64 [K], the threshold of each group; nan if the group does not have one threshold for all chunks.
+    """
 
     mask: np.ndarray
     bitval: np.ndarray
     tau: np.ndarray
 
     def where(self, condition: np.ndarray, other: _Masks) -> _Masks:
-        """Returns these masks for the groups that meet the condition, [K], and other masks for the others."""
+        """Returns masks that are `self` for the groups whose condition is true, and `other` for all other groups.
+        condition: bool [K]."""
         by_row = condition[:, None]
         mask, bitval = np.where(by_row, self.mask, other.mask), np.where(by_row, self.bitval, other.bitval)
         return _Masks(mask, bitval, np.where(condition, self.tau, other.tau))
 
 
 class _Best(NamedTuple):
-    """The masks of every group that save most with chunks of one size, and what they save: float64 [K]."""
+    """The masks that save most with chunks of one size, for each group.
+
+    Attributes:
+        masks: the masks of all groups.
+        savings: float64 [K], the share of the bytes that they save.
+    """
 
     masks: _Masks
     savings: np.ndarray
@@ -404,12 +419,13 @@ class _Best(NamedTuple):
 
 
 class _Sweep:
-    """Tries thresholds and chunk sizes on the same sampled rows, for every group apart.
+    """Tries thresholds and chunk sizes on the same sampled rows, for each group separately.
 
     Args:
-        rows: uint8 [n * row_bytes], whole rows on the device that does the work, those of a group next to each other.
-        sizes: rows of each group, at least one.
-        num_rows: rows over which the bytes of each group's codebook are spread.
+        rows: uint8 [n * row_bytes], whole rows, with the rows of each group next to each other, on the device that
+            analyses them.
+        sizes: number of sampled rows of each group, at least 1.
+        num_rows: for each group, the number of rows over which the bytes of its codebook are spread.
     """
 
     def __init__(self, rows: torch.Tensor, row_bytes: int, sizes: list[int], num_rows: list[int]) -> None:
@@ -420,7 +436,8 @@ class _Sweep:
         self._thresholds: dict[float, _Masks] = {}
 
     def best(self, chunk_bytes: int, tau: float | None, paper: bool) -> _Best:
-        """Returns, for every group, the masks that save most with chunks of this size."""
+        """Returns, for each group, the masks that save most with chunks of this size. tau: the only threshold to try.
+        None: all of `TAUS`. paper: whether all chunks have participation bits and one threshold."""
         tried = self.thresholds(TAUS if tau is None else (tau,))
         gains = self.gains(tried, chunk_bytes) if not paper and tau is None else []
         found, savings = self._best_threshold(tried, gains, chunk_bytes, paper)
@@ -439,8 +456,8 @@ class _Sweep:
         return _Best(found, savings, chunk_bytes, paper)
 
     def thresholds(self, taus: tuple[float, ...]) -> list[_Masks]:
-        """Returns the masks of thresholds. A threshold whose masks equal those of the one before in every group is left
-        out."""
+        """Returns the masks of each threshold. A threshold is left out if it gives the same masks as the threshold
+        before it in every group."""
         found: list[_Masks] = []
         for tau in taus:
             if tau not in self._thresholds:
@@ -457,12 +474,18 @@ class _Sweep:
     def _best_threshold(
         self, tried: list[_Masks], gains: list[np.ndarray], chunk_bytes: int, paper: bool
     ) -> tuple[_Masks, np.ndarray]:
-        """Returns the paper's choice, which is the best of the tried thresholds for all chunks, and what it saves, [K].
-        If gains are given, only the masks of a group that fix the most bits are compared exactly."""
+        """Returns (masks, savings [K]) of the paper's choice: of the tried masks, each of which has one threshold for
+        all chunks, those that save most in each group.
+
+        Args:
+            tried: the masks of each threshold.
+            gains: the result of `gains` for these masks. If it is given, the savings are computed exactly only for the
+                `_FINALISTS` thresholds with the largest gains in a group. An empty list: for all thresholds.
+        """
         ranked = np.tile(np.arange(len(tried))[:, None], (1, len(self.sizes)))
         if gains and len(tried) > _FINALISTS:
             totals = np.stack([gain.sum(1) for gain in gains])
-            for at in range(1, len(tried)):  # Masks that equal those of the threshold before are not finalists.
+            for at in range(1, len(tried)):  # Masks that equal those of the threshold before them cannot be finalists.
                 totals[at][(tried[at].mask == tried[at - 1].mask).all(1)] = np.iinfo(np.int64).min
             ranked = np.sort((-totals.astype(np.float64)).argsort(axis=0, kind="stable")[:_FINALISTS], axis=0)
         best, most = None, np.full(len(self.sizes), -np.inf)
@@ -482,13 +505,13 @@ class _Sweep:
 
     @functools.cached_property
     def _few_rows(self) -> list[torch.Tensor]:
-        """The rows of every group that the greedy choice looks at, on the CPU."""
+        """The rows of each group that the greedy choice looks at, on the CPU."""
         most = max(_LEAST_GREEDY_ROWS, _GREEDY_BYTES // self.row_bytes)
         return [_rows.sample(part, self.row_bytes, most).cpu() for part in self.parts]
 
     def gains(self, tried: list[_Masks], chunk_bytes: int) -> list[np.ndarray]:
-        """Returns, for every one of the masks, how many bits each chunk saves over all rows of a group, after its
-        participation bits: int64 [K, chunks]."""
+        """Returns, for each of the tried masks, how many bits each chunk saves over all rows of a group: int64 [K,
+        chunks]. The chunk's participation bits are subtracted."""
         codec, found = MasksForm(self.row_bytes, chunk_bytes, False).codec(num_flags=0), []
         for masks in tried:
             words = self._words(masks, chunk_bytes, False)
@@ -504,8 +527,8 @@ class _Sweep:
         return found
 
     def savings(self, masks: _Masks, chunk_bytes: int, flag_all: bool) -> np.ndarray:
-        """Returns 1 - coded / original bytes on the rows of every group, exactly, codebook included: float64 [K]. Rows
-        that would grow are raw."""
+        """Returns the exact savings on the rows of each group, 1 - coded / original bytes: float64 [K]. The coded bytes
+        include the codebook. Rows that would grow are raw."""
         fixed = self._per_chunk(_BITS_SET[masks.mask], chunk_bytes)
         num_flags = np.count_nonzero(fixed, axis=1) if not flag_all else np.full(len(fixed), fixed.shape[1])
         form, stored = MasksForm(self.row_bytes, chunk_bytes, flag_all), []
@@ -516,18 +539,18 @@ class _Sweep:
         return 1 - (coded + self._codebook_bytes(masks, chunk_bytes) / self.num_rows) / self.row_bytes
 
     def _words(self, masks: _Masks, chunk_bytes: int, flag_all: bool) -> torch.Tensor:
-        """Returns the working form of every group's masks, int32 [K, 3, words] on the device."""
+        """Returns the working form of each group's masks, int32 [K, 3, words] on the device."""
         pairs = zip(torch.from_numpy(masks.mask), torch.from_numpy(masks.bitval))
         return torch.stack(
             [torch.ops.ibp.codebook_words.default(mask, bitval, chunk_bytes, flag_all) for mask, bitval in pairs]
         ).to(self.device)
 
     def _per_chunk(self, values: np.ndarray, chunk_bytes: int) -> np.ndarray:
-        """Returns the sums over the bytes of each chunk: int64 [K, chunks] of [K, row_bytes]."""
+        """Returns the sum of the values of each chunk's bytes, int64 [K, chunks]. values: [K, row_bytes]."""
         return np.add.reduceat(values, np.arange(0, self.row_bytes, chunk_bytes), axis=1, dtype=np.int64)
 
     def _codebook_bytes(self, masks: _Masks, chunk_bytes: int) -> np.ndarray:
-        """Returns `nbytes` of every group's codebook: int64 [K]."""
+        """Returns `nbytes` of each group's codebook, int64 [K]."""
         chunks = -(-self.row_bytes // chunk_bytes)
         padded = np.zeros((2, len(self.sizes), chunks * chunk_bytes), np.uint8)
         padded[:, :, : self.row_bytes] = masks[:2]
@@ -536,7 +559,7 @@ class _Sweep:
 
 
 def _num_distinct(mask: np.ndarray, bitval: np.ndarray) -> int:
-    """Returns how many different pairs two arrays have."""
+    """Returns the number of distinct pairs (mask[i], bitval[i])."""
     order = np.lexsort((bitval, mask))
     mask, bitval = mask[order], bitval[order]
     return 1 + int(np.count_nonzero((mask[1:] != mask[:-1]) | (bitval[1:] != bitval[:-1])))

@@ -1,5 +1,5 @@
-"""Scheme "planes": how elements are split, and which symbols are frequent (FORMAT.md section 6). The second half of the
-file learns codebooks from rows: the core counts symbols and compares plans."""
+"""Scheme "planes": a codebook says how elements are split, and which symbols are frequent (FORMAT.md section 6). The
+second half of the file learns codebooks from rows. For that, the core counts symbols and compares plans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from .._layout import geometry as _rows
 from .._machine import staging
 from .codebook import AnyCodebook, checked_savings, private_copy, public, shown, whole
 
-# The numbers of a codec between the scheme's number and the widths of the digits (read_planes in csrc/bindings).
+# Names of the numbers in a codec that stand between the scheme's number and the widths of the digits (read_planes in
+# csrc/bindings).
 _NUMBERS = (
     *("row_bytes", "element_bytes", "rotate", "residual_bits", "per_column", "listed", "default", "closed"),
     *("invariant_bits", "invariant_value", "consecutive", "first_symbol", "signed_default", "num_constant"),
@@ -27,7 +28,7 @@ MAX_PLANES, MAX_DIGIT_BITS = 4, 4
 
 
 class PlanesForm(NamedTuple):
-    """What codebooks of one table have in common: all but the entries. Fields as in PlanesCodebook."""
+    """The fields that all codebooks of one table have in common: all fields of PlanesCodebook except the entries."""
 
     row_bytes: int
     element_bytes: int
@@ -43,11 +44,11 @@ class PlanesForm(NamedTuple):
     first_symbol: int | None
     signed_default: bool
     num_constant: int
-    constants: bytes  # as they stand in the words
+    constants: bytes  # The bytes of row_template and live_columns at the beginning of the words.
 
     def codec(self) -> list[int]:
-        """Returns what the operations are told besides the words (read_planes in csrc/bindings). Elements and symbols
-        are signed 64-bit numbers."""
+        """Returns the numbers that the operations take besides the words (read_planes in csrc/bindings). Elements and
+        symbols are given as signed 64-bit numbers."""
         split = [PlanesCodebook.number, self.row_bytes, self.element_bytes, self.rotate, self.residual_bits]
         kinds = [int(self.per_column), int(self.listed)]
         values = [signed(self.default, 64), signed(self.closed, 64)]
@@ -60,10 +61,10 @@ class PlanesForm(NamedTuple):
 @public
 @dataclass(frozen=True, eq=False, repr=False)
 class PlanesCodebook(AnyCodebook):
-    """How the elements of a row are split and which symbols are frequent.
+    """The codebook of scheme "planes": how the elements of a row are split, and which symbols are frequent.
 
-    Made by `ibp.codecs.analyze`, by `ibp.compress`, or from its fields. It never changes, and is shared freely between
-    tables; its entries are a copy of its own and must not be written to.
+    Codebooks are made by `ibp.codecs.analyze`, by `ibp.compress`, or from their fields. A codebook cannot be changed,
+    and tables may share it. Its entries are its own copy and must not be written to.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -73,29 +74,30 @@ class PlanesCodebook(AnyCodebook):
 
     Attributes:
         row_bytes: bytes of a row, 1 to 65,536, a multiple of element_bytes.
-        element_bytes: 1, 2, 4 or 8.
-        rotate: 0 or 1: elements are rotated left by this many bits before they are split.
-        residual_bits: the low bits that are kept as they are, 0 to 8 * element_bytes - invariant_bits; the others are
-            the symbol.
-        digit_bits: width of each plane's digits: up to 4 planes of 1 to 4 bits.
-        per_column: whether every column has entries of its own; not with listed.
+        element_bytes: bytes of an element: 1, 2, 4 or 8.
+        rotate: 0 or 1, the number of bits by which elements are rotated left before they are split.
+        residual_bits: the number of low bits that are stored as they are, 0 to 8 * element_bytes - invariant_bits. The
+            bits above them are the symbol.
+        digit_bits: the width of each plane's digits: up to 4 planes of 1 to 4 bits.
+        per_column: whether every column has its own entries. It cannot be combined with listed.
         listed: whether rows list the elements that differ from default.
-        default, closed: bit patterns of elements, not negative. Rows in which every element is default take no bytes;
-            besides, both are used in listed rows only.
-        entries: int64 [live columns or 1, E], the symbols' bit patterns, most frequent first; of 64 bits as signed
-            numbers. [1, 0] where symbols are consecutive. On the CPU.
-        expected_savings: 1 - coded / original bytes on the rows that were analysed, codebook included; None if not
-            learned.
-        invariant_bits: the lowest bits of every element that are not stored, 0 to 8 * element_bytes - 1. Rows in which
-            they are not invariant_value are stored raw.
-        invariant_value: what they are.
-        first_symbol: entry i is first_symbol + i, without what is above the bits of a symbol; None: entries are given.
-            Not with per_column, nor in clusters.
-        signed_default: whether elements that differ from default in their highest bit only are not listed either; with
-            listed.
-        live_columns: int64 [n], increasing: the columns that are coded, at least one. None: all of them.
-        row_template: uint8 [row_bytes]: what the other columns hold in every row that is not stored raw; in the live
-            ones default. None where live_columns is.
+        default, closed: bit patterns of elements, not negative. A row in which every element is default takes no bytes.
+            Otherwise both are used only in listed rows.
+        entries: int64 [live columns or 1, E] on the CPU: the bit patterns of the symbols, the most frequent first.
+            Symbols of 64 bits are signed numbers. [1, 0] if symbols are consecutive.
+        expected_savings: 1 - coded / original bytes on the rows that were analysed. The coded bytes include the
+            codebook. None if the codebook was not learned.
+        invariant_bits: the number of lowest bits of every element that are not stored, 0 to 8 * element_bytes - 1. Rows
+            in which these bits are not invariant_value are stored raw.
+        invariant_value: the value of the invariant bits.
+        first_symbol: if it is given, symbols are consecutive: entry i is first_symbol + i, modulo 2 to the number of
+            bits of a symbol. It cannot be combined with per_column, nor used in clusters. None: `entries` has the
+            symbols.
+        signed_default: whether elements that differ from default only in their highest bit are also not listed. It
+            needs listed.
+        live_columns: int64 [n], increasing: the columns that are coded, at least one. None: all columns.
+        row_template: uint8 [row_bytes]: the values that the other columns have in every row that is not stored raw. In
+            live columns it is default. None if live_columns is None.
 
     Raises:
         ValueError: fields are out of range or contradict each other.
@@ -145,7 +147,7 @@ class PlanesCodebook(AnyCodebook):
         )
         entries = _checked_entries(self.entries, shape, symbol_bits)
         symbols = entries.numpy().astype(f"<u{symbol_bytes(symbol_bits)}")
-        constants = b""  # as they begin the words: each padded to a multiple of 16 bytes
+        constants = b""  # The beginning of the words. Each part is padded to a multiple of 16 bytes.
         if live is not None and row_template is not None:
             parts = row_template.numpy().tobytes(), live.numpy().astype("<u2").tobytes()
             constants = b"".join(part + bytes(-len(part) % 16) for part in parts)
@@ -165,7 +167,7 @@ class PlanesCodebook(AnyCodebook):
 
     @classmethod
     def of_words(cls, words: torch.Tensor, codec: list[int]) -> PlanesCodebook:
-        """Makes a codebook of words that the core has made, which nobody else writes to, and of their codec."""
+        """Makes a codebook from words and their codec, both made by the core. Nobody else may write to the words."""
         fields: dict[str, Any] = dict(zip(_NUMBERS, codec[1:]))
         num_constant, is_consecutive = fields.pop("num_constant"), fields.pop("consecutive")
         row_bytes, element_bytes = fields["row_bytes"], fields["element_bytes"]
@@ -190,7 +192,7 @@ class PlanesCodebook(AnyCodebook):
         return book
 
     def _checked_numbers(self, width: int) -> dict[str, Any]:
-        """Returns the fields that are whole numbers, checked for elements of `width` bits."""
+        """Checks the fields that are whole numbers, for elements of `width` bits, and returns them."""
         invariant_bits = whole("invariant_bits", self.invariant_bits, 0, width - 1)
         most = {
             "rotate": 1,
@@ -226,22 +228,22 @@ class PlanesCodebook(AnyCodebook):
 
     @property
     def width(self) -> int:
-        """Bits of an element."""
+        """Number of bits of an element."""
         return 8 * self.element_bytes
 
     @property
     def columns(self) -> int:
-        """Elements of a row."""
+        """Number of elements of a row."""
         return self.row_bytes // self.element_bytes
 
     @property
     def num_constant(self) -> int:
-        """Columns that are not coded."""
+        """Number of columns that are not coded, because they are constant."""
         return 0 if self.live_columns is None else self.columns - len(self.live_columns)
 
     @property
     def symbol_bits(self) -> int:
-        """Bits of a symbol."""
+        """Number of bits of a symbol."""
         return self.width - self.invariant_bits - self.residual_bits
 
     @property
@@ -251,13 +253,14 @@ class PlanesCodebook(AnyCodebook):
 
     @property
     def num_entries(self) -> int:
-        """Entries a column, E: those of all planes."""
+        """Number of entries E of a column, in all planes together."""
         return num_entries(self.digit_bits)
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of the codebook as stored: entries, or the first of them; default where it is not 0, and in a listed
-        codebook with closed; the invariant bits; a bit a column, and the constant ones' elements."""
+        """Bytes of the codebook as stored: the entries, or only the first of them if symbols are consecutive; default
+        and closed if rows are listed, and otherwise default if it is not 0; the invariant bits; and, if there are
+        constant columns, a bit for each column and the elements of the constant columns."""
         symbols = self.entries.numel() + (self.first_symbol is not None)
         values = 2 if self.listed else int(self.default != 0)
         constants = -(-self.columns // 8) + self.num_constant * self.element_bytes if self.num_constant else 0
@@ -269,7 +272,8 @@ class PlanesCodebook(AnyCodebook):
 
     @property
     def is_fast(self) -> bool:
-        """Dense rows, of digits of two bits and symbols of at most a byte (csrc/cuda/decode/decode_dense.cuh)."""
+        """Whether rows are dense, with digits of two bits and symbols of at most a byte, so that the GPU has a faster
+        decoder for them (csrc/cuda/decode/decode_dense.cuh)."""
         return not self.listed and self.symbol_bits <= 8 and set(self.digit_bits) <= {2}
 
     @property
@@ -332,20 +336,20 @@ def symbol_bytes(symbol_bits: int) -> int:
 
 
 def num_entries(digit_bits: tuple[int, ...]) -> int:
-    """Returns how many symbols digits of these widths name."""
+    """Returns the number of symbols that digits of these widths stand for."""
     return sum(2**b - 1 for b in digit_bits)
 
 
 def signed(number: int, bits: int) -> int:
-    """Returns the signed number that has the same `bits` bits as a number that is not negative."""
+    """Returns the signed number with the same bits as a number that is not negative. bits: how many bits it has."""
     return number - 2**bits if number >= 2 ** (bits - 1) else number
 
 
 def _checked_constants(
     live: object, row_template: object, columns: int, default: bytes
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
-    """Returns copies of live_columns and row_template, whose live columns are set to `default`; two None if all columns
-    are live."""
+    """Returns copies of live_columns and row_template. The live columns of the row_template are set to `default`.
+    Returns (None, None) if all columns are live."""
     if live is None and row_template is None:
         return None, None
     if not isinstance(live, torch.Tensor) or live.dim() != 1 or not 1 <= len(live) <= columns:
@@ -372,18 +376,18 @@ def _checked_entries(entries: object, shape: tuple[int, int], symbol_bits: int) 
 # ---- learning --------------------------------------------------------------------------------------------------------
 
 LEVELS = ("default", "fast")
-_LEARN_ELEMENTS = 1 << 19  # A cluster's entries are learned from at most so many elements.
-_RUN_ELEMENTS = 1 << 20  # A run of symbols is chosen by about so many elements of all rows.
+_LEARN_ELEMENTS = 1 << 19  # A cluster's entries are learned from at most this many elements.
+_RUN_ELEMENTS = 1 << 20  # A run of consecutive symbols is chosen by about this many elements of all rows.
 
 
 @dataclass(frozen=True)
 class LearnedPlanes:
-    """What `learn_planes` found.
+    """The result of `learn_planes`.
 
     Attributes:
-        codebook: has expected_savings.
-        entries: the entries of an index for the sample's rows (FORMAT.md section 2), uint16 [n].
-        survey: what the sample's rows take; None if all stay as they are.
+        codebook: the codebook, with expected_savings.
+        entries: uint16 [n], the `lengths` of the sample's rows (FORMAT.md section 2).
+        survey: the survey of these lengths; None if the codebook leaves all rows as they are.
     """
 
     codebook: PlanesCodebook
@@ -392,7 +396,7 @@ class LearnedPlanes:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """The bytes of the sample's rows as coded, int64 [n]; row_bytes for rows that are stored raw."""
+        """Bytes of the sample's rows as coded, int64 [n]; row_bytes for rows that are stored raw."""
         return _rows.stored_sizes(self.entries, self.codebook.row_bytes, self.codebook.row_bytes)
 
 
@@ -403,7 +407,8 @@ def check_level(level: str) -> None:
 
 
 def can_code(codebook: PlanesCodebook, device: torch.device) -> bool:
-    """Returns whether the device has an encoder for what a codebook leaves out (csrc/cuda/encode/encode.cu)."""
+    """Returns whether the device has an encoder for a codebook. Not every codebook that leaves out bits or columns has
+    one on a GPU (csrc/cuda/encode/encode.cu)."""
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     try:
         torch.ops.ibp.measure_rows.default(nothing, codebook.words(device), codebook.codec)
@@ -421,27 +426,28 @@ def learn_planes(
     level: str = "default",
     codes_invariant: bool = False,
 ) -> LearnedPlanes:
-    """Returns the best codebook of scheme planes for a table, by a sample of its rows.
+    """Returns the best codebook of scheme planes for a table, learned from a sample of its rows.
 
-    Symbol widths, rotation, digit widths, dense or listed rows and entries a table or a column are compared by what
-    counts of the symbols say that rows take. Entries a column are learned on one half of the sample and compared on the
-    other, unless the sample is the whole table.
+    It compares widths of symbols, rotations, widths of digits, dense and listed rows, and entries for the whole table
+    or for each column. The bytes that rows would take follow from counts of the symbols. Entries for each column are
+    learned from one half of the sample and compared on the other half, unless the sample is the whole table.
 
-    What is found for few rows is flattered by the very rows it was learned from: expect 2 points of savings less from
-    30 rows, 0.2 from 300.
+    The expected savings are too high if there are few rows, because they are measured on the rows that the codebook was
+    learned from: expect 2 points of savings less for 30 rows, and 0.2 points less for 300 rows.
 
     Args:
         sample: uint8 [n * row_bytes], whole rows in any order, on the CPU.
         row_bytes: bytes of a row.
-        num_rows: rows of the whole table, over which the codebook's own bytes are spread.
-        dtype: of the elements, or of the parts of complex ones; it decides where exponents are looked for. Symbols are
-            of elements, or of the largest parts of them that divide row_bytes.
+        num_rows: number of rows of the whole table, over which the bytes of the codebook are spread.
+        dtype: dtype of the elements. It decides where exponents are looked for. The elements that are split into
+            symbols are those of this dtype, or the real and imaginary parts of complex ones; if their size does not
+            divide row_bytes, they are the largest parts that do.
         level: "default" or "fast", as in `ibp.compress`.
-        codes_invariant: whether bits and columns in which all of the sample agrees are coded too, so that every row has
-            a coded form.
+        codes_invariant: whether bits and columns that are the same in all of the sample are also coded, so that every
+            row has a coded form.
 
     Raises:
-        ValueError: the sample has no row or is not of whole rows.
+        ValueError: the sample has no rows or does not consist of whole rows.
     """
     _check_sample(sample, row_bytes)
     if sample.numel() == 0:
@@ -461,7 +467,7 @@ def learn_planes(
 
 
 def _rows_as_they_are(row_bytes: int, element_bytes: int) -> PlanesCodebook:
-    """Returns a codebook of no bytes, which leaves all bits of elements as they are."""
+    """Returns a codebook that leaves all bits of the elements as they are. The codebook itself takes no bytes."""
     return PlanesCodebook(
         row_bytes=row_bytes,
         element_bytes=element_bytes,
@@ -478,13 +484,13 @@ def _rows_as_they_are(row_bytes: int, element_bytes: int) -> PlanesCodebook:
 
 
 def relearn(codebook: PlanesCodebook, rows: torch.Tensor, sizes: list[int]) -> list[PlanesCodebook]:
-    """Returns codebooks that differ from another in their entries only, which are the most frequent symbols of each
-    group of rows.
+    """Returns a codebook for each group of rows. They differ from the given codebook only in their entries, which are
+    the most frequent symbols of the group.
 
     Args:
-        codebook: with at least one entry.
-        rows: uint8 [n * row_bytes], whole rows, those of each group next to each other.
-        sizes: rows of each group, at least one.
+        codebook: a codebook with at least one entry.
+        rows: uint8 [n * row_bytes], whole rows, with the rows of each group next to each other.
+        sizes: number of rows of each group, at least 1.
     """
     _check_sample(rows, codebook.row_bytes)
     return [_relearned(codebook, part) for part in rows.split([size * codebook.row_bytes for size in sizes])]
@@ -497,12 +503,13 @@ def _relearned(codebook: PlanesCodebook, rows: torch.Tensor) -> PlanesCodebook:
 
 
 def with_fullest_run(codebook: PlanesCodebook, data: torch.Tensor) -> PlanesCodebook:
-    """Returns the codebook with the run of consecutive symbols that most elements of all rows have. A sample may lack
-    the rows with larger elements, if they are one in fifty, and each of their elements would be an escape.
+    """Returns the codebook with another first symbol: that of the run of consecutive symbols which covers the most
+    elements of all rows. A small sample may lack rows with larger elements, for example if they are one row in fifty;
+    each element of such a row would then be an escape.
 
     Args:
-        codebook: has consecutive symbols and codes all bits and columns.
-        data: bytes of all rows.
+        codebook: a codebook that has consecutive symbols and codes all bits and columns.
+        data: the bytes of all rows.
     """
     counts, run = _symbol_counts(codebook, data), 2 ** codebook.digit_bits[0] - 1
     if not counts.any():
@@ -512,11 +519,12 @@ def with_fullest_run(codebook: PlanesCodebook, data: torch.Tensor) -> PlanesCode
 
 
 def _symbol_counts(codebook: PlanesCodebook, data: torch.Tensor) -> torch.Tensor:
-    """Returns how many elements of a sample of all rows have each symbol. Elements that are the default do not
-    count."""
+    """Returns a histogram of the symbols of elements that are sampled from all rows. Elements that are the default are
+    not counted."""
     size, num_symbols = codebook.element_bytes, 2**codebook.symbol_bits
     elements = data[: data.numel() // size * size].view(_rows.INTEGERS[size])
-    elements = elements[:: elements.numel() // _RUN_ELEMENTS | 1]  # An odd step takes different columns of rows.
+    # An odd step takes different columns of different rows.
+    elements = elements[:: elements.numel() // _RUN_ELEMENTS | 1]
     elements = elements[elements != signed(codebook.default, 8 * size)]
     symbols = elements >> codebook.residual_bits - codebook.rotate & num_symbols - 1
     return torch.bincount(symbols, minlength=num_symbols)
@@ -528,7 +536,7 @@ def _check_sample(sample: torch.Tensor, row_bytes: int) -> None:
 
 
 def _element_of(dtype: torch.dtype, row_bytes: int) -> tuple[int, int]:
-    """Returns (bytes of an element, bits of its exponent or 0)."""
+    """Returns (bytes of an element, bits of its exponent). The bits are 0 if the element has no exponent."""
     exponent_bits, own_bytes = 0, dtype.itemsize
     if dtype.is_floating_point or dtype.is_complex:
         own_bytes = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize

@@ -1,5 +1,6 @@
-"""Rows that change: `update_` and `append`. Rows are coded with the codebook that the table has, by one operation that
-puts each into its slot and, where it spills, into a part of the overflow of its own."""
+"""Changes of a table's rows: `update_` and `append`. Rows are encoded with the codebook that the table has. One
+operation writes each row to its slot and, if the row does not fit, to a part of the overflow that only this row
+owns."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from .._rows.room import Room, room_of
 from .._rows.table import Table, handle_on
 
 _SECTOR = _core.SECTOR_BYTES
-_FEW_IDS = 256  # that the host compares sooner than a GPU sorts them
+_FEW_IDS = 256  # The host compares at most this many ids sooner than a GPU sorts them.
 
 
 def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
@@ -30,7 +31,7 @@ def update(table: Table, ids: Ids, rows: torch.Tensor) -> None:
 
 
 def put_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> None:
-    """Changes items by their ids, int64, all different and in range. items: as `check_rows` wants them."""
+    """Changes items of a table. ids: int64, all different and in range. items: as `check_rows` wants them."""
     if ids.numel() == 0 or table.geometry.item_bytes == 0:
         return
     worker = _worker_of(table, items.device, ids.device)
@@ -41,7 +42,7 @@ def put_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> None:
 
 
 def put_rows(table: Table, numbers: torch.Tensor, data: torch.Tensor) -> None:
-    """Changes whole rows by their numbers, int64 and all different and in range. data: their bytes."""
+    """Changes whole rows of a table. numbers: int64, all different and in range. data: the bytes of the rows."""
     worker = _worker_of(table, data.device)
     _make_room(table)
     _encode(table, table.geometry, data.to(worker), worker, numbers.to(worker), 0)
@@ -77,14 +78,15 @@ def append(table: Table, rows: torch.Tensor) -> None:
 
 
 def reserve(table: Table, num_items: int) -> None:
-    """Makes room for `num_items` items, so that `append` moves no row until the table has more."""
+    """Makes room for `num_items` items, so that `append` does not move any row until the table has more items than
+    that."""
     _make_room(table)
     geometry = Geometry(torch.Size((num_items, *table.shape[1:])), table.dtype, table.row_bytes)
     table._set_room(_room_of(table).with_rows(geometry.num_rows, table.slot_bytes, _memory_of(table)))
 
 
 def check_can_change(table: Table) -> None:
-    """RuntimeError for a table that is shared with other processes."""
+    """Raises RuntimeError if the table is shared with other processes."""
     if isinstance(table._segment, Segment):
         raise RuntimeError("the table is shared with other processes, which would read its old index: clone() it first")
 
@@ -93,7 +95,8 @@ def check_can_change(table: Table) -> None:
 
 
 def check_rows(table: Table, rows: Any, count: int | None) -> None:
-    """TypeError, ValueError or RuntimeError for what is not `count` items of the table, or a table that is shared."""
+    """Raises TypeError or ValueError unless rows is a tensor of items that fit the table, and RuntimeError if the table
+    is shared with other processes. count: the number of items. None: any number."""
     if not isinstance(rows, torch.Tensor):
         raise TypeError(f"rows is a {type(rows).__name__}; wanted a torch.Tensor")
     if rows.dtype != table.dtype:
@@ -107,8 +110,8 @@ def check_rows(table: Table, rows: Any, count: int | None) -> None:
 
 
 def changed_items(table: Table, ids: Ids, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids, items) that `update` is given, as `put_items` wants them: of equal ids the last one. IndexError, TypeError,
-    ValueError, RuntimeError: as `update_`."""
+    """Returns the arguments of `update` as `put_items` wants them: (ids, items). If ids are equal, only the last of
+    them is kept. Raises IndexError, TypeError, ValueError or RuntimeError as `update_` does."""
     ids = list_of_ids(ids)
     check_rows(table, rows, ids.numel())
     chosen, places = last_of_each(ids, table.geometry.num_items)
@@ -116,8 +119,9 @@ def changed_items(table: Table, ids: Ids, rows: torch.Tensor) -> tuple[torch.Ten
 
 
 def _worker_of(table: Table, *devices: torch.device) -> torch.device:
-    """Which device codes rows: where the table lives; of one in pinned memory a GPU that the rows are on, or one that
-    has used the table, so that its reads and this are in order."""
+    """Returns the device that encodes rows. Usually it is the table's own device. If the table is in pinned memory, it
+    is the first GPU among the given devices, or otherwise a GPU that has used the table, so that the reads of this GPU
+    and the change are in order. If there is no such GPU, the CPU encodes the rows."""
     home = table.device
     if home.type == "cuda" or not table.is_pinned():
         return home
@@ -126,8 +130,9 @@ def _worker_of(table: Table, *devices: torch.device) -> torch.device:
 
 
 def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(ids without repetition, which of them are taken, the last one of equal ones; None: all, as they are).
-    IndexError for one that is out of range."""
+    """Removes repeated ids. Returns (the ids, the positions in `ids` that they were taken from). If ids are equal, the
+    last of them is taken. The positions are None if all ids are taken as they are. Raises IndexError if an id is out of
+    range."""
     if ids.numel() == 0:
         return ids, None
     if ids.dtype != torch.int64:
@@ -148,7 +153,8 @@ def last_of_each(ids: torch.Tensor, num_items: int) -> tuple[torch.Tensor, torch
 
 
 def _rows_of_items(table: Table, ids: torch.Tensor, items: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(numbers of the rows that hold items, what these rows have with new items in them: items, or bytes)."""
+    """Returns (numbers of the rows that hold the items, new contents of these rows). The contents are the items
+    themselves if each item is one row, and bytes otherwise. Rows that hold other items, too, are decoded first."""
     item_bytes, row_bytes = table.geometry.item_bytes, table.row_bytes
     is_bare = items.is_contiguous() and not (items.requires_grad or items.is_conj() or items.is_neg())
     if item_bytes == row_bytes and is_bare:
@@ -178,7 +184,8 @@ def decoded_bytes(table: Table, start: int, end: int, worker: torch.device) -> t
 
 
 def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
-    """Rows by their numbers, in increasing order, one after the other; a short last one with anything behind it."""
+    """Returns the decoded bytes of rows, one row after the other. A short last row is followed by undefined bytes.
+    numbers: the numbers of the rows, in increasing order."""
     geometry, worker = table.geometry, numbers.device
     row_bytes = geometry.row_bytes
     num_whole, rest = divmod(geometry.num_bytes, row_bytes)
@@ -199,7 +206,7 @@ def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
 
 
 class _Row:
-    """A row as it is stored, to be put back."""
+    """Keeps a copy of a row as it is stored, so that the row can be put back."""
 
     def __init__(self, table: Table, room: Room, row: int, worker: torch.device) -> None:
         self._parts = []
@@ -222,12 +229,12 @@ class _Row:
 
 
 def _memory_of(table: Table) -> Callable[[int], torch.Tensor]:
-    """A function that allocates bytes for slots where the table lives."""
+    """Returns a function that allocates bytes for slots in the same kind of memory as the table's slots."""
     return lambda num_bytes: memory.empty(num_bytes, table.device, table.is_pinned())
 
 
 def _overflow_memory_of(table: Table) -> Callable[[int], torch.Tensor]:
-    """The same for overflow."""
+    """Returns a function that allocates bytes for overflow in the same kind of memory as the table's overflow."""
     pin = table.is_pinned() or table.spills_to_host
     return lambda num_bytes: memory.empty(num_bytes, table.overflow.device, pin)
 
@@ -238,13 +245,13 @@ def _room_of(table: Table) -> Room:
 
 
 def _make_room(table: Table) -> None:
-    """Gives a table the room to change, which it has from its first change on."""
+    """Gives the table a room, in which its rows can change, unless it already has one that no other table shares."""
     if table._room is not None and not table._is_aliased:
         return
     if table.scheme == "raw" and table.slot_bytes < table.row_bytes:
         table._become_plain(bytes_of(decoded_bytes(table, 0, table.original_bytes, table.device)))
     slots, overflow = table.slots, table.overflow
-    if table._is_aliased:  # another table has the same memory
+    if table._is_aliased:  # Another table has the same memory and must keep its rows.
         slots = _memory_of(table)(slots.numel()).copy_(slots)
         overflow = _overflow_memory_of(table)(overflow.numel()).copy_(overflow)
     table._set_room(room_of(table.geometry, table.slot_bytes, slots, overflow, table.lengths, table.bases))
@@ -258,8 +265,14 @@ def _encode(
     numbers: torch.Tensor | None,
     first_row: int,
 ) -> None:
-    """Codes rows of a tensor of that geometry, contiguous: those of the given numbers, which differ, or from first_row
-    on. Nothing can go wrong with a row that would have to be noted: ids have been checked, and there is room."""
+    """Encodes rows into the table's room. The operation needs no fault record, because ids have been checked and the
+    overflow has room for every row.
+
+    Args:
+        geometry: of the tensor that the table holds after the change.
+        data: the rows, contiguous, on the worker.
+        numbers: the numbers of the rows, all different. None: the rows from first_row on.
+    """
     row_bytes, slot_bytes = table.row_bytes, table.slot_bytes
     most_bytes = -(-data.nbytes // row_bytes) * rounded_up(row_bytes - slot_bytes, _SECTOR)
     room = table._set_room(_room_of(table).with_overflow(most_bytes, _overflow_memory_of(table)))

@@ -1,4 +1,4 @@
-"""Rows coded into memory that is there: `CodedRows`, `Buffers`, `encode_into`."""
+"""Encodes rows into memory that was allocated before: `CodedRows`, `Buffers`, `encode_into`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .._schemes import AnyCodebook, check_codebook
 from .._schemes.planes import signed
 from .compressed_tensor import CompressedTensor
 
-_NO_BASE = -1  # the base of a row that has no part in overflow
+_NO_BASE = -1  # The base of a row that has no part in overflow.
 _CPU = torch.device("cpu")
 _OUT_OF_RANGE = "row_ids[{position}] is {value}; the place has {num_rows} rows"
 _CODING = FaultWords("row_ids has {value} more than once", RuntimeError, _OUT_OF_RANGE)
@@ -28,11 +28,12 @@ _READING = FaultWords("row {value} of the place was lost or is damaged", ValueEr
 
 
 class RowCounts(NamedTuple):
-    """What has become of the rows of a `CodedRows`, over all calls.
+    """Counts of the rows of a `CodedRows`, over all calls of `encode_into`.
 
-    spilled: rows that were stored with a part in overflow.
-    lost: rows for whose part there was no room: reading them raises.
-    used_bytes: bytes of overflow that have been handed out.
+    Attributes:
+        spilled: the number of rows that were stored with a part in overflow.
+        lost: the number of rows that were lost, because overflow had no room for their part. Reading them raises.
+        used_bytes: bytes of overflow that have been handed out.
     """
 
     spilled: int
@@ -41,10 +42,10 @@ class RowCounts(NamedTuple):
 
 
 class CodedRows(OfThisProcess):
-    """Memory for coded rows. `ibp.encode_into` codes rows into it, in any order and as often as needed.
+    """Memory for coded rows. `ibp.encode_into` encodes rows into it, in any order and as often as needed.
 
-    Every row has a slot of fixed size; bytes that do not fit go to a part of `overflow`, which the device hands out.
-    Rows that were never coded read as default rows: zeros, or the codebook's default value.
+    Every row has a slot of fixed size. Bytes that do not fit the slot go to a part of `overflow`, which the device
+    hands out. Rows that were never encoded read as default rows: zeros, or the codebook's default value.
 
     Example:
         >>> x = torch.randn(100, 1024).bfloat16()
@@ -55,26 +56,28 @@ class CodedRows(OfThisProcess):
         True
 
     Args:
-        codebook: how rows are coded; made by `ibp.codecs.analyze` or taken from a table.
-        num_rows: how many rows of codebook.row_bytes bytes there are.
-        slot_bytes: bytes of a slot: a multiple of 32 below row_bytes, or row_bytes, where no row ever overflows.
-        overflow_bytes: room for all overflow parts; needed where slot_bytes is less than row_bytes.
-        device: where rows are coded and the index is; None: the memory's, else the current
-            CUDA device if there is one, else the CPU.
-        memory: where slots and overflow are: "device", or "pinned", host memory that the GPU writes and reads over the
-            link. None: on the device. On a CPU they are in host memory.
-        overflow_memory: "pinned": overflow is in pinned host memory, so that the rows take no more of the GPU's memory
-            than their slots (see `ibp.spill.place`). None: overflow is where the slots are.
-        buffer: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous. It holds, from its first byte
-            on: counters, bases, rooms, lengths, slots, overflow. `CodedRows.over` reads a copy of these bytes. None:
-            new memory.
-        host_buffer: uint8 memory of the host, 1-D and contiguous, which slots lie in where `memory` is "pinned", and
-            overflow behind them: pinned, unless the device is a CPU. None: new memory.
+        codebook: the codebook that rows are encoded with, made by `ibp.codecs.analyze` or taken from a table.
+        num_rows: the number of rows, each of codebook.row_bytes bytes.
+        slot_bytes: bytes of a slot: row_bytes, in which case no row ever overflows, or a multiple of 32 below
+            row_bytes. None: row_bytes.
+        overflow_bytes: bytes of overflow for the parts of all rows. It has to be given if slot_bytes is less than
+            row_bytes.
+        device: the device that encodes rows and holds the index. None: the device of `buffer`, or otherwise the current
+            CUDA device if there is one, or otherwise the CPU.
+        memory: the memory for slots and overflow: "device"; or "pinned", which is host memory that the GPU writes and
+            reads over the link. None: "device". If the device is a CPU, they are in host memory.
+        overflow_memory: "pinned": overflow is in pinned host memory, so that the rows take little more of the GPU's
+            memory than their slots (see `ibp.spill.place`). None: overflow is in the same memory as the slots.
+        buffer: uint8 [at least CodedRows.memory_bytes(...)] on the device, contiguous. Its bytes are, in this order:
+            counters, bases, rooms, lengths, slots, overflow. `CodedRows.over` reads a copy of these bytes. None: new
+            memory is allocated.
+        host_buffer: uint8 host memory, 1-D and contiguous, for the slots, if `memory` is "pinned", and for overflow
+            behind them. It has to be pinned, unless the device is a CPU. None: new memory is allocated.
 
     Attributes:
-        memory, overflow_memory: "device", "pinned", or "host" on a CPU.
-        counters: int64 [8] on the device: bytes of overflow that were handed out, rows spilled, and lost, and the fault
-            of `encode_into`. `used` and `fault` are parts of it.
+        memory, overflow_memory: "device" or "pinned"; or "host" if the device is a CPU.
+        counters: int64 [8] on the device: bytes of overflow that were handed out, number of rows that spilled, number
+            of rows that were lost, and the fault record of `encode_into`. `used` and `fault` are views of parts of it.
 
     Raises:
         TypeError, ValueError: an argument is not as described, or a size is out of range.
@@ -115,16 +118,17 @@ class CodedRows(OfThisProcess):
         slot_bytes: int | None = None,
         overflow_bytes: int | None = None,
     ) -> CodedRows:
-        """Returns a place over memory that holds the bytes of a place with the same codebook and sizes, or will hold
-        them before it is read. Nothing is cleared. Overflow is last, and only its bytes in use need to be there.
+        """Returns a `CodedRows` over memory that holds the bytes of another `CodedRows` with the same codebook and
+        sizes, or that will hold them before it is read. Nothing is cleared. Because overflow is the last part, the
+        memory may end behind the bytes of overflow that are in use.
 
         Args:
-            buffer: memory as for `CodedRows`; the device is the buffer's.
-            codebook, num_rows, slot_bytes: those of the place whose bytes these are.
-            overflow_bytes: how many bytes of overflow the memory has.
+            buffer: memory as for `CodedRows`. Its device becomes the device of the result.
+            codebook, num_rows, slot_bytes: those of the `CodedRows` whose bytes the memory holds.
+            overflow_bytes: bytes of overflow that the memory has.
 
         Raises:
-            TypeError, ValueError: an argument is not as described there.
+            TypeError, ValueError: an argument is not as described for `CodedRows`.
         """
         place = cls.__new__(cls)
         place._lay_out(codebook, num_rows, slot_bytes, overflow_bytes, None, None, None, buffer, None)
@@ -134,10 +138,11 @@ class CodedRows(OfThisProcess):
     def memory_bytes(
         codebook: AnyCodebook, num_rows: int, *, slot_bytes: int | None = None, overflow_bytes: int | None = None
     ) -> int:
-        """Returns how many bytes of memory a place of these sizes takes. Overflow is the last `overflow_bytes` of them.
+        """Returns the bytes of memory that a `CodedRows` of these sizes takes. Overflow is the last `overflow_bytes`
+        bytes of them.
 
         Raises:
-            TypeError, ValueError: an argument is not as described in `CodedRows`.
+            TypeError, ValueError: an argument is not as described for `CodedRows`.
         """
         check_codebook(codebook)
         return _form_of(codebook, num_rows, slot_bytes, overflow_bytes).overflow.stop
@@ -154,7 +159,7 @@ class CodedRows(OfThisProcess):
         buffer: torch.Tensor | None,
         host_buffer: torch.Tensor | None,
     ) -> None:
-        """Checks what is given, and makes the tensors."""
+        """Checks the arguments, and makes the tensors."""
         check_codebook(codebook)
         form = _form_of(codebook, num_rows, slot_bytes, overflow_bytes)
         if buffer is not None:
@@ -191,37 +196,38 @@ class CodedRows(OfThisProcess):
         self.handle = Handle(Parts(slots, overflow, *index, words, codebook.codec, *rows, self.rooms, self.used))
 
     def clear(self) -> None:
-        """Forgets all rows: they read as default rows, and all of overflow is free."""
+        """Forgets all rows. Afterwards they read as default rows, and all of overflow is free."""
         self.lengths.view(torch.int16).fill_(signed(default_length(self.row_bytes), 16))
         self.bases.fill_(_NO_BASE)
         self.rooms.view(torch.int16).zero_()
         self.counters.zero_()
 
     def counts(self) -> RowCounts:
-        """Returns how many rows spilled and were lost. Waits for the work on the current stream."""
+        """Returns how many rows spilled, how many were lost, and how much of overflow is used. Waits for the work on
+        the current stream."""
         spilled, lost = self._counts.tolist()
         return RowCounts(spilled, lost, min(int(self.used), self.overflow.numel()))
 
     def check(self) -> None:
-        """Raises what calls of `encode_into` have noted. Waits for the work on the current stream.
+        """Raises the fault that calls of `encode_into` have noted. Waits for the work on the current stream.
 
         Raises:
-            IndexError: an id was outside the place's rows.
-            RuntimeError: an id came twice in one call.
+            IndexError: an id was out of range.
+            RuntimeError: an id was given twice in one call.
         """
         record = self.fault.tolist()
         self.fault.zero_()
         _CODING.raise_for(record, num_rows=self.num_rows)
 
     def decode(self, row_ids: torch.Tensor | None = None, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-        """Returns rows as they were coded: [rows, row_bytes / itemsize] of dtype, on the place's device.
+        """Decodes rows. Returns a tensor [rows, row_bytes / itemsize] of dtype on the device of the rows.
 
         Args:
-            row_ids: int32 or int64 rows, on the place's device; None: all of them.
+            row_ids: the numbers of the rows, int32 or int64, on the same device. None: all rows.
 
         Raises:
             ValueError: a row was lost, or is damaged.
-            IndexError: an id is outside the place's rows.
+            IndexError: an id is out of range.
         """
         count = self.num_rows if row_ids is None else row_ids.numel()
         out = torch.empty(count * self.row_bytes, dtype=torch.uint8, device=self.device)
@@ -234,12 +240,15 @@ class CodedRows(OfThisProcess):
         return out.view(count, self.row_bytes).view(dtype)
 
     def table(self, shape: Sequence[int] | None = None, dtype: torch.dtype = torch.uint8) -> CompressedTensor:
-        """Returns the place as a table of a shape and dtype that has the bytes of all rows: [num_rows, row_bytes] of
-        uint8, unless they are given. The table reads the place's own memory, so that it sees rows that are coded later.
-        The index of a pinned place is copied, so that such a table sees only rows that were coded before.
+        """Returns a table over the memory of the rows. It sees rows that are encoded later. But if `memory` is
+        "pinned", the index is copied, and the table sees only rows that were encoded before.
+
+        Args:
+            shape, dtype: of the table's tensor, which has to have as many bytes as all rows together. shape None:
+                [num_rows, row_bytes / itemsize].
 
         Raises:
-            ValueError: shape and dtype have other bytes.
+            ValueError: shape and dtype have another number of bytes.
         """
         of_rows = (self.num_rows, self.row_bytes // dtype.itemsize)
         table = CompressedTensor(
@@ -258,7 +267,8 @@ class CodedRows(OfThisProcess):
         return table
 
     def _live_table(self) -> CompressedTensor:
-        """Returns the place as a table that sees rows that are coded later, even if the place is pinned."""
+        """Returns a table over the memory of the rows that sees rows that are encoded later, even if `memory` is
+        "pinned"."""
         table = self.table()
         table._keep_handle(self.device, self.handle.parts)
         return table
@@ -267,7 +277,7 @@ class CodedRows(OfThisProcess):
 def _form_of(
     codebook: AnyCodebook, num_rows: int, slot_bytes: int | None, overflow_bytes: int | None
 ) -> forms.PieceForm:
-    """Returns where the parts of coded rows lie. ValueError: a size is out of range."""
+    """Returns the layout of the parts of coded rows. Raises ValueError if a size is out of range."""
     row_bytes = codebook.row_bytes
     slot_bytes = row_bytes if slot_bytes is None else slot_bytes
     if num_rows < 0 or num_rows * row_bytes > 2**58:
@@ -282,7 +292,13 @@ def _form_of(
 
 
 def _check_host_buffer(host_buffer: torch.Tensor, needed: int, is_used: bool, device: torch.device) -> None:
-    """TypeError, ValueError: a buffer of the host that is given for coded rows on a device cannot be used."""
+    """Raises TypeError or ValueError if host_buffer cannot be used.
+
+    Args:
+        needed: bytes that it has to have.
+        is_used: whether slots or overflow are in pinned memory at all.
+        device: the device that encodes the rows.
+    """
     if not is_used:
         raise ValueError("host_buffer is given, but neither memory nor overflow_memory is 'pinned'")
     check_bytes("host_buffer", host_buffer, needed, _CPU)
@@ -293,8 +309,12 @@ def _check_host_buffer(host_buffer: torch.Tensor, needed: int, is_used: bool, de
 def _allocated(
     form: forms.PieceForm, device: torch.device, in_host: Sequence[bool], host_buffer: torch.Tensor | None
 ) -> list[torch.Tensor]:
-    """Returns memory of its own for the head and for each part of a form. in_host: whether slots and overflow are in
-    host memory, which is pinned for a GPU. If there is a host_buffer, they are parts of it."""
+    """Returns separate memory for the head and for each part of a form.
+
+    Args:
+        in_host: whether slots, and whether overflow, are in host memory, which is pinned if the device is a GPU.
+        host_buffer: memory of which the parts in host memory become views. None: new memory is allocated.
+    """
     *index, slots, overflow = forms.HEAD_BYTES, *(part.stop - part.start for part in form)
     parts = [torch.empty(size, dtype=torch.uint8, device=device) for size in index]
     start = 0
@@ -308,8 +328,8 @@ def _allocated(
 
 
 class Buffers:
-    """Tensors of one layout, coded by one launch: pages of a cache, layers of a model. Their addresses are copied to
-    the device once.
+    """Tensors of equal layout, such as pages of a cache or layers of a model, that `ibp.encode_into` encodes by one
+    launch. Their addresses are copied to the device once, when the object is made.
 
     Example:
         >>> pages = [torch.randn(4, 1024).bfloat16() for _ in range(25)]
@@ -320,10 +340,10 @@ class Buffers:
         True
 
     Args:
-        tensors: at least one; all of one shape, dtype, strides and device.
+        tensors: at least one tensor; all have the same shape, dtype, strides and device.
 
     Raises:
-        ValueError: there are none, or they differ.
+        ValueError: there are no tensors, or they differ.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -340,7 +360,7 @@ class Buffers:
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=first.device)
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[tuple[torch.Tensor, ...]]]:
-        """A copy has the addresses of its own tensors."""
+        """Makes a copy look up the addresses of its own tensors."""
         return Buffers, (self.tensors,)
 
 
@@ -352,11 +372,11 @@ def encode_into(
     first_row: int = 0,
     max_sms: int | None = None,
 ) -> None:
-    """Codes the rows of a tensor into an `ibp.CodedRows`, on the current stream of its device, by one launch. It does
-    not measure the rows first, allocates nothing, does not wait and asks the host nothing. Can be captured in a CUDA
-    graph.
+    """Encodes the rows of a tensor into an `ibp.CodedRows`, on the current stream of its device, by one launch. The
+    call does not measure the rows first, does not allocate memory and does not synchronise. It can be captured in a
+    CUDA graph.
 
-    Where overflow has no room for a row, the row is lost: reading it raises, and `place.counts()` counts it.
+    If overflow has no room for a row, the row is lost: reading it raises, and `place.counts()` counts it.
 
     Example:
         >>> x = torch.randn(100, 1024).bfloat16()
@@ -367,18 +387,21 @@ def encode_into(
         RowCounts(spilled=100, lost=0, used_bytes=...)
 
     Args:
-        x: a tensor of any dtype on the place's device; or `Buffers`, or a sequence of tensors, from which `Buffers` are
-            made. The elements of x in their order are the rows, of place.row_bytes bytes each. A dense tensor with
-            permuted dimensions, such as channels_last, is coded in the order of its memory. Each row of a slice must
-            lie in one piece. A contiguous tensor may end with a short row; zeros follow it.
-        row_ids: int64 [rows of x]: which rows of the place the rows of x become, all different. None: first_row and the
-            rows behind it.
-        max_sms: keep at most this many multiprocessors busy; None: all.
+        x: a tensor of any dtype on the device of `place`; or `Buffers`; or a sequence of tensors, from which `Buffers`
+            are made. The elements of x, in their order, are cut into rows of place.row_bytes bytes. A dense tensor with
+            permuted dimensions, such as channels_last, is encoded in the order of its memory. If x is not dense, each
+            row has to be contiguous in memory. If x is contiguous, its last row may be short; it is filled up with
+            zeros.
+        place: the memory to encode into.
+        row_ids: int64 [rows of x], the numbers of the rows of `place` to write to, all different. None: first_row and
+            the rows after it.
+        first_row: the number of the first row to write to, if row_ids is None.
+        max_sms: the largest number of multiprocessors to keep busy. None: all.
 
     Raises:
         TypeError: place or x is of another type.
-        RuntimeError: x, row_ids and the place contradict each other. Ids out of range are noted, and raised by
-            `place.check()`.
+        RuntimeError: x, row_ids and place contradict each other. Ids that are out of range are noted, and
+            `place.check()` raises them.
     """
     if not isinstance(place, CodedRows):
         raise TypeError(f"place is a {type(place).__name__}; wanted an ibp.CodedRows")
@@ -392,7 +415,7 @@ def encode_into(
 
 
 def _in_memory_order(x: torch.Tensor) -> torch.Tensor:
-    """Returns x. If x is dense and its dimensions are permuted, returns a view with them in the order of memory."""
+    """Returns x, or a view of x with its dimensions in the order of memory, if x is dense and they are permuted."""
     if x.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(x):
         return x
     strides = x.stride()

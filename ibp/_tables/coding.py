@@ -1,6 +1,6 @@
-"""From the rows of a tensor, which `Request.of` makes, to a table. `compressed` has `coded` find a codebook and measure
-all rows with it, allocates the table, and has `encode` write the rows. `placed` makes tables whose overflow is in host
-memory, and `compressed_in_place` makes tables in the tensor's own memory."""
+"""Makes tables from the rows of a tensor, which `Request.of` makes. `compressed` calls `coded`, which finds a codebook
+and measures all rows with it, then allocates the table, and calls `encode`, which writes the rows. `placed` makes
+tables whose overflow is in host memory, and `compressed_in_place` makes tables in the tensor's own memory."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ CHANGED = FaultWords(
 
 
 class Coding(NamedTuple):
-    """Holds what measuring all rows has told, before the table's memory is allocated.
+    """Holds the results of measuring all rows, before the table's memory is allocated.
 
     Attributes:
-        codebook: what they are encoded with.
-        lengths: of all rows, on the device that measured them and encodes them (FORMAT.md section 2).
-        survey: of the lengths.
-        place: slots that hold the rows already, and their parts of overflow in any order; None if the rows were only
-            measured.
+        codebook: the codebook that the rows were measured with and are to be encoded with.
+        lengths: uint16 [num_rows], the lengths of all rows (FORMAT.md section 2), on the device that measured the rows
+            and encodes them.
+        survey: the survey of the lengths.
+        place: slots that already hold the encoded rows, and the rows' parts in the overflow, which lie there in any
+            order. None: the rows were only measured.
     """
 
     codebook: AnyCodebook
@@ -59,7 +60,7 @@ class Coding(NamedTuple):
 
 
 def warn_of_gradient(x: torch.Tensor) -> None:
-    """Warns, once a process, that a table of a tensor that requires grad has no gradient."""
+    """Warns once per process that a table has no gradient, if x requires grad."""
     if x.requires_grad and torch.is_grad_enabled():
         warn_once(
             "x requires grad, and a table of it has no gradient: give x.detach() if its values alone are meant. Rows "
@@ -70,6 +71,9 @@ def warn_of_gradient(x: torch.Tensor) -> None:
 
 def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
     """Returns a table of the rows, in memory of its own.
+
+    Args:
+        kind: the class of the table.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `ibp.compress`.
@@ -105,7 +109,7 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
                     bases = geometry.index_rows(coding.lengths, slot_bytes)
                     torch.ops.ibp.move_parts.default(place.table, bases, overflow)
             else:  # No rows are encoded yet, or all rows ask for other slots than the sample did.
-                place, coding = None, coding._replace(place=None)  # frees its memory
+                place, coding = None, coding._replace(place=None)  # frees the memory of the place
                 (slots, overflow), is_pinned = memory.empty_parts(sizes, data.device, pin, node)
                 bases = encode(request, coding, slot_bytes, slots, overflow, not is_pinned)
             table = kind.of_parts(geometry, book.scheme, slot_bytes, slots, book, coding.lengths, overflow, bases)
@@ -113,13 +117,18 @@ def compressed(kind: type[AnyTable], request: Request) -> AnyTable:
         table._is_refused = True
     if is_there:
         return table
-    moved = table.to(home)  # type: ignore[attr-defined]  # of a CompressedTensor: `code_anew` leaves x where it is
+    # The table is a CompressedTensor here: `code_anew`, which makes a Table, never asks for another device.
+    moved = table.to(home)  # type: ignore[attr-defined]
     return moved.pin_memory(numa=options.numa) if pins else moved
 
 
 def code_anew(table: Table, options: Options, level: str | None) -> Table:
-    """Returns a table of the same tensor as `CompressedTensor.refit` asks for it. level: None: that of the table's
-    codebook, if the options let such a codebook be learned."""
+    """Returns a new table of the same tensor, for `CompressedTensor.refit`.
+
+    Args:
+        level: the level at which a codebook is learned. None: the level of the table's codebook, unless the options say
+            otherwise.
+    """
     if level is None:
         is_free = options.scheme in ("auto", "planes") and options.codebook is options.clusters is None
         level = table.codebook.level if is_free and table.codebook is not None else "default"
@@ -205,12 +214,13 @@ def coded_in_slots(request: Request) -> Coding:
 
 
 def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], torch.Tensor] | None) -> Coding:
-    """Returns what all rows take with a codebook."""
+    """Returns the results of measuring all rows with a codebook. If there is a room for slots, and if it pays, the rows
+    are encoded in the same pass."""
     data, device = request.data, request.device
     known = None if codebook is request.options.codebook else request.known(codebook)
-    is_free = request.options.device is None and not data.is_cuda  # nobody has named a device other than the CPU
+    is_free = request.options.device is None and not data.is_cuda  # The caller has not named a device.
     coder = data.device if is_free and data.numel() <= _FEW_BYTES else device
-    if known is not None and request.host_rows.numel() == data.numel():  # all rows have been measured
+    if known is not None and request.host_rows.numel() == data.numel():  # All rows have already been measured.
         return Coding(codebook, known[0].to(coder), known[1])
     if room is not None and request.slot_bytes != 0 and coder == data.device:
         some = None if known is None else known[1]
@@ -230,8 +240,13 @@ def _measured(request: Request, codebook: AnyCodebook, room: Callable[[int], tor
 def _encoded_ahead(
     request: Request, codebook: AnyCodebook, some: _rows.Survey, room: Callable[[int], torch.Tensor]
 ) -> Coding:
-    """Returns rows that are encoded into slots in the pass that measures them. some: what some of the rows take. If the
-    overflow does not hold all parts, the coding has no place, and the rows are encoded again."""
+    """Encodes the rows into slots in the pass that measures them, and returns the results. If the overflow does not
+    hold all parts, the results have no place, and the rows are encoded again.
+
+    Args:
+        some: the survey of a sample of the rows, by which the sizes of slots and overflow are chosen.
+        room: allocates the slots.
+    """
     data, geometry = request.data, request.geometry
     slot_bytes = request.slot_bytes or some.table_slot_bytes
     scale = _MORE_OVERFLOW * geometry.num_rows / some.num_rows
@@ -262,12 +277,13 @@ def encode(
     overflow: torch.Tensor,
     pageable: bool,
 ) -> torch.Tensor:
-    """Encodes rows, on the device of the coding, into slots and overflow of the sizes that the survey says. Returns the
-    table's bases, which are empty if no row has a part in the overflow.
+    """Encodes rows, on the device of the coding, into slots and overflow. Returns the table's bases, which are empty if
+    no row has a part in the overflow.
 
     Args:
-        slots, overflow: both on the device of the coding, or both in host memory.
-        pageable: whether host memory is pageable.
+        slots, overflow: uint8, of the sizes that the survey asks for; both on the device of the coding, or both in host
+            memory.
+        pageable: whether this host memory is pageable.
 
     Raises:
         RuntimeError: a row no longer has the length that was measured, because the tensor was changed.
@@ -278,7 +294,9 @@ def encode(
     bases = torch.empty(0, dtype=torch.int64, device=worker)
     if num_bytes:
         bases = geometry.index_rows(lengths, slot_bytes)
-    is_cut = num_bytes > 0 and not (lies_near and worker.type == "cuda")  # The overflow is given block by block.
+    # Whether each block of rows gets only its own range of the overflow. A GPU that writes to its own memory gets all
+    # of the overflow, so that it need not be asked for the ranges.
+    is_cut = num_bytes > 0 and not (lies_near and worker.type == "cuda")
     starts, fault = bases.cpu() if is_cut else bases, new_record(worker)
     words, codec = codebook.words(worker), codebook.codec
     bar = "compress" if request.options.progress else None
@@ -302,10 +320,10 @@ def encode(
 
 
 def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options) -> AnyTable:
-    """Returns a table in x's own memory: `ibp.compress(x, inplace=True)`.
+    """Returns a table in the memory of x, for `ibp.compress(x, inplace=True)`.
 
     All analysis is done before the first write. Then the rows are rewritten block by block. One operation writes a
-    block and its lengths, so that the table decompresses to x at any time."""
+    block and the lengths of its rows, so that the table decompresses to x at any time."""
     _check_owns_memory(x)
     request = Request.of(x, options)
     data, geometry, row_bytes = request.data, request.geometry, request.geometry.row_bytes
@@ -317,13 +335,14 @@ def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options)
         coding = None
         table = kind.of_parts(geometry, "raw", row_bytes, data)
     else:
-        book, raw = coding.codebook, torch.zeros_like(coding.lengths, device=data.device)  # the memory holds raw rows
+        # Lengths of 0 say that all rows are still raw.
+        book, raw = coding.codebook, torch.zeros_like(coding.lengths, device=data.device)
         table = kind.of_parts(geometry, book.scheme, row_bytes, data, book, raw)
     table._owner = x
     kept: list[AnyTable] = []
 
     def work() -> AnyTable:
-        kept.append(table)  # from the first row rewritten, the table is all that is left of x
+        kept.append(table)  # Once the first row is rewritten, x can be read through the table alone.
         if coding is not None:
             _encode_in_place(table, data, coding, options.progress)
         if pin:
@@ -334,7 +353,7 @@ def compressed_in_place(kind: type[AnyTable], x: torch.Tensor, options: Options)
 
     try:
         return _core.call_keeping_table(kept, work)
-    except BaseException as interruption:  # Python handles signals as that function returns, too
+    except BaseException as interruption:  # Python may also handle a signal while that function returns.
         if kept:
             interruption.table = table  # type: ignore[attr-defined]
         raise
@@ -354,8 +373,9 @@ def _check_owns_memory(x: torch.Tensor) -> None:
 
 
 def _encode_in_place(table: Table, data: torch.Tensor, coding: Coding, progress: bool) -> None:
-    """Rewrites the rows of a table, all of which are still raw. One operation of torch changes the bytes and the
-    lengths of a block; the table decodes before it and after it, so that interrupts at any time do no harm."""
+    """Rewrites the rows of a table, all of which are still raw. One operation of torch changes the bytes of a block and
+    the lengths of its rows. The table can be decoded before and after each such operation, so that an interrupt does no
+    harm at any time."""
     codebook, lengths, worker = coding.codebook, coding.lengths, coding.lengths.device
     row_bytes, words, entries = table.row_bytes, codebook.words(worker), table.lengths.view(torch.uint8)
     no_bases = torch.empty(0, dtype=torch.int64, device=worker)

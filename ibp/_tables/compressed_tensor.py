@@ -24,16 +24,16 @@ from .._rows.table import TENSORS, Table
 from .._schemes import AnyCodebook, Options, Request
 from . import changes, coding, torch_functions
 
-_ITERATED_BYTES = 4 << 20  # of a block that iteration decodes at once: many rows, little memory
+_ITERATED_BYTES = 4 << 20  # Iteration decodes blocks of this many bytes at once: they hold many rows in little memory.
 
 
 class CompressedTensor(Movable, CodedManners, Table):
-    """A tensor [N, ...] kept as rows that decode alone. Made by `ibp.compress` and by unpickling; its
-    constructor is internal.
+    """A tensor [N, ...] that is stored as coded rows, each of which can be decoded alone. Tables are made by
+    `ibp.compress` and by unpickling; the constructor is internal.
 
-    It answers what tensors are asked (`shape`, `size()`, `to()`, `table[key]`, iteration, `torch.index_select`,
-    `F.embedding`, `F.embedding_bag`, `F.linear`) by decoding the rows needed. It is no torch.Tensor, takes part in no
-    arithmetic and has no gradient. `==` and `hash` go by identity.
+    A table supports much of the interface of a tensor (`shape`, `size()`, `to()`, `table[key]`, iteration,
+    `torch.index_select`, `F.embedding`, `F.embedding_bag`, `F.linear`) and decodes the rows that are needed. It is not
+    a torch.Tensor, does not support arithmetic and has no gradient. `==` and `hash` go by identity.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -45,19 +45,22 @@ class CompressedTensor(Movable, CodedManners, Table):
 
     Attributes (none can be set):
         shape, dtype: of the original tensor.
-        device: where the coded rows are.
-        nbytes, stored_bytes: all memory that the table takes; the bytes of its coded rows and codebook, which `savings`
-            is about. Room between rows, the index and rows that have changed make the difference.
-        scheme: "ibp", "planes", or "raw" where compression would have saved nothing.
+        device: the device that the coded rows are on.
+        nbytes: bytes of all memory that the table takes.
+        stored_bytes: bytes of the coded rows and the codebook, from which `savings` is computed. `nbytes` is larger,
+            because it also counts the index, unused bytes of slots, and overflow that changed rows no longer use.
+        scheme: "ibp" or "planes"; or "raw" if compression would not have saved anything.
         codebook: the `ibp.codecs.Codebook`, `ibp.codecs.PlanesCodebook` or `ibp.codecs.ClusteredCodebook`; None for
             scheme "raw".
-        row_bytes, num_rows: the unit of coding: an item x[i] of up to 64 KiB, else a piece of the flat tensor.
+        row_bytes, num_rows: bytes and number of the rows. A row is an item x[i] of up to 64 KiB, or a piece of the
+            flattened tensor if items are longer.
         slot_bytes: bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
-        slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3); not to be changed.
-        version: how often rows have changed in place; a copy of rows is stale if it has grown since the copy was made.
+        slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3). They must not be changed.
+        version: the number of changes of rows in place. A copy of rows is stale if `version` has grown since the copy
+            was made.
 
-    Pickling and `torch.save` keep everything but pinning: call `pin_memory` after loading. Loading needs `import ibp`
-    first.
+    Pickling and `torch.save` keep everything except that the memory is pinned: call `pin_memory` after loading. Import
+    ibp before loading.
     """
 
     _is = "a compressed table"
@@ -66,7 +69,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         "rows"
     )
 
-    # ---- what it is, as a tensor ----
+    # ---- the interface of a tensor ----
 
     def requires_grad_(self, requires_grad: bool = True) -> CompressedTensor:
         if requires_grad:
@@ -74,7 +77,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         return self
 
     def detach(self) -> CompressedTensor:
-        """The table itself."""
+        """Returns the table itself."""
         return self
 
     def __repr__(self) -> str:
@@ -87,7 +90,7 @@ class CompressedTensor(Movable, CodedManners, Table):
             f"stored_bytes={self.stored_bytes:,}, savings={self.savings:.1%}, {where})"
         )
 
-    # ---- where it is ----
+    # ---- moving and copying ----
 
     def pin_memory(self, *, numa: _numa.Numa = None) -> CompressedTensor:
         super().pin_memory(numa=numa)
@@ -102,17 +105,19 @@ class CompressedTensor(Movable, CodedManners, Table):
         non_blocking: bool = False,
         copy: bool = False,
     ) -> CompressedTensor:
-        """The table on another device: itself if it is there, else a copy of its coded bytes (not pinned). The overflow
-        of a table that spills to host memory (`ibp.spill.place`) stays there.
+        """Returns the table on a device: the table itself if it is already there, and otherwise a copy of its coded
+        bytes, which is not pinned. If a table spills to host memory (`ibp.spill.place`), its overflow stays in host
+        memory.
 
         Args:
-            device: where to; or another tensor or table, whose device is meant; None: where it is.
-            dtype: None or the table's own: coded rows cannot be converted.
-            non_blocking: do not wait for copies from pinned memory to a GPU.
-            copy: make a copy even if the table is there.
+            device: the device of the result; or another tensor or table, whose device is meant. None: the table's own
+                device.
+            dtype: None or the table's own dtype, because coded rows cannot be converted.
+            non_blocking: whether the call returns without waiting for copies from pinned memory to a GPU.
+            copy: whether to make a copy even if the table is already on the device.
 
         Raises:
-            TypeError: dtype is another one.
+            TypeError: dtype is not the table's own.
         """
         if isinstance(device, (torch.Tensor, Table)):
             dtype, device = device.dtype, device.device
@@ -145,22 +150,25 @@ class CompressedTensor(Movable, CodedManners, Table):
         return self.to(torch.float64)
 
     def clone(self) -> CompressedTensor:
-        """A copy of the coded bytes on the same device, not pinned; the codebook is shared."""
+        """Returns a copy of the table on the same device. The copy is not pinned, and it shares the codebook."""
         return self._with(torch.clone)
 
     def share_memory_(self, *, numa: _numa.Numa = None) -> CompressedTensor:
-        """Moves a table in host memory to memory that other processes map, by being forked or by `share`. Returns self;
-        no-op on a GPU, or if it is shared already.
+        """Moves a table from host memory to shared memory, which other processes can map: child processes that are
+        forked, and processes that open the handle of `share`. Returns self. Nothing happens if the table is on a GPU or
+        is already shared.
 
-        The bytes are there once, however many processes read them; they end with the last table in them. A pinned
-        table is pinned again where it is now, by each process for itself.
+        The bytes exist once, however many processes read them. They are freed with the last table that uses them. If
+        the table was pinned, each process pins the shared memory for itself.
 
         Args:
-            numa: the NUMA node whose memory is preferred, or a device near whose node; None: the calling thread's.
+            numa: the NUMA node whose memory is preferred, or a device, which stands for the node nearest to it. None:
+                the node of the calling thread.
 
         Raises:
-            RuntimeError: `compress(inplace=True)` made the table in a tensor's own memory.
-            TypeError, ValueError: numa is no node and no device of this machine.
+            RuntimeError: `compress(inplace=True)` made the table in a tensor's own memory, or the slots are on a GPU
+                and the overflow is in host memory.
+            TypeError, ValueError: numa is neither a node nor a device of this machine.
         """
         node = _numa.node_of(numa)
         if self.is_shared():
@@ -180,21 +188,22 @@ class CompressedTensor(Movable, CodedManners, Table):
         return self
 
     def is_shared(self) -> bool:
-        """Whether the rows are in memory that other processes can map."""
+        """Returns whether the rows are in memory that other processes can map."""
         return (self.is_cuda and not self.spills_to_host) or isinstance(self._segment, Segment)
 
     def share(self) -> SharedHandle:
-        """A handle by which other processes open the table with `ibp.distributed.open_shared`, without a copy.
+        """Returns a handle with which other processes open the table by `ibp.distributed.open_shared`, without a copy.
 
-        The table is moved to shared memory first (see `share_memory_`). Multiprocessing's queues and arguments of
-        processes send tables so.
+        The table is first moved to shared memory (see `share_memory_`). Queues of `multiprocessing`, and arguments of
+        its processes, send tables in this way.
 
-        The handle is plain data, to be sent in any way: by `torch.distributed.broadcast_object_list`, a store or a
-        socket. Any number of processes may open it, for as long as this one lives and has the table. Of a table on a
-        GPU it is CUDA's, made by torch: every handle is for one process, and keeps the memory until it has been opened.
+        The handle is plain data and can be sent by any means, such as `torch.distributed.broadcast_object_list`, a
+        store or a socket. Any number of processes may open it, as long as this process lives and holds the table. For
+        a table on a GPU the handle contains CUDA's own handles, which torch makes: one process may open it, and it
+        keeps the memory alive until then.
 
         Raises:
-            RuntimeError: `compress(inplace=True)` made the table in a tensor's own memory.
+            RuntimeError: as for `share_memory_`.
         """
         self.share_memory_()
         state = self.__getstate__()
@@ -221,8 +230,13 @@ class CompressedTensor(Movable, CodedManners, Table):
         dtype: torch.dtype | None = None,
         change_overflow: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> CompressedTensor:
-        """A table of changed tensors, the overflow by a function of its own, if there is one. shape, dtype: that its
-        bytes are of; None: the table's own."""
+        """Returns a table whose tensors are the results of `change`.
+
+        Args:
+            change: is called for each tensor of the table.
+            shape, dtype: of the tensor that the new table holds. None: the table's own.
+            change_overflow: is called for the overflow instead of `change`. None: `change` is.
+        """
         held = self._tensors()
         moved: dict[str, Any] = {name: change(tensor) for name, tensor in held.items() if name != "overflow"}
         moved["overflow"] = (change_overflow or change)(held["overflow"])
@@ -239,46 +253,49 @@ class CompressedTensor(Movable, CodedManners, Table):
     # ---- rows that change ----
 
     def update_(self, ids: gather.Ids, rows: torch.Tensor) -> CompressedTensor:
-        """x[ids] = rows: codes rows with the table's codebook and puts them in place of others. Returns self.
+        """Sets x[ids] = rows: encodes rows with the table's codebook and replaces the rows of these ids. Returns self.
 
-        Rows that are not named stay where they are and are not read. The codebook does not change: rows unlike the rows
-        that it was learned from save less, or are kept raw (`refit` learns a new codebook). A row that no longer fits
-        takes a new part of the overflow, which grows as needed: an update never fails for lack of room. `refit` frees
-        the parts that rows have left.
+        Other rows stay where they are and are not read. The codebook does not change: rows unlike the rows that it was
+        learned from save less, or are kept raw (`refit` learns a new codebook). A row that no longer fits takes a new
+        part of the overflow. The overflow grows as needed, so that an update does not fail because there is no room
+        left. `refit` frees the parts that rows no longer use.
 
-        The first change copies the index and adds 12 bytes a row to it; a packed table stays packed, its changed rows
-        elsewhere in the overflow. A later change costs what its rows do; where several items share a row, the whole row
-        is decoded and coded again. Rows of a table on a GPU are coded there on its current stream, in order with reads
-        on that stream; other streams wait for an event, and the next change for theirs. New rows of a pinned table
-        are coded by the GPU that holds them, or else by the GPU that last used the table; reads by the CPU wait for it.
-        The call waits for ids on a GPU. CUDA graphs that read the table have to be captured again after the overflow
-        has grown, and after `append` and `refit`.
+        The first change copies the index and makes it up to 12 bytes per row. A packed table stays packed; its changed
+        rows move to another place in the overflow. The time of later changes depends only on the rows that change. If
+        several items share a row, the whole row is decoded and encoded again.
+
+        If the table is on a GPU, the rows are encoded there on the current stream, in order with reads on that stream.
+        Other streams have to wait for an event of the current stream before they read, and the next change has to wait
+        for an event of theirs. If the table is pinned, the GPU that holds the new rows encodes them, or otherwise the
+        GPU that last used the table; reads by the CPU wait for this GPU. The call waits for ids that are on a GPU. CUDA
+        graphs that read the table have to be captured again after the overflow has grown, and after `append` and
+        `refit`.
 
         If the call is interrupted or refused, the table holds either all old rows or all new ones.
 
         Args:
-            ids: items to change, int32 or int64 [K]; of equal ones the last one counts.
+            ids: the items to change, int32 or int64 [K]. If ids are equal, the last of them counts.
             rows: [K, ...] tensor of the table's dtype, on any device.
 
         Raises:
             IndexError: an id is out of range; nothing has changed.
-            TypeError, ValueError: ids or rows do not fit.
+            TypeError, ValueError: ids or rows do not fit the table.
             RuntimeError: the table is shared with other processes.
         """
         changes.update(self, ids, rows)
         return self
 
     def append(self, rows: torch.Tensor) -> CompressedTensor:
-        """Adds items at the end, coded with the table's codebook: dimension 0 grows. Returns self.
+        """Adds items at the end, encoded with the table's codebook. Dimension 0 grows. Returns self.
 
-        Room for more is made by halves of what there is, so that many calls copy each row a few times. Otherwise as
-        `update_`.
+        When the memory is full, it grows by half, so that many calls together copy each row only a few times. All else
+        is as in `update_`.
 
         Args:
             rows: [K, ...] tensor of the table's dtype, on any device.
 
         Raises:
-            TypeError, ValueError: rows does not fit, or the table has no dimension.
+            TypeError, ValueError: rows does not fit the table, or the table has no dimension.
             RuntimeError: the table is shared with other processes.
         """
         changes.append(self, rows)
@@ -295,20 +312,20 @@ class CompressedTensor(Movable, CodedManners, Table):
         slot_bytes: int | None = None,
         device: torch.device | str | int | None = None,
     ) -> CompressedTensor:
-        """Compresses the table's present rows anew: a codebook that fits them, and no memory that nobody uses. Returns
+        """Compresses the table's present rows anew: learns a codebook that fits them, and frees unused memory. Returns
         self.
 
-        It takes the memory of the whole tensor meanwhile. Rows keep their size, and the layout stays slots or packed. A
-        table that spills to host memory (`ibp.spill.place`) keeps its slots too, unless slot_bytes says otherwise.
-        Interrupted, the table is as it was.
+        The call needs additional memory for the whole decoded tensor. Rows keep their size, and the layout ("slots" or
+        "packed") stays. If a table spills to host memory (`ibp.spill.place`), it also keeps the size of its slots,
+        unless slot_bytes is given. If the call is interrupted, the table is unchanged.
 
         Args:
-            level: as in `ibp.compress`; None: that of the codebook which the table has, unless scheme, codebook or
+            level: as in `ibp.compress`. None: the level of the table's present codebook, unless scheme, codebook or
                 clusters say otherwise.
             all others: as in `ibp.compress`.
 
         Raises:
-            TypeError, ValueError: as `ibp.compress`.
+            TypeError, ValueError: as for `ibp.compress`.
             RuntimeError: the table is shared with other processes.
         """
         changes.check_can_change(self)
@@ -318,7 +335,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         self._become(coding.code_anew(self, options, level))
         return self
 
-    # ---- what can be asked of it ----
+    # ---- reading ----
 
     def index_select(
         self,
@@ -357,31 +374,34 @@ class CompressedTensor(Movable, CodedManners, Table):
         max_sms: int | None = None,
         path: str | None = None,
     ) -> prefetching.Prefetch:
-        """Starts to bring items, or the whole tensor, to a GPU beside the current stream's work.
+        """Starts to bring items, or the whole tensor, to a GPU on another stream, while the current stream goes on.
 
-        It begins when the work is done that the current stream has been given by now, so that ids may come from there
-        and out be in use there. For the CPU it is done at once.
+        The prefetch begins after the work that is now queued on the current stream, so that this work may still write
+        the ids and use out. If the result goes to the CPU, the prefetch is done before the call returns.
 
         Args:
-            ids: as in `index_select`; None: the whole tensor, as `decompress` gives it.
+            ids: as in `index_select`. None: the whole tensor, as `decompress` returns it.
             device, out, max_sms, path: as in `index_select` and `decompress`.
-            stream: of the device that the result goes to; None: one that all prefetches to the device share, which
-                come one after the other.
+            stream: a stream of the device that the result goes to. None: a stream that all prefetches to the device
+                share, so that they run one after the other.
 
         Returns:
-            `ibp.Prefetch`: `wait()` gives the result, `close()` gives it up.
+            An `ibp.Prefetch`: `wait()` returns the result, and `close()` gives it up.
 
-        It raises what `index_select` and `decompress` raise, and ValueError for a stream of another device.
+        Raises:
+            ValueError: stream is of another device.
+
+        It also raises what `index_select` and `decompress` raise.
         """
         return prefetching.prefetch(self, ids, device=device, out=out, stream=stream, max_sms=max_sms, path=path)
 
     def prepare_linear(self) -> CompressedTensor:
-        """Readies the table for `ibp.linear` where it lies. Returns self.
+        """Prepares the table for `ibp.linear` on the device that it is on. Returns self.
 
-        On a GPU it decodes the table once, in parts, lists the weights that the coded digits do not give, and waits.
-        Without it the first call of `ibp.linear` does so, if it is neither compiled nor captured in a CUDA graph. The
-        list counts in `nbytes`. Call it again after rows have changed. Modules of `ibp.nn` call it whenever they take a
-        table.
+        On a GPU, the call decodes the table once, in parts, lists its escaped weights, which the coded digits do not
+        represent, and waits. If it is not called, the first call of `ibp.linear` does the same, unless that call is
+        compiled or captured in a CUDA graph. The list counts in `nbytes`. Call `prepare_linear` again after rows have
+        changed. Modules of `ibp.nn` call it whenever they take a table.
 
         Example:
             >>> table = ibp.compress(torch.randn(512, 1024).bfloat16(), level="fast").prepare_linear()
@@ -396,15 +416,15 @@ class CompressedTensor(Movable, CodedManners, Table):
         return self
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """x[key], decoding only the rows that the key needs: ints, slices, ..., None, index tensors, arrays and lists,
-        bool masks, and tuples of them.
+        """Returns x[key]. Only the rows that the key needs are decoded.
 
-        On the table's device, or on that of the index tensor that chooses rows. uint8 tensors, which torch takes for
-        masks, are refused.
+        A key may be an int, a slice, `...`, None, an index tensor, array or list, a bool mask, or a tuple of these.
+        uint8 tensors are refused, because torch takes them for masks. The result is on the table's device, or on the
+        device of the index tensor that selects rows.
 
         Raises:
-            IndexError: an index is out of range, a mask has another shape, or there are too many indices.
-            TypeError: an index is none of these.
+            IndexError: an index is out of range, a mask does not have the table's shape, or there are too many indices.
+            TypeError: the key is of another type.
             ValueError: a slice has a step below 1.
         """
         return indexing.take(self, key)
@@ -418,7 +438,8 @@ class CompressedTensor(Movable, CodedManners, Table):
         return list(self[torch.as_tensor(ids, device="cpu")])
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """The items x[0], x[1] and so on, decoded in blocks of about 4 MiB, on the table's device."""
+        """Returns an iterator over the items x[0], x[1] and so on, on the table's device. They are decoded in blocks of
+        about 4 MiB."""
         if not self.shape:
             raise TypeError("iteration over a 0-d tensor")
         return self._items()
@@ -429,7 +450,8 @@ class CompressedTensor(Movable, CodedManners, Table):
             yield from streaming.decode_items(self, first, min(first + step, len(self)), check=self.is_cuda).unbind(0)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """The whole tensor, for numpy.asarray(table). TypeError for dtypes that numpy lacks."""
+        """Returns the whole tensor as an array, for numpy.asarray(table). Raises TypeError for dtypes that numpy
+        lacks."""
         if copy is False:
             raise ValueError("a compressed table cannot become an array without a copy")
         try:
@@ -446,7 +468,8 @@ class CompressedTensor(Movable, CodedManners, Table):
     def __torch_function__(
         cls, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """torch.index_select, F.embedding, F.embedding_bag and F.linear of a table; TypeError for other functions."""
+        """Calls torch.index_select, F.embedding, F.embedding_bag or F.linear with a table. Raises TypeError for other
+        functions."""
         return torch_functions.call(function, args, kwargs or {})
 
 
@@ -454,7 +477,8 @@ torch.serialization.add_safe_globals([CompressedTensor])
 
 
 def compress_rows(x: torch.Tensor | np.ndarray, **options: Any) -> CompressedTensor:
-    """Returns a table of a tensor's rows: `ibp.compress` for the schemes of rows. options: fields of `Options`."""
+    """Returns a table of a tensor's rows, as `ibp.compress` does for the schemes that code rows. options: fields of
+    `Options`."""
     x = given_tensor(x)
     check_tensor(x)
     return coding.compressed(CompressedTensor, Request.of(x, Options(**options)))

@@ -1,4 +1,4 @@
-"""Tables made of rows of other tables, which are copied as they are coded."""
+"""Joins rows of several tables into one table. The coded rows are copied; nothing is decoded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .compressed_tensor import CompressedTensor
 
 
 class Items(NamedTuple):
-    """Items first to last - 1 of a table."""
+    """The items from `first` to `last` - 1 of a table."""
 
     table: CompressedTensor
     first: int
@@ -28,8 +28,9 @@ class Items(NamedTuple):
 
 
 def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | None:
-    """Returns one table of items of several tables, one after the other, on a device. Nothing is decoded. Returns None
-    if the tables are not of one form: rows that are items, in slots of one size, coded with equal codebooks."""
+    """Returns a table on a device that has the items of several tables, one after the other. Nothing is decoded.
+    Returns None unless all tables have the same form: every row is an item, all slots have the same size and are
+    smaller than a row, and all codebooks are equal."""
     table = parts[0].table
     form = _form(table)
     if form is None or any(_form(part.table) != form for part in parts[1:]):
@@ -49,8 +50,8 @@ def join(parts: Sequence[Items], device: torch.device) -> CompressedTensor | Non
 
 
 def _form(table: CompressedTensor) -> Hashable | None:
-    """Returns a value that is equal for tables whose rows can be in one table. Returns None if a table cannot be cut
-    between any two items."""
+    """Returns a value that is equal for tables whose rows can be joined in one table. Returns None if the coded bytes
+    of a table cannot be cut between any two items."""
     if table.codebook is None or table.geometry.item_bytes != table.row_bytes or table._has_own_bases:
         return None
     if not 0 < table.slot_bytes < table.row_bytes:
@@ -59,6 +60,6 @@ def _form(table: CompressedTensor) -> Hashable | None:
 
 
 def _overflow_before(table: CompressedTensor, item: int) -> int:
-    """Returns the bytes of overflow that the items before `item` have."""
+    """Returns the bytes of overflow that the items before `item` take."""
     geometry = Geometry(torch.Size((item, *table.shape[1:])), table.dtype, table.row_bytes)
     return geometry.survey(table.lengths[:item]).overflow_bytes(table.slot_bytes)

@@ -1,4 +1,5 @@
-"""What torch's own functions do with a table: torch asks an argument's `__torch_function__`, which comes here."""
+"""Implements torch's own functions for tables. torch calls `__torch_function__` of an argument that is a table, and
+that method calls this file."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from .._rows.table import Table
 
 
 def call(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """function(*args, **kwargs), one of whose arguments is a table. TypeError if tables have no such function."""
+    """Returns function(*args, **kwargs), where one of the arguments is a table. Raises TypeError if the function does
+    not support tables."""
     handler = _HANDLERS.get(function)
-    if function is torch.index_select:  # which PyTorch Geometric replaces by a function of its own
+    if function is torch.index_select:  # PyTorch Geometric replaces it by a function of its own.
         handler = _index_select
     if handler is None:
         known = ", ".join(sorted({name for name, _ in _NAMED}))
@@ -38,7 +40,8 @@ def _check_table(table: Any, name: str) -> None:
 
 
 def _index_select(input: Table, dim: int, index: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Items along dimension 0; another dimension needs all rows, which are decoded on the index's device."""
+    """Returns items along a dimension. For dimension 0 only the selected rows are decoded. Any other dimension needs
+    all rows, which are decoded on the device of the index."""
     _check_table(input, "input")
     if dim in (0, -len(input.shape)):
         return index_select(input, index, out=out)
@@ -54,8 +57,8 @@ def embedding_of(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """Rows of the table at input, on input's device. padding_idx and the two last concern gradients, which a table has
-    none of."""
+    """Returns the rows of the table whose ids are in input, on the device of input. padding_idx, scale_grad_by_freq and
+    sparse concern only gradients of the weight, and a table has no gradient."""
     _check_table(weight, "weight")
     _refuse_max_norm(max_norm)
     if len(weight.shape) != 2:
@@ -76,7 +79,7 @@ def embedding_bag_of(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> torch.Tensor:
-    """Bags of the table's rows, on input's device, as `ibp.embedding_bag` has them."""
+    """Returns bags of the table's rows, as `ibp.embedding_bag` computes them, on the device of input."""
     _check_table(weight, "weight")
     _refuse_max_norm(max_norm)
     return embedding_bag(
@@ -102,7 +105,8 @@ def _torch_embedding(
 
 
 def linear_of(input: torch.Tensor, weight: Table, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """The whole table decoded on input's device for the time of the call, and again for input's gradient."""
+    """Returns the product with the whole table, which is decoded on the device of input for the time of the call. If
+    input needs a gradient, backward decodes the table again."""
     _check_table(weight, "weight")
     return differentiable(_decoded_linear, input, weight, bias)
 

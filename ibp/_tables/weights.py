@@ -1,4 +1,5 @@
-"""Weights of models as packed tables: the order of their memory, and one codebook for many of them."""
+"""Compresses the weights of models into packed tables, in the order of their memory, and with one codebook for many
+weights."""
 
 from __future__ import annotations
 
@@ -14,42 +15,53 @@ from .._schemes import AnyCodebook, Options
 from .._schemes.learning import LEAST_BYTES, ROW_BYTES, Kind, Learner, kind_of
 from .compressed_tensor import CompressedTensor, compress_rows
 
-_OF_LEARNING = {"scheme", "chunk_bytes", "tau", "sample", "clusters"}  # options that a codebook has settled
+# Options that are not passed on together with a codebook, because they say how a codebook is learned.
+_OF_LEARNING = {"scheme", "chunk_bytes", "tau", "sample", "clusters"}
 _OF_A_MODEL = {field.name for field in fields(Options)} - {"codebook"}
 
 
 def is_worth_coding(x: torch.Tensor) -> bool:
-    """Whether x is an ordinary tensor of at least 4 KiB: no subclass, as quantised weights are, and dense."""
+    """Returns whether x is a dense tensor of at least 4 KiB and of class torch.Tensor itself. Subclasses, such as
+    quantised weights, are not worth coding."""
     return type(x) is torch.Tensor and x.layout == torch.strided and x.dtype in DTYPES and x.nbytes >= LEAST_BYTES
 
 
 @dataclass(frozen=True)
 class CodedWeight:
-    """A weight as a table, and how it lay in memory, such as channels last. table: of the weight, its dimensions in the
-    order in which memory held them; shape, stride: of the weight; of one that left gaps in memory or overlapped itself,
-    as if it were contiguous."""
+    """A weight as a table, with the order that its dimensions had in memory, such as channels last.
+
+    Attributes:
+        table: holds the weight with its dimensions in the order of memory.
+        shape, stride: of the weight. If the weight had gaps in memory or overlapped itself, the stride is that of a
+            contiguous tensor.
+    """
 
     table: CompressedTensor
     shape: torch.Size
     stride: tuple[int, ...]
 
     def decoded(self, device: torch.device | str | int) -> torch.Tensor:
-        """The weight on a device."""
+        """Returns the weight, decoded on a device."""
         return self.as_it_was(decompress(self.table, device=device))
 
     def as_it_was(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The weight in the memory of what its table was decoded to."""
+        """Returns the weight as a view of a tensor that its table was decoded to."""
         return tensor.as_strided(self.shape, self.stride)
 
 
 class WeightCompressor:
     """Compresses the weights of a model into packed tables.
 
-    Weights of a kind share a codebook (see `_schemes/learning.py`), which is learned from the first of them. Where the
-    first is best raw, all are kept raw.
+    Weights of one kind (see `_schemes/learning.py`) share a codebook, which is learned from the first of them. If the
+    first one is best kept raw, all weights of its kind are kept raw.
 
-    options: of `ibp.compress`, but x and codebook. By default layout is "packed" and row_bytes 4,096. TypeError: an
-    option is none of `ibp.compress`."""
+    Args:
+        options: options of `ibp.compress` other than x and codebook. By default layout is "packed" and row_bytes is
+            4,096.
+
+    Raises:
+        TypeError: `ibp.compress` has no such option.
+    """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         if unknown := sorted(set(options) - _OF_A_MODEL):
@@ -58,16 +70,22 @@ class WeightCompressor:
         self._learned: dict[tuple[Kind, int | None], Learner[AnyCodebook]] = {}
 
     def code(self, name: str, x: torch.Tensor, **defaults: Any) -> CodedWeight:
-        """As `compress`, for a weight that may have any strides."""
+        """Compresses a weight of any strides. Arguments as in `compress`."""
         ordered = x.permute(memory_order(x))
         if not ordered.is_contiguous():
             x = ordered = x.contiguous()
         return CodedWeight(self.compress(name, ordered, **defaults), x.shape, x.stride())
 
     def compress(self, name: str, x: torch.Tensor, **defaults: Any) -> CompressedTensor:
-        """A table of the weight x, called `name` in its model. defaults: options where none were given for all."""
+        """Returns a table of a weight.
+
+        Args:
+            name: the name of the weight in its model.
+            x: the weight.
+            defaults: options for this weight. They apply only if the constructor was not given the same options.
+        """
         options = {"layout": "packed", "row_bytes": ROW_BYTES, **defaults, **self._options}
-        kind = kind_of(name, x.shape, x.dtype), options["row_bytes"]  # a codebook is for rows of one length
+        kind = kind_of(name, x.shape, x.dtype), options["row_bytes"]  # A codebook is for rows of one length.
         if kind in self._learned:
             learned = self._learned[kind]
             of_memory = {key: value for key, value in options.items() if key not in _OF_LEARNING}
@@ -84,7 +102,7 @@ class WeightCompressor:
 
 
 def memory_order(x: torch.Tensor) -> tuple[int, ...]:
-    """Dimensions from the largest stride to the smallest, so that `x.permute(order)` is contiguous if x is dense; as
-    they are where memory has gaps or holds elements twice."""
+    """Returns the dimensions of x from the largest stride to the smallest, so that `x.permute(order)` is contiguous if
+    x is dense. If x has gaps in memory or overlaps itself, returns the dimensions in their own order."""
     order = tuple(sorted(range(x.dim()), key=lambda dim: (-x.stride()[dim], dim)))
     return order if x.permute(order).is_contiguous() else tuple(range(x.dim()))
