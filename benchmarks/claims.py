@@ -1349,8 +1349,10 @@ def loads(results):
         if not all(arms):
             continue
         case, card_gib, requests, prompt, new = key
-        names = ("tokens_per_s", "bound_tokens_per_s", "ttft_ms", "kv_tokens")
-        rates, bounds, first, fitting = ([statistics.fmean(row[name] for row in arm) for arm in arms] for name in names)
+        names = ("tokens_per_s", "bound_tokens_per_s", "ttft_ms", "between_ms", "kv_tokens")
+        rates, bounds, first, between, fitting = (
+            [statistics.fmean(row[name] for row in arm) for arm in arms] for name in names
+        )
         lines.append(
             [
                 f"{case.removesuffix('-random')}, {card_gib:g} GiB",
@@ -1359,13 +1361,16 @@ def loads(results):
                 f"{rates[1] / rates[0]:.2f}",
                 f"{bounds[1] / bounds[0]:.2f}",
                 " and ".join(map(fine_number, first)),
+                " and ".join(map(fine_number, between)),
                 " and ".join(f"{tokens:,.0f}" for tokens in fitting),
             ]
         )
     heads = ["model, card", "requests x prompt + new tokens", "tokens/s, plain", "tokens/s, ibp", "times", "at most"]
-    heads += ["ms to the first token, plain and ibp", "tokens of KV that fit, plain and ibp"]
-    return f"vLLM with random weights, from 0.95 of a card's memory {source(results, 'serve_vllm')}:\n\n" + markdown(
-        heads, lines
+    heads += ["ms to the first token, plain and ibp", "ms between tokens, plain and ibp"]
+    heads += ["tokens of KV that fit, plain and ibp"]
+    return (
+        f"vLLM with random weights. It may use 95 % of the card's memory {source(results, 'serve_vllm')}:\n\n"
+        + markdown(heads, lines)
     )
 
 
@@ -1400,7 +1405,6 @@ def headline(results):
 
     tensor = {way: number(gbps) for way, gbps in charts.tensor_rates(results.rows("stream")).items()}
     nvcomp = max(saving for method, saving in saved.items() if method.startswith(NVCOMP))
-    others = f"nvCOMP {savings_text(nvcomp)}, zstd {savings_text(saved[ratio.ZSTD])}"
     lines = [
         [f"random rows of {size_name(charts.ROW_BYTES)}, BF16", way, rate("planes slots", **normal)]
         for way in (
@@ -1409,18 +1413,20 @@ def headline(results):
             f"a kernel that reads raw rows {rate('raw rows', **normal)}",
         )
     ]
-    lines += [
+    lines.append(
         [
             "random rows of Citeseer's features",
-            f"raw rows {rate('raw rows', case='citeseer')}",
+            f"a kernel that reads raw rows {rate('raw rows', case='citeseer')}",
             rate("planes slots", case="citeseer"),
-        ],
-        [
-            "a whole BF16 tensor",
-            f"`copy_` {tensor[charts.RAW_COPY]}, nvCOMP, pipelined {tensor[charts.NVCOMP]}",
-            tensor[charts.IBP],
-        ],
-        ["bytes saved of BF16 N(0, 0.02)", others, savings_text(saved["planes"])],
+        ]
+    )
+    lines += [
+        ["a whole BF16 tensor", way, tensor[charts.IBP]]
+        for way in (f"`copy_` {tensor[charts.RAW_COPY]}", f"nvCOMP, pipelined {tensor[charts.NVCOMP]}")
+    ]
+    lines += [
+        ["bytes saved of BF16 N(0, 0.02)", way, savings_text(saved["planes"])]
+        for way in (f"nvCOMP's best {savings_text(nvcomp)}", f"zstd {savings_text(saved[ratio.ZSTD])}")
     ]
     return (
         f"GB/s of original bytes, from pinned host memory ({machine(gather)[2:]}; whole tensors and nvCOMP by "
@@ -1443,25 +1449,30 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "602 FP32 values {gnn|epoch_s|dense 602, batch 1024|ibp}, {gnn|epoch_s|dense 602, batch 1024|raw rows} and "
     "{gnn|epoch_s|dense 602, batch 1024|cpu pipelined} s. With dense rows of 400 bytes raw rows are faster: "
     "{gnn|epoch_s|dense 100, batch 1024|raw rows} s, compressed {gnn|epoch_s|dense 100, batch 1024|ibp} s {from gnn}.",
-    "gnn_cache": "A cache of 1 % of the features' bytes holds "
-    "{gnn_cache|held_rows|pubmed|ibp, cache of 1 % / raw rows, cache of 1 %} times as many of Pubmed's rows coded as "
-    "raw, and {gnn_cache|held_rows|dense 768|ibp, cache of 1 % / raw rows, cache of 1 %} times as many dense BF16 "
-    "rows. An epoch on Pubmed takes {gnn_cache|epoch_s|pubmed|ibp, cache of 1 %} s with it, "
-    "{gnn_cache|epoch_s|pubmed|raw rows, cache of 1 %} with raw rows and cache, "
-    "{gnn_cache|epoch_s|pubmed|ibp} with coded rows alone; on dense rows "
-    "{gnn_cache|epoch_s|dense 768|ibp, cache of 1 %}, {gnn_cache|epoch_s|dense 768|raw rows, cache of 1 %} and "
-    "{gnn_cache|epoch_s|dense 768|ibp} s {from gnn_cache}.",
-    "lookups": "Look-ups in 26 BF16 tables of 40 GiB with rows of 2 KiB come at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|ibp} GB/s, as raw rows by the GPU at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|raw rows}, by the CPU's gather and copy at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|cpu gather + copy}, pipelined at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|cpu pipelined} (Zipf's law, batches of 65,536); with a cache of 2 % of "
-    "the bytes at {dlrm|gbps|40 GiB, Zipf, batch 65,536|ibp + cache}, raw rows with the same cache at "
-    "{dlrm|gbps|40 GiB, Zipf, batch 65,536|raw + cache}. Rows of 128 bytes gain nothing: BF16 "
+    "gnn_cache": "Compressed rows let a cache of 1 % of the features' bytes hold more rows {from gnn_cache}:\n\n"
+    "| features | rows in the cache, times those of a raw cache | epoch with compressed rows and the cache "
+    "| epoch with raw rows and the cache | epoch with compressed rows, no cache |\n"
+    "| --- | --- | --- | --- | --- |\n"
+    "| Pubmed | {gnn_cache|held_rows|pubmed|ibp, cache of 1 % / raw rows, cache of 1 %} "
+    "| {gnn_cache|epoch_s|pubmed|ibp, cache of 1 %} s | {gnn_cache|epoch_s|pubmed|raw rows, cache of 1 %} s "
+    "| {gnn_cache|epoch_s|pubmed|ibp} s |\n"
+    "| dense BF16 rows | {gnn_cache|held_rows|dense 768|ibp, cache of 1 % / raw rows, cache of 1 %} "
+    "| {gnn_cache|epoch_s|dense 768|ibp, cache of 1 %} s | {gnn_cache|epoch_s|dense 768|raw rows, cache of 1 %} s "
+    "| {gnn_cache|epoch_s|dense 768|ibp} s |",
+    "lookups": "Look-ups of 65,536 ids by Zipf's law, in 26 BF16 tables of 40 GiB with rows of 2 KiB {from dlrm}:\n\n"
+    "| how rows come | GB/s | with a cache of 2 % of the bytes |\n| --- | --- | --- |\n"
+    "| compressed | {dlrm|gbps|40 GiB, Zipf, batch 65,536|ibp} "
+    "| {dlrm|gbps|40 GiB, Zipf, batch 65,536|ibp + cache} |\n"
+    "| raw, read by the GPU | {dlrm|gbps|40 GiB, Zipf, batch 65,536|raw rows} "
+    "| {dlrm|gbps|40 GiB, Zipf, batch 65,536|raw + cache} |\n"
+    "| gathered by the CPU while the batch before is copied | {dlrm|gbps|40 GiB, Zipf, batch 65,536|cpu pipelined} "
+    "| |\n"
+    "| gathered by the CPU, then copied | {dlrm|gbps|40 GiB, Zipf, batch 65,536|cpu gather + copy} | |\n\n"
+    "Rows of 128 bytes gain nothing: BF16 "
     "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=bfloat16} GB/s, raw "
     "{dlrm|gbps|4 GiB, Zipf, batch 16,384|raw rows|row_bytes=128|dtype=bfloat16}; FP16 "
     "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=float16}, by the CPU, pipelined, "
-    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|cpu pipelined|row_bytes=128|dtype=float16} {from dlrm}.",
+    "{dlrm|gbps|4 GiB, Zipf, batch 16,384|cpu pipelined|row_bytes=128|dtype=float16}.",
     "dlrm_train": "A training step with row-wise Adagrad on 512-byte BF16 rows, ids by Zipf's law, takes "
     "{dlrm_train|us|Zipf 1.05|ibp|dtype=bfloat16|row_bytes=512} with coded rows, "
     "{dlrm_train|us|Zipf 1.05|raw rows|dtype=bfloat16|row_bytes=512} with raw ones, "
@@ -1475,11 +1486,18 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{kv_pages|gbps|load|ibp, alone|sms=16}; one raw copy moves {kv_pages|gbps|load|copied, alone} GB/s, raw copies "
     "page by page {kv_pages|gbps|load|copied page by page, alone} {from kv_pages}.",
     "kv_transfer": sent_pages,
-    "served": "vLLM's GPU keeps a quarter of 16 prompts, and host memory has no room for all others raw: "
-    "{serve_vllm|found|llama-8-layers-random|coded KV} of the tokens were found with compressed pages, "
-    "{serve_vllm|found|llama-8-layers-random|raw KV} with raw ones; {serve_vllm|equal|llama-8-layers-random|coded KV} "
-    "of 28 answers are plain's with compressed pages, {serve_vllm|equal|llama-8-layers-random|raw KV} with raw ones "
-    "{from serve_vllm}.",
+    "served": "A test of offloaded keys and values in vLLM asks 16 prompts twice, with random weights. The GPU keeps a "
+    "quarter of their keys and values, and host memory has no room for all others raw {from serve_vllm}:\n\n"
+    "| pages in host memory | tokens that were found, not computed anew | tokens/s of one prompt, and of four together "
+    "| answers that are those of vLLM without offloading |\n| --- | --- | --- | --- |\n"
+    "| compressed | {serve_vllm|found|llama-8-layers-random|coded KV} "
+    "| {serve_vllm|tokens_per_s|llama-8-layers-random|coded KV} and "
+    "{serve_vllm|batch_tokens_per_s|llama-8-layers-random|coded KV} "
+    "| {serve_vllm|equal|llama-8-layers-random|coded KV} of 28 |\n"
+    "| raw | {serve_vllm|found|llama-8-layers-random|raw KV} "
+    "| {serve_vllm|tokens_per_s|llama-8-layers-random|raw KV} and "
+    "{serve_vllm|batch_tokens_per_s|llama-8-layers-random|raw KV} "
+    "| {serve_vllm|equal|llama-8-layers-random|raw KV} of 28 |",
     "kv_rows": "One token in ten, chosen at random, comes at {kv_rows|gbps|8 x 128|ibp|sms=132} GB/s as rows of 256 "
     "bytes, raw by a kernel at {kv_rows|gbps|8 x 128|raw by kernel} and by the CPU's gather at "
     "{kv_rows|gbps|8 x 128|cpu index + copy}; where a cache has nine of ten, at {kv_rows|gbps|8 x 128|ibp, cache}, of "

@@ -138,18 +138,21 @@ def test_loads_of_an_engine(tmp_path):
     results = write(
         tmp_path,
         "serve_vllm",
-        columns + "kv_tokens,gpu",
+        columns + "between_ms,kv_tokens,gpu",
         *(
-            "big-random,plain,79,256,128,1024,1,900,2000,50,1000,H",
-            "big-random,plain,79,256,128,1024,2,1100,2000,70,1000,H",
+            "big-random,plain,79,256,128,1024,1,900,2000,50,20,1000,H",
+            "big-random,plain,79,256,128,1024,2,1100,2000,70,30,1000,H",
         ),
-        *("big-random,coded weights,79,256,128,1024,2,1500,3000,40,2500,H", "big-random,plain,79,1,8,8,1,5,9,9,9,H"),
-        "toy,plain,,,,,,7,,9,,H",
+        *(
+            "big-random,coded weights,79,256,128,1024,2,1500,3000,40,50,2500,H",
+            "big-random,plain,79,1,8,8,1,5,9,9,9,9,H",
+        ),
+        "toy,plain,,,,,,7,,9,,,H",
     )
     text, table = claims.loads(results).split(":\n\n")
     assert text.endswith("RESULTS.md#serving-engines))")
     assert table.split("\n")[2:] == [
-        "| big, 79 GiB | 256 x 128 + 1,024 | 1,000 | 1,500 | 1.50 | 1.50 | 60.0 and 40.0 | 1,000 and 2,500 |"
+        "| big, 79 GiB | 256 x 128 + 1,024 | 1,000 | 1,500 | 1.50 | 1.50 | 60.0 and 40.0 | 25.0 and 50.0 | 1,000 and 2,500 |"
     ]
 
 
