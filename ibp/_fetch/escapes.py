@@ -14,8 +14,8 @@ from .._rows.table import Table, handle_on
 from .._schemes import PlanesCodebook
 from .streaming import decode_items, decompress
 
-# A regular row has at most 64 escapes, or one in 128 columns: adding their products then takes about as long as
-# decoding the row.
+# A regular row has at most 64 escapes, or at most one in 128 columns. To add the products of this many escapes takes
+# about as long as to decode the row.
 MOST_OF_A_ROW, COLUMNS_AN_ESCAPE = 64, 128
 _LEAST_ROWS = 16  # The kernel takes matrices of at least this many rows.
 COLUMN_UNIT = 32  # The kernel takes rows whose number of columns is a multiple of this.

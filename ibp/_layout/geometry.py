@@ -363,7 +363,7 @@ def given_tensor(x: _Given | np.ndarray, name: str = "x") -> _Given | torch.Tens
         raise TypeError(f"{name} is an array of {x.dtype}; wanted a dtype that torch has")
     if any(stride < 0 or stride % x.dtype.itemsize for stride in x.strides):
         x = x.copy()
-    if x.dtype.kind == "V":  # a dtype of ml_dtypes, in which numpy sees bytes alone
+    if x.dtype.kind == "V":  # numpy sees a dtype of ml_dtypes as plain bytes.
         return as_tensor(x.view(f"u{x.dtype.itemsize}")).view(dtype)
     return as_tensor(x)
 

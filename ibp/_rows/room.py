@@ -171,7 +171,7 @@ def _own_bases(
         ends[:num_rows] = taken
         before = ends.view(-1, _GROUP).cumsum(1).view(-1)[:num_rows] - taken
         own = bases.repeat_interleave(_GROUP)[:num_rows] + before
-    # A part that lies at any byte may end where the next one begins.
+    # Only an aligned part may be rounded up to whole sectors: the next part may begin directly behind an unaligned one.
     is_aligned = own % _SECTOR == 0 if slot_bytes else torch.zeros_like(own, dtype=torch.bool)
     rooms = (parts + torch.where(is_aligned, _SECTOR - 1, 0)) // _SECTOR
     own = torch.where(parts > 0, own, _NO_BASE)

@@ -229,7 +229,7 @@ def _relearned(table: torch.Tensor, assigned: torch.Tensor, relearn: Relearn) ->
 # float32. For more clusters it looks at fewer bits, so that its time does not grow with the number of clusters.
 _SAMPLE_BITS, _FULL_SAMPLE_CLUSTERS = 1 << 26, 64
 _ROUNDS = 8  # Largest number of iterations.
-_MOST_SEEDS = 1 << 16  # Seeds are drawn from at most so many rows; torch.multinomial takes at most 2^24.
+_MOST_SEEDS = 1 << 16  # Seeds are drawn from at most this many rows; torch.multinomial takes at most 2^24.
 
 
 def kmeans(table: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,10 +1,11 @@
-"""Which codebook: the options of `ibp.compress`, the table of schemes, and the choice between them; and the `Learner`,
-which says for data of a kind when a codebook is learned anew.
+"""Decides which codebook a tensor gets: the options of `ibp.compress`, the table of schemes, and the choice among them.
+The `Learner` decides when a codebook for data of one kind is learned anew.
 
-`learn` finds the codebook of a `Request`, which is the rows of a tensor and the options. Scheme "auto" learns a
-codebook of every scheme that may be best, measures a sample of the rows with each, and chooses by what the whole table
-would cost. For slots a scheme must not be slower than raw rows: the link brings a row's sectors and the decoder
-rebuilds the row, and the slower of the two decides. Packed rows and `compress(inplace=True)` are chosen by their bytes.
+`learn` finds the codebook for a `Request`, which holds the rows of a tensor and the options. Scheme "auto" learns a
+codebook of every scheme that may be best, measures a sample of the rows with each codebook, and chooses by the expected
+cost of the whole table. If the table has slots, a scheme must not be slower than raw rows: the link brings a row's
+sectors while the decoder rebuilds rows, and the slower of the two determines the time. For packed rows and for
+`compress(inplace=True)` the choice depends only on the bytes.
 """
 
 from __future__ import annotations
@@ -27,21 +28,24 @@ from . import masks, planes
 from .clusters import check_clusters, split
 from .codebook import AnyCodebook, check_codebook, coder_rates, measure, work_of
 
+# Sizes of the samples of a `Request`. `rows` are at least _LEAST_ROWS rows. `few_rows` are a share of _FEW_SHARE of the
+# table's rows, but at least _LEAST_FEW_ROWS rows. `host_rows` are about _HOST_ELEMENTS elements, but at least
+# _LEAST_HOST_ROWS rows.
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _HOST_ELEMENTS, _LEAST_HOST_ROWS = 1 << 19, 16
 _FEW_SHARE = 0.01
-# Bytes that an analysis without a given sample looks at. A codebook a table loses at most 0.07 points of savings at 1 %
-# of the rows (benchmarks/sampling.py).
+# Bytes that an analysis looks at if the caller does not say how large the sample is. If a table has one codebook, a
+# sample of 1 % of its rows loses at most 0.07 points of savings (benchmarks/sampling.py).
 _SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
-# The coded bytes of a scheme are at least this share of their estimate (0.985 to 1.03 on the sets of ratio.csv).
+# The coded bytes of a scheme are at least this share of their estimate (0.985 to 1.03 on the data sets of ratio.csv).
 ESTIMATE_MARGIN = 0.98
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Holds the arguments of `ibp.compress` other than x and inplace; its docstring describes them. All code below
-    `ibp.compress` reads them from here. `checked` checks them as far as that needs no tensor."""
+    """Holds the arguments of `ibp.compress` other than x and inplace. The docstring of `ibp.compress` describes them.
+    All code that `ibp.compress` calls reads them from here. `checked` checks what can be checked without the tensor."""
 
     scheme: str = "auto"
     chunk_bytes: int | None = None
@@ -60,9 +64,11 @@ class Options:
 
 
 def checked(options: Options) -> Options:
-    """Returns the options, checked as far as that needs no tensor. Numbers of numpy and of tensors become Python's own.
+    """Checks the options as far as possible without the tensor, and returns them. Numbers of numpy, and numbers in
+    tensors, become numbers of Python.
 
-    Only the options that a codebook is learned by are checked. The others depend on the tensor, as the codebook does.
+    Only the options that say how a codebook is learned are checked. The other options, and a given codebook, can be
+    checked only with the tensor.
 
     Raises:
         TypeError: an option is of another type.
@@ -102,16 +108,18 @@ class Request:
     Attributes:
         data: the bytes of the tensor, uint8 [geometry.num_bytes].
         geometry: how these bytes are cut into rows.
-        device: where the codebook is learned and the rows are coded.
-        options: checked by `checked`.
-        slot_bytes: the size of the table's slots; 0: the table is packed; None: the size is still to be chosen.
+        device: the device that learns the codebook and encodes the rows.
+        options: the options, which `checked` has checked.
+        slot_bytes: bytes of a slot of the table. 0: the table is packed. None: the size is still to be chosen.
         paper: an option of scheme "ibp" (see `ibp.codecs.analyze`).
-        codes_invariant: whether the codebook has a coded form for every row, also for rows that lack what all sampled
-            rows have in common.
-        in_place: whether rows stay where they are, so that "auto" takes the scheme of fewest bytes.
-        near: returns the bytes in memory of the device, if they are copied there ahead; None: they are not.
-        measured: the codebooks that were learned from `host_rows`, each with the lengths that these rows have with it,
-            and the survey of the lengths.
+        codes_invariant: whether the codebook must have a coded form for every row, also for rows that lack what all
+            sampled rows have in common.
+        in_place: whether the rows stay in the tensor's own memory, so that "auto" takes the scheme with the fewest
+            bytes.
+        near: a function that returns the bytes in memory of the device, to which they are copied ahead of their use.
+            None: they are not copied ahead.
+        measured: the codebooks that were learned from `host_rows`, each with the lengths of these rows and the survey
+            of the lengths.
     """
 
     data: torch.Tensor
@@ -129,8 +137,8 @@ class Request:
 
     @classmethod
     def of(cls, x: torch.Tensor, options: Options, paper: bool = False) -> Request:
-        """Returns the rows of a tensor, which `check_tensor` has checked. The options are checked here, without the
-        tensor and with it.
+        """Returns a request for the rows of a tensor, which `check_tensor` has checked. All options are checked here,
+        both those that need the tensor and those that do not.
 
         Raises:
             TypeError: an option is of another type.
@@ -152,8 +160,8 @@ class Request:
 
     @functools.cached_property
     def rows(self) -> torch.Tensor:
-        """Sampled whole rows on the device, uint8 [n * row_bytes]. A table of one short row gives that row, with
-        zeros."""
+        """Sampled whole rows on the device, uint8 [n * row_bytes]. If the tensor is shorter than a row, it is the
+        tensor's bytes, filled up with zeros."""
         geometry = self.geometry
         if 0 < geometry.num_bytes < geometry.row_bytes:
             return torch.nn.functional.pad(self.data, (0, geometry.row_bytes - geometry.num_bytes)).to(self.device)
@@ -179,8 +187,8 @@ class Request:
 
     @functools.cached_property
     def host_rows(self) -> torch.Tensor:
-        """Sampled whole rows on the CPU, about 2^19 elements: the core learns symbols from them, and "auto" measures
-        them with every scheme."""
+        """Sampled whole rows on the CPU, about 2^19 elements. The core learns symbols from these rows, and "auto"
+        measures them with every scheme."""
         geometry = self.geometry
         if geometry.num_bytes < geometry.row_bytes:
             return self.rows.cpu()
@@ -190,7 +198,8 @@ class Request:
         return staging.to_host(_rows.sample(self.data, geometry.row_bytes, wanted))
 
     def known(self, codebook: AnyCodebook) -> tuple[torch.Tensor, _rows.Survey] | None:
-        """Returns what `measured` says of a codebook; None if it was not learned from `host_rows`."""
+        """Returns the lengths and the survey that `measured` holds for a codebook, or None if the codebook was not
+        learned from `host_rows`."""
         return next(((lengths, survey) for learned, lengths, survey in self.measured if learned is codebook), None)
 
 
@@ -199,16 +208,17 @@ class Request:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How codebooks of a scheme are learned. A new scheme is a file in this folder and a row in `SCHEMES` (and what
-    csrc/FORMAT.md and csrc/core/schemes.h say of it).
+    """How codebooks of a scheme are learned. A new scheme needs a file in this folder and a row in `SCHEMES`, besides
+    its entries in csrc/FORMAT.md and csrc/core/schemes.h.
 
     Attributes:
-        learn: finds a codebook for a request; None: raw rows are best.
-        estimates: (rows, row_bytes, num_rows): returns upper bounds of the share of a table's bytes that the scheme
-            saves, the one that is found soonest first, by a sample of its rows on the CPU, uint8 [n * row_bytes]; None
-            if learning takes no longer.
-        relearn: (codebook, rows, sizes, options): returns codebooks of the same form, one for each group of rows; rows
-            is uint8 [n * row_bytes], with the rows of a group next to each other, and sizes are their numbers.
+        learn: a function of a request that returns a codebook, or None if raw rows are best.
+        estimates: a function of (rows, row_bytes, num_rows) that returns upper bounds of the share of a table's bytes
+            that the scheme saves. The bound that takes the least time to find comes first. rows is a sample of the
+            table's rows on the CPU, uint8 [n * row_bytes]. None: learning takes no longer than estimating.
+        relearn: a function of (codebook, rows, sizes, options) that returns codebooks of the same form, one for each
+            group of rows. rows is uint8 [n * row_bytes], with the rows of a group next to each other; sizes are the
+            numbers of rows of the groups. None: the scheme cannot learn codebooks for clusters.
         options: the arguments of `ibp.compress` and `ibp.codecs.analyze` that belong to the scheme, each with a
             function that raises ValueError for wrong values.
     """
@@ -233,7 +243,7 @@ def _masks_for(request: Request) -> AnyCodebook:
 
 
 def _planes_for(request: Request) -> AnyCodebook:
-    """Returns the best codebook of scheme planes that the device can code a table's rows with."""
+    """Returns the best codebook of scheme planes for which the device has an encoder."""
 
     def learned(codes_invariant: bool) -> planes.PlanesCodebook:
         rows, geometry, level = request.host_rows, request.geometry, request.options.level
@@ -266,13 +276,14 @@ SCHEMES: Mapping[str, Scheme] = {
         options={"level": planes.check_level},
     ),
 }
-# "auto" chooses among these and raw rows. Schemes with estimates come last: they are learned only if they may be best.
+# "auto" chooses among these schemes and raw rows. Schemes with estimates come last, because they are learned only if
+# they may still be best.
 _CODED = sorted((name for name in SCHEMES if name != "raw"), key=lambda name: SCHEMES[name].estimates is not None)
 
 
 def check_scheme(scheme: str, **options: object) -> None:
     """Raises ValueError for an unknown scheme, for wrong options, and for options of other schemes. Scheme "auto" takes
-    the options of any one scheme. An option that is None or has its default is not given."""
+    the options of any one scheme. An option that is None or has its default value counts as not given."""
     if scheme not in ("auto", *SCHEMES):
         raise ValueError(
             f"scheme is {scheme!r}; wanted one of {['auto', *SCHEMES]} (general codecs, such as 'zstd' and "
@@ -296,9 +307,9 @@ def _owner(option: str) -> str:
 
 
 def learn(scheme: str, request: Request) -> AnyCodebook | None:
-    """Returns a codebook of a scheme for a table; None for raw rows.
+    """Returns a codebook of a scheme for a table, or None for raw rows.
 
-    "auto" takes the best of all schemes on a sample (see `choose`), or the scheme whose options are given.
+    Scheme "auto" takes the scheme that is best on a sample (see `choose`), or the scheme whose options are given.
     """
     if scheme == "auto":
         options = request.options
@@ -310,8 +321,8 @@ def learn(scheme: str, request: Request) -> AnyCodebook | None:
 
 
 def learn_scheme(scheme: str, request: Request) -> AnyCodebook | None:
-    """Returns a codebook of a scheme for a table, or a codebook for each of the clusters asked for, if they pay; None
-    for raw rows."""
+    """Returns a codebook of a scheme for a table, or None for raw rows. If the options ask for clusters and clusters
+    pay, it is a clustered codebook."""
     codebook, clusters = SCHEMES[scheme].learn(request), request.options.clusters
     if codebook is None or clusters in (None, 1) or request.geometry.num_rows < 2:
         return codebook
@@ -350,18 +361,20 @@ def analyze(
 
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes, on the CPU or a GPU.
-        scheme: "ibp", "planes", or "auto" for the better one; with "auto" the result is None if raw rows are best.
-        sample: fraction of the rows to look at, in (0, 1]; at least 1,024 rows are. None: as many as `compress` looks
-            at.
-        chunk_bytes: 1, 2, 4 or 8; None takes the best. Scheme ibp only.
-        tau: one threshold for all chunks, in [0.5, 1], as in the paper. None tries 0.55 to 1 and takes the best for
-            each chunk.
-        paper: sweep one threshold for all chunks, and give every chunk a participation bit: the paper's own choice and
-            bytes.
-        level: of scheme planes, see `compress`.
+        scheme: "ibp", "planes", or "auto" for the better of the two. With "auto" the result is None if raw rows are
+            best.
+        sample: the fraction of the rows to look at, in (0, 1]. The analysis looks at 1,024 rows or more in any case.
+            None: as many rows as `compress` looks at.
+        chunk_bytes: bytes of a chunk, 1, 2, 4 or 8, for scheme "ibp" only. None: the best size.
+        tau: one threshold for all chunks, in [0.5, 1], as in the paper. None: the best mask is taken for each chunk;
+            thresholds from 0.55 to 1 are tried.
+        paper: whether to use one threshold for all chunks, the best one unless tau is given, and to give every chunk a
+            participation bit. The coded bytes are then those of the paper.
+        level: the level of scheme "planes", see `compress`.
         row_bytes: bytes of a row, see `compress`.
-        device: where the analysis runs. None: x's GPU, else the current GPU if there is one, else the CPU.
-        progress: show a progress bar.
+        device: the device that runs the analysis. None: the GPU that x is on, or otherwise the current GPU if there is
+            one, or otherwise the CPU.
+        progress: whether to show a progress bar.
 
     Raises:
         TypeError: x is not a dense tensor of a supported dtype.
@@ -381,17 +394,18 @@ def analyze(
 
 @dataclass(frozen=True)
 class Candidate:
-    """What a table of all rows is expected to cost with a codebook, by rows that were measured with it.
+    """The expected cost of a table of all rows with a codebook, estimated from rows that were measured with it.
 
     Attributes:
-        codebook: None for raw rows.
+        codebook: the codebook; None for raw rows.
         stored_bytes: bytes of the coded rows and the codebook, as `table.stored_bytes`.
         slot_bytes: bytes of a slot; 0 for packed rows.
-        nbytes: all memory that the table takes, as `table.nbytes`.
-        link_bytes: the sectors that fetching every row once reads, as `table.link_bytes`.
-        fetch_bytes: link_bytes, the price of second fetches of rows that overflow their slot, and the codebook.
+        nbytes: bytes of all memory that the table takes, as `table.nbytes`.
+        link_bytes: bytes of the sectors that are read to fetch every row once, as `table.link_bytes`.
+        fetch_bytes: link_bytes, plus the price of the second fetches of rows that overflow their slot, plus the bytes
+            of the codebook.
         index_bytes: bytes of lengths and bases.
-        row_ns: time in which a GPU fetches a row from pinned memory, in ns, by the calibration in force.
+        row_ns: time, in ns, in which a GPU fetches a row from pinned memory, by the calibration in force.
     """
 
     codebook: AnyCodebook | None
@@ -409,8 +423,8 @@ class Candidate:
 
 
 def compare(request: Request) -> list[Candidate]:
-    """Returns a candidate of every scheme, measured on the same sample of the table's rows; raw rows first. A scheme
-    whose rows would take more bytes than x is left out."""
+    """Returns a candidate of every scheme, measured on the same sample of the table's rows. Raw rows come first. A
+    scheme is left out if its table would not take fewer bytes than x."""
     found = [_raw(request)]
     for scheme in _CODED if request.geometry.num_bytes else ():
         found += _coded(request, learn_scheme(scheme, request), request.few_rows, request.device)
@@ -418,16 +432,16 @@ def compare(request: Request) -> list[Candidate]:
 
 
 def exact(request: Request, codebook: AnyCodebook) -> list[Candidate]:
-    """Returns raw rows, and all rows measured with a codebook if they take fewer bytes."""
+    """Returns the candidate of raw rows, and that of a codebook, measured on all rows, if it takes fewer bytes."""
     return [_raw(request), *_coded(request, codebook, request.data, request.device, request.options.progress)]
 
 
 def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
-    """Returns the best of the candidates, the first of which are raw rows.
+    """Returns the best of the candidates, the first of which has to be raw rows.
 
-    In place: the scheme of fewest stored bytes. Packed: the same, or raw rows if the index takes as many bytes as the
-    scheme saves. Slots: the scheme that fetches the fewest bytes, among candidates that a GPU fetches faster than raw
-    rows, or as fast and from less memory; raw rows if there is none.
+    In place, it is the candidate with the fewest stored bytes. For packed rows, the bytes of the index count, too. For
+    slots, only those candidates count that a GPU fetches faster than raw rows, or as fast as raw rows and from less
+    memory; among these it is the candidate that fetches the fewest bytes. If there are none, it is raw rows.
     """
     raw, coded = candidates[0], candidates[1:]
     if in_place:
@@ -439,8 +453,8 @@ def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
 
 
 def _best(request: Request) -> Candidate:
-    """Returns what `choose` takes, by fewer rows than `compare` looks at. A scheme that cannot be best is not
-    learned."""
+    """Returns the candidate that `choose` takes, measured on fewer rows than `compare` looks at. A scheme that cannot
+    be best is not learned."""
     candidates, geometry = [_raw(request)], request.geometry
     for name in _CODED if geometry.num_bytes else ():
         estimates = SCHEMES[name].estimates
@@ -454,8 +468,12 @@ def _best(request: Request) -> Candidate:
 
 
 def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
-    """Returns whether a scheme that is estimated to save that share of a table's bytes may be better than the best one
-    so far. With slots it must save a sector of raw rows."""
+    """Returns whether a scheme may be better than the best candidate so far. If raw rows are the best so far and the
+    table has slots, the scheme has to save at least one sector of a row.
+
+    Args:
+        savings: the share of the table's bytes that the scheme is estimated to save.
+    """
     row_bytes, savings = request.geometry.row_bytes, 1 - (1 - savings) * ESTIMATE_MARGIN
     if best.codebook is None and request.slot_bytes != 0:
         sectors = math.ceil(row_bytes * (1 - savings) / _rows.SECTOR_BYTES)
@@ -464,7 +482,7 @@ def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
 
 
 def _raw(request: Request) -> Candidate:
-    """Returns the candidate of raw rows, for which no row needs to be measured."""
+    """Returns the candidate of raw rows. No rows have to be measured for it."""
     geometry, row_bytes = request.geometry, request.geometry.row_bytes
     link_bytes, machine = geometry.raw_link_bytes(), calibration.in_force(request.device)
     time = row_ns(None, row_bytes, row_bytes, link_bytes / max(1, geometry.num_rows), machine)
@@ -474,11 +492,12 @@ def _raw(request: Request) -> Candidate:
 def _coded(
     request: Request, codebook: AnyCodebook | None, rows: torch.Tensor, device: torch.device, progress: bool = False
 ) -> list[Candidate]:
-    """Returns the candidate of a codebook; an empty list if the table would take no fewer bytes than raw rows.
+    """Returns a list of the candidate of a codebook. The list is empty if there is no codebook or no row, or if the
+    table would not take fewer bytes than raw rows.
 
     Args:
-        rows: a sample of the request's, or all of its data.
-        device: measures the rows with the codebook.
+        rows: a sample of the request's rows, or all of its data.
+        device: the device that measures the rows with the codebook.
     """
     geometry = request.geometry
     if codebook is None or not geometry.num_bytes:
@@ -490,7 +509,7 @@ def _coded(
     else:
         lengths = measure(rows, codebook, device, progress)
         survey = sampled.survey(lengths)
-    scale = geometry.num_bytes / sampled.num_bytes  # A short last row counts as what it is.
+    scale = geometry.num_bytes / sampled.num_bytes  # The ratio of bytes counts a short last row correctly.
     stored_bytes = round(survey.stored * scale) + codebook.nbytes
     if stored_bytes >= geometry.num_bytes:
         return []
@@ -500,7 +519,7 @@ def _coded(
     words = codebook.words(_CPU)
     nbytes = geometry.slots_size(slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
     link_bytes = sampled.link_bytes(lengths, slot_bytes, found=survey)
-    second_fetches = survey.spilled(slot_bytes)[0] if slot_bytes else 0  # of rows that overflow their slot
+    second_fetches = survey.spilled(slot_bytes)[0] if slot_bytes else 0  # one for each row that overflows its slot
     fetched_bytes = link_bytes + second_fetches * _rows.SECOND_FETCH_BYTES
     stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
     found = Candidate(
@@ -522,30 +541,34 @@ def row_ns(
     """Returns the time in which a GPU fetches a row from pinned memory and rebuilds it, in ns.
 
     Args:
-        codebook: what the rows are coded with; None for raw ones.
+        codebook: the codebook of the rows; None for raw rows.
         row_bytes: bytes of a row.
-        stored_bytes, link_bytes: bytes of a mean row as coded, and of the sectors that fetching it reads.
-        machine: whose rates to reckon with.
+        stored_bytes: bytes of a mean row as coded.
+        link_bytes: bytes of the sectors that are read to fetch a mean row.
+        machine: the calibration whose rates are used.
     """
     if codebook is None:
         return max(link_bytes / machine.read_gbps, machine.least_row_ns)
     rates, work = coder_rates(codebook, machine), work_of(codebook, row_bytes, stored_bytes)
     fetch_ns = max(link_bytes / (machine.read_gbps * machine.coded_read_share), machine.least_row_ns)
-    # The decoder writes the row to device memory.
+    # While the decoder works, the row is also written to device memory, at memset_gbps.
     return max(fetch_ns, row_bytes / machine.memset_gbps, rates.least_row_ns, work / rates.work_per_ns)
 
 
 # ---- one codebook for data of a kind -------------------------------------------------------------------------------
-# Learning a codebook takes far longer than coding with it, so weights, caches, activations and messages of a kind share
-# one, which is learned from a sample. It is learned anew, or other data get a codebook of their own, if it saves
-# clearly less of them.
+# Learning a codebook takes far longer than encoding with it, so weights, caches, activations and messages of one kind
+# share a codebook, which is learned from a sample. If the codebook saves clearly less on other data of the kind, it is
+# learned anew, or these data get a codebook of their own.
 
-ROW_BYTES = 4096  # of weights: longer rows save 0.1 % more and keep fewer warps of a multiprocessor busy
-LEAST_BYTES = 4096  # A smaller tensor is one row, whose fetch costs the same whatever its bytes.
-CLEARLY_LESS = 0.01  # of the original bytes
-_DRIFT = 0.02  # of the original bytes: learning anew interrupts work, so it waits for more than a clear loss
-_GROWTH = 2.0  # A codebook is learned anew after at least this many times the uses before it was learned.
-_MOST_TIMES = 3  # If each misfit is sent twice, data travel raw after a codebook was learned anew so often.
+ROW_BYTES = 4096  # Bytes of a row of weights. Longer rows save 0.1 % more, but keep fewer warps of an SM busy.
+LEAST_BYTES = 4096  # A smaller tensor is a single row, whose fetch takes the same time for any number of bytes.
+CLEARLY_LESS = 0.01  # Savings are clearly less if they are lower by more than this share of the original bytes.
+# A codebook has drifted if its savings are lower by more than this share of the original bytes. The share is larger
+# than CLEARLY_LESS, because learning anew interrupts other work.
+_DRIFT = 0.02
+_GROWTH = 2.0  # A codebook that was learned for use n is learned anew at use _GROWTH * n or later.
+# If data that do not fit have to be sent twice, they are sent raw after the codebook was learned anew this many times.
+_MOST_TIMES = 3
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 Kind = tuple[str, torch.Size, torch.dtype]
@@ -553,8 +576,8 @@ _Found = TypeVar("_Found")
 
 
 def kind_of(name: str, shape: torch.Size, dtype: torch.dtype) -> Kind:
-    """Returns the kind of a tensor: its shape, dtype, and its name without the numbers between dots, so that
-    `layers.0.fc1.weight` and `layers.1.fc1.weight` are of one kind."""
+    """Returns the kind of a tensor: its name without the numbers between dots, its shape and its dtype. The tensors
+    `layers.0.fc1.weight` and `layers.1.fc1.weight` are of the same kind, if their shapes and dtypes are equal."""
     return _NUMBER.sub("#", name), shape, dtype
 
 
@@ -567,13 +590,16 @@ def learned_from(
     level: str = "default",
     num_rows: int | None = None,
 ) -> AnyCodebook | None:
-    """Returns a codebook for data of a kind that come later: every row has a coded form, also rows that lack what the
-    sample's rows have in common. None: raw rows are best.
+    """Returns a codebook for later data of the same kind as a sample, or None if raw rows are best. The codebook has a
+    coded form for every row, also for rows that lack what all rows of the sample have in common.
 
     Args:
-        rows: uint8 [n * row_bytes], a sample.
-        dtype: of the elements.
-        num_rows: over which the codebook's own bytes are spread; None: the sample's.
+        rows: uint8 [n * row_bytes], the sample.
+        row_bytes: bytes of a row.
+        dtype: dtype of the elements.
+        scheme: "planes" or "ibp".
+        level: as in `ibp.compress`.
+        num_rows: the number of rows over which the bytes of the codebook are spread. None: the rows of the sample.
     """
     num_rows = rows.numel() // row_bytes if num_rows is None else num_rows
     geometry = _rows.Geometry(torch.Size((num_rows, row_bytes // dtype.itemsize)), dtype, row_bytes)
@@ -582,16 +608,17 @@ def learned_from(
 
 @dataclass
 class Learner(Generic[_Found]):
-    """Keeps what was learned for a kind of data, and says when to learn anew. From data that do not compress, or that
-    never stay as they are, it learns ever more rarely.
+    """Keeps the codebook that was learned for a kind of data, and says when to learn it anew. If the data do not
+    compress, or keep changing, it is learned ever more rarely.
 
     Attributes:
-        found: a codebook, or an object made of one; None: raw is best, or nothing was learned yet.
-        share: bytes that the data which it was learned from take, to their raw bytes; None: the data that are noted
-            next say it.
-        learned_at: number of the use that it was learned for, from 1; 0: there was none yet.
-        times: how often it was learned anew.
-        has_drifted: whether later data take clearly more, or have no room.
+        found: a codebook, or an object made from one. None: raw data are best, or nothing was learned yet.
+        share: coded bytes / raw bytes of the data that the codebook was learned from. None: the share of the data that
+            `note` is next called for will be taken.
+        learned_at: the number of the use that the codebook was learned for; uses count from 1. 0: nothing was learned
+            yet.
+        times: how many times the codebook was learned anew.
+        has_drifted: whether later data take clearly more bytes, or do not fit the room that they have.
     """
 
     found: _Found | None = None
@@ -601,27 +628,32 @@ class Learner(Generic[_Found]):
     has_drifted: bool = False
 
     def take(self, found: _Found | None, share: float | None = None, use: int = 1) -> None:
-        """Takes what was learned for a use."""
+        """Stores what was learned for a use. use: its number."""
         self.times += self.learned_at > 0
         self.found, self.share, self.learned_at, self.has_drifted = found, share, use, False
 
     def fits(self, coded_bytes: float, raw_bytes: float) -> bool:
-        """Returns whether other data of the kind, which take coded_bytes, do without a codebook of their own."""
+        """Returns whether the codebook fits other data of the kind, so that they do not need a codebook of their own.
+
+        Args:
+            coded_bytes: bytes that the other data take with the codebook.
+            raw_bytes: bytes that they take raw.
+        """
         return self.share is None or coded_bytes <= (self.share + CLEARLY_LESS) * raw_bytes
 
     def note(self, coded_bytes: float, raw_bytes: float) -> None:
-        """Notes what the newest data take."""
+        """Notes the coded and the raw bytes of the newest data, and whether the codebook has drifted."""
         if self.share is None:
             self.share = coded_bytes / raw_bytes
         self.has_drifted = coded_bytes > (self.share + _DRIFT) * raw_bytes
 
     def is_due(self, use: int) -> bool:
-        """Returns whether to learn for a use."""
+        """Returns whether a codebook should be learned for a use. use: its number."""
         if self.learned_at == 0:
             return True
         return (self.found is None or self.has_drifted) and use >= _GROWTH * self.learned_at
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether data have no room although a codebook was learned anew again and again."""
+        """Whether the codebook has drifted again although it was learned anew `_MOST_TIMES` times."""
         return self.has_drifted and self.times >= _MOST_TIMES

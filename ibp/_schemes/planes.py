@@ -272,8 +272,8 @@ class PlanesCodebook(AnyCodebook):
 
     @property
     def is_fast(self) -> bool:
-        """Whether rows are dense, with digits of two bits and symbols of at most a byte, so that the GPU has a faster
-        decoder for them (csrc/cuda/decode/decode_dense.cuh)."""
+        """Whether rows are dense, with digits of two bits and symbols of at most a byte. Most tables of floats have
+        such rows (csrc/cuda/decode/decode_pairs.cuh)."""
         return not self.listed and self.symbol_bits <= 8 and set(self.digit_bits) <= {2}
 
     @property

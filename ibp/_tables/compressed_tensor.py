@@ -242,7 +242,7 @@ class CompressedTensor(Movable, CodedManners, Table):
         moved["overflow"] = (change_overflow or change)(held["overflow"])
         kept = {name: getattr(self, name) for name in ("scheme", "row_bytes", "slot_bytes", "codebook")}
         made = type(self)(shape=self.shape if shape is None else shape, dtype=dtype or self.dtype, **kept, **moved)
-        # The memory's owner, and what pins it, live as long as any table in it.
+        # If the new table has the same memory, it also keeps the owner of the memory, and its pinning, alive.
         if any(moved[name].numel() and moved[name].data_ptr() == held[name].data_ptr() for name in TENSORS):
             made._owner, made._pinned_range = self._owner, self._pinned_range
             made._move({}, self._segment)
