@@ -66,6 +66,7 @@ OTHERS = {  # likewise; they take long, or need packages or GPUs that are not ev
     "llm --qwen": 120,
     "llm --loading": 60,
     "checkpoints": 90,
+    "dcp": 150,
     "profiles": 340,
     "scale": 90,
     "gnn_parallel": 90,

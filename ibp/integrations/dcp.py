@@ -259,15 +259,15 @@ def _write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> 
     compressor = WeightCompressor({"memory": "host"})
 
     def compressed() -> Iterator[tuple[WriteItem, CompressedTensor | torch.Tensor]]:
-        # In the caller's thread, because a tensor on a GPU is complete only in the order of this thread's stream. A
-        # tensor is compressed where it is: a GPU may be at work for the training that goes on.
+        # This runs in the caller's thread, because a tensor on a GPU is complete only in the order of this thread's
+        # stream. A tensor is compressed where it is, because the GPU of a tensor in host memory may be training.
         for item in items:
             tensor = _tensor_of(item, planner).detach()
             if is_worth_coding(tensor):
                 table = compressor.compress(item.index.fqn, tensor, device=tensor.device)
-                yield item, tensor if table.scheme == "raw" else table
+                yield item, tensor.cpu() if table.scheme == "raw" else table
             else:
-                yield item, tensor
+                yield item, tensor.cpu()
 
     def write(pair: tuple[WriteItem, CompressedTensor | torch.Tensor]) -> WriteResult:
         item, value = pair

@@ -26,6 +26,7 @@ from benchmarks import (
     codec,
     compress,
     cpu,
+    dcp,
     deltas,
     densities,
     encode_into,
@@ -717,7 +718,7 @@ def test_a_chosen_path_is_judged_by_the_fastest_named_one(monkeypatch, tmp_path)
             linear,
         ),
         *(scattered, spill, paths),
-        *(pytest.param(script, marks=pytest.mark.slow) for script in (gather, codec, activations, checkpoints)),
+        *(pytest.param(script, marks=pytest.mark.slow) for script in (gather, codec, activations, checkpoints, dcp)),
     ],
     ids=lambda script: script.__name__,
 )
