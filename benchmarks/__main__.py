@@ -46,8 +46,9 @@ SPEED = {
     "small_calls": 14,
     "host_calls": 60,
     "cpu": 26,
-}  # seconds that each script may take, the most important first
-CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25, "deltas": 20}  # as in SPEED
+}  # Each script may take this many seconds. The most important ones come first.
+# The numbers here and below are seconds, as in SPEED.
+CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25, "deltas": 20}
 CACHES = {
     "row_cache": 30,
     "dlrm": 100,
@@ -57,10 +58,11 @@ CACHES = {
     "kv_pages": 30,
     "kv_rows": 30,
     "kv_transfer": 40,
-}  # as in SPEED
-TRAINING = {"activations": 150, "sync": 90}  # as in SPEED
-CHOICES = {"transfers": 75, "copy_threads": 30, "spill": 45, "choose": 110}  # as in SPEED
-MODELS = {  # as in SPEED; a name may include options of the script
+}
+TRAINING = {"activations": 150, "sync": 90}
+CHOICES = {"transfers": 75, "copy_threads": 30, "spill": 45, "choose": 110}
+# A name may include options of the script.
+MODELS = {
     "linear": 200,
     "llm": 75,
     "llm --compiled": 125,
@@ -69,7 +71,8 @@ MODELS = {  # as in SPEED; a name may include options of the script
     "moe --layers 4": 150,
     "moe --deepseek": 90,
 }
-OTHERS = {  # as in SPEED; they take long, or need packages or GPUs that few machines have
+# These scripts take long, or need packages or GPUs that few machines have.
+OTHERS = {
     "paths": 200,
     "llm --qwen": 120,
     "llm --loading": 60,
@@ -93,8 +96,8 @@ OTHERS = {  # as in SPEED; they take long, or need packages or GPUs that few mac
 # These scripts take two GPUs if there are two.
 TWO_GPUS = {"collectives", "gnn_parallel", "row_cache", "scale", "weights"}
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms", "entries")
-GRACE_S = 5  # seconds in which a script can print what it measured
-ALL_S = 1800  # seconds that --all takes on a GPU
+GRACE_S = 5  # A script has this many seconds to print what it measured.
+ALL_S = 1800  # --all takes at most this many seconds on a GPU.
 
 
 def rows_of(paper, item):

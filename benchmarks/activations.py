@@ -59,7 +59,7 @@ from ibp._activations import coding, offload, spans
 
 from . import densities, harness, ideal, nets
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs this to be deterministic
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this setting.
 
 COLUMNS = (
     *("step_ms", "bound_ms", "peak_gb", "freed_gb", "pinned_gb", "saved_gb", "sent_gb", "outgrown_gb", "learning_s"),
@@ -73,18 +73,21 @@ IBP_FEW, BESIDE = f"ibp by {FEW_SMS} SMs", "coding beside by "
 # Compression beside a plain step is measured for these nets and numbers of SMs, and calls it at least BESIDE_CODINGS
 # times.
 BESIDE_NETS, BESIDE_SMS, BESIDE_CODINGS = ("ResNet-50", "SwiGLU 4096"), (8, 16, 32), 4
-BESIDE_BYTES, QUEUED_CYCLES = 256 << 20, 200_000_000  # few launches, and about 0.1 s, are enough to queue all of them
+# The GPU sleeps for this many cycles, about 0.1 s. The host can queue all codings meanwhile, because codings of this
+# many bytes need few launches.
+BESIDE_BYTES, QUEUED_CYCLES = 256 << 20, 200_000_000
 CAPPED_GB = 4
-CAPPED = f" in {CAPPED_GB} GB"  # the end of an arm's name
+CAPPED = f" in {CAPPED_GB} GB"  # The names of these arms end with this text.
 CAPPED_NETS, CAPPED_ARMS = ("ResNet-50", "VGG16"), (PLAIN, RECOMPUTED, IBP, ON_DEVICE)
 QUICK_NETS = ("ReLU RNN 32",)
 BATCHES, QUICK_BATCHES = (32, 64, 80, 96, 128, 192, 256, 384, 512), (2, 4)
-BIT_VALUES = (1, 2, 4, 8, 16, 32, 64, 128)  # of a byte
+BIT_VALUES = (1, 2, 4, 8, 16, 32, 64, 128)  # These are the values of a byte's bits.
 LEARNING_STEPS, TIMED_STEPS = 3, 3
-REPEATS = 5  # plain steps whose gradients are compared, because they may differ from step to step
-SAMPLED_ROWS = 4096  # 16 MiB of a tensor, for its entropy
+REPEATS = 5  # The gradients of so many plain steps are compared, because they may differ from step to step.
+SAMPLED_ROWS = 4096  # The entropy of a tensor is computed from so many rows, which have 16 MiB.
 OFFLOADS = (IBP, RAW, RECOMPUTED_IBP, ON_DEVICE, IBP_FEW, ZERO_VALUES)
-STEP_SHARE, TIMES_SAVE_ON_CPU = 1.1, 3.0  # targets: step over bound_ms, and speed over save_on_cpu
+# Targets: a step takes at most 1.1 times bound_ms, and is 3 times as fast as save_on_cpu.
+STEP_SHARE, TIMES_SAVE_ON_CPU = 1.1, 3.0
 GB = 1e9
 
 
@@ -345,8 +348,7 @@ def step(net, x, context):
 
 
 class Measured:
-    """Runs the steps of an arm and holds their time in ms, their peak bytes and the offload's statistics. plain: see
-    `check`."""
+    """The steps of an arm: their time in ms, their peak bytes and the offload's statistics. plain: see `check`."""
 
     def __init__(self, run, net, x, arm, context, plain):
         self.checked, self.saved, self.sent, self.outgrown, self.peak_bytes, self.pinned = "", 0, 0, 0, 0, 0

@@ -28,7 +28,7 @@ from . import codec, harness, ideal, inputs
 
 COLUMNS = ("bag_rows", *harness.TARGET_COLUMNS)
 TABLE_BYTES, HOST_BYTES, QUICK_BYTES = 192 * inputs.MIB, 96 * inputs.MIB, inputs.MIB // 2
-CALL_BYTES, HOST_CALL_BYTES = 256 * inputs.MIB, 64 * inputs.MIB  # bytes of the rows of a call
+CALL_BYTES, HOST_CALL_BYTES = 256 * inputs.MIB, 64 * inputs.MIB  # The rows of a call have this many bytes.
 BAG_ROWS = (1, 10, 50)
 NUM_SETS = 3
 DEVIATION = 0.02

@@ -12,14 +12,15 @@ ENTRY_BYTES, NUM_WORDS, NUM_PLANES = 128, 32, 33
 # The bytes that an entry can take. 0 is only for an entry of zeros (Buddy Compression, figure 3).
 SIZES = (0, 8, 16, 32, 64, 80, 96, 128)
 SECTOR_BYTES = 32
-METADATA_BITS = 4  # per entry
+METADATA_BITS = 4  # Each entry needs this many bits for its size class.
 ALL_ONES = (1 << (NUM_WORDS - 1)) - 1
 # Bits of the code of a plane: a plane of zeros; a run of such planes; a difference of all ones; a plane that is zero
 # while the plane above it is not; a difference with one 1 or two adjacent ones; any other plane, which is stored as it
 # is.
 ZEROS, ZERO_RUN, ONES, CLEARED, FEW_ONES, OTHERS = 3, 7, 5, 5, 10, 32
-FIRST_WORD = ((0, 3), (4, 7), (8, 11), (16, 19))  # (bits of a signed number, bits of its code); others take 33
-CHUNK_ENTRIES = 1 << 12  # entries that are encoded at once
+# If the first word fits so many bits of a signed number, its code has so many bits. Other first words take 33 bits.
+FIRST_WORD = ((0, 3), (4, 7), (8, 11), (16, 19))
+CHUNK_ENTRIES = 1 << 12  # So many entries are encoded at once.
 
 
 def entries_of(data):

@@ -21,11 +21,12 @@ except ImportError:
     plt = None
 
 RATE_LABEL, STEP_LABEL = "GB/s of original bytes", "ms a token"
-ROW_BYTES = 2048  # bytes of the rows that pages show
-CONTEXT = 512  # tokens before the token that is timed
+ROW_BYTES = 2048  # The charts show rows of this many bytes.
+CONTEXT = 512  # This many tokens come before the token that is timed.
 IBP, RAW_COPY, NVCOMP, PLAIN = "ibp", "raw copy_", "nvCOMP, pipelined", "plain"
 KINDS = {"cpu pipelined": "cpu pipelined", "raw rows": "raw rows", "ibp slots": IBP, "planes slots": IBP}
-STYLE = {  # kind: (label, colour)
+# Each kind has (label, colour).
+STYLE = {
     "cpu pipelined": ("gathered by the CPU while it is copied", "#a5c78b"),
     "raw rows": ("raw rows, read by the GPU", "#7a7a7a"),
     PLAIN: ("plain weights", "#b9b9b9"),

@@ -32,14 +32,14 @@ COLUMNS = (
     "stored_bytes,encode_us,decode_us,predicted_bytes,predicted_encode_us,predicted_decode_us,"
     "link_gbps,chosen,best,loss,wanted_loss"
 ).split(",")
-LINKS_GBPS = (6.0, 55.0, 360.0)  # a network or NVMe, PCIe 5 x16, NVLink
-DATA_BYTES = 256 * inputs.MIB  # bytes of a set on a GPU
+LINKS_GBPS = (6.0, 55.0, 360.0)  # The links are a network or NVMe, PCIe 5 x16, and NVLink.
+DATA_BYTES = 256 * inputs.MIB  # On a GPU each set has this many bytes.
 QUICK_ITEMS = 1 << 14
 WANTED_LOSS = 0.03
-BUDGET_S = 4e-3  # seconds of one measurement
-ROUNDS = 3  # rounds in which candidates are measured in turn
-STEADY_S = 20e-3  # if encoding and decoding take longer, they are measured once
-HOPELESS = 3.0  # multiple of the best candidate's predicted time, over every link
+BUDGET_S = 4e-3  # One measurement takes about this many seconds.
+ROUNDS = 3  # The candidates are measured in turn, in this many rounds.
+STEADY_S = 20e-3  # If encoding and decoding take more seconds than this, they are measured once.
+HOPELESS = 3.0  # Candidates that take this many times as long as the best one over every link are left out.
 OFTEN = ", fetched often"
 
 
@@ -104,7 +104,7 @@ TYPED = (
     ("strings", strings, 1 << 21),
     *((name, loan_column(name), 1 << 21) for name in LOAN_COLUMNS),
 )
-SHOWN = ("normal 0.02", "citeseer", *(name for name, _, _ in TYPED))  # every candidate is measured on these sets
+SHOWN = ("normal 0.02", "citeseer", *(name for name, _, _ in TYPED))  # Every candidate is measured on these sets.
 
 
 def tensors(args):

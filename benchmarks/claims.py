@@ -190,7 +190,8 @@ class Table:
 ROWS = {"rows": rows_name}
 GBPS = "GB/s of original bytes"
 MISSED = "in brackets the target where it is missed"
-CODERS = {  # arms of codec.csv
+# These arms of codec.csv are shown.
+CODERS = {
     *("planes decode", "planes per column decode", "decode", "nvcomp ANS decode", "planes encode", "encode"),
     *(
         "nvcomp ANS decode, latency",
@@ -1005,7 +1006,7 @@ TABLES = (
 )
 
 
-GRIDS = "paths", "paths_h100"  # CSVs of paths.py
+GRIDS = "paths", "paths_h100"  # These CSVs are written by paths.py.
 
 
 def targets(results):
@@ -1085,10 +1086,11 @@ def results_page(results):
 
 # ---- the figures that pages cite -----------------------------------------------------------------------------------
 
-GPU_GB = (24, 80, 141)  # sizes of GPUs for which the free memory is computed
-LEAST_SHARE = 0.2  # the least share of a GPU's memory that weights take; smaller models gain little
-PROMPT, SEQUENCE = 2048, 8192  # tokens
-TEXTS = {  # texts of columns whose numbers are not shown as they are
+GPU_GB = (24, 80, 141)  # The free memory is computed for GPUs of these sizes.
+LEAST_SHARE = 0.2  # Models whose weights take less of a GPU's memory than this are left out, because they gain little.
+PROMPT, SEQUENCE = 2048, 8192  # tokens of a prompt and of a sequence
+# Columns whose numbers are not shown as they are have a function that returns their text.
+TEXTS = {
     **dict.fromkeys(("ms", "step_ms"), lambda value: f"{fine_number(value)} ms"),
     **dict.fromkeys(("host_bytes", "weight_bytes"), gigabytes),
     **dict.fromkeys(("m_savings", "v_savings", "changed", "found"), percent),
@@ -1308,8 +1310,8 @@ def language_models(results):
 
 
 LOAD = ("case", "card_gib", "requests", "prompt_tokens", "new_tokens")
-SHOWN_CONTEXT = 512  # tokens before the token that is timed, in docs/llm.md
-SHOWN_VECTORS = (1, 16, 64, 512)  # numbers of vectors in docs/llm.md
+SHOWN_CONTEXT = 512  # In docs/llm.md this many tokens come before the token that is timed.
+SHOWN_VECTORS = (1, 16, 64, 512)  # docs/llm.md shows these numbers of vectors.
 
 
 def products(results):
@@ -1341,7 +1343,7 @@ def freed_memory(results):
     )
 
 
-PLAIN, CODED = "plain", "coded weights"  # arms of serve_vllm.csv
+PLAIN, CODED = "plain", "coded weights"  # These are arms of serve_vllm.csv.
 
 
 def loads(results):

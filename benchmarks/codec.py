@@ -37,16 +37,16 @@ LARGE_BYTES, HOST_BYTES = (
     4096 * inputs.MIB,
     1024 * inputs.MIB,
 )  # bytes of the BF16 tables that are compressed and analysed on the GPU and in host memory
-ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 16384), (512, 2048)  # of normal tables
+ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 16384), (512, 2048)  # Normal tables have rows of these sizes.
 SYNTHETIC_ROW_BYTES, SYNTHETIC_SAVINGS = (256, 512, 2048, 65536), (0.125, 0.5, 0.9)
-PAGE_BYTES = 1 << 16  # in a batch of nvCOMP's
-SWEEP_SAMPLE = 0.1  # the share of rows for the analysis that tries several thresholds and chunk sizes
-COLUMN_SAMPLE_ROWS = 4096  # from which a codebook with entries per column is learned
-ONE_THRESHOLD = {"sample": 1.0, "chunk_bytes": inputs.CHUNK_BYTES, "tau": 0.8}  # analyses all rows
+PAGE_BYTES = 1 << 16  # A batch of nvCOMP has pages of this many bytes.
+SWEEP_SAMPLE = 0.1  # An analysis that tries several thresholds and chunk sizes uses this share of the rows.
+COLUMN_SAMPLE_ROWS = 4096  # A codebook with entries per column is learned from so many rows.
+ONE_THRESHOLD = {"sample": 1.0, "chunk_bytes": inputs.CHUNK_BYTES, "tau": 0.8}  # This analysis uses all rows.
 ANALYSES = {"analyze": ONE_THRESHOLD, "analyze, sweep": {"sample": SWEEP_SAMPLE}}
 FEWEST_SMS = 4
-SIZED = "by size: "  # the start of the names of cases of --sizes
-SIZES, QUICK_SIZES = (1, 4, 16, 64, 256, 1024), (1,)  # MiB
+SIZED = "by size: "  # The names of cases of --sizes begin with this text.
+SIZES, QUICK_SIZES = (1, 4, 16, 64, 256, 1024), (1,)  # The sizes are in MiB.
 HALF_ZEROS = "half zeros"
 SIZED_KINDS = ("normal", HALF_ZEROS)
 SIZED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -429,7 +429,7 @@ def run_nvcomp(run, rates, data_dir):
 # ---- what the rates should be --------------------------------------------------------------------------------------
 
 LEAST_ROW_BYTES = 512
-FEWEST_SMS_GBPS = 85.0  # of BF16 planes with FEWEST_SMS: the rate of the link
+FEWEST_SMS_GBPS = 85.0  # BF16 planes with FEWEST_SMS should decode at the link's rate.
 
 
 def wanted_gbps(row, device):
@@ -451,7 +451,7 @@ def wanted_gbps(row, device):
     return None
 
 
-LEAST_COMPRESS_GBPS, LEAST_ANALYZE_GBPS = 500.0, 1000.0  # for LARGE_BYTES on the GPU
+LEAST_COMPRESS_GBPS, LEAST_ANALYZE_GBPS = 500.0, 1000.0  # These targets are for LARGE_BYTES on the GPU.
 # The targets for pinned memory are shares of the link's rate. For pageable memory the target is a multiple of the time
 # of x.to("cuda").
 PINNED_SHARES, PAGEABLE_FACTOR = {"compress": 0.8, "analyze": 0.9}, 1.5

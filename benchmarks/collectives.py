@@ -40,25 +40,27 @@ from . import families, harness, inputs
 COLUMNS = ("link", "call", "mib", "ms", "over_torch", *harness.TARGET_COLUMNS)
 WORLD = 2
 DIRECT, NO_PEERS, SOCKETS, GLOO = "direct", "no peer access", "sockets", "gloo"
-LINKS = {  # name: environment variables of NCCL
+# For each link, the environment variables that NCCL gets.
+LINKS = {
     DIRECT: {},
     NO_PEERS: {"NCCL_P2P_DISABLE": "1"},
     SOCKETS: {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
 }
 # Targets of `auto` with BF16 weights, as multiples of torch's rate.
 WANTED = {DIRECT: 0.98, NO_PEERS: 1.35, SOCKETS: 1.4}
-SIZES_MIB, QUICK_SIZES_MIB = (64, 256, 1024), (2,)  # MiB of outputs
+SIZES_MIB, QUICK_SIZES_MIB = (64, 256, 1024), (2,)  # The outputs have these sizes in MiB.
 ONE_MIB = 256
 TORCH, AGAIN, DEFAULT, FAST, AUTO = "torch", "torch again", "default", "fast", "auto"
 ARMS = (TORCH, DEFAULT, FAST, AUTO)
 GATHER, BROADCAST, ALL_TO_ALL, SEND, FSDP = "all_gather_into_tensor", "broadcast", "all_to_all_single", "send", "FSDP2"
 # Calls before timing; calls in a row; the seconds of a call from which on a row has one call; the most turns.
 WARM, TIMED, LONG_S, ROWS = 2, 10, 0.05, 31
-ROW_S = 0.006  # seconds of torch's calls in a row, about
+ROW_S = 0.006  # torch's calls in a row take about this many seconds.
 # Seconds of the turns of a case, about, in full and in quick runs; seconds that a link may take.
 CASE_S, QUICK_CASE_S, LINK_S = 0.4, 0.02, 24.0
 WEIGHTS = "weights"
-FSDP_NETS, QUICK_FSDP_NETS = ((6, 2048, 8192), (3, 4096, 8192)), ((2, 64, 8),)  # 64 and 256 MiB: modules, width, rows
+# Each net has (modules, width, rows). Its modules have 64 or 256 MiB.
+FSDP_NETS, QUICK_FSDP_NETS = ((6, 2048, 8192), (3, 4096, 8192)), ((2, 64, 8),)
 
 
 def random_bytes(rows, columns, device):
@@ -69,7 +71,8 @@ def small_integers(rows, columns, device):
     return torch.randint(0, 1000, (rows, columns), device=device)
 
 
-KINDS = (  # name, dtype, maker
+# Each kind has (name, dtype, maker).
+KINDS = (
     (WEIGHTS, torch.bfloat16, families.weights),
     ("integers", torch.int64, small_integers),
     ("gradients", torch.float32, lambda *shape: 1e-4 * families.normal(*shape)),

@@ -21,8 +21,9 @@ MANY_BYTES, LARGE_BYTES, HOST_BYTES = 128 * inputs.MIB, 4096 * inputs.MIB, 1024 
 QUICK_BYTES = inputs.MIB // 4
 GPU, PINNED, PAGEABLE, CPU, COPY = "on the GPU", "pinned", "pageable", "on the CPU", "copy_"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SMALL_ELEMENTS = (64, 1024, 1 << 19)  # of tensors with one dimension
-SETS = (  # name, dtype, columns, function that returns float rows
+SMALL_ELEMENTS = (64, 1024, 1 << 19)  # These tensors have one dimension.
+# Each set has (name, dtype, columns, function that returns float rows).
+SETS = (
     ("normal 0.02", BF16, 1024, families.weights),
     ("normal 0.02", BF16, 64, families.weights),
     ("normal 0.02", FP16, 1024, families.weights),
@@ -34,9 +35,9 @@ SETS = (  # name, dtype, columns, function that returns float rows
     ("zeros of both signs", BF16, 1024, families.multiplied),
 )
 REAL = ("LLM keys", "pubmed", "citeseer")
-OF_CPU = (0, 3, 6)  # indices in SETS
+OF_CPU = (0, 3, 6)  # The CPU is measured on these indices of SETS.
 
-SMALL_MS, SMALL_BYTES = 1.0, 4096  # target for a tensor with fewer bytes
+SMALL_MS, SMALL_BYTES = 1.0, 4096  # A tensor of fewer bytes should take at most this many milliseconds.
 # Targets: milliseconds for 128 MiB and GB/s for 4 GiB on the GPU, GB/s from pinned memory, and GB/s of one core.
 MANY_MS, LARGE_GBPS, PINNED_GBPS, CORE_GBPS = 5.0, 300.0, 30.0, 1.0
 

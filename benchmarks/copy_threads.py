@@ -19,7 +19,7 @@ from .cpu_gather import PipelinedGather
 COLUMNS = ("workers",)
 ROW_BYTES, QUICK_ROW_BYTES = (128, 256, 512, 1024, 4096), (256, 1024)
 THREADS, QUICK_THREADS = (1, 2, 4, 8, 16, 32), (1, 2)
-SMS = (1, 2, 4, 8, 16, 32, 64)  # and all SMs
+SMS = (1, 2, 4, 8, 16, 32, 64)  # A last measurement uses all SMs.
 MAX_OUTPUT_BYTES, QUICK_TABLE_BYTES = 32 * inputs.MIB, inputs.MIB
 TABLE_BYTES = 128 * inputs.MIB
 SAMPLE = 0.1

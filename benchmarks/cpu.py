@@ -44,7 +44,7 @@ except ImportError:
 SCHEMES = ("planes", "ibp")
 AVX2 = ibp._core.CPU_AVX2_BMI2
 ONE_THREAD_DTYPE = torch.bfloat16
-SIMULATED_PART = 4  # simulations have a quarter of the size, because they are short
+SIMULATED_PART = 4  # Simulations have a quarter of the size, because they are short.
 # The plain arms take one row in 64, but at least 64 rows, because compressing fewer rows does not pay.
 PLAIN_PART, LEAST_ROWS = 64, 64
 ANALYZED_BYTES = 4 * inputs.MIB

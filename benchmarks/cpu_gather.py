@@ -8,8 +8,9 @@ NUM_BUFFERS = 4
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = (
     1 << 20,
     8 << 20,
-)  # smaller copies waste the link; larger ones leave it idle at the start and the end
-CHUNKS = 8  # the fewest chunks, unless they would be too small; they let gathering overlap with copying
+)  # Smaller copies waste the link; larger ones leave it idle at the start and the end.
+# There are at least so many chunks, unless they would be too small, so that gathering overlaps with copying.
+CHUNKS = 8
 
 
 class PipelinedGather:

@@ -32,7 +32,8 @@ TENSOR_BYTES, CPU_TENSOR_BYTES, QUICK_TENSOR_BYTES = 1024 * inputs.MIB, 64 * inp
 ZSTD_BYTES, ZSTD_LEVEL = 32 * inputs.MIB, 3
 IBP, APPLY, PLAIN, ZSTD = "ibp", "ibp, apply", "index and value", "XOR and zstd"
 DEVIATION = 0.02
-STEPS = (  # name, dtype, learning rate, target for how many times fewer bytes
+# Each step has (name, dtype, learning rate, target for how many times fewer bytes).
+STEPS = (
     ("1.5 % changed", torch.bfloat16, 0.4e-6, 3.9),
     ("4.2 % changed", torch.bfloat16, 1.32e-6, 5.0),
     ("10 % changed", torch.bfloat16, 4e-6, 6.0),
@@ -40,9 +41,11 @@ STEPS = (  # name, dtype, learning rate, target for how many times fewer bytes
     ("a step of 1e-4", torch.float8_e4m3fn, 1e-4, None),
     ("a step of 1e-6", torch.float32, 1e-6, None),
 )
-LAYERS, SHAPES = 4, [(4096, 4096)] * 4 + [(11008, 4096)] * 3 + [(4096,)] * 2  # of the checkpoint
+# The checkpoint has layers with these shapes.
+LAYERS, SHAPES = 4, [(4096, 4096)] * 4 + [(11008, 4096)] * 3 + [(4096,)] * 2
 CHECKPOINT_STEP = STEPS[1]
-MAKE_GBPS, APPLY_GBPS = {torch.bfloat16: 300.0}, {torch.bfloat16: 1500.0, torch.float8_e4m3fn: 750.0}  # targets
+# These are targets in GB/s of weights, by dtype.
+MAKE_GBPS, APPLY_GBPS = {torch.bfloat16: 300.0}, {torch.bfloat16: 1500.0, torch.float8_e4m3fn: 750.0}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 

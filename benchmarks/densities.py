@@ -39,17 +39,18 @@ MAP_COLUMNS = "net,layer,progress,channels,height,width,map,gpu,commit".split(",
 RATIO_COLUMNS = "net,layer,kind,elements,progress,layout,dtype,zvc,rle,zlib,zlib_64k,ibp,gpu,commit".split(",")
 SHEETS = {"densities": COLUMNS, "activation_ratios": RATIO_COLUMNS, "activation_maps": MAP_COLUMNS}
 CLASSES, WAVES, NOISE, WRONG_LABELS = 20, 3, 0.3, 0.1
-MEASURED_IMAGES, QUICK_MEASURED_IMAGES = 50, 2  # cDMA looks at 50
+MEASURED_IMAGES, QUICK_MEASURED_IMAGES = 50, 2  # cDMA looks at 50 images.
 LAYOUTS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
-WINDOW_BYTES, LARGE_WINDOW_BYTES = 4096, 1 << 16  # of zlib; the first one is also that of runs
-LONGEST_RUN = 128  # of a byte of a run
-MAX_BYTES = 32 * WINDOW_BYTES  # the most bytes of a layer that zlib compresses
-MAX_LARGE_BYTES = 4 * LARGE_WINDOW_BYTES  # the same for large windows
-ROW_ELEMENTS, MAX_ROWS = 1024, 2048  # the most rows of a layer that ibp compresses
-CHECKPOINTS = 12  # times at which densities are taken, besides the start; they are closer together at first
-RATIO_PROGRESS = (0.0, 1.0)  # progress of training at which sizes are taken
-MAP_NET, MAP_CHANNELS, MAP_PROGRESS = "AlexNet", 8, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # the last: progress of training
-MAIN_LAYOUT = "NCHW"  # the only layout before the end, and in BF16
+WINDOW_BYTES, LARGE_WINDOW_BYTES = 4096, 1 << 16  # zlib compresses such windows. Runs end at the smaller ones.
+LONGEST_RUN = 128  # One byte can stand for a run of this length.
+MAX_BYTES = 32 * WINDOW_BYTES  # zlib compresses at most this many bytes of a layer.
+MAX_LARGE_BYTES = 4 * LARGE_WINDOW_BYTES  # With large windows, zlib compresses at most this many bytes of a layer.
+ROW_ELEMENTS, MAX_ROWS = 1024, 2048  # ibp compresses at most so many rows of a layer.
+CHECKPOINTS = 12  # Densities are taken at the start and at so many times, which are closer together at first.
+RATIO_PROGRESS = (0.0, 1.0)  # Sizes are taken at these shares of the training.
+# Maps are taken at these shares of the training.
+MAP_NET, MAP_CHANNELS, MAP_PROGRESS = "AlexNet", 8, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+MAIN_LAYOUT = "NCHW"  # Before the end, and in BF16, this is the only layout.
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from . import families, harness, ideal, inputs
 COLUMNS = ("us", "forward_us", "gather_us", "added", "distinct_rows")
 NUM_TABLES, BATCH, QUICK_BATCH = 26, 16_384, 64
 TABLE_BYTES, QUICK_TABLE_BYTES = 1024 * inputs.MIB, inputs.MIB
-ROWS = ((256, torch.bfloat16), (128, torch.float32), (1024, torch.bfloat16))  # columns, dtype
+ROWS = ((256, torch.bfloat16), (128, torch.float32), (1024, torch.bfloat16))  # Each kind of rows has (columns, dtype).
 CACHE_SHARE, CACHE_SAMPLES = 0.05, 10
 # A step may add at most this multiple of the gather's time to the forward pass.
 MOST_ADDED = 1.3

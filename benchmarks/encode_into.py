@@ -30,8 +30,9 @@ NUM_PINNED_PLACES = 2
 # Each row has this many bytes of overflow, which is more than rows take on average.
 OVERFLOW_ROOM = 64
 ONE, PAGES, PINNED, CALL, DECODE = "one tensor", "pages", "to pinned memory", "until it returns", "decode"
-FAST = ", fast"  # the end of the names of cases with level "fast"
-CASES = (  # name, dtype, columns, function that returns float rows
+FAST = ", fast"  # The names of cases with level "fast" end with this text.
+# Each case has (name, dtype, columns, function that returns float rows).
+CASES = (
     ("normal 0.02", torch.bfloat16, 1024, families.weights),
     ("normal 0.02" + FAST, torch.bfloat16, 1024, families.weights),
     ("normal 1", torch.float32, 512, families.normal),
@@ -40,7 +41,7 @@ CASES = (  # name, dtype, columns, function that returns float rows
     ("half zeros", torch.bfloat16, 1024, families.masked),
 )
 MAIN_CASES = 2  # This many of CASES, the first ones, have all arms.
-SIGN_AND_MANTISSA_BITS = {torch.bfloat16: 8, torch.float32: 24}  # the bits of the residual at level "fast"
+SIGN_AND_MANTISSA_BITS = {torch.bfloat16: 8, torch.float32: 24}  # At level "fast" the residual has so many bits.
 
 # Targets: GB/s of one tensor with all SMs, at both levels; the rate of pages as a share of that; the host's
 # microseconds in a call; and the rate of decoding at level "fast" as a share of a copy's.

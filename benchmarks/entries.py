@@ -23,7 +23,7 @@ COLUMNS = "program,num_bytes,times_smaller,page,sizes,commit".split(",")
 MOMENT_COLUMNS = "program,moment,ratio,spilled,commit".split(",")
 PAGE_BYTES, SHOWN_PAGES, MEASURED_PAGES = 8192, 96, 1 << 14
 BATCH, STEPS, MOMENTS = 8, 3, 10
-STEP_PROGRAMS = ("SqueezeNet", "ResNet-50", "LSTM")  # the paper shows the first two
+STEP_PROGRAMS = ("SqueezeNet", "ResNet-50", "LSTM")  # The paper shows the first two.
 
 
 def page_sizes(held):

@@ -22,7 +22,7 @@ TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, inputs.MIB
 MANY_SMS, FEW_SMS = 16, 8
 SMS = (None, MANY_SMS, FEW_SMS)
 SAMPLE = 0.1  # The codebook is learned from this share of the rows.
-NO_TARGET = ""  # takes the place of a kind
+NO_TARGET = ""  # A case without a target has this in place of a kind.
 RAW, CODED, AUTO, DECODE, ENCODE = "raw rows", "planes slots", "auto", "planes decode", "planes encode"
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -76,7 +76,8 @@ def multiplied(rows, columns, device):
     return x * (torch.rand_like(x) < 0.5)
 
 
-CASES = (  # name, kind (see `target`), dtype, columns, function that returns float rows
+# Each case has (name, kind, dtype, columns, function that returns float rows). For the kind see `target`.
+CASES = (
     *(("normal 0.02", "short", BF16, columns, weights) for columns in (64, 128, 256)),
     ("normal 0.02", "long", BF16, 32768, weights),
     ("normal, a scale a column", "columns", FP32, 128, scaled_columns),
@@ -92,8 +93,8 @@ CASES = (  # name, kind (see `target`), dtype, columns, function that returns fl
     ("normal 1", NO_TARGET, FP64, 512, doubles),
     ("half zeros", NO_TARGET, FP64, 512, functools.partial(masked, make=doubles)),
 )
-REAL = {"LLM keys": "columns", "pubmed": "zeros"}  # name in inputs.REAL_SETS: kind
-QUICK_CASES = (0, 5, 11)  # indices in CASES
+REAL = {"LLM keys": "columns", "pubmed": "zeros"}  # These sets of inputs.REAL_SETS have these kinds.
+QUICK_CASES = (0, 5, 11)  # A quick run measures these indices of CASES.
 
 
 # Targets of the arms that fetch, as shares of the ideal. With few SMs some kinds have none, and the target is the rate

@@ -51,11 +51,11 @@ TINY = dataclasses.replace(
     vocab_size=1024,
     max_seq_len=128,
 )
-REQUEST, QUICK_REQUEST = (20, 1920, 128), (4, 64, 12)  # batch, tokens of the prompt, new tokens
+REQUEST, QUICK_REQUEST = (20, 1920, 128), (4, 64, 12)  # A request has (batch, tokens of the prompt, new tokens).
 NEW_TOKENS = 12  # This many of the new tokens are measured.
 DTYPES = (torch.bfloat16, torch.float16)
 DEVIATION = 0.02  # The weights have this standard deviation.
-ARMS = {"FlexGen, ibp": {}, "FlexGen, ibp by 16 SMs": {"max_sms": 16}}  # options of `enable`
+ARMS = {"FlexGen, ibp": {}, "FlexGen, ibp by 16 SMs": {"max_sms": 16}}  # The arms have these options of `enable`.
 EXTRA_COLUMNS = ("prefill_s", "token_s", "request_s", "load_s", "host_bytes")
 
 

@@ -47,10 +47,10 @@ from .cpu_gather import PipelinedGather
 
 COLUMNS = "batch,batches,sample_ms,fetch_ms,train_ms,beside_ms,epoch_s,table_gib".split(",")
 GIB = 1 << 30
-NUM_EDGES, EXPONENT = 120_000_000, 1.5  # of the power law: degrees are Pareto distributed
+NUM_EDGES, EXPONENT = 120_000_000, 1.5  # The degrees are Pareto distributed with this exponent of the power law.
 FAN_OUTS, HIDDEN, NUM_CLASSES = (25, 10), 256, 47
 EPOCH_BATCHES, LEAST_BATCHES, ARM_S, ROUNDS = 200, 3, 2.5, 3
-SPLIT_BATCHES, SPLIT_S = 6, 1.5  # measured apart; the first batch only warms up
+SPLIT_BATCHES, SPLIT_S = 6, 1.5  # Some batches are measured apart. The first of them only warms up.
 CPU_ARMS = ("cpu plain", "cpu pinned", "cpu pipelined")
 ARMS = (*CPU_ARMS, "raw rows", "ibp", "scheme ibp")
 # Arms of --dgl, and the end of the names of its cases.
@@ -80,7 +80,7 @@ CASES = (
     Case("dense 768", 2_400_000, (1024,), torch.float16, 768),
     Case("dense 768, large", 11_500_000, (1024,), torch.bfloat16, 768),
 )
-HUGE = ", 64 GiB"  # the end of the name of the case of --huge
+HUGE = ", 64 GiB"  # The name of the case of --huge ends with this text.
 HUGE_CASES = (Case("citeseer" + HUGE, 4_640_000, (1024,)),)
 DGL_CASES = (CASES[1], CASES[3]._replace(batches=(1024,)))
 QUICK_CASES = (Case("pubmed", 2_000, (16,)), Case("dense 100", 2_000, (16, 32), torch.bfloat16, 100))
@@ -218,7 +218,7 @@ class Features:
 
 
 class Plain:
-    """Fetches by x[ids].to(device)."""
+    """A fetcher that computes x[ids].to(device)."""
 
     def __init__(self, x, device):
         self.x, self.device = x, device
@@ -228,7 +228,7 @@ class Plain:
 
 
 class Pinned:
-    """Gathers rows into one pinned buffer, which is copied during other work."""
+    """A fetcher that gathers rows into one pinned buffer, which is copied during other work."""
 
     def __init__(self, x, device):
         self.x, self.on_gpu = x, device.type == "cuda"
@@ -251,7 +251,7 @@ class Pinned:
 
 
 class Pipelined:
-    """Gathers rows into pinned chunks. Each chunk is copied while the next ones are gathered."""
+    """A fetcher that gathers rows into pinned chunks. Each chunk is copied while the next ones are gathered."""
 
     def __init__(self, x, device):
         self.gather = PipelinedGather(x, len(x), device)
@@ -261,7 +261,7 @@ class Pipelined:
 
 
 class ByGpu:
-    """Lets the GPU fetch rows of a table."""
+    """A fetcher with which the GPU fetches rows of a table."""
 
     def __init__(self, table):
         self.table = table

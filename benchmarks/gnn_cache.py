@@ -43,7 +43,7 @@ CACHE_ALONE, MISSES_ALONE = "cache by ibp", "misses by ibp"
 
 
 class Cached:
-    """Lets the GPU fetch rows through a cache of a table."""
+    """A fetcher with which the GPU fetches rows through a cache of a table."""
 
     def __init__(self, cache):
         self.cache, self.table = cache, cache.table
@@ -53,7 +53,7 @@ class Cached:
 
 
 class HalfCoded(Cached):
-    """Fetches rows from a cache of one table, and missed rows from another table with the same rows."""
+    """A fetcher that takes rows from a cache of one table, and missed rows from another table with the same rows."""
 
     def __init__(self, cache, misses):
         self.cache, self.table = cache, misses

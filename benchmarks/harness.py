@@ -364,7 +364,7 @@ class Run:
 
 # ---- targets -------------------------------------------------------------------------------------------------------
 
-TARGET_COLUMNS = ("target_gbps", "met")  # for scripts whose rates have targets
+TARGET_COLUMNS = ("target_gbps", "met")  # Scripts whose rates have targets write these columns.
 MOST_WANTED = 0.95  # No target is above this share of what the hardware allows.
 
 

@@ -26,9 +26,10 @@ COLUMNS = ("us", "torch_us", "times_torch", "python_calls", "wanted")
 PROCESSES, ROUNDS, LOOP = 5, 11, 100
 ROW_BYTES, NUM_IDS, NUM_TABLES = 512, 64, 16
 DTYPE = torch.bfloat16
-SIZE = 1024  # rows and columns of a matrix
+SIZE = 1024  # A matrix has this many rows and columns.
 VECTORS = 4
-TIMES = {  # targets, as multiples of torch's time
+# The targets are these multiples of torch's time.
+TIMES = {
     "index_select, device memory": 1.3,
     "index_select, pinned memory": 1.3,
     "index_select, out": 1.3,

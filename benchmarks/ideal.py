@@ -14,7 +14,7 @@ SECTOR_BYTES = 32
 # takes on the link beside its own bytes. With this value, raw rows of 320 and 576 B, which end within lines, reach the
 # same share of the ideal as rows of whole lines (families.csv).
 LINE_BYTES, LINE_COST = 128, 29
-MACHINE = LINK_KERNEL_GBPS = LINK_COPY_GBPS = LINK_REQUEST_NS = None  # set by reckon_with
+MACHINE = LINK_KERNEL_GBPS = LINK_COPY_GBPS = LINK_REQUEST_NS = None  # These are set by reckon_with.
 
 
 def reckon_with(machine):
@@ -26,10 +26,10 @@ def reckon_with(machine):
     LINK_REQUEST_NS = machine.least_row_ns  # the least time of a kernel's request, however short
 
 
-reckon_with(ibp.calibration.H200)  # until a run on a GPU begins
+reckon_with(ibp.calibration.H200)  # An H200's rates hold until a run on a GPU begins.
 
-ROWS_PER_BASE = 32  # FORMAT.md section 2
-OVERFLOW_ALIGN = 32  # FORMAT.md section 3
+ROWS_PER_BASE = 32  # This is a constant of FORMAT.md, section 2.
+OVERFLOW_ALIGN = 32  # This is a constant of FORMAT.md, section 3.
 
 
 def units_of_range(start, num_bytes, unit_bytes=SECTOR_BYTES):

@@ -54,8 +54,8 @@ def normal_rows(num_bytes, dtype, deviation, device, columns=1024):
     return (torch.randn(num_rows, columns, device=device) * deviation).to(dtype)
 
 
-ZIPF_EXPONENT = 1.05  # exponent of the frequency of an id in click logs, by its rank
-SCATTER = 2_654_435_761  # a prime, which spreads frequent ids over a table
+ZIPF_EXPONENT = 1.05  # In click logs the frequency of an id falls with its rank by about this exponent.
+SCATTER = 2_654_435_761  # This is a prime, which spreads frequent ids over a table.
 
 
 def zipf_ranks(num_ids, num_rows, device):
@@ -89,7 +89,8 @@ def _bfloat16(name):
     return lambda z: torch.from_numpy(z[name]).view(torch.bfloat16)
 
 
-REAL_SETS = (  # name, file, loader; data/README.md describes them
+# Each set has (name, file, loader). data/README.md describes the sets.
+REAL_SETS = (
     ("cora", "cora.npz", _csr),
     ("citeseer", "citeseer.npz", _csr),
     ("pubmed", "pubmed_1060rows.npz", _csr),

@@ -30,14 +30,14 @@ from . import harness, ideal
 
 COLUMNS = (*harness.TARGET_COLUMNS, "ms", "host_bytes", "device_bytes")
 LAYERS, HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
-CELLS = ((1, 8192), (1, 32768), (20, 8192), (1, 131072))  # batch, tokens
+CELLS = ((1, 8192), (1, 32768), (20, 8192), (1, 131072))  # Each cell has (batch, tokens).
 REAL_CELL, REAL_BLOCK = (20, 32768), 256
 QUICK_CELLS, QUICK_REAL_CELL, QUICK_LAYERS = ((1, 300), (2, 200)), (2, 600), 2
 WARM_STEPS, STEPS = 1, 3
 # Raw bytes of the largest cache that transformers offloads, too. It sends the whole cache again in every step.
 MOST_SLOW_BYTES = 2 << 30
 PAPER_TOKENS = 4096  # Codebooks of the paper's scheme are learned from this many tokens.
-OF_RAW, OF_IDEAL, OF_OFFLOADING = 1.42, 0.95, 3.0  # targets, as multiples of the rates
+OF_RAW, OF_IDEAL, OF_OFFLOADING = 1.42, 0.95, 3.0  # The targets are these multiples of the other rates.
 RAW, HOST, GPU, OFFLOADING = "raw blocks", "ibp", "ibp, on the GPU", "transformers, offloading"
 PAPER = "ibp, the paper's scheme"
 ARMS = {RAW: {"scheme": "raw"}, HOST: {}, PAPER: {"scheme": "ibp"}, GPU: {"memory": "device"}}

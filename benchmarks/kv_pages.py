@@ -29,7 +29,7 @@ FEW_PAGES = 64
 STORE, LOAD = "store", "load"
 # Targets in GB/s of original bytes, but at least the rate of a raw copy in the same direction.
 WANTED_GBPS = {STORE: 65.0, LOAD: 75.0}
-BESIDE_SHARE = 0.8  # target beside products, as a share of the rate alone
+BESIDE_SHARE = 0.8  # Beside products the target is this share of the rate alone.
 RAW_SMS, FEW_SMS = 16, 8
 COPIED, BY_PAGE, BY_KERNEL = "copied", "copied page by page", "by kernel"
 

@@ -32,7 +32,7 @@ import ibp
 from . import families, harness, ideal
 
 COLUMNS = ("prefill_ms", "learn_ms", "fetch_ms", "step_ms", "request_s")
-DTYPE, DEVIATION = torch.float16, 0.02  # standard deviation of the weights
+DTYPE, DEVIATION = torch.float16, 0.02  # The weights have this standard deviation.
 # The share of the tokens that a head reads, and the share of the elements with which it chooses them.
 SHARE, PARTIAL = 0.1, 0.3
 SAMPLE_TOKENS = 256  # Codebooks are learned from this many tokens of the prompt.

@@ -25,7 +25,7 @@ SHARE, KEPT = 0.1, 0.9
 CACHED_SHARE = 0.15  # The cache has room for this share of the rows.
 # There are so many calls that the rows of the first one have left the cache when it comes again.
 NUM_CALLS = 25
-CASES = ((8, 128), (8, 64), (1, 576))  # heads, head dim
+CASES = ((8, 128), (8, 64), (1, 576))  # Each case has (heads, head dim).
 FEW_SMS = families.FEW_SMS
 # Targets, as multiples of the rates of the raw gather, the CPU's path, and rows in device memory.
 OVER_RAW, OVER_CPU, OF_DEVICE = 1.2, 3.0, 1 / 1.3

@@ -32,12 +32,13 @@ import ibp
 from . import harness
 
 COLUMNS = ("pages", "ratio", "link_gbits", "ms", *harness.TARGET_COLUMNS)
-LAYERS, BLOCK_SHAPE, NUM_BLOCKS = 32, (16, 8, 128), 128  # keys and values of 2,048 tokens
+LAYERS, BLOCK_SHAPE, NUM_BLOCKS = 32, (16, 8, 128), 128  # The pages have keys and values of 2,048 tokens.
 QUICK_LAYERS, QUICK_BLOCKS = 2, 6
-REAL_TOKENS, REAL_BYTES, QUICK_REAL_BYTES = 64, 256 << 20, 1 << 18  # tokens of a page; bytes of all pages
+# A page has REAL_TOKENS tokens; the others are bytes of all pages.
+REAL_TOKENS, REAL_BYTES, QUICK_REAL_BYTES = 64, 256 << 20, 1 << 18
 LEVELS = ("default", "fast")
-SAMPLE_BLOCKS = 4  # blocks of each tensor from which codecs are learned
-WANTED = {"pack": 800.0, "unpack": 2000.0}  # targets in GB/s of BF16 pages
+SAMPLE_BLOCKS = 4  # Codecs are learned from so many blocks of each tensor.
+WANTED = {"pack": 800.0, "unpack": 2000.0}  # The targets are in GB/s of BF16 pages.
 LINKS_GBITS, RECKONED_TOKENS, TOKENS_A_BLOCK = (25, 100, 400), 8192, 16
 RAW, NO_LIMIT, LIMIT_GBITS = "raw", 0, 10
 # Between two processes: messages and trials, and the bytes that are sent between two looks at the clock.
@@ -99,7 +100,7 @@ def real_pages(device, quick, data_dir):
 
 
 class Rates:
-    """Measures and records the rates of one GPU."""
+    """The rates of one GPU, which are measured and recorded."""
 
     def __init__(self, run):
         self.run = run

@@ -21,7 +21,8 @@ from ibp._rows import plan
 from . import harness, ideal, inputs
 
 GIB = 1 << 30
-TABLES = ((4, 128, (1_000_000,)), (16, 512, (100_000, 1_000_000)))  # GiB, bytes of a row, numbers of ids
+# Each table has (GiB, bytes of a row, numbers of ids).
+TABLES = ((4, 128, (1_000_000,)), (16, 512, (100_000, 1_000_000)))
 QUICK_TABLES = ((16 / 1024, 128, (20_000,)), (16 / 1024, 512, (500, 2_000)))
 NUM_SETS = 2
 CHUNK_BYTES, NUM_CHUNKS = 8 << 20, 3

@@ -46,7 +46,7 @@ COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (1, 8)
 # Targets, as multiples of cuBLAS's rate, by number of vectors. For other numbers the target is 1.
 WANTED = {16: 1.25, 32: 1.2, 64: 1.1, 128: 1.0, 256: 0.9, 512: 0.95}
 FEW = 64  # Other kernels multiply more vectors than these.
-STACK_COUNTS = (1, 8)  # in stacks, and after another kernel
+STACK_COUNTS = (1, 8)  # Stacks, and cases after another kernel, have these numbers of vectors.
 LAYERS, QUICK_LAYERS = 32, 2
 # The matrices of a layer, as indices in SHAPES. Those in one tuple have the same vectors.
 LAYER = ((0, 0, 0), (0,), (1, 1), (2,))
@@ -57,7 +57,7 @@ TOGETHER = (
     ((28672, 28672), 8192),
 )
 QUICK_TOGETHER = (((64, 32), 128),)
-ROTATED_BYTES = 256 << 20  # bytes of the matrices of one shape, several times the L2 cache
+ROTATED_BYTES = 256 << 20  # The copies of a matrix have this many bytes, several times the L2 cache.
 LEAST_CALLS = 8  # A graph has at least this many products.
 CUBLAS, ONE_BY_ONE, DECODED, FUSED = "cuBLAS", "cuBLAS, one by one", "decode, then cuBLAS", "ibp.linear"
 

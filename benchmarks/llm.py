@@ -110,23 +110,24 @@ SHAPES = {
 }
 BATCHES, CONTEXT, LONG_CONTEXT = (1, 8, 16, 32, 64, 128), 512, 8192
 LARGE_BATCHES, LONG_BATCHES = (1, 8, 32), (1, 8)
-COMPILED_BATCHES = (1, 32, 8, 128, 16, 64)  # the most important first, because compiling takes long
+COMPILED_BATCHES = (1, 32, 8, 128, 16, 64)  # The most important ones come first, because compiling takes long.
 PREFILLS, FEW_PREFILLS = (64, 256, 512, 2048, 8192), (512, 2048)
 QUICK_BATCHES, QUICK_CONTEXT, QUICK_PREFILLS = (1, 8), 64, (48,)
 # Steps take these last positions of a cache one by one. There are more of them than steps between two calls of
 # `rewind`.
 ROOM = 32
 WARM_UPS = 3
-LOADS = 2  # of each directory; the faster one counts
+LOADS = 2  # Each directory is loaded so often; the faster time counts.
 
-WANTED_COMPILED = {1: 1.25, 8: 1.2, 16: 1.2, 32: 1.2, 128: 1.0}  # targets: speed-up over plain, by batch
+WANTED_COMPILED = {1: 1.25, 8: 1.2, 16: 1.2, 32: 1.2, 128: 1.0}  # By batch, the target is this speed-up over plain.
 WANTED_PREFILL, WANTED_LOADING, WEIGHTS_SHARE = 0.97, 1.0, 0.76
 # Rounding to BF16 in other places moves the logits of 32 random layers by 0.03, and those of 80 layers by 0.06.
 LOGITS_ERROR = 0.1
-CHECKED_TOKENS = 8  # tokens of the call whose products and logits are checked
+CHECKED_TOKENS = 8  # Products and logits are checked in a call with so many tokens.
 
-STEP, COMPILED, PREFILL, WEIGHTS, LOADING = "step", "compiled step", "prefill", "weights", "loading"  # ways
-PLAIN, CODED, OFFLOADED = "plain", "coded", "offloaded"  # arms
+# These are the ways.
+STEP, COMPILED, PREFILL, WEIGHTS, LOADING = "step", "compiled step", "prefill", "weights", "loading"
+PLAIN, CODED, OFFLOADED = "plain", "coded", "offloaded"  # These are the arms.
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ def now(run):
 
 
 class Memory:
-    """Counts the GPU memory that is allocated from now on. Without a GPU it is 0.
+    """A counter of the GPU memory that is allocated from now on. Without a GPU it is 0.
 
     Attributes:
         peak_bytes: the most that was taken up to the last `note_peak`.
@@ -560,7 +561,8 @@ def measure_large(run, rates):
     bench.measure_prefills(FEW_PREFILLS)
 
 
-PARTS = {  # by option: models, function
+# Each option has (models, function).
+PARTS = {
     "": (("Llama-3-8B",), measure_llama),
     "compiled": (("Llama-3-8B, 8 layers",), measure_compiled),
     "loading": (("Llama-3-8B, 3 layers",), measure_loading),

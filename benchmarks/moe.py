@@ -84,16 +84,17 @@ DEEPSEEK = {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_expert
 QWEN3_ATTENTION = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
 TINY = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 4}
 TINY_EXPERTS = 16
-BLOCK = (128, 128)  # of an FP8 matrix, with one scale
+BLOCK = (128, 128)  # An FP8 matrix has one scale for each such block.
 # With this scale the largest number of a block is about 448, as in DeepSeek-V3.
 FP8_STD, FP8_SCALE = 112.0, 0.02 / 112.0
 QUICK_LAYERS = 2
-CONTEXT, QUICK_CONTEXT = 2048, 300  # positions in the context of attention
+CONTEXT, QUICK_CONTEXT = 2048, 300  # Attention looks at so many positions.
 BATCHES, QUICK_BATCHES, PREFILL, QUICK_PREFILL = (1, 8, 32), (1, 3), 2048, 40
-DEVICE_BATCHES = (1, 2, 4, 8, 16)  # of arms with all experts on the GPU
-CALLS, FEW_CALLS, ROUNDS = 16, 2, 12  # calls that are timed together; rounds of them before routes repeat
-ZIPF_EXPONENT, STICKINESS = 1.0, 0.5  # assumed
-CACHE_SHARE = 0.5  # of the experts' raw bytes
+DEVICE_BATCHES = (1, 2, 4, 8, 16)  # Arms with all experts on the GPU have these batches.
+# So many calls are timed together. There are so many rounds of them before routes repeat.
+CALLS, FEW_CALLS, ROUNDS = 16, 2, 12
+ZIPF_EXPONENT, STICKINESS = 1.0, 0.5  # These are assumptions about routing.
+CACHE_SHARE = 0.5  # The cache has this share of the experts' raw bytes.
 PLAIN, STREAMED, BY_INDEX, CACHED = "plain", "streamed", "by index", "by index, cache"
 BATCHED, CODED, RAW = "plain, batched_mm", "coded on the GPU", ", raw rows"
 HOOKS, GATHERED, BETWEEN = "accelerate cpu_offload", "CPU gather and copy", "between experts"
@@ -115,8 +116,9 @@ SETS, WAYS, MOST_USES = 100, 32, 63
 # bound.
 WANTED_MS = {(BY_INDEX, UNIFORM): 46.0, (CACHED, STICKY): 20.0}
 WANTED_SHARE, WANTED_PREFILL, WANTED_TIMES_RAW = 0.90, 0.95, 1.3
-WANTED_OWN_US = 60.0  # of a layer whose experts are fetched by index
-WANTED_TIMES, WANTED_MEMORY = 1.2, 0.76  # targets of `coded on the GPU` in a graph, as multiples of plain experts'
+WANTED_OWN_US = 60.0  # A layer whose experts are fetched by index should take at most so many microseconds.
+# `coded on the GPU` should have this speed-up in a graph, and this share of the memory of plain experts.
+WANTED_TIMES, WANTED_MEMORY = 1.2, 0.76
 # Sums in another order may differ by this share of the largest result.
 CLOSE = 0.02
 

@@ -22,8 +22,8 @@ from . import clusters, harness, ratio, reading
 COLUMNS = "set,dtype,rows,row_bytes,method,clusters,savings,codebooks,numbers,commit".split(",")
 COUNTS, QUICK_COUNTS = (1, 16, 64, 128, 256, 512, 1024, 2048), (1, 8, 512)
 HUGE_COUNTS = (1, 64, 256, 1024, 4096, 8192, 16_384)
-LARGER_SIDE, HUGE_SIDE, QUICK_SIDE = 160, 500, 24  # sides of the fields: 25,600 and 250,000 rows
-HUGE = "huge smooth 3D field"  # the set of --huge
+LARGER_SIDE, HUGE_SIDE, QUICK_SIDE = 160, 500, 24  # The larger fields have 25,600 and 250,000 rows.
+HUGE = "huge smooth 3D field"  # This set is only measured with --huge.
 ROUNDS = 8
 TAUS = (0.70, 0.75, 0.80, 0.85, 0.90, 0.95, 0.98, 1.0)
 CHUNK_BYTES = 4

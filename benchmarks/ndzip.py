@@ -113,8 +113,8 @@ def coded_bytes(data):
 
 
 class GpuCoder:
-    """Encodes and decodes uint8 tensors of one size, a multiple of four bytes, on the default stream. Has the interface
-    of the coders of ibp.codecs."""
+    """A coder of uint8 tensors of one size, a multiple of four bytes, on the default stream. It has the interface of
+    the coders of ibp.codecs."""
 
     def __init__(self, num_bytes, device):
         self.of, self.num_words = library(repository(), True), num_bytes // 4

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 VGG16_CHANNELS = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", 512, 512, 512, "pool", 512, 512, 512, "pool")
-RESNET50_STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # channels of the bottleneck, blocks
-EXPANSION = 4  # multiple of a bottleneck's channels
+RESNET50_STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # Each stage has (channels of the bottleneck, blocks).
+EXPANSION = 4  # A bottleneck has this multiple of its inner channels.
 FIRES = ((16, 64), (16, 64), (32, 128), "pool", (32, 128), (48, 192), (48, 192), (64, 256), "pool", (64, 256))
 # Channels of the branches: 1 x 1; 3 x 3 after fewer channels; 5 x 5 after fewer channels; after the pool.
 INCEPTIONS = (

@@ -37,8 +37,8 @@ TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, 2 * inputs.MIB
 # train.
 PASSES = 2
 PLANNED = ("planes decompress", "sleep")
-JUDGED_SMS, MOST_LOSS_RATIO, LEAST_SHARE = 16, 1.5, 0.9  # the last one: share of the fetch's rate alone
-COPY_ARM = "planes decompress by the copy engine"  # chunks wait for products, so it is not judged
+JUDGED_SMS, MOST_LOSS_RATIO, LEAST_SHARE = 16, 1.5, 0.9  # LEAST_SHARE is a share of the fetch's rate alone.
+COPY_ARM = "planes decompress by the copy engine"  # This arm is not judged, because its chunks wait for products.
 # The fetch alone has to reach this share of the ideal, because otherwise the loss would mean nothing.
 LINE_RATE = 0.92
 SMS = {

@@ -21,7 +21,8 @@ TITLES = {
     "nvcomp": "NVIDIA's introduction of nvCOMP",
     "beyond": "In no paper",
 }
-PICTURES = {  # by paper: name of the file in results/, caption
+# By paper, the name of a file in results/ and its caption.
+PICTURES = {
     "cdma": ("activation_maps.png", "Zeros of AlexNet's outputs, black, by layer and progress of training"),
     "buddy": ("entries.png", "Bytes of 128-byte entries under bit-plane compression: a line a page of 8 KiB, blue few"),
 }

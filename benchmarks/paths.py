@@ -30,16 +30,16 @@ from .large_table import tiled
 
 # In original bytes, and in stored bytes.
 NEAR_BYTES, FAR_BYTES, QUICK_BYTES = 128 * inputs.MIB, 640 * inputs.MIB, inputs.MIB // 4
-FEW_IDS, MANY_IDS, LONG_IDS = 4096, 65536, 16384  # LONG_IDS replaces MANY_IDS for rows of more than LONG_ROW_BYTES
+FEW_IDS, MANY_IDS, LONG_IDS = 4096, 65536, 16384  # LONG_IDS replaces MANY_IDS for rows of more than LONG_ROW_BYTES.
 LONG_ROW_BYTES = 4096
 # A bucketed gather of a table beyond reach gets these numbers of SMs. None stands for all.
 SMS = (16, 32, 64, None)
 # The chosen call should reach this share of the rate of the fastest call that names its path.
 SHARE = 0.9
 CHOSEN = "chosen"
-GROUP_ROWS = 32  # rows of a table that share a base (FORMAT.md)
-NUM_SETS = 2  # of ids and results
-SPARSE = (("synthetic 75%", 0.75), ("synthetic 90%", 0.9))  # name, savings
+GROUP_ROWS = 32  # So many rows of a table share a base (FORMAT.md).
+NUM_SETS = 2  # There are so many sets of ids and results.
+SPARSE = (("synthetic 75%", 0.75), ("synthetic 90%", 0.9))  # Each kind has (name, savings).
 SPARSE_ROW_BYTES = (512, 2048)
 
 

@@ -36,7 +36,8 @@ from . import bags, families, harness, inputs, kv_transfer, linear
 USED = ("issue", "memory", "l2", "l1", "tensor")
 COLUMNS = ("kernel", "us", "share", "launches", *USED, "warps", "stall", "stall_share", "bound")
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "Occupancy", "WarpStateStats")
-COUNTERS = {  # by column: a pattern of its counter's name; the largest of several counts
+# Each column has a pattern of its counter's name. If several match, the largest counts.
+COUNTERS = {
     "issue": r"^sm__inst_issued\.avg\.pct",
     "memory": r"^(gpu__)?dram__?throughput\.avg\.pct",
     "l2": r"^lts__throughput\.avg\.pct",
@@ -44,14 +45,14 @@ COUNTERS = {  # by column: a pattern of its counter's name; the largest of sever
     "tensor": r"^sm__pipe_tensor_cycles_active\.avg\.pct|^sm__inst_executed_pipe_tensor_op_gmma\.avg\.pct",
     "warps": r"^sm__warps_active\.avg\.pct",
 }
-DURATION = "gpu__time_duration.sum"  # in ns
+DURATION = "gpu__time_duration.sum"  # This counter is in nanoseconds.
 STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_not_issued)?_per_issue_active")
-LIMIT_S = 330  # seconds for all calls
+LIMIT_S = 330  # All calls together may take so many seconds.
 VECTORS, SHAPES = (1, 16, 64, 128, 256, 512), ((4096, 4096), (4096, 14336), (8192, 8192))
-ROW_BYTES = 2048  # of bags and deltas
-# Bytes of a row; share of a table's bytes; share of the ids.
+ROW_BYTES = 2048  # Rows of bags and deltas have so many bytes.
+# The bytes of rows of cached tables, the cache's share of a table's bytes, and the share of ids that hit.
 CACHED_BYTES, CACHED_SHARE, HIT_SHARE = (128, 512), 0.5, 0.9
-CHANGED_SHARE = 0.042  # of a tensor's elements
+CHANGED_SHARE = 0.042  # This share of a tensor's elements changes.
 LEAST_NS = 1.0
 
 

@@ -46,11 +46,11 @@ except ImportError:
 
 COLUMNS = "set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds,commit".split(",")
 BLOCK_BYTES = 64 << 10
-BLOCK_INDEX_BYTES = 4  # per zstd block, which cannot be found without its length
+BLOCK_INDEX_BYTES = 4  # A zstd block is counted with its length, without which it cannot be found.
 REPEATS = 3
 OURS = ("paper", "ibp", "planes", "auto")
-NO_LIST, SPARSE_SET, LEARNED_ROWS = "planes, no list", "half zeros", 1024  # NO_LIST is a method for SPARSE_SET alone
-BPC = "bit planes"  # only counted
+NO_LIST, SPARSE_SET, LEARNED_ROWS = "planes, no list", "half zeros", 1024  # Only SPARSE_SET is measured with NO_LIST.
+BPC = "bit planes"  # This method is only counted.
 ZSTD, ZSTD_ROWS, LZ4, NDZIP = "zstd -3", "zstd -3, row by row", "lz4", "ndzip"
 RATIO_FROM = 0.8  # From these savings on the table shows "5.0x" instead of "80.0".
 
@@ -281,7 +281,8 @@ def _times(ratio):
     return 1 - 1 / ratio
 
 
-TARGETS = {  # savings by set and dtype, in the packed layout
+# By set and dtype, these are the savings that `auto` should reach in the packed layout.
+TARGETS = {
     ("normal 0.02", sets.BF16): 0.33,
     ("normal 0.02", sets.FP16): 0.144,
     ("normal 1", sets.FP32): 0.165,

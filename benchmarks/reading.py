@@ -6,7 +6,8 @@ import csv
 # "synthetic".
 SYNTHETIC = "synthetic "
 NORMAL = "normal"
-NVCOMP = "nvcomp "  # the start of methods of ratio.csv and arms of transfers.csv that are nvCOMP's codecs
+# Methods of ratio.csv and arms of transfers.csv begin with this text if they are codecs of nvCOMP.
+NVCOMP = "nvcomp "
 DTYPE_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64", "float8_e4m3fn": "FP8"}
 # Columns whose values are names, even if they look like numbers.
 NAMES = {

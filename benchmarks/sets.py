@@ -90,7 +90,8 @@ def _constant_columns(rows, generator, dtype):
     return x.to(dtype)
 
 
-SYNTHETIC = (  # name, dtypes, function(rows, generator, dtype) that makes them
+# Each set has (name, dtypes, function(rows, generator, dtype) that makes the rows).
+SYNTHETIC = (
     ("normal 0.02", (BF16, FP16), lambda rows, g, dtype: (0.02 * _normal(rows, g)).to(dtype)),
     ("normal 1", (FP16, BF16, FP32, FP64), _normal_as),
     ("half zeros", (FP16, BF16, FP32, FP64), _half_zeros),
@@ -121,7 +122,7 @@ def synthetic_sets(rows: int) -> Iterator[Set]:
 
 # ---- simulations in double precision ---------------------------------------------------------------------------------
 
-STEPS, TIME_STEP = 60, 0.4  # of the shallow water
+STEPS, TIME_STEP = 60, 0.4  # The shallow water is simulated with so many steps of this size.
 # The particles begin at 4 places in each cell of a cube. There are STEPS_APART steps between snapshots.
 SIDE_CELLS, LATTICE, STEPS_APART = 5, 1.7, 2
 MD_TIME_STEP, CUT_OFF = 0.004, 2.5

@@ -68,8 +68,9 @@ def ids_in_runs(rows, columns, device):
     return torch.randint(1 << 20, (rows, columns), device=device).sort(1).values
 
 
-SMALL = ", 256 MiB"  # the end of a case's name
-CASES = (  # name, level, dtype, columns, maker, shares of noise, target ratios
+SMALL = ", 256 MiB"  # The names of smaller tables' cases end with this text.
+# Each case has (name, level, dtype, columns, maker, shares of noise, target ratios).
+CASES = (
     ("normal 0.02", "default", BF16, 1024, families.weights, SHARES, RATIOS),
     ("normal 0.02" + SMALL, "default", BF16, 1024, families.weights, SHARES, ()),
     ("normal 0.02, fast", "fast", BF16, 1024, families.weights, SHARES, ()),
@@ -290,7 +291,7 @@ def step(net, states, rate=1e-3):
 
 PROGRAMS = ("AlexNet", "VGG16", "SqueezeNet", "GoogLeNet", "ResNet-50", "LSTM")
 PROGRAM_BATCH, PROGRAM_ROW_BYTES, PROGRAM_LEAST_BYTES, STEPS_BETWEEN = 32, 2048, 1 << 20, 4
-PROGRAM = "program "  # the start of a case's name
+PROGRAM = "program "  # The names of programs' cases begin with this text.
 
 
 class LanguageModel(torch.nn.Module):

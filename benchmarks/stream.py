@@ -25,8 +25,9 @@ try:
 except ImportError:
     nvcomp = None
 
-SIZES_MIB, OTHER_SIZES_MIB, QUICK_SIZES_MIB = (8, 64, 256), (256,), (1, 4)  # of BF16, of others, and in quick runs
-LIST_BYTES, MAX_TENSORS = 256 * inputs.MIB, 16  # of all tensors of one size together
+# The sizes are for BF16, for other dtypes, and for quick runs.
+SIZES_MIB, OTHER_SIZES_MIB, QUICK_SIZES_MIB = (8, 64, 256), (256,), (1, 4)
+LIST_BYTES, MAX_TENSORS = 256 * inputs.MIB, 16  # All tensors of one size together have at most this many bytes.
 FEW_SMS, FEWEST_SMS = 8, 4
 NVCOMP_CHUNK_BYTES, NVCOMP_PIECES, NVCOMP_LEAST_PIECE_BYTES = 1 << 16, 16, 4 * inputs.MIB
 

@@ -47,11 +47,11 @@ COLUMNS = (
 )
 PIECE_BYTES, CHUNK_BYTES, SLOTS = 256 * inputs.MIB, 32 * inputs.MIB, 4
 VOCABULARY, DEVIATION, SEED = 151_936, 0.02, 7
-STEPS = {"1 %": 0.26e-6, "4 %": 1.26e-6, "10 %": 4e-6}  # learning rates of the optimizer
+STEPS = {"1 %": 0.26e-6, "4 %": 1.26e-6, "10 %": 4e-6}  # The optimizer has these learning rates.
 GBITS = (100, 400)
 IBP, PLAIN, ALL = "ibp", "index and value", "all weights"
 SOCKETS, SHARED = "sockets", "shared memory"
-WAIT_S = 60  # seconds to wait for the other process
+WAIT_S = 60  # A process waits so many seconds for the other one.
 # Each arm makes this many pushes over a link, alternately forward and back. The first one does not count.
 TURNS = 4
 

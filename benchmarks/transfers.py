@@ -26,7 +26,7 @@ from . import gather, harness, ideal, inputs, ndzip, ratio, reading, sets
 
 COLUMNS = ("gain", "encode_ms", "table_bytes")
 TABLE_BYTES, QUICK_TABLE_BYTES = 128 * inputs.MIB, 512 << 10
-DENSE_SETS = ("kokoro", "word2vec")  # sets of sets.py, in FP32
+DENSE_SETS = ("kokoro", "word2vec")  # These sets of sets.py are taken in FP32.
 LONG_ROW_BYTES = 512
 RAW_ROWS, RAW_COPY = "raw rows", "raw copy_"
 BY_ROW = ", row by row"

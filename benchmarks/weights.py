@@ -68,11 +68,11 @@ TINY = {
     "vocab_size": 512,
     "max_position_embeddings": 128,
 }
-CELLS, QUICK_CELLS = ((1, 256), (1, 1920), (16, 512)), ((1, 8),)  # (batch, prompt)
+CELLS, QUICK_CELLS = ((1, 256), (1, 1920), (16, 512)), ((1, 8),)  # Each cell has (batch, prompt).
 # Tokens that are timed; FEW_TOKENS are for accelerate, which takes over a second for each.
 NUM_TOKENS, FEW_TOKENS = 6, 2
-ACCELERATE, MASKS = "accelerate cpu_offload", "scheme ibp"  # arms
-FEW_SMS = 8  # besides the number that ibp.offload uses by default
+ACCELERATE, MASKS = "accelerate cpu_offload", "scheme ibp"  # These are names of arms.
+FEW_SMS = 8  # Besides, ibp.offload's default number of SMs is measured.
 STREAM_SHARE, RAW_FACTOR, ACCELERATE_FACTOR, TWO_GPUS_FACTOR = {"bfloat16": 0.95, "float16": 0.95}, 1.42, 8.0, 1.85
 FP8_SHARE, COMPUTE_SHARE, LOAD_SECONDS = 0.90, 1.03, 10.0
 EXTRA_COLUMNS = ("prompt", "ms", "bound_ms", "host_bytes", "device_bytes", "weight_bytes")

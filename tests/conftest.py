@@ -15,7 +15,7 @@ import torch  # noqa: E402
 import ibp  # noqa: E402
 from ibp._machine import calibration as _calibration  # noqa: E402
 
-torch.set_num_threads(1)  # in case something imported torch before
+torch.set_num_threads(1)  # Something may have imported torch before.
 
 hypothesis.settings.register_profile(
     "fast", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -12,7 +12,7 @@ import math
 import sys
 from pathlib import Path
 
-FASTER, SLOWER = "gbps", ("us", "ms")  # more is faster in the first column, less in the others
+FASTER, SLOWER = "gbps", ("us", "ms")  # In the first column more is better, in the others less.
 MEASURED = set(
     "gbps ideal_gbps savings gpu torch cuda commit us ms mean_ms first_ms slowest_ms host_ms host_us ratio".split()
 )

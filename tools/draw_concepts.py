@@ -31,7 +31,7 @@ def hex_of(data: bytes) -> str:
 # ---- rows, slots, overflow, index ----
 
 ROW_BYTES, SLOT_BYTES = 256, 160
-LENGTHS = (148, 156, 0, 139, ROW_BYTES, 171)  # 0: a raw row; ROW_BYTES: a default row
+LENGTHS = (148, 156, 0, 139, ROW_BYTES, 171)  # 0 marks a raw row, and ROW_BYTES a default row.
 
 
 def stored_bytes(length: int) -> int:
@@ -154,7 +154,7 @@ def draw_coded_row(picture: Drawing, flags: list[int], kept: list[list[int]]) ->
 
 VALUES = ("0.5", "1.0", "-0.75", "3.0", "0.5", "1.5")
 ELEMENTS = (0x3F00, 0x3F80, 0xBF40, 0x4040, 0x3F00, 0x3FC0)
-ENTRIES = (0x7E, 0x7F)  # one entry for each plane, because a digit has one bit
+ENTRIES = (0x7E, 0x7F)  # Each plane has one entry, because a digit has one bit.
 
 
 def planes_row() -> tuple[list[int], list[int], list[int | None], list[int | None], list[int | None]]:
@@ -417,7 +417,8 @@ def draw_blocks(picture: Drawing, first: float, last: float) -> None:
 
 # ---- the floors of the sources ----
 
-FLOORS = (  # in the reverse order of tools/shape.py: kind, what it is, folders
+# The floors are in the reverse order of tools/shape.py. Each has (kind, what it is, folders).
+FLOORS = (
     ("coder", "commands, hosts", ("_inspect", "_cli", "integrations")),
     ("coder", "models, ranks", ("nn", "optim", "_offload", "_activations", "distributed")),
     ("coder", "versions, files", ("deltas", "_files", "checkpoints")),

@@ -21,7 +21,7 @@ import ibp  # noqa: E402
 from ibp._cli import main as command_line  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-SHOWN = "model.layers.2.mlp.gate_proj.weight"  # the tensor that is opened on the page
+SHOWN = "model.layers.2.mlp.gate_proj.weight"  # The page shows this tensor opened.
 SIZE = "1200,1000"
 
 

@@ -25,7 +25,8 @@ import fuzzing  # noqa: E402
 
 ROOM = ROOT / "build" / "fuzz"
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0"}
-MOST_KEPT, MOST_KEPT_BYTES = 150, 2000  # the most inputs of a target; the bytes that an input stays below
+# A corpus keeps at most so many inputs of a target, each of fewer bytes than this.
+MOST_KEPT, MOST_KEPT_BYTES = 150, 2000
 
 
 def run(command, log):

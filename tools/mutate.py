@@ -53,7 +53,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutants"
 REASONS = ROOT / "tools" / "equivalent_mutants.csv"
 COLUMNS = ["file", "line", "column", "was", "becomes", "outcome", "test", "tests_run", "seconds", "text"]
-KEY = ["file", "text", "at", "was", "becomes"]  # columns of tools/equivalent_mutants.csv that identify a mistake
+KEY = ["file", "text", "at", "was", "becomes"]  # These columns of tools/equivalent_mutants.csv identify a mistake.
 SOURCES = ["ibp/*.py", "ibp_command.py", "csrc/core/*.[ch]", "csrc/x86/*.[ch]"]
 FULL = ["--hypothesis-profile=full"]
 # Tests that build the library or its kernels in other ways, run one test again and again, or measure.
@@ -68,8 +68,9 @@ C_CORE = "tests/core/test_c_core.py::test_c_core"
 C_PROGRAMS = {"quick": [f"{C_CORE}[quick]"], "rest": [f"{C_CORE}[all]"]}
 # Tests that look at what modules define but run none of their lines.
 OF_MODULES = ["tests/project/test_annotations.py"]
-MOST_SECONDS = 600.0  # limit for one test
-BATCHES = (4, 30, 120, float("inf"))  # limits for the successive runs of pytest; the first run sees most mistakes
+MOST_SECONDS = 600.0  # One test may take so many seconds.
+# The successive runs of pytest take about so many seconds. The first run sees most mistakes.
+BATCHES = (4, 30, 120, float("inf"))
 
 
 # ---- copies of the tree ----

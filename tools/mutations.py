@@ -72,7 +72,7 @@ def mutations_of(root: Path, path: str) -> list[Mutation]:
     return [Mutation(path, *place, was, new) for place, was in sorted(found) for new in SWAPPED[was]]
 
 
-Place = tuple[tuple[int, int], str]  # ((line, column), the text at this place)
+Place = tuple[tuple[int, int], str]  # A place has (line, column) and the text that is there.
 
 
 # ---- Python ----

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
-LISTS = {"build": ("requires", "dependencies")}  # every other group is the list of its name
+LISTS = {"build": ("requires", "dependencies")}  # Every other group is the list of its name.
 
 
 def read(group):

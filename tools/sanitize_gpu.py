@@ -33,8 +33,9 @@ sys.path.insert(0, str(ROOT))
 
 import ibp  # noqa: E402
 
-ONLY_OURS = ["--kernel-name", "kns=ibp"]  # kernels whose mangled names contain this text
-TOOLS = {  # tool: its options
+ONLY_OURS = ["--kernel-name", "kns=ibp"]  # The tools look at kernels whose mangled names contain this text.
+# The options of each tool.
+TOOLS = {
     "memcheck": ["--leak-check", "no", *ONLY_OURS],
     "racecheck": ["--racecheck-report", "analysis", *ONLY_OURS],
     "synccheck": ONLY_OURS,
@@ -49,9 +50,9 @@ FAMILIES = "rows", "products"
 # initcheck: decoders load 16 bytes at once. The last load of a row may reach into bytes of its slot that were never
 # written; no result depends on them.
 KNOWN = {"racecheck": {"many_kernel", "tiles_kernel"}, "initcheck": {"gather_items"}}
-REPORTED = re.compile(r"\bat (?:void )?ibp::(\w+)")  # kernels of ibp; those of torch and cuBLAS do not count
-STARTING_S = 150  # the longest time that CUDA takes to start under a tool
-FAILED = 99  # exit status of a tool that has reported something
+REPORTED = re.compile(r"\bat (?:void )?ibp::(\w+)")  # Kernels of ibp count; those of torch and cuBLAS do not.
+STARTING_S = 150  # Until CUDA has started, a tool takes at most so many seconds.
+FAILED = 99  # A tool ends with this status if it has reported something.
 DTYPES = (
     *(torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.uint8, torch.int8),
     torch.float8_e4m3fn,

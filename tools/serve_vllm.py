@@ -88,20 +88,21 @@ COLUMNS = (
 ).split(",")
 OF_STEPS = "benchmark,case,arm,mode,order,card_gib,sequences,tokens".split(",")
 MACHINE = "engine,gpu,torch,cuda,commit".split(",")
-PROFILES = {  # by kind of result: a CSV and its columns
+# For each kind of result, the CSV that gets it and its columns.
+PROFILES = {
     "step": ("serve_steps.csv", [*OF_STEPS, "step_ms", "host_ms", "gpu_ms", "kernels", *MACHINE]),
     "part": ("serve_parts.csv", [*OF_STEPS, "side", "name", "calls", "us", *MACHINE]),
 }
-OF_ARM = ("case", "mode", "arm", "order", "card_gib")  # columns that identify rows
+OF_ARM = ("case", "mode", "arm", "order", "card_gib")  # These columns identify rows.
 OF_LOAD = (*OF_ARM, "requests", "prompt_tokens", "new_tokens")
 PROMPTS, QUARTER, NEW_TOKENS = 16, 4, 64
-BLOCK = 16  # tokens
-LIKELIEST = 20  # the most tokens of a position whose probabilities vLLM returns
-UTILIZATION = 0.95  # the share of a card's memory that loads may take
+BLOCK = 16  # A block of the KV-cache has so many tokens.
+LIKELIEST = 20  # vLLM returns the probabilities of at most so many tokens of a position.
+UTILIZATION = 0.95  # Loads may take this share of a card's memory.
 # On cards of at least this size vLLM's server reads 8,192 tokens of prompts in a step, and otherwise 2,048.
 LARGE_CARD_GIB = 70
-PLAIN, CODED = "plain", "coded weights"  # arms
-ADAPTERS, DRAFT, FP8, TOGETHER = "two adapters", "a draft", "FP8 KV", "four together"  # features of arms
+PLAIN, CODED = "plain", "coded weights"  # These are arms.
+ADAPTERS, DRAFT, FP8, TOGETHER = "two adapters", "a draft", "FP8 KV", "four together"  # These are features of arms.
 RANK, DRAFT_LAYERS, DRAFT_TOKENS = 8, 2, 3
 MODES = {
     "eager": {"enforce_eager": True},

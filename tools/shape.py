@@ -45,7 +45,7 @@ FLOORS = (
     "_cli",
     "integrations",
 )
-COMPILED = ("ibp._core",)  # imports nothing
+COMPILED = ("ibp._core",)  # A compiled module imports nothing.
 C_SOURCES = (".c", ".h", ".cu", ".cuh", ".cpp")
 
 

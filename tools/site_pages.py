@@ -32,8 +32,8 @@ PAGES = {
 # Languages of linked files that a page shows. Files with other endings are copied.
 LANGUAGES = {".c": "c", ".h": "c", ".cu": "cuda", ".cuh": "cuda", ".cpp": "c++", ".py": "python", ".sh": "sh"}
 FENCE = re.compile(r"\s*(```+|~~~+)(.*)")
-NAME = re.compile(r"(?<!\[)`(ibp(?:\.\w+)+)`")  # the name of an object in backticks, outside links
-LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")  # the text and the target of a link
+NAME = re.compile(r"(?<!\[)`(ibp(?:\.\w+)+)`")  # This finds the name of an object in backticks, outside links.
+LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")  # This finds the text and the target of a link.
 
 
 def text_of(path):

@@ -21,7 +21,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "tests" / "gpu"
-NO_TESTS_COLLECTED = 5  # pytest's exit status if -k or -m leaves no test of a file
+NO_TESTS_COLLECTED = 5  # pytest ends with this status if -k or -m leaves no test of a file.
 
 
 def run_file(path, arguments):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-C_BYTES = 2 << 20  # more bytes than the library has code; the bytes for Python's lines follow
+C_BYTES = 2 << 20  # The library has less code than this many bytes. The bytes for Python's lines follow.
 TRACED_BYTES = C_BYTES + (1 << 18)
 TRACE_C = """
 #include <fcntl.h>

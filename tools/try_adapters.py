@@ -80,8 +80,9 @@ REAL = (
     "lmcache.v1.memory_allocators.*",
     "lmcache.v1.platform.event_notifier",
 )
-GIVEN_ON = {"lmcache.v1.platform": "lmcache.v1.platform.event_notifier"}  # by package: whose names it reexports
-PAGE_ALIGNMENT = 4096  # vLLM aligns chunks in host memory to this many bytes
+# A package reexports the names of a module.
+GIVEN_ON = {"lmcache.v1.platform": "lmcache.v1.platform.event_notifier"}
+PAGE_ALIGNMENT = 4096  # vLLM aligns chunks in host memory to so many bytes.
 
 
 class CPUStreams:
@@ -148,7 +149,7 @@ class Nothing(metaclass=_NothingType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports a package's modules. Modules in REAL come from files; all others have only attributes that are
+    """A finder of a package's modules. Modules in REAL come from files; all others have only attributes that are
     Nothing."""
 
     def __init__(self, root, package):
@@ -216,7 +217,8 @@ def pages_of(count, num_bytes, rng):
 
 
 class Scheduler:
-    """Stores and loads chunks at random, through vLLM's manager and the worker's side of its connector."""
+    """A scheduler that stores and loads chunks at random, through vLLM's manager and the worker's side of its
+    connector."""
 
     NUM_BLOCKS, BLOCKS_PER_CHUNK = 64, 2
 
@@ -387,7 +389,8 @@ def try_vllm(num_steps=200):
 
 
 class Tiers:
-    """Stores chunks in vLLM's host memory, and looks them up there and in ibp's tier, through vLLM's manager."""
+    """A scheduler that stores chunks in vLLM's host memory, and looks them up there and in ibp's tier, through vLLM's
+    manager."""
 
     NUM_CHUNKS, CHUNK_BYTES = 8, 2 * PAGE_ALIGNMENT
 

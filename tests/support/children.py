@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-SECONDS = 60  # the longest time that a process may take
+SECONDS = 60  # A process may take at most so many seconds.
 
 
 def in_child(work):

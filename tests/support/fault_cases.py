@@ -78,7 +78,7 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
 
 
 X, OTHER = rows(80), rows(16, seed=1)
-LARGE = rows(8_000, seed=2)  # large enough for several threads
+LARGE = rows(8_000, seed=2)  # These are enough rows for several threads.
 IDS = torch.tensor([3, 79, 0, 3, 41])
 CHANGED = torch.arange(10, 26)
 NEW = X.index_copy(0, CHANGED, OTHER)

@@ -5,7 +5,7 @@ import torch
 from ibp._rows.handle import Handle, Parts
 from ibp._rows.table import handle_on
 
-_SIZES = {"encode_into": 12, "move_parts": 12}  # number of values for a place, which also has `rooms` and `used`
+_SIZES = {"encode_into": 12, "move_parts": 12}  # A place has more values than a table: also `rooms` and `used`.
 
 
 def values_of(table, device):

@@ -6,7 +6,7 @@ import resource
 import signal
 import socket
 
-SECONDS = 30  # on a busy machine; each call takes less than one second
+SECONDS = 30  # Each call takes less than one second, unless the machine is busy.
 
 
 def make_socket(path):

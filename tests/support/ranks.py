@@ -8,7 +8,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-SECONDS = 60  # the longest time that other processes may take
+SECONDS = 60  # Other processes may take at most so many seconds.
 
 
 class Ranks:
