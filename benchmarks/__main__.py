@@ -196,7 +196,7 @@ def run_together(names, argv, limits, num_gpus, deadline=math.inf):
         futures = [pool.submit(run, group) for group in reversed(together)]
         try:
             return {name: status for future in futures for name, status in future.result().items()}
-        except BaseException:  # this process is to end
+        except BaseException:  # This process is to end.
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in futures):
                 for process in running:

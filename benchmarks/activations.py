@@ -142,7 +142,7 @@ CASES = (
     Case("ReLU squared 8192", lambda: nets.llama(1, 8192, 28672, 64, "relu2"), (1, 4096, 8192), None, 1.86),
     *(
         Case(name, lambda kind=kind: nets.Blocks([nets.Recurrent(kind, 1024, 2)]), (64, 512, 1024), dtype=torch.float16)
-        for name, kind in (("LSTM 1024", "lstm"), ("ReLU RNN 1024", "relu"))  # FP16, which cuDNN always supports
+        for name, kind in (("LSTM 1024", "lstm"), ("ReLU RNN 1024", "relu"))  # cuDNN always supports FP16.
     ),
 )
 QUICK_CASES = (
@@ -179,7 +179,7 @@ class ZeroValues(saved_tensors_hooks):
     element of a tensor, and the elements that are not zero. As with `save_on_cpu`, they come back when the backward
     pass asks for them."""
 
-    pinned_bytes = 0  # unknown, because torch's allocator has it
+    pinned_bytes = 0  # The number is unknown, because torch's allocator has the memory.
 
     def __init__(self, run):
         self.least_bytes, self.is_pinned = least_bytes(run), run.on_gpu
@@ -331,7 +331,7 @@ def entropy_share(data, view):
         return 1.0 if recipe is None else recipe.needed_share / recipe.times_narrower
     rows = data[: data.numel() // coding.ROW_BYTES * coding.ROW_BYTES].view(-1, coding.ROW_BYTES)
     rows = rows[torch.randperm(len(rows), device=data.device)[:SAMPLED_ROWS]]
-    coded = min(2, size)  # the upper bytes
+    coded = min(2, size)  # These are the upper bytes.
     elements = rows.view(-1, size)[:, size - coded :].contiguous().view(torch.int16 if coded == 2 else torch.uint8)
     counts = torch.bincount(elements.view(-1).int() & (256**coded - 1), minlength=256**coded).double()
     shares = counts[counts > 0] / counts.sum()
@@ -647,7 +647,7 @@ def main(argv=None):
 
     run = harness.Run("activations", args, COLUMNS, keep=is_kept)
     if batches:
-        run.scratch = None  # it would take memory of the cap
+        run.scratch = None  # This buffer would take memory of the cap.
     for case in QUICK_CASES if run.quick or not run.on_gpu else CASES:
         if names is not None and case.name not in names:
             continue

@@ -62,7 +62,8 @@ def coded_bits(entries):
 
 def _coded_bits(entries):
     planes, bits = planes_of(entries), first_word_bits(entries[:, 0].long())
-    above, run = torch.zeros_like(bits), torch.zeros_like(bits)  # run: number of planes without a change up to here
+    # `run` counts the planes without a change up to here.
+    above, run = torch.zeros_like(bits), torch.zeros_like(bits)
     for plane in planes.unbind(1):
         change = plane ^ above
         is_zero, above = change == 0, plane

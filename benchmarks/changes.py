@@ -74,7 +74,7 @@ def measure_updates(case, num_rows):
         case.check(case.raw, f"update_ of {num_rows} rows")
         case.record("update_", num_rows, run.seconds(updates, wall=True))
         case.record("index_copy_", num_rows, run.seconds(copies, wall=True))
-        for update, copy in zip(updates, copies):  # both end with the same set of rows
+        for update, copy in zip(updates, copies):  # Both tensors end with the same set of rows.
             update(), copy()
 
 

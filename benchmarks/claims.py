@@ -182,7 +182,7 @@ class Table:
             for key, own in groups.items()
         ]
         heads = [*self.line, *arms, *self.more]
-        if len(arms) > len(lines) and len(self.line) == 1:  # one arm per line
+        if len(arms) > len(lines) and len(self.line) == 1:  # Each arm becomes a line.
             heads, *lines = zip(heads, *lines)
         return markdown(heads, lines)
 

@@ -36,7 +36,7 @@ ANALYZED_ROW_BYTES = 2048
 LARGE_BYTES, HOST_BYTES = (
     4096 * inputs.MIB,
     1024 * inputs.MIB,
-)  # bytes of the BF16 tables that are compressed and analysed on the GPU and in host memory
+)  # BF16 tables of these sizes are compressed and analysed on the GPU and in host memory.
 ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 16384), (512, 2048)  # Normal tables have rows of these sizes.
 SYNTHETIC_ROW_BYTES, SYNTHETIC_SAVINGS = (256, 512, 2048, 65536), (0.125, 0.5, 0.9)
 PAGE_BYTES = 1 << 16  # A batch of nvCOMP has pages of this many bytes.
@@ -89,7 +89,7 @@ class Case:
         self.num_bytes = x.numel() * x.dtype.itemsize
         self.row_bytes = self.num_bytes // len(x)
         self.out = torch.empty_like(x)
-        self.kind = ""  # the codebook's kind, with which the names of arms begin
+        self.kind = ""  # The names of arms begin with the kind of the codebook.
 
     def check(self, table, arm):
         """Decodes a table to poisoned output and compares it with x."""
@@ -215,7 +215,7 @@ def measure_codec(case, codebook):
     table = measure_decoding(case, codebook)
     case.kind = (
         "planes " if codebook.scheme == "planes" else ""
-    )  # the encoder's arms have the same names for all codebooks of a scheme
+    )  # The encoder's arms have the same names for all codebooks of a scheme.
     # If nothing is saved, nothing is encoded.
     for measure in (measure_encode, measure_kernels, measure_compress) if table.scheme != "raw" else ():
         with case.cell(measure.__name__):
@@ -322,7 +322,7 @@ def measure_nvcomp_batch(case):
         coder, data = nvcomp.Codec(algorithm="ANS", **options), case.x.view(torch.uint8).view(-1)
         starts = list(range(0, data.numel(), PAGE_BYTES))
         pages = nvcomp.as_arrays(data, starts, [min(PAGE_BYTES, data.numel() - start) for start in starts])
-        case.run.sync()  # the codec has a stream of its own
+        case.run.sync()  # The codec has a stream of its own.
         coded = coder.encode(pages)
         back = [torch.as_tensor(page, device=data.device).view(torch.uint8).view(-1) for page in coder.decode(coded)]
         case.run.sync()

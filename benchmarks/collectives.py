@@ -157,7 +157,7 @@ class Rank:
 def savings_of(call, dtype, level, name):
     """Returns the savings of the last messages that calls of a kind have sent, or 0 if they were raw."""
     state = _planning.state_of(None)
-    if call == FSDP:  # its codecs are named after modules
+    if call == FSDP:  # Its codecs are named after modules.
         found = [plan for kind, plan in state.plans.items() if kind.name.isdigit() and kind.level == level]
     else:
         plans = [*state.plans.items(), *(item for pair in state.pairs.values() for item in pair.plans.items())]
@@ -260,7 +260,7 @@ def measure_fsdp(process, layers, width, rows):
         if losses[arm] != losses[TORCH]:
             raise AssertionError(f"{process.link}, {FSDP}, {arm}: losses {losses[arm]}, wanted {losses[TORCH]}")
 
-    moved = 2 * weights * torch.bfloat16.itemsize * (WORLD - 1) // WORLD  # gathered for both passes
+    moved = 2 * weights * torch.bfloat16.itemsize * (WORLD - 1) // WORLD  # Weights are gathered for both passes.
     module_mib = weights // layers * torch.bfloat16.itemsize // inputs.MIB
     process.measure(FSDP, WEIGHTS, torch.bfloat16, calls, moved, check, module_mib)
 
@@ -349,7 +349,7 @@ def main(argv=None):
         print(f"collectives: needs {WORLD} GPUs, torch sees {torch.cuda.device_count()}: results stay as they are")
         return 1
     run = harness.Run("collectives", args, COLUMNS)
-    run.scratch = None  # of this process, which measures nothing
+    run.scratch = None  # This process measures nothing, and frees its buffer.
     for link, told in (LINKS if run.on_gpu else {GLOO: {"GLOO_SOCKET_IFNAME": "lo"}}).items():
         with run.cell(link):
             measure_link(run, link, told)

@@ -42,7 +42,7 @@ class PipelinedGather:
         for i, part in enumerate(ids.split(self.chunk_rows)):
             place = i % NUM_BUFFERS
             if self.on_gpu:
-                self.copied[place].synchronize()  # returns at once if the buffer was never used
+                self.copied[place].synchronize()  # This returns at once if the buffer was never used.
             chunk = self.buffers[place][: len(part)]
             torch.index_select(self.host, 0, part, out=chunk)
             with torch.cuda.stream(self.stream) if self.on_gpu else contextlib.nullcontext():

@@ -234,7 +234,7 @@ def cached_embedding_bag():
     sys.modules[package.__name__] = package
     try:
         return importlib.import_module(f"{package.__name__}.cached_embedding").CachedEmbeddingBag
-    except ImportError as error:  # for example, contexttimer is missing
+    except ImportError as error:  # For example, contexttimer is missing.
         print(f"{COLOSSALAI}: left out: {error}")
         return None
 

@@ -177,7 +177,7 @@ def measure_pages(case, places):
 
 def measure_places(case, places):
     """Measures strided rows, rows by their ids, a graph, and pinned memory."""
-    strided = torch.stack([case.x, case.x.flip(1)], 1)[:, 1]  # as in a cache whose rows have two parts
+    strided = torch.stack([case.x, case.x.flip(1)], 1)[:, 1]  # A cache whose rows have two parts looks like this.
     case.measure("strided", places, lambda place: ibp.encode_into(strided, place), strided)
     ids = torch.randperm(len(case.x), device=case.run.device)
     wanted = torch.empty_like(case.x)

@@ -238,7 +238,7 @@ class Pinned:
     def __call__(self, ids, out):
         ids = ids.cpu()
         if self.copied:
-            self.copied.synchronize()  # returns at once if the buffer was never used
+            self.copied.synchronize()  # This returns at once if the buffer was never used.
         if len(ids) > len(self.buffer):
             rows = len(ids) + len(ids) // 8
             memory = _memory.empty(rows * self.x[0].nbytes, torch.device("cpu"), pin=self.on_gpu)
@@ -318,7 +318,7 @@ class Training:
     def out(self, i, num_rows):
         """Returns rows of one of two buffers, on the side stream."""
         if num_rows > len(self.buffers[i % 2]):
-            self.buffers[i % 2] = self.buffers[i % 2][:0]  # frees the old buffer's memory for the new one
+            self.buffers[i % 2] = self.buffers[i % 2][:0]  # The old buffer's memory is freed for the new one.
             self.buffers[i % 2] = torch.empty(
                 num_rows + num_rows // 8, self.columns, dtype=self.dtype, device=self.device
             )
@@ -335,7 +335,7 @@ class Training:
         with self.beside():
             batch = self.sample(i)
             if self.on_gpu:
-                self.side.wait_event(self.trained[i % 2])  # the buffer is in use until then
+                self.side.wait_event(self.trained[i % 2])  # Until then the buffer is in use.
             rows = fetch(batch.ids, self.out(i, len(batch.ids)))
             return batch, rows, self.side.record_event() if self.on_gpu else None
 
@@ -578,7 +578,7 @@ def main(argv=None):
     for case in cases:
         with run.cell(case.name):
             if case.num_nodes != num_nodes:
-                graph = None  # frees its memory for the next graph
+                graph = None  # Its memory is freed for the next graph.
                 graph, num_nodes = (
                     Graph(case.num_nodes, QUICK_EDGES if small else NUM_EDGES, run.device),
                     case.num_nodes,

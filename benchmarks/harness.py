@@ -110,7 +110,7 @@ def commit_id():
     def git(*words):
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
 
-    if not (ROOT / ".git").exists():  # git would find another repository that contains this directory
+    if not (ROOT / ".git").exists():  # Git would find another repository that contains this directory.
         return "unknown"
     try:
         head = git("rev-parse", "HEAD")
@@ -230,7 +230,7 @@ class Run:
 
     @property
     def is_judged(self):
-        """Whether the targets apply. Few cells on small tables, or on a CPU, need not reach them."""
+        """Returns whether the targets apply. Few cells on small tables, or on a CPU, need not reach them."""
         return self.on_gpu and not self.quick
 
     def add(self, *, case, arm, rows, row_bytes, dtype, savings, gbps, ideal_gbps, sms, **extra):
@@ -311,7 +311,7 @@ class Run:
         memory. wall: whether to time host and GPU together with the wall clock, for arms in which the CPU does part of
         the work."""
         one = self._wall_seconds(calls[-1])
-        if one < BUDGET_S:  # longer calls are warmed up once
+        if one < BUDGET_S:  # Longer calls are warmed up only once.
             one = self._wall_seconds(calls[0])
         repeats = 1 if one > LONG_S else min(MAX_REPEATS, max(MIN_REPEATS, int(BUDGET_S / max(one, 1e-9))))
         if wall or not self.on_gpu:
@@ -446,7 +446,7 @@ def format_table(rows):
         key = (row["case"], str(row["row_bytes"]), row["dtype"])
         share = 100 * float(row["gbps"]) / float(row["ideal_gbps"])
         lines.setdefault(key, {})[arm] = f"{row['gbps']} ({share:.0f})"
-        if not float(savings.get(key, 0)):  # those of the first arm that compresses
+        if not float(savings.get(key, 0)):  # The savings are those of the first arm that compresses.
             savings[key] = row["savings"]
     cells = [["case", "row_bytes", "dtype", "savings", *arms]]
     cells += [[*key, savings[key], *(values.get(arm, "") for arm in arms)] for key, values in lines.items()]

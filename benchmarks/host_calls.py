@@ -148,7 +148,7 @@ def of_processes(args):
 
 def main(argv=None):
     args = harness.parse_args(argv, __doc__)
-    if os.environ.get("IBP_HOST_CALLS"):  # this is one of the processes
+    if os.environ.get("IBP_HOST_CALLS"):  # This is one of the processes that measure.
         with torch.no_grad():
             print(json.dumps(measured(torch.device(args.device), args.quick)))
         return 0

@@ -21,9 +21,9 @@ def reckon_with(machine):
     """Takes the link's rates from an `ibp.calibration.Calibration`."""
     global MACHINE, LINK_KERNEL_GBPS, LINK_COPY_GBPS, LINK_REQUEST_NS
     MACHINE = machine
-    LINK_KERNEL_GBPS = machine.read_gbps  # kernels that read pinned host memory
-    LINK_COPY_GBPS = machine.copy_in_gbps  # the copy engine, host to device, for at least 64 MiB
-    LINK_REQUEST_NS = machine.least_row_ns  # the least time of a kernel's request, however short
+    LINK_KERNEL_GBPS = machine.read_gbps  # Kernels read pinned host memory at this rate.
+    LINK_COPY_GBPS = machine.copy_in_gbps  # The copy engine copies at least 64 MiB to the device at this rate.
+    LINK_REQUEST_NS = machine.least_row_ns  # A kernel's request takes at least so long.
 
 
 reckon_with(ibp.calibration.H200)  # An H200's rates hold until a run on a GPU begins.
@@ -42,7 +42,7 @@ def units_of_range(start, num_bytes, unit_bytes=SECTOR_BYTES):
 def _request_ns(sectors):
     """Returns the time of the link for a request for some sectors of one line, in ns. It is 0 if there are no
     sectors."""
-    gbps = LINK_KERNEL_GBPS * (1 + LINE_COST / LINE_BYTES)  # so that whole lines of rows come at LINK_KERNEL_GBPS
+    gbps = LINK_KERNEL_GBPS * (1 + LINE_COST / LINE_BYTES)  # Whole lines of rows then come at LINK_KERNEL_GBPS.
     ns = torch.clamp((SECTOR_BYTES * sectors + LINE_COST) / gbps, min=LINK_REQUEST_NS)
     return torch.where(sectors > 0, ns, 0.0)
 

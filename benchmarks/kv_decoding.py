@@ -88,7 +88,7 @@ class Pages:
             tensors.append(rows[drawn].view(torch.bfloat16).view(shape))
         self.run, self.kv = run, torch.stack(tensors)
         self.out = torch.empty_like(self.kv)
-        self.num_bytes = 2 * self.kv.nbytes  # both directions
+        self.num_bytes = 2 * self.kv.nbytes  # The bytes travel in both directions.
 
 
 class Travel:
@@ -161,7 +161,7 @@ class Bench:
         if is_judged:
             gains |= {"met": "yes" if travel.gain >= WANTED_GAIN else "no"}
         self.add(f"pages alone, {travel.arm}", pages_gbps, ideal.LINK_COPY_GBPS, savings, travel.sms, **gains)
-        if not self.run.on_gpu or self.run.quick:  # a short train of steps ends before two calls do
+        if not self.run.on_gpu or self.run.quick:  # A short train of steps would end before two calls do.
             return
         alone_s, step_s, beside_s = overlap.measure_beside(self.run, self.steps, travel, travel_s)
         wanted = WANTED_SHARE * self.weight_bytes * 1e-9 / alone_s if is_judged else None

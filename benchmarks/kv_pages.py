@@ -56,7 +56,7 @@ class Pages:
             seconds = run.seconds([work.call])
             gbps = work.num_bytes * 1e-9 / seconds
             self.record(work, f"{work.arm}, alone", gbps, wanted)
-            if run.on_gpu and beside and not run.quick:  # a short train of products ends before two fetches do
+            if run.on_gpu and beside and not run.quick:  # A short train of products would end before two fetches do.
                 alone_s, product_s, beside_s = overlap.measure_beside(run, self.products, work, seconds)
                 rate = work.num_bytes * 1e-9 / beside_s
                 shares = {
@@ -125,7 +125,7 @@ def raw_works(of):
 
     pages, blocks = of.pages.tolist(), of.blocks.tolist()
     same = of.num_bytes, 0
-    in_pages = back[of.blocks.cpu()[order.cpu()]]  # page p has block blocks[order[p]]
+    in_pages = back[of.blocks.cpu()[order.cpu()]]  # Page p has block blocks[order[p]].
     yield Work(STORE, COPIED, lambda: host.copy_(of.kv, non_blocking=True), stored_as(back), *same)
     yield Work(STORE, BY_PAGE, lambda: by_page(host, of.kv, pages, blocks), stored_as(in_pages), *same)
     if of.run.on_gpu:
@@ -201,7 +201,7 @@ def main(argv=None):
     own.add_argument("--decoding", action="store_true")
     found, others = own.parse_known_args(argv)
     if found.decoding:
-        from . import kv_decoding  # imports transformers, which takes seconds
+        from . import kv_decoding  # This imports transformers, which takes seconds.
 
         return kv_decoding.main(others)
     args = harness.parse_args(others, __doc__)

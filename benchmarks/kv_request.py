@@ -60,12 +60,12 @@ class Shape(NamedTuple):
 
     @property
     def count(self):
-        """Number of tokens that a head reads."""
+        """Returns the number of tokens that a head reads."""
         return int(SHARE * self.prompt)
 
     @property
     def places(self):
-        """Number of rows of all sequences. Token t of sequence b is row t * batch + b."""
+        """Returns the number of rows of all sequences. Token t of sequence b is row t * batch + b."""
         return self.batch * (self.prompt + WARM_STEPS + self.measured_steps)
 
 
@@ -123,7 +123,7 @@ def by_place(rows):
 class RawPools:
     """Raw keys and values of layers in pinned memory."""
 
-    on_host = False  # whether the host waits while rows come
+    on_host = False  # If this is set, the host waits while rows come.
 
     def __init__(self, run, shape):
         self.shape, self.heads = shape, torch.arange(shape.heads, device=run.device).unsqueeze(1)
@@ -173,7 +173,7 @@ class CpuPools(RawPools):
     def fetch(self, number, outs):
         if self.asked:
             self.asked.synchronize()
-            self.copied[number % 2].synchronize()  # the buffers are used again
+            self.copied[number % 2].synchronize()  # The buffers are used again.
         for pool, buffer, out in zip(self.pools[number], self.staging[number % 2], outs):
             torch.index_select(pool, 0, self.host_ids, out=buffer)
             out.view(-1, self.shape.dim).copy_(buffer, non_blocking=True)
@@ -276,7 +276,7 @@ class Request:
                 self.asked(number + 1, before, position, pools)
                 ready = None if pools.on_host else self.bring(number + 1, pools)
             x = self.compute(number, layer, x, position, pools, arriving)
-            if number < last and pools.on_host:  # the host gathers while the layer computes
+            if number < last and pools.on_host:  # The host gathers while the layer computes.
                 ready = self.bring(number + 1, pools)
 
     def compute(self, number, layer, x, position, pools, arriving):

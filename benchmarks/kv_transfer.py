@@ -90,7 +90,7 @@ def real_pages(device, quick, data_dir):
     """Returns keys and values of 4 heads of 8 values. Tokens are drawn, so that no page comes twice."""
     with np.load(data_dir / "kv_stories260k.npz") as z:
         held = [torch.from_numpy(z[name].view(np.int16)).view(torch.bfloat16) for name in ("k_bf16", "v_bf16")]
-    rows = [x.reshape(-1, 32).to(device) for x in held]  # rows: a token in a layer
+    rows = [x.reshape(-1, 32).to(device) for x in held]  # A row is a token in a layer.
     count = (QUICK_REAL_BYTES if quick else REAL_BYTES) // (2 * REAL_TOKENS * rows[0][0].nbytes)
     drawn = torch.randint(len(rows[0]), (count * REAL_TOKENS,), device=device)
     return Pages("real", [x[drawn].view(count, REAL_TOKENS, 4, 8) for x in rows])
@@ -321,7 +321,7 @@ def measure_two_processes(run, pages):
                     sent = groups.send(connection, gbits)
                     received(connection, memoryview(bytearray(1)))
                     times.append(time.perf_counter() - began)
-                    received(connection, memoryview(bytearray(1)))  # the receiver has compared all pages
+                    received(connection, memoryview(bytearray(1)))  # The receiver has compared all pages.
                 seconds, ratio = min(times), pages.num_bytes / sent
                 link = f"{gbits} Gb/s" if gbits else "socket"
                 gbps = pages.num_bytes * 1e-9 / seconds

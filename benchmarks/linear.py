@@ -139,7 +139,7 @@ class Case:
 
     def ideal_gbps(self, arm):
         moved = self.num_bytes if arm in (CUBLAS, ONE_BY_ONE) else self.stored
-        moved += 2 * self.num_bytes if arm == DECODED else 0  # written, and read again
+        moved += 2 * self.num_bytes if arm == DECODED else 0  # The decoded weights are written, and read again.
         return ideal.device_gbps(self.num_bytes, moved, self.rates.copy_gbps)
 
     def record(self, arm, count, seconds, cublas_s):

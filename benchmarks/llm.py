@@ -104,7 +104,8 @@ TINY = {
 SHAPES = {
     "Llama-3-8B": ("Llama", LLAMA_8B),
     "Llama-3-8B, 8 layers": ("Llama", LLAMA_8B | {"num_hidden_layers": 8}),
-    "Llama-3-8B, 3 layers": ("Llama", LLAMA_8B | {"num_hidden_layers": 3, "vocab_size": 32000}),  # for loading
+    # This shape is for loading.
+    "Llama-3-8B, 3 layers": ("Llama", LLAMA_8B | {"num_hidden_layers": 3, "vocab_size": 32000}),
     "Qwen3-32B": ("Qwen3", QWEN_32B),
     "Llama-3-70B": ("Llama", LLAMA_70B),
 }
@@ -341,7 +342,7 @@ def compiled_seconds(run, call):
     torch.compiler.reset()
     try:
         call.call = torch.compile(call.call, dynamic=False, **options)
-        for _ in range(WARM_UPS + 1):  # compiles, records a graph, replays it
+        for _ in range(WARM_UPS + 1):  # These calls compile the step, record a graph, and replay it.
             call()
         call.rewind()
         return run.seconds([call])
@@ -366,10 +367,10 @@ class Bench:
         self.config = config_of(name, run.quick)
         self.weight_bytes = sum(parameter.nbytes for parameter in empty_model(self.config).parameters())
         values_of_token = self.config.num_hidden_layers * self.config.num_key_value_heads * head_dim_of(self.config)
-        self.token_bytes = 4 * values_of_token  # a key and a value with two bytes each
+        self.token_bytes = 4 * values_of_token  # A key and a value have two bytes each.
         self.models, self.device_bytes, self.plain_s = {}, {}, {}
         product = torch.ones(64, 64, dtype=torch.bfloat16, device=run.device)
-        product @ product  # cuBLAS takes its workspace now, so that it counts for no arm
+        product @ product  # cuBLAS takes its workspace now, so that it counts for no arm.
         for arm in arms:
             with run.cell(f"{name}, {arm}"), torch.no_grad():
                 self.add_arm(arm)
@@ -377,7 +378,7 @@ class Bench:
     def add_arm(self, arm):
         memory = Memory(self.run)
         model, seconds, peak_bytes = build(self.run, self.config, arm)
-        if arm == CODED:  # the first call lists escapes, which count, too
+        if arm == CODED:  # The first call lists escapes, which count, too.
             with self.run.cell(f"{self.name}, products and logits"):
                 check(self.run, model, self.models.get(PLAIN))
         device_bytes = memory.taken_bytes() if self.run.on_gpu else counted_bytes(model)

@@ -247,7 +247,7 @@ class Layers(nn.Module):
 
 @contextlib.contextmanager
 def computing_nothing(kind):
-    """Inside a block, makes the forward of a class of experts read its weights, which are fetched for it, and return
+    """Makes the forward of a class of experts, inside a block, read its weights, which are fetched for it, and return
     its input."""
 
     def read(self, hidden_states, top_k_index, top_k_weights):
@@ -276,7 +276,7 @@ class GatheredExperts(nn.Module):
     def forward(self, x, index, gates):
         chosen, slots = index.cpu().unique(return_inverse=True)
         if self.copied:
-            self.copied.synchronize()  # the buffers are free
+            self.copied.synchronize()  # The buffers are free now.
         found = {}
         for name, stack in self.stacks.items():
             part = self.buffers[name][: len(chosen)]
@@ -293,7 +293,8 @@ def routes(routing, num_experts, num_choices, num_layers, tokens, calls, device)
     shape = (num_layers, tokens, num_experts)
 
     def drawn():
-        return -torch.empty(shape, device=device).exponential_(generator=generator).log_()  # Gumbel's distribution
+        # This is Gumbel's distribution.
+        return -torch.empty(shape, device=device).exponential_(generator=generator).log_()
 
     ranks = torch.rand(num_layers, 1, num_experts, generator=generator, device=device).argsort(-1) + 1
     favour = -ZIPF_EXPONENT * ranks.log() if routing == STICKY else torch.zeros_like(ranks, dtype=torch.float32)
@@ -335,7 +336,7 @@ class Bench:
             model.experts = nn.ModuleList(GatheredExperts(part, self.run.device) for part in model.experts)
         if arm == STREAMED:
             for experts in model.experts:
-                experts.forward = experts.forward  # `ibp.offload` streams modules with a forward of their own
+                experts.forward = experts.forward  # `ibp.offload` streams modules with a forward of their own.
         least = 1000 if self.run.quick else 1 << 20
         if arm == CODED:
             handle = ibp.nn.compress(model, min_bytes=least)
@@ -405,7 +406,7 @@ class Bench:
         is_offloaded = arm not in (*ON_DEVICE, *OTHERS)
         is_slow = arm in (STREAMED, *OTHERS) or tokens > max(BATCHES) or (is_offloaded and tokens > 1)
         num_calls = FEW_CALLS if run.quick or is_slow else CALLS
-        num_before = CALLS if CACHED in arm and not run.quick else num_calls  # calls that fill the caches
+        num_before = CALLS if CACHED in arm and not run.quick else num_calls  # So many calls fill the caches.
         x, chosen, gates = self.inputs(tokens, routing, num_before * ROUNDS)
         asked = [len(layer.unique()) for call in chosen[: 2 * num_calls] for layer in call]
         asked_bytes = sum(asked) * self.expert_bytes // (2 * num_calls)

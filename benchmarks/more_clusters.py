@@ -73,7 +73,7 @@ def kmeans(rows, count):
 def saved_bytes(rows, assigned, ones, sizes, tau):
     """Returns the bytes that each cluster of uint8 rows saves with a threshold, without its mask and bitval (the
     paper's sections 4.1 and 4.2): int64 [clusters]. row_bytes is a multiple of CHUNK_BYTES."""
-    threshold = (tau * sizes.double() - int(tau == 1)).unsqueeze(1)  # "more than" means all rows if tau is 1
+    threshold = (tau * sizes.double() - int(tau == 1)).unsqueeze(1)  # If tau is 1, "more than" means all rows.
     is_one, is_zero = ones > threshold, sizes.unsqueeze(1) - ones > threshold
     mask, bitval = (bytes_of(bits).view(torch.int32) for bits in (is_one | is_zero, is_one & ~is_zero))
     fixed = (is_one | is_zero).view(len(sizes), 8, -1, CHUNK_BYTES).sum((1, 3))

@@ -29,7 +29,7 @@ SIDE, QUICK_SIDE = 8192, 256
 TRAIN, QUICK_TRAIN = (
     64,
     4,
-)  # products of a train, 0.1 s on an H200; a quarter of them if fetches may take all SMs
+)  # TRAIN products take 0.1 s on an H200. There are a quarter of them if fetches may take all SMs.
 REPEATS, MAX_DOUBLINGS = 3, 5
 ROW_BYTES = 2048
 TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, 2 * inputs.MIB
@@ -63,7 +63,7 @@ class Products:
 
     @contextlib.contextmanager
     def planned_beside(self, num_sms):
-        """Inside a block, makes cuBLAS plan products for the SMs that num_sms leave. Their sums may then have another
+        """Makes cuBLAS, inside a block, plan products for the SMs that num_sms leave. Their sums may then have another
         order."""
         library, want = torch.backends.cuda.preferred_blas_library(), self.want
         torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -118,7 +118,7 @@ class Sleep:
         5000,
         1024,
         120_000,
-    )  # of a block, beside which a block of the products finds no room
+    )  # Beside a block with these sizes, a block of the products finds no room.
 
     def __init__(self, sms):
         self.arm, self.sms = "sleep", sms
@@ -159,7 +159,7 @@ def beside(run, products, num, fetch, num_fetches):
             mark.record()
 
     launch(marks[0])
-    current.wait_event(marks[0])  # the products begin with the second fetch
+    current.wait_event(marks[0])  # The products begin with the second fetch.
     start.record()
     products.launch(num)
     end.record()
@@ -376,7 +376,7 @@ def main(argv=None):
     run = harness.Run("overlap", args, COLUMNS)
     torch.manual_seed(0)
     products = Products(run)
-    products.launch(products.num)  # what only first calls do
+    products.launch(products.num)  # This does what only first calls do.
     products.check("alone")
     for fetch in fetches(run):
         with run.cell(f"{fetch.arm}, {fetch.sms} SMs"):

@@ -107,7 +107,7 @@ def pages_and_bags(run):
     table, num_rows = ibp.compress(x), len(x)
     for size in bags.BAG_ROWS:
         ids = torch.randint(num_rows, (max(1, num_rows // size), size), device=run.device)
-        summed = x[:1].expand(ids.numel(), -1)  # has as many bytes as are read
+        summed = x[:1].expand(ids.numel(), -1)  # This tensor has as many bytes as are read.
         yield f"bags of {size} rows", "embedding_bag", summed, lambda ids=ids: ibp.embedding_bag(table, ids, mode="sum")
 
 
@@ -174,7 +174,7 @@ def kernels_of(text):
     calls = []
     for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
         if not row["ID"]:
-            continue  # the row of units
+            continue  # This is the row of units.
         if "spin_kernel" in row["Kernel Name"]:
             calls.append([])
         elif calls:
@@ -229,7 +229,7 @@ def profiled(args, folder):
 
 def main(argv=None):
     argv = [*(sys.argv[1:] if argv is None else argv)]
-    if "--calls" in argv:  # under ncu
+    if "--calls" in argv:  # This process runs under ncu.
         at = argv.index("--calls")
         path = Path(argv[at + 1])
         del argv[at : at + 2]

@@ -385,7 +385,7 @@ def run_set(sheet, case, device, with_times, wanted):
             what = f"{method}, {case.name} {harness.dtype_name(case.dtype)}"
             if method.startswith("nvcomp ") and not isinstance(
                 error, AssertionError
-            ):  # versions differ in their dtypes
+            ):  # Versions of nvCOMP differ in their dtypes.
                 print(f"{what}: left out: {error}")
             else:
                 sheet.failed(what, error)
@@ -397,7 +397,7 @@ def run_set(sheet, case, device, with_times, wanted):
 def show(savings, digits=1):
     """Returns percent, or for example "12.3x" if most of the bytes are saved."""
     if savings < RATIO_FROM:
-        return f"{round(100 * savings, digits) + 0.0:.{digits}f}"  # no "-0.0"
+        return f"{round(100 * savings, digits) + 0.0:.{digits}f}"  # Adding 0.0 avoids "-0.0".
     ratio = 1 / (1 - savings)
     return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.{digits}f}x"
 
@@ -498,7 +498,7 @@ def main(argv=None):
         sheet.add(**row)
     say_what_is_left_out(device.type == "cuda")
     if not options.no_times:
-        for method in OURS:  # what only a first call does
+        for method in OURS:  # This does what only first calls do.
             _compress(torch.randn(64, 64, device=device), method, "packed", device)
     simulated = sets.simulated_sets(sets.QUICK_ROWS if args.quick else sets.ROWS)
     for case in itertools.chain(sets.all_sets(args.data, args.quick), simulated):
@@ -508,7 +508,7 @@ def main(argv=None):
     print()
     if kept:
         sheet.rewrite(in_usual_order(sheet.rows))
-    targets = {} if args.quick else TARGET_OF  # which small tables need not reach
+    targets = {} if args.quick else TARGET_OF  # Small tables need not reach the targets.
     print_table(sheet.rows, targets)
     for line in shortfalls(cells_of(sheet.rows), targets):
         print(f"BELOW {line}")

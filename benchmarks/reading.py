@@ -91,7 +91,7 @@ def fine_number(value):
 
 
 def percent(share, digits=1):
-    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # no "-0.0"
+    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # Adding 0.0 avoids "-0.0".
 
 
 def markdown(heads, lines):

@@ -1599,7 +1599,7 @@ NOT_MEASURED = {
 
 def csvs_of(name, results):
     """Returns {CSV: its rows} from which the table of one paper is written."""
-    own = reading.Results(results.directory)  # has read no CSV yet
+    own = reading.Results(results.directory)  # This object has read no CSV yet.
     for row in PAPERS[name]:
         row.ours(own)
         row.ratios(own)

@@ -230,7 +230,7 @@ def measure_zipf(case):
 
 def tables_of(one, x):
     """Returns the set in device memory, raw and compressed."""
-    coded = "planes" if one.columns == 64 else "auto"  # "auto" would keep rows of 128 B raw
+    coded = "planes" if one.columns == 64 else "auto"  # "auto" would keep rows of 128 B raw.
     return [ibp.compress(x, scheme=scheme, layout="slots") for scheme in ("raw", coded)]
 
 

@@ -78,9 +78,9 @@ def work(rank, kind, cases, small, data_dir, store, found):
         process, measured = Process(rank, device, small), []
         for case in cases:
             measured += measure_case(process, case, data_dir)
-            if rank == 0:  # keeps what is measured, whatever happens to the next case
+            if rank == 0:  # What is measured is kept, whatever happens to the next case.
                 Path(found).write_text(json.dumps(measured))
-            dist.barrier()  # no process may end while others read its slab
+            dist.barrier()  # No process may end while others read its slab.
 
 
 # ---- a cache of all processes --------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def measure_arm(process, world, training, hotness, kind, table, raw, percent):
     epoch_s = 0.0
     if takes_part:
         training.restart()
-        limit = math.inf if world > 1 else EPOCH_S  # ranks must make the same steps
+        limit = math.inf if world > 1 else EPOCH_S  # Ranks must make the same steps.
         steps = gnn.QUICK_EPOCH if process.small else max(gnn.LEAST_BATCHES, 40 // world)
         epoch_s, _ = training.run(fetch, steps, limit)
     epoch_s = process.slowest(epoch_s) / world * gnn.EPOCH_BATCHES

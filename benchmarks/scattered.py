@@ -276,7 +276,7 @@ def measure_cpu(case):
     def gather(ids):
         torch.index_select(case.elements, 0, ids, out=buffer)
         case.out.copy_(buffer, non_blocking=True)
-        case.run.sync()  # the buffer is used again
+        case.run.sync()  # The buffer is used again.
 
     case.measure(CPU, lambda: [functools.partial(gather, ids) for ids in case.ids], wall=True)
 

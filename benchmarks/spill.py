@@ -266,7 +266,7 @@ def snapshots(run):
         for _ in range(3):
             ids = (
                 rows * torch.rand(256 if run.quick else 4096, device=run.device) ** 6
-            ).long()  # few rows often, most rows never
+            ).long()  # Few rows come often, and most rows never.
             hidden, kept = table(ids), {}
             for k, layer in enumerate(layers):
                 hidden = layer(hidden).relu()
@@ -324,7 +324,7 @@ class Program:
         self.optimizer = torch.optim.SGD(self.net.parameters(), densities.LEARNING_RATE, densities.MOMENTUM)
 
     def step(self):
-        if self.name == "LSTM":  # each token determines the next one
+        if self.name == "LSTM":  # Each token determines the next one.
             first = torch.randint(self.tokens, (self.batch, 1), device=self.device)
             ids = (first + torch.arange(65, device=self.device) ** 2) % self.tokens
             self.x, wanted = ids[:, :-1], ids[:, 1:].flatten()

@@ -182,10 +182,10 @@ class AnsPieces:
 def measure_nvcomp(cell, what):
     cell.run.sync()
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # a codec takes the default stream's number for none
+    with torch.cuda.stream(stream):  # A codec takes the default stream's number for none.
         try:
             coded = [AnsPieces(x, out, stream) for x, out in zip(cell.xs, cell.outs)]
-        except Exception as error:  # versions differ in their dtypes and arguments
+        except Exception as error:  # Versions of nvCOMP differ in their dtypes and arguments.
             print(f"{what}: nvCOMP left out: {error}")
             return
         moved_bytes = sum(pieces.stored_bytes for pieces in coded) / len(coded)

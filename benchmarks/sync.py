@@ -371,7 +371,7 @@ class SyncCase:
         self.engine.ask("link", link)
         self.engine.ask("arm", arm)
         trainer, found = ARMS[arm][0](self.old), []
-        for turn in range(TURNS):  # an even number, so that the engine has the old weights again
+        for turn in range(TURNS):  # TURNS is even, so that the engine has the old weights again.
             is_new = turn % 2 == 0
             found.append(self.engine.step(trainer, self.new if is_new else self.old, link))
             if self.engine.ask("prints") != self.prints[is_new]:

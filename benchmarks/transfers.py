@@ -166,7 +166,7 @@ def measure_nvcomps(case):
                 measure_nvcomp(case, arm, codec, chunk_bytes)
             except AssertionError as error:
                 case.run.failures.append(str(error))
-            except Exception as error:  # versions differ in their dtypes and chunks
+            except Exception as error:  # Versions of nvCOMP differ in their dtypes and chunks.
                 print(f"{case.name}, {arm}: left out: {error}")
             # A coder's memory for short rows has gigabytes, and the next coder's has to fit the GPU, too.
             gc.collect()

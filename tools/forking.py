@@ -25,7 +25,7 @@ def run(arguments, output):
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number, to in ((0, os.open(os.devnull, os.O_RDONLY)), (1, file), (2, file)):
         os.dup2(to, number)
-    status = 70  # if pytest raises an exception
+    status = 70  # The run has this status if pytest raises an exception.
     try:
         status = int(pytest.main(arguments))
     finally:

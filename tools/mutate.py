@@ -101,7 +101,7 @@ def copied(name: str) -> Path:
     for path in paths:
         if not (copy / path).exists() or not filecmp.cmp(ROOT / path, copy / path, shallow=False):
             (copy / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / path, copy / path)  # gets the present time, so that make builds it again
+            shutil.copy(ROOT / path, copy / path)  # The copy gets the present time, so that make builds it again.
     kept.parent.mkdir(exist_ok=True)
     kept.write_text("\n".join(paths))
     return copy
@@ -232,7 +232,7 @@ def places_of(numbers: set[int], tree: Path) -> dict[int, tuple[str, int]]:
             start, path = starts[bisect.bisect_right(starts, (number, "~")) - 1]
             places[number] = (path, number - start)
     addresses = sorted(number for number in numbers if number < tracing.C_BYTES)
-    asked = "\n".join(hex(address - 1) for address in addresses)  # minus 1: the call, not its return address
+    asked = "\n".join(hex(address - 1) for address in addresses)  # One less than the return address is the call.
     command = ["addr2line", "-e", str(library_of(tree))]
     said = subprocess.run(command, input=asked, capture_output=True, text=True, check=True).stdout.splitlines()
     for address, line in zip(addresses, said, strict=True):
@@ -244,7 +244,7 @@ def places_of(numbers: set[int], tree: Path) -> dict[int, tuple[str, int]]:
 
 def lines_that_matter(mutation: Mutation, found: Reach) -> range | None:
     """Returns the lines for a mutation: a test runs if it reaches one of them. None stands for any line of the file."""
-    if not mutation.path.endswith(".py"):  # a block of C is recorded at its first line
+    if not mutation.path.endswith(".py"):  # A block of C is recorded at its first line.
         bits = found.lines[mutation.path]
         reached = [line for line in range(mutation.line + 1) if bits[line].any()]
         return range(reached[-1], mutation.line + 1) if reached else range(0)
@@ -294,7 +294,7 @@ class Copy:
 
     def __init__(self, tree: Path, maps: dict[str, Reach], most: int) -> None:
         self._tree, self._maps, self._most = tree, maps, most
-        self._trusted: set[str] = set()  # pass without a mistake
+        self._trusted: set[str] = set()  # These tests pass without a mistake.
         self._distrusted: set[str] = set()
         self._python_mistakes = 0
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -342,7 +342,7 @@ class Copy:
 
     def _tried(self, mutation: Mutation, is_c: bool) -> tuple[str, str, int]:
         tests_run = 0
-        run: set[tuple] = set()  # tests that have run: recordings may have tests in common
+        run: set[tuple] = set()  # These tests have run. Recordings may have tests in common.
         for name, found in self._maps.items():
             lines = lines_that_matter(mutation, found)
             numbers = found.reaching(mutation.path, lines)

@@ -39,7 +39,7 @@ TOOLS = {
     "memcheck": ["--leak-check", "no", *ONLY_OURS],
     "racecheck": ["--racecheck-report", "analysis", *ONLY_OURS],
     "synccheck": ONLY_OURS,
-    "initcheck": ["--check-api-memory-access", "no"],  # checks only what kernels access
+    "initcheck": ["--check-api-memory-access", "no"],  # Only accesses by kernels are checked.
 }
 FAMILIES = "rows", "products"
 # Kernels that a tool reports although they have no fault.
@@ -166,7 +166,7 @@ def rows_summed(draw, x, table, ids, what):
         return
     offsets = torch.arange(len(ids), device=x.device)
     bags = ibp.embedding_bag(table, ids, offsets, mode="sum")
-    if not torch.equal(bags, x[ids]):  # compares values, because -0 may become 0
+    if not torch.equal(bags, x[ids]):  # Values are compared, because -0 may become 0.
         raise WrongBits(f"embedding_bag: {what}")
 
 

@@ -107,7 +107,7 @@ RANK, DRAFT_LAYERS, DRAFT_TOKENS = 8, 2, 3
 MODES = {
     "eager": {"enforce_eager": True},
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
-    "compiled": {},  # vLLM's default
+    "compiled": {},  # This is vLLM's default.
 }
 
 # The model's config.json, and the GiB that a program sees of the card that serves it: an H100 of 80 GB, an RTX 4090.
@@ -334,10 +334,10 @@ def answers_of(llm, task):
             found += answer(engine, of_call, adapters, **options)
         return found
 
-    for number in range(2):  # kernels are compiled during the first calls
+    for number in range(2):  # Kernels are compiled during the first calls.
         answer(engine, {(number, f"warm {number}"): prompts[number][::-1]}, adapters)
     once = answered("once", range(PROMPTS), **told)
-    backwards = range(PROMPTS - fits - 1, -1, -1)  # the prompt that was used last is evicted last
+    backwards = range(PROMPTS - fits - 1, -1, -1)  # The prompt that was used last is evicted last.
     again = dict(zip(backwards, answered("again", backwards)))
     start = time.perf_counter()
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
@@ -377,7 +377,8 @@ def arms_of(args, length, coded_folder):
         base |= {"gpu_memory_utilization": UTILIZATION * args.share}
         host = tier(args.host_gib * 2**30, **coded)
         return {"plain": base, "coded weights": base | weights, "coded weights and KV": base | weights | host}
-    needed = (PROMPTS + 3) * -(-(length + NEW_TOKENS) // BLOCK)  # blocks for all prompts, and a few to warm up
+    # There are blocks for all prompts, and a few to warm up.
+    needed = (PROMPTS + 3) * -(-(length + NEW_TOKENS) // BLOCK)
     host_bytes = int(needed / args.gain) * BLOCK * kv_bytes_of(config)
     base |= {"max_model_len": length + NEW_TOKENS, "max_num_seqs": PROMPTS // QUARTER, "gpu_memory_utilization": 0.5}
     large, small = ({"num_gpu_blocks_override": number} for number in (2 * needed, needed // QUARTER + 2))
@@ -391,11 +392,11 @@ def arms_of(args, length, coded_folder):
         "coded KV": base | small | tier(host_bytes, **coded),
     }
     if args.shape:
-        del arms["coded checkpoint"]  # there is no checkpoint to compress
+        del arms["coded checkpoint"]  # There is no checkpoint to compress.
     features = {TOGETHER: {}, FP8: {"kv_cache_dtype": "fp8"}}
     if "num_experts" not in config:
         features[ADAPTERS] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
-    if args.shape:  # the loader of random weights makes the draft's, too
+    if args.shape:  # The loader of random weights makes the draft's weights, too.
         draft = {"model": str(args.draft), "method": "draft_model", "num_speculative_tokens": DRAFT_TOKENS}
         features[DRAFT] = {"speculative_config": draft}
     for feature, options in features.items():
@@ -420,7 +421,7 @@ def run_in_process(task, folder, args, take):
     environment = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if importlib.util.find_spec("flashinfer") is None:
-        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM's own sampler, which needs no other package
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM's own sampler needs no other package.
     command = [sys.executable, __file__, "--task", str(path)]
     with open(args.out / "serve_vllm.log", "a+") as said:
         said.seek(0, os.SEEK_END)
@@ -430,7 +431,7 @@ def run_in_process(task, folder, args, take):
             timer.start()
             try:
                 for line in process.stdout:
-                    if line.endswith("\n"):  # otherwise the process was killed during the write
+                    if line.endswith("\n"):  # Otherwise the process was killed during the write.
                         take(json.loads(line))
             finally:
                 timer.cancel()
@@ -554,7 +555,7 @@ def run_arms(args, made):
         task["adapters"] = list(map(str, adapters)) if arm.endswith(ADAPTERS) else []
         take = functools.partial(write_result, args, config, named, options[arm], answers)
         failed += not run_in_process(task, made, args, take)
-        if task["is_baseline"] and prompts and arm not in answers:  # there is nothing to compare the others with
+        if task["is_baseline"] and prompts and arm not in answers:  # There is nothing to compare the others with.
             return 1
     return 1 if failed else 0
 

@@ -130,7 +130,7 @@ def bound_of(config: dict, rates: Rates, load: Load, is_coded: bool, weight_byte
             f"the weights take {weight_bytes / 1e9:.1f} GB of {budget_bytes / 1e9:.1f} GB, which leaves room for "
             f"{max(0, int(room)):,} tokens; one request has {prompt + new:,}"
         )
-    held = requests * sum(range(prompt + 1, prompt + new + 1))  # tokens in memory, summed over all steps
+    held = requests * sum(range(prompt + 1, prompt + new + 1))  # These are tokens in memory, summed over all steps.
     steps = max(new, held / room)
     sequences = requests * new / steps
     prompts_s = requests * prompt / PIECE * rates.step_s(config, PIECE, is_coded)

@@ -170,7 +170,7 @@ def on_page_markdown(markdown, page, config, files):
             return match[0]
         place = posixpath.relpath(PLACES[path], posixpath.dirname(page.file.src_uri) or ".")
         if re.fullmatch(r"[\w./-]+\.(md|ipynb)", text) and not PLACES[path].startswith("files/"):
-            text = title_of(path)  # GitHub shows a path, the site shows a title
+            text = title_of(path)  # GitHub shows a path, and the site shows a title.
         return f"[{text}]({place}{'#' + anchor if anchor else ''})"
 
     def name(match):

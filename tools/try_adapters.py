@@ -73,7 +73,8 @@ REAL = (
     "sglang.srt.plugins",
     "sglang.srt.plugins.hook_registry",
     "lmcache.lmcache_native",
-    "lmcache.v1.distributed.[!st]*",  # without serde and transfer_channel
+    # This leaves out serde and transfer_channel.
+    "lmcache.v1.distributed.[!st]*",
     "lmcache.v1.distributed.storage*",
     "lmcache.v1.memory_management",
     "lmcache.v1.memory_allocators",
@@ -140,7 +141,7 @@ class Nothing(metaclass=_NothingType):
         return cls
 
     def __call__(self, *args, **kwargs):
-        return args[0] if len(args) == 1 and callable(args[0]) else None  # a decorator returns what it decorates
+        return args[0] if len(args) == 1 and callable(args[0]) else None  # A decorator returns what it decorates.
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -197,7 +198,7 @@ def _attribute(module, name):
         return lambda name: Nothing()
     if name == "SharedOffloadRegion":
         return type(name, (), {"BLOCK_SIZE_ALIGNMENT": PAGE_ALIGNMENT})
-    return Nothing() if name == "envs" else Nothing  # the variables of envs are None
+    return Nothing() if name == "envs" else Nothing  # The variables of envs are None.
 
 
 def check(is_so, what):
@@ -337,7 +338,7 @@ class Scheduler:
         stores = self.new_stores()
         metadata = self.common.OffloadingConnectorMetadata(loads, stores, flushed or None)
         self.connector.handle_preemptions(metadata)
-        for job in flushed & set(self.stores):  # the next request gets their blocks
+        for job in flushed & set(self.stores):  # The next request gets their blocks.
             self.write(self.stores[job][1])
         self.connector.start_kv_transfers(metadata)
         self.check_loads(job for job, entry in loads.items() if getattr(entry, "sync", False))
@@ -406,7 +407,8 @@ class Tiers:
         primary = manager.CPUPrimaryTierOffloadingManager(self.NUM_CHUNKS, region)
         options = {"type": "IBPSecondaryTier", "module_path": "ibp.integrations.vllm_tiers", "pool_bytes": 200_000}
         tiers = factory.SecondaryTierFactory
-        if "module_path" not in inspect.getsource(tiers.get_tier_class):  # before 0.28: as a plugin does
+        # Before 0.28 a tier is registered as a plugin does it.
+        if "module_path" not in inspect.getsource(tiers.get_tier_class):
             tiers.register_tier(options["type"], options.pop("module_path"), options["type"])
         model = types.SimpleNamespace(dtype="bfloat16")
         spec = types.SimpleNamespace(config=types.SimpleNamespace(model=model))
@@ -455,7 +457,7 @@ class Tiers:
         self.manager.touch(self.rng.sample(list(self.content), min(2, len(self.content))), self.request)
         self.look()
         self.manager.on_schedule_end(self.base.ScheduleEndContext((), ()))
-        time.sleep(5e-4)  # the engine's time, in which the tier's threads work
+        time.sleep(5e-4)  # The engine takes this time, in which the tier's threads work.
 
 
 def try_vllm_tiers(num_steps=300):
@@ -655,12 +657,12 @@ def try_sglang_host_pool(num_steps=150):
         pages = rng.sample(range(device.NUM_PAGES), rng.randint(1, 6))
         device.write(pages, rng, 0.05 if step else 0.0)
         host = pool.alloc(len(pages) * device.PAGE)
-        while host is None:  # SGLang drops a node
+        while host is None:  # SGLang drops a node.
             pool.free(kept.pop(rng.randrange(len(kept)))[0])
             host = pool.alloc(len(pages) * device.PAGE)
         kept.append((host, device.blocks(pages)))
         engine.submit_device_to_host([L2Transfer(pool, device, host, tokens_of(pages))])
-        device.write(pages, rng)  # SGLang may overwrite pages after a store
+        device.write(pages, rng)  # SGLang may overwrite pages after a store.
         most_raw = max(most_raw, pool.blocks.num_raw_pages)
         host, bits = rng.choice(kept)
         pages = rng.sample(range(device.NUM_PAGES), len(host) // device.PAGE)
@@ -736,7 +738,7 @@ def wait_until(is_so, what):
 
 def prefetched(api, manager, keys, layout):
     """Loads objects to the first tier. Returns a Bitmap that says which of them are there."""
-    if hasattr(api, "PrefetchTaskSpec"):  # since 0.5.6
+    if hasattr(api, "PrefetchTaskSpec"):  # This is the interface since 0.5.6.
         spec = api.PrefetchTaskSpec([api.GroupedObjectKeys(keys, 0, layout)], fetching_policy="full")
     else:
         spec = api.PrefetchRequestSpec(keys, {0: layout}, policy=api.TrimPolicy.SPARSE)
@@ -761,7 +763,7 @@ def try_lmcache(num_rounds=40):
         model = step % 2
         chunks = pages_of(8, shapes[model].numel() * 2, rng).view(torch.bfloat16).view(-1, *shapes[model])
         keys = [api.ObjectKey(rng.randbytes(8), str(model), 0) for _ in chunks]
-        has_modes = "mode" in inspect.signature(manager.reserve_write).parameters  # until 0.5.5
+        has_modes = "mode" in inspect.signature(manager.reserve_write).parameters  # Releases until 0.5.5 have modes.
         objects = manager.reserve_write(keys, layouts[model], **({"mode": "new"} if has_modes else {}))
         for key, chunk in zip(keys, chunks):
             objects[key].tensor.copy_(chunk)

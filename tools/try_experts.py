@@ -121,7 +121,7 @@ def layer_of(checkpoint, config):
     list(layer.load_weights(checkpoint.items()))
     method = layer.quant_method
     early = bool(getattr(method, "tables", {}))
-    for _ in range(2):  # vLLM processes all layers again after it has processed each one
+    for _ in range(2):  # vLLM processes all layers again after it has processed each one.
         method.process_weights_after_loading(layer)
     check(early == bool(getattr(method, "tables", {})), "experts are not coded while they are loaded")
     return layer

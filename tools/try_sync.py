@@ -74,7 +74,7 @@ class Model(torch.nn.Module):
     def load_weights(self, weights):
         params = dict(self.named_parameters())
         for name, loaded in weights:
-            if name == "lm_head.weight":  # tied to the embedding
+            if name == "lm_head.weight":  # The head is tied to the embedding.
                 continue
             for merged, part, shard in MERGED:
                 if f".{part}." in name:

@@ -44,7 +44,7 @@ OPTIONS = {"min_bytes": 0, "exclude": ["*.skipped", "*.up_proj_of_two"]}
 
 class Ranks:
     rank, size = 0, 1
-    experts = False  # whether a rank has some of the experts, and not a part of each
+    experts = False  # If this is set, a rank has some of the experts, and not a part of each.
 
 
 def _plain_product(layer, x, weight, bias=None):
@@ -181,7 +181,7 @@ def _try_layers(api, rank, size):
     check(is_early == {"qkv", "two", "row", "column", "replicated"}, f"coded while loading: {is_early}")
     for layers in (plain, coded):
         process(layers)
-        process(layers)  # vLLM processes all layers again after it has processed each one
+        process(layers)  # vLLM processes all layers again after it has processed each one.
     wanted, found = _results(plain), _results(coded)
     for name, result in wanted.items():
         check(torch.equal(result, found[name]), f"{name} of rank {rank} of {size} differs from plain")

@@ -156,7 +156,7 @@ class OpenFile:
     def table(self, name):
         """Returns (dtype, shape, decoded bytes) of a table."""
         found, table, fault = FoundTable(), ctypes.create_string_buffer(1024), (c_int64 * 4)()
-        kept = name.encode()  # has to live as long as `found`
+        kept = name.encode()  # These bytes have to live as long as `found`.
         require(core().ibp_find_table(self.views, len(self.views), kept, byref(found)))
         workspace, address = pages(found.workspace_bytes)
         require(core().ibp_open_table(byref(found), address, found.workspace_bytes, table))

@@ -234,7 +234,7 @@ def corrupt_file(path, device, corruptions, seed=0):
         path.write_bytes(content.numpy().tobytes())
         try:
             loaded = ibp.load(path, device=device, verify=False)
-        except ValueError:  # a header or codebook that contradicts itself
+        except ValueError:  # A header or codebook contradicts itself.
             loaded = {}
         for value in loaded.values():
             if not isinstance(value, ibp.CompressedTensor):

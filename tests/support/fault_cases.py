@@ -265,7 +265,7 @@ class Folder:
     """A directory with one file. It exists as long as the object does."""
 
     def __init__(self) -> None:
-        in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # faster than a disk
+        in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # A disk would be slower.
         self.held = tempfile.TemporaryDirectory(prefix="ibp-test-", dir=in_memory)
         self.path = Path(self.held.name) / "one.safetensors"
         ibp.save(self.path, OLD_FILE)
@@ -424,7 +424,7 @@ def fail_one_by_one(name: str, case: Case, shim: ctypes.CDLL) -> int:
     case.check(subject := case.make(), case.call(subject))
     number = 0
     while True:
-        number += 1 + number // 40  # if there are many allocations, most come from the same places
+        number += 1 + number // 40  # If there are many allocations, most come from the same places.
 
         def call(subject: Any, number: int = number) -> Any:
             shim.ibp_test_arm(ctypes.c_int64(number))

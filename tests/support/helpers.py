@@ -143,7 +143,7 @@ def _storage_of(tensor):
 def bytes_of(x):
     """Returns the bytes of a tensor: uint8 [numel * itemsize] on the CPU."""
     x = x.detach().cpu().contiguous()
-    x = x.as_strided((x.numel(),), (1,))  # a tensor of at most one element may have any strides
+    x = x.as_strided((x.numel(),), (1,))  # A tensor of at most one element may have any strides.
     return torch.view_as_real(x).reshape(-1).view(torch.uint8) if x.dtype.is_complex else x.view(torch.uint8)
 
 

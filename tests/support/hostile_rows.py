@@ -106,7 +106,7 @@ def code_and_decode(draw):
     slot_bytes = draw.choice([0, row_bytes, draw.randrange(-(-row_bytes // 32)) * 32])
     *bases, overflow_bytes = OPS.index_rows(lengths, num_bytes, row_bytes, slot_bytes).tolist()
     bases = torch.tensor(bases)
-    if not draw.randrange(4):  # one base per row
+    if not draw.randrange(4):  # Each row then has its own base.
         bases = torch.randint(0, overflow_bytes + 1, (num_rows,)) // 32 * 32
     slots, overflow = torch.zeros(num_rows * slot_bytes, dtype=U8), torch.zeros(overflow_bytes, dtype=U8)
     if not draw.randrange(4):
@@ -164,7 +164,7 @@ def change_while(memory, work, seconds):
             try:
                 work()
                 calls += 1
-            except (RuntimeError, ValueError):  # x has changed, or the table is corrupt
+            except (RuntimeError, ValueError):  # x has changed, or the table is corrupt.
                 pass
     finally:
         stop.set()

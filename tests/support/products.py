@@ -22,7 +22,8 @@ def matrix_of(slots, slot_bytes, below, starts, entries, columns):
     digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
     bits = (residuals & 1) << 15 | digits + len(below) - 2 << 7 | residuals >> 1
     escaped = torch.repeat_interleave(torch.arange(rows), starts.diff()), entries[:, 0].long()
-    assert torch.equal(bits[escaped], entries[:, 1] >> 16 & 0xFFFF)  # the element that digit 15 gives
+    # The lower half of a listed escape is the element; the upper half is what digit 15 gives.
+    assert torch.equal(bits[escaped], entries[:, 1] >> 16 & 0xFFFF)
     bits[escaped] = entries[:, 1] & 0xFFFF
     return bits.to(torch.int16).view(torch.bfloat16)
 

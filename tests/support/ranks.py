@@ -21,7 +21,7 @@ class Ranks:
         for rank in range(size):
             here, there = context.Pipe()
             args = rank, size, str(directory / "store"), timeout, backend, there
-            work = context.Process(target=_serve, args=args, daemon=True)  # daemon: they end with this process
+            work = context.Process(target=_serve, args=args, daemon=True)  # Daemons end with this process.
             work.start()
             there.close()
             self.pipes.append(here)
@@ -62,7 +62,7 @@ class Ranks:
 
 
 def _serve(rank, size, store, timeout, backend, pipe):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the machine's name resolves to
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # The machine's name may resolve to another address.
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(

@@ -20,7 +20,7 @@ class Gpu:
         self.current = self.Stream(self)
         self.host = self.Stream(self)
         self.capturing = False
-        self.held = []  # tensors are kept, so that no other tensor gets their addresses
+        self.held = []  # These tensors are kept, so that no other tensor gets their addresses.
         self.pinned = []  # pinned host memory
         self.recorded = set()  # (address, stream) of the calls of record_stream
 
