@@ -83,8 +83,8 @@ QUICK_NETS = ("ReLU RNN 32",)
 BATCHES, QUICK_BATCHES = (32, 64, 80, 96, 128, 192, 256, 384, 512), (2, 4)
 BIT_VALUES = (1, 2, 4, 8, 16, 32, 64, 128)  # These are the values of a byte's bits.
 LEARNING_STEPS, TIMED_STEPS = 3, 3
-REPEATS = 5  # The gradients of so many plain steps are compared, because they may differ from step to step.
-SAMPLED_ROWS = 4096  # The entropy of a tensor is computed from so many rows, which have 16 MiB.
+REPEATS = 5  # The gradients of this many plain steps are compared, because they may differ from step to step.
+SAMPLED_ROWS = 4096  # The entropy of a tensor is computed from this many rows, which have 16 MiB.
 OFFLOADS = (IBP, RAW, RECOMPUTED_IBP, ON_DEVICE, IBP_FEW, ZERO_VALUES)
 # Targets: a step takes at most 1.1 times bound_ms, and is 3 times as fast as save_on_cpu.
 STEP_SHARE, TIMES_SAVE_ON_CPU = 1.1, 3.0

@@ -17,7 +17,7 @@ import ibp
 from . import harness, ratio, sets
 
 COLUMNS = "set,dtype,rows,row_bytes,bit_pack,group_pack,invariant,chunks,packed_rows,removed,bound,commit".split(",")
-GROUP_ROWS = 100  # The columns of so many rows are packed together (the paper's section 3.1).
+GROUP_ROWS = 100  # The columns of this many rows are packed together (the paper's section 3.1).
 TAU, CHUNK_BYTES = 0.8, 4  # The paper calls such bits "80p-invariant".
 EXPONENT_BITS = {sets.FP64: 11, sets.FP32: 8, sets.BF16: 8, sets.FP16: 5}
 BLOCK_ROWS = 256

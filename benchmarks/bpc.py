@@ -18,9 +18,9 @@ ALL_ONES = (1 << (NUM_WORDS - 1)) - 1
 # while the plane above it is not; a difference with one 1 or two adjacent ones; any other plane, which is stored as it
 # is.
 ZEROS, ZERO_RUN, ONES, CLEARED, FEW_ONES, OTHERS = 3, 7, 5, 5, 10, 32
-# If the first word fits so many bits of a signed number, its code has so many bits. Other first words take 33 bits.
+# Each entry has the bits of a signed number and the bits of its code. First words that fit no entry take 33 bits.
 FIRST_WORD = ((0, 3), (4, 7), (8, 11), (16, 19))
-CHUNK_ENTRIES = 1 << 12  # So many entries are encoded at once.
+CHUNK_ENTRIES = 1 << 12  # This many entries are encoded at once.
 
 
 def entries_of(data):

@@ -121,7 +121,7 @@ def table(run, case, num_bytes):
     """Returns (name with its size, rows on the device) of one of SETS."""
     name, dtype, columns, make = case
     num_rows = max(1, num_bytes // (columns * dtype.itemsize))
-    step = max(1, MANY_BYTES // (4 * columns))  # So many rows are made as FP32 at once.
+    step = max(1, MANY_BYTES // (4 * columns))  # This many rows are made as FP32 at once.
     parts = [make(min(step, num_rows - first), columns, run.device).to(dtype) for first in range(0, num_rows, step)]
     return f"{name}, {size_name(num_rows * columns * dtype.itemsize)}", torch.cat(parts)
 

@@ -9,7 +9,7 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = (
     1 << 20,
     8 << 20,
 )  # Smaller copies waste the link; larger ones leave it idle at the start and the end.
-# There are at least so many chunks, unless they would be too small, so that gathering overlaps with copying.
+# There are at least this many chunks, unless they would be too small, so that gathering overlaps with copying.
 CHUNKS = 8
 
 

@@ -45,8 +45,8 @@ WINDOW_BYTES, LARGE_WINDOW_BYTES = 4096, 1 << 16  # zlib compresses such windows
 LONGEST_RUN = 128  # One byte can stand for a run of this length.
 MAX_BYTES = 32 * WINDOW_BYTES  # zlib compresses at most this many bytes of a layer.
 MAX_LARGE_BYTES = 4 * LARGE_WINDOW_BYTES  # With large windows, zlib compresses at most this many bytes of a layer.
-ROW_ELEMENTS, MAX_ROWS = 1024, 2048  # ibp compresses at most so many rows of a layer.
-CHECKPOINTS = 12  # Densities are taken at the start and at so many times, which are closer together at first.
+ROW_ELEMENTS, MAX_ROWS = 1024, 2048  # ibp compresses at most this many rows of a layer.
+CHECKPOINTS = 12  # Densities are taken at the start and at this many times, which are closer together at first.
 RATIO_PROGRESS = (0.0, 1.0)  # Sizes are taken at these shares of the training.
 # Maps are taken at these shares of the training.
 MAP_NET, MAP_CHANNELS, MAP_PROGRESS = "AlexNet", 8, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)

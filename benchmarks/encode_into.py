@@ -41,7 +41,7 @@ CASES = (
     ("half zeros", torch.bfloat16, 1024, families.masked),
 )
 MAIN_CASES = 2  # This many of CASES, the first ones, have all arms.
-SIGN_AND_MANTISSA_BITS = {torch.bfloat16: 8, torch.float32: 24}  # At level "fast" the residual has so many bits.
+SIGN_AND_MANTISSA_BITS = {torch.bfloat16: 8, torch.float32: 24}  # At level "fast" the residual has this many bits.
 
 # Targets: GB/s of one tensor with all SMs, at both levels; the rate of pages as a share of that; the host's
 # microseconds in a call; and the rate of decoding at level "fast" as a share of a copy's.

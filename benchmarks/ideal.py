@@ -23,7 +23,7 @@ def reckon_with(machine):
     MACHINE = machine
     LINK_KERNEL_GBPS = machine.read_gbps  # Kernels read pinned host memory at this rate.
     LINK_COPY_GBPS = machine.copy_in_gbps  # The copy engine copies at least 64 MiB to the device at this rate.
-    LINK_REQUEST_NS = machine.least_row_ns  # A kernel's request takes at least so long.
+    LINK_REQUEST_NS = machine.least_row_ns  # A kernel's request takes at least this long.
 
 
 reckon_with(ibp.calibration.H200)  # An H200's rates hold until a run on a GPU begins.

@@ -30,10 +30,10 @@ from . import codec, harness, ideal, llm, overlap
 COLUMNS = ("batch", "context", "tokens_per_s", "tokens_share", "pages_gbps", "pages_share", "gain")
 COLUMNS = (*COLUMNS, *harness.TARGET_COLUMNS)
 MODEL, BATCHES, QUICK_BATCHES = "Llama-3-8B", (8, 16), (2,)
-STEPS = 24  # A train has so many steps, which take 0.2 s on an H200.
+STEPS = 24  # A train has this many steps, which take 0.2 s on an H200.
 BLOCK_TOKENS, NUM_BLOCKS, QUICK_BLOCKS = 16, 128, 8
-TOKEN_VALUES = 32  # A token of the real set has so many values in a layer.
-USUAL_SMS = 24  # A store's transfers take so many SMs by default.
+TOKEN_VALUES = 32  # A token of the real set has this many values in a layer.
+USUAL_SMS = 24  # A store's transfers take this many SMs by default.
 WANTED_SHARE, WANTED_GAIN = 0.97, 1.4
 RAW, IBP, ALONE = "raw", "ibp", "steps alone"
 

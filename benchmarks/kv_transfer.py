@@ -37,7 +37,7 @@ QUICK_LAYERS, QUICK_BLOCKS = 2, 6
 # A page has REAL_TOKENS tokens; the others are bytes of all pages.
 REAL_TOKENS, REAL_BYTES, QUICK_REAL_BYTES = 64, 256 << 20, 1 << 18
 LEVELS = ("default", "fast")
-SAMPLE_BLOCKS = 4  # Codecs are learned from so many blocks of each tensor.
+SAMPLE_BLOCKS = 4  # Codecs are learned from this many blocks of each tensor.
 WANTED = {"pack": 800.0, "unpack": 2000.0}  # The targets are in GB/s of BF16 pages.
 LINKS_GBITS, RECKONED_TOKENS, TOKENS_A_BLOCK = (25, 100, 400), 8192, 16
 RAW, NO_LIMIT, LIMIT_GBITS = "raw", 0, 10

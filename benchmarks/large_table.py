@@ -133,7 +133,7 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
 
     few = (
         plan.bucketed_sms(table, calibration.in_force(run.device), run.num_sms) or None
-    )  # The bucketed path chooses so many SMs. Pre-sorted ids get as many, which is faster than all.
+    )  # The bucketed path chooses this many SMs. Pre-sorted ids get as many, which is faster than all.
     arms = (
         {
             "": (fetches.ids, "gpu", None),

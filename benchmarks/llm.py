@@ -118,13 +118,13 @@ QUICK_BATCHES, QUICK_CONTEXT, QUICK_PREFILLS = (1, 8), 64, (48,)
 # `rewind`.
 ROOM = 32
 WARM_UPS = 3
-LOADS = 2  # Each directory is loaded so often; the faster time counts.
+LOADS = 2  # Each directory is loaded this often; the faster time counts.
 
 WANTED_COMPILED = {1: 1.25, 8: 1.2, 16: 1.2, 32: 1.2, 128: 1.0}  # By batch, the target is this speed-up over plain.
 WANTED_PREFILL, WANTED_LOADING, WEIGHTS_SHARE = 0.97, 1.0, 0.76
 # Rounding to BF16 in other places moves the logits of 32 random layers by 0.03, and those of 80 layers by 0.06.
 LOGITS_ERROR = 0.1
-CHECKED_TOKENS = 8  # Products and logits are checked in a call with so many tokens.
+CHECKED_TOKENS = 8  # Products and logits are checked in a call with this many tokens.
 
 # These are the ways.
 STEP, COMPILED, PREFILL, WEIGHTS, LOADING = "step", "compiled step", "prefill", "weights", "loading"

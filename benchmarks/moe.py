@@ -88,10 +88,10 @@ BLOCK = (128, 128)  # An FP8 matrix has one scale for each such block.
 # With this scale the largest number of a block is about 448, as in DeepSeek-V3.
 FP8_STD, FP8_SCALE = 112.0, 0.02 / 112.0
 QUICK_LAYERS = 2
-CONTEXT, QUICK_CONTEXT = 2048, 300  # Attention looks at so many positions.
+CONTEXT, QUICK_CONTEXT = 2048, 300  # Attention looks at this many positions.
 BATCHES, QUICK_BATCHES, PREFILL, QUICK_PREFILL = (1, 8, 32), (1, 3), 2048, 40
 DEVICE_BATCHES = (1, 2, 4, 8, 16)  # Arms with all experts on the GPU have these batches.
-# So many calls are timed together. There are so many rounds of them before routes repeat.
+# CALLS calls are timed together. Routes repeat after ROUNDS rounds of them.
 CALLS, FEW_CALLS, ROUNDS = 16, 2, 12
 ZIPF_EXPONENT, STICKINESS = 1.0, 0.5  # These are assumptions about routing.
 CACHE_SHARE = 0.5  # The cache has this share of the experts' raw bytes.
@@ -116,7 +116,7 @@ SETS, WAYS, MOST_USES = 100, 32, 63
 # bound.
 WANTED_MS = {(BY_INDEX, UNIFORM): 46.0, (CACHED, STICKY): 20.0}
 WANTED_SHARE, WANTED_PREFILL, WANTED_TIMES_RAW = 0.90, 0.95, 1.3
-WANTED_OWN_US = 60.0  # A layer whose experts are fetched by index should take at most so many microseconds.
+WANTED_OWN_US = 60.0  # A layer whose experts are fetched by index should take at most this many microseconds.
 # `coded on the GPU` should have this speed-up in a graph, and this share of the memory of plain experts.
 WANTED_TIMES, WANTED_MEMORY = 1.2, 0.76
 # Sums in another order may differ by this share of the largest result.
@@ -406,7 +406,7 @@ class Bench:
         is_offloaded = arm not in (*ON_DEVICE, *OTHERS)
         is_slow = arm in (STREAMED, *OTHERS) or tokens > max(BATCHES) or (is_offloaded and tokens > 1)
         num_calls = FEW_CALLS if run.quick or is_slow else CALLS
-        num_before = CALLS if CACHED in arm and not run.quick else num_calls  # So many calls fill the caches.
+        num_before = CALLS if CACHED in arm and not run.quick else num_calls  # This many calls fill the caches.
         x, chosen, gates = self.inputs(tokens, routing, num_before * ROUNDS)
         asked = [len(layer.unique()) for call in chosen[: 2 * num_calls] for layer in call]
         asked_bytes = sum(asked) * self.expert_bytes // (2 * num_calls)

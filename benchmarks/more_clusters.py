@@ -27,7 +27,7 @@ HUGE = "huge smooth 3D field"  # This set is only measured with --huge.
 ROUNDS = 8
 TAUS = (0.70, 0.75, 0.80, 0.85, 0.90, 0.95, 0.98, 1.0)
 CHUNK_BYTES = 4
-BLOCK_ROWS = 512  # The bits of so many rows are unpacked at once, which fit the caches of a CPU.
+BLOCK_ROWS = 512  # The bits of this many rows are unpacked at once, which fit the caches of a CPU.
 
 
 def bits_of(rows):

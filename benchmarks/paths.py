@@ -37,8 +37,8 @@ SMS = (16, 32, 64, None)
 # The chosen call should reach this share of the rate of the fastest call that names its path.
 SHARE = 0.9
 CHOSEN = "chosen"
-GROUP_ROWS = 32  # So many rows of a table share a base (FORMAT.md).
-NUM_SETS = 2  # There are so many sets of ids and results.
+GROUP_ROWS = 32  # This many rows of a table share a base (FORMAT.md).
+NUM_SETS = 2  # There are this many sets of ids and of results.
 SPARSE = (("synthetic 75%", 0.75), ("synthetic 90%", 0.9))  # Each kind has (name, savings).
 SPARSE_ROW_BYTES = (512, 2048)
 

@@ -47,9 +47,9 @@ COUNTERS = {
 }
 DURATION = "gpu__time_duration.sum"  # This counter is in nanoseconds.
 STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_not_issued)?_per_issue_active")
-LIMIT_S = 330  # All calls together may take so many seconds.
+LIMIT_S = 330  # All calls together may take this many seconds.
 VECTORS, SHAPES = (1, 16, 64, 128, 256, 512), ((4096, 4096), (4096, 14336), (8192, 8192))
-ROW_BYTES = 2048  # Rows of bags and deltas have so many bytes.
+ROW_BYTES = 2048  # Rows of bags and deltas have this many bytes.
 # The bytes of rows of cached tables, the cache's share of a table's bytes, and the share of ids that hit.
 CACHED_BYTES, CACHED_SHARE, HIT_SHARE = (128, 512), 0.5, 0.9
 CHANGED_SHARE = 0.042  # This share of a tensor's elements changes.

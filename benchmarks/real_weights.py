@@ -52,7 +52,7 @@ COLUMNS = (
 LEAST_ROWS, LEAST_COLUMNS, LEAST_WEIGHTS = 16, 32, 4096  # Smaller matrices are left out.
 OUTLIER = 8  # A row is an outlier if its root mean square differs from the median by this factor.
 COUNTS = (1, 16, 64)  # Products are checked with these numbers of one-hot vectors.
-RUN = 15  # Digits of four bits can name so many exponents.
+RUN = 15  # Digits of four bits can name this many exponents.
 
 
 # ---- models --------------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ CALL_SHARE, CACHE_SHARE = 4, 8  # A call reads a fourth of a table, and a cache 
 NUM_SETS, LRU_WARM_UP = 4, 8
 HIT_PERCENT = (90, 50)
 PEER_GBPS = 370  # Random rows of another GPU's memory come at this rate, measured on two H200 (README.md).
-WAY_BYTES = 16  # A way of a map has so many bytes.
+WAY_BYTES = 16  # A way of a map has this many bytes.
 WANTED_OWN, WANTED_PEER, WANTED_CAPACITY, MOST_OF_LONGEST = 0.9, 1.3, 0.9, 1.15
 ZIPF_CASE = "normal 0.02"
 

@@ -47,7 +47,7 @@ WORLD = 2
 # counted.
 FETCHED, EPOCH_S, HOT_BATCHES = 12, 1.0, 100
 SHARDED_IDS, SHARDED_CALLS = 100_000, 8
-CHECKED = 1000  # So many rows are also compared with the CPU's.
+CHECKED = 1000  # This many rows are also compared with the CPU's.
 
 
 class Process(NamedTuple):

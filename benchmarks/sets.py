@@ -122,7 +122,7 @@ def synthetic_sets(rows: int) -> Iterator[Set]:
 
 # ---- simulations in double precision ---------------------------------------------------------------------------------
 
-STEPS, TIME_STEP = 60, 0.4  # The shallow water is simulated with so many steps of this size.
+STEPS, TIME_STEP = 60, 0.4  # The shallow water takes this many steps of this size.
 # The particles begin at 4 places in each cell of a cube. There are STEPS_APART steps between snapshots.
 SIDE_CELLS, LATTICE, STEPS_APART = 5, 1.7, 2
 MD_TIME_STEP, CUT_OFF = 0.004, 2.5

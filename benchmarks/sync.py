@@ -51,7 +51,7 @@ STEPS = {"1 %": 0.26e-6, "4 %": 1.26e-6, "10 %": 4e-6}  # The optimizer has thes
 GBITS = (100, 400)
 IBP, PLAIN, ALL = "ibp", "index and value", "all weights"
 SOCKETS, SHARED = "sockets", "shared memory"
-WAIT_S = 60  # A process waits so many seconds for the other one.
+WAIT_S = 60  # A process waits this many seconds for the other one.
 # Each arm makes this many pushes over a link, alternately forward and back. The first one does not count.
 TURNS = 4
 

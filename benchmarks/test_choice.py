@@ -12,7 +12,7 @@ from ibp._machine import calibration
 from ibp._schemes import learning
 
 ARMS = {"raw": "raw rows", "ibp": "ibp slots", "planes": "planes slots"}
-MOST_BYTES = 256 << 10  # A choice is made from rows of so many bytes.
+MOST_BYTES = 256 << 10  # A choice is made from rows of this many bytes.
 
 
 def measured_rates():

@@ -25,7 +25,7 @@ import fuzzing  # noqa: E402
 
 ROOM = ROOT / "build" / "fuzz"
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0"}
-# A corpus keeps at most so many inputs of a target, each of fewer bytes than this.
+# A corpus keeps at most this many inputs of a target, each of fewer bytes than this.
 MOST_KEPT, MOST_KEPT_BYTES = 150, 2000
 
 

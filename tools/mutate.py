@@ -68,8 +68,8 @@ C_CORE = "tests/core/test_c_core.py::test_c_core"
 C_PROGRAMS = {"quick": [f"{C_CORE}[quick]"], "rest": [f"{C_CORE}[all]"]}
 # Tests that look at what modules define but run none of their lines.
 OF_MODULES = ["tests/project/test_annotations.py"]
-MOST_SECONDS = 600.0  # One test may take so many seconds.
-# The successive runs of pytest take about so many seconds. The first run sees most mistakes.
+MOST_SECONDS = 600.0  # One test may take this many seconds.
+# The successive runs of pytest take about this many seconds. The first run sees most mistakes.
 BATCHES = (4, 30, 120, float("inf"))
 
 

@@ -51,7 +51,7 @@ FAMILIES = "rows", "products"
 # written; no result depends on them.
 KNOWN = {"racecheck": {"many_kernel", "tiles_kernel"}, "initcheck": {"gather_items"}}
 REPORTED = re.compile(r"\bat (?:void )?ibp::(\w+)")  # Kernels of ibp count; those of torch and cuBLAS do not.
-STARTING_S = 150  # Until CUDA has started, a tool takes at most so many seconds.
+STARTING_S = 150  # Until CUDA has started, a tool takes at most this many seconds.
 FAILED = 99  # A tool ends with this status if it has reported something.
 DTYPES = (
     *(torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.uint8, torch.int8),

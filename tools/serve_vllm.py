@@ -96,8 +96,8 @@ PROFILES = {
 OF_ARM = ("case", "mode", "arm", "order", "card_gib")  # These columns identify rows.
 OF_LOAD = (*OF_ARM, "requests", "prompt_tokens", "new_tokens")
 PROMPTS, QUARTER, NEW_TOKENS = 16, 4, 64
-BLOCK = 16  # A block of the KV-cache has so many tokens.
-LIKELIEST = 20  # vLLM returns the probabilities of at most so many tokens of a position.
+BLOCK = 16  # A block of the KV-cache has this many tokens.
+LIKELIEST = 20  # vLLM returns the probabilities of at most this many tokens of a position.
 UTILIZATION = 0.95  # Loads may take this share of a card's memory.
 # On cards of at least this size vLLM's server reads 8,192 tokens of prompts in a step, and otherwise 2,048.
 LARGE_CARD_GIB = 70

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 VALUE_BYTES = 2  # BF16 has two bytes.
-PIECE = 8192  # A step of vLLM's server takes so many tokens of prompts on a card of 80 GB.
+PIECE = 8192  # A step of vLLM's server takes this many tokens of prompts on a card of 80 GB.
 # These arms of linear.csv count, depending on whether the weights are compressed.
 PRODUCTS = {False: "cuBLAS", True: "ibp.linear"}
 

@@ -22,12 +22,12 @@ from serving_bounds import Load
 SPREAD = 0.02  # Random weights have this standard deviation.
 # Before a load is timed, this smaller one is served, because kernels are compiled during the first calls.
 WARM = {"requests": 16, "new_tokens": 4}
-SETTLE, TIMED, PROFILED = 8, 24, 8  # So many steps settle, are timed, and are profiled.
+SETTLE, TIMED, PROFILED = 8, 24, 8  # SETTLE steps are not measured, TIMED are timed, and PROFILED are profiled.
 # Each sequence gets enough tokens for all steps. The last 24 pass until all sequences have begun.
 STEPS = Load(1, 128, SETTLE + 2 * TIMED + PROFILED + 24)
 PROMPTS = Load(4, 512, 1)  # The single step of this load stands for reading prompts.
-MOST_LISTED = 15  # The CSV lists at most so many kernels, and so many functions of the host.
-TELL_S = 10.0  # A line about a load is printed every so many seconds.
+MOST_LISTED = 15  # The CSV lists at most this many kernels, and this many functions of the host.
+TELL_S = 10.0  # A line about a load is printed every this many seconds.
 
 
 def random_weights(folder, device):

@@ -83,7 +83,7 @@ REAL = (
 )
 # A package reexports the names of a module.
 GIVEN_ON = {"lmcache.v1.platform": "lmcache.v1.platform.event_notifier"}
-PAGE_ALIGNMENT = 4096  # vLLM aligns chunks in host memory to so many bytes.
+PAGE_ALIGNMENT = 4096  # vLLM aligns chunks in host memory to this many bytes.
 
 
 class CPUStreams:

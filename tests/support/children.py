@@ -4,7 +4,7 @@ import os
 import signal
 import time
 
-SECONDS = 60  # A process may take at most so many seconds.
+SECONDS = 60  # A process may take at most this many seconds.
 
 
 def in_child(work):

@@ -13,8 +13,8 @@ from helpers import bytes_of, embedding, make_tensor, one_hot_rows, spiky_rows
 
 U8, I64 = torch.uint8, torch.int64
 CPU = torch.device("cpu")
-SPOTS = 64  # A round damages so many bytes.
-CANARY = 4096  # So many bytes before and after results are watched.
+SPOTS = 64  # A round damages this many bytes.
+CANARY = 4096  # This many bytes before and after results are watched.
 WAYS, NUM_SETS, SLOT_BYTES = 32, 3, 64
 
 NUM_ROWS = 400

@@ -9,7 +9,7 @@ FUZZ = TESTS.parent / "fuzz"
 CORPORA = FUZZ / "corpus"
 GOLDEN_FILES = TESTS.parent / "golden" / "files"
 TARGETS = {path.stem.removeprefix("fuzz_"): path for path in sorted(FUZZ.glob("fuzz_*.c"))}
-MOST_BYTES = {"files": 100_000}  # A target's inputs have at most so many bytes. Other targets:
+MOST_BYTES = {"files": 100_000}  # A target's inputs have at most this many bytes. Other targets:
 FEW_BYTES = 512
 # With this flag gcc and clang report to driver.c which code is reached. driver.c itself is compiled without it, because
 # its reports would cause further ones without end.

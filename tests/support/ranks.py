@@ -8,7 +8,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-SECONDS = 60  # Other processes may take at most so many seconds.
+SECONDS = 60  # Other processes may take at most this many seconds.
 
 
 class Ranks:
