@@ -43,8 +43,8 @@ def uniform_integers(rows):
 
 
 def smooth_field(side):
-    """Returns float32 on a cube: waves in random directions, a few of which fit its side. A row is a line of the cube,
-    so that neighbouring rows are similar."""
+    """Returns float32 on a cube: waves in random directions, with at most three wavelengths along each side. A row is a
+    line of the cube, so that neighbouring rows are similar."""
     generator, points = seeded(), torch.arange(side, dtype=torch.float64) / side
     frequency = torch.randint(0, 4, (NUM_WAVES, 3), generator=generator).to(torch.float64)
     phase, height = torch.rand(2, NUM_WAVES, generator=generator, dtype=torch.float64)

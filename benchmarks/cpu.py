@@ -155,8 +155,8 @@ def lz4_codec():
 
 
 def rans_codec():
-    """Returns (compress, decompress) for BF16. Compressed are the frequencies of the 256 exponents, the signs and
-    mantissas, and the rANS of the exponents."""
+    """Returns (compress, decompress) for BF16. The compressed form has the frequencies of the 256 exponents, the signs
+    and mantissas, and the rANS of the exponents."""
 
     def model_of(counts):
         return constriction.stream.model.Categorical(counts / counts.sum(), perfect=False)

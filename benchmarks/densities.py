@@ -291,8 +291,8 @@ def rows_of_others(path, columns, names, column="net"):
 
 
 def sheet_with_others(path, columns, column, names):
-    """Returns a CSV to write, which already has the rows of nets that are not measured. column: the one that names a
-    row's net."""
+    """Returns a CSV to write, which already has the rows of nets that are not measured. column: the column with a row's
+    net."""
     kept = rows_of_others(path, columns, names, column)
     sheet = ratio.Sheet(path, columns)
     sheet.rewrite(kept)

@@ -51,7 +51,8 @@ def written_when(name):
 
 
 def moments_of(program, least_bytes):
-    """Yields what a program holds at MOMENTS + 1 moments of a step, at each of which more of it has been rewritten."""
+    """Yields what a program holds at MOMENTS + 1 moments of a step. From moment to moment more of it has been
+    rewritten."""
     old = copied(program.snapshot(least_bytes))
     program.step()
     new = program.snapshot(least_bytes)

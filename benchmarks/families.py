@@ -64,14 +64,13 @@ def clipped(share):
 
 
 def masked(rows, columns, device, make=normal):
-    """Returns values of which half are +0."""
+    """Returns values, half of them +0."""
     x = make(rows, columns, device)
     return x.masked_fill_(torch.rand_like(x) < 0.5, 0)
 
 
 def multiplied(rows, columns, device):
-    """Returns values of which half are zeros that keep the sign of the value. Dropout masks by a product in this
-    way."""
+    """Returns values, half of them zeros that keep the sign of the value. Dropout masks by a product in this way."""
     x = normal(rows, columns, device)
     return x * (torch.rand_like(x) < 0.5)
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.host_calls [--out DIR] [--device cpu] [--quick]
 
-Calls with few rows and small tensors are made in a loop that waits for none of them. Measured are the microseconds
-until a call returns, and the number of Python functions of ibp that it enters. The results are medians over several
-processes, in each of which ibp's call and torch's take turns. The targets are 1.3 times torch's time for index_select,
+Calls with few rows and small tensors are made in a loop that waits for none of them. This measures the microseconds
+until a call returns, and counts the Python functions of ibp that it enters. The results are medians over several
+processes; in each process ibp's call and torch's take turns. The targets are 1.3 times torch's time for index_select,
 1.5 times for table[ids] and products, and 20 us for decompressing 4 MiB.
 """
 

@@ -118,7 +118,7 @@ QUICK_BATCHES, QUICK_CONTEXT, QUICK_PREFILLS = (1, 8), 64, (48,)
 # `rewind`.
 ROOM = 32
 WARM_UPS = 3
-LOADS = 2  # Each directory is loaded this often; the faster time counts.
+LOADS = 2  # Each directory is loaded this many times. The fastest load counts.
 
 WANTED_COMPILED = {1: 1.25, 8: 1.2, 16: 1.2, 32: 1.2, 128: 1.0}  # By batch, the target is this speed-up over plain.
 WANTED_PREFILL, WANTED_LOADING, WEIGHTS_SHARE = 0.97, 1.0, 0.76

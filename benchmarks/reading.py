@@ -38,7 +38,7 @@ def read(path):
 
 
 class Results:
-    """The CSVs of a directory, each of which is read once."""
+    """The CSVs of a directory. Each is read only once."""
 
     def __init__(self, directory):
         self.directory, self.sheets = directory, {}

@@ -478,7 +478,7 @@ def ideal_at_most_savings(results):
 
 
 def training_beside_fetches(results):
-    """Yields how much shorter training beside fetches is with compressed rows than with raw ones."""
+    """Yields the share by which training during fetches is shorter with compressed rows than with raw ones."""
     raw, coded = (results.row("gnn", arm=arm, case="cora, batch 1024")["beside_ms"] for arm in ("raw rows", "ibp"))
     yield "training", 1 - coded / raw, 0.12
 

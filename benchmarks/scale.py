@@ -13,9 +13,11 @@ scale.csv has the rate at which all GPUs together fetch (gbps, without other wor
 cache_percent, held_rows, raw_rows (in the same bytes), hit_rate, own_share and peer_share (of the rows asked for),
 fetch_ms (of a batch, on the slowest GPU), epoch_s (of 200 batches of all GPUs together) and predicted. `predicted` is
 the gain of a fetch over raw rows with the same cache if it came only from the larger number of cached rows, at the
-rates of the link and of the GPUs' memory. The case `sharded` has rows of a table of which each GPU's process has half
-(`ibp.distributed.ShardedTable`), without a cache; both ask at the same time. The first batch of every arm is compared
-with raw rows that the GPU fetches without a cache, and the first of these with the CPU's, bit for bit.
+rates of the link and of the GPUs' memory. In the case `sharded`, each GPU's process has half of a table
+(`ibp.distributed.ShardedTable`); there is no cache, and both processes ask at the same time.
+
+The first batch of every arm is compared bit for bit with raw rows that the GPU fetches without a cache. The first of
+these rows are also compared with the CPU's.
 """
 
 import json

@@ -66,7 +66,7 @@ def _quantised(rows, generator, dtype):
 
 
 def _dropout(rows, generator, dtype):
-    """Returns normal values, half of which are multiplied by 0. This gives zeros of both signs."""
+    """Returns normal values. Half of them are multiplied by 0, which gives zeros of both signs."""
     x = _normal(rows, generator)
     return (x * (torch.rand(x.shape, generator=generator) < 0.5)).to(dtype)
 

@@ -13,7 +13,7 @@ same tree is given twice, all four passes count. For two trees, the spread is th
 both. DIR/spreads.csv gets the spreads, and one line per script is printed.
 
 A cell of two different trees is slower if its mean rate fell by more than 2 % and by more than three times its spread.
-The spread is the one of this run, or the one that --spreads has for this GPU if that is larger. A cell counts as slower
+The spread of this run counts, or the spread that --spreads has for this GPU if that is larger. A cell counts as slower
 only if two runs say so: pass the first run's DIR/slower.csv to the second run as --again. The exit status is 1 if cells
 are slower.
 """

@@ -121,7 +121,7 @@ def places_in_python(text: str) -> list[Place]:
 
 
 def code_of(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields a node and the nodes inside it, except those that do not run or that belong to messages."""
+    """Yields a node and the nodes inside it. Leaves out nodes that do not run, and messages."""
     if isinstance(node, ast.Raise | ast.JoinedStr) or is_warning(node) or is_overload(node):
         return
     yield node

@@ -52,7 +52,7 @@ def _plain_product(layer, x, weight, bias=None):
 
 
 class _Platform:
-    """A platform that is none of those that vLLM asks for."""
+    """A platform that vLLM does not recognise."""
 
     simple_compile_backend = "eager"
     supported_quantization = []
