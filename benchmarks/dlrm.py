@@ -318,8 +318,8 @@ def buffers_of(run, cases):
 
 
 class Gains(NamedTuple):
-    """How many times as fast `ibp` is as other arms in one case. None: one of the two is missing. cached: with a cache,
-    compared with raw rows behind a cache of the same bytes."""
+    """The gains of `ibp` in one case, as speed-ups over other arms. None: one of the two arms is missing. cached: with
+    a cache, over raw rows behind a cache of the same bytes."""
 
     plain: float | None
     pipelined: float | None
