@@ -1,4 +1,4 @@
-"""Builds the native parts of ibp by csrc/Makefile; pyproject.toml holds the metadata.
+"""Builds the native parts of ibp with csrc/Makefile; pyproject.toml holds the metadata.
 
 The package gets three shared libraries, and the headers for C programs:
 
@@ -6,14 +6,22 @@ The package gets three shared libraries, and the headers for C programs:
     ibp/_lib/libibp_torch.so    torch ops over torch's stable ABI; depends on neither a Python nor a torch version
     ibp/_core.<abi>.so          pybind11 module; tied to one Python version
 
-Environment: CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS; CUDA_HOME or CUDA_PATH; TORCH_CUDA_ARCH_LIST (default: the GPUs of
-this machine; where there is none, no kernels are built); IBP_ONLY_PTX=1 leaves machine code out; IBP_NO_CUDA=1 builds
-without CUDA even where nvcc and a GPU are found; MAX_JOBS limits parallel compilers; V=1 shows their commands.
-IBP_TORCH_DIR is the folder of a torch whose headers and libraries are used in place of those of the torch that is
-imported, so that wheels are built for Pythons that have none.
+The build reads these environment variables:
 
-IBP_BUILD_DIR (default build/native) is where objects are kept from one build to the next. A second build
-beside the first one, here one with the address sanitizer, which is used with PYTHONPATH=build/asan/lib:
+    CC, CXX, CFLAGS, CXXFLAGS, LDFLAGS    the compilers and their flags
+    CUDA_HOME or CUDA_PATH                the folder of the CUDA toolkit
+    TORCH_CUDA_ARCH_LIST                  the GPUs to build kernels for; default: the GPUs of this machine. If it has
+                                          none, no kernels are built.
+    IBP_ONLY_PTX=1                        leaves out the machine code of kernels
+    IBP_NO_CUDA=1                         builds without CUDA even if nvcc and a GPU are found
+    MAX_JOBS                              limits how many compilers run in parallel
+    V=1                                   shows the compilers' commands
+    IBP_TORCH_DIR                         the folder of an installed torch, whose headers and libraries are used instead
+                                          of the imported torch. A Python without torch can build a wheel in this way.
+    IBP_BUILD_DIR                         the folder that keeps objects between builds; default: build/native
+
+A second build can exist beside the first one. This one uses the address sanitizer, and PYTHONPATH=build/asan/lib
+selects it:
 
     export IBP_BUILD_DIR=build/asan CFLAGS=-fsanitize=address CXXFLAGS=-fsanitize=address
     python setup.py build --build-lib build/asan/lib
@@ -55,7 +63,8 @@ def version():
 
 
 def compiler(variable, names, language):
-    """The command of a compiler: the environment's, else the first of names on the PATH."""
+    """Returns the command of a compiler: the environment variable's value if it is set, otherwise the first of names
+    that is on the PATH."""
     candidates = [os.environ[variable]] if os.environ.get(variable) else names
     for command in candidates:
         if shutil.which(shlex.split(command)[0]):
@@ -67,7 +76,7 @@ def compiler(variable, names, language):
 
 
 def torch_paths():
-    """(version, include directories, library directories) of the torch to build against."""
+    """Returns (version, include directories, library directories) of the torch to build against."""
     if os.environ.get("IBP_TORCH_DIR"):
         return paths_of_torch(Path(os.environ["IBP_TORCH_DIR"]).resolve())
     try:
@@ -80,7 +89,7 @@ def torch_paths():
 
 
 def paths_of_torch(directory):
-    """torch_paths() of a torch that this Python need not be able to import."""
+    """Returns what `torch_paths` does for the torch in a directory, which this Python need not be able to import."""
     try:
         version = re.search(r"__version__ = '([^']+)'", (directory / "version.py").read_text()).group(1)
     except (OSError, AttributeError):
@@ -106,24 +115,26 @@ def python_include():
 
 
 def for_make(words):
-    """Words of a command as the value of a variable of make."""
+    """Returns the words of a command as the value of a variable of make."""
     return shlex.join(map(str, words)).replace("$", "$$")
 
 
 def system_includes(directories):
-    """Flags for headers of others. Their messages name them without the directories of the machine that builds."""
+    """Returns flags that find headers of other projects. Messages of these headers contain no directory of the building
+    machine."""
     return [word for directory in directories for word in ("-isystem", directory, f"-fmacro-prefix-map={directory}=")]
 
 
 class BuildNative(build_ext):
-    """build_ext for the three libraries."""
+    """The build_ext command that builds the three libraries."""
 
     def run(self):
         if not shutil.which("make"):
             fail("no make found: install it (for example the package make).")
         build_backend.require()
         torch_version, includes, libraries = torch_paths()
-        # The version makes the ops again when torch changes: its headers are no prerequisites.
+        # The headers of torch are not prerequisites in the Makefile. The version is part of the flags, so that make
+        # builds the ops again if torch changes.
         torch_flags = [f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}", f"-DIBP_BUILT_WITH_TORCH={torch_version}"]
         variables = {
             "BUILD": os.path.relpath(BUILD, CSRC),
@@ -137,7 +148,8 @@ class BuildNative(build_ext):
         jobs = os.environ.get("MAX_JOBS") or len(os.sched_getaffinity(0))
         settings = [f"{name}={value}" for name, value in variables.items()]
         command = ["make", "--no-print-directory", "-C", CSRC, f"-j{jobs}", "package", *settings]
-        # A make that runs this script keeps its own jobs and flags to itself.
+        # If make runs this script, the flags and the job server of that make must not reach the make that is started
+        # here.
         environment = {
             name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
         }
@@ -153,14 +165,14 @@ class BuildNative(build_ext):
         return os.path.basename(self.get_ext_filename("ibp._core"))
 
     def artefacts(self):
-        """(file, its place relative to the directory that holds the package) of everything that is installed."""
+        """Returns (file, path relative to the directory that contains the package) for every file that is installed."""
         package = BUILD / "package"
         return [(path, f"ibp/{path.relative_to(package)}") for path in sorted(package.rglob("*")) if path.is_file()]
 
     def package_parent(self):
         return ROOT if self.inplace or self.editable_mode else Path(self.build_lib)
 
-    # What setuptools asks of a build_ext: the files that a build makes, and where an in-place one puts them.
+    # setuptools asks a build_ext for the files that a build makes, and for their places in an in-place build.
 
     def get_outputs(self):
         return [os.path.join(self.build_lib, target) for _, target in self.artefacts()]
@@ -172,7 +184,7 @@ class BuildNative(build_ext):
 
 
 def install_file(source, target):
-    """Copies through a rename, so that a process that has the old library mapped keeps it."""
+    """Copies a file and renames the copy, so that a process that has the old library mapped keeps the old one."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(target.name + ".new")
     shutil.copyfile(source, temporary)
@@ -180,7 +192,8 @@ def install_file(source, target):
 
 
 def readme_of_the_index():
-    """README.md as a package index shows it: what only the repository has, images and pages beside it, is left out."""
+    """Returns README.md as a package index shows it, without images and links whose targets are only in the
+    repository."""
     text = (ROOT / "README.md").read_text()
     text = re.sub(r"^!\[[^\]]*\]\((?!https?:)[^)]*\)\n+", "", text, flags=re.MULTILINE)
     return re.sub(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)[^)]*\)", r"\1", text)
@@ -190,7 +203,7 @@ setup(
     version=version(),
     long_description=readme_of_the_index(),
     long_description_content_type="text/markdown",
-    # The source stands here so that setuptools makes a wheel for one platform; BuildNative compiles it.
+    # With an extension that has a source, setuptools makes a wheel for one platform. BuildNative compiles the source.
     ext_modules=[Extension("ibp._core", sources=["csrc/bindings/python_module.cpp"])],
     cmdclass={"build_ext": BuildNative},
 )

@@ -1,1 +1,1 @@
-"""Benchmarks of ibp. `python -m benchmarks` runs them all; README.md says what each answers."""
+"""Benchmarks of ibp. `python -m benchmarks` runs them all; README.md says which question each of them answers."""

@@ -1,16 +1,24 @@
-"""All benchmarks, then the chart: `python -m benchmarks [--coding] [--caches] [--training] [--papers] [--models]
-[--all] [--claim PAPER ITEM] [--together] [--unlimited] [--out DIR] [--device cpu] [--quick]`.
+"""Runs all benchmarks, then draws the chart: `python -m benchmarks [--coding] [--caches] [--training] [--choices]
+[--papers] [--models] [--all] [--claim PAPER ITEM] [--together] [--unlimited] [--out DIR] [--device cpu] [--quick]`.
 
-Without options: the scripts of speed, in under 5 minutes on one H200. --coding: kinds of rows and coding, in under 4.
---caches: caches, embedding tables and KV-caches, in under 6. --training: nets that train, in under 6. --choices: what
-only papers ask for, and the choice of codecs, in under 5. --models: language models, in under 13, with transformers.
---all: all of these, and the scripts that count bytes, which are the same on every machine, in 30 minutes: what has not
-begun by then does not. --papers: every script behind a table of docs/reproduction.md, of these and of OTHERS; scripts
-of speed have their minutes, scripts that count bytes run to their end. --claim: the scripts behind one line of that
-page, say `--claim ibp "Table 1"`. Each script runs in a process of its own. On a GPU a script of speed is stopped when
-its time is over, and what it measured stays; --unlimited lets it finish. --together: on a machine of several GPUs as
-many scripts at once, each alone on its GPU (a few have two) and on its share of the cores. The last lines say which
-scripts were not asked for, and which were stopped or have failed.
+Without options: the scripts of speed, in under 5 minutes on one H200.
+--coding     kinds of rows, compression and decompression, in under 4 minutes
+--caches     caches, embedding tables and KV-caches, in under 6 minutes
+--training   nets that train, in under 6 minutes
+--choices    measurements that only papers ask for, and the choice of codecs, in under 5 minutes
+--models     language models, in under 13 minutes; needs transformers
+--all        all of these, and the scripts that count bytes, whose results are the same on every machine, in 30
+             minutes; a script that has not begun by then does not run
+--papers     every script behind a table of docs/reproduction.md, including OTHERS; scripts of speed have their limits,
+             scripts that count bytes run to their end
+--claim      the scripts behind one line of that page, for example `--claim ibp "Table 1"`
+--together   on a machine with several GPUs, as many scripts at once; each runs alone on its GPU (a few need two) and on
+             its share of the cores
+--unlimited  lets every script finish
+
+Each script runs in a process of its own. On a GPU, a script of speed is stopped when its time is over, and what it has
+measured by then is kept. The last lines name the scripts that were not asked for, and those that were stopped or
+failed.
 """
 
 import argparse
@@ -38,8 +46,9 @@ SPEED = {
     "small_calls": 14,
     "host_calls": 60,
     "cpu": 26,
-}  # seconds each may take, most important first
-CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25, "deltas": 20}  # likewise
+}  # Each script may take this many seconds. The most important ones come first.
+# The numbers here and below are seconds, as in SPEED.
+CODING = {"families": 80, "compress": 60, "encode_into": 40, "changes": 25, "deltas": 20}
 CACHES = {
     "row_cache": 30,
     "dlrm": 100,
@@ -49,10 +58,11 @@ CACHES = {
     "kv_pages": 30,
     "kv_rows": 30,
     "kv_transfer": 40,
-}  # likewise
-TRAINING = {"activations": 150, "sync": 90}  # likewise
-CHOICES = {"transfers": 75, "copy_threads": 30, "spill": 45, "choose": 110}  # likewise
-MODELS = {  # likewise, with options of the script
+}
+TRAINING = {"activations": 150, "sync": 90}
+CHOICES = {"transfers": 75, "copy_threads": 30, "spill": 45, "choose": 110}
+# A name may include options of the script.
+MODELS = {
     "linear": 200,
     "llm": 75,
     "llm --compiled": 125,
@@ -61,7 +71,8 @@ MODELS = {  # likewise, with options of the script
     "moe --layers 4": 150,
     "moe --deepseek": 90,
 }
-OTHERS = {  # likewise; they take long, or need packages or GPUs that are not everywhere
+# These scripts take long, or need packages or GPUs that few machines have.
+OTHERS = {
     "paths": 200,
     "llm --qwen": 120,
     "llm --loading": 60,
@@ -83,14 +94,15 @@ OTHERS = {  # likewise; they take long, or need packages or GPUs that are not ev
     "flexgen_opt": 150,
     "collectives": 90,
 }
-TWO_GPUS = {"collectives", "gnn_parallel", "row_cache", "scale", "weights"}  # where two are there
+# These scripts take two GPUs if there are two.
+TWO_GPUS = {"collectives", "gnn_parallel", "row_cache", "scale", "weights"}
 BYTES = ("ratio", "sampling", "clusters", "bits", "chunks", "more_clusters", "real_weights", "digit_forms", "entries")
-GRACE_S = 5  # to print what was measured
-ALL_S = 1800  # that --all has on a GPU
+GRACE_S = 5  # A script has this many seconds to print what it measured.
+ALL_S = 1800  # --all takes at most this many seconds on a GPU.
 
 
 def rows_of(paper, item):
-    """The line of docs/reproduction.md for a figure, table or headline. SystemExit: there is none."""
+    """Returns the line of docs/reproduction.md for a figure, table or headline. Raises SystemExit if there is none."""
     rows = {row.item.removesuffix("; headline"): row for row in reproduction.PAPERS.get(paper, ())}
     if item not in rows:
         sys.exit(f"there is no {item!r} of {paper!r}; wanted one of {', '.join(rows or reproduction.PAPERS)}")
@@ -98,13 +110,13 @@ def rows_of(paper, item):
 
 
 def of_papers(names, rows):
-    """The names of scripts whose CSVs lines of docs/reproduction.md are written from."""
+    """Returns the names of the scripts whose CSVs are behind lines of docs/reproduction.md."""
     scripts = {script.removesuffix(".py") for row in rows for script in (row.script, *row.others)}
     return [name for name in names if script_of(name) in scripts]
 
 
 def stop(process):
-    """Ends a script that still runs: asked to at first. @return its exit status."""
+    """Ends a script that still runs; first asks it to end. Returns its exit status."""
     process.terminate()
     try:
         return process.wait(GRACE_S)
@@ -114,8 +126,14 @@ def stop(process):
 
 
 def run_script(name, argv, limit_s=None, gpus=(), cores=(), running=None):
-    """name: of the script, and its own options. limit_s: 0 or less: it does not begin. gpus, cores: that it has for
-    itself; what it prints then comes at its end. running: a list that gets its process. @return its exit status."""
+    """Runs a script and returns its exit status.
+
+    Args:
+        name: the script and its own options.
+        limit_s: seconds that it may take; if 0 or less, it does not begin. None: any number.
+        gpus, cores: those that only this script uses. If there are any, its output is printed at its end.
+        running: a list to which its process is appended, or None.
+    """
     if limit_s is not None and limit_s <= 0:
         print(f"{name}: no time was left\n", flush=True)
         return 1
@@ -146,14 +164,14 @@ def run_script(name, argv, limit_s=None, gpus=(), cores=(), running=None):
 
 
 def allowed_s(name, limits, deadline):
-    """Seconds that a script may take; None: any number."""
+    """Returns the seconds that a script may take. None: any number."""
     seconds = min(limits.get(name, math.inf), deadline - time.perf_counter())
     return None if seconds == math.inf else seconds
 
 
 def run_together(names, argv, limits, num_gpus, deadline=math.inf):
-    """Runs scripts at once, the longest first. Options of one script come one after the other, since they
-    write one CSV. @return {name: exit status}"""
+    """Runs scripts at the same time, the longest first, and returns {name: exit status}. A script with different
+    options runs one after the other, because the runs write the same CSV."""
     together = [[*group] for _, group in itertools.groupby(sorted(names, key=script_of), script_of)]
     together.sort(key=lambda group: (script_of(group[0]) in TWO_GPUS, sum(limits.get(each, 0) for each in group)))
     cores, free, changed = sorted(os.sched_getaffinity(0)), {*range(num_gpus)}, threading.Condition()
@@ -179,7 +197,7 @@ def run_together(names, argv, limits, num_gpus, deadline=math.inf):
         futures = [pool.submit(run, group) for group in reversed(together)]
         try:
             return {name: status for future in futures for name, status in future.result().items()}
-        except BaseException:  # this process is to end
+        except BaseException:  # This process is to end.
             pool.shutdown(wait=False, cancel_futures=True)
             while not all(future.done() for future in futures):
                 for process in running:
@@ -206,7 +224,8 @@ def main(argv=None):
     own.add_argument("--unlimited", action="store_true")
     options, others = own.parse_known_args(argv)
     args, started = harness.parse_args(others, __doc__), time.perf_counter()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # past run_script, which ends its script
+    # Exits in the main thread, so that the `finally` of run_script ends its script.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     named = {"coding": CODING, "caches": CACHES, "training": TRAINING, "choices": CHOICES, "models": MODELS}
     every = SPEED | CODING | CACHES | TRAINING | CHOICES | MODELS
     is_limited = not options.unlimited and args.device == "cuda"

@@ -3,27 +3,40 @@
     python -m benchmarks.activations [--batches] [--out DIR] [--device cpu] [--quick] [--nets NAME,NAME]
         [--arms ARM,ARM]
 
-Steps (forward and backward pass, no optimizer) of the nets of nets.py in BF16: `plain`; `recomputed`, each block by
-torch.utils.checkpoint; `ibp`; `raw`, `ibp.offload_activations(coded=False)`; `recomputed + ibp`, where the inputs of
-blocks leave; `on the device`, `memory="device"`; `ibp by 16 SMs`, `max_sms=16`; `save_on_cpu`, torch's own hooks with
-pinned memory; `zero values`, such hooks with cDMA's zero-value compression by torch's operations. The first steps of
-each arm, in which it learns and pins memory, do not count. `coding beside by N SMs`: 256 MiB of ReLU's outputs are
-coded on N multiprocessors while a plain step runs; `gbps` is the rate beside it, `ideal_gbps` alone.
-`saved_gb` are the bytes that leave or are coded, `sent_gb` those over the link each way, `peak_gb` what a step takes of
-the GPU's memory at most beyond weights and input, `freed_gb` how much less that is than plain's. `bound_ms` is the
-larger of the plain step and the time of sent_gb over the link and back. `times_smaller` are saved bytes over sent ones,
-`most_times_smaller` what they are by the entropy of the same tensors' elements, each for itself: of floats the upper 16
-bits, the lower ones as they are; of int64, as they are coded.
+Each arm runs steps (forward and backward pass, no optimizer) of the nets of nets.py in BF16:
 
-Wanted of `ibp`: a step of at most 1.1 times bound_ms, 3 times as fast as `save_on_cpu`, where the link binds some times
-as fast as `raw`, and saved bytes some times smaller; of `on the device`: a lower peak than plain's.
+`plain`            without any of these
+`recomputed`       each block by torch.utils.checkpoint
+`ibp`              `ibp.offload_activations`
+`raw`              `ibp.offload_activations(coded=False)`
+`recomputed + ibp` recomputed blocks, whose inputs are offloaded
+`on the device`    `memory="device"`
+`ibp by 16 SMs`    `max_sms=16`
+`save_on_cpu`      torch's own hooks with pinned memory
+`zero values`      such hooks with cDMA's zero-value compression, written with torch's operations
 
-`--nets` and `--arms` measure these and `plain`, and keep the other rows of the CSV. `--batches` measures the rows of
-`ARM in 4 GB` alone: the largest batch (`rows`) that trains where torch may take 4 GB of the GPU, and its step.
+The first steps of each arm, in which it learns and pins memory, do not count. In the arms `coding beside by N SMs`, 256
+MiB of ReLU's outputs are compressed on N multiprocessors while a plain step runs; `gbps` is the rate during the step,
+`ideal_gbps` the rate without one.
 
-Before it is timed, an arm's gradients are compared with plain's bit for bit, where plain's own are the same every time
-with torch's deterministic algorithms (`checked` is `gradients`, plain's `repeats`); else every saved tensor that comes
-back is (`saved tensors`, plain's `differs`). Weights are random, but of `trained` nets, which densities.py trains.
+`saved_gb` counts the bytes that are offloaded or compressed, `sent_gb` those that cross the link each way, `peak_gb` is
+the most GPU memory that a step takes beyond weights and input, and `freed_gb` is how much less that is than plain's.
+`bound_ms` is the larger of the plain step and the time for sending sent_gb over the link and back. `times_smaller` is
+saved bytes over sent bytes. `most_times_smaller` is what the entropy of the same tensors' elements would allow: the
+entropy of the upper 16 bits of floats, with the lower bits as they are, and of int64 elements as they are coded.
+
+The targets of `ibp`: a step takes at most 1.1 times bound_ms and is 3 times as fast as with `save_on_cpu`; if the link
+is the bottleneck, it is some factor faster than `raw`; and saved bytes become some factor smaller. The target of `on
+the device` is a lower peak than plain's.
+
+`--nets` and `--arms` measure only the named nets and arms and `plain`, and keep the other rows of the CSV. `--batches`
+measures only the rows of `ARM in 4 GB`: the largest batch (`rows`) that trains if torch may take 4 GB of the GPU, and
+the time of its step.
+
+Before an arm is timed, its gradients are compared with plain's bit for bit, if plain's own are the same every time with
+torch's deterministic algorithms (`checked` is `gradients`; plain's is `repeats`). Otherwise every saved tensor is
+compared when it comes back (`saved tensors`; plain's is `differs`). Weights are random, except in `trained` nets, which
+densities.py trains.
 """
 
 import argparse
@@ -46,7 +59,7 @@ from ibp._activations import coding, offload, spans
 
 from . import densities, harness, ideal, nets
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # with which cuBLAS is deterministic
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with this setting.
 
 COLUMNS = (
     *("step_ms", "bound_ms", "peak_gb", "freed_gb", "pinned_gb", "saved_gb", "sent_gb", "outgrown_gb", "learning_s"),
@@ -57,26 +70,38 @@ PLAIN, SAVE_ON_CPU, RAW, RECOMPUTED, IBP = "plain", "save_on_cpu", "raw", "recom
 ON_DEVICE, RECOMPUTED_IBP, ZERO_VALUES = "on the device", "recomputed + ibp", "zero values"
 FEW_SMS = 16
 IBP_FEW, BESIDE = f"ibp by {FEW_SMS} SMs", "coding beside by "
-BESIDE_NETS, BESIDE_SMS, BESIDE_CODINGS = ("ResNet-50", "SwiGLU 4096"), (8, 16, 32), 4  # codings at least
-BESIDE_BYTES, QUEUED_CYCLES = 256 << 20, 200_000_000  # so that few launches, and about 0.1 s, queue all of them
+# Compression beside a plain step is measured for these nets and numbers of SMs, and calls it at least BESIDE_CODINGS
+# times.
+BESIDE_NETS, BESIDE_SMS, BESIDE_CODINGS = ("ResNet-50", "SwiGLU 4096"), (8, 16, 32), 4
+# The GPU sleeps for this many cycles, about 0.1 s. The host can queue all codings meanwhile, because codings of this
+# many bytes need few launches.
+BESIDE_BYTES, QUEUED_CYCLES = 256 << 20, 200_000_000
 CAPPED_GB = 4
-CAPPED = f" in {CAPPED_GB} GB"  # at the end of an arm's name
+CAPPED = f" in {CAPPED_GB} GB"  # The names of these arms end with this text.
 CAPPED_NETS, CAPPED_ARMS = ("ResNet-50", "VGG16"), (PLAIN, RECOMPUTED, IBP, ON_DEVICE)
 QUICK_NETS = ("ReLU RNN 32",)
 BATCHES, QUICK_BATCHES = (32, 64, 80, 96, 128, 192, 256, 384, 512), (2, 4)
-BIT_VALUES = (1, 2, 4, 8, 16, 32, 64, 128)  # of a byte
+BIT_VALUES = (1, 2, 4, 8, 16, 32, 64, 128)  # These are the values of a byte's bits.
 LEARNING_STEPS, TIMED_STEPS = 3, 3
-REPEATS = 5  # of a plain step, whose gradients may be other ones every time
-SAMPLED_ROWS = 4096  # 16 MiB of a tensor, for its entropy
+REPEATS = 5  # The gradients of this many plain steps are compared, because they may differ from step to step.
+SAMPLED_ROWS = 4096  # The entropy of a tensor is computed from this many rows, which have 16 MiB.
 OFFLOADS = (IBP, RAW, RECOMPUTED_IBP, ON_DEVICE, IBP_FEW, ZERO_VALUES)
-STEP_SHARE, TIMES_SAVE_ON_CPU = 1.1, 3.0  # wanted of a step, over bound_ms; over save_on_cpu
+# Targets: a step takes at most 1.1 times bound_ms, and is 3 times as fast as save_on_cpu.
+STEP_SHARE, TIMES_SAVE_ON_CPU = 1.1, 3.0
 GB = 1e9
 
 
 @dataclass(frozen=True)
 class Case:
-    """A net and its input. wanted: times the raw hooks' rate, where the link binds. smaller: times that saved bytes are
-    to become. dtype: on a GPU. plan: the net is trained by it."""
+    """A net and its input.
+
+    Attributes:
+        wanted: the target for the time of raw hooks over ours, which holds if the link is the bottleneck. None: no
+            target.
+        smaller: the target for saved over sent bytes. None: no target.
+        dtype: the dtype on a GPU.
+        plan: how the net is trained. None: its weights are random.
+    """
 
     name: str
     make: object
@@ -87,11 +112,11 @@ class Case:
     plan: densities.Plan | None = None
 
     def dtype_on(self, device):
-        """FP32 on a CPU: many CPUs take long for BF16."""
+        """Returns the dtype on a device. It is FP32 on a CPU, because many CPUs are slow in BF16."""
         return self.dtype if device.type == "cuda" else torch.float32
 
     def build(self, device, batch=None):
-        """The net, and a batch of the case's size or another one."""
+        """Returns the net, and a batch of the case's size or of another one."""
         torch.manual_seed(0)
         dtype, count = self.dtype_on(device), batch or self.shape[0]
         if self.plan is not None:
@@ -117,7 +142,7 @@ CASES = (
     Case("ReLU squared 8192", lambda: nets.llama(1, 8192, 28672, 64, "relu2"), (1, 4096, 8192), None, 1.86),
     *(
         Case(name, lambda kind=kind: nets.Blocks([nets.Recurrent(kind, 1024, 2)]), (64, 512, 1024), dtype=torch.float16)
-        for name, kind in (("LSTM 1024", "lstm"), ("ReLU RNN 1024", "relu"))  # FP16, which cuDNN takes everywhere
+        for name, kind in (("LSTM 1024", "lstm"), ("ReLU RNN 1024", "relu"))  # cuDNN always supports FP16.
     ),
 )
 QUICK_CASES = (
@@ -129,12 +154,12 @@ QUICK_CASES = (
 
 
 def least_bytes(run):
-    """Of a tensor that leaves; nets for a CPU are small."""
+    """Returns the size from which on tensors are offloaded. Nets for a CPU are small."""
     return offload.LEAST_BYTES if run.on_gpu else 4096
 
 
 def arms(run):
-    """Name of each to what makes its context."""
+    """Returns {name of an arm: a function that makes its context}."""
     options = {"device": run.device.type, "least_bytes": least_bytes(run)}
     return {
         PLAIN: contextlib.nullcontext,
@@ -150,10 +175,11 @@ def arms(run):
 
 
 class ZeroValues(saved_tensors_hooks):
-    """cDMA's zero-value compression (section V-A) by torch's operations: of a tensor a bit an element and the elements
-    that are not zero go to pinned memory. As by `save_on_cpu`, they come back when they are asked for."""
+    """cDMA's zero-value compression (section V-A), written with torch's operations. Pinned memory gets one bit for each
+    element of a tensor, and the elements that are not zero. As with `save_on_cpu`, they come back when the backward
+    pass asks for them."""
 
-    pinned_bytes = 0  # torch's allocator has it
+    pinned_bytes = 0  # The number is unknown, because torch's allocator has the memory.
 
     def __init__(self, run):
         self.least_bytes, self.is_pinned = least_bytes(run), run.on_gpu
@@ -193,14 +219,14 @@ class ZeroValues(saved_tensors_hooks):
 
 
 def encoded_zeros(words, bits):
-    """(a bit for each of some words, in bytes; the words that are not zero). bits: BIT_VALUES on their device."""
+    """Returns (one bit for each word, in bytes; the words that are not zero). bits: BIT_VALUES on the words' device."""
     is_kept = words != 0
     flags = torch.nn.functional.pad(is_kept, (0, -len(words) % 8)).view(-1, 8) * bits
     return flags.sum(1, dtype=torch.uint8), words[is_kept]
 
 
 def decoded_zeros(flags, values, count, bits):
-    """The count words that `encoded_zeros` has coded."""
+    """Returns the `count` words that `encoded_zeros` has encoded."""
     is_kept = (flags[:, None] & bits).view(-1)[:count] != 0
     return torch.zeros(count, dtype=values.dtype, device=values.device).masked_scatter_(is_kept, values)
 
@@ -210,8 +236,9 @@ def decoded_zeros(flags, values, count, bits):
 
 @contextlib.contextmanager
 def deterministic(x):
-    """torch's deterministic algorithms; for images without warnings of layers that have none. FlashAttention has one
-    where nothing else is allowed, and is the only one that does."""
+    """Uses torch's deterministic algorithms inside a block. If x is a batch of images, layers without such an algorithm
+    are allowed, without a warning. FlashAttention becomes deterministic if it is the only kind of attention that is
+    allowed; no other kind does."""
     attention = contextlib.nullcontext()
     if x.is_cuda and x.dim() == 3:
         attention = sdpa_kernel(SDPBackend.FLASH_ATTENTION)
@@ -244,7 +271,7 @@ def bytes_of(tensor):
 
 @contextlib.contextmanager
 def compared(offload):
-    """The offload's hooks, and what comes back compared with what was saved, which stays."""
+    """Installs an offload's hooks. Also keeps a copy of every saved tensor, and compares it with what comes back."""
     with offload:
         pack, unpack = offload._pack, offload._unpack
 
@@ -259,8 +286,8 @@ def compared(offload):
 
 
 def check(net, x, context, plain):
-    """What was compared of a step of an offload. AssertionError: bits differ. plain: gradients of the plain step; None:
-    it has other ones every time."""
+    """Runs a step with an offload and returns what was compared. Raises AssertionError if bits differ. plain: the
+    gradients of the plain step, or None if they differ from step to step."""
     with deterministic(x):
         if plain is not None and same_bits(gradients(net, x, context), plain):
             return "gradients"
@@ -271,7 +298,7 @@ def check(net, x, context, plain):
 
 
 def repeats(net, x, plain):
-    """Whether plain steps have the gradients of an earlier one again and again: two can be equal by chance."""
+    """Returns whether REPEATS plain steps have the gradients of an earlier one. Two could be equal by chance."""
     return all(same_bits(gradients(net, x, contextlib.nullcontext()), plain) for _ in range(REPEATS))
 
 
@@ -279,7 +306,7 @@ def repeats(net, x, plain):
 
 
 def most_times_smaller(net, x, least_bytes):
-    """Bytes of the tensors that leave in a step, in times of their entropy."""
+    """Returns how many times smaller their entropy makes the tensors that are offloaded in a step."""
     spans_seen, sizes = set(), []
 
     def note(saved):
@@ -296,14 +323,15 @@ def most_times_smaller(net, x, least_bytes):
 
 
 def entropy_share(data, view):
-    """Entropy of a tensor's elements, as a share of its bytes, uint8 [num_bytes], by some rows of them."""
+    """Returns the entropy of a tensor's elements as a share of its bytes, computed from some of its rows. data: uint8
+    [num_bytes]."""
     size = view.dtype.itemsize
     if size == 8:
         recipe = coding.learn(data, view)
         return 1.0 if recipe is None else recipe.needed_share / recipe.times_narrower
     rows = data[: data.numel() // coding.ROW_BYTES * coding.ROW_BYTES].view(-1, coding.ROW_BYTES)
     rows = rows[torch.randperm(len(rows), device=data.device)[:SAMPLED_ROWS]]
-    coded = min(2, size)  # bytes, the upper ones
+    coded = min(2, size)  # These are the upper bytes.
     elements = rows.view(-1, size)[:, size - coded :].contiguous().view(torch.int16 if coded == 2 else torch.uint8)
     counts = torch.bincount(elements.view(-1).int() & (256**coded - 1), minlength=256**coded).double()
     shares = counts[counts > 0] / counts.sum()
@@ -320,7 +348,7 @@ def step(net, x, context):
 
 
 class Measured:
-    """An arm's steps: ms, peak bytes, and what it says of itself. plain: see `check`."""
+    """The steps of an arm: their time in ms, their peak bytes and the offload's statistics. plain: see `check`."""
 
     def __init__(self, run, net, x, arm, context, plain):
         self.checked, self.saved, self.sent, self.outgrown, self.peak_bytes, self.pinned = "", 0, 0, 0, 0, 0
@@ -361,12 +389,12 @@ class Measured:
 
 
 def link_ms(num_bytes):
-    """Of bytes from the device and back."""
+    """Returns the time for sending bytes from the device and back."""
     return 1e-6 * num_bytes * (1 / ideal.MACHINE.copy_out_gbps + 1 / ideal.MACHINE.copy_in_gbps)
 
 
 def clean(run):
-    """Nothing of an arm is left for the next one."""
+    """Frees everything that an arm has left."""
     gc.collect()
     ibp.release_pinned()
     if run.on_gpu:
@@ -396,7 +424,7 @@ def measure(run, case, names):
 
 
 def relu_outputs(run):
-    """A ReLU's outputs, uint8, and how to code them."""
+    """Returns the outputs of a ReLU as uint8, and a recipe to encode them."""
     count = coding.PIECE_BYTES // 1024 if run.quick else BESIDE_BYTES
     x = torch.randn(count // 2, device=run.device).relu().bfloat16()
     data = x.view(torch.uint8)
@@ -404,7 +432,8 @@ def relu_outputs(run):
 
 
 def measure_beside(run, case, net, x, plain_ms, names):
-    """A ReLU's outputs, coded again and again while a plain step runs, for about its time."""
+    """Measures plain steps during which outputs of a ReLU are encoded again and again, for about as long as a step
+    takes."""
     data, recipe = relu_outputs(run)
     memory = torch.empty(coding.memory_bytes(data.numel()), dtype=torch.uint8, device=run.device)
     for sms in BESIDE_SMS:
@@ -433,8 +462,8 @@ def measure_beside(run, case, net, x, plain_ms, names):
 
 
 def beside(run, net, x, call, count):
-    """(seconds of a plain step, seconds of count calls), on streams of their own that begin together, once the host has
-    queued both."""
+    """Returns (seconds of a plain step, seconds of `count` calls). They run on two streams, which begin together after
+    the host has queued both."""
 
     def calls():
         for _ in range(count):
@@ -463,7 +492,7 @@ def beside(run, net, x, call, count):
 
 @contextlib.contextmanager
 def capped(run):
-    """torch may take CAPPED_GB of the GPU's memory."""
+    """Limits torch to CAPPED_GB of the GPU's memory."""
     if not run.on_gpu:
         yield
         return
@@ -476,7 +505,7 @@ def capped(run):
 
 
 def largest_batch(run, case, arm):
-    """(batch, milliseconds of its step): the largest that trains."""
+    """Returns (the largest batch that trains, the milliseconds of its step)."""
     found = None
     for batch in QUICK_BATCHES if run.quick or not run.on_gpu else BATCHES:
         try:
@@ -500,7 +529,7 @@ def largest_batch(run, case, arm):
 
 
 def measure_batches(run, case):
-    """Buddy Compression's figure 13: what memory for larger batches gains."""
+    """Measures what memory for larger batches gains, as figure 13 of Buddy Compression does."""
     row_bytes = case.dtype_on(run.device).itemsize * torch.Size(case.shape[1:]).numel()
     plain_gbps = None
     for arm in CAPPED_ARMS:
@@ -524,7 +553,8 @@ def measure_batches(run, case):
 
 
 def judged_ibp(case, of, found, bound, most):
-    """Columns of what is wanted of `ibp`. most: times that saved bytes could be smaller; not all of that is wanted."""
+    """Returns the columns for the targets of `ibp`. most: how many times smaller the saved bytes could be; the target
+    is at most a part of it."""
     raw, ours = found[RAW], found[SAVE_ON_CPU].step_ms / of.step_ms
     smaller = of.saved / of.sent if of.sent else 0.0
     wanted_smaller = None if case.smaller is None else min(case.smaller, harness.MOST_WANTED * most)
@@ -580,7 +610,7 @@ def record(run, case, arm, of, found, most):
 
 
 def shortfalls(rows):
-    """What is below its target."""
+    """Yields a line for each row that misses its target."""
     for row in rows:
         if row.get("met") != "no":
             continue
@@ -596,7 +626,8 @@ def shortfalls(rows):
 
 
 def named(argv):
-    """(names of the nets and of the arms to measure, None for all; whether batches are; the other arguments)."""
+    """Returns (names of the nets and of the arms to measure, None for all; whether to measure batches; the other
+    arguments)."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--batches", action="store_true")
     for name in ("--nets", "--arms"):
@@ -616,7 +647,7 @@ def main(argv=None):
 
     run = harness.Run("activations", args, COLUMNS, keep=is_kept)
     if batches:
-        run.scratch = None  # which would take of the cap
+        run.scratch = None  # This buffer would take memory of the cap.
     for case in QUICK_CASES if run.quick or not run.on_gpu else CASES:
         if names is not None and case.name not in names:
             continue

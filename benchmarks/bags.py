@@ -2,16 +2,18 @@
 
     python -m benchmarks.bags [--out DIR] [--device cpu] [--quick]
 
-Tables of N(0, 0.02): BF16 and FP32 with rows of 128 B, 512 B and 2 KiB, FP16 with rows of 512 B, in device memory and
-in pinned memory. Random ids; all bags of a call are of 1, 10 or 50 rows. Rates count the bytes of rows that are added.
+The tables are N(0, 0.02): BF16 and FP32 with rows of 128 B, 512 B and 2 KiB, and FP16 with rows of 512 B, in device
+memory and in pinned memory. Ids are random; all bags of a call have 1, 10 or 50 rows. Rates count the bytes of the rows
+that are added.
 
-Arms, of device memory: `ibp`: `ibp.embedding_bag`, which decodes and sums in one kernel; `raw, same code`: raw rows
-through it; `torch embedding_bag`: of the raw weights; `torch rows + sum`: their rows by torch.index_select, summed by
-torch.sum; `ibp rows + sum`: rows by `ibp.index_select`, summed likewise. Of pinned memory: `ibp, host`, `raw, host`:
-`ibp.embedding_bag`; `ibp rows, host`: the rows alone, by `ibp.index_select`.
+Arms in device memory: `ibp` is `ibp.embedding_bag`, which decodes and sums in one kernel. `raw, same code` is the same
+kernel on raw rows. `torch embedding_bag` is torch's, on the raw weights. `torch rows + sum` selects rows with
+torch.index_select and sums them with torch.sum. `ibp rows + sum` selects them with `ibp.index_select` and sums them in
+the same way. Arms in pinned memory: `ibp, host` and `raw, host` are `ibp.embedding_bag`; `ibp rows, host` is only
+`ibp.index_select`.
 
-bags.csv has, after the common columns: bag_rows, target_gbps and met. From device memory bags should come at 1.3 times
-the rate of `torch rows + sum`, from host memory at 0.9 of what the link allows.
+After the common columns, bags.csv has bag_rows, target_gbps and met. From device memory, bags should come at 1.3 times
+the rate of `torch rows + sum`; from host memory, at 0.9 of what the link allows.
 """
 
 import sys
@@ -26,7 +28,7 @@ from . import codec, harness, ideal, inputs
 
 COLUMNS = ("bag_rows", *harness.TARGET_COLUMNS)
 TABLE_BYTES, HOST_BYTES, QUICK_BYTES = 192 * inputs.MIB, 96 * inputs.MIB, inputs.MIB // 2
-CALL_BYTES, HOST_CALL_BYTES = 256 * inputs.MIB, 64 * inputs.MIB  # of the rows of a call
+CALL_BYTES, HOST_CALL_BYTES = 256 * inputs.MIB, 64 * inputs.MIB  # The rows of a call have this many bytes.
 BAG_ROWS = (1, 10, 50)
 NUM_SETS = 3
 DEVIATION = 0.02
@@ -56,7 +58,13 @@ class Case:
         self.wanted = F.embedding_bag(self.ids[0], x, mode="sum")
 
     def measure(self, arm, call, ideal_gbps, savings=0.0, wanted=None, checks=True):
-        """Records one arm, call(ids) -> result, and returns its rate. wanted: GB/s. checks: the sums' bits."""
+        """Records an arm and returns its rate.
+
+        Args:
+            call: call(ids) returns the sums.
+            wanted: the target in GB/s, or None.
+            checks: whether to check the bits of the sums.
+        """
         where = f"{self.bag_rows} rows a bag"
         if checks:
             harness.check_bits(call(self.ids[0]), self.wanted, f"{arm}, {where}")
@@ -82,7 +90,7 @@ def summed(rows, ids):
 
 
 def measure_near(run, rates, x, table, raw, bag_rows):
-    """The arms of device memory."""
+    """Measures the arms in device memory."""
     case = Case(run, x, CALL_BYTES if run.is_judged else QUICK_BYTES, bag_rows)
 
     def allowed(savings):
@@ -110,7 +118,7 @@ def measure_near(run, rates, x, table, raw, bag_rows):
 
 
 def measure_host(run, x, tables, bag_rows):
-    """The arms of pinned memory."""
+    """Measures the arms in pinned memory."""
     case = Case(run, x, HOST_CALL_BYTES if run.is_judged else QUICK_BYTES, bag_rows)
     for name, table in tables.items():
         link_ns = ideal.row_link_ns(table, torch.cat([ids.view(-1) for ids in case.ids]).cpu())

@@ -1,10 +1,10 @@
-"""What is invariant in the bits of each set, and what packing bits without the paper's idea would remove (the paper's
-table 4)?
+"""Which bits of each set are invariant, and what would packing bits without the paper's idea remove (the paper's table
+4)?
 
     python -m benchmarks.bits [--data DIR] [--out DIR]
 
-Sets as in ratio.py, but those of several tables. All columns but `rows` and `row_bytes` are shares from 0 to 1; nothing
-is compressed but in memory, so a GPU is not needed.
+The sets are those of ratio.py that have one table. All columns except `rows` and `row_bytes` are shares from 0 to 1.
+Nothing is compressed except in memory, so a GPU is not needed.
 """
 
 import sys
@@ -17,27 +17,28 @@ import ibp
 from . import harness, ratio, sets
 
 COLUMNS = "set,dtype,rows,row_bytes,bit_pack,group_pack,invariant,chunks,packed_rows,removed,bound,commit".split(",")
-GROUP_ROWS = 100  # rows whose columns are packed together (the paper's section 3.1)
-TAU, CHUNK_BYTES = 0.8, 4  # "80p-invariant"
+GROUP_ROWS = 100  # The columns of this many rows are packed together (the paper's section 3.1).
+TAU, CHUNK_BYTES = 0.8, 4  # The paper calls such bits "80p-invariant".
 EXPONENT_BITS = {sets.FP64: 11, sets.FP32: 8, sets.BF16: 8, sets.FP16: 5}
 BLOCK_ROWS = 256
 
 
 def words_of(x):
-    """The elements' bits as unsigned numbers, numpy [rows, columns]."""
+    """Returns the elements' bits as unsigned numbers, numpy [rows, columns]."""
     size = x.dtype.itemsize
     return x.contiguous().view(torch.uint8).numpy().view(f"<u{size}").reshape(len(x), -1)
 
 
 def widths(most, size):
-    """How many bits each of the numbers `most` needs; size: bytes of a number."""
+    """Returns how many bits each of the numbers `most` needs. size: bytes of a number."""
     powers = np.left_shift(np.uint64(1), np.arange(8 * size, dtype=np.uint64))
     return np.searchsorted(powers, most.astype(np.uint64), side="right")
 
 
 def packed_share(words, group_rows):
-    """The share of bits that go where the elements of a group are packed at the width of the largest of them. A group:
-    group_rows rows of one column, or the whole table for None. The widths themselves are not counted."""
+    """Returns the share of bits that packing removes. The elements of a group are packed at the width of the largest of
+    them. A group is group_rows rows of one column, or the whole table if group_rows is None. The widths themselves are
+    not counted."""
     size = words.dtype.itemsize
     if group_rows is None:
         return 1 - int(widths(words.max(), size)) / (8 * size)
@@ -51,9 +52,9 @@ def set_bits(values):
 
 
 def invariance(x):
-    """(share of the bit positions that at least TAU of the rows agree in, share of the chunks in which all of these
-    bits agree, share of the rows that shrink, share of all bits that goes so): the paper's sections 4.1 and 4.2 with
-    one threshold."""
+    """Returns (share of the bit positions at which at least TAU of the rows agree, share of the chunks in which all of
+    these bits agree, share of the rows that become smaller, share of all bits that this removes). This follows the
+    paper's sections 4.1 and 4.2, with one threshold."""
     codebook = ibp.codecs.analyze(x, paper=True, tau=TAU, chunk_bytes=CHUNK_BYTES, sample=1.0, device="cpu")
     mask, bitval, num_bytes = codebook.mask.numpy(), codebook.bitval.numpy(), codebook.row_bytes
     starts = np.arange(0, num_bytes, CHUNK_BYTES)
@@ -75,14 +76,14 @@ def invariance(x):
 
 
 def entropy(counts):
-    """Bits a symbol."""
+    """Returns bits per symbol."""
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log2(shares)).sum())
 
 
 def entropy_bound(x):
-    """The share of bits that a perfect entropy coder of zeros and of the exponents of what is not zero would remove,
-    sign and mantissa kept as they are; None for integers and narrow floats."""
+    """Returns the share of bits that a perfect entropy coder would remove if it coded which elements are zero and the
+    exponents of the others, and left signs and mantissas as they are. Returns None for integers and narrow floats."""
     exponent_bits = EXPONENT_BITS.get(x.dtype)
     if exponent_bits is None:
         return None

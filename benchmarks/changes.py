@@ -2,10 +2,11 @@
 
     python -m benchmarks.changes [--out DIR] [--device cpu] [--quick]
 
-A table of 256 MiB of BF16 in rows of 512 B, in device memory and in pinned memory with the new rows on the GPU; without
-a GPU in pageable memory. Arms: `update_` of random rows, of which none comes twice; `append` of a block of a sixteenth;
-`refit`; `index_copy_`, torch's update of the raw tensor in the same place. Whole calls by the clock; `us` is one of
-them. Every table is decompressed and compared with a tensor that torch changed likewise.
+The table has 256 MiB of BF16 in rows of 512 B. It is in device memory, or in pinned memory with the new rows on the
+GPU; without a GPU it is in pageable memory. Arms: `update_` of random rows, each at most once; `append` of a block of a
+sixteenth of the table; `refit`; and `index_copy_`, torch's update of the raw tensor in the same memory. Whole calls are
+timed with the wall clock; `us` is the time of one. Every table is decompressed and compared with a tensor to which
+torch made the same changes.
 """
 
 import sys
@@ -59,7 +60,7 @@ class Case:
 
 
 def measure_updates(case, num_rows):
-    """Random rows of the table and of the raw tensor, changed alike."""
+    """Measures updates of random rows in the table and in the raw tensor, which both get the same changes."""
     run = case.run
     with run.cell(f"{case.place}, update_ of {num_rows} rows"):
         sets = [
@@ -73,7 +74,7 @@ def measure_updates(case, num_rows):
         case.check(case.raw, f"update_ of {num_rows} rows")
         case.record("update_", num_rows, run.seconds(updates, wall=True))
         case.record("index_copy_", num_rows, run.seconds(copies, wall=True))
-        for update, copy in zip(updates, copies):  # as the same ones come last again
+        for update, copy in zip(updates, copies):  # Both tensors end with the same set of rows.
             update(), copy()
 
 
@@ -95,7 +96,7 @@ def measure_refit(case):
 
 
 def places(run, rates):
-    """(place, ideal GB/s of a table there)."""
+    """Returns (place, function(table) -> ideal GB/s of a table there) for each place."""
 
     def near_gbps(table):
         num_bytes = ideal.original_bytes(table)

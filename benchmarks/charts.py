@@ -1,7 +1,5 @@
 """Draws the charts of README.md (overview.png), docs/llm.md (experts.png), docs/reproduction.md (columns.png) and
-PAPERS.md (activation_maps.png and entries.png) from the CSVs:
-`python -m benchmarks.charts [--out DIR]`.
-"""
+PAPERS.md (activation_maps.png and entries.png) from the CSVs: `python -m benchmarks.charts [--out DIR]`."""
 
 import argparse
 import math
@@ -23,11 +21,12 @@ except ImportError:
     plt = None
 
 RATE_LABEL, STEP_LABEL = "GB/s of original bytes", "ms a token"
-ROW_BYTES = 2048  # of the rows that pages name
-CONTEXT = 512  # tokens before the one that is timed
+ROW_BYTES = 2048  # The charts show rows of this many bytes.
+CONTEXT = 512  # This many tokens come before the token that is timed.
 IBP, RAW_COPY, NVCOMP, PLAIN = "ibp", "raw copy_", "nvCOMP, pipelined", "plain"
 KINDS = {"cpu pipelined": "cpu pipelined", "raw rows": "raw rows", "ibp slots": IBP, "planes slots": IBP}
-STYLE = {  # label and colour of each kind
+# Each kind has (label, colour).
+STYLE = {
     "cpu pipelined": ("gathered by the CPU while it is copied", "#a5c78b"),
     "raw rows": ("raw rows, read by the GPU", "#7a7a7a"),
     PLAIN: ("plain weights", "#b9b9b9"),
@@ -36,7 +35,7 @@ STYLE = {  # label and colour of each kind
 
 
 def best_by(rows, key):
-    """{key(row): most GB/s}, in the order of the rows; rows whose key is None are left out."""
+    """Returns {key(row): highest GB/s}, in the order of the rows. Rows whose key is None are left out."""
     found = {}
     for row in rows:
         if key(row) is not None:
@@ -45,7 +44,7 @@ def best_by(rows, key):
 
 
 def gathers(rows, label_of):
-    """{label: {kind: GB/s}} of arms that may use the whole GPU, or none of it."""
+    """Returns {label: {kind: GB/s}} of arms that may use the whole GPU, or that use none of it."""
     shown, groups = [row for row in reading.whole(rows) if row["arm"] in KINDS], {}
     for (label, kind), gbps in best_by(shown, lambda row: (label_of(row), KINDS[row["arm"]])).items():
         groups.setdefault(label, {})[kind] = gbps
@@ -53,13 +52,14 @@ def gathers(rows, label_of):
 
 
 def rows_of_tables(gather):
-    """Rows of real sets."""
+    """Returns the rates of rows of real sets."""
     own = [row for row in gather if not row["case"].startswith((SYNTHETIC.strip(), NORMAL))]
     return gathers(own, lambda row: f"{row['case']}\n{reading.size_name(row['row_bytes'])}")
 
 
 def tensor_rates(stream):
-    """{way: GB/s} of the largest normal BF16 tensor brought to the GPU whole, each way at its best."""
+    """Returns {way: GB/s} for bringing the largest normal BF16 tensor to the GPU as a whole. Each way is shown at its
+    best."""
     own = [row for row in stream if row["dtype"] == "bfloat16" and row["case"].startswith(NORMAL)]
     largest = max((row["rows"] for row in own), default=0)
     best = best_by([row for row in own if row["rows"] == largest], lambda row: way_of(row["arm"]))
@@ -73,8 +73,8 @@ def way_of(arm):
 
 
 def steps_of_models(llm):
-    """{model: {kind: row}} of steps of one sequence, the fastest model first. A model whose plain weights fit no GPU
-    has one kind."""
+    """Returns {model: {kind: row}} of steps with one sequence, the fastest model first. If a model's plain weights fit
+    no GPU, it has only one kind."""
     kinds, groups = {"plain": PLAIN, "coded": IBP}, {}
     for row in llm:
         if (row["way"], row["rows"], row["context"]) == ("step", 1, CONTEXT) and row["arm"] in kinds:
@@ -110,7 +110,7 @@ def set_rate_axis(panel, groups):
 
 
 def draw(directory):
-    """Writes overview.png; says so where matplotlib or measurements are missing."""
+    """Writes overview.png. Prints a line instead if matplotlib or measurements are missing."""
     results = reading.Results(Path(directory))
     gather, llm = results.rows("gather"), results.rows("llm")
     real, models = rows_of_tables(gather), steps_of_models(llm)
@@ -133,7 +133,7 @@ def draw(directory):
 
 
 def smoothed(values, window=16):
-    """Means of each value and those before it, at most `window`."""
+    """Returns the mean of each value and the values before it, at most `window` of them."""
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
@@ -170,7 +170,8 @@ CODECS = {"nvcomp:lz4": ("LZ4", "#5d8c3e"), "nvcomp:cascaded": ("Cascaded", "#b5
 
 
 def draw_columns(directory):
-    """Writes columns.png: times smaller, and the rate of coding and decoding together, of each set by codec."""
+    """Writes columns.png: how many times smaller each set becomes, and the rate of encoding and decoding together, by
+    codec."""
     rows = reading.Results(Path(directory)).rows("choose")
     if plt is None or not rows:
         print("no chart of columns: " + ("choose.csv is missing" if plt else "matplotlib is missing"))
@@ -192,7 +193,7 @@ def draw_columns(directory):
 
 
 def mosaic(row):
-    """The maps of a row of activation_maps.csv beside each other, zeros black."""
+    """Returns the maps of a row of activation_maps.csv side by side, with zeros in black."""
     shape = row["channels"], row["height"], row["width"]
     bits = np.unpackbits(np.frombuffer(bytes.fromhex(row["map"]), np.uint8))[: math.prod(shape)].reshape(shape)
     return np.hstack([np.pad(channel, 1, constant_values=1) for channel in bits])
@@ -221,7 +222,7 @@ def draw_maps(directory):
 
 
 def draw_entries(directory):
-    """Writes entries.png: bytes of each entry under bit-plane compression, a line a page."""
+    """Writes entries.png: the bytes of each entry under bit-plane compression, one line per page."""
     rows = reading.Results(Path(directory)).rows("entries")
     if plt is None or not rows:
         print("no chart of entries: " + ("entries.csv is missing" if plt else "matplotlib is missing"))

@@ -1,13 +1,15 @@
-"""How fast do checkpoints go through `ibp.checkpoints.compress`, and which part of the way binds?
+"""How fast does `ibp.checkpoints.compress` process checkpoints, and which part of the work is the bottleneck?
 
     python -m benchmarks.checkpoints [--out DIR] [--device cpu] [--quick] [--directory DIR] [--gib N]
 
-A checkpoint of BF16 weights lies in the page cache (a tmpfs, unless --directory names another file system). Arms:
-`reading` into memory by as many threads as the arm beside it has, `link` (copies to the GPU and of coded bytes back, at
-once) and `writing` of the coded bytes, each alone; `compress, two cores`: the CPU alone, held to two cores;
-`compress, GPU`; `decompress`; `verify`. Rates count bytes of weights. What fsync takes is left out, and stands in a
-column of its own; so does the most memory that the process was seen to have of its own. The bytes of the two arms are
-equal, and decompress to the checkpoint.
+A checkpoint of BF16 weights is in the page cache (a tmpfs, unless --directory names another file system). Three arms
+measure parts of the work alone: `reading` into memory with as many threads as the next arms use, `link` (copies to the
+GPU and of compressed bytes back, at the same time) and `writing` the compressed bytes. The others are `compress, two
+cores` (only the CPU, limited to two cores), `compress, GPU`, `decompress` and `verify`.
+
+Rates count bytes of weights. The time of fsync is not included and has a column of its own. `peak_mib` is the most
+memory of its own that the process was seen to have. Both ways to compress must write the same bytes, and these must
+decompress to the checkpoint.
 """
 
 import argparse
@@ -30,14 +32,15 @@ from . import harness
 
 COLUMNS = ("seconds", "fsync_seconds", "peak_mib", *harness.TARGET_COLUMNS)
 GIB, LAYER_SHAPE, QUICK_SHAPE = 4, (8192, 8192), (256, 1024)
-TWO_CORES_GBPS, SHARE = 1.6, 0.8  # wanted of the CPU; of the slowest of reading, link and writing, of the GPU
+# Targets: GB/s of the CPU, and for the GPU the share of the slowest of reading, link and writing.
+TWO_CORES_GBPS, SHARE = 1.6, 0.8
 BLOCK_BYTES, READERS = 16 << 20, 4
 READING, LINK, WRITING = "reading", "link", "writing"
 CPU, GPU, BACK, VERIFY = "compress, two cores", "compress, GPU", "decompress", "verify"
 
 
 def save_weights(path, shape, num_layers, device):
-    """A safetensors file of BF16 weights, layer after layer."""
+    """Writes a safetensors file of BF16 weights, layer after layer."""
     entries, end = {}, 0
     layer_bytes = 2 * shape[0] * shape[1]
     for number in range(num_layers):
@@ -54,7 +57,7 @@ def save_weights(path, shape, num_layers, device):
 
 
 class Timed:
-    """Seconds of a context, and those of fsync in it."""
+    """A context that measures its seconds without fsync, and the seconds of fsync."""
 
     def __enter__(self):
         self.fsync_seconds, self._fsync = 0.0, os.fsync
@@ -74,7 +77,7 @@ class Timed:
 
 @contextlib.contextmanager
 def two_cores():
-    """Holds this thread, and those that it starts, to two cores."""
+    """Limits this thread, and the threads that it starts, to two cores."""
     allowed, threads = os.sched_getaffinity(0), torch.get_num_threads()
     os.sched_setaffinity(0, sorted(allowed)[:2])
     torch.set_num_threads(2)
@@ -86,7 +89,7 @@ def two_cores():
 
 
 def read_all(path, readers):
-    """Brings a file's tensors to buffers by threads, as the arms do."""
+    """Reads a file's tensors into buffers with several threads, as the arms do."""
     buffers = [np.empty(BLOCK_BYTES, np.uint8) for _ in range(readers)]
     with open_source(path) as source:
         blocks = [
@@ -104,7 +107,8 @@ def read_all(path, readers):
 
 
 def write_all(source, target):
-    """Writes the bytes of a file anew, block by block, from memory that is at hand."""
+    """Writes a file of the size of `source` and deletes it. Every block gets the source's first bytes, which are in
+    memory."""
     size, block = os.path.getsize(source), np.fromfile(source, np.uint8, BLOCK_BYTES)
     with open(target, "wb", buffering=0) as file:
         for start in range(0, size, BLOCK_BYTES):
@@ -113,7 +117,7 @@ def write_all(source, target):
 
 
 def link_seconds(num_bytes, coded_bytes):
-    """Of copies to the GPU and back, at once."""
+    """Returns the seconds of copies to the GPU and back that run at the same time."""
     pinned = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     near = [torch.empty(BLOCK_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
@@ -130,7 +134,7 @@ def link_seconds(num_bytes, coded_bytes):
 
 
 class Measured:
-    """The checkpoint, and what is recorded of it."""
+    """The checkpoint, and the rates that were measured for it."""
 
     def __init__(self, run, path, layers, shape):
         self.run, self.path, self.shape, self.layers = run, path, shape, layers
@@ -157,7 +161,7 @@ class Measured:
         )
 
     def compress(self, arm, target, device, jobs, wanted):
-        """The better of two calls: the first one pins memory, and makes pages."""
+        """Records the better of two calls. The first one pins memory and touches pages for the first time."""
         with self.run.cell(arm):
             tries = []
             for _ in range(2):
@@ -172,7 +176,7 @@ class Measured:
 
 
 def check_same(path, other):
-    """AssertionError unless two safetensors files hold the same tensors."""
+    """Raises AssertionError unless two safetensors files have the same tensors."""
     with open_source(path) as source, open_source(other) as found:
         assert list(source.tensors) == list(found.tensors), "other tensors than in the checkpoint"
         for name, tensor in source.tensors.items():

@@ -1,16 +1,19 @@
-"""Which coding gets a tensor over a link the soonest, and does `ibp.codecs.choose` take it?
+"""Which coding gets a tensor over a link the soonest, and does `ibp.codecs.choose` choose it?
 
     python -m benchmarks.choose [--out DIR] [--data DIR] [--sets NAME,NAME] [--device cpu] [--quick]
 
-Every set of ratio.csv and typed columns, some as reports of mortgages have them, repeated to 256 MiB on a GPU: what
-each candidate takes to code and to decode the whole of it, beside what `choose` has predicted from its sample, by the
-wall clock; its bits are checked. Candidates that are predicted to take three times the time of the best over every link
-are measured on a few sets only. `choice at G GB/s`: the measured total of what was chosen for that link, the transfer
-being its bytes over the link's rate; ideal is the best measured candidate. `fetched often`: without coding. Where the
-choice loses more than 3 % it is printed last, as BELOW, with what was measured and predicted.
+The sets are those of ratio.csv and typed columns, some of them like columns of mortgage reports. On a GPU each set is
+repeated to 256 MiB. For each candidate this measures, with the wall clock, the times for encoding and decoding the
+whole set, beside what `choose` has predicted from its sample; bits are checked. If `choose` predicts that a candidate
+takes more than three times the time of the best over every link, it is measured only on a few sets.
 
-`--sets dates,K-cache` measures the sets of these names alone, and keeps the rows of the CSV that are of others and of
-the same machine.
+`choice at G GB/s` is the measured time of the candidate that was chosen for this link: encoding, decoding, and the
+transfer, which is its bytes over the link's rate. The ideal is the best measured candidate. `fetched often` leaves out
+the time for encoding. If the choice loses more than 3 %, it is printed last, as BELOW, with the measured and the
+predicted times.
+
+`--sets dates,K-cache` measures only the named sets, and keeps the CSV's rows of other sets that are from the same
+machine.
 """
 
 import argparse
@@ -29,14 +32,14 @@ COLUMNS = (
     "stored_bytes,encode_us,decode_us,predicted_bytes,predicted_encode_us,predicted_decode_us,"
     "link_gbps,chosen,best,loss,wanted_loss"
 ).split(",")
-LINKS_GBPS = (6.0, 55.0, 360.0)  # a network or NVMe, PCIe 5 x16, NVLink
-DATA_BYTES = 256 * inputs.MIB  # of a set on a GPU
+LINKS_GBPS = (6.0, 55.0, 360.0)  # The links are a network or NVMe, PCIe 5 x16, and NVLink.
+DATA_BYTES = 256 * inputs.MIB  # On a GPU each set has this many bytes.
 QUICK_ITEMS = 1 << 14
 WANTED_LOSS = 0.03
-BUDGET_S = 4e-3  # of a measurement
-ROUNDS = 3  # in which candidates are measured in turn
-STEADY_S = 20e-3  # of coding and decoding that is measured once
-HOPELESS = 3.0  # times the predicted time of the best, over every link
+BUDGET_S = 4e-3  # One measurement takes about this many seconds.
+ROUNDS = 3  # The candidates are measured in turn, in this many rounds.
+STEADY_S = 20e-3  # If encoding and decoding take more seconds than this, they are measured once.
+HOPELESS = 3.0  # Candidates that take this many times as long as the best one over every link are left out.
 OFTEN = ", fetched often"
 
 
@@ -44,18 +47,19 @@ OFTEN = ", fetched often"
 
 
 def sorted_ids(count, generator):
-    """int64: increasing ids, each in a run of 1 to 20, as a key of a fact table that is sorted by it."""
+    """Returns int64: increasing ids in runs of 1 to 20, like the key by which a fact table is sorted."""
     ids = torch.randint(1, 1000, (count // 8,), generator=generator).cumsum(0)
     return ids.repeat_interleave(torch.randint(1, 21, (count // 8,), generator=generator))[:count]
 
 
 def dates(count, generator):
-    """int32: days since 1970 within seven years, in no order."""
+    """Returns int32: days since 1970 within seven years, in random order."""
     return torch.randint(8035, 10592, (count,), dtype=torch.int32, generator=generator)
 
 
 def strings(count, generator):
-    """uint8 [n, 16]: words of 3 to 15 letters, padded with spaces; the r-th of 1,000 is chosen 1/r as often."""
+    """Returns uint8 [n, 16]: words of 3 to 15 letters, padded with spaces. There are 1,000 words; word r has a
+    frequency proportional to 1/r."""
     words = torch.randint(ord("a"), ord("z") + 1, (1000, 16), dtype=torch.uint8, generator=generator)
     lengths = torch.randint(3, 16, (1000, 1), generator=generator)
     words.masked_fill_(torch.arange(16) >= lengths, ord(" "))
@@ -66,8 +70,8 @@ LOAN_COLUMNS = ("loan rate", "loan balance", "loan age", "loan month", "loan del
 
 
 def loans(count, generator):
-    """Columns of monthly reports of mortgages, made here, by the names of LOAN_COLUMNS: the reports of a loan follow
-    each other, month by month."""
+    """Returns made-up columns of monthly reports of mortgages, by the names of LOAN_COLUMNS. The reports of a loan
+    follow each other, month by month."""
 
     def draw(low, high):
         return torch.randint(low, high, (count // 8,), generator=generator)
@@ -92,18 +96,20 @@ def loan_column(name):
     return lambda count, generator: loans(count, generator)[name]
 
 
-TYPED = (  # and items: of sorted ids all, since several columns below each other are not sorted
+# Name, maker and number of items. Of sorted ids there are as many as a GPU measures, because repeated columns are not
+# sorted.
+TYPED = (
     ("sorted ids with runs", sorted_ids, DATA_BYTES // 8),
     ("dates", dates, 1 << 21),
     ("strings", strings, 1 << 21),
     *((name, loan_column(name), 1 << 21) for name in LOAN_COLUMNS),
 )
-SHOWN = ("normal 0.02", "citeseer", *(name for name, _, _ in TYPED))  # on which every candidate is measured
+SHOWN = ("normal 0.02", "citeseer", *(name for name, _, _ in TYPED))  # Every candidate is measured on these sets.
 
 
 def tensors(args):
-    """(name, tensor) of each set, one of every name first: a run that is stopped has seen most kinds. Sets of several
-    tensors are the bytes of another set."""
+    """Yields (name, tensor) of each set. The first set of every name comes first, so that a run that is stopped has
+    seen most kinds. Sets of several tensors are left out, because another set has the same bytes."""
     for name, make, items in TYPED:
         yield name, make(QUICK_ITEMS if args.quick else items, torch.Generator().manual_seed(0))
     met, others = set(), []
@@ -119,7 +125,7 @@ def tensors(args):
 
 
 def on_device(run, x):
-    """The set on the device; on a GPU as often one below the other as DATA_BYTES take."""
+    """Returns the set on the device. On a GPU it is repeated up to DATA_BYTES."""
     x = x.to(run.device)
     if not run.on_gpu or run.quick:
         return x
@@ -131,7 +137,7 @@ def on_device(run, x):
 
 
 def is_hopeless(found, cost):
-    """Whether a candidate is predicted to be far from the best over every link."""
+    """Returns whether a candidate is predicted to take more than HOPELESS times as long as the best over every link."""
     choices = (found.at(link_gbps, counts) for link_gbps in LINKS_GBPS for counts in (True, False))
     return all(
         one.total_s > HOPELESS * choice.total_s for choice in choices for one in choice.table if one.name == cost.name
@@ -139,7 +145,7 @@ def is_hopeless(found, cost):
 
 
 def measured(found, cost, x, what):
-    """The cost of a candidate as it is: the whole tensor coded and decoded, and compared."""
+    """Returns the measured cost of a candidate: encodes and decodes the whole tensor, and compares it."""
     alone = ibp.codecs.Choice(found.num_bytes, found.link_gbps, found.encode, found.rows, (cost,))
 
     def encode():
@@ -155,13 +161,13 @@ def measured(found, cost, x, what):
 
 
 def least(one, other):
-    """The smaller times of two measurements of a candidate."""
+    """Returns a measurement with the smaller times of two measurements of a candidate."""
     times = {name: min(getattr(one, name), getattr(other, name)) for name in ("encode_s", "decode_s")}
     return replace(one, **times)
 
 
 def measured_in_turn(run, found, costs, x, what):
-    """(predicted, measured) cost of each candidate that does not fail."""
+    """Returns (predicted, measured) cost of each candidate that does not fail."""
     real = {}
     for _ in range(ROUNDS):
         for cost in costs:
@@ -216,7 +222,7 @@ def measure_set(run, name, x):
 
 
 def add_choice(run, common, num_bytes, found, real):
-    """Records what a choice takes, by what was measured of all candidates."""
+    """Records the time of a choice, from the measured costs of all candidates."""
     best = real.best
     own = next(cost for cost in real.table if cost.name == found.best.name)
     run.add(
@@ -234,7 +240,7 @@ def add_choice(run, common, num_bytes, found, real):
 
 
 def shortfalls(rows):
-    """Lines that say where the choice loses too much."""
+    """Returns lines that say where the choice loses too much."""
     costs = {(row["case"], row["dtype"], row["arm"]): row for row in rows if not row.get("loss")}
 
     def times(row, arm):
@@ -256,7 +262,7 @@ def shortfalls(rows):
 
 
 def named(argv):
-    """(names of the sets to measure, None for all; the other arguments)."""
+    """Returns (names of the sets to measure, None for all; the other arguments)."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--sets", type=lambda text: text.split(","))
     found, others = parser.parse_known_args(argv)

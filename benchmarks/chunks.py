@@ -1,11 +1,11 @@
-"""What do the size of chunks and the threshold of invariance save (the paper's figure 13), and how fast are chunks of
-each size decoded?
+"""How do the size of chunks and the threshold of invariance affect savings (the paper's figure 13), and how fast are
+chunks of each size decoded?
 
     python -m benchmarks.chunks [--data DIR] [--out DIR] [--device cpu] [--quick]
 
-Real sets, in all dtypes of ratio.py. Savings of scheme ibp with one threshold for all chunks, as in the paper, codebook
-included, learned on all rows: `chunks.csv`, the same on every machine. Rates in device memory at one threshold:
-`chunk_rates.csv`, with a GPU alone.
+The sets are the real ones, in all dtypes of ratio.py. `chunks.csv` has the savings of scheme ibp with one threshold for
+all chunks, as in the paper, including the codebook, which is learned from all rows. They are the same on every machine.
+`chunk_rates.csv` has the rates in device memory at one threshold, and needs a GPU.
 """
 
 import sys
@@ -29,7 +29,7 @@ def codebook_of(x, chunk_bytes, tau, device):
 
 
 def savings_of(case, chunk_bytes, tau, device):
-    """With a codebook a table."""
+    """Returns the savings with one codebook per table."""
     stored_bytes = sum(
         ibp.estimate(x, codebook_of(x, chunk_bytes, tau, device), device=device).stored_bytes for x in case.tensors
     )
@@ -48,7 +48,7 @@ def count_bytes(sheet, case, taus, device):
 
 
 def time_decoding(run, case, copy_gbps):
-    """The set's rows over and over, under codebooks of each chunk size."""
+    """Decodes the set's rows, repeated, under codebooks of each chunk size."""
     rows = case.tensors[0].to(run.device)
     x = inputs.replicated(rows, max(1, RATE_BYTES // case.row_bytes), run.device)
     outs = [torch.empty_like(x) for _ in range(run.rotation(x.numel() * x.element_size()))]
@@ -75,7 +75,7 @@ def time_decoding(run, case, copy_gbps):
 
 
 def time_sets(args, cases):
-    """@return the exit status of the rates' part."""
+    """Measures the rates. Returns the exit status of this part."""
     run = harness.Run("chunk_rates", args, RATE_COLUMNS)
     source, copy = (torch.empty(256 * inputs.MIB, dtype=torch.uint8, device=run.device) for _ in range(2))
     copy_gbps = source.numel() * 1e-9 / run.seconds([lambda: copy.copy_(source)])

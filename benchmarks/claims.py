@@ -3,9 +3,9 @@ benchmarks/PAPERS.md from benchmarks/papers.csv.
 
     python -m benchmarks.claims [--check]
 
-TABLES lists the tables of RESULTS.md: the CSV, what names a line, and the columns. FIGURES lists the sentences that
-pages cite: a page has a sentence between `<!-- NAME: written by python -m benchmarks.claims -->` and `<!-- end of NAME
--->`. --check writes nothing and exits with 1 where a page says something else.
+TABLES lists the tables of RESULTS.md: for each the CSV, the cells that identify a line, and the columns. FIGURES lists
+the sentences that pages cite. A page has such a sentence between `<!-- NAME: written by python -m benchmarks.claims
+-->` and `<!-- end of NAME -->`. --check writes nothing, and exits with 1 if a page says something else.
 """
 
 import argparse
@@ -39,7 +39,7 @@ BLOCK = re.compile(r"<!-- ([^:>]+): written by python -m benchmarks\.claims -->\
 
 
 def machine(rows):
-    """Where the rows were measured, at which commits, and how many name none."""
+    """Returns where and at which commits the rows were measured, and how many rows name no commit."""
     first, commits = rows[0], in_order(row["commit"][:10] for row in rows if row.get("commit"))
     nameless = sum(not row.get("commit") for row in rows)
     parts = [first.get("gpu"), first.get("torch") and f"torch {first['torch']}, CUDA {first['cuda']}"]
@@ -54,7 +54,7 @@ def machine(rows):
 
 
 def cell(column, text=str):
-    """function(row) -> its value in a column as text; empty where there is none."""
+    """Returns function(row) -> the value of a column as text. The text is empty if the row has no value."""
     return lambda row: "" if row.get(column) is None else text(row[column])
 
 
@@ -75,7 +75,7 @@ def real(digits):
 
 
 def judged(row):
-    """GB/s, and in brackets the target where it is missed."""
+    """Returns GB/s. If the target is missed, it follows in brackets."""
     return number(row["gbps"]) + (f" (of {number(row['target_gbps'])})" if row.get("met") == "no" else "")
 
 
@@ -84,12 +84,12 @@ def of_ideal(row):
 
 
 def rows_name(row):
-    """The case, and the rows' dtype and size."""
+    """Returns the case, and the dtype and size of the rows."""
     return f"{row['case']}, {kind(row)}" + (f", {size_name(row['row_bytes'])}" if row["row_bytes"] else "")
 
 
 def arm_name(row):
-    """The arm, and the SMs that it may use where these are few."""
+    """Returns the arm, and the number of SMs that it may use if that is not all."""
     return row["arm"] + (f", {row['sms']} SMs" if 0 < row["sms"] < row["most"] else "")
 
 
@@ -104,7 +104,7 @@ def over_torch(row):
 
 
 def beside_wanted(column):
-    """A number, and in brackets what is wanted of it where that is more."""
+    """Returns function(row) -> a number. If it is below its target, the target follows in brackets."""
 
     def text(row):
         value, wanted = row[column], row[f"wanted_{column}"]
@@ -119,17 +119,17 @@ def step(row):
 
 
 def over(arm, other, column="gbps"):
-    """function({arm: row}) -> how many times as much of a column an arm has as another."""
+    """Returns function({arm: row}) -> the ratio of an arm's column to another arm's."""
     return lambda arms: f"{arms[arm][column] / arms[other][column]:.2f}" if {arm, other} <= arms.keys() else ""
 
 
 def is_transfer(row):
-    """Of a row of kv_transfer.csv: whether a link takes part."""
+    """Returns whether a link takes part in a row of kv_transfer.csv."""
     return row["link_gbits"] is not None or "processes" in row["case"]
 
 
 def is_whole(row):
-    """Whether its arm may use the whole GPU, or none of it."""
+    """Returns whether an arm may use the whole GPU, or uses none of it."""
     return row["sms"] in (0, row["most"])
 
 
@@ -138,16 +138,18 @@ def is_whole(row):
 
 @dataclass(frozen=True)
 class Table:
-    """Attributes:
-    heading: of its section; empty: it continues the section before.
-    csv: name of the CSV.
-    text: what it shows.
-    line: by head, function(row) -> text: the cells that name a line.
-    cell: function(row) -> text of an arm's column; None: a line a row, without arms.
-    where: function(row) -> whether the row is shown.
-    across: function(row) -> head of its column.
-    more: by head, function({head: row}) -> text of columns behind the arms.
-    order: function(row) -> what lines are sorted by; None: they stand as they were measured.
+    """A table of RESULTS.md.
+
+    Attributes:
+        heading: heading of its section. Empty: the table continues the section before it.
+        csv: name of the CSV.
+        text: what the table shows.
+        line: by head, function(row) -> text of the cells that identify a line.
+        cell: function(row) -> text in an arm's column. None: each row is a line, without columns for arms.
+        where: function(row) -> whether the row is shown.
+        across: function(row) -> head of its column.
+        more: by head, function({head: row}) -> text of columns after the arms.
+        order: function(row) -> key by which lines are sorted. None: lines are in the order of measurement.
     """
 
     heading: str
@@ -180,7 +182,7 @@ class Table:
             for key, own in groups.items()
         ]
         heads = [*self.line, *arms, *self.more]
-        if len(arms) > len(lines) and len(self.line) == 1:  # an arm a line
+        if len(arms) > len(lines) and len(self.line) == 1:  # Each arm becomes a line.
             heads, *lines = zip(heads, *lines)
         return markdown(heads, lines)
 
@@ -188,7 +190,8 @@ class Table:
 ROWS = {"rows": rows_name}
 GBPS = "GB/s of original bytes"
 MISSED = "in brackets the target where it is missed"
-CODERS = {  # arms of codec.csv
+# These arms of codec.csv are shown.
+CODERS = {
     *("planes decode", "planes per column decode", "decode", "nvcomp ANS decode", "planes encode", "encode"),
     *(
         "nvcomp ANS decode, latency",
@@ -203,19 +206,19 @@ RATIO_METHODS = ("paper", "ibp", "planes", ratio.ZSTD)
 
 
 def by_size(row):
-    """Of a row of llm.csv: small models before large ones."""
+    """Returns the key that sorts rows of llm.csv from small models to large ones."""
     return row["weight_bytes"], row["context"] or 0, row["rows"]
 
 
 def beside_plain(row):
-    """Milliseconds, and of other arms than plain how many times as fast as it."""
+    """Returns milliseconds, and for arms other than plain the speed-up over plain."""
     times = f" ({row['times']:.2f})" if row["times"] and row["arm"] != "plain" else ""
     return fine_number(row["ms"]) + times
 
 
 def of_all_layers(row):
-    """Milliseconds of a model's experts; of those coded on the GPU how many times as fast as plain ones, of others the
-    share of their bound."""
+    """Returns milliseconds of all experts of a model. For experts that are compressed on the GPU the speed-up over
+    plain ones follows, for others the share of their bound."""
     if row["times"]:
         return f"{fine_number(row['ms_of_all'])} ({row['times']:.2f})"
     share = f" ({percent(row['bound_ms'] / row['ms'], 0)})" if row["bound_ms"] else ""
@@ -226,12 +229,12 @@ EXPERT_CALLS = {"tokens": cell("rows", "{:,}".format), "routing": cell("routing"
 
 
 def matrix_name(row):
-    """Of a row of linear.csv."""
+    """Returns the name of the matrix of a row of linear.csv."""
     return row["case"].partition(",")[0]
 
 
 def times_of_cublas(row):
-    """Microseconds, and of other arms than cuBLAS the times of its rate."""
+    """Returns microseconds, and for arms other than cuBLAS the speed-up over it."""
     times = "" if row["arm"] == "cuBLAS" else f" ({row['times']:.2f})"
     return fine_number(row["us"]) + times
 
@@ -1003,11 +1006,12 @@ TABLES = (
 )
 
 
-GRIDS = "paths", "paths_h100"  # CSVs of paths.py
+GRIDS = "paths", "paths_h100"  # These CSVs are written by paths.py.
 
 
 def targets(results):
-    """How many targets are met and missed, and by script. Of `paths` see benchmarks/README.md."""
+    """Returns how many targets are met and missed, in total and by script. benchmarks/README.md explains those of
+    `paths`."""
     lines, total = [], Counter()
     for path in sorted(set(results.directory.glob("*.csv")) - {results.directory / f"{name}.csv" for name in GRIDS}):
         counts = Counter(row["met"] for row in results.rows(path.stem) if row.get("met"))
@@ -1021,7 +1025,7 @@ def targets(results):
 
 
 def grid_of_paths(results):
-    """By GPU and place of the ids: in how many cases of paths.py the chosen way is not the fastest."""
+    """Returns, by GPU and place of the ids, in how many cases of paths.py the chosen way is not the fastest."""
     lines = []
     for name in GRIDS:
         counts, gpu, commits = {}, "", []
@@ -1038,7 +1042,7 @@ def grid_of_paths(results):
 
 
 def spreads(results):
-    """By GPU and script: how much cells differ between passes of one tree, see tools/compare_commits.py."""
+    """Returns, by GPU and script, how much cells differ between passes of one tree (see tools/compare_commits.py)."""
     lines, rows = [], results.rows("spreads")
     for gpu, script in in_order((row["gpu"], row["benchmark"]) for row in rows):
         found = sorted(row["spread"] for row in rows if (row["gpu"], row["benchmark"]) == (gpu, script))
@@ -1049,7 +1053,7 @@ def spreads(results):
 
 
 def memory(results):
-    """A sentence on memory of the GPU."""
+    """Returns a sentence about GPU memory."""
     rows = [row for row in results.rows("memory") if row["peak_bytes"] is not None and row["index_bytes"]]
     peak = max(row["peak_bytes"] for row in rows)
     share = max(map(harness.metadata_share, harness.of_tables(rows)))
@@ -1082,10 +1086,11 @@ def results_page(results):
 
 # ---- the figures that pages cite -----------------------------------------------------------------------------------
 
-GPU_GB = (24, 80, 141)  # whose free memory is reckoned
-LEAST_SHARE = 0.2  # of it that weights take; a smaller model gains little
-PROMPT, SEQUENCE = 2048, 8192  # tokens
-TEXTS = {  # of a column, where its numbers are not texts as they are
+GPU_GB = (24, 80, 141)  # The free memory is computed for GPUs of these sizes.
+LEAST_SHARE = 0.2  # Models whose weights take less of a GPU's memory than this are left out, because they gain little.
+PROMPT, SEQUENCE = 2048, 8192  # tokens of a prompt and of a sequence
+# Columns whose numbers are not shown as they are have a function that returns their text.
+TEXTS = {
     **dict.fromkeys(("ms", "step_ms"), lambda value: f"{fine_number(value)} ms"),
     **dict.fromkeys(("host_bytes", "weight_bytes"), gigabytes),
     **dict.fromkeys(("m_savings", "v_savings", "changed", "found"), percent),
@@ -1097,9 +1102,9 @@ TEXTS = {  # of a column, where its numbers are not texts as they are
 
 
 def cited(results, text):
-    """A sentence with its figures: `{CSV|COLUMN|CASE|ARM|NAME=VALUE|...}` is the column of the one row that has these,
-    or, of arms "A / B", how many times as much A has; `{from CSV}` names the GPU and links the section of RESULTS.md.
-    """
+    """Returns a sentence with its figures. `{CSV|COLUMN|CASE|ARM|NAME=VALUE|...}` stands for the column of the one row
+    that has these values; if the arm is "A / B", for the ratio of A's value to B's. `{from CSV}` names the GPU and
+    links the section of RESULTS.md."""
 
     def figure(match):
         if match[1].startswith("from "):
@@ -1114,7 +1119,7 @@ def cited(results, text):
 
 
 def only(results, csv, **wanted):
-    """The one row with these values. ValueError: there is none, or there are several."""
+    """Returns the one row with these values. Raises ValueError if there is none, or if there are several."""
     row = results.row(csv, **wanted)
     if row is None:
         raise ValueError(f"{csv}.csv has no row with {wanted}; wanted one")
@@ -1133,8 +1138,8 @@ def source(results, csv):
 
 
 def on_the_device(results):
-    """For how many nets keeping coded activations on the GPU lowers the peak, and for which most and least; beside
-    recomputed blocks."""
+    """Returns for how many nets compressed activations on the GPU lower the peak, the nets for which they do so most
+    and least, and the same of recomputed blocks."""
     wanted = (activations.PLAIN, activations.ON_DEVICE, activations.RECOMPUTED)
     arms = reproduction.by_arm(row for row in results.rows("activations") if row["arm"] in wanted)
     nets = sorted(arms.items(), key=lambda net: -net[1][activations.ON_DEVICE]["freed_gb"])
@@ -1153,7 +1158,7 @@ def on_the_device(results):
 
 
 def pinned_activations(results):
-    """Of how many nets coded activations pin more host memory than the same hooks with raw bytes."""
+    """Returns for how many nets compressed activations pin more host memory than raw ones with the same hooks."""
     raw = {row["case"]: row["pinned_gb"] for row in results.rows("activations", arm=activations.RAW)}
     rows = results.rows("activations", arm=activations.IBP)
     more = [row for row in rows if row["pinned_gb"] > raw[row["case"]]]
@@ -1169,7 +1174,7 @@ def pinned_activations(results):
 
 
 def spilled_rates(results):
-    """Decoding by the share of the rows that leave their slots."""
+    """Returns rates of decoding by the share of rows that leave their slots."""
     rows = results.rows("spill", case="normal 0.02", slot_bytes=1408, arm="decode, spilled")
     rates = {round(100 * row["spilled"]): number(row["gbps"]) for row in rows}
     return (
@@ -1180,7 +1185,8 @@ def spilled_rates(results):
 
 
 def real_weights(results):
-    """What the levels save of trained models of a million weights and more, and what the kernel makes of them."""
+    """Returns what the levels save on trained models with at least a million weights, and how the kernel handles
+    them."""
     rows = [row for row in results.rows("real_weights") if row["weights"] >= 1_000_000]
 
     def span(column, text):
@@ -1200,7 +1206,8 @@ def real_weights(results):
 
 
 def digit_forms(results):
-    """What the best form of other dtypes could gain over plain weights, and shorter digits over those of BF16."""
+    """Returns how much the best forms of other dtypes could gain over plain weights, and shorter digits over those of
+    BF16."""
 
     def span(form, digit_bits, column="bound_short"):
         rows = results.rows("digit_forms", form=form, digit_bits=digit_bits)
@@ -1216,7 +1223,7 @@ def digit_forms(results):
 
 
 def expert_hits(results):
-    """What a cache of coded experts and one of raw experts find, after they have filled."""
+    """Returns the hit rates of a cache of compressed experts and of one of raw experts, after they have filled."""
 
     def found(arm, routing):
         rows = results.rows("moe_hits", arm=arm, routing=routing)
@@ -1242,7 +1249,7 @@ def expert_hits(results):
 
 
 def mixtures(results):
-    """What a token costs where the experts are in host memory, or coded on the GPU; nothing before it is measured."""
+    """Returns the time of a token's experts, in host memory or compressed on the GPU. Empty if nothing was measured."""
     rows = results.rows("moe")
     if not rows:
         return ""
@@ -1265,7 +1272,7 @@ def mixtures(results):
 
 
 def sent_pages(results):
-    """Rates of packing and unpacking, and what they make of a link; nothing before they are measured."""
+    """Returns rates of packing and unpacking, and the time of a transfer with them. Empty if nothing was measured."""
     if not results.rows("kv_transfer"):
         return ""
     reckoned = "{kv_transfer|ms|Llama-8B, 8,192 tokens, reckoned|100 Gb/s, %s}"
@@ -1290,7 +1297,7 @@ def choices(results):
 
 
 def language_models(results):
-    """Steps of language models in CUDA graphs; empty before they are measured."""
+    """Returns a table of steps of language models in CUDA graphs. Empty if nothing was measured."""
     steps = replace(
         STEPS,
         text="Time per token in milliseconds, by transformers with a static cache in a CUDA graph, after 512 tokens; "
@@ -1303,12 +1310,12 @@ def language_models(results):
 
 
 LOAD = ("case", "card_gib", "requests", "prompt_tokens", "new_tokens")
-SHOWN_CONTEXT = 512  # tokens before the one that is timed, in docs/llm.md
-SHOWN_VECTORS = (1, 16, 64, 512)  # of products, in docs/llm.md
+SHOWN_CONTEXT = 512  # In docs/llm.md this many tokens come before the token that is timed.
+SHOWN_VECTORS = (1, 16, 64, 512)  # docs/llm.md shows these numbers of vectors.
 
 
 def products(results):
-    """`ibp.linear` alone, by matrix and some numbers of vectors."""
+    """Returns a table of `ibp.linear` by matrix and some numbers of vectors."""
     fused = replace(
         PRODUCTS,
         line={"vectors": cell("vectors")},
@@ -1319,7 +1326,7 @@ def products(results):
 
 
 def freed_memory(results):
-    """What fits beside the weights; empty before it is measured."""
+    """Returns a table of what fits beside the weights. Empty if nothing was measured."""
     lines = [
         line
         for gb in GPU_GB
@@ -1336,11 +1343,12 @@ def freed_memory(results):
     )
 
 
-PLAIN, CODED = "plain", "coded weights"  # arms of serve_vllm
+PLAIN, CODED = "plain", "coded weights"  # These are arms of serve_vllm.csv.
 
 
 def loads(results):
-    """Loads that vLLM served with plain and with coded weights. Several runs of an arm are averaged."""
+    """Returns a table of the loads that vLLM served with plain and with compressed weights. Several runs of an arm are
+    averaged."""
     rows = [row for row in results.rows("serve_vllm") if row["requests"] is not None]
     lines = []
     for key in dict.fromkeys(tuple(row[name] for name in LOAD) for row in rows):
@@ -1375,7 +1383,8 @@ def loads(results):
 
 
 def room(coded, gpu_gb, results):
-    """A line of that table; None: the coded weights do not fit the GPU, or take little of it."""
+    """Returns a line of the table of `freed_memory`, or None if the compressed weights do not fit the GPU or take
+    little of it."""
     name, token_bytes = coded["model"], coded["token_bytes"]
     prompts = [row for row in results.rows("llm", way="prefill", model=name, rows=PROMPT) if row["peak_bytes"]]
     besides = [row["peak_bytes"] - row["device_bytes"] - PROMPT * token_bytes for row in prompts]
@@ -1396,7 +1405,7 @@ NO_GAIN = (
 
 
 def headline(results):
-    """The table of README.md: what people do without ibp, and ibp."""
+    """Returns the table of README.md: the usual ways without ibp, and ibp."""
     gather, normal = results.rows("gather"), {"case": "normal 0.02", "dtype": "bfloat16", "row_bytes": charts.ROW_BYTES}
     saved = ratio.cells_of(results.rows("ratio"))["normal 0.02", "bfloat16"]
 
@@ -1436,7 +1445,7 @@ def headline(results):
 
 
 def savings_text(savings):
-    """ "33.6 %", or "12.3x" where most is saved."""
+    """Returns "33.6 %", or for example "12.3x" if most of the bytes are saved."""
     text = ratio.show(savings)
     return text if text.endswith("x") else f"{text} %"
 
@@ -1573,7 +1582,7 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
 
 
 def rewritten(text, results):
-    """A page's text with each of its blocks made anew. ValueError: a marker without its block."""
+    """Returns a page's text with each of its blocks written anew. Raises ValueError if a marker has no end."""
     if len(BLOCK.findall(text)) != text.count(": written by python -m benchmarks.claims -->"):
         raise ValueError("a marker has no end, or its end has another name")
 
@@ -1587,7 +1596,7 @@ def rewritten(text, results):
 
 
 def pages(results):
-    """(path, its text, the text that it should have) of every page."""
+    """Yields (path, its text, the text that it should have) of every page."""
     for path, text in ((RESULTS, results_page(results)), (papers.PAGE, papers.page())):
         yield path, path.read_text() if path.exists() else "", text
     others = harness.ROOT / "README.md", harness.ROOT / "benchmarks" / "README.md"

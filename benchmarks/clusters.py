@@ -1,6 +1,6 @@
-"""What codebooks for clusters of rows save, by their number (the paper's section 6.5 and figure 15).
+"""What do codebooks for clusters of rows save, by their number (the paper's section 6.5 and figure 15)?
 
-Savings in the packed layout, all codebooks included. Codebooks are learned from all rows.
+Savings are those of the packed layout and include all codebooks, which are learned from all rows.
 """
 
 import math
@@ -33,18 +33,18 @@ STYLE = {
 
 
 def normal_integers(rows):
-    """int32 of deviation 2^24."""
+    """Returns int32 with standard deviation 2^24."""
     return (torch.randn(rows, NUM_COLUMNS, generator=seeded(), dtype=torch.float64) * 2**24).to(torch.int32)
 
 
 def uniform_integers(rows):
-    """int32 of all 32 bits."""
+    """Returns int32 that use all 32 bits."""
     return torch.randint(-(2**31), 2**31, (rows, NUM_COLUMNS), generator=seeded()).to(torch.int32)
 
 
 def smooth_field(side):
-    """float32 on a cube: waves in random directions, of which a few fit its side. A row is a line of the cube: its
-    neighbours are like it."""
+    """Returns float32 on a cube: waves in random directions, with at most three wavelengths along each side. A row is a
+    line of the cube, so that neighbouring rows are similar."""
     generator, points = seeded(), torch.arange(side, dtype=torch.float64) / side
     frequency = torch.randint(0, 4, (NUM_WAVES, 3), generator=generator).to(torch.float64)
     phase, height = torch.rand(2, NUM_WAVES, generator=generator, dtype=torch.float64)
@@ -57,7 +57,7 @@ def smooth_field(side):
 
 
 def embeddings(data_dir):
-    """(name, float32 table) of those that are there."""
+    """Yields (name, float32 table) of the files that exist."""
     for name, files, array in EMBEDDINGS:
         path = next((path for file in files if (path := Path(data_dir) / file).exists()), None)
         if path is None:
@@ -84,7 +84,7 @@ def seeded():
 
 
 def measure(x, scheme, clusters, device):
-    """(savings, bytes of the codebooks)."""
+    """Returns (savings, bytes of the codebooks)."""
     table = ibp.compress(
         x,
         scheme=scheme,

@@ -1,15 +1,15 @@
-"""How fast are decoding, encoding and analysis from device memory, next to a device copy, a memset and nvCOMP?
+"""How fast are decoding, encoding and analysis in device memory, compared with a device copy, a memset and nvCOMP?
 
     python -m benchmarks.codec [--out DIR] [--nvcomp | --sizes] [--device cpu] [--quick]
 
-Tables of 256 MiB, several times the L2 cache, and one of 4 GiB, beside which the fixed costs of compression and
-analysis are small; 1 GiB from host memory. GB/s of original bytes, the copy's of bytes copied. `decode` is
-`ibp.decompress(table, out=)` of the slots layout, `decode packed` of the packed one; `encode` is the kernels alone,
-`compress` and the analyses whole Python calls with their allocations and synchronisations; nvCOMP's write into memory
-that is there. Decoding slower than it should be is printed last, as BELOW.
+Tables have 256 MiB, several times the L2 cache. One has 4 GiB, beside which the fixed costs of compression and analysis
+are small; another has 1 GiB in host memory. GB/s count original bytes, those of the copy the bytes copied. `decode` is
+`ibp.decompress(table, out=)` in the slots layout, and `decode packed` in the packed one. `encode` is only the kernels.
+`compress` and the analyses are whole Python calls with their allocations and synchronisations. nvCOMP writes into
+memory that was allocated before. If decoding is slower than its target, it is printed last, as BELOW.
 
-`--nvcomp` measures nvCOMP's arms alone, 20 s, and keeps the rows of others that are of the same machine. `--sizes`
-measures, likewise alone, floats of every kind in tables of 1 MiB to 1 GiB, the curves of DietGPU's report, and its
+`--nvcomp` measures only nvCOMP's arms, in 20 s, and keeps the other rows if they are of the same machine. `--sizes`
+does the same for floats of every kind in tables of 1 MiB to 1 GiB (the curves of DietGPU's report) and for its
 simulations.
 """
 
@@ -29,23 +29,24 @@ from ibp.codecs._nvcomp import CODECS, Coder, stream_number
 from . import harness, ideal, inputs, sets
 from .ratio import nvcomp
 
-ANALYZED_SAVINGS = 0.5  # the one synthetic savings at which analysis is timed too: its time hardly depends on them
-# The one row size at which analysis is timed too, of normal tables also encoding, and nvCOMP, which knows no rows.
+# Analysis is timed only at these synthetic savings, because its time hardly depends on them.
+ANALYZED_SAVINGS = 0.5
+# For normal tables, analysis, encoding and nvCOMP (which has no rows) are timed only at this row size.
 ANALYZED_ROW_BYTES = 2048
 LARGE_BYTES, HOST_BYTES = (
     4096 * inputs.MIB,
     1024 * inputs.MIB,
-)  # of the BF16 tables that are compressed and analysed on the GPU and in host memory
-ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 16384), (512, 2048)  # of normal tables
+)  # BF16 tables of these sizes are compressed and analysed on the GPU and in host memory.
+ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 16384), (512, 2048)  # Normal tables have rows of these sizes.
 SYNTHETIC_ROW_BYTES, SYNTHETIC_SAVINGS = (256, 512, 2048, 65536), (0.125, 0.5, 0.9)
-PAGE_BYTES = 1 << 16  # of a batch of nvCOMP's
-SWEEP_SAMPLE = 0.1  # of the rows, for the analysis that sweeps thresholds and chunk sizes
-COLUMN_SAMPLE_ROWS = 4096  # for entries a column
-ONE_THRESHOLD = {"sample": 1.0, "chunk_bytes": inputs.CHUNK_BYTES, "tau": 0.8}  # of an analysis of all rows
+PAGE_BYTES = 1 << 16  # A batch of nvCOMP has pages of this many bytes.
+SWEEP_SAMPLE = 0.1  # An analysis that tries several thresholds and chunk sizes uses this share of the rows.
+COLUMN_SAMPLE_ROWS = 4096  # A codebook with entries per column is learned from this many rows.
+ONE_THRESHOLD = {"sample": 1.0, "chunk_bytes": inputs.CHUNK_BYTES, "tau": 0.8}  # This analysis uses all rows.
 ANALYSES = {"analyze": ONE_THRESHOLD, "analyze, sweep": {"sample": SWEEP_SAMPLE}}
 FEWEST_SMS = 4
-SIZED = "by size: "  # at the start of the cases of --sizes
-SIZES, QUICK_SIZES = (1, 4, 16, 64, 256, 1024), (1,)  # MiB
+SIZED = "by size: "  # The names of cases of --sizes begin with this text.
+SIZES, QUICK_SIZES = (1, 4, 16, 64, 256, 1024), (1,)  # The sizes are in MiB.
 HALF_ZEROS = "half zeros"
 SIZED_KINDS = ("normal", HALF_ZEROS)
 SIZED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -56,8 +57,8 @@ def data_bytes(run):
 
 
 class DeviceRates:
-    """The rates of a copy and a memset of the size that the codec works on, measured in this run. record: in its CSV,
-    too."""
+    """The rates of a copy and a memset of as many bytes as the codec works on, measured in this run. record: whether
+    the CSV also gets them."""
 
     def __init__(self, run, record=True):
         size = data_bytes(run)
@@ -81,17 +82,17 @@ class DeviceRates:
 
 
 class Case:
-    """One tensor in device memory under one name, and where its measurements go."""
+    """One tensor in device memory, its name, and the run that records its measurements."""
 
     def __init__(self, run, rates, name, x):
         self.run, self.rates, self.name, self.x = run, rates, name, x
         self.num_bytes = x.numel() * x.dtype.itemsize
         self.row_bytes = self.num_bytes // len(x)
         self.out = torch.empty_like(x)
-        self.kind = ""  # of the codebook at hand, before the names of its arms
+        self.kind = ""  # The names of arms begin with the kind of the codebook.
 
     def check(self, table, arm):
-        """Decodes a table on poisoned output and compares it with x."""
+        """Decodes a table to poisoned output and compares it with x."""
         harness.poison(self.out)
         harness.check_bits(ibp.decompress(table, out=self.out), self.x, f"{self.name}, {arm}")
 
@@ -113,14 +114,15 @@ class Case:
 
 
 def kind_of(codebook):
-    """What is said of a codebook before the name of an arm; nothing for scheme ibp."""
+    """Returns the kind of a codebook, with which the name of an arm begins. It is empty for scheme ibp."""
     if codebook.scheme != "planes":
         return ""
     return "planes per column " if codebook.per_column else "planes listed " if codebook.listed else "planes "
 
 
 def read_bytes(table):
-    """What decoding the whole of a table reads of its rows: in slots whole sectors, of packed rows every byte once."""
+    """Returns the bytes of rows that decoding a whole table reads: whole sectors from slots, and every byte once from
+    packed rows."""
     if table.layout == "packed":
         return int(ideal.stored_row_bytes(table).sum())
     return ideal.SECTOR_BYTES * int(ideal.row_sectors(table).sum())
@@ -151,8 +153,9 @@ def measure_decode(case, table, moved_bytes):
 
 
 def measure_encode(case, table, moved_bytes):
-    """The kernels alone: rows measured and coded into the table's own memory; on a GPU in one pass, as `compress` does
-    where a sample says the size of slots, behind which parts of overflow are put in order."""
+    """Measures only the kernels, which measure the rows and encode them into the table's own memory. On a GPU this
+    takes one pass, as in `compress` if a sample gives the size of slots; afterwards the parts of the overflow are put
+    in order."""
     codebook, data = table.codebook, case.x.view(torch.uint8).view(-1)
     words, fault = codebook.words(table.device), torch.zeros(4, dtype=torch.int64, device=table.device)
     sizes = (codebook.codec, table.slot_bytes, 0, len(case.x), case.row_bytes)
@@ -178,7 +181,7 @@ def measure_encode(case, table, moved_bytes):
 
 
 def measure_kernels(case, table, moved_bytes):
-    """What `compress` and `analyze` spend on the device: each pass over the data by itself."""
+    """Measures each pass over the data that `compress` and `analyze` make on the device."""
     codebook, data = table.codebook, case.x.view(torch.uint8).view(-1)
     words = codebook.words(table.device)
     reading = ideal.device_gbps(case.num_bytes, case.num_bytes, case.rates.copy_gbps)
@@ -197,7 +200,7 @@ def measure_compress(case, table, moved_bytes):
 
 
 def measure_decoding(case, codebook):
-    """Decoding of both layouts under a given codebook. Returns the table in slots."""
+    """Measures decoding of both layouts under a given codebook. Returns the table in slots."""
     case.kind = kind_of(codebook)
     packed, slots = (ibp.compress(case.x, codebook=codebook, layout=layout) for layout in ("packed", "slots"))
     for table in (slots, packed):
@@ -207,19 +210,20 @@ def measure_decoding(case, codebook):
 
 
 def measure_codec(case, codebook):
-    """Decoding and encoding under a given codebook. They move the coded rows' sectors and the original bytes."""
+    """Measures decoding and encoding under a given codebook. They move the sectors of the coded rows and the original
+    bytes."""
     table = measure_decoding(case, codebook)
     case.kind = (
         "planes " if codebook.scheme == "planes" else ""
-    )  # the encoder's arms are called alike for all codebooks of a scheme
-    # Where nothing is saved, nothing is encoded.
+    )  # The encoder's arms have the same names for all codebooks of a scheme.
+    # If nothing is saved, nothing is encoded.
     for measure in (measure_encode, measure_kernels, measure_compress) if table.scheme != "raw" else ():
         with case.cell(measure.__name__):
             measure(case, table, read_bytes(table) + case.num_bytes)
 
 
 def measure_analysis(case, arms=tuple(ANALYSES)):
-    """Checked by what an analysis is for, a round trip."""
+    """Measures analysis. A round trip with its codebook checks it."""
     for arm in arms:
         arguments = ANALYSES[arm]
         table = ibp.compress(case.x, codebook=ibp.codecs.analyze(case.x, **arguments))
@@ -229,10 +233,9 @@ def measure_analysis(case, arms=tuple(ANALYSES)):
 
 
 def measure_host(case, codebook):
-    """Compression from host memory to host memory and analysis of host memory, beside the copies that bound them: the
-    link for pinned data, x.to("cuda") for pageable. Whole calls by the wall clock: `compress` allocates its table, and
-    pins it.
-    """
+    """Measures compression from host memory to host memory and analysis of host memory, beside the copies that bound
+    them: the link for pinned data, and x.to("cuda") for pageable data. Whole calls are timed with the wall clock;
+    `compress` allocates its table and pins it."""
     run = case.run
     case.kind = kind_of(codebook)
     far = {"pageable": case.x.cpu(), "pinned": case.x.cpu().pin_memory()}
@@ -273,15 +276,15 @@ def run_synthetic(run, rates):
 
 
 def column_codebook(codebook, x):
-    """A dense codebook with entries a column instead of a table, learned on the first rows."""
+    """Returns a dense codebook with entries per column instead of per table, learned from the first rows."""
     rows = x[:COLUMN_SAMPLE_ROWS].contiguous().view(torch.uint8).view(-1)
     by_column = replace(codebook, per_column=True, entries=codebook.entries.expand(codebook.columns, -1))
     return relearn(by_column, rows, [rows.numel() // codebook.row_bytes])[0]
 
 
 def ans_coders(x):
-    """{what follows in an arm's name: nvCOMP's ANS on the current stream}: as `ibp.compress` uses it, by its policy for
-    latency, and with checksums that decoding verifies."""
+    """Returns {end of an arm's name: a coder of nvCOMP's ANS on the current stream}: as `ibp.compress` uses it, with
+    its policy for latency, and with checksums that decoding verifies."""
     ans, data = CODECS["nvcomp:ans"], x.view(torch.uint8).view(-1)
     options = ans.suited(ans.options(x.dtype, None, None), x.dtype, data, x.device)
     data_type, chunk_bytes = options["codec_data_type"], int(options["codec_chunk_bytes"])
@@ -294,9 +297,9 @@ def ans_coders(x):
 
 
 def measure_nvcomp(case):
-    """nvCOMP's ANS on the same bytes, into memory that is there, with codecs and configurations that are made once:
-    told of floats or of bytes, whichever saves more of a sample. Coding by the wall clock: it waits for the size.
-    """
+    """Measures nvCOMP's ANS on the same bytes. Codecs, their configurations and the output memory are made once,
+    before. The data type is floats or bytes, whichever saves more of a sample. Encoding is timed with the wall clock,
+    because it waits for the size."""
     data, out = (x.view(torch.uint8).view(-1) for x in (case.x, case.out))
     for policy, coder in ans_coders(case.x).items():
         with case.run.cell(f"nvCOMP ANS{policy}, {case.name}"):
@@ -313,13 +316,13 @@ def measure_nvcomp(case):
 
 
 def measure_nvcomp_batch(case):
-    """nvCOMP's ANS on a batch of pages in one call, by the wall clock: it allocates what it returns."""
+    """Measures nvCOMP's ANS on a batch of pages in one call, with the wall clock, because it allocates its results."""
     with case.run.cell(f"nvCOMP ANS, batch, {case.name}"):
         options = {"data_type": CODECS["nvcomp:ans"].types(case.x.dtype)[0], "uncomp_chunk_size": PAGE_BYTES}
         coder, data = nvcomp.Codec(algorithm="ANS", **options), case.x.view(torch.uint8).view(-1)
         starts = list(range(0, data.numel(), PAGE_BYTES))
         pages = nvcomp.as_arrays(data, starts, [min(PAGE_BYTES, data.numel() - start) for start in starts])
-        case.run.sync()  # the codec has a stream of its own
+        case.run.sync()  # The codec has a stream of its own.
         coded = coder.encode(pages)
         back = [torch.as_tensor(page, device=data.device).view(torch.uint8).view(-1) for page in coder.decode(coded)]
         case.run.sync()
@@ -331,7 +334,7 @@ def measure_nvcomp_batch(case):
 
 
 def run_normal(run, rates):
-    """Normal tables in rows of several sizes: decoding under every kind of codebook."""
+    """Measures normal tables with rows of several sizes: decoding under every kind of codebook."""
     cases = itertools.product(inputs.NORMAL, QUICK_ROW_BYTES if run.quick else ROW_BYTES)
     for (name, dtype, deviation), row_bytes in run.some(cases):
         with run.cell(f"{name} {harness.dtype_name(dtype)}, {row_bytes} B"):
@@ -348,7 +351,7 @@ def run_normal(run, rates):
 
 
 def sized_rows(kind, dtype, mib, device):
-    """mib MiB of N(0, 1), or half of it zeros, in rows of ANALYZED_ROW_BYTES."""
+    """Returns mib MiB of N(0, 1), or half of it zeros, in rows of ANALYZED_ROW_BYTES."""
     drawn = torch.float64 if dtype == torch.float64 else torch.float32
     shape = mib * inputs.MIB // ANALYZED_ROW_BYTES, ANALYZED_ROW_BYTES // dtype.itemsize
     x = torch.randn(shape, dtype=drawn, device=device)
@@ -358,7 +361,7 @@ def sized_rows(kind, dtype, mib, device):
 
 
 def run_sizes(run, rates):
-    """Dense and sparse floats by size, and simulations, under codebooks of scheme planes."""
+    """Measures dense and sparse floats by size, and simulations, under codebooks of scheme planes."""
     sizes = itertools.product(SIZED_KINDS, SIZED_DTYPES, QUICK_SIZES if run.quick else SIZES)
     for kind, dtype, mib in sizes:
         with run.cell(f"{SIZED}{kind} {harness.dtype_name(dtype)}, {mib} MiB"):
@@ -379,7 +382,7 @@ def measure_sized(run, rates, kind, x):
 
 
 def run_large(run, rates):
-    """What compression and analysis cost where a table is not small, on the GPU and from host memory."""
+    """Measures what compression and analysis cost for a large table, on the GPU and from host memory."""
     if run.quick or not run.on_gpu or run.every > 1:
         return
     name, dtype, deviation = inputs.NORMAL[0]
@@ -396,7 +399,7 @@ def run_large(run, rates):
 
 
 def run_real(run, rates, data_dir):
-    """Tables whose codebooks are found by analysis, as a user's are."""
+    """Measures tables whose codebooks are found by analysis, as for a user."""
     for name, rows in run.some(inputs.real_sets(data_dir)):
         with run.cell(f"{name} {harness.dtype_name(rows.dtype)}"):
             num_rows = data_bytes(run) // (rows.shape[1] * rows.dtype.itemsize)
@@ -406,7 +409,7 @@ def run_real(run, rates, data_dir):
 
 
 def run_nvcomp(run, rates, data_dir):
-    """nvCOMP, which knows no rows, on one table of each kind."""
+    """Measures nvCOMP, which has no rows, on one table of each kind."""
     if run.every > 1:
         return
     if not (nvcomp and run.on_gpu):
@@ -426,13 +429,12 @@ def run_nvcomp(run, rates, data_dir):
 # ---- what the rates should be --------------------------------------------------------------------------------------
 
 LEAST_ROW_BYTES = 512
-FEWEST_SMS_GBPS = 85.0  # of BF16 planes with FEWEST_SMS: what the link brings
+FEWEST_SMS_GBPS = 85.0  # BF16 planes with FEWEST_SMS should decode at the link's rate.
 
 
 def wanted_gbps(row, device):
-    """(GB/s, what that is) that decoding should reach on all SMs or on FEWEST_SMS; None where nothing is promised.
-    device: GB/s of "copy_" and "memset".
-    """
+    """Returns (GB/s, what they are) that decoding should reach on all SMs or on FEWEST_SMS, or None if there is no
+    target. device: GB/s of "copy_" and "memset"."""
     kind, is_dense_float = (
         row["arm"].removesuffix(" packed").removesuffix("decode"),
         row["dtype"] in ("bfloat16", "float32"),
@@ -449,12 +451,15 @@ def wanted_gbps(row, device):
     return None
 
 
-LEAST_COMPRESS_GBPS, LEAST_ANALYZE_GBPS = 500.0, 1000.0  # on the GPU, of LARGE_BYTES
-PINNED_SHARES, PAGEABLE_FACTOR = {"compress": 0.8, "analyze": 0.9}, 1.5  # of the link; of the time of x.to("cuda")
+LEAST_COMPRESS_GBPS, LEAST_ANALYZE_GBPS = 500.0, 1000.0  # These targets are for LARGE_BYTES on the GPU.
+# The targets for pinned memory are shares of the link's rate. For pageable memory the target is a multiple of the time
+# of x.to("cuda").
+PINNED_SHARES, PAGEABLE_FACTOR = {"compress": 0.8, "analyze": 0.9}, 1.5
 
 
 def wanted_of_large(row, rows):
-    """Likewise, that compression and analysis should reach where fixed costs do not count."""
+    """Returns (GB/s, what they are) that compression and analysis should reach if fixed costs do not matter, or None if
+    there is no target."""
     what = row["arm"].split(",")[0].split(" ")[-1]
     if row["row_bytes"] * row["rows"] == LARGE_BYTES and row["arm"].endswith(("compress", "analyze")):
         return (LEAST_COMPRESS_GBPS if what == "compress" else LEAST_ANALYZE_GBPS), "promised"
@@ -471,7 +476,7 @@ def wanted_of_large(row, rows):
 
 
 def shortfalls(rows):
-    """Lines that say where decoding, compression or analysis is slower than it should be."""
+    """Returns lines that say where decoding, compression or analysis is slower than its target."""
     device = {row["arm"]: float(row["gbps"]) for row in rows if row["case"] == "device"}
     wanted = [(row, wanted_gbps(row, device) or wanted_of_large(row, rows)) for row in rows if row["case"] != "device"]
     return [

@@ -1,19 +1,21 @@
-"""When do collectives of torch.distributed come sooner with tensors that travel coded?
+"""When are collectives of torch.distributed faster if their tensors travel compressed?
 
     python -m benchmarks.collectives [--out DIR] [--device cpu] [--quick]
 
-Two processes, a GPU each, with NCCL over three links: as NCCL finds it (`direct`); `no peer access`
-(NCCL_P2P_DISABLE=1: through host memory); `sockets` (NCCL_SHM_DISABLE=1 too), which stand in for a network. On the CPU
-gloo. Arms: `torch`: torch.distributed; `default`, `fast`: tensors coded at that level; `auto`: what
-`ibp.distributed` does by itself. All-gathers of BF16 weights N(0, 0.02) in three sizes, and of other kinds in one:
-FP32 gradients, FP8, half zeros, small integers, random bytes. Broadcasts, all-to-alls and sends of BF16 weights.
-`FSDP2`: steps of nets whose all-gathers do the same, with equal losses.
+There are two processes with a GPU each, and NCCL over three links: as NCCL finds it (`direct`); `no peer access`
+(NCCL_P2P_DISABLE=1, which goes through host memory); and `sockets` (also NCCL_SHM_DISABLE=1), which stand for a
+network. On the CPU gloo is used. Arms: `torch` is torch.distributed; `default` and `fast` compress tensors at that
+level; `auto` is what `ibp.distributed` does without options. The calls are all-gathers of BF16 weights N(0, 0.02) in
+three sizes, and of other kinds in one size: FP32 gradients, FP8, half zeros, small integers, random bytes; broadcasts,
+all-to-alls and sends of BF16 weights; and `FSDP2`, steps of nets whose all-gathers work in this way and whose losses
+must be equal.
 
-Some calls in a row by the clock, the slower rank's. The arms take turns, forth and back; `over_torch` is the median of
-how many times as fast an arm's row was as torch's of the same turn, and the arm's time follows from torch's median. On
-the direct link `torch again` is torch's own call once more: what differs there is scatter. GB/s of original bytes that
-arrive at a rank; the ideal is torch's rate over the share of the bytes that messages have. `mib`: of the output, of
-FSDP2 that of one module. Every arm's result has torch's bits.
+Several calls in a row are timed with the wall clock, and the slower rank's time counts. The arms take turns, in
+alternating order. `over_torch` is the median of an arm's speed over torch's in the same turn, and the arm's time is
+torch's median divided by it. On the direct link, `torch again` is torch's own call once more; its difference from
+`torch` is noise. GB/s count the original bytes that arrive at a rank. The ideal is torch's rate divided by the
+messages' share of the bytes. `mib` is the size of the output, for FSDP2 that of one module. Every arm's result has
+torch's bits.
 """
 
 import contextlib
@@ -38,22 +40,27 @@ from . import families, harness, inputs
 COLUMNS = ("link", "call", "mib", "ms", "over_torch", *harness.TARGET_COLUMNS)
 WORLD = 2
 DIRECT, NO_PEERS, SOCKETS, GLOO = "direct", "no peer access", "sockets", "gloo"
-LINKS = {  # name: what NCCL is told
+# For each link, the environment variables that NCCL gets.
+LINKS = {
     DIRECT: {},
     NO_PEERS: {"NCCL_P2P_DISABLE": "1"},
     SOCKETS: {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
 }
-WANTED = {DIRECT: 0.98, NO_PEERS: 1.35, SOCKETS: 1.4}  # of `auto`, times torch's rate, with BF16 weights
-SIZES_MIB, QUICK_SIZES_MIB = (64, 256, 1024), (2,)  # of outputs
+# Targets of `auto` with BF16 weights, as multiples of torch's rate.
+WANTED = {DIRECT: 0.98, NO_PEERS: 1.35, SOCKETS: 1.4}
+SIZES_MIB, QUICK_SIZES_MIB = (64, 256, 1024), (2,)  # The outputs have these sizes in MiB.
 ONE_MIB = 256
 TORCH, AGAIN, DEFAULT, FAST, AUTO = "torch", "torch again", "default", "fast", "auto"
 ARMS = (TORCH, DEFAULT, FAST, AUTO)
 GATHER, BROADCAST, ALL_TO_ALL, SEND, FSDP = "all_gather_into_tensor", "broadcast", "all_to_all_single", "send", "FSDP2"
-WARM, TIMED, LONG_S, ROWS = 2, 10, 0.05, 31  # calls; calls in a row; but one of so many seconds; turns at most
-ROW_S = 0.006  # of torch's calls in a row, about
-CASE_S, QUICK_CASE_S, LINK_S = 0.4, 0.02, 24.0  # what the turns of a case take, about; what a link may take
+# Calls before timing; calls in a row; the seconds of a call from which on a row has one call; the most turns.
+WARM, TIMED, LONG_S, ROWS = 2, 10, 0.05, 31
+ROW_S = 0.006  # torch's calls in a row take about this many seconds.
+# Seconds of the turns of a case, about, in full and in quick runs; seconds that a link may take.
+CASE_S, QUICK_CASE_S, LINK_S = 0.4, 0.02, 24.0
 WEIGHTS = "weights"
-FSDP_NETS, QUICK_FSDP_NETS = ((6, 2048, 8192), (3, 4096, 8192)), ((2, 64, 8),)  # modules of 64 and 256 MiB, width, rows
+# Each net has (modules, width, rows). Its modules have 64 or 256 MiB.
+FSDP_NETS, QUICK_FSDP_NETS = ((6, 2048, 8192), (3, 4096, 8192)), ((2, 64, 8),)
 
 
 def random_bytes(rows, columns, device):
@@ -64,7 +71,8 @@ def small_integers(rows, columns, device):
     return torch.randint(0, 1000, (rows, columns), device=device)
 
 
-KINDS = (  # name, dtype, maker
+# Each kind has (name, dtype, maker).
+KINDS = (
     (WEIGHTS, torch.bfloat16, families.weights),
     ("integers", torch.int64, small_integers),
     ("gradients", torch.float32, lambda *shape: 1e-4 * families.normal(*shape)),
@@ -82,7 +90,7 @@ class Rank:
         self.began, self.found = time.perf_counter(), []
 
     def has_time(self):
-        """Whether rank 0 has some left, on all ranks."""
+        """Returns, on all ranks, whether rank 0 has time left."""
         flag = torch.tensor([time.perf_counter() - self.began < LINK_S], device=self.device)
         dist.broadcast(flag, 0)
         return bool(flag)
@@ -92,8 +100,9 @@ class Rank:
             torch.cuda.synchronize()
 
     def seconds(self, calls):
-        """Of a call in a row of them, by arm: torch's median, for others over the median of how many times as fast they
-        are. The arms take turns. All that is decided here is the same on both ranks, as the times are."""
+        """Returns the seconds of one call in a row of calls, by arm. For torch this is the median. For others it is
+        torch's median, divided by the median of the arm's speed over torch's. The arms take turns. All decisions here
+        are the same on both ranks, because they depend only on times that are."""
         once = {arm: self._row_s(call, 1) for arm, call in calls.items()}
         count = 1 if once[TORCH] > LONG_S else max(2, min(TIMED, int(ROW_S / once[TORCH])))
         turns = int((QUICK_CASE_S if self.small else CASE_S) / (count * sum(once.values())))
@@ -105,7 +114,7 @@ class Rank:
         return {arm: torch_s / statistics.median(row[TORCH] / row[arm] for row in rows) for arm in calls}
 
     def _row_s(self, call, count):
-        """Of a call among so many in a row, on the slower rank."""
+        """Returns the seconds of one of `count` calls in a row, on the slower rank."""
         self.sync()
         dist.barrier()
         self.sync()
@@ -118,7 +127,7 @@ class Rank:
         return float(slowest)
 
     def measure(self, name, kind, dtype, calls, moved, check, mib):
-        """All arms of one case. calls: by arm; check(arm) raises unless the result is right."""
+        """Measures all arms of one case. calls: by arm. check(arm) raises unless the result is right."""
         if not self.has_time():
             return
         if self.link == DIRECT and AGAIN not in calls:
@@ -146,9 +155,9 @@ class Rank:
 
 
 def savings_of(call, dtype, level, name):
-    """Of the messages that calls of a kind have sent, the last ones; 0 where they were raw."""
+    """Returns the savings of the last messages that calls of a kind have sent, or 0 if they were raw."""
     state = _planning.state_of(None)
-    if call == FSDP:  # whose modules' names are those of the codecs
+    if call == FSDP:  # Its codecs are named after modules.
         found = [plan for kind, plan in state.plans.items() if kind.name.isdigit() and kind.level == level]
     else:
         plans = [*state.plans.items(), *(item for pair in state.pairs.values() for item in pair.plans.items())]
@@ -158,7 +167,7 @@ def savings_of(call, dtype, level, name):
 
 
 def work(rank, kind, link, small, store, found):
-    """found: a file for what rank 0 measured, as JSON."""
+    """Measures all cases on one rank. found: a file that gets what rank 0 has measured, as JSON."""
     with harness.process_group(kind, store, rank, WORLD) as device:
         process = Rank(rank, device, link, small)
         torch.manual_seed(rank)
@@ -182,7 +191,7 @@ def tensor_of(process, make, dtype, num_bytes):
 
 
 def checker(out, wanted, what):
-    """Compares an arm's result, and spoils it for the next arm."""
+    """Returns a function that compares an arm's result, and then overwrites it for the next arm."""
 
     def check(arm):
         harness.check_bits(out, wanted, f"{what}, {arm}")
@@ -209,7 +218,7 @@ def _torch_gather(out, x):
 
 
 def measure_others(process, mib):
-    """Broadcast, all_to_all_single, send; `fast` is no other there than in all-gathers."""
+    """Measures broadcast, all_to_all_single and send. They leave out `fast`, which behaves as in all-gathers."""
     name, dtype, make = KINDS[0]
     x, rank = tensor_of(process, make, dtype, mib * inputs.MIB), process.rank
     sent = x.clone()
@@ -241,7 +250,7 @@ def measure_others(process, mib):
 
 
 def measure_fsdp(process, layers, width, rows):
-    """Steps of a net of linear layers, one after the other, with so many rows of input."""
+    """Measures steps of a net of consecutive linear layers. rows: rows of its input."""
     losses, arms = {}, (TORCH, AUTO, AGAIN) if process.link == DIRECT else (TORCH, AUTO)
     nets = {arm: make_net(process, arm, layers, width) for arm in arms}
     calls = {arm: functools.partial(step, process, net, losses.setdefault(arm, []), rows) for arm, net in nets.items()}
@@ -251,7 +260,7 @@ def measure_fsdp(process, layers, width, rows):
         if losses[arm] != losses[TORCH]:
             raise AssertionError(f"{process.link}, {FSDP}, {arm}: losses {losses[arm]}, wanted {losses[TORCH]}")
 
-    moved = 2 * weights * torch.bfloat16.itemsize * (WORLD - 1) // WORLD  # gathered for both passes
+    moved = 2 * weights * torch.bfloat16.itemsize * (WORLD - 1) // WORLD  # Weights are gathered for both passes.
     module_mib = weights // layers * torch.bfloat16.itemsize // inputs.MIB
     process.measure(FSDP, WEIGHTS, torch.bfloat16, calls, moved, check, module_mib)
 
@@ -292,7 +301,7 @@ def step(process, net_and_optimizer, losses, rows):
 
 @contextlib.contextmanager
 def environment(values):
-    """Variables that processes inherit."""
+    """Sets environment variables, which processes inherit, inside a block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -303,7 +312,7 @@ def environment(values):
 
 
 def measure_link(run, link, told):
-    """Processes of one link, and what they found as rows of the CSV."""
+    """Runs the processes of one link and adds what they have measured to the CSV."""
     with tempfile.TemporaryDirectory() as directory, environment(told):
         found, store = Path(directory) / "found.json", str(Path(directory) / "store")
         mp.spawn(work, (run.device.type, link, run.quick or not run.on_gpu, store, str(found)), nprocs=WORLD)
@@ -340,7 +349,7 @@ def main(argv=None):
         print(f"collectives: needs {WORLD} GPUs, torch sees {torch.cuda.device_count()}: results stay as they are")
         return 1
     run = harness.Run("collectives", args, COLUMNS)
-    run.scratch = None  # of this process, which measures nothing
+    run.scratch = None  # This process measures nothing, and frees its buffer.
     for link, told in (LINKS if run.on_gpu else {GLOO: {"GLOO_SOCKET_IFNAME": "lo"}}).items():
         with run.cell(link):
             measure_link(run, link, told)

@@ -1,11 +1,11 @@
-"""How long does the whole of `ibp.compress` take, its choice of scheme and codebook included?
+"""How long does a whole call of `ibp.compress` take, including the choice of scheme and codebook?
 
     python -m benchmarks.compress [--out DIR] [--device cpu] [--quick]
 
-Tensors of 64 elements to 4 GiB, of every kind of values at 128 MiB. Arms: `on the GPU`; `pinned`, from pinned host
-memory to a pinned table by the GPU, and `pageable`, from and to memory that is not; `on the CPU` alone; `copy_`, the
-copy of the same bytes in the same places. Calls are timed whole, by the clock; `ms` is one of them. A round trip is
-checked for each.
+Tensors have 64 elements to 4 GiB; at 128 MiB there are values of every kind. Arms: `on the GPU`; `pinned`, from pinned
+host memory to a pinned table with the GPU; `pageable`, the same without pinned memory; `on the CPU`; and `copy_`, a
+copy of the same bytes in the same memory. Whole calls are timed with the wall clock; `ms` is the time of one. Each is
+checked by a round trip.
 """
 
 import sys
@@ -21,8 +21,9 @@ MANY_BYTES, LARGE_BYTES, HOST_BYTES = 128 * inputs.MIB, 4096 * inputs.MIB, 1024 
 QUICK_BYTES = inputs.MIB // 4
 GPU, PINNED, PAGEABLE, CPU, COPY = "on the GPU", "pinned", "pageable", "on the CPU", "copy_"
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SMALL_ELEMENTS = (64, 1024, 1 << 19)  # of tensors of one dimension
-SETS = (  # name, dtype, columns, maker of float rows
+SMALL_ELEMENTS = (64, 1024, 1 << 19)  # These tensors have one dimension.
+# Each set has (name, dtype, columns, function that returns float rows).
+SETS = (
     ("normal 0.02", BF16, 1024, families.weights),
     ("normal 0.02", BF16, 64, families.weights),
     ("normal 0.02", FP16, 1024, families.weights),
@@ -34,14 +35,15 @@ SETS = (  # name, dtype, columns, maker of float rows
     ("zeros of both signs", BF16, 1024, families.multiplied),
 )
 REAL = ("LLM keys", "pubmed", "citeseer")
-OF_CPU = (0, 3, 6)  # of SETS
+OF_CPU = (0, 3, 6)  # The CPU is measured on these indices of SETS.
 
-SMALL_MS, SMALL_BYTES = 1.0, 4096  # wanted of a tensor of fewer bytes
-MANY_MS, LARGE_GBPS, PINNED_GBPS, CORE_GBPS = 5.0, 300.0, 30.0, 1.0  # of 128 MiB and of 4 GiB on the GPU; of a core
+SMALL_MS, SMALL_BYTES = 1.0, 4096  # A tensor of fewer bytes should take at most this many milliseconds.
+# Targets: milliseconds for 128 MiB and GB/s for 4 GiB on the GPU, GB/s from pinned memory, and GB/s of one core.
+MANY_MS, LARGE_GBPS, PINNED_GBPS, CORE_GBPS = 5.0, 300.0, 30.0, 1.0
 
 
 def target(arm, num_bytes, threads):
-    """The GB/s that a call should reach; None where nothing is wanted."""
+    """Returns the GB/s that a call should reach, or None if there is no target."""
     if arm in (GPU, CPU) and num_bytes < SMALL_BYTES:
         return num_bytes / SMALL_MS / 1e6
     if arm == GPU and num_bytes >= LARGE_BYTES:
@@ -72,7 +74,7 @@ def record(run, case, arm, x, seconds, savings, ideal_gbps):
 
 
 def measure(run, case, arm, x, ideal_gbps, **arguments):
-    """A round trip, then the time of calls."""
+    """Checks a round trip, then times calls."""
     with run.cell(f"{case} {harness.dtype_name(x.dtype)}, {arm}"):
         table = ibp.compress(x, **arguments)
         harness.check_bits(ibp.decompress(table), x, f"{case}, {arm}")
@@ -83,7 +85,7 @@ def measure(run, case, arm, x, ideal_gbps, **arguments):
 
 
 def measure_copy(run, case, x):
-    """Returns GB/s of a copy beside the tensor."""
+    """Measures a copy beside the tensor and returns its GB/s."""
     other = torch.empty_like(x)
     seconds = run.seconds([lambda: other.copy_(x)], wall=True)
     gbps = x.numel() * x.dtype.itemsize * 1e-9 / seconds
@@ -92,7 +94,7 @@ def measure_copy(run, case, x):
 
 
 def measure_near(run, case, x):
-    """Where the tensor is: on the GPU, or without one on the CPU."""
+    """Measures compression in the tensor's own memory: on the GPU, or without one on the CPU."""
     copy_gbps = measure_copy(run, case, x)
     if run.on_gpu:
         measure(run, case, GPU, x, copy_gbps)
@@ -101,14 +103,14 @@ def measure_near(run, case, x):
 
 
 def measure_cpu(run, case, x):
-    """By the CPU alone, beside a GPU."""
+    """Measures compression with only the CPU, on a machine with a GPU."""
     if run.on_gpu:
         host = x.cpu()
         measure(run, case, CPU, host, measure_copy(run, case, host), device="cpu", memory="host")
 
 
 def measure_host(run, case, x):
-    """From host memory to host memory by the GPU."""
+    """Measures compression from host memory to host memory with the GPU."""
     if run.on_gpu:
         host = x.cpu()
         measure(run, case, PAGEABLE, host, ideal.LINK_COPY_GBPS, memory="host")
@@ -116,10 +118,10 @@ def measure_host(run, case, x):
 
 
 def table(run, case, num_bytes):
-    """(name with its size, rows on the device) of one of SETS."""
+    """Returns (name with its size, rows on the device) of one of SETS."""
     name, dtype, columns, make = case
     num_rows = max(1, num_bytes // (columns * dtype.itemsize))
-    step = max(1, MANY_BYTES // (4 * columns))  # rows made as FP32 at once
+    step = max(1, MANY_BYTES // (4 * columns))  # This many rows are made as FP32 at once.
     parts = [make(min(step, num_rows - first), columns, run.device).to(dtype) for first in range(0, num_rows, step)]
     return f"{name}, {size_name(num_rows * columns * dtype.itemsize)}", torch.cat(parts)
 
@@ -130,7 +132,7 @@ def size_name(num_bytes):
 
 
 def run_small(run):
-    """Tensors of one dimension, which are most of a model's by number."""
+    """Measures tensors with one dimension. Most tensors of a model are of this kind."""
     for num_elements in SMALL_ELEMENTS:
         x = (0.02 * torch.randn(num_elements, device=run.device)).to(BF16)
         case = f"normal 0.02, {num_elements:,} elements"

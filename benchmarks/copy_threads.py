@@ -2,9 +2,9 @@
 
     python -m benchmarks.copy_threads [--out DIR] [--device cpu] [--quick]
 
-Random BF16 rows of pinned host memory brought to the GPU: gathered by so many threads of the CPU and copied, by
-`x[ids].to()`, into pinned memory first, or pipelined through pinned chunks; or fetched by a kernel on so many SMs, raw
-and coded. The column `workers` says how many threads or SMs.
+Random BF16 rows in pinned host memory are brought to the GPU. Either a number of CPU threads gathers them, and they are
+copied by `x[ids].to()`, through pinned memory, or pipelined through pinned chunks; or a kernel on a number of SMs
+fetches them, raw and compressed. The column `workers` has the number of threads or SMs.
 """
 
 import sys
@@ -19,14 +19,14 @@ from .cpu_gather import PipelinedGather
 COLUMNS = ("workers",)
 ROW_BYTES, QUICK_ROW_BYTES = (128, 256, 512, 1024, 4096), (256, 1024)
 THREADS, QUICK_THREADS = (1, 2, 4, 8, 16, 32), (1, 2)
-SMS = (1, 2, 4, 8, 16, 32, 64)  # and all
+SMS = (1, 2, 4, 8, 16, 32, 64)  # A last measurement uses all SMs.
 MAX_OUTPUT_BYTES, QUICK_TABLE_BYTES = 32 * inputs.MIB, inputs.MIB
 TABLE_BYTES = 128 * inputs.MIB
 SAMPLE = 0.1
 
 
 class Rows(gather.Fetches):
-    """A table of one row size, ids and outputs; no call brings more than MAX_OUTPUT_BYTES."""
+    """A table with one row size, and ids and outputs. No call brings more than MAX_OUTPUT_BYTES."""
 
     def __init__(self, run, row_bytes):
         num_bytes = QUICK_TABLE_BYTES if run.quick else TABLE_BYTES
@@ -41,7 +41,7 @@ class Rows(gather.Fetches):
 
 
 def measure(run, arm, rows, call, *, savings, ideal_gbps, sms, workers, wall=False):
-    """Checks one arm on poisoned output, then times it. call(k): fetches set k, into its output or a new one."""
+    """Checks an arm on poisoned output, then times it. call(k) fetches set k, into its output or into a new one."""
     harness.poison(rows.outs[0])
     harness.check_bits(call(0), rows.x[rows.ids[0]], f"{arm}, {workers}")
     seconds = run.seconds([lambda k=k: call(k) for k in range(len(rows.ids))], wall)
@@ -60,7 +60,8 @@ def measure(run, arm, rows, call, *, savings, ideal_gbps, sms, workers, wall=Fal
 
 
 def cpu_arms(run, rows):
-    """{arm: function(number of a fetch) -> its rows on the GPU}: the CPU's ways to gather rows and have them copied."""
+    """Returns {arm: function(number of a fetch) -> its rows on the GPU}. These are the ways in which the CPU gathers
+    rows and has them copied."""
     staging = torch.empty(rows.outs[0].shape, dtype=rows.x.dtype, pin_memory=run.on_gpu)
     pipelined = PipelinedGather(rows.host, len(rows.cpu_ids[0]), run.device)
 
@@ -79,7 +80,7 @@ def cpu_arms(run, rows):
 
 
 def measure_threads(run, rows):
-    """torch's index_select by a number of threads, and copies. The clock waits for each call's copy."""
+    """Measures torch's index_select with a number of threads, and copies. The wall clock waits for each call's copy."""
     before = torch.get_num_threads()
     try:
         for arm, call in cpu_arms(run, rows).items():
@@ -95,7 +96,7 @@ def measure_threads(run, rows):
 
 
 def measure_sms(run, rows):
-    """Raw rows and coded ones by one kernel."""
+    """Measures raw and compressed rows that one kernel fetches."""
     codebook = ibp.codecs.analyze(rows.x, scheme="planes", sample=SAMPLE)
     for arm, options in (("raw rows", {"scheme": "raw"}), ("planes slots", {"codebook": codebook, "layout": "slots"})):
         table = ibp.compress(rows.host, **options)

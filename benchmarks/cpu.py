@@ -1,14 +1,16 @@
-"""How fast are decoding and encoding on the CPU, on one core and on all, next to a memory copy, zstd -1 and LZ4?
+"""How fast are decoding and encoding on the CPU, with one core and with all, compared with a memory copy, zstd -1 and
+LZ4?
 
     python -m benchmarks.cpu [--out DIR] [--quick]
 
-Normal tables of 128 MiB in host memory, rows of 1,024 values, in the slots layout; on one core those in BF16, and two
-simulations in FP64 of 32 MiB. GB/s of original bytes; the ideal is the copy's rate in the same run with as many
-threads. `encode` measures the rows and codes them into the table's own memory. The `plain` arms are the C code without
-the processor's vector and bit instructions, on a part of the rows; the `avx2` arms, on one core, the code for
-processors without AVX-512. zstd and LZ4 (packages zstandard and lz4) take blocks of 256 KiB, as many at a time as there
-are threads. `rans` (package constriction) codes the exponents of BF16 by an rANS and leaves signs and mantissas as they
-are, as DietGPU does. In the CSV the column gpu names the processor, sms is 0, and the case has the threads.
+The tables are normal, with 128 MiB in host memory in rows of 1,024 values, in the slots layout. With one core, these
+are the BF16 tables and two simulations in FP64 of 32 MiB. GB/s count original bytes; the ideal is the rate of a copy in
+the same run with as many threads. `encode` measures the rows and encodes them into the table's own memory. The `plain`
+arms run the C code without the processor's vector and bit instructions, on a part of the rows; the `avx2` arms, on one
+core, run the code for processors without AVX-512. zstd and LZ4 (packages zstandard and lz4) compress blocks of 256 KiB,
+as many at once as there are threads. `rans` (package constriction) encodes the exponents of BF16 by an rANS and leaves
+signs and mantissas as they are, as DietGPU does. In the CSV, the column gpu names the processor, sms is 0, and the case
+has the number of threads.
 """
 
 import contextlib
@@ -42,8 +44,9 @@ except ImportError:
 SCHEMES = ("planes", "ibp")
 AVX2 = ibp._core.CPU_AVX2_BMI2
 ONE_THREAD_DTYPE = torch.bfloat16
-SIMULATED_PART = 4  # of the size, so short are simulations
-PLAIN_PART, LEAST_ROWS = 64, 64  # the plain arms take one row in 64, and at least 64 rows, from which on coding pays
+SIMULATED_PART = 4  # Simulations have a quarter of the size, because they are short.
+# The plain arms take one row in 64, but at least 64 rows, because compressing fewer rows does not pay.
+PLAIN_PART, LEAST_ROWS = 64, 64
 ANALYZED_BYTES = 4 * inputs.MIB
 BLOCK_BYTES = 256 << 10
 ZSTD_LEVEL = 1
@@ -65,7 +68,7 @@ def processor_name():
 
 @contextlib.contextmanager
 def cpu_features(features):
-    """Limits what the CPU coders use of the processor (see ibp_set_cpu_features in ibp.h)."""
+    """Limits the processor features that the CPU coders use (see ibp_set_cpu_features in ibp.h)."""
     before = ibp._core.cpu_features()
     ibp._core.set_cpu_features(features)
     try:
@@ -85,7 +88,7 @@ def torch_threads(num_threads):
 
 
 class Case:
-    """One tensor, one number of threads, and where its measurements go."""
+    """One tensor, one number of threads, and the run that records their measurements."""
 
     def __init__(self, run, name, x, num_threads):
         self.run, self.x, self.num_threads = run, x, num_threads
@@ -116,7 +119,7 @@ class Case:
 
 
 def measure_coding(case, arm, x, codebook):
-    """Decoding and encoding of a table of x; each is checked on poisoned memory first."""
+    """Measures decoding and encoding of a table of x. Each is first checked on poisoned memory."""
     table = ibp.compress(x, codebook=codebook, layout="slots", device="cpu", memory="host")
     data, words, fault = x.view(torch.uint8).view(-1), codebook.words(table.device), torch.zeros(4, dtype=torch.int64)
     out = case.out[: len(x)]
@@ -142,7 +145,7 @@ def measure_coding(case, arm, x, codebook):
 
 
 def zstd_codec():
-    """(compress, decompress) of one block; the objects behind them serve one thread only."""
+    """Returns (compress, decompress) of one block. The objects behind them serve only one thread."""
     compressor, decompressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL), zstandard.ZstdDecompressor()
     return compressor.compress, decompressor.decompress
 
@@ -152,7 +155,8 @@ def lz4_codec():
 
 
 def rans_codec():
-    """Of BF16: frequencies of the 256 exponents, signs and mantissas, and the exponents' rANS."""
+    """Returns (compress, decompress) for BF16. The compressed form has the frequencies of the 256 exponents, the signs
+    and mantissas, and the rANS of the exponents."""
 
     def model_of(counts):
         return constriction.stream.model.Categorical(counts / counts.sum(), perfect=False)
@@ -178,7 +182,7 @@ def rans_codec():
 
 
 def measure_blocks(case, arm, codec_of):
-    """A general compressor on blocks, each thread with its share of them."""
+    """Measures a general compressor on blocks. Each thread has its share of them."""
     data = memoryview(case.x.view(torch.uint8).view(-1).numpy())
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
     codecs = [codec_of() for _ in range(case.num_threads)]
@@ -186,7 +190,7 @@ def measure_blocks(case, arm, codec_of):
     with ThreadPoolExecutor(case.num_threads) as pool:
 
         def over_shares(work):
-            """work(codec, block numbers) for each thread; what it returns for each block, in order."""
+            """Calls work(codec, block numbers) in each thread, and returns the results for all blocks, in order."""
             bounds = [len(blocks) * i // case.num_threads for i in range(case.num_threads + 1)]
             shares = [range(first, last) for first, last in zip(bounds, bounds[1:])]
             return [item for share in pool.map(work, codecs, shares) for item in share]

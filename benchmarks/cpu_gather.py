@@ -1,4 +1,4 @@
-"""What users do without compression: rows gathered by the CPU, then copied to the GPU."""
+"""The ways in which users fetch rows without compression: the CPU gathers them, and they are copied to the GPU."""
 
 import contextlib
 
@@ -8,15 +8,18 @@ NUM_BUFFERS = 4
 MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = (
     1 << 20,
     8 << 20,
-)  # smaller copies waste the link, larger ones leave it idle at the start and the end
-CHUNKS = 8  # at least, where the smallest chunk allows it: so much of the gathering and of the copying overlaps
+)  # Smaller copies waste the link; larger ones leave it idle at the start and the end.
+# There are at least this many chunks, unless they would be too small, so that gathering overlaps with copying.
+CHUNKS = 8
 
 
 class PipelinedGather:
-    """x[ids] as fast as a machine with idle cores can bring it to a GPU: torch's intra-op threads gather the rows into
-    pinned chunks, and the copy engine moves each while the next ones are gathered.
+    """x[ids] as fast as a machine with idle cores can bring it to a GPU. torch's intra-op threads gather the rows into
+    pinned chunks, and the copy engine moves each chunk while the next ones are gathered.
 
-    host: 2-D tensor [N, C] in host memory, pinned or not. num_ids: the most ids of a call.
+    Args:
+        host: 2-D tensor [N, C] in host memory, pinned or not.
+        num_ids: the largest number of ids of a call.
     """
 
     def __init__(self, host, num_ids, device):
@@ -32,15 +35,14 @@ class PipelinedGather:
         self.copied = [torch.cuda.Event() for _ in range(NUM_BUFFERS)] if self.on_gpu else []
 
     def __call__(self, ids, out):
-        """ids: int64 [K] on the CPU; out: [K, C] on the GPU. Returns out, written when the current stream
-        gets there.
-        """
+        """Writes x[ids] to out and returns it. It is written when the current stream gets there. ids: int64 [K] on the
+        CPU. out: [K, C] on the GPU."""
         if self.on_gpu:
             self.stream.wait_stream(torch.cuda.current_stream())
         for i, part in enumerate(ids.split(self.chunk_rows)):
             place = i % NUM_BUFFERS
             if self.on_gpu:
-                self.copied[place].synchronize()  # at once where the buffer was never used
+                self.copied[place].synchronize()  # This returns at once if the buffer was never used.
             chunk = self.buffers[place][: len(part)]
             torch.index_select(self.host, 0, part, out=chunk)
             with torch.cuda.stream(self.stream) if self.on_gpu else contextlib.nullcontext():

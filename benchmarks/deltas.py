@@ -2,14 +2,16 @@
 
     python -m benchmarks.deltas [--out DIR] [--device cpu] [--quick]
 
-Weights N(0, 0.02) before and after a step of an optimizer of FP32 weights, rounded: in BF16 with three sizes of steps,
-which change 1.5, 4.2 and 10 % of the weights, and in FP16, FP8 and FP32 with one each; and 36 tensors of a model as one
-checkpoint. Arms: `ibp`: `ibp.deltas.make`, fingerprints included; `ibp, apply`: `Delta.apply_`, which checks the base
-before and the result after; `index and value`: int32 indices and the new values of what changed, found and put in place
-by torch; `XOR and zstd`: the versions' bits XORed, then zstd at level 3 by one thread of the CPU, on a part of the
-weights, where the package zstandard is there. Whole calls by the clock; GB/s of weights. `changed`: the share of
-weights that changed; `stored`: the delta's bytes over the weights'; `fewer`: how many times fewer than
-`index and value` has. What is applied has the new version's bits in every arm.
+The versions are weights N(0, 0.02) before and after a step of an optimizer with FP32 weights, rounded. In BF16 there
+are three sizes of steps, which change 1.5, 4.2 and 10 % of the weights; in FP16, FP8 and FP32 there is one. 36 tensors
+of a model form a checkpoint.
+
+Arms: `ibp` is `ibp.deltas.make`, including fingerprints. `ibp, apply` is `Delta.apply_`, which checks the base before
+and the result afterwards. `index and value` has an int32 index and the new value for each changed weight, found and
+applied by torch. `XOR and zstd` XORs the versions' bits and compresses them by zstd at level 3 with one thread of the
+CPU, on a part of the weights, if the package zstandard is installed. Whole calls are timed with the wall clock; GB/s
+count weights. `changed` is the share of weights that changed, `stored` the delta's bytes over the weights', and `fewer`
+the bytes of `index and value` over the delta's. In every arm the result of applying has the new version's bits.
 """
 
 import sys
@@ -30,7 +32,8 @@ TENSOR_BYTES, CPU_TENSOR_BYTES, QUICK_TENSOR_BYTES = 1024 * inputs.MIB, 64 * inp
 ZSTD_BYTES, ZSTD_LEVEL = 32 * inputs.MIB, 3
 IBP, APPLY, PLAIN, ZSTD = "ibp", "ibp, apply", "index and value", "XOR and zstd"
 DEVIATION = 0.02
-STEPS = (  # name, dtype, rate of the optimizer, times fewer bytes wanted
+# Each step has (name, dtype, learning rate, target for how many times fewer bytes).
+STEPS = (
     ("1.5 % changed", torch.bfloat16, 0.4e-6, 3.9),
     ("4.2 % changed", torch.bfloat16, 1.32e-6, 5.0),
     ("10 % changed", torch.bfloat16, 4e-6, 6.0),
@@ -38,9 +41,11 @@ STEPS = (  # name, dtype, rate of the optimizer, times fewer bytes wanted
     ("a step of 1e-4", torch.float8_e4m3fn, 1e-4, None),
     ("a step of 1e-6", torch.float32, 1e-6, None),
 )
-LAYERS, SHAPES = 4, [(4096, 4096)] * 4 + [(11008, 4096)] * 3 + [(4096,)] * 2  # of the checkpoint
+# The checkpoint has layers with these shapes.
+LAYERS, SHAPES = 4, [(4096, 4096)] * 4 + [(11008, 4096)] * 3 + [(4096,)] * 2
 CHECKPOINT_STEP = STEPS[1]
-MAKE_GBPS, APPLY_GBPS = {torch.bfloat16: 300.0}, {torch.bfloat16: 1500.0, torch.float8_e4m3fn: 750.0}  # wanted
+# These are targets in GB/s of weights, by dtype.
+MAKE_GBPS, APPLY_GBPS = {torch.bfloat16: 300.0}, {torch.bfloat16: 1500.0, torch.float8_e4m3fn: 750.0}
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
@@ -49,14 +54,14 @@ def bits_of(x):
 
 
 def stepped(num_weights, dtype, rate, device):
-    """(new, base): weights before and after a step."""
+    """Returns (new, base): weights after and before a step."""
     weights = torch.randn(num_weights, device=device) * DEVIATION
     base = weights.to(dtype)
     return (weights - rate * torch.randn(num_weights, device=device).clamp(-3, 3)).to(dtype), base
 
 
 class Case:
-    """Two versions of weights, as mappings from names to tensors, and where their measurements go."""
+    """Two versions of weights, as mappings from names to tensors, and the run that records their measurements."""
 
     def __init__(self, run, rates, name, new, base):
         self.run, self.rates, self.name, self.new, self.base = run, rates, name, new, base
@@ -91,7 +96,8 @@ class Case:
         )
 
     def there_and_back(self, forward, backward, what):
-        """Seconds of a call that applies a delta to the weights: one forward, the next one backward."""
+        """Returns the seconds of a call that applies a delta to the weights. Calls apply one delta forward and the
+        other one backward in turn."""
         turns = [(forward, self.new), (backward, self.base)]
         for turn, wanted in turns:
             turn()
@@ -121,7 +127,7 @@ def measure_ibp(case):
 
 
 def plain_delta(new, base):
-    """int32 indices and new values, as bits, of each tensor."""
+    """Returns int32 indices and new values, as bits, of each tensor."""
     found = {}
     for name, tensor in new.items():
         bits = bits_of(tensor).view(-1)
@@ -148,7 +154,7 @@ def measure_plain(case):
 
 
 def measure_zstd(case):
-    """On the CPU, of the first bytes of the first tensor."""
+    """Measures zstd on the CPU, for the first bytes of the first tensor."""
     if zstandard is None:
         return
     with case.run.cell(f"{case.name} {case.dtype}, {ZSTD}"):
@@ -170,7 +176,7 @@ def measure_zstd(case):
 
 
 def checkpoint(run):
-    """(new, base) of the checkpoint, smaller in a quick run."""
+    """Returns (new, base) of the checkpoint, which is smaller in a quick run."""
     shapes = (
         [tuple(max(1, size // 64) for size in shape) for shape in SHAPES] if not run.on_gpu or run.quick else SHAPES
     )

@@ -3,14 +3,18 @@ become (its figures 11 and 12)?
 
     python -m benchmarks.densities [--nets AlexNet,NiN] [--out DIR] [--device cpu] [--quick]
 
-cDMA's six nets of nets.py, trained in single precision by SGD on images made here: waves and spots of twenty
-kinds under noise, a tenth of them with a wrong label, so that there is always something to learn. `densities.csv`: the
-share of elements that are not zero, by layer and step, over the same images every time. `activation_ratios.csv`: how
-many times smaller the outputs of ReLUs and pools are at some steps, in three orders of memory: `zvc` by cDMA's formula,
-`rle`, a byte for each run of at most 128 zeros or non-zeros and the non-zeros, in windows of 4 KiB, `zlib` in windows
-of 4 KiB, `zlib_64k` of 64 KiB, `ibp`, in FP32 and rounded to BF16; and so of the int64 indices that pools keep for the
-backward pass, by `ibp` as `ibp.offload_activations` codes them. `activation_maps.csv`, for the figure 5: which elements
-of AlexNet's outputs of one image are zero, as hexadecimal bits. --nets measures some and keeps the rows of the others.
+cDMA's six nets, from nets.py, are trained in single precision by SGD on images that are made here: waves and spots of
+twenty kinds under noise. A tenth of the images has a wrong label, so that there is always something to learn.
+
+`densities.csv` has the share of elements that are not zero, by layer and step, always for the same images.
+`activation_ratios.csv` says how many times smaller the outputs of ReLUs and pools are at some steps, in three orders of
+memory: `zvc` by cDMA's formula; `rle`, with a byte for each run of at most 128 zeros or non-zeros, and the non-zeros,
+in windows of 4 KiB; `zlib` in windows of 4 KiB; `zlib_64k` in windows of 64 KiB; and `ibp`. Elements are in FP32 and
+rounded to BF16. It also has the int64 indices that pools keep for the backward pass, as `ibp.offload_activations`
+compresses them (`ibp`). `activation_maps.csv`, for figure 5, says which elements of AlexNet's outputs for one image are
+zero, as hexadecimal bits.
+
+--nets measures only the named nets and keeps the rows of the others.
 """
 
 import argparse
@@ -35,17 +39,18 @@ MAP_COLUMNS = "net,layer,progress,channels,height,width,map,gpu,commit".split(",
 RATIO_COLUMNS = "net,layer,kind,elements,progress,layout,dtype,zvc,rle,zlib,zlib_64k,ibp,gpu,commit".split(",")
 SHEETS = {"densities": COLUMNS, "activation_ratios": RATIO_COLUMNS, "activation_maps": MAP_COLUMNS}
 CLASSES, WAVES, NOISE, WRONG_LABELS = 20, 3, 0.3, 0.1
-MEASURED_IMAGES, QUICK_MEASURED_IMAGES = 50, 2  # cDMA looks at 50
+MEASURED_IMAGES, QUICK_MEASURED_IMAGES = 50, 2  # cDMA looks at 50 images.
 LAYOUTS = {"NCHW": (0, 1, 2, 3), "NHWC": (0, 2, 3, 1), "CHWN": (1, 2, 3, 0)}
-WINDOW_BYTES, LARGE_WINDOW_BYTES = 4096, 1 << 16  # of zlib, and the first of runs
-LONGEST_RUN = 128  # that a byte tells
-MAX_BYTES = 32 * WINDOW_BYTES  # of a layer that zlib compresses
-MAX_LARGE_BYTES = 4 * LARGE_WINDOW_BYTES  # likewise in large windows
-ROW_ELEMENTS, MAX_ROWS = 1024, 2048  # of a layer, at most
-CHECKPOINTS = 12  # at which densities are taken, besides the start; closer together at first
-RATIO_PROGRESS = (0.0, 1.0)  # of training, at which sizes are
-MAP_NET, MAP_CHANNELS, MAP_PROGRESS = "AlexNet", 8, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)  # likewise
-MAIN_LAYOUT = "NCHW"  # the only one before the end, and in BF16
+WINDOW_BYTES, LARGE_WINDOW_BYTES = 4096, 1 << 16  # zlib compresses such windows. Runs end at the smaller ones.
+LONGEST_RUN = 128  # One byte can stand for a run of this length.
+MAX_BYTES = 32 * WINDOW_BYTES  # zlib compresses at most this many bytes of a layer.
+MAX_LARGE_BYTES = 4 * LARGE_WINDOW_BYTES  # With large windows, zlib compresses at most this many bytes of a layer.
+ROW_ELEMENTS, MAX_ROWS = 1024, 2048  # ibp compresses at most this many rows of a layer.
+CHECKPOINTS = 12  # Densities are taken at the start and at this many times, which are closer together at first.
+RATIO_PROGRESS = (0.0, 1.0)  # Sizes are taken at these shares of the training.
+# Maps are taken at these shares of the training.
+MAP_NET, MAP_CHANNELS, MAP_PROGRESS = "AlexNet", 8, (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+MAIN_LAYOUT = "NCHW"  # Before the end, and in BF16, this is the only layout.
 
 
 @dataclass(frozen=True)
@@ -77,15 +82,16 @@ PLANS = (
     Plan("VGG16", 224, 64, 110),
 )
 QUICK_PLANS = (Plan("AlexNet", 64, 8, 4, 0.05), Plan("VGG16", 32, 8, 3, 0.05))
-LEARNING_RATE, MOMENTUM, DECAY, REDUCED_AT = 0.003, 0.9, 5e-4, (0.6, 0.85)  # where the rate becomes a tenth
+# The learning rate becomes a tenth at each progress in REDUCED_AT.
+LEARNING_RATE, MOMENTUM, DECAY, REDUCED_AT = 0.003, 0.9, 5e-4, (0.6, 0.85)
 
 
 # ---- images --------------------------------------------------------------------------------------------------------
 
 
 class Images:
-    """Seeded images [N, 3, side, side] and their classes: each class has waves of its own, of random phase, and spots
-    of its own size; all have noise of large and of small scale."""
+    """Seeded images [N, 3, side, side] and their classes. Each class has its own waves, with random phases, and spots
+    of its own size. All images have noise of large and of small scale."""
 
     def __init__(self, side, device):
         generator = torch.Generator().manual_seed(0)
@@ -121,7 +127,7 @@ class Images:
 
 
 def started(plan, device):
-    """The net with He's weights, in which signals neither vanish nor explode."""
+    """Returns the net with He's initial weights, with which signals neither vanish nor explode."""
     torch.manual_seed(0)
     net = plan.make()
     for module in net.modules():
@@ -133,7 +139,7 @@ def started(plan, device):
 
 
 def checkpoints(steps):
-    """Steps after which densities are taken, closer together where training begins."""
+    """Returns the steps after which densities are taken. They are closer together when training begins."""
     return sorted({round(steps * (k / CHECKPOINTS) ** 2) for k in range(CHECKPOINTS + 1)})
 
 
@@ -142,7 +148,7 @@ def learning_rate(step, steps):
 
 
 def train(plan, device, look):
-    """The trained net. look(net, step, loss of the step before or None): called at the checkpoints."""
+    """Trains a net and returns it. At the checkpoints, calls look(net, step, loss of the step before or None)."""
     net, images = started(plan, device), Images(plan.image, device)
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE, MOMENTUM, weight_decay=DECAY)
     looks, loss = set(checkpoints(plan.steps)), None
@@ -163,7 +169,7 @@ def train(plan, device, look):
 
 
 def trained(plan, device, count):
-    """(the net after its last step, count of the images it was trained with)."""
+    """Returns (the net after its last step, `count` of the images it was trained with)."""
     return train(plan, device, lambda *_: None), Images(plan.image, device).draw(count)[0]
 
 
@@ -171,8 +177,8 @@ def trained(plan, device, count):
 
 
 def outputs_of(net, x, with_indices=False):
-    """(name, kind, output) of every ReLU and pool of one pass, in their order. with_indices: behind pools their
-    indices, of kind "indices"."""
+    """Returns (name, kind, output) of every ReLU and pool of one pass, in their order. with_indices: whether each pool
+    is followed by its indices, of kind "indices"."""
     found, hooks = [], []
 
     def note(name, kind):
@@ -201,7 +207,7 @@ def outputs_of(net, x, with_indices=False):
 
 
 def numbered(found):
-    """Names as cDMA has them: conv0, pool0, conv1, ..., fc0."""
+    """Yields the outputs with cDMA's names: conv0, pool0, conv1, ..., fc0."""
     counts = {}
     for _, kind, output in found:
         name = kind if kind != "relu" else "conv" if output.dim() == 4 else "fc"
@@ -214,19 +220,21 @@ def density(x):
 
 
 def zvc_ratio(share, dtype):
-    """cDMA's section V-A: a bit an element and the elements that are not zero."""
+    """Returns the ratio of cDMA's section V-A: one bit for each element, and the elements that are not zero."""
     return 1 / (share + 1 / (8 * dtype.itemsize))
 
 
 def spread(flat, width, most):
-    """At most so many full windows of a flat tensor, evenly apart, [n, width]; of few elements one of all."""
+    """Returns at most `most` full windows of a flat tensor, evenly spaced, [n, width]. A tensor with fewer elements
+    gives one window."""
     width = min(width, flat.numel())
     windows = flat[: flat.numel() // width * width].view(-1, width)
     return windows[:: -(-len(windows) // most)].contiguous()
 
 
 def rle_ratio(flat):
-    """A byte for each run of zeros or of others in a window, and the others; cDMA leaves the format open."""
+    """Returns the ratio of run-length encoding: a byte for each run of zeros or of non-zeros in a window, and the
+    non-zeros. cDMA leaves the format open."""
     windows = spread(flat != 0, WINDOW_BYTES // flat.itemsize, len(flat))
     starts = torch.ones_like(windows)
     torch.ne(windows[:, 1:], windows[:, :-1], out=starts[:, 1:])
@@ -237,14 +245,14 @@ def rle_ratio(flat):
 
 
 def zlib_ratio(flat, window_bytes=WINDOW_BYTES, most_bytes=MAX_BYTES):
-    """Windows of a flat tensor, compressed one by one; one that would not shrink counts as it is."""
+    """Returns the ratio of zlib on windows of a flat tensor. A window that would not become smaller counts as it is."""
     found = spread(flat.view(torch.uint8), window_bytes, most_bytes // window_bytes)
     windows = [window.tobytes() for window in found.cpu().numpy()]
     return sum(map(len, windows)) / sum(min(len(zlib.compress(window)), len(window)) for window in windows)
 
 
 def ibp_ratio(flat):
-    """Scheme auto, codebook included; rows of ROW_ELEMENTS."""
+    """Returns the ratio of scheme auto in rows of ROW_ELEMENTS, including the codebook."""
     rows = spread(flat, ROW_ELEMENTS, MAX_ROWS)
     codebook = ibp.codecs.analyze(rows, scheme="auto", sample=None)
     if codebook is None:
@@ -253,25 +261,28 @@ def ibp_ratio(flat):
 
 
 def indices_ratio(indices):
-    """As saved activations are coded: relative to their windows, by a codebook of their own."""
+    """Returns the ratio of indices that are compressed as saved activations are: relative to their windows, with their
+    own codebook."""
     span, view = spans.span_of(indices)
     recipe = coding.learn(spans.bytes_of(indices, span), view)
     return 1.0 if recipe is None else 1 / recipe.coded_share
 
 
 def map_of(output):
-    """(channels, height, width, hexadecimal bits: which elements are not zero) of the first image's first channels."""
+    """Returns (channels, height, width, hexadecimal bits that say which elements are not zero) for the first channels
+    of the first image."""
     x = (output if output.dim() == 4 else output[:, None, None])[0, :MAP_CHANNELS] != 0
     return *x.shape, np.packbits(x.cpu().numpy()).tobytes().hex()
 
 
 def in_layout(x, layout):
-    """The elements in the order in which memory has them."""
+    """Returns the elements in the order in which a layout has them in memory."""
     return (x.permute(LAYOUTS[layout]) if x.dim() == 4 else x).contiguous().view(-1)
 
 
 def rows_of_others(path, columns, names, column="net"):
-    """The rows of an earlier CSV with these columns that are of other nets than `names`; [] if all are measured."""
+    """Returns the rows of an earlier CSV for nets other than `names`, if it has these columns; [] if all nets are
+    measured."""
     if names is None or not path.exists():
         return []
     with open(path, newline="") as file:
@@ -280,7 +291,8 @@ def rows_of_others(path, columns, names, column="net"):
 
 
 def sheet_with_others(path, columns, column, names):
-    """A CSV to write, with the rows of nets that are not measured. column: that names a row's net."""
+    """Returns a CSV to write, which already has the rows of nets that are not measured. column: the column with a row's
+    net."""
     kept = rows_of_others(path, columns, names, column)
     sheet = ratio.Sheet(path, columns)
     sheet.rewrite(kept)
@@ -288,7 +300,7 @@ def sheet_with_others(path, columns, column, names):
 
 
 class Record:
-    """The CSVs of a run. names: of the nets that are measured, None for all."""
+    """The CSVs of a run. names: the nets that are measured, None for all."""
 
     def __init__(self, args, names=None):
         self.densities, self.ratios, self.maps = (
@@ -298,7 +310,8 @@ class Record:
         self.where = {"gpu": torch.cuda.get_device_name() if on_gpu else "none"}
 
     def look(self, plan, x):
-        """What train calls: densities at every checkpoint, sizes and maps at those nearest to their progress."""
+        """Returns the function that `train` calls. It takes densities at every checkpoint, and sizes and maps at those
+        nearest to their progress."""
         steps = checkpoints(plan.steps)
         sized, shown = (
             {min(steps, key=lambda step: abs(step - share * plan.steps)) for share in progress}
@@ -341,7 +354,8 @@ class Record:
                 self._add_ratio(same, output.to(dtype), layout)
 
     def _add_ratio(self, same, output, layout, ibp_times=None):
-        """ibp_times: how many times smaller ibp makes it; None: as rows of floats."""
+        """Adds a row of sizes. ibp_times: how many times smaller ibp makes the output; None: to be measured as rows of
+        floats."""
         flat = in_layout(output, layout)
         self.ratios.add(
             **same,
@@ -358,7 +372,7 @@ class Record:
 
 
 def print_table(rows):
-    """The last checkpoint's densities beside the first's and the smallest."""
+    """Prints the densities of the last checkpoint, beside those of the first and the smallest."""
     lines = {}
     for row in rows:
         lines.setdefault((row["net"], row["layer"], row["shape"]), []).append(float(row["density"]))
@@ -371,7 +385,7 @@ def print_table(rows):
 
 
 def named(argv):
-    """(names of the nets to measure, None for all; the other arguments)."""
+    """Returns (names of the nets to measure, None for all; the other arguments)."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--nets", type=lambda text: text.split(","))
     found, others = parser.parse_known_args(argv)

@@ -2,14 +2,15 @@
 
     python -m benchmarks.digit_forms [--data DIR] [--out DIR]
 
-The kernel of `ibp.linear` reads sign and mantissa of a weight as they are, and a digit: the number of the exponent in a
-run of 2^digit_bits - 1. A weight whose exponent is outside of the run is an escape, which takes an entry of a list: its
-column, its value, and the value that the digit made the kernel multiply, `ENTRY_BITS` in all. `bits` is the mean of a
-weight with its share of the list, and `bound`, plain bits over `bits`, what a product can gain over plain weights that
-are read at the same rate. `bound_short`: the same with entries of half the size. The run is the best one.
+The kernel of `ibp.linear` reads the sign and the mantissa of a weight as they are, and a digit for its exponent: the
+exponent's number in a run of 2^digit_bits - 1 exponents. A weight whose exponent is outside of the run is an escape. It
+takes an entry of a list, `ENTRY_BITS` in all: its column, its value, and the value that the digit made the kernel
+multiply. `bits` is the mean of a weight including its share of the list. `bound` is plain bits over `bits`: the most
+that a product can gain over plain weights that are read at the same rate. `bound_short` is the same with entries of
+half the size. The run is the best one.
 
-Forms are BF16, FP16, and FP8 E4M3 with one scale for the matrix or one for each block of 128 x 128, as DeepSeek-V3 has,
-which make the largest weight 448.
+The forms are BF16, FP16, and FP8 E4M3 with one scale for the matrix or, as in DeepSeek-V3, one for each block of 128 x
+128. A scale makes the largest weight 448.
 """
 
 import sys
@@ -19,15 +20,17 @@ import torch
 from . import harness, ratio, sets
 
 COLUMNS = "case,form,weights,digit_bits,escapes,bits,bound,bound_short,commit".split(",")
-ENTRY_BITS = 64  # ibp_escape
-BLOCK = 128  # rows and columns that share a scale
-LARGEST = 448.0  # of E4M3
-EXPONENTS = {torch.bfloat16: (8, 7), torch.float16: (5, 10), torch.float8_e4m3fn: (4, 3)}  # bits, mantissa bits
+ENTRY_BITS = 64  # An ibp_escape has this many bits.
+BLOCK = 128  # Blocks of this many rows and columns share a scale.
+LARGEST = 448.0  # This is the largest number of E4M3.
+# Bits of the exponent, bits of the mantissa.
+EXPONENTS = {torch.bfloat16: (8, 7), torch.float16: (5, 10), torch.float8_e4m3fn: (4, 3)}
 DATA = {"stories260k, codebook a tensor": "stories260k, a language model", "kokoro": "Kokoro's voices"}
 
 
 def scaled(weight, block):
-    """weight in E4M3, with a scale for each block of `block` rows and columns, or one in all: None."""
+    """Returns a weight in E4M3, scaled so that the largest number is LARGEST in each block of `block` rows and columns,
+    or, if block is None, in the whole matrix."""
     if block is None:
         return (weight * (LARGEST / weight.abs().max())).to(torch.float8_e4m3fn)
     rows, columns = (size - size % block for size in weight.shape)
@@ -45,14 +48,14 @@ FORMS = {
 
 
 def exponent_counts(weights):
-    """How many of the weights have each exponent: float64 [2^exponent bits]."""
+    """Returns how many of the weights have each exponent: float64 [2^exponent bits]."""
     bits, mantissa_bits = EXPONENTS[weights.dtype]
     patterns = weights.flatten().view(torch.uint8 if weights.itemsize == 1 else torch.int16).int()
     return torch.bincount(patterns >> mantissa_bits & (1 << bits) - 1, minlength=1 << bits).double()
 
 
 def forms_of(dtype, counts):
-    """What weights of these exponents take, by the bits of a digit."""
+    """Yields the bits that weights with these exponents take, by the bits of a digit."""
     exponent_bits, plain_bits = EXPONENTS[dtype][0], 8 * dtype.itemsize
     for digit_bits in range(3, exponent_bits):
         inside = counts.unfold(0, (1 << digit_bits) - 1, 1).sum(1).max()
@@ -69,7 +72,7 @@ def forms_of(dtype, counts):
 
 
 def weights(args):
-    """(name, matrices of FP32) of each case."""
+    """Yields (name, matrices of FP32) of each case."""
     size = 1024 if args.quick else 4096
     yield "normal 0.02", [0.02 * torch.randn(size, size, generator=torch.Generator().manual_seed(0))]
     held = {case.name: case.tensors for case in sets.real_sets(args.data)}
@@ -84,7 +87,7 @@ def main(argv=None):
     for case, matrices in weights(args):
         for form, to_form in FORMS.items():
             coded = [part for part in map(to_form, matrices) if part.numel()]
-            if not coded:  # no matrix has a whole block
+            if not coded:  # No matrix has a whole block.
                 continue
             counts = sum(map(exponent_counts, coded))
             for found in forms_of(coded[0].dtype, counts):

@@ -2,24 +2,31 @@
 
     python -m benchmarks.dlrm [--out DIR] [--device cpu] [--quick]
 
-26 tables of the same size, one after the other in one table in pinned memory, as `ibp.nn.EmbeddingCollection` keeps
-them: 40 GiB of BF16 in rows of 2 KiB, and 4 GiB of other rows, N(0, 0.02), or N(0, 1) in FP32. A call looks one row of
-every table up for each sample of a batch, ids drawn uniformly or by Zipf's law with exponent 1.05. Up to 1 GiB of rows
-are distinct; they are coded on the GPU and laid one after the other.
+26 tables of the same size follow each other in one table in pinned memory, as in `ibp.nn.EmbeddingCollection`: 40 GiB
+of BF16 in rows of 2 KiB, or 4 GiB of other rows. Values are N(0, 0.02), or N(0, 1) in FP32. A call looks up one row of
+every table for each sample of a batch. Ids are uniform, or follow Zipf's law with exponent 1.05. At most 1 GiB of rows
+are distinct; they are compressed on the GPU and repeated.
 
-Arms: `cpu gather + copy`: torch's index_select into a pinned buffer, which is copied; `cpu pipelined`: raw rows by
-path="cpu", in chunks that are copied meanwhile; for both, ids are on the CPU. `raw rows` and `ibp`: fetched by the GPU,
-ids there, the first row of each table added to them by the call; `scheme ibp`, likewise from rows coded by masks. `raw
-+ cache` and `ibp + cache`: the same through a `RowCache` of 2 % of the raw bytes that holds the most frequent rows, for
-ids by Zipf's law. `CachedEmbeddingBag`: ColossalAI's, where the package is installed, with a cache as large over the
-same pinned rows, its own policy (LFU) and the ids' frequencies; bags of one row, batches whose rows its cache can hold.
+Arms:
 
-dlrm.csv has, after the common columns: ids ("uniform" or "Zipf"), batch, ms (of a call), table_gib (of raw rows),
-hit_rate, target_gbps and met. `rows` are those of a call. `ibp` should be 2.8 times as fast as `cpu gather + copy` and
-1.3 times as `cpu pipelined` for BF16 rows of 2 KiB; as `raw rows` 1.35 times for these from 100,000 ids a call, 1.1
-times for FP32 rows of 2 KiB, and never slower; with a cache 1.3 times as fast as `raw + cache`, or 95 % of what fewer
-bytes allow beside it: FP32 saves too little for 1.3 times, and rows of 128 B stay raw. 2 % less is not slower: so much
-rates of the same code differ.
+`cpu gather + copy`   torch's index_select into a pinned buffer, which is copied; ids are on the CPU
+`cpu pipelined`       raw rows with path="cpu", in chunks that are copied meanwhile; ids are on the CPU
+`raw rows`, `ibp`     rows that the GPU fetches; ids are on the GPU, and the call adds to them the first rows of tables
+`scheme ibp`          the same with rows that are compressed with masks
+`raw + cache`, `ibp + cache`   the same through a `RowCache` of 2 % of the raw bytes that holds the most frequent rows;
+                      only for ids by Zipf's law
+`CachedEmbeddingBag`  ColossalAI's, if the package is installed, with an equally large cache over the same pinned rows,
+                      its own policy (LFU) and the frequencies of the ids; bags have one row, and batches whose rows do
+                      not fit its cache are left out
+
+After the common columns, dlrm.csv has ids ("uniform" or "Zipf"), batch, ms (of a call), table_gib (of raw rows),
+hit_rate, target_gbps and met. `rows` is the number of rows of a call.
+
+The targets of `ibp` for BF16 rows of 2 KiB: 2.8 times as fast as `cpu gather + copy`, 1.3 times as fast as `cpu
+pipelined`, and from 100,000 ids per call 1.35 times as fast as `raw rows`. For FP32 rows of 2 KiB it is 1.1 times as
+fast as `raw rows`, and for others not slower. With a cache, the target is 1.3 times the rate of `raw + cache`, or 95 %
+of what the fewer bytes allow, if that is less: FP32 saves too little for 1.3 times, and rows of 128 B stay raw. 2 %
+less does not count as slower, because rates of the same code differ by as much.
 """
 
 import gc
@@ -46,13 +53,14 @@ CPU_COPY, CPU_PIPELINED, RAW, IBP, RAW_CACHE, IBP_CACHE = ARMS = (
 )
 SCHEME_IBP, COLOSSALAI = "scheme ibp", "CachedEmbeddingBag"
 UNIFORM, ZIPF = "uniform", "Zipf"
-ROWS_TOGETHER = 32  # have a base together (FORMAT.md section 2): as many rows are repeated as are a multiple of it
+# This many rows share a base (FORMAT.md section 2). The number of rows that are repeated is a multiple of it.
+ROWS_TOGETHER = 32
 MANY_IDS = 100_000
 NOT_SLOWER = 0.98
 
 
 class Case(NamedTuple):
-    """Rows of one kind. gib: of all tables, raw."""
+    """Rows of one kind. gib: GiB of all tables, raw."""
 
     dtype: torch.dtype
     row_bytes: int
@@ -76,7 +84,8 @@ QUICK_CASES = (Case(torch.bfloat16, 2048, 1 / 64, (16, 64)), Case(torch.float32,
 
 
 class Lookups:
-    """Ids of one batch size and law, in several sets: local ones of every table on the GPU, and rows on the CPU."""
+    """Ids of one batch size and distribution, in several sets: per table on the GPU, and rows of the whole table on the
+    CPU."""
 
     def __init__(self, run, case, law, batch, rows_of_table):
         self.run, self.case, self.law, self.batch = run, case, law, batch
@@ -92,7 +101,7 @@ class Lookups:
         self.outs = [torch.empty(self.num_rows, columns, dtype=case.dtype, device=run.device) for _ in range(NUM_SETS)]
 
     def rows(self, k):
-        """Of the table of all tables, as calls work them out."""
+        """Returns the ids of set k as rows of the table that holds all tables, as calls compute them."""
         return (self.ids[k] + self.firsts).view(-1)
 
     @property
@@ -105,7 +114,7 @@ class Lookups:
 
 
 class Tables:
-    """The tables, raw or coded, and what their rows must be: row r is x[r % len(x)]."""
+    """The tables, raw or compressed, and the rows that they must have: row r is x[r % len(x)]."""
 
     def __init__(self, run, case, x, small, buffer, hotness):
         self.run, self.case, self.x, self.hotness = run, case, x, hotness
@@ -120,7 +129,7 @@ class Tables:
         return ibp.RowCache(self.table, budget, self.hotness, devices=self.run.device)
 
     def link_gbps(self, lookups, is_missed=None):
-        """Ideal rate of fetches by the GPU; is_missed: of which rows."""
+        """Returns the ideal rate of fetches by the GPU. is_missed: which rows are fetched; None: all."""
         rows = [lookups.rows(k) for k in range(NUM_SETS)]
         if is_missed is not None:
             rows = [one[is_missed[one]] for one in rows]
@@ -129,8 +138,8 @@ class Tables:
 
 
 def measure(tables, lookups, arm, call, ideal_gbps, judged=None, wall=False, cache=None, sums=False):
-    """Times call(k), which returns the rows of set k. Returns GB/s. judged: what `harness.judged` is given; sums: the
-    rows come as sums of one row each, which have no negative zeros."""
+    """Times call(k), which returns the rows of set k, and records the arm. Returns GB/s. judged: arguments of
+    `harness.judged`. sums: whether the rows are sums of one row each, which have no negative zeros."""
     run, case = tables.run, tables.case
     harness.poison(lookups.outs[0])
     found = call(0)
@@ -164,7 +173,8 @@ def measure(tables, lookups, arm, call, ideal_gbps, judged=None, wall=False, cac
 
 
 def measure_cpu(tables, lookups, buffer):
-    """Raw rows that the CPU gathers. Returns the rates by arm. buffer: pinned, for the rows of a call."""
+    """Measures raw rows that the CPU gathers. Returns the rates by arm. buffer: pinned memory for the rows of a
+    call."""
     table, outs = tables.table, lookups.outs
     host = table.slots.view(table.dtype).view(tables.num_rows, -1)
     held = buffer[: lookups.output_bytes].view(table.dtype).view(outs[0].shape)
@@ -181,7 +191,7 @@ def measure_cpu(tables, lookups, buffer):
 
 
 def wanted_of(case, lookups, rates):
-    """GB/s that `ibp` should reach."""
+    """Returns the GB/s that `ibp` should reach."""
     is_bf16, is_long = case.dtype == torch.bfloat16, case.row_bytes == 2048
     factors = {RAW: NOT_SLOWER}
     if is_bf16 and is_long:
@@ -192,7 +202,7 @@ def wanted_of(case, lookups, rates):
 
 
 def measure_gpu(tables, lookups, arm, rates):
-    """Rows fetched by the GPU."""
+    """Measures rows that the GPU fetches."""
 
     def call(k):
         return ibp.index_select(tables.table, lookups.rows(k), out=lookups.outs[k])
@@ -213,8 +223,8 @@ def measure_cached(tables, lookups, arm, rates, cache, is_missed):
 
 
 def cached_embedding_bag():
-    """ColossalAI's class, by its own files alone: its package imports what training large models takes. None where it
-    is not installed."""
+    """Returns ColossalAI's class, or None if it is not installed. Imports only the files of the class, because the
+    package imports what training of large models needs."""
     found = importlib.util.find_spec("colossalai")
     if found is None:
         return None
@@ -224,13 +234,13 @@ def cached_embedding_bag():
     sys.modules[package.__name__] = package
     try:
         return importlib.import_module(f"{package.__name__}.cached_embedding").CachedEmbeddingBag
-    except ImportError as error:  # such as contexttimer's
+    except ImportError as error:  # For example, contexttimer is missing.
         print(f"{COLOSSALAI}: left out: {error}")
         return None
 
 
 def measure_colossalai(tables, lookups, make):
-    """make: `cached_embedding_bag()`."""
+    """Measures ColossalAI's class. make: the result of `cached_embedding_bag()`."""
     host = tables.table.slots.view(tables.table.dtype).view(tables.num_rows, -1)
     held = int(CACHE_SHARE * tables.num_rows)
     if max(len(lookups.rows(k).unique()) for k in range(NUM_SETS)) > held:
@@ -248,7 +258,7 @@ def measure_colossalai(tables, lookups, make):
 
 
 def missed_rows(cache, num_rows, device):
-    """Which rows a cache lacks, as a tensor of bool."""
+    """Returns which rows a cache lacks, as a tensor of bool."""
     parts = torch.arange(num_rows, device=device).split(1 << 22)
     missed = []
     for rows in parts:
@@ -258,7 +268,7 @@ def missed_rows(cache, num_rows, device):
 
 
 def run_scheme(run, case, scheme, x, buffers, rates, hotness, every):
-    """All arms of raw or coded rows. rates: of every lookup, by arm."""
+    """Measures all arms of raw or compressed rows. rates: for every lookup, the rates by arm."""
     small = ibp.compress(x, scheme=scheme, layout="slots")
     tables = Tables(run, case, x, small, buffers[0], hotness)
     is_raw, arm = scheme == "raw", {"raw": RAW, "auto": IBP, "ibp": SCHEME_IBP}[scheme]
@@ -301,15 +311,15 @@ def run_case(run, case, buffers):
 
 
 def buffers_of(run, cases):
-    """Pinned memory for the largest table, and for the rows of the largest call."""
+    """Returns pinned memory for the largest table, and for the rows of the largest call."""
     largest = max(int(case.gib * GIB) for case in cases)
     longest = max(max(case.batches) * NUM_TABLES * case.row_bytes for case in cases)
     return [memory.empty(size, torch.device("cpu"), pin=run.on_gpu) for size in (largest, longest)]
 
 
 class Gains(NamedTuple):
-    """How many times as fast `ibp` is as other arms, of one cell; None where one of the two is missing. cached: with a
-    cache, as raw rows with one of the same bytes."""
+    """The gains of `ibp` in one case, as speed-ups over other arms. None: one of the two arms is missing. cached: with
+    a cache, over raw rows behind a cache of the same bytes."""
 
     plain: float | None
     pipelined: float | None
@@ -318,7 +328,7 @@ class Gains(NamedTuple):
 
 
 def gains(rows, arm=IBP):
-    """arm: whose gains are meant."""
+    """Yields the gains of an arm in every case that has it."""
     cells = {}
     for row in rows:
         cells.setdefault((row["case"], row["dtype"], row["row_bytes"]), {})[row["arm"]] = row

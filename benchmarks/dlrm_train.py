@@ -1,15 +1,17 @@
-"""What does a training step of embedding tables cost beside a look-up of the same rows?
+"""What does a training step of embedding tables cost, compared with a look-up of the same rows?
 
     python -m benchmarks.dlrm_train [--out DIR] [--device cpu] [--quick]
 
-A table of 1 GiB in pinned memory, the rows of 26 tables one after the other, trained with row-wise Adagrad by 16,384
-samples of an id a table: uniform ids, and ids of a Zipf distribution with exponent 1.05. Arms: raw rows and compressed
-ones through the same code, each also behind a cache of 5 % of the table's bytes on the GPU, that hot rows fill; and, in
-FP32, torch's EmbeddingBag (sparse gradients) and Adagrad on the CPU, whose results and gradients are copied. A step is
-forward, backward, and rows that are changed and written back. `us` is a step, `forward_us` a forward pass without
-gradients, `gather_us` the rows of the batch alone, and `added` what the step adds to the forward pass, as a share of
-`gather_us`; `gbps` counts the bytes of all rows looked up. All arms of ibp take the same steps, and their tables are
-compared bit for bit after them.
+A table of 1 GiB in pinned memory has the rows of 26 tables one after the other. It is trained with row-wise Adagrad and
+batches of 16,384 samples, which have one id per table. Ids are uniform, or follow Zipf's law with exponent 1.05. Arms:
+raw and compressed rows with the same code, each also behind a cache on the GPU that has 5 % of the table's bytes and
+holds hot rows; and, in FP32, torch's EmbeddingBag (sparse gradients) and Adagrad on the CPU, whose results and
+gradients are copied.
+
+A step consists of the forward pass, the backward pass, and the change of rows, which are written back. `us` is the time
+of a step, `forward_us` of a forward pass without gradients, and `gather_us` of fetching the batch's rows. `added` is
+what the step adds to the forward pass, as a multiple of `gather_us`. `gbps` counts the bytes of all rows that are
+looked up. All arms of ibp take the same steps, and afterwards their tables are compared bit for bit.
 """
 
 import statistics
@@ -25,10 +27,11 @@ from . import families, harness, ideal, inputs
 COLUMNS = ("us", "forward_us", "gather_us", "added", "distinct_rows")
 NUM_TABLES, BATCH, QUICK_BATCH = 26, 16_384, 64
 TABLE_BYTES, QUICK_TABLE_BYTES = 1024 * inputs.MIB, inputs.MIB
-ROWS = ((256, torch.bfloat16), (128, torch.float32), (1024, torch.bfloat16))  # columns, dtype
+ROWS = ((256, torch.bfloat16), (128, torch.float32), (1024, torch.bfloat16))  # Each kind of rows has (columns, dtype).
 CACHE_SHARE, CACHE_SAMPLES = 0.05, 10
-MOST_ADDED = 1.3  # times the gather
-NUM_BATCHES, NUM_STEPS, NUM_CPU_STEPS = 4, 7, 2  # the first steps are not timed
+# A step may add at most this multiple of the gather's time to the forward pass.
+MOST_ADDED = 1.3
+NUM_BATCHES, NUM_STEPS, NUM_CPU_STEPS = 4, 7, 2  # The first steps are not timed.
 RAW, IBP, CACHED, CPU = "raw rows", "ibp", " + cache", "torch on the CPU"
 LEARNING_RATE = 0.001
 
@@ -73,7 +76,7 @@ class Arm:
 
 
 class CpuArm(Arm):
-    """torch's modules, whose results and gradients are copied to and from the device that trains."""
+    """torch's modules on the CPU. Their results and gradients are copied to and from the device that trains."""
 
     def __init__(self, table, device):
         self.device, self.num_steps = device, NUM_CPU_STEPS
@@ -89,7 +92,7 @@ class CpuArm(Arm):
 
 
 class Case:
-    """Batches of one distribution of ids, for tables of one kind of rows."""
+    """Batches with one distribution of ids, for tables with one kind of rows."""
 
     def __init__(self, run, tables, columns, dtype, distribution):
         self.run, self.tables, self.distribution = run, tables, distribution
@@ -103,12 +106,12 @@ class Case:
         self.distinct_rows = sum(batch.unique().numel() for batch in self.batches) // NUM_BATCHES
 
     def ideal_seconds(self, table):
-        """Every row that is looked up is read over the link once, and written once."""
+        """Returns the seconds for reading every distinct row of a batch over the link once, and writing it once."""
         num_bytes = self.distinct_rows * ideal.row_sectors(table).float().mean().item() * ideal.SECTOR_BYTES
         return num_bytes * 1e-9 * (1 / ideal.MACHINE.read_gbps + 1 / ideal.MACHINE.copy_out_gbps)
 
     def step_seconds(self, arm):
-        """Median of the later half of some steps."""
+        """Returns the median time of the later half of some steps."""
         times = []
         for number in range(arm.num_steps):
             self.run.sync()
@@ -119,7 +122,7 @@ class Case:
         return statistics.median(times[arm.num_steps // 2 :])
 
     def measure(self, name, arm, table, on_gpu):
-        """Records one arm. Returns how many times the gather a step adds to a forward pass."""
+        """Records one arm. Returns what a step adds to a forward pass, as a multiple of the gather's time."""
         run, num_bytes = self.run, self.batches[0].numel() * self.row_bytes
         step = self.step_seconds(arm)
         forward, gather = (
@@ -150,7 +153,7 @@ class Case:
 
 
 def measure_case(case):
-    """All arms of one case. Returns lines on those whose steps add too much."""
+    """Measures all arms of one case. Returns lines on arms whose steps add too much."""
     run, shortfalls = case.run, []
     if case.dtype == torch.float32:
         case.measure(CPU, CpuArm(case.tables[RAW], run.device), case.tables[RAW], False)

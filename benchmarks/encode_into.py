@@ -1,13 +1,13 @@
-"""How fast are rows coded into memory that is there, in one launch and without the host?
+"""How fast are rows encoded into existing memory, in one launch and without the host?
 
     python -m benchmarks.encode_into [--out DIR] [--device cpu] [--quick]
 
-256 MiB of rows of 2 KiB under a given codebook, into slots and an overflow area: `one tensor`, with all SMs and with at
-most 16 and 8; `again`, over the same rows as they stand; `pages`, 4,096 buffers of 64 KiB in one launch; `strided`, the
-half of every row of a cache; `by ids`, in random order; `to pinned memory`; `graph`, replayed. Beside them `copy_` of
-the same bytes, and `measured, then coded`, two passes, as `compress` makes of tensors in host memory. `until it
-returns`: the host's time for a call that codes one page. What was coded is decoded and checked for every arm, and its
-decoding timed as `decode`.
+256 MiB of rows of 2 KiB are encoded with a given codebook into slots and an overflow area. Arms: `one tensor`, with all
+SMs and with at most 16 and 8; `again`, which overwrites the same rows; `pages`, 4,096 buffers of 64 KiB in one launch;
+`strided`, one half of every row of a cache; `by ids`, in random order; `to pinned memory`; and `graph`, which replays a
+CUDA graph. For comparison there are `copy_` of the same bytes and `measured, then coded`, the two passes that
+`compress` makes over tensors in host memory. `until it returns` is the host's time for a call that encodes one page. In
+every arm the rows are decoded and checked; `decode` is the time of that.
 """
 
 import sys
@@ -24,12 +24,15 @@ COLUMNS = ("us", *harness.TARGET_COLUMNS)
 TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, inputs.MIB
 PAGE_BYTES = 1 << 16
 SMS = (None, families.MANY_SMS, families.FEW_SMS)
-NUM_PLACES = 12  # so that a timed call codes rows that were never coded there; in pinned memory fewer
+# There are so many places that a timed call encodes rows that were never encoded there. Pinned memory has fewer.
+NUM_PLACES = 12
 NUM_PINNED_PLACES = 2
-OVERFLOW_ROOM = 64  # bytes of overflow for each row, more than they take on average
+# Each row has this many bytes of overflow, which is more than rows take on average.
+OVERFLOW_ROOM = 64
 ONE, PAGES, PINNED, CALL, DECODE = "one tensor", "pages", "to pinned memory", "until it returns", "decode"
-FAST = ", fast"  # at the end of a case's name: level "fast"
-CASES = (  # name, dtype, columns, maker of float rows
+FAST = ", fast"  # The names of cases with level "fast" end with this text.
+# Each case has (name, dtype, columns, function that returns float rows).
+CASES = (
     ("normal 0.02", torch.bfloat16, 1024, families.weights),
     ("normal 0.02" + FAST, torch.bfloat16, 1024, families.weights),
     ("normal 1", torch.float32, 512, families.normal),
@@ -37,15 +40,16 @@ CASES = (  # name, dtype, columns, maker of float rows
     ("normal 1", torch.float8_e4m3fn, 2048, families.normal),
     ("half zeros", torch.bfloat16, 1024, families.masked),
 )
-MAIN_CASES = 2  # of CASES, with all arms
-SIGN_AND_MANTISSA_BITS = {torch.bfloat16: 8, torch.float32: 24}  # the residual at level "fast"
+MAIN_CASES = 2  # This many of CASES, the first ones, have all arms.
+SIGN_AND_MANTISSA_BITS = {torch.bfloat16: 8, torch.float32: 24}  # At level "fast" the residual has this many bits.
 
-# Of one tensor with all SMs; of pages, as a share of its rate; of the host in a call; of decoding at level "fast".
+# Targets: GB/s of one tensor with all SMs, at both levels; the rate of pages as a share of that; the host's
+# microseconds in a call; and the rate of decoding at level "fast" as a share of a copy's.
 WANTED_GBPS, WANTED_FAST_GBPS, PAGES_SHARE, CALL_US, FAST_DECODE_SHARE = 800.0, 1500.0, 0.8, 20.0, 0.95
 
 
 class Case:
-    """One kind of rows, and where its measurements go."""
+    """One kind of rows, and the run that records its measurements."""
 
     def __init__(self, run, rates, name, x):
         self.run, self.rates, self.name, self.x = run, rates, name, x
@@ -60,7 +64,7 @@ class Case:
         self.one_gbps, self.sms = None, SMS if run.on_gpu else (None,)
 
     def places(self, num_rows=None, pinned=False):
-        """Empty places for so many rows, of x if not given."""
+        """Returns empty places for num_rows rows, or as many as x has."""
         num_rows = len(self.x) if num_rows is None else num_rows
         sizes = {"slot_bytes": self.table.slot_bytes, "overflow_bytes": num_rows * OVERFLOW_ROOM}
         count = NUM_PINNED_PLACES if pinned else 2 if self.run.quick else NUM_PLACES
@@ -72,7 +76,7 @@ class Case:
         ]
 
     def check(self, place, want, what):
-        """That a place's rows are what they should be, and none was lost."""
+        """Asserts that a place has the right rows and that none was lost."""
         place.check()
         if lost := place.counts().lost:
             raise AssertionError(f"{what}: {lost} rows lost")
@@ -98,7 +102,8 @@ class Case:
         return ideal.device_gbps(self.num_bytes, self.num_bytes + self.table.stored_bytes, self.rates.copy_gbps)
 
     def measure(self, arm, places, encode, want, ideal_gbps=None, wanted=None, sms=None):
-        """encode(place): codes all rows; want: what they then are."""
+        """Measures one arm and returns its GB/s. encode(place) encodes all rows. want: the rows that the place then
+        has."""
         with self.run.cell(f"{self.name} {harness.dtype_name(self.x.dtype)}, {arm}"):
             for place in places:
                 place.clear()
@@ -129,7 +134,7 @@ def measure_copies(case):
 
 
 def measure_one(case, places):
-    """One tensor by numbers of SMs, the same rows again, and decoding."""
+    """Measures one tensor with several numbers of SMs, the same rows again, and decoding."""
     wanted = WANTED_FAST_GBPS if case.is_fast else WANTED_GBPS
     for sms in case.sms:
         gbps = case.measure(
@@ -157,7 +162,7 @@ def measure_decode(case, place):
 
 
 def measure_pages(case, places):
-    """Buffers all over a larger allocation, in random order."""
+    """Measures buffers that are scattered over a larger allocation, in random order."""
     pages = case.x.view(-1, PAGE_BYTES // case.codebook.row_bytes, case.x.shape[1])
     order = torch.randperm(len(pages))
     buffers = ibp.Buffers([pages[k] for k in order.tolist()])
@@ -171,8 +176,8 @@ def measure_pages(case, places):
 
 
 def measure_places(case, places):
-    """Strided rows, rows by their ids, a graph, pinned memory."""
-    strided = torch.stack([case.x, case.x.flip(1)], 1)[:, 1]  # of a cache with rows of two parts
+    """Measures strided rows, rows by their ids, a graph, and pinned memory."""
+    strided = torch.stack([case.x, case.x.flip(1)], 1)[:, 1]  # A cache whose rows have two parts looks like this.
     case.measure("strided", places, lambda place: ibp.encode_into(strided, place), strided)
     ids = torch.randperm(len(case.x), device=case.run.device)
     wanted = torch.empty_like(case.x)
@@ -190,7 +195,7 @@ def measure_places(case, places):
 
 
 def measure_call(case):
-    """The host's time for a call that codes a page."""
+    """Measures the host's time for a call that encodes a page."""
     page = case.x[: PAGE_BYTES // case.codebook.row_bytes]
     place = case.places(len(page))[0]
     with case.run.cell(CALL):

@@ -2,11 +2,12 @@
 
     python -m benchmarks.entries [--nets NAME,NAME] [--out DIR] [--device cpu] [--quick]
 
-The programs of `spill.py --programs` with small batches, in single precision. `entries.csv`, Buddy Compression's figure
-6: of pages of 8 KiB, evenly apart in what a program holds after some steps, the size of each entry of 128 bytes under
-bit-plane compression, as digits: places in bpc.SIZES. `moments.csv`, its figure 8: at moments of one more step, which
-writes outputs, then gradients, then momentum and weights, the share of rows of 2 KiB that leave their slots, with
-targets of one profile for all moments. Both count bytes, and need no GPU.
+The nets are the programs of `spill.py --programs` with small batches, in single precision. `entries.csv` is for Buddy
+Compression's figure 6. It takes pages of 8 KiB, evenly spaced in what a program holds after some steps, and has the
+size of each entry of 128 bytes under bit-plane compression as a digit, which is an index in bpc.SIZES. `moments.csv` is
+for its figure 8. At moments of one more step, which writes outputs, then gradients, then momentum and weights, it has
+the share of rows of 2 KiB that overflow their slots; the slots' sizes come from one profile of all moments. Both count
+bytes, and need no GPU.
 """
 
 import argparse
@@ -22,11 +23,12 @@ COLUMNS = "program,num_bytes,times_smaller,page,sizes,commit".split(",")
 MOMENT_COLUMNS = "program,moment,ratio,spilled,commit".split(",")
 PAGE_BYTES, SHOWN_PAGES, MEASURED_PAGES = 8192, 96, 1 << 14
 BATCH, STEPS, MOMENTS = 8, 3, 10
-STEP_PROGRAMS = ("SqueezeNet", "ResNet-50", "LSTM")  # the paper shows the first two
+STEP_PROGRAMS = ("SqueezeNet", "ResNet-50", "LSTM")  # The paper shows the first two.
 
 
 def page_sizes(held):
-    """(bytes, times smaller, {page: digits of its entries}) of tensors that lie one behind the other."""
+    """Returns (bytes, times smaller, {page: digits of its entries}) of tensors, which are taken as one sequence of
+    bytes."""
     data = torch.cat([x.reshape(-1).view(torch.uint8) for x in held.values()])
     pages = data[: data.numel() // PAGE_BYTES * PAGE_BYTES].view(-1, PAGE_BYTES)
     numbers = torch.linspace(0, len(pages) - 1, min(len(pages), MEASURED_PAGES)).long()
@@ -43,13 +45,14 @@ def copied(held):
 
 
 def written_when(name):
-    """Of a program's tensors: in the forward pass, the backward pass, or by the optimizer."""
+    """Returns when a program writes a tensor: 0 in the forward pass, 1 in the backward pass, 2 by the optimizer."""
     kinds = (("images", "output", "hidden"), ("gradient",))
     return next((k for k, starts in enumerate(kinds) if name.startswith(starts)), len(kinds))
 
 
 def moments_of(program, least_bytes):
-    """What a program holds at MOMENTS + 1 moments of a step: more and more of it is new."""
+    """Yields what a program holds at MOMENTS + 1 moments of a step. From moment to moment more of it has been
+    rewritten."""
     old = copied(program.snapshot(least_bytes))
     program.step()
     new = program.snapshot(least_bytes)
@@ -60,7 +63,7 @@ def moments_of(program, least_bytes):
 
 
 class Record:
-    """Both CSVs of a run. names: of the programs that are measured, None for all."""
+    """Both CSVs of a run. names: the programs that are measured, None for all."""
 
     def __init__(self, directory, names):
         self.pages, self.moments = (

@@ -1,12 +1,12 @@
-"""Does ibp come slower than raw rows anywhere? Each kind of rows, from host memory and in device memory, with few SMs.
+"""Is ibp slower than raw rows for any kind of rows, from host memory or in device memory, or with few SMs?
 
     python -m benchmarks.families [--out DIR] [--device cpu] [--quick]
 
-100,000 random rows (fewer where rows are long) of a pinned table of 256 MiB, in the order of the ids, with all SMs and
-with at most 16 and 8: raw, coded by scheme planes, and as `auto` leaves them, by the same kernel. The whole table is
-decoded and encoded in device memory too, beside a copy and a memset. Kinds: BF16 in short and long rows, rows with
-entries a column, elements of one byte, rows with zeros of every share and of both signs, FP64. `target_gbps` is what an
-arm should reach, `met` whether it does.
+Up to 100,000 random rows of a pinned table of 256 MiB are fetched in the order of the ids, with all SMs and with at
+most 16 and 8: raw, compressed by scheme planes, and as `auto` stores them, always by the same kernel. The whole table
+is also decoded and encoded in device memory, and compared with a copy and a memset. The kinds are BF16 in short and
+long rows, rows with entries per column, elements of one byte, rows with several shares of zeros and with zeros of both
+signs, and FP64. `target_gbps` is what an arm should reach, and `met` says whether it does.
 """
 
 import functools
@@ -21,8 +21,8 @@ from . import codec, gather, harness, ideal, inputs
 TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, inputs.MIB
 MANY_SMS, FEW_SMS = 16, 8
 SMS = (None, MANY_SMS, FEW_SMS)
-SAMPLE = 0.1  # of the rows, to learn a codebook from
-NO_TARGET = ""  # in place of a kind
+SAMPLE = 0.1  # The codebook is learned from this share of the rows.
+NO_TARGET = ""  # A case without a target has this in place of a kind.
 RAW, CODED, AUTO, DECODE, ENCODE = "raw rows", "planes slots", "auto", "planes decode", "planes encode"
 FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -36,7 +36,7 @@ def normal(rows, columns, device):
 
 
 def doubles(rows, columns, device):
-    """With random bits in all of the mantissa."""
+    """Returns doubles with random bits in the whole mantissa."""
     return torch.randn(rows, columns, dtype=FP64, device=device)
 
 
@@ -45,36 +45,38 @@ def weights(rows, columns, device):
 
 
 def scaled_columns(rows, columns, device):
-    """A power of two for each column, as trained embeddings have scales of their own: entries a column pay."""
+    """Returns values with a power of two as scale of each column. Trained embeddings have such scales, for which
+    entries per column pay."""
     generator = torch.Generator().manual_seed(0)
     return normal(rows, columns, device) * 2.0 ** torch.randint(-8, 9, (columns,), generator=generator).to(device)
 
 
 def quantised(rows, columns, device):
-    """Integers whose largest magnitude a row is 127."""
+    """Returns integers. The largest magnitude in each row is 127."""
     x = normal(rows, columns, device)
     return (x * (127 / x.abs().amax(1, keepdim=True))).round()
 
 
 def clipped(share):
-    """What a ReLU leaves of normal values of which this share is below it."""
+    """Returns a maker of what a ReLU makes of normal values if it sets this share of them to zero."""
     threshold = 2**0.5 * float(torch.erfinv(torch.tensor(2 * share - 1.0)))
     return lambda rows, columns, device: (normal(rows, columns, device) - threshold).clamp_(min=0)
 
 
 def masked(rows, columns, device, make=normal):
-    """Half of the values are +0."""
+    """Returns values, half of them +0."""
     x = make(rows, columns, device)
     return x.masked_fill_(torch.rand_like(x) < 0.5, 0)
 
 
 def multiplied(rows, columns, device):
-    """Half of the values are zeros with the sign that the value had: masked by a product, as dropout does it."""
+    """Returns values, half of them zeros that keep the sign of the value. Dropout masks by a product in this way."""
     x = normal(rows, columns, device)
     return x * (torch.rand_like(x) < 0.5)
 
 
-CASES = (  # name, kind (see `target`), dtype, columns, maker of float rows
+# Each case has (name, kind, dtype, columns, function that returns float rows). For the kind see `target`.
+CASES = (
     *(("normal 0.02", "short", BF16, columns, weights) for columns in (64, 128, 256)),
     ("normal 0.02", "long", BF16, 32768, weights),
     ("normal, a scale a column", "columns", FP32, 128, scaled_columns),
@@ -90,22 +92,25 @@ CASES = (  # name, kind (see `target`), dtype, columns, maker of float rows
     ("normal 1", NO_TARGET, FP64, 512, doubles),
     ("half zeros", NO_TARGET, FP64, 512, functools.partial(masked, make=doubles)),
 )
-REAL = {"LLM keys": "columns", "pubmed": "zeros"}  # sets of inputs.REAL_SETS, and their kinds
-QUICK_CASES = (0, 5, 11)  # of CASES
+REAL = {"LLM keys": "columns", "pubmed": "zeros"}  # These sets of inputs.REAL_SETS have these kinds.
+QUICK_CASES = (0, 5, 11)  # A quick run measures these indices of CASES.
 
 
-# What the arms that fetch should reach, as shares of the ideal; where there is none with few SMs, raw rows' rate.
+# Targets of the arms that fetch, as shares of the ideal. With few SMs some kinds have none, and the target is the rate
+# of raw rows.
 WANTED_SHARES = {"short": 0.95, "long": 0.97, "columns": 0.92, "bytes": 0.92, "zeros": 0.90}
 # GB/s of BF16 rows of 128 B, by arm and SMs.
 WANTED_OF_SHORTEST = {(CODED, None): 62.0, (CODED, FEW_SMS): 50.0, (DECODE, None): 900.0, (ENCODE, None): 500.0}
 WANTED_DECODE, WANTED_ENCODE = {"bytes": 1200.0, "zeros": 1000.0}, dict.fromkeys(("short", "long", "zeros"), 800.0)
-LEAST_COPIED_ROW_BYTES, COPY_SHARE = 512, 0.95  # dense rows of BF16 and FP32 decode at this share of copy_
+LEAST_COPIED_ROW_BYTES, COPY_SHARE = 512, 0.95  # Dense BF16 and FP32 rows decode at this share of copy_.
 
 
 def target(kind, row_bytes, arm, sms, raw_gbps, ideal_gbps, copy_gbps):
-    """The GB/s that an arm should reach; None where nothing is wanted.
+    """Returns the GB/s that an arm should reach, or None if there is no target.
 
-    sms: 16, 8 or None for all. raw_gbps: of raw rows by the same kernel with as many.
+    Args:
+        sms: 16, 8, or None for all.
+        raw_gbps: rate of raw rows with the same kernel and as many SMs.
     """
     if arm in (DECODE, ENCODE) and sms is not None:
         return None
@@ -127,7 +132,7 @@ def target(kind, row_bytes, arm, sms, raw_gbps, ideal_gbps, copy_gbps):
 
 
 class Run(harness.Run):
-    """A run whose rows say what is wanted of them. `kind` and `rates` are those of the case at hand."""
+    """A run whose rows have a target. `kind` and `raw_gbps` belong to the case that is being measured."""
 
     def __init__(self, args):
         super().__init__("families", args, harness.TARGET_COLUMNS)
@@ -149,7 +154,7 @@ class Run(harness.Run):
 
 
 def measure_host(run, case, x, host, codebook):
-    """Random rows from pinned host memory: raw, as `auto` leaves them, and coded."""
+    """Measures random rows from pinned host memory: raw, compressed, and as `auto` stores them."""
     fetches = gather.Fetches(run, len(x), x.shape[1], x.dtype)
     counts = SMS if run.on_gpu else (None,)
     for arm, arguments, sms_counts in (
@@ -162,7 +167,7 @@ def measure_host(run, case, x, host, codebook):
 
 
 def measure_device(run, name, x, codebook):
-    """The whole table decoded and encoded where it is."""
+    """Measures decoding and encoding of the whole table in its own memory."""
     case = codec.Case(run, run.rates, name, x)
     case.kind = "planes "
     table = ibp.compress(x, codebook=codebook)
@@ -179,7 +184,7 @@ def measure_device(run, name, x, codebook):
 
 
 def measure_case(run, name, kind, x, buffer, rows):
-    """One kind of rows. rows: those that the codebook is learned from."""
+    """Measures one kind of rows. rows: those from which the codebook is learned."""
     row_bytes = x.shape[1] * x.dtype.itemsize
     what = f"{name} {harness.dtype_name(x.dtype)}, {row_bytes} B"
     with run.cell(what):
@@ -194,7 +199,7 @@ def table_bytes(run):
 
 
 def cases(run, data_dir):
-    """(name, kind, table in the device's memory, rows to learn from)."""
+    """Yields (name, kind, table in the device's memory, rows to learn from)."""
     for name, kind, dtype, columns, make in [CASES[i] for i in QUICK_CASES] if run.quick else CASES:
         num_rows = table_bytes(run) // (columns * dtype.itemsize)
         x = make(num_rows, columns, run.device).to(dtype)

@@ -2,17 +2,18 @@
 
     python -m benchmarks.flexgen_opt [--out DIR] [--device cpu] [--quick]
 
-The request is the paper's (figure 11): a prompt of 1,920 tokens and 128 that are generated, batch 20. The prompt and
-the first tokens are measured; `request_s` reckons the others from the median of a token after the first.
+The request is the paper's (figure 11): a prompt of 1,920 tokens and 128 new tokens, with batch 20. The prompt and the
+first tokens are measured. `request_s` computes the time of the others from the median time of a token after the first.
 
-FlexGen's own loop (`OptLM.generate`, what `--percent 0 100 100 0 100 0` does: all weights in host memory, caches and
-activations on the GPU) on random weights in its file format, which are written to a directory for temporary files: 13
-GB, and as much host memory. FlexGen knows FP16 alone: for BF16 its table of dtypes is told so, and weights are rounded
-as they are read. Tokens must be equal. Needs the package flexgen (0.1.8), so that `python -m benchmarks` leaves it out.
-With --device cpu, or --quick, model and request are tiny; on the CPU stand-ins take the place of CUDA's streams and of
-pinned memory.
+FlexGen's own loop runs (`OptLM.generate`, as with `--percent 0 100 100 0 100 0`: all weights in host memory, caches and
+activations on the GPU). It uses random weights in its file format, which are written to a temporary directory: 13 GB,
+and as much host memory. FlexGen knows only FP16. For BF16 its table of dtypes is changed, and weights are rounded when
+they are read. Tokens must be equal. The package flexgen (0.1.8) is needed, so `python -m benchmarks` leaves this script
+out. With --device cpu, or --quick, model and request are tiny; on the CPU, stand-ins replace CUDA's streams and pinned
+memory.
 
-A token needs every weight once: `gbps` counts their original bytes over the median time of a token after the first.
+A token needs every weight once, so `gbps` is the weights' original bytes over the median time of a token after the
+first.
 """
 
 import contextlib
@@ -50,11 +51,11 @@ TINY = dataclasses.replace(
     vocab_size=1024,
     max_seq_len=128,
 )
-REQUEST, QUICK_REQUEST = (20, 1920, 128), (4, 64, 12)  # batch, tokens of the prompt, tokens that are generated
-NEW_TOKENS = 12  # of these that are measured
+REQUEST, QUICK_REQUEST = (20, 1920, 128), (4, 64, 12)  # A request has (batch, tokens of the prompt, new tokens).
+NEW_TOKENS = 12  # This many of the new tokens are measured.
 DTYPES = (torch.bfloat16, torch.float16)
-DEVIATION = 0.02  # of the weights
-ARMS = {"FlexGen, ibp": {}, "FlexGen, ibp by 16 SMs": {"max_sms": 16}}  # options of enable
+DEVIATION = 0.02  # The weights have this standard deviation.
+ARMS = {"FlexGen, ibp": {}, "FlexGen, ibp by 16 SMs": {"max_sms": 16}}  # The arms have these options of `enable`.
 EXTRA_COLUMNS = ("prefill_s", "token_s", "request_s", "load_s", "host_bytes")
 
 
@@ -62,7 +63,7 @@ EXTRA_COLUMNS = ("prefill_s", "token_s", "request_s", "load_s", "host_bytes")
 
 
 class CpuDevice(TorchDevice):
-    """FlexGen's device for a machine without a GPU: its memory is not pinned."""
+    """FlexGen's device for a machine without a GPU. Its memory is not pinned."""
 
     def allocate(self, shape, dtype, pin_memory=None, name=None):
         data = torch.empty(shape, dtype=np_dtype_to_torch_dtype[dtype])
@@ -70,16 +71,16 @@ class CpuDevice(TorchDevice):
 
 
 class NoDisk:
-    """Stands for FlexGen's disk, whose threads need a GPU."""
+    """A stand-in for FlexGen's disk, whose threads need a GPU."""
 
     def synchronize(self):
-        """Nothing is ever under way."""
+        """Does nothing, because no transfer is ever under way."""
 
 
 @contextlib.contextmanager
 def without_cuda():
-    """FlexGen asks for streams, waits for them and moves tensors with cuda(): stand-ins, until the end of the block.
-    What it has computed on the CPU it makes FP16."""
+    """Lets FlexGen run without CUDA inside a block. Stand-ins replace streams, waiting for them, and cuda(). `half()`
+    converts to the dtype that FlexGen takes for FP16."""
     with (
         mock.patch.multiple(
             torch.cuda,
@@ -95,7 +96,7 @@ def without_cuda():
 
 @contextlib.contextmanager
 def computing_in(dtype):
-    """What FlexGen calls FP16 is a dtype of torch, until the end of the block."""
+    """Makes a dtype of torch the one that FlexGen takes for FP16, inside a block."""
     with (
         mock.patch.dict(np_dtype_to_torch_dtype, {np.float16: dtype}),
         mock.patch.dict(torch_dtype_to_np_dtype, {dtype: np.float16}),
@@ -106,7 +107,7 @@ def computing_in(dtype):
 
 @contextlib.contextmanager
 def environment(device, directory):
-    """FlexGen's devices: of a GPU with a disk below the directory, or stand-ins on the CPU."""
+    """Yields FlexGen's devices: a GPU with a disk below the directory, or stand-ins on the CPU."""
     if torch.device(device).type == "cuda":
         gpu, cpu, disk = TorchDevice("cuda:0"), TorchDevice("cpu"), TorchDisk(str(directory / "offload"))
         try:
@@ -120,8 +121,13 @@ def environment(device, directory):
 
 
 def policy(percent=(0, 100, 100, 0, 100, 0), *, batch, batches=1, on_gpu=True, **others):
-    """FlexGen's policy as its command makes it. percent: of weights on the GPU and the CPU, of caches, of activations.
-    on_gpu: weights can be pinned. others: fields of Policy."""
+    """Returns FlexGen's policy as its command makes it.
+
+    Args:
+        percent: of weights, of caches and of activations on the GPU and on the CPU.
+        on_gpu: whether weights can be pinned.
+        others: fields of Policy.
+    """
     quantised = CompressionConfig(num_bits=4, group_size=64, group_dim=0, symmetric=False)
     fields = {
         "overlap": True,
@@ -159,8 +165,8 @@ def shapes(config):
 
 
 def write_weights(config, directory, device):
-    """Random FP16 weights as FlexGen's files: matrices and biases normal, gains of norms around 1. The values are of
-    torch's generator on the device."""
+    """Writes random FP16 weights in FlexGen's file format. Matrices and biases are normal, and gains of norms are
+    around 1. The values come from torch's generator on the device."""
     home = directory / f"{config.name}-np"
     home.mkdir(parents=True)
     for name, shape in shapes(config):
@@ -172,7 +178,7 @@ def write_weights(config, directory, device):
 
 
 def matrices_of(model):
-    """Every weight of FlexGen's model that is no vector, in the order in which a token needs them."""
+    """Returns every weight of FlexGen's model that is not a vector, in the order in which a token needs them."""
     homes = [home.val for home in model.weight_home]
     nested = [part.val if isinstance(part, flex_opt.ValueHolder) else (part,) for home in homes for part in home]
     return [weight for part in nested for weight in part if len(weight.shape) > 1]
@@ -183,7 +189,8 @@ def matrices_of(model):
 
 @dataclasses.dataclass
 class Generated:
-    """What one run of FlexGen gave, and took. Seconds; bytes of the matrices, of their codes, and of host memory."""
+    """The tokens of one run of FlexGen, its times in seconds, and the bytes of the matrices, of their compressed form,
+    and of host memory."""
 
     tokens: np.ndarray
     load_s: float
@@ -195,14 +202,14 @@ class Generated:
 
 
 def loaded(env, config, directory, its_policy):
-    """FlexGen's model, and the seconds that it took to load."""
+    """Returns FlexGen's model, and the seconds that it took to load."""
     started = time.perf_counter()
     model = flex_opt.OptLM(config, env, str(directory), its_policy)
     return model, time.perf_counter() - started
 
 
 def generate(model, load_s, prompts, new_tokens):
-    """Generates after a first try of two tokens."""
+    """Generates tokens, after a first run with two tokens."""
     model.generate(prompts, max_new_tokens=2)
     timers("generate").reset()
     tokens = model.generate(prompts, max_new_tokens=new_tokens).copy()
@@ -243,7 +250,7 @@ def add(run, config, arm, got, dtype, request):
 
 
 def measure(run, config, directory, env, dtype, request):
-    """FlexGen, then FlexGen with coded weights, of one dtype."""
+    """Measures FlexGen with plain weights, then with compressed weights, in one dtype."""
     batch, prompt_tokens, _ = request
     its_policy = policy(batch=batch, on_gpu=run.on_gpu)
     prompts = np.random.default_rng(0).integers(5, config.vocab_size, (batch, prompt_tokens))

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gather [--out DIR] [--device cpu] [--quick]
 
-100,000 random rows (fewer where rows are long) of a table of at most 0.5 GiB, which address translation does not bind.
-Arms: slots of both schemes, the paper's in-place layout, raw rows by the same kernel, and the CPU gathering before or
-while it copies. Rates below what they should be are printed last, as BELOW.
+Up to 100,000 random rows are fetched from a table of at most 256 MiB, which is small enough that address translation is
+no bottleneck. Arms: slots of both schemes, the paper's in-place layout, raw rows with the same kernel, and the CPU,
+which gathers before or while it copies. Rates below their target are printed last, as BELOW.
 """
 
 import csv
@@ -20,16 +20,17 @@ from . import harness, ideal, inputs
 from .cpu_gather import PipelinedGather
 
 NUM_IDS = 100_000
-MAIN_DTYPE, OTHER_ROW_BYTES = torch.bfloat16, (512, 2048)  # normal tables of other dtypes in fewer rows
+MAIN_DTYPE, OTHER_ROW_BYTES = torch.bfloat16, (512, 2048)  # Normal tables of other dtypes have only these row sizes.
 FEW_SMS = 8
 SMS = {"ibp": (None,), "planes": (None, FEW_SMS), "raw": (None, FEW_SMS)}
-IN_PLACE_SAVINGS = 0.5  # of the synthetic tables, the one that is measured in the paper's layout too
-SAMPLE = 0.1  # of the rows of normal tables, to learn a codebook from
+# The synthetic table with these savings is also measured in the paper's layout.
+IN_PLACE_SAVINGS = 0.5
+SAMPLE = 0.1  # Codebooks of normal tables are learned from this share of the rows.
 PAPER_RATES = Path(__file__).with_name("reference_rates.csv")
 
 
 class Fetches:
-    """Ids and outputs for tables of one shape, in as many sets as pass the L2 cache."""
+    """Ids and outputs for tables of one shape. There are so many sets that they do not fit the L2 cache."""
 
     def __init__(self, run, num_rows, columns, dtype):
         num_ids = min(NUM_IDS, num_rows)
@@ -41,14 +42,15 @@ class Fetches:
 
 
 def table_bytes(run, row_bytes):
-    """Original bytes of a table: room for NUM_IDS different rows where 0.5 GiB gives it and the time does."""
+    """Returns the original bytes of a table: 128 MiB for rows up to 1 KiB, which holds NUM_IDS different rows, and 256
+    MiB for longer rows. Larger tables would take too long."""
     if run.quick:
         return 2 * inputs.MIB
     return (128 if row_bytes <= 1024 else 256) * inputs.MIB
 
 
 def measure(run, case, arm, x, fetches, call, *, savings, ideal_gbps, sms=None, wall=False, table=None):
-    """Checks one arm on poisoned output, then times it. call(k): fetches set k, into its output or a new one."""
+    """Checks an arm on poisoned output, then times it. call(k) fetches set k, into its output or into a new one."""
     row_bytes = x.shape[1] * x.dtype.itemsize
     harness.poison(fetches.outs[0])
     makes_result = arm == "cpu index + copy"
@@ -87,7 +89,7 @@ def table_ideal(run, table, fetches):
 
 
 def measure_table(run, case, arm, table, x, fetches, sms_counts):
-    """One table, fetched by all SMs and by few."""
+    """Measures one table, which is fetched with all SMs and with few."""
     if run.on_gpu and not table.is_pinned():
         raise AssertionError(f"{arm}: the table is not in pinned memory")
     ideal_gbps = table_ideal(run, table, fetches)
@@ -100,7 +102,7 @@ def measure_table(run, case, arm, table, x, fetches, sms_counts):
 
 
 def measure_coded(run, case, x, host, codebook, fetches, slot_bytes=None):
-    """A codebook's slots; slot_bytes: those of the paper's layout."""
+    """Measures the slots of a codebook. slot_bytes: that of the paper's layout, or None."""
     scheme, row_bytes = codebook.scheme, x.shape[1] * x.dtype.itemsize
     arm = f"{scheme} slots" if slot_bytes is None else f"{scheme} in place"
     with run.cell(f"{case}, {row_bytes} B, {arm}"):
@@ -109,7 +111,7 @@ def measure_coded(run, case, x, host, codebook, fetches, slot_bytes=None):
 
 
 def measure_found(run, case, rows, x, host, fetches, sample=None):
-    """Raw rows, and both schemes with codebooks found by analysis of `rows`, as a user's are."""
+    """Measures raw rows, and both schemes with codebooks that analysis of `rows` finds, as for a user."""
     measure_raw(run, case, x, host, fetches)
     for scheme in ("ibp", "planes"):
         with run.cell(f"{case}, analysis, {scheme}"):
@@ -117,9 +119,8 @@ def measure_found(run, case, rows, x, host, fetches, sample=None):
 
 
 def measure_raw(run, case, x, host, fetches):
-    """What users do without compression: the same kernel on raw rows, and the CPU's gather before or
-    while it copies.
-    """
+    """Measures fetches without compression: the same kernel on raw rows, and the CPU, which gathers before or while it
+    copies."""
     with run.cell(f"{case}, raw rows"):
         measure_table(run, case, "raw rows", ibp.compress(host, scheme="raw"), x, fetches, SMS["raw"])
     pipelined = PipelinedGather(host, len(fetches.cpu_ids[0]), run.device)
@@ -130,20 +131,20 @@ def measure_raw(run, case, x, host, fetches):
     def gather_and_copy(k):
         return pipelined(fetches.cpu_ids[k], fetches.outs[k])
 
-    # The link's ideal for whole rows, by the copy engine.
+    # The ideal is the copy engine's rate for whole rows.
     for arm, call in (("cpu index + copy", index_and_copy), ("cpu pipelined", gather_and_copy)):
         with run.cell(f"{case}, {arm}"):
             measure(run, case, arm, x, fetches, call, savings=0.0, ideal_gbps=ideal.LINK_COPY_GBPS, sms=0, wall=True)
 
 
 class HostBuffer:
-    """One pinned buffer that holds the raw rows of one table after the other."""
+    """A pinned buffer for the raw rows of one table after the other."""
 
     def __init__(self, run, size):
         self.bytes = torch.empty(size, dtype=torch.uint8, pin_memory=run.on_gpu)
 
     def hold(self, x):
-        """x's values in the buffer, as a tensor of x's shape."""
+        """Copies x to the buffer. Returns the copy as a tensor of x's shape."""
         view = self.bytes[: x.numel() * x.dtype.itemsize].view(x.dtype).view(x.shape)
         return view.copy_(x)
 
@@ -170,7 +171,7 @@ def run_synthetic(run, buffer):
 
 
 def run_normal(run, buffer):
-    """Weights as a network starts with them, in rows of every size."""
+    """Measures random values as in a network's initial weights, in rows of every size."""
     cases = (
         (*kind, row_bytes)
         for kind in inputs.NORMAL
@@ -197,12 +198,14 @@ def run_real(run, buffer, data_dir):
 
 # ---- what the rates should be --------------------------------------------------------------------------------------
 
-LISTED_GBPS = {"citeseer": 1000.0}  # rows of a few dozen bytes: writing them binds
+# These rows have only a few dozen bytes, so that the bottleneck is writing the output.
+LISTED_GBPS = {"citeseer": 1000.0}
 RAW_TOLERANCE = 0.02
 
 
 def wanted_share(row):
-    """Of the ideal, by scheme, row size, savings and SMs; None where nothing is promised."""
+    """Returns the target as a share of the ideal, by scheme, row size, savings and SMs, or None if there is no
+    target."""
     row_bytes, savings, few = row["row_bytes"], float(row["savings"]), row["sms"] == FEW_SMS
     if row["arm"] == "planes slots" and few and row["case"] not in LISTED_GBPS:
         return 0.97 if row_bytes >= 1024 else 0.95 if row_bytes >= 512 else 0.92 if row_bytes >= 256 else None
@@ -214,7 +217,7 @@ def wanted_share(row):
 
 
 def paper_rates(path=PAPER_RATES):
-    """{(row_bytes, savings): GB/s} of rows fetched by the paper's own code."""
+    """Returns {(row_bytes, savings): GB/s} of rows that the paper's own code fetches."""
     with open(path, newline="") as file:
         rows = csv.DictReader(line for line in file if not line.startswith("#"))
         return {
@@ -223,7 +226,7 @@ def paper_rates(path=PAPER_RATES):
 
 
 def shortfalls(rows, paper):
-    """Lines that say where tables with compressed rows come slower than they should."""
+    """Returns lines that say where tables with compressed rows are slower than their target."""
     raw = {
         (row["case"], row["dtype"], row["row_bytes"], row["sms"]): float(row["gbps"])
         for row in rows

@@ -1,28 +1,29 @@
-"""How long is an epoch of GraphSAGE over features in host memory, by the way that they come to the GPU (the paper's
+"""How long is an epoch of GraphSAGE with features in host memory, by the way in which they come to the GPU (the paper's
 figures 8 and 9)?
 
     python -m benchmarks.gnn [--dgl | --huge] [--out DIR] [--device cpu] [--quick]
 
-Two hops, fan-out 25 and 10, hidden size 256, on random graphs whose degrees follow a power law: 2.4 million nodes and
-about 120 million edges, and 11.5 million nodes with as many. Neighbours are drawn on the GPU in plain torch. Features:
-rows of Citeseer, Cora and a sample of Pubmed, assigned to nodes at random, and dense ones, N(0, 1) in FP32 and
-N(0, 0.02) in FP16 and BF16, of 1 GiB of distinct rows. An epoch is 200 batches. An arm is measured over as many of them
-as fit 2.5 s, 3 at least, and its epoch is 200 times the mean. Arms take turns up to three times, and the median counts.
+The model has two hops, fan-out 25 and 10, and hidden size 256. The graphs are random, and their degrees follow a power
+law: 2.4 million nodes and about 120 million edges, or 11.5 million nodes and as many edges. Neighbours are drawn on the
+GPU in plain torch. Features are rows of Citeseer, of Cora and of a sample of Pubmed, which are assigned to nodes at
+random, or dense rows with 1 GiB of distinct ones, N(0, 1) in FP32 and N(0, 0.02) in FP16 and BF16. An epoch has 200
+batches. An arm is measured with as many batches as fit 2.5 s, at least 3, and its epoch is 200 times their mean. Arms
+take turns up to three times, and the median counts.
 
-Arms: `cpu plain`, x[ids].to("cuda"); `cpu pinned`, index_select into a pinned buffer, and a copy beside other work;
-`cpu pipelined`, gathered in chunks that are copied meanwhile; `raw rows`, which the GPU fetches itself from pinned
-memory; `ibp`, likewise from a compressed table, and `scheme ibp` from one of masks. In all of them the next batch is
-sampled and fetched on a stream beside the one that trains. The ids of a batch are unique and in order.
+Arms: `cpu plain` is x[ids].to("cuda"). `cpu pinned` is index_select into a pinned buffer, which is copied during other
+work. `cpu pipelined` gathers in chunks that are copied meanwhile. `raw rows` are fetched by the GPU from pinned memory.
+`ibp` does the same with a compressed table, and `scheme ibp` with one that is compressed with masks. In all arms the
+next batch is sampled and fetched on another stream during the training of a batch. The ids of a batch are unique and
+sorted.
 
---dgl: Cora's rows and dense FP32 ones alone, with neighbours drawn by DGL on the CPU. DGL's own loader, which can pin
-features or read them from the GPU, is not run. --huge: Citeseer's rows alone, in a table of 64 GiB. Other rows of the
-CSV stay, as these do in runs without the options.
+--dgl measures only Cora's rows and dense FP32 rows, with neighbours that DGL draws on the CPU. DGL's own loader, which
+can pin features or read them from the GPU, is not run. --huge measures only Citeseer's rows, in a table of 64 GiB.
+Other rows of the CSV stay, and these rows stay in runs without the options.
 
-gnn.csv has the rate of a fetch alone (gbps) and, after the common columns: batch (seeds), batches (measured),
-sample_ms, fetch_ms and train_ms (each alone, with nothing beside it: the medians of several, and for fetches the mean
-of several in a row), beside_ms (training beside the next batch, the median of an epoch's), epoch_s (with prefetching)
-and table_gib (of the raw rows). Every arm's first batch is compared
-with the rows that it must be, bit for bit.
+gnn.csv has the rate of fetches alone (gbps) and, after the common columns, batch (seeds), batches (measured),
+sample_ms, fetch_ms and train_ms (each measured alone: the median of several, and for fetches the mean of several in a
+row), beside_ms (the median time of training a batch of the epoch, with the next batch being prepared), epoch_s (with
+prefetching) and table_gib (of the raw rows). The first batch of every arm is compared with the right rows bit for bit.
 """
 
 import argparse
@@ -46,21 +47,22 @@ from .cpu_gather import PipelinedGather
 
 COLUMNS = "batch,batches,sample_ms,fetch_ms,train_ms,beside_ms,epoch_s,table_gib".split(",")
 GIB = 1 << 30
-NUM_EDGES, EXPONENT = 120_000_000, 1.5  # of the power law: degrees are Pareto distributed
+NUM_EDGES, EXPONENT = 120_000_000, 1.5  # The degrees are Pareto distributed with this exponent of the power law.
 FAN_OUTS, HIDDEN, NUM_CLASSES = (25, 10), 256, 47
 EPOCH_BATCHES, LEAST_BATCHES, ARM_S, ROUNDS = 200, 3, 2.5, 3
-SPLIT_BATCHES, SPLIT_S = 6, 1.5  # measured apart: the first only warms up
+SPLIT_BATCHES, SPLIT_S = 6, 1.5  # Some batches are measured apart. The first of them only warms up.
 CPU_ARMS = ("cpu plain", "cpu pinned", "cpu pipelined")
 ARMS = (*CPU_ARMS, "raw rows", "ibp", "scheme ibp")
-DGL_ARMS, BY_DGL = ("cpu plain", "raw rows", "ibp"), ", sampled by DGL"  # of --dgl; at the end of its cases
+# Arms of --dgl, and the end of the names of its cases.
+DGL_ARMS, BY_DGL = ("cpu plain", "raw rows", "ibp"), ", sampled by DGL"
 
-# Against raw rows fetched by the GPU, a fetch; against the best arm of the CPU, an epoch.
+# Targets: fetches compared with raw rows that the GPU fetches, and epochs compared with the CPU's best arm.
 WANTED_FETCH = {"citeseer": 50.0, "cora": 50.0, "pubmed": 7.0}
 WANTED_EPOCH_SPARSE, WANTED_EPOCH_DENSE = 1.74, 1.3
 
 
 class Case(NamedTuple):
-    """Features to measure. name: of a real set, or of dense ones; columns: of dense ones."""
+    """Features to measure. name: that of a real set, or of dense features. columns: those of dense features."""
 
     name: str
     num_nodes: int
@@ -78,7 +80,7 @@ CASES = (
     Case("dense 768", 2_400_000, (1024,), torch.float16, 768),
     Case("dense 768, large", 11_500_000, (1024,), torch.bfloat16, 768),
 )
-HUGE = ", 64 GiB"  # at the end of the name of the case of --huge
+HUGE = ", 64 GiB"  # The name of the case of --huge ends with this text.
 HUGE_CASES = (Case("citeseer" + HUGE, 4_640_000, (1024,)),)
 DGL_CASES = (CASES[1], CASES[3]._replace(batches=(1024,)))
 QUICK_CASES = (Case("pubmed", 2_000, (16,)), Case("dense 100", 2_000, (16, 32), torch.bfloat16, 100))
@@ -89,9 +91,12 @@ QUICK_EDGES, QUICK_EPOCH = 40_000, 4
 
 
 class Graph:
-    """Edges by the node that they lead to. Degrees are Pareto distributed, and neighbours drawn by their degree.
+    """Edges, ordered by the node that they lead to. Degrees are Pareto distributed. Neighbours are drawn with a
+    probability proportional to their degree.
 
-    starts: int64 [nodes + 1]; neighbors: int32 [edges].
+    Attributes:
+        starts: int64 [nodes + 1].
+        neighbors: int32 [edges].
     """
 
     def __init__(self, num_nodes, num_edges, device):
@@ -106,7 +111,7 @@ class Graph:
             part.copy_(ends[torch.randint(total, (len(part),), device=device)])
 
     def sample(self, seeds, fan_outs):
-        """Neighbours of the seeds and of their neighbours, each drawn from all of a node's, with replacement."""
+        """Draws neighbours of the seeds, and neighbours of these, from all neighbours of a node, with replacement."""
         nodes, hops = seeds, []
         for fan_out in fan_outs:
             starts = self.starts[nodes].unsqueeze(1)
@@ -120,8 +125,13 @@ class Graph:
 
 
 class Batch(NamedTuple):
-    """seeds: int64 [seeds]; ids: int64 [rows to fetch], in order, none twice; hops: from the outer to the inner one,
-    (places of a hop's nodes, places of their neighbours [nodes, fan-out]) among the nodes of the hop before, or ids.
+    """A batch of seeds, and the nodes whose features it needs.
+
+    Attributes:
+        seeds: int64 [seeds].
+        ids: int64 [rows to fetch], sorted and unique.
+        hops: from the outer to the inner hop, (positions of the hop's nodes, positions of their neighbours [nodes,
+            fan-out]) among the nodes of the hop before, or among ids for the first.
     """
 
     seeds: torch.Tensor
@@ -153,9 +163,13 @@ class Sage(torch.nn.Module):
 
 
 class Features:
-    """A table of raw rows in (pinned) host memory, the same compressed, and what both were made of: `source[of_node]`.
+    """A table of raw rows in (pinned) host memory, the same table compressed, and the rows that both were made from:
+    `source[of_node]`.
 
-    x: [nodes, columns]; raw: the table of x's own memory; table: x compressed.
+    Attributes:
+        x: [nodes, columns].
+        raw: the table in x's own memory.
+        table: x compressed.
     """
 
     def __init__(self, case, data_dir, device):
@@ -197,14 +211,14 @@ class Features:
         return self.x.numel() * self.x.element_size()
 
     def check(self, got, ids, what):
-        """Every row, in pieces."""
+        """Checks every row, in pieces."""
         step = max(1, GIB // 4 // self.row_bytes)
         for part, of_part in zip(got.split(step), ids.split(step)):
             harness.check_bits(part, self.source[self.of_node[of_part].long()], what)
 
 
 class Plain:
-    """x[ids].to(device)"""
+    """A fetcher that computes x[ids].to(device)."""
 
     def __init__(self, x, device):
         self.x, self.device = x, device
@@ -214,7 +228,7 @@ class Plain:
 
 
 class Pinned:
-    """Gathered into one pinned buffer, which is copied beside other work."""
+    """A fetcher that gathers rows into one pinned buffer, which is copied during other work."""
 
     def __init__(self, x, device):
         self.x, self.on_gpu = x, device.type == "cuda"
@@ -224,7 +238,7 @@ class Pinned:
     def __call__(self, ids, out):
         ids = ids.cpu()
         if self.copied:
-            self.copied.synchronize()  # at once where the buffer was never used
+            self.copied.synchronize()  # This returns at once if the buffer was never used.
         if len(ids) > len(self.buffer):
             rows = len(ids) + len(ids) // 8
             memory = _memory.empty(rows * self.x[0].nbytes, torch.device("cpu"), pin=self.on_gpu)
@@ -237,7 +251,7 @@ class Pinned:
 
 
 class Pipelined:
-    """Gathered into pinned chunks, each copied while the next ones are gathered."""
+    """A fetcher that gathers rows into pinned chunks. Each chunk is copied while the next ones are gathered."""
 
     def __init__(self, x, device):
         self.gather = PipelinedGather(x, len(x), device)
@@ -247,7 +261,7 @@ class Pipelined:
 
 
 class ByGpu:
-    """Fetched by the GPU out of a table."""
+    """A fetcher with which the GPU fetches rows of a table."""
 
     def __init__(self, table):
         self.table = table
@@ -257,7 +271,8 @@ class ByGpu:
 
 
 def fetches(features, device):
-    """Yields (arm, what fetches: call(ids, out) returns the rows, out or others)."""
+    """Yields (arm, object that fetches). A call (ids, out) of the object returns the rows, in out or in a new
+    tensor."""
     yield "cpu plain", Plain(features.x, device)
     yield "cpu pinned", Pinned(features.x, device)
     yield "cpu pipelined", Pipelined(features.x, device)
@@ -270,7 +285,7 @@ def fetches(features, device):
 
 
 class Training:
-    """A model and batches of one size. Each arm gets the same batches: `restart` comes first."""
+    """A model, and batches of one size. After `restart` each arm gets the same batches."""
 
     def __init__(self, graph, columns, dtype, batch, device, wrap=lambda model: model, part=(0, 1)):
         self.graph, self.columns, self.dtype, self.device = graph, columns, dtype, device
@@ -282,7 +297,7 @@ class Training:
         self.labels = torch.randint(NUM_CLASSES, (num_nodes,), device=device)
         self.buffers = [torch.empty(0, columns, dtype=dtype, device=device) for _ in range(2)]
         self.trained = [torch.cuda.Event() for _ in range(2)] if self.on_gpu else []
-        self.steps = []  # of the last run: what began and ended each on the GPU, or its seconds
+        self.steps = []  # begin and end of each step of the last run
         self.side = torch.cuda.Stream(device) if self.on_gpu else None
 
     def restart(self):
@@ -301,9 +316,9 @@ class Training:
         return self.graph.sample(self.seeds[i % len(self.seeds)], FAN_OUTS)
 
     def out(self, i, num_rows):
-        """Rows of one of two buffers, on the stream beside."""
+        """Returns rows of one of two buffers, on the side stream."""
         if num_rows > len(self.buffers[i % 2]):
-            self.buffers[i % 2] = self.buffers[i % 2][:0]  # the old one's memory is free for the new one
+            self.buffers[i % 2] = self.buffers[i % 2][:0]  # The old buffer's memory is freed for the new one.
             self.buffers[i % 2] = torch.empty(
                 num_rows + num_rows // 8, self.columns, dtype=self.dtype, device=self.device
             )
@@ -316,11 +331,11 @@ class Training:
         self.optimizer.step()
 
     def prepare(self, i, fetch):
-        """Samples and fetches batch i beside what trains; returns it, its rows, and an event."""
+        """Samples and fetches batch i during the training of another one. Returns the batch, its rows, and an event."""
         with self.beside():
             batch = self.sample(i)
             if self.on_gpu:
-                self.side.wait_event(self.trained[i % 2])  # the buffer is read until then
+                self.side.wait_event(self.trained[i % 2])  # Until then the buffer is in use.
             rows = fetch(batch.ids, self.out(i, len(batch.ids)))
             return batch, rows, self.side.record_event() if self.on_gpu else None
 
@@ -344,13 +359,14 @@ class Training:
         return event
 
     def beside_s(self):
-        """Median seconds of a step of the last run."""
+        """Returns the median seconds of a step of the last run."""
         self.sync()
         steps = [1e-3 * a.elapsed_time(b) if self.on_gpu else b - a for a, b in self.steps]
         return statistics.median(steps)
 
     def run(self, fetch, num_batches, limit_s):
-        """(seconds of a batch, batches run), of as many as fit the limit and LEAST_BATCHES at least."""
+        """Trains as many batches as fit the limit, but at least LEAST_BATCHES. Returns (seconds per batch, number of
+        batches)."""
         self.steps.clear()
         self.sync()
         start, prepared = time.perf_counter(), self.prepare(0, fetch)
@@ -363,8 +379,8 @@ class Training:
         return (time.perf_counter() - start) / (i + 1), i + 1
 
     def split(self, fetch, check):
-        """Seconds of (sampling, fetching, training), each alone, and the ids of a batch. check(rows, ids): gets those
-        of the first batch."""
+        """Returns the seconds of (sampling, fetching, training), each measured alone, and the ids of a batch.
+        check(rows, ids) is called with those of the first batch."""
         with self.beside():
             batches, sample_s = self._timed(self.sample, range(SPLIT_BATCHES))
             first = batches.pop(0)
@@ -381,7 +397,7 @@ class Training:
         return [sample_s, fetch_s, train_s], batches[-1].ids
 
     def _timed(self, call, arguments):
-        """(what call gives for each, the median of its seconds without the first)."""
+        """Returns (result of each call, median seconds of the calls without the first)."""
         given, times = [], []
         for argument in arguments:
             began = self._now()
@@ -395,16 +411,17 @@ class Training:
 
 
 def dgl_if_there():
-    """DGL, which takes seconds to import; None without it."""
+    """Returns DGL, which takes seconds to import, or None if it is not installed."""
     try:
-        importlib.import_module("ibp.integrations.dgl")  # leaves GraphBolt out of DGL where that has no binary
+        # This import keeps GraphBolt out of DGL if DGL has no binary of it.
+        importlib.import_module("ibp.integrations.dgl")
         return importlib.import_module("dgl")
     except ImportError:
         return None
 
 
 class DglTraining(Training):
-    """Batches whose neighbours DGL draws on the CPU, as many for each node and with replacement, as `Graph` does."""
+    """Batches whose neighbours DGL draws on the CPU, as many per node as `Graph` and also with replacement."""
 
     def __init__(self, graph, columns, dtype, batch, device):
         super().__init__(graph, columns, dtype, batch, device)
@@ -434,7 +451,7 @@ def ideal_of(run, fetch, ids, row_bytes):
 
 
 def measure(run, case, features, training, batch, names=ARMS, suffix=""):
-    """Arms of one set and batch size. names: of the arms; suffix: at the end of the case's name."""
+    """Measures arms of one set and batch size. names: the arms. suffix: the end of the case's name."""
     arms = {arm: fetch for arm, fetch in fetches(features, run.device) if arm in names}
     alone, ids, seconds, num_batches = {}, {}, {arm: [] for arm in arms}, dict.fromkeys(arms, 0)
     beside = {}
@@ -492,8 +509,8 @@ def run_case(run, case, graph, data_dir, by_dgl=False):
 
 
 class Gains(NamedTuple):
-    """How many times as fast ibp is, of one case. fetch: as raw rows; epoch: as the best arm of the CPU; raw_epoch: as
-    raw rows."""
+    """The gains of ibp in one case, as speed-ups. fetch: of fetches, over raw rows. epoch: of epochs, over the CPU's
+    best arm. raw_epoch: of epochs, over raw rows."""
 
     case: str
     fetch: float
@@ -502,7 +519,7 @@ class Gains(NamedTuple):
 
 
 def gains(rows, arm="ibp"):
-    """Of every case for which all arms are there. arm: whose gains are meant."""
+    """Yields the gains of an arm in every case that has all arms."""
     cells = {}
     for row in rows:
         cells.setdefault(row["case"], {})[row["arm"]] = row
@@ -519,7 +536,7 @@ def gains(rows, arm="ibp"):
 
 
 def shortfalls(rows):
-    """Lines that say where fetches and epochs gain less than they should."""
+    """Yields lines that say where fetches and epochs gain less than their target."""
     for gain in gains(rows):
         name = gain.case.split(", batch")[0]
         wanted_epoch = WANTED_EPOCH_SPARSE if name in WANTED_FETCH else WANTED_EPOCH_DENSE
@@ -541,7 +558,7 @@ def parsed(argv):
 
 
 def option_of(case):
-    """What a case of the CSV is measured by."""
+    """Returns the option with which a case of the CSV is measured."""
     return "dgl" if case.endswith(BY_DGL) else "huge" if HUGE in case else ""
 
 
@@ -561,7 +578,7 @@ def main(argv=None):
     for case in cases:
         with run.cell(case.name):
             if case.num_nodes != num_nodes:
-                graph = None  # its memory is free for the next one
+                graph = None  # Its memory is freed for the next graph.
                 graph, num_nodes = (
                     Graph(case.num_nodes, QUICK_EDGES if small else NUM_EDGES, run.device),
                     case.num_nodes,

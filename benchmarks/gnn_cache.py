@@ -2,16 +2,17 @@
 
     python -m benchmarks.gnn_cache [--out DIR] [--device cpu] [--quick]
 
-Features, batches of 1,024 seeds and epochs of gnn.py, on one GPU, with 600,000 nodes and 30 million edges. Arms: `raw
-rows` and `ibp`, fetched by the GPU from pinned memory, and both through a `RowCache` of 1 and of 5 % of the bytes of
-the raw features, filled with the rows that the first epoch asks for most often (`ibp.cache.count_accesses`). With 1 %
-also `cache by ibp` and `misses by ibp`, the paper's IBP(C) and IBP(M): one of both alone coded. They are two calls and
-a copy on the GPU, and wait for the count of misses.
+Features, batches of 1,024 seeds and epochs are those of gnn.py, on one GPU, with 600,000 nodes and 30 million edges.
+Arms: `raw rows` and `ibp`, which the GPU fetches from pinned memory, and both through a `RowCache` with 1 and 5 % of
+the bytes of the raw features. The cache holds the rows that the first epoch asks for most often
+(`ibp.cache.count_accesses`). With 1 % there are also `cache by ibp` and `misses by ibp`, the paper's IBP(C) and IBP(M),
+in which only the cache or only the missed rows are compressed. They take two calls and a copy on the GPU, and wait for
+the number of misses.
 
-gnn_cache.csv has the columns of gnn.csv and cache_percent (0: no cache), held_rows, raw_rows (in the same bytes),
-hit_rate and predicted: by how many times as fast as raw rows with the same cache an arm would be fetched if it gained
-only by the rows that its cache holds more of: misses at the link's rate, hits at that of memory, all of them raw.
-Fetches of coded rows should gain as much.
+gnn_cache.csv has the columns of gnn.csv, and cache_percent (0: no cache), held_rows, raw_rows (that fit the same
+bytes), hit_rate and predicted. `predicted` is the target for fetches of compressed rows, compared with raw rows with an
+equally large cache. It is the gain that would come only from the larger number of cached rows, if all of them were raw,
+misses came at the link's rate and hits at that of memory.
 """
 
 import functools
@@ -33,15 +34,16 @@ CASES = (
     gnn.Case("dense 602", NUM_NODES, (BATCH,), torch.float32, 602),
     gnn.Case("citeseer", NUM_NODES, (BATCH,)),
 )
-ARM_S = 0.8  # of an epoch's part that is timed
-OWN_GBPS, PEER_GBPS = 1500, 370  # random rows of a GPU's own memory and of another's, measured on two H200
+ARM_S = 0.8  # This many seconds of an epoch are timed.
+# GB/s of random rows in a GPU's own memory and in another GPU's, measured on two H200.
+OWN_GBPS, PEER_GBPS = 1500, 370
 PERCENTS = (0, 1, 5)
 RAW, IBP = "raw rows", "ibp"
 CACHE_ALONE, MISSES_ALONE = "cache by ibp", "misses by ibp"
 
 
 class Cached:
-    """Fetched by the GPU through a cache of a table."""
+    """A fetcher with which the GPU fetches rows through a cache of a table."""
 
     def __init__(self, cache):
         self.cache, self.table = cache, cache.table
@@ -51,7 +53,7 @@ class Cached:
 
 
 class HalfCoded(Cached):
-    """A cache of one table, and its misses from another of the same rows."""
+    """A fetcher that takes rows from a cache of one table, and missed rows from another table with the same rows."""
 
     def __init__(self, cache, misses):
         self.cache, self.table = cache, misses
@@ -70,13 +72,13 @@ def arm_name(kind, percent):
 
 
 def accesses(training, num_batches, num_nodes):
-    """How often an epoch asks for each node, int64 on its device."""
+    """Returns how often an epoch asks for each node, int64 on its device."""
     batches = (training.sample(i).ids for i in range(num_batches))
     return ibp.cache.count_accesses(batches, num_nodes, device=training.device)
 
 
 def fetcher(features, kind, percent, hotness, device):
-    """What an arm fetches by."""
+    """Returns the object with which an arm fetches."""
     cached = features.table if kind in (IBP, CACHE_ALONE) else features.raw
     if not percent:
         return gnn.ByGpu(cached)
@@ -87,13 +89,13 @@ def fetcher(features, kind, percent, hotness, device):
 
 
 def expected_hits(hotness, num_rows):
-    """Share of accesses that the most frequent num_rows rows take."""
+    """Returns the share of accesses that go to the most frequent num_rows rows."""
     counts = hotness.sort(descending=True).values
     return float(counts[:num_rows].sum() / counts.sum().clamp(min=1))
 
 
 def predicted_gain(hotness, raw_rows, held_rows, num_gpus=1):
-    """How many times as fast raw rows would be fetched with held_rows cached instead of raw_rows."""
+    """Returns how many times as fast raw rows would be fetched if held_rows of them were cached instead of raw_rows."""
     hit_s = (1 / OWN_GBPS + (num_gpus - 1) / PEER_GBPS) / num_gpus
 
     def seconds(num_rows):
@@ -104,7 +106,7 @@ def predicted_gain(hotness, raw_rows, held_rows, num_gpus=1):
 
 
 def ideal_of(run, fetch, ids, row_bytes):
-    """Of the rows that the cache lacks."""
+    """Returns the ideal rate, for which only the rows that the cache lacks cross the link."""
     if not isinstance(fetch, Cached):
         return gnn.ideal_of(run, fetch, ids, row_bytes)
     with fetch.cache.found(ids) as (_, entries, _):
@@ -131,7 +133,7 @@ def cache_columns(features, fetch, kind, percent, hotness, ids):
 
 
 def measure(run, case, features, training, num_batches, hotness, kind, percent):
-    """One arm."""
+    """Measures one arm."""
     fetch = fetcher(features, kind, percent, hotness, run.device)
     for buffer in training.buffers:
         harness.poison(buffer)
@@ -174,7 +176,7 @@ def run_case(run, case, graph, data_dir):
 
 
 def gains(rows):
-    """(row of ibp, how many times as fast it fetches as raw rows with the same cache, and trains an epoch)."""
+    """Yields (row of ibp, gain of its fetches over raw rows with the same cache, gain of its epochs)."""
     arms = {(row["case"], row["arm"]): row for row in rows}
     for row in rows:
         if row["arm"].startswith(IBP):

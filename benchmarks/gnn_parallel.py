@@ -1,13 +1,14 @@
-"""How much faster is an epoch of GraphSAGE on several GPUs, each with a compressed table in pinned memory of its own?
+"""How much faster is an epoch of GraphSAGE on several GPUs, each with a compressed table in its own pinned memory?
 
     python -m benchmarks.gnn_parallel [--out DIR] [--device cpu] [--quick]
 
-Data-parallel with NCCL, a process a GPU, on one GPU and on as many as there are, powers of two. Graph, batches and arm
-`ibp` are those of gnn.py: 1,024 seeds a GPU and step, so that an epoch of 200 batches is 100 steps of two GPUs.
+Training is data-parallel with NCCL and has one process per GPU. It runs on 1, 2, 4, ... GPUs, up to the number of GPUs.
+Graph, batches and the arm `ibp` are those of gnn.py. Each GPU takes 1,024 seeds per step, so that with two GPUs an
+epoch of 200 batches has 100 steps.
 
-gnn_parallel.csv has the rate at which all GPUs together fetch during the epoch (gbps) and, after the common columns:
-gpus, batch (seeds of a GPU), batches (measured, of all GPUs together) and epoch_s. Each GPU's first batch is compared
-with the rows that it must be, bit for bit.
+gnn_parallel.csv has the rate at which all GPUs together fetch during the epoch (gbps) and, after the common columns,
+gpus, batch (seeds of a GPU), batches (measured, of all GPUs together) and epoch_s. The first batch of each GPU is
+compared with the right rows bit for bit.
 """
 
 import json
@@ -26,12 +27,12 @@ COLUMNS = "gpus,batch,batches,epoch_s".split(",")
 CASES = tuple(case for case in gnn.CASES if case.name in ("cora", "dense 602"))
 BATCH, QUICK_BATCH = 1024, 16
 WARM_UP = 3
-WANTED_TWO = 1.9  # times one GPU
+WANTED_TWO = 1.9  # Two GPUs should be this many times as fast as one.
 
 
 def work(rank, world, case, small, kind, data_dir, store, found):
-    """One process. kind: of device, "cuda" or "cpu"; store: a file that no other run uses; found: a file for what rank
-    0 measured, as JSON."""
+    """Runs one process. kind: "cuda" or "cpu". store: a file that no other run uses. found: a file that gets what rank
+    0 has measured, as JSON."""
     with harness.process_group(kind, store, rank, world) as device:
         measured = measure(rank, world, case, small, data_dir, device)
     if rank == 0:
@@ -39,7 +40,8 @@ def work(rank, world, case, small, kind, data_dir, store, found):
 
 
 def measure(rank, world, case, small, data_dir, device):
-    """What all processes together fetched, the seconds of the slowest, and the link's ideal rate for one GPU."""
+    """Returns what all processes together have fetched, the seconds of the slowest, and the link's ideal rate for one
+    GPU."""
     torch.manual_seed(0)
     graph = gnn.Graph(case.num_nodes, gnn.QUICK_EDGES if small else gnn.NUM_EDGES, device)
     features = gnn.Features(case, data_dir, device)
@@ -106,7 +108,7 @@ def run_world(run, case, world, small, data_dir):
 
 
 def speedups(rows):
-    """(case, GPUs, how many times as fast as one) of every case with more than one GPU."""
+    """Yields (case, GPUs, speed-up over one GPU) for every case with more than one GPU."""
     alone = {row["case"]: float(row["epoch_s"]) for row in rows if int(row["gpus"]) == 1}
     for row in rows:
         if int(row["gpus"]) > 1 and row["case"] in alone:

@@ -1,11 +1,12 @@
-"""One harness for all benchmarks: command line, timing, memory, checks, CSV and the table printed last.
+"""The harness of all benchmarks: command line, timing, memory, checks, CSV, and the table that is printed last.
 
-Timing: CUDA events around each call, the calls queued behind a head start so that no launch gap is measured; two
-warm-up calls (one where calls are long); median. Calls rotate among several inputs and outputs, so that more bytes than
-the L2 cache holds pass between two uses of the same ones. With --device cpu a wall clock stands in for the events: that
-executes the scripts on a machine without a GPU, and measures nothing that the project claims.
+Timing: CUDA events are recorded around each call. The calls are queued behind other GPU work, so that no launch gap is
+measured. There are two warm-up calls (one if calls are long), and the median counts. Calls rotate among several inputs
+and outputs, so that more bytes than the L2 cache holds pass between two uses of the same ones. With --device cpu the
+wall clock replaces the events. This executes the scripts on a machine without a GPU, and measures nothing that the
+project claims.
 
-Memory: what torch's allocator handed out at most while one call ran, beyond its result and what an earlier call left.
+Memory: the most that torch's allocator handed out while one call ran, beyond its result and what an earlier call left.
 The core library allocates nothing by itself.
 """
 
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before there is a group: this module's default arguments keep one for as long as it lives
+import torch.distributed.nn  # before there is a group, which default arguments of this module would keep alive
 
 from ibp._machine import calibration
 
@@ -39,15 +40,17 @@ MEMORY_COLUMNS = (
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = Path(__file__).resolve().parent / "results"
 POISON = 0xA5
-MAX_REPEATS, MIN_REPEATS, BUDGET_S = 7, 3, 0.15  # timed calls of an arm: as many of these as fit the budget
-LONG_S = 2.0  # one timed call has to do where it takes longer than this
+# As many calls of an arm are timed as fit the budget in seconds, between these two numbers.
+MAX_REPEATS, MIN_REPEATS, BUDGET_S = 7, 3, 0.15
+LONG_S = 2.0  # Of calls that take more seconds than this only one is timed.
 MAX_ROTATION = 16
-HEAD_START_S = 2e-3  # of GPU work while the timed calls are queued
+HEAD_START_S = 2e-3  # The GPU works this many seconds while the timed calls are queued.
 
-# Limits of memory on a GPU: no temporary is larger than the ring in which streamed tensors are staged, and what a table
-# keeps there to be fetched from is a small part of it.
+# Limits for memory on a GPU: no temporary is larger than the ring in which streamed tensors are staged, and the
+# metadata of a table that rows are fetched from is at most this share of the original bytes, for rows with at least
+# METADATA_ROW_BYTES.
 MAX_TEMPORARY_BYTES = 64 << 20
-MAX_METADATA_SHARE, METADATA_ROW_BYTES = 0.01, 256  # of the original bytes, for rows from so many
+MAX_METADATA_SHARE, METADATA_ROW_BYTES = 0.01, 256
 
 
 # ---- command line and provenance -----------------------------------------------------------------------------------
@@ -55,8 +58,8 @@ MAX_METADATA_SHARE, METADATA_ROW_BYTES = 0.01, 256  # of the original bytes, for
 
 @contextlib.contextmanager
 def process_group(kind, store, rank, world):
-    """The group of a benchmark's processes, over NCCL or gloo; yields the device of this one. kind: "cuda" or "cpu";
-    store: a file that no other run uses."""
+    """Joins the processes of a benchmark to a group over NCCL or gloo, and yields the device of this one. kind: "cuda"
+    or "cpu". store: a file that no other run uses."""
     on_gpu = kind == "cuda"
     device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -99,16 +102,15 @@ def parse_args(argv=None, description=None):
 
 
 def commit_id():
-    """The commit measured: IBP_COMMIT where it is set, for copies of a tree; else git's HEAD, with "-dirty" where code
-    differs from it.
-    """
+    """Returns the commit that is measured: IBP_COMMIT if it is set (for copies of a tree), otherwise git's HEAD, with
+    "-dirty" if code differs from it."""
     if os.environ.get("IBP_COMMIT"):
         return os.environ["IBP_COMMIT"]
 
     def git(*words):
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
 
-    if not (ROOT / ".git").exists():  # git would find another repository that holds this directory
+    if not (ROOT / ".git").exists():  # Git would find another repository that contains this directory.
         return "unknown"
     try:
         head = git("rev-parse", "HEAD")
@@ -141,7 +143,7 @@ def dtype_name(dtype):
 
 
 def four_digits(number):
-    """Four significant digits, never in exponent notation below a million."""
+    """Returns a number with four significant digits, without an exponent if it is below a million."""
     return f"{float(f'{number:.4g}'):g}"
 
 
@@ -154,7 +156,7 @@ def append_row(path, columns, row):
 
 
 def start_file(path, columns, keep=lambda row: False):
-    """An empty CSV, but for the rows of the file before it that are to be kept."""
+    """Writes an empty CSV that only has the rows of the earlier file that are to be kept."""
     kept = []
     if path.exists():
         with open(path, newline="") as file:
@@ -170,18 +172,21 @@ def start_file(path, columns, keep=lambda row: False):
 
 
 def metadata_bytes(table, device):
-    """What a table keeps in the memory of a device that fetches from it, beside its rows: lengths, bases, the
-    codebook's words.
-    """
+    """Returns the bytes that a table keeps in the memory of a device that fetches from it, beside its rows: lengths,
+    bases, and the codebook's words."""
     held = [table.lengths, table.bases] + ([table.codebook.words(torch.device(device))] if table.codebook else [])
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 class Run:
-    """One script's run: times calls, collects rows, writes them to <out>/<benchmark>.csv as they come, what they took
-    of the GPU's memory to <out>/memory.csv. SIGTERM ends the script with what was measured until then. extra_columns:
-    of this script's CSV, after the common ones. keep: which rows of both CSVs before stay, if
-    they are of the same machine and versions."""
+    """The run of one script. It times calls, writes rows to <out>/<benchmark>.csv as they come, and writes the GPU
+    memory that calls take to <out>/memory.csv. SIGTERM ends the script and keeps what was measured until then.
+
+    Args:
+        extra_columns: columns of this script's CSV, after the common ones.
+        keep: function(row) -> whether a row of the earlier CSVs stays. Other machines' rows of the script's own CSV
+            never stay.
+    """
 
     def __init__(self, benchmark, args, extra_columns=(), keep=lambda row: False):
         self.benchmark, self.quick, self.device = benchmark, args.quick, torch.device(args.device)
@@ -225,13 +230,12 @@ class Run:
 
     @property
     def is_judged(self):
-        """Whether the targets apply: few cells on small tables, or a CPU, need not reach them."""
+        """Returns whether the targets apply. Few cells on small tables, or on a CPU, need not reach them."""
         return self.on_gpu and not self.quick
 
     def add(self, *, case, arm, rows, row_bytes, dtype, savings, gbps, ideal_gbps, sms, **extra):
-        """Records one measurement. sms: the most SMs that the arm may keep busy, None for all, 0 where no kernel does
-        the work.
-        extra: the script's own columns, texts or numbers."""
+        """Records one measurement. sms: the most SMs that the arm may keep busy, None for all, 0 if no kernel does the
+        work. extra: the script's own columns, texts or numbers."""
         row = {
             **self.same,
             "case": case,
@@ -249,9 +253,10 @@ class Run:
         append_row(self.path, self.columns, row)
 
     def peak_bytes(self, call, out=None):
-        """(what call returned, the most bytes of device memory held at once while it ran, beyond what was held before
-        and its result). It is called twice: what stays, a table's metadata, comes with the first. out: the tensor that
-        call writes its result to; None: it makes the result, a tensor or several. Without a GPU the bytes are None."""
+        """Returns (the call's result, the most bytes of device memory that it took beyond its result and what was held
+        before). Without a GPU the bytes are None. The call is made twice, because the first one allocates memory that
+        stays, such as a table's metadata. out: the tensor that the call writes its result to; None: the call makes the
+        result, one tensor or several."""
         call()
         if not self.on_gpu:
             return call(), None
@@ -265,8 +270,8 @@ class Run:
         return result, torch.cuda.max_memory_allocated(self.device) - before - made_bytes
 
     def add_memory(self, *, case, arm, row_bytes, dtype, peak_bytes, output_bytes, original_bytes, table=None):
-        """Records what one path takes of the GPU's memory. table: what is fetched from, whose metadata there is
-        `index_bytes`. Nothing to record without a GPU, except that a CPU run tests the columns."""
+        """Records the GPU memory that one path takes. table: the table that is fetched from; `index_bytes` is its
+        metadata on the GPU. Without a GPU the sizes are empty, but a CPU run tests the columns."""
         row = {
             "benchmark": self.benchmark,
             "case": case,
@@ -285,7 +290,7 @@ class Run:
 
     @contextlib.contextmanager
     def cell(self, what):
-        """Whatever fails inside is reported at the end, and the run goes on with the next cell."""
+        """Catches exceptions inside a block. They are reported at the end, and the run goes on with the next cell."""
         try:
             yield
         except Exception as error:
@@ -297,14 +302,16 @@ class Run:
             torch.cuda.synchronize(self.device)
 
     def rotation(self, bytes_per_call):
-        """How many input and output sets to rotate among: four times the L2 cache between two uses of the same set."""
+        """Returns how many sets of inputs and outputs to rotate among: four times the L2 cache passes between two uses
+        of a set."""
         return min(MAX_ROTATION, max(2, math.ceil(4 * self.l2_bytes / max(1, bytes_per_call))))
 
     def seconds(self, calls, wall=False):
-        """Median seconds of one call. calls: functions without arguments that do the same work on different memory.
-        wall: host and GPU work together by the wall clock, for arms whose work is partly the CPU's."""
+        """Returns the median seconds of one call. calls: functions without arguments that do the same work on different
+        memory. wall: whether to time host and GPU together with the wall clock, for arms in which the CPU does part of
+        the work."""
         one = self._wall_seconds(calls[-1])
-        if one < BUDGET_S:  # else the call is long enough to be measured as it is
+        if one < BUDGET_S:  # Longer calls are warmed up only once.
             one = self._wall_seconds(calls[0])
         repeats = 1 if one > LONG_S else min(MAX_REPEATS, max(MIN_REPEATS, int(BUDGET_S / max(one, 1e-9))))
         if wall or not self.on_gpu:
@@ -334,10 +341,11 @@ class Run:
         sys.exit(self.finish())
 
     def finish(self, shortfalls=()):
-        """Prints the table, what falls short of its target, and the failures. @return the exit status of the script: 1
+        """Prints the table, the rates below their targets, and the failures. Returns the exit status of the script: 1
         if something failed.
 
-        shortfalls: lines that say where the rates are below their targets.
+        Args:
+            shortfalls: lines that say where rates are below their targets.
         """
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         print(format_table(self.rows))
@@ -356,25 +364,25 @@ class Run:
 
 # ---- targets -------------------------------------------------------------------------------------------------------
 
-TARGET_COLUMNS = ("target_gbps", "met")  # of scripts that say beside each rate what is wanted
-MOST_WANTED = 0.95  # of what the hardware allows
+TARGET_COLUMNS = ("target_gbps", "met")  # Scripts whose rates have targets write these columns.
+MOST_WANTED = 0.95  # No target is above this share of what the hardware allows.
 
 
 def judged(gbps, wanted, allowed_gbps=math.inf):
-    """The values of TARGET_COLUMNS. wanted: GB/s, or None where nothing is. allowed_gbps: what the hardware allows: no
-    target is above MOST_WANTED of it."""
+    """Returns the values of TARGET_COLUMNS. wanted: the target in GB/s, or None. allowed_gbps: what the hardware
+    allows."""
     wanted = min(wanted, MOST_WANTED * allowed_gbps) if wanted else None
     return {"target_gbps": four_digits(wanted), "met": "yes" if gbps >= wanted else "no"} if wanted else {}
 
 
 def allowed_beside(raw_gbps, raw_ideal_gbps, ideal_gbps):
-    """GB/s that the link allows coded rows where raw ones come at a rate through the same code: as many times that as
-    the ideal rate is the raw rows' one."""
+    """Returns the GB/s that the link allows compressed rows, given the rate of raw rows with the same code: it grows by
+    the same factor as the ideal rate."""
     return raw_gbps * ideal_gbps / raw_ideal_gbps
 
 
 def missed(rows):
-    """Lines that say where a target is missed."""
+    """Returns lines that say where a target is missed."""
     return [
         f"{row['case']} {row['dtype']}, {row['row_bytes']} B, {row['arm']}, {row['sms']} SMs: {row['gbps']} GB/s, "
         f"wanted {row['target_gbps']}"
@@ -395,12 +403,13 @@ def metadata_share(row):
 
 
 def of_tables(memory):
-    """Those rows of memory.csv that say what a table keeps on the GPU; with rows long enough for the limit."""
+    """Returns the rows of memory.csv that describe the metadata of a table on the GPU, if its rows are long enough for
+    the limit."""
     return [row for row in memory if row["index_bytes"] != "" and int(row["row_bytes"]) >= METADATA_ROW_BYTES]
 
 
 def memory_lines(memory):
-    """The largest share of metadata and the largest temporary."""
+    """Yields lines on the largest share of metadata and the largest temporary."""
     if tables := of_tables(memory):
         most = max(tables, key=metadata_share)
         yield (
@@ -427,7 +436,8 @@ def memory_shortfalls(memory):
 
 
 def format_table(rows):
-    """One line a case and row size, one column an arm: GB/s, and in brackets the share of the ideal in percent."""
+    """Returns a table with one line per case and row size and one column per arm: GB/s, and in brackets the percentage
+    of the ideal."""
     arms, lines, savings = [], {}, {}
     for row in rows:
         arm = row["arm"] + (f" {row['sms']} SMs" if row["sms"] else "")
@@ -436,7 +446,7 @@ def format_table(rows):
         key = (row["case"], str(row["row_bytes"]), row["dtype"])
         share = 100 * float(row["gbps"]) / float(row["ideal_gbps"])
         lines.setdefault(key, {})[arm] = f"{row['gbps']} ({share:.0f})"
-        if not float(savings.get(key, 0)):  # of the first arm that compresses
+        if not float(savings.get(key, 0)):  # The savings are those of the first arm that compresses.
             savings[key] = row["savings"]
     cells = [["case", "row_bytes", "dtype", "savings", *arms]]
     cells += [[*key, savings[key], *(values.get(arm, "") for arm in arms)] for key, values in lines.items()]

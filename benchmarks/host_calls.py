@@ -1,10 +1,11 @@
-"""How long does the host take to issue a call, beside torch's call that does the same?
+"""How long does the host take to issue a call, compared with torch's call that does the same?
 
     python -m benchmarks.host_calls [--out DIR] [--device cpu] [--quick]
 
-Calls of few rows and small tensors, in a loop that waits for none of them: microseconds until a call returns, and how
-many Python functions of ibp it enters. Medians of several processes, in each of which ibp's call and torch's take
-turns. Wanted: index_select 1.3 times torch's call, table[ids] and products 1.5 times, and 20 us to decompress 4 MiB.
+Calls with few rows and small tensors are made in a loop that waits for none of them. This measures the microseconds
+until a call returns, and counts the Python functions of ibp that it enters. The results are medians over several
+processes; in each process ibp's call and torch's take turns. The targets are 1.3 times torch's time for index_select,
+1.5 times for table[ids] and products, and 20 us for decompressing 4 MiB.
 """
 
 import json
@@ -25,9 +26,10 @@ COLUMNS = ("us", "torch_us", "times_torch", "python_calls", "wanted")
 PROCESSES, ROUNDS, LOOP = 5, 11, 100
 ROW_BYTES, NUM_IDS, NUM_TABLES = 512, 64, 16
 DTYPE = torch.bfloat16
-SIZE = 1024  # of a matrix's rows and columns
+SIZE = 1024  # A matrix has this many rows and columns.
 VECTORS = 4
-TIMES = {  # of torch's time
+# The targets are these multiples of torch's time.
+TIMES = {
     "index_select, device memory": 1.3,
     "index_select, pinned memory": 1.3,
     "index_select, out": 1.3,
@@ -134,7 +136,7 @@ def measured(device, quick):
 
 
 def of_processes(args):
-    """The same of several processes: the median of each number."""
+    """Returns the median of each number of `measured` over several processes."""
     command = [sys.executable, "-m", "benchmarks.host_calls", "--device", args.device, *["--quick"] * args.quick]
     environment = os.environ | {"IBP_HOST_CALLS": "1"}
     runs = []
@@ -146,7 +148,7 @@ def of_processes(args):
 
 def main(argv=None):
     args = harness.parse_args(argv, __doc__)
-    if os.environ.get("IBP_HOST_CALLS"):  # one of the processes
+    if os.environ.get("IBP_HOST_CALLS"):  # This is one of the processes that measure.
         with torch.no_grad():
             print(json.dumps(measured(torch.device(args.device), args.quick)))
         return 0

@@ -1,4 +1,4 @@
-"""What the benchmarks run on: synthetic tables of chosen savings, normal data, and the real sets of data/."""
+"""The inputs of the benchmarks: synthetic tables with chosen savings, normal values, and the real sets of data/."""
 
 import math
 from pathlib import Path
@@ -19,10 +19,9 @@ DATA_DIR = Path(__file__).resolve().parent.parent / "data"
 
 
 def synthetic_mask(row_bytes, savings, seed=0):
-    """Mask and bitval (uint8, row_bytes each) under which every row that agrees with them saves `savings`, as in the
-    paper's figure 7: fixed bits at random positions, of random value, and one more of them a chunk to pay its
-    participation bit.
-    """
+    """Returns mask and bitval (uint8, row_bytes each) with which every row that agrees with them saves `savings`, as in
+    the paper's figure 7. Fixed bits have random positions and values. There is one more of them for each chunk, to pay
+    for its participation bit."""
     num_bits = 8 * row_bytes
     num_fixed = round(savings * num_bits) + row_bytes // CHUNK_BYTES
     if row_bytes % CHUNK_BYTES or not row_bytes // CHUNK_BYTES <= num_fixed <= num_bits:
@@ -40,7 +39,7 @@ def synthetic_mask(row_bytes, savings, seed=0):
 
 
 def agreeing_rows(num_rows, mask, bitval, device):
-    """Random int32 rows that agree with a mask and bitval in every chunk."""
+    """Returns random int32 rows that agree with a mask and bitval in every chunk."""
     mask, bitval = (t.to(device).view(torch.int32) for t in (mask, bitval))
     x = torch.randint(-(1 << 31), (1 << 31) - 1, (num_rows, mask.numel()), dtype=torch.int32, device=device)
     return x.bitwise_and_(~mask).bitwise_or_(bitval)
@@ -50,19 +49,18 @@ NORMAL = (("normal 0.02", torch.bfloat16, 0.02), ("normal 0.02", torch.float16, 
 
 
 def normal_rows(num_bytes, dtype, deviation, device, columns=1024):
-    """About num_bytes of N(0, deviation) in rows of `columns` values."""
+    """Returns about num_bytes of N(0, deviation) in rows of `columns` values."""
     num_rows = max(1, num_bytes // (columns * dtype.itemsize))
     return (torch.randn(num_rows, columns, device=device) * deviation).to(dtype)
 
 
-ZIPF_EXPONENT = 1.05  # of frequencies of ids in click logs, by their rank
-SCATTER = 2_654_435_761  # a prime, which spreads frequent ids over a table
+ZIPF_EXPONENT = 1.05  # In click logs the frequency of an id falls with its rank by about this exponent.
+SCATTER = 2_654_435_761  # This is a prime, which spreads frequent ids over a table.
 
 
 def zipf_ranks(num_ids, num_rows, device):
-    """int64 [num_ids] in [0, num_rows), 0 the most frequent: rank r is drawn in proportion to (r + 1)^-ZIPF_EXPONENT,
-    by the inverse of the continuous distribution.
-    """
+    """Returns int64 [num_ids] in [0, num_rows); 0 is the most frequent. Rank r has a probability proportional to (r +
+    1)^-ZIPF_EXPONENT. The inverse of the continuous distribution is used."""
     u = torch.rand(num_ids, dtype=torch.float64, device=device)
     power = 1 - ZIPF_EXPONENT
     ranks = ((num_rows + 1) ** power - 1) * u + 1
@@ -70,7 +68,7 @@ def zipf_ranks(num_ids, num_rows, device):
 
 
 def scattered(ranks, num_rows):
-    """Which row of a table has each rank: int64, each of [0, num_rows) once."""
+    """Returns the row of a table that has each rank: int64, a permutation of [0, num_rows)."""
     return ranks * SCATTER % num_rows
 
 
@@ -91,7 +89,8 @@ def _bfloat16(name):
     return lambda z: torch.from_numpy(z[name]).view(torch.bfloat16)
 
 
-REAL_SETS = (  # name, file, loader; data/README.md says what they are
+# Each set has (name, file, loader). data/README.md describes the sets.
+REAL_SETS = (
     ("cora", "cora.npz", _csr),
     ("citeseer", "citeseer.npz", _csr),
     ("pubmed", "pubmed_1060rows.npz", _csr),
@@ -103,7 +102,7 @@ REAL_SETS = (  # name, file, loader; data/README.md says what they are
 
 
 def real_sets(data_dir):
-    """Yields (name, 2-D CPU tensor) for every set whose file is there; names those that are not."""
+    """Yields (name, 2-D CPU tensor) for every set whose file exists. Prints the names of the others."""
     for name, file, load in REAL_SETS:
         path = Path(data_dir) / file
         if not path.exists():
@@ -114,5 +113,5 @@ def real_sets(data_dir):
 
 
 def replicated(x, num_rows, device):
-    """x's rows over and over until there are num_rows of them, on `device`."""
+    """Returns x's rows, repeated until there are num_rows of them, on `device`."""
     return x.to(device).repeat(math.ceil(num_rows / len(x)), 1)[:num_rows].contiguous()

@@ -1,20 +1,21 @@
-"""What do travelling pages of a KV-cache cost decoding steps beside them? Needs transformers.
+"""How much do travelling pages of a KV-cache slow down decoding steps that run at the same time? Needs transformers.
 
     python -m benchmarks.kv_pages --decoding [--out DIR] [--device cpu] [--quick]
 
-Llama-3-8B's shape with random weights takes tokens greedily, as the steps of llm.py: a CUDA graph, a static cache. At
-the same time another stream of higher priority stores 256 MiB of a paged cache to pinned host memory and loads them
-back, over and over: `raw`, by one copy each way; `ibp`, by an `ibp.kv.KVStore` for keys and one for values, with the
-multiprocessors that a store takes unless it is told otherwise. Trains of steps alone and beside pages alternate (see
-overlap.py).
+A model of Llama-3-8B's shape with random weights generates tokens greedily, like the steps of llm.py: in a CUDA graph,
+with a static cache. At the same time another stream of higher priority stores 256 MiB of a paged cache to pinned host
+memory and loads them back, over and over. `raw` uses one copy in each direction. `ibp` uses one `ibp.kv.KVStore` for
+keys and one for values, with the multiprocessors that a store takes by default. Trains of steps alone and with pages
+alternate (see overlap.py).
 
-Pages are blocks of 16 tokens of all 32 layers, of real values: tokens of data/kv_stories260k.npz, 32 drawn for each of
-8 heads of 128. `gain` is how many tokens the coded pool keeps in the host memory of one raw token.
+Pages are blocks of 16 tokens of all 32 layers. They have real values: tokens of data/kv_stories260k.npz, 32 values
+drawn at a time for each of 8 heads of 128. `gain` is how many tokens the compressed pool keeps in the host memory of
+one raw token.
 
-kv_decoding.csv has, after the common columns, batch, context, tokens_per_s, tokens_share (of the steps alone),
-pages_gbps (of original bytes, both ways together), pages_share (of the same pages alone), gain and the target. GB/s of
-steps count weights; `pages` alone are rows of their own. In the same run the tokens and the keys and values of every
-train have to equal the first train's, and pages have to come back as they left.
+After the common columns, kv_decoding.csv has batch, context, tokens_per_s, tokens_share (of the rate of steps alone),
+pages_gbps (of original bytes, both directions together), pages_share (of the rate of the same pages alone), gain and
+the target. GB/s of steps count weights. Rows with `pages alone` measure only pages. In the same run the tokens, keys
+and values of every train must equal the first train's, and pages must come back as they left.
 """
 
 import sys
@@ -29,16 +30,17 @@ from . import codec, harness, ideal, llm, overlap
 COLUMNS = ("batch", "context", "tokens_per_s", "tokens_share", "pages_gbps", "pages_share", "gain")
 COLUMNS = (*COLUMNS, *harness.TARGET_COLUMNS)
 MODEL, BATCHES, QUICK_BATCHES = "Llama-3-8B", (8, 16), (2,)
-STEPS = 24  # of a train: 0.2 s on an H200
+STEPS = 24  # A train has this many steps, which take 0.2 s on an H200.
 BLOCK_TOKENS, NUM_BLOCKS, QUICK_BLOCKS = 16, 128, 8
-TOKEN_VALUES = 32  # of a token of the real set in a layer
-USUAL_SMS = 24  # of a store's transfers
+TOKEN_VALUES = 32  # A token of the real set has this many values in a layer.
+USUAL_SMS = 24  # A store's transfers take this many SMs by default.
 WANTED_SHARE, WANTED_GAIN = 0.97, 1.4
 RAW, IBP, ALONE = "raw", "ibp", "steps alone"
 
 
 class Steps:
-    """Decoding steps, as overlap.py takes products: each train begins with the same cache and tokens."""
+    """Decoding steps, with the methods that overlap.py needs of products. Each train begins with the same cache and
+    tokens."""
 
     num = STEPS
 
@@ -69,7 +71,8 @@ class Steps:
 
 
 class Pages:
-    """A paged cache of real values, [tensors, blocks, tokens, heads, values], and where its blocks come back to."""
+    """A paged cache of real values, [tensors, blocks, tokens, heads, values], and the tensor that its blocks come back
+    to."""
 
     def __init__(self, run, config, data_dir):
         heads, head_dim = config.num_key_value_heads, llm.head_dim_of(config)
@@ -85,14 +88,14 @@ class Pages:
             tensors.append(rows[drawn].view(torch.bfloat16).view(shape))
         self.run, self.kv = run, torch.stack(tensors)
         self.out = torch.empty_like(self.kv)
-        self.num_bytes = 2 * self.kv.nbytes  # there and back
+        self.num_bytes = 2 * self.kv.nbytes  # The bytes travel in both directions.
 
 
 class Travel:
-    """One way for pages to go to host memory and come back: `call`, as overlap.py takes fetches."""
+    """A way for pages to go to host memory and come back: `call`, with the methods that overlap.py needs of fetches."""
 
     def __init__(self, pages, arm, sms, call, kept, gain=1.0):
-        """kept: host memory that a call writes."""
+        """Makes a way of travel. kept: the host memory that a call writes."""
         self.pages, self.arm, self.sms, self.call, self.kept, self.gain = pages, arm, sms, call, kept, gain
 
     def check(self, what):
@@ -113,7 +116,7 @@ def raw_travel(pages):
 
 
 def coded_travel(pages):
-    """Keys and values have a store each: their codebooks differ."""
+    """Returns a way with two stores, because keys and values have different codebooks."""
     run, kv = pages.run, pages.kv
     count, page_bytes = kv.shape[1], kv[0, 0].nbytes
     sizes = {"num_pages": count, "page_bytes": page_bytes, "num_tensors": len(kv) // 2}
@@ -135,7 +138,7 @@ def coded_travel(pages):
 
 
 class Bench:
-    """Where measurements of a batch go."""
+    """The measurements of one batch size."""
 
     def __init__(self, run, steps, batch, weight_bytes, copy_gbps):
         self.run, self.steps, self.batch, self.weight_bytes = run, steps, batch, weight_bytes
@@ -158,7 +161,7 @@ class Bench:
         if is_judged:
             gains |= {"met": "yes" if travel.gain >= WANTED_GAIN else "no"}
         self.add(f"pages alone, {travel.arm}", pages_gbps, ideal.LINK_COPY_GBPS, savings, travel.sms, **gains)
-        if not self.run.on_gpu or self.run.quick:  # a short train of steps ends before two calls have
+        if not self.run.on_gpu or self.run.quick:  # A short train of steps would end before two calls do.
             return
         alone_s, step_s, beside_s = overlap.measure_beside(self.run, self.steps, travel, travel_s)
         wanted = WANTED_SHARE * self.weight_bytes * 1e-9 / alone_s if is_judged else None
@@ -193,7 +196,7 @@ class Bench:
 
 
 def shortfalls(rows):
-    """Lines that say where a target is missed."""
+    """Yields lines that say where a target is missed."""
     for row in rows:
         if row.get("met") == "no" and row.get("tokens_share"):
             yield f"{row['case']}, {row['arm']}: {row['tokens_share']} of the tokens alone, wanted {WANTED_SHARE}"

@@ -2,14 +2,16 @@
 
     python -m benchmarks.kv_fetch [--out DIR] [--device cpu] [--quick]
 
-32 layers of 8 KV heads of 128 BF16 values, N(0, 0.02), from 8,192 to 131,072 tokens and batches of 1 to 20; and the
-keys and values of a real model (data/kv_stories260k.npz: 4 heads of 8 values, tokens drawn from its stories). A call is
-one step of generation without the model: every layer is given one new token and gives all its keys and values. Arms:
-`CompressedCache` with coded tokens in pinned host memory (also of the paper's scheme) and on the GPU, the same with raw
-blocks, which goes through the same code, and transformers' `DynamicCache(offloading=True)`, where its steps are short
-enough. What every layer gives is compared with the tensors that it was given. Steps follow each other, as in
-generation, by the clock; `ms` is one of them. The ideal is the copy engine's rate over the share of bytes stored; for
-coded tokens on the GPU that of memory.
+There are 32 layers of 8 KV heads of 128 BF16 values, N(0, 0.02), with 8,192 to 131,072 tokens and batches of 1 to 20;
+and the keys and values of a real model (data/kv_stories260k.npz: 4 heads of 8 values, with tokens drawn from its
+stories). A call is one step of generation without the model: every layer gets one new token and returns all its keys
+and values. Arms: `CompressedCache` with compressed tokens in pinned host memory (also with the paper's scheme) and on
+the GPU; the same with raw blocks, which use the same code; and transformers' `DynamicCache(offloading=True)`, if its
+steps are short enough.
+
+What every layer returns is compared with the tensors that it got. Steps follow each other, as in generation, and are
+timed with the wall clock; `ms` is the time of one. The ideal is the copy engine's rate over the share of bytes that is
+stored, and the rate of memory for compressed tokens on the GPU.
 """
 
 import gc
@@ -28,13 +30,14 @@ from . import harness, ideal
 
 COLUMNS = (*harness.TARGET_COLUMNS, "ms", "host_bytes", "device_bytes")
 LAYERS, HEADS, HEAD_DIM, DTYPE = 32, 8, 128, torch.bfloat16
-CELLS = ((1, 8192), (1, 32768), (20, 8192), (1, 131072))  # batch, tokens
+CELLS = ((1, 8192), (1, 32768), (20, 8192), (1, 131072))  # Each cell has (batch, tokens).
 REAL_CELL, REAL_BLOCK = (20, 32768), 256
 QUICK_CELLS, QUICK_REAL_CELL, QUICK_LAYERS = ((1, 300), (2, 200)), (2, 600), 2
 WARM_STEPS, STEPS = 1, 3
-MOST_SLOW_BYTES = 2 << 30  # raw bytes of a cache that transformers offloads too: it sends all of it again every step
-PAPER_TOKENS = 4096  # that codebooks of the paper's scheme are learned from
-OF_RAW, OF_IDEAL, OF_OFFLOADING = 1.42, 0.95, 3.0  # targets
+# Raw bytes of the largest cache that transformers offloads, too. It sends the whole cache again in every step.
+MOST_SLOW_BYTES = 2 << 30
+PAPER_TOKENS = 4096  # Codebooks of the paper's scheme are learned from this many tokens.
+OF_RAW, OF_IDEAL, OF_OFFLOADING = 1.42, 0.95, 3.0  # The targets are these multiples of the other rates.
 RAW, HOST, GPU, OFFLOADING = "raw blocks", "ibp", "ibp, on the GPU", "transformers, offloading"
 PAPER = "ibp, the paper's scheme"
 ARMS = {RAW: {"scheme": "raw"}, HOST: {}, PAPER: {"scheme": "ibp"}, GPU: {"memory": "device"}}
@@ -48,8 +51,8 @@ def normal_states(num_layers, batch, num_tokens, device):
 
 
 def real_states(num_layers, batch, num_tokens, device, data_dir):
-    """Keys and values [batch, 4, num_tokens, 8] of each layer: of the model's layers in turn, tokens drawn from one of
-    four stories a sequence, so that no row comes twice."""
+    """Returns keys and values [batch, 4, num_tokens, 8] of each layer. The layers take the model's layers in turn. Each
+    sequence draws its tokens from one of four stories, so that no two rows are equal."""
     with np.load(data_dir / "kv_stories260k.npz") as z:
         held = [torch.from_numpy(z[name].view(np.int16)).view(DTYPE).to(device) for name in ("k_bf16", "v_bf16")]
     stories = [x.view(4, 256, 5, 4, 8).permute(2, 0, 1, 3, 4) for x in held]  # layers, stories, tokens, heads, values
@@ -62,7 +65,7 @@ def real_states(num_layers, batch, num_tokens, device, data_dir):
 
 
 class Case:
-    """Keys and values of all layers, and what is added to them a step."""
+    """Keys and values of all layers, and those that a step adds to them."""
 
     def __init__(self, run, name, states, block):
         self.run, self.name, self.states, self.block = run, name, states, block
@@ -79,7 +82,7 @@ class Case:
                     harness.check_bits(tensor[:, :, : self.num_tokens], given, f"{self.name}, {check}")
 
     def seconds(self, cache, arm):
-        """Of one step: keys and values are checked in the first ones, and in the last one."""
+        """Returns the seconds of one step. Keys and values are checked in the first steps and in the last one."""
         for layer, pair in enumerate(self.states):
             cache.update(*pair, layer)
         warm_steps, steps = (WARM_STEPS, STEPS) if arm != OFFLOADING else (1, 1)
@@ -115,14 +118,15 @@ class Case:
 
 
 def paper_codebooks(case):
-    """Of the paper's scheme, learned from the first layer for all, as they take long to learn."""
+    """Returns codebooks of the paper's scheme. They are learned from the first layer and used for all, because learning
+    them takes long."""
     row_bytes = _coding.Form.of(case.states[0][0], case.block, None).row_bytes
     rows = [x[0, 0, : PAPER_TOKENS // case.block * case.block].cpu().view(-1) for x in case.states[0]]
     return {"codebooks": tuple(ibp.codecs.analyze(x, scheme="ibp", sample=1.0, row_bytes=row_bytes) for x in rows)}
 
 
 def measure_compressed(case, arm, wanted):
-    """GB/s of an arm, and the share of its bytes that it saves. wanted: GB/s of it, by its ideal."""
+    """Measures an arm and returns its GB/s. wanted: function(ideal GB/s) -> target in GB/s."""
     run, found = case.run, 0.0
     with run.cell(f"{case.name}, {arm}"):
         cache = CompressedCache(block=case.block, **ARMS[arm], **(paper_codebooks(case) if arm == PAPER else {}))
@@ -144,7 +148,7 @@ def measure_compressed(case, arm, wanted):
 
 
 def measure_offloading(case, config):
-    """GB/s of transformers' own offloading; None where it is left out."""
+    """Measures transformers' own offloading and returns its GB/s, or None if it is left out."""
     if not case.run.on_gpu or case.num_bytes > MOST_SLOW_BYTES:
         return None
     with case.run.cell(f"{case.name}, {OFFLOADING}"):

@@ -1,15 +1,16 @@
-"""How fast do pages of a KV-cache move between the GPU and coded slots in host memory?
+"""How fast do pages of a KV-cache move between the GPU and compressed slots in host memory?
 
     python -m benchmarks.kv_pages [--decoding] [--out DIR] [--device cpu] [--quick]
 
---decoding: beside steps of a language model instead, by kv_decoding.py, which needs transformers.
+--decoding measures pages that move during steps of a language model instead. kv_decoding.py does this and needs
+transformers.
 
-256 MiB of a paged cache, BF16 N(0, 0.02), as 4,096 pages of 64 KiB, which go to random pages of an `ibp.kv.KVStore` in
-pinned host memory and come back to random blocks: `store` and `load`, with the multiprocessors that they take by
-themselves, with at most 8 and with all; level "fast" too. Beside them raw pages: `copied`, all of them by one call of
-the copy engine, as if they lay in order; `copied page by page`; `by kernel`, one launch as ibp's. Each alone, and most
-of them beside a train of matrix products (see overlap.py). `small`: 64 pages by one call. What was moved is checked for
-every arm.
+256 MiB of a paged cache, BF16 N(0, 0.02), form 4,096 pages of 64 KiB. They go to random pages of an `ibp.kv.KVStore` in
+pinned host memory and come back to random blocks. The arms `store` and `load` use the default number of
+multiprocessors, at most 8, or all; and level "fast". For comparison there are raw pages: `copied`, all of them by one
+call of the copy engine, as if they were in order; `copied page by page`; and `by kernel`, in one launch like ibp's.
+Each arm is measured alone, and most of them during a train of matrix products (see overlap.py). `small` moves 64 pages
+in one call. In every arm the pages are checked.
 """
 
 import argparse
@@ -26,14 +27,15 @@ PAGE_BYTES, ROW_BYTES = 1 << 16, 2048
 TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, inputs.MIB
 FEW_PAGES = 64
 STORE, LOAD = "store", "load"
-WANTED_GBPS = {STORE: 65.0, LOAD: 75.0}  # of original bytes; never less than a raw copy in the same direction
-BESIDE_SHARE = 0.8  # of the rate alone
+# Targets in GB/s of original bytes, but at least the rate of a raw copy in the same direction.
+WANTED_GBPS = {STORE: 65.0, LOAD: 75.0}
+BESIDE_SHARE = 0.8  # Beside products the target is this share of the rate alone.
 RAW_SMS, FEW_SMS = 16, 8
 COPIED, BY_PAGE, BY_KERNEL = "copied", "copied page by page", "by kernel"
 
 
 class Pages:
-    """A paged cache, where its blocks go and come from, and where measurements go."""
+    """A paged cache, the tensor that its blocks come back to, and the run that records measurements."""
 
     def __init__(self, run):
         self.run = run
@@ -46,7 +48,7 @@ class Pages:
         self.raw_gbps = {}
 
     def measure(self, work, wanted=None, beside=True):
-        """One arm, alone and beside products."""
+        """Measures one arm, alone and during products. Returns its GB/s alone."""
         run = self.run
         with run.cell(f"{work.direction}, {work.arm}"):
             work.call()
@@ -54,7 +56,7 @@ class Pages:
             seconds = run.seconds([work.call])
             gbps = work.num_bytes * 1e-9 / seconds
             self.record(work, f"{work.arm}, alone", gbps, wanted)
-            if run.on_gpu and beside and not run.quick:  # a short train of products ends before two fetches have
+            if run.on_gpu and beside and not run.quick:  # A short train of products would end before two fetches do.
                 alone_s, product_s, beside_s = overlap.measure_beside(run, self.products, work, seconds)
                 rate = work.num_bytes * 1e-9 / beside_s
                 shares = {
@@ -84,8 +86,8 @@ class Pages:
 
 
 class Work:
-    """One way to move pages in one direction. call() moves them; check() finds them where they belong, and leaves bytes
-    there that are none of them."""
+    """A way to move pages in one direction. call() moves them. check() checks that they have arrived, and then
+    overwrites the target."""
 
     def __init__(self, direction, arm, call, check, num_bytes, sms, savings=0.0, gain=1.0):
         self.direction, self.arm, self.call, self._check = direction, arm, call, check
@@ -98,7 +100,7 @@ class Work:
 
 
 def raw_works(of):
-    """Raw pages: by the copy engine in one piece and page by page, and by a kernel."""
+    """Yields the ways of raw pages: by the copy engine, in one piece and page by page, and by a kernel."""
     host = torch.empty(of.kv.shape, dtype=of.kv.dtype, pin_memory=of.run.on_gpu)
     back = of.kv.to("cpu")
     order = torch.argsort(of.pages)
@@ -123,7 +125,7 @@ def raw_works(of):
 
     pages, blocks = of.pages.tolist(), of.blocks.tolist()
     same = of.num_bytes, 0
-    in_pages = back[of.blocks.cpu()[order.cpu()]]  # page p holds block blocks[order[p]]
+    in_pages = back[of.blocks.cpu()[order.cpu()]]  # Page p has block blocks[order[p]].
     yield Work(STORE, COPIED, lambda: host.copy_(of.kv, non_blocking=True), stored_as(back), *same)
     yield Work(STORE, BY_PAGE, lambda: by_page(host, of.kv, pages, blocks), stored_as(in_pages), *same)
     if of.run.on_gpu:
@@ -162,7 +164,7 @@ def stream_of(run):
 
 
 def ibp_works(of, level, store, sms, count=None):
-    """Pages of a store, the first `count` of them."""
+    """Yields the ways of a store's pages. count: how many pages move; None: all."""
     run, num_bytes = of.run, of.num_bytes if count is None else count * PAGE_BYTES
     pages, blocks = of.pages[:count], of.blocks[:count]
     arm = ("ibp" if level == "default" else f"ibp, {level}") + ("" if count is None else ", small")
@@ -199,7 +201,7 @@ def main(argv=None):
     own.add_argument("--decoding", action="store_true")
     found, others = own.parse_known_args(argv)
     if found.decoding:
-        from . import kv_decoding  # imports transformers, which takes seconds
+        from . import kv_decoding  # This imports transformers, which takes seconds.
 
         return kv_decoding.main(others)
     args = harness.parse_args(others, __doc__)

@@ -1,19 +1,23 @@
-"""How long is a request whose keys and values lie in host memory, if every head reads a tenth of them (the paper's
-figure 12)?
+"""How long does a request take whose keys and values are in host memory, if every head reads a tenth of them (the
+paper's figure 12)?
 
     python -m benchmarks.kv_request [--out DIR] [--device cpu] [--quick]
 
-The paper's request: a prompt of 1,920 tokens and 128 that are generated, batch 20, FP16, by layers of OPT-6.7B's shape,
-here with random weights, on the GPU. A few layers and tokens are measured, `request_s` reckons all of them. While a
-layer computes, every head of the next one chooses 10 % of the tokens, as InfiniGen does: by products of 30 % of the
-elements of keys, which stay on the GPU, and of queries that this layer's input makes. Their rows come beside the layer.
-InfiniGen itself is not run; it also turns the weights of trained models so that these elements tell more.
+The request is the paper's: a prompt of 1,920 tokens and 128 new tokens, batch 20, FP16, with layers of OPT-6.7B's
+shape, which have random weights and are on the GPU. A few layers and tokens are measured; `request_s` is computed for
+all of them. While a layer computes, every head of the next layer chooses 10 % of the tokens, as in InfiniGen: by
+products of 30 % of the elements of keys, which stay on the GPU, and of queries that are computed from this layer's
+input. The chosen rows come to the GPU while the layer computes. InfiniGen itself is not run; it also rotates the
+weights of trained models so that these elements tell more.
 
-Arms: `cpu index + copy`, gathered by the CPU into pinned memory, then copied, as by InfiniGen; `raw by kernel`; `ibp`,
-two `ibp.kv.KVRows` a layer, whose codebooks come from rows of the prompt. The rows that each fetches are compared with
-what it stored, bit for bit; outputs are not: on a GPU two runs of one arm give outputs that differ in some bits. After
-the common columns, of a layer: prefill_ms, with the rows stored; learn_ms, its two codebooks; fetch_ms, rows of one
-token alone; step_ms, of a token, rows stored. `gbps` is the rate of fetch_ms.
+Arms: `cpu index + copy` gathers with the CPU into pinned memory and copies, as InfiniGen does; `raw by kernel`; and
+`ibp`, which has two `ibp.kv.KVRows` per layer, whose codebooks are learned from rows of the prompt. The rows that each
+arm fetches are compared with the stored ones bit for bit. Outputs are not compared, because on a GPU two runs of one
+arm give outputs that differ in some bits.
+
+After the common columns, the CSV has for a layer prefill_ms (including storing the rows), learn_ms (its two codebooks),
+fetch_ms (the rows of one token alone) and step_ms (of one token, including storing its rows). `gbps` is the rate of
+fetch_ms.
 """
 
 import sys
@@ -28,16 +32,17 @@ import ibp
 from . import families, harness, ideal
 
 COLUMNS = ("prefill_ms", "learn_ms", "fetch_ms", "step_ms", "request_s")
-DTYPE, DEVIATION = torch.float16, 0.02  # of weights
-SHARE, PARTIAL = 0.1, 0.3  # of the tokens that a head reads; of the elements by which it chooses them
-SAMPLE_TOKENS = 256  # of the prompt, from which codebooks are learned
-FETCH_SMS = families.FEW_SMS  # with 8, rows keep their rate (kv_rows.csv), and layers the others
+DTYPE, DEVIATION = torch.float16, 0.02  # The weights have this standard deviation.
+# The share of the tokens that a head reads, and the share of the elements with which it chooses them.
+SHARE, PARTIAL = 0.1, 0.3
+SAMPLE_TOKENS = 256  # Codebooks are learned from this many tokens of the prompt.
+FETCH_SMS = families.FEW_SMS  # With 8 SMs rows keep their rate (kv_rows.csv), and the others are free for layers.
 WARM_STEPS = 2
 CPU, RAW, IBP = "cpu index + copy", "raw by kernel", "ibp"
 
 
 class Shape(NamedTuple):
-    """Of the request and the model. measured_layers, measured_steps: how much of it is measured."""
+    """Sizes of the request and the model. measured_layers and measured_steps say how much of it is measured."""
 
     batch: int = 20
     prompt: int = 1920
@@ -55,12 +60,12 @@ class Shape(NamedTuple):
 
     @property
     def count(self):
-        """Tokens that a head reads."""
+        """Returns the number of tokens that a head reads."""
         return int(SHARE * self.prompt)
 
     @property
     def places(self):
-        """Rows of all sequences: token t of sequence b is number t * batch + b."""
+        """Returns the number of rows of all sequences. Token t of sequence b is row t * batch + b."""
         return self.batch * (self.prompt + WARM_STEPS + self.measured_steps)
 
 
@@ -68,7 +73,7 @@ QUICK = Shape(2, 40, 4, 3, 2, 64, 256, 3, 2)
 
 
 class Layer:
-    """A layer of OPT without biases, and by how much its heads choose tokens."""
+    """A layer of OPT without biases, and the parts of keys and queries with which its heads choose tokens."""
 
     def __init__(self, shape, generator):
         def weights(*sizes):
@@ -84,19 +89,20 @@ class Layer:
         self.partial_keys = torch.zeros(size, dtype=DTYPE, device=generator.device)
 
     def projected(self, x, start):
-        """Queries, keys and values [batch, heads, tokens, dim] of inputs [batch, tokens, width] from a token on."""
+        """Returns queries, keys and values [batch, heads, tokens, dim] of inputs [batch, tokens, width]. start: the
+        position of the first token."""
         q, k, v = F.linear(normed(x), self.qkv).unflatten(2, (3, self.shape.heads, -1)).permute(2, 0, 3, 1, 4)
         self.partial_keys[..., start : start + x.shape[1]] = k[..., : self.num_partial].transpose(2, 3)
         return q, k, v
 
     def rest(self, x, attended):
-        """What follows attention."""
+        """Returns the layer's output. attended: the output of attention."""
         x = x + F.linear(attended.transpose(1, 2).flatten(2), self.out)
         return x + F.linear(F.linear(normed(x), self.up).relu_(), self.down)
 
     def chosen(self, x, length):
-        """Numbers of the tokens that each head reads, int64 [batch, heads, count], by the input [batch, 1, width] of
-        the layer before."""
+        """Returns the rows that each head reads, int64 [batch, heads, count]. x: the input [batch, 1, width] of the
+        layer before."""
         q = F.linear(normed(x), self.partial_queries).view(len(x), self.shape.heads, 1, -1)
         tokens = (q @ self.partial_keys[..., :length]).squeeze(2).topk(self.shape.count).indices
         return tokens * self.shape.batch + torch.arange(len(x), device=x.device).view(-1, 1, 1)
@@ -107,7 +113,7 @@ def normed(x):
 
 
 def by_place(rows):
-    """[batch, heads, tokens, dim] as [tokens * batch, heads, dim]."""
+    """Returns [tokens * batch, heads, dim] for [batch, heads, tokens, dim]."""
     return rows.permute(2, 0, 1, 3).flatten(0, 1).contiguous()
 
 
@@ -115,9 +121,9 @@ def by_place(rows):
 
 
 class RawPools:
-    """Keys and values of layers as they are, in pinned memory."""
+    """Raw keys and values of layers in pinned memory."""
 
-    on_host = False  # whether the host waits while rows come
+    on_host = False  # If this is set, the host waits while rows come.
 
     def __init__(self, run, shape):
         self.shape, self.heads = shape, torch.arange(shape.heads, device=run.device).unsqueeze(1)
@@ -129,7 +135,7 @@ class RawPools:
         self.tables = [[ibp.compress(pool, scheme="raw", inplace=True) for pool in pools] for pools in self.pools]
 
     def store(self, number, rows, first):
-        """rows: of keys and of values, [places, heads, dim], from a place on."""
+        """Stores keys and values. rows: of both, [places, heads, dim]. first: the place of the first row."""
         start = first * self.shape.heads
         for pool, some in zip(self.pools[number], rows):
             pool[start : start + some.shape[0] * self.shape.heads].copy_(
@@ -137,7 +143,7 @@ class RawPools:
             )
 
     def ask(self, places):
-        """@return what `fetch` reads."""
+        """Sets the rows that `fetch` reads. Returns the tensor that it reads."""
         self.ids = (places * self.shape.heads + self.heads).view(-1)
         return self.ids
 
@@ -147,7 +153,7 @@ class RawPools:
 
 
 class CpuPools(RawPools):
-    """The same, gathered by the CPU."""
+    """Raw keys and values that the CPU gathers."""
 
     on_host = True
 
@@ -167,7 +173,7 @@ class CpuPools(RawPools):
     def fetch(self, number, outs):
         if self.asked:
             self.asked.synchronize()
-            self.copied[number % 2].synchronize()  # the buffers are used again
+            self.copied[number % 2].synchronize()  # The buffers are used again.
         for pool, buffer, out in zip(self.pools[number], self.staging[number % 2], outs):
             torch.index_select(pool, 0, self.host_ids, out=buffer)
             out.view(-1, self.shape.dim).copy_(buffer, non_blocking=True)
@@ -176,7 +182,7 @@ class CpuPools(RawPools):
 
 
 class CodedPools:
-    """Keys and values of layers, coded. samples: keys and values [tokens, heads, dim] for each layer."""
+    """Compressed keys and values of layers. samples: keys and values [tokens, heads, dim] of each layer."""
 
     on_host = False
 
@@ -189,7 +195,7 @@ class CodedPools:
         return ibp.kv.KVRows(sample, **options, device=self.run.device)
 
     def learn(self):
-        """What a prompt costs a layer: the codebooks and sizes of slots, of pools that have one row."""
+        """Does what a prompt costs a layer: learns the codebooks and sizes of slots, for pools with one row."""
         for sample in self.samples[0]:
             self.coded(sample, 1)
 
@@ -226,10 +232,11 @@ class Request:
         self.inputs = torch.randn(shape.batch, shape.prompt + WARM_STEPS + shape.measured_steps, shape.width,
                                   generator=self.generator, device=run.device).to(DTYPE)  # fmt: skip
         self.side = torch.cuda.Stream() if run.on_gpu else None
-        self.read = [torch.cuda.Event() for _ in range(2)] if run.on_gpu else []  # when a buffer may be written again
+        # Recorded when a buffer may be overwritten.
+        self.read = [torch.cuda.Event() for _ in range(2)] if run.on_gpu else []
 
     def prefill(self, pools):
-        """Seconds of a layer."""
+        """Runs the prompt. Returns the seconds per layer."""
         x = self.inputs[:, : self.shape.prompt]
         self.run.sync()
         began = time.perf_counter()
@@ -241,7 +248,7 @@ class Request:
         return (time.perf_counter() - began) / len(self.layers)
 
     def bring(self, number, pools):
-        """The rows that were asked for, beside other work; @return an event."""
+        """Fetches the rows that were asked for, during other work. Returns an event, or None without a GPU."""
         outs = self.outs[number % 2]
         if not self.side:
             pools.fetch(number, outs)
@@ -252,14 +259,14 @@ class Request:
             return self.side.record_event()
 
     def asked(self, number, x, position, pools):
-        """Chooses rows of a layer; the stream beside waits until that is done."""
+        """Chooses the rows of a layer. The side stream waits until that is done."""
         read = pools.ask(self.layers[number].chosen(x, position))
         if self.side:
             self.side.wait_stream(torch.cuda.current_stream())
             read.record_stream(self.side)
 
     def step(self, position, pools):
-        """One token through all layers."""
+        """Runs one token through all layers."""
         x, last = self.inputs[:, position : position + 1], len(self.layers) - 1
         self.asked(0, x, position, pools)
         ready = self.bring(0, pools)
@@ -269,7 +276,7 @@ class Request:
                 self.asked(number + 1, before, position, pools)
                 ready = None if pools.on_host else self.bring(number + 1, pools)
             x = self.compute(number, layer, x, position, pools, arriving)
-            if number < last and pools.on_host:  # which gathers while the layer computes
+            if number < last and pools.on_host:  # The host gathers while the layer computes.
                 ready = self.bring(number + 1, pools)
 
     def compute(self, number, layer, x, position, pools, arriving):
@@ -284,7 +291,7 @@ class Request:
         return x
 
     def steps(self, pools):
-        """Seconds of a layer and token."""
+        """Returns the seconds per layer and token."""
         for step in range(WARM_STEPS + self.shape.measured_steps):
             if step == WARM_STEPS:
                 self.run.sync()
@@ -294,7 +301,7 @@ class Request:
         return (time.perf_counter() - began) / (self.shape.measured_steps * len(self.layers))
 
     def check(self, pools, arm):
-        """Stores the first layer's rows of the prompt and fetches what its heads choose of them."""
+        """Stores the first layer's rows of the prompt, and checks the rows that its heads choose."""
         _, *rows = self.layers[0].projected(self.inputs[:, : self.shape.prompt], 0)
         stored = [by_place(some) for some in rows]
         pools.store(0, stored, 0)
@@ -308,7 +315,7 @@ class Request:
             harness.check_bits(out, some[places, heads], f"{name} of {arm}")
 
     def samples(self, pools):
-        """Rows of the prompt's first tokens, by layer, from pools of raw rows."""
+        """Returns rows of the prompt's first tokens by layer, from pools of raw rows."""
         num_rows = min(SAMPLE_TOKENS, self.shape.prompt) * self.shape.heads
         return [
             [pool[:num_rows].to(self.run.device).view(-1, self.shape.heads, self.shape.dim) for pool in pair]

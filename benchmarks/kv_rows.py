@@ -2,12 +2,12 @@
 
     python -m benchmarks.kv_rows [--out DIR] [--device cpu] [--quick]
 
-Of 131,072 tokens, BF16 N(0, 0.02), every head asks for 10 % of its own, random ones: rows of 128 and 256 bytes a
-head, 8 heads, and of 1,152 bytes, one a token (MLA). `ibp`: `KVRows.select`, with all SMs and at most 8; `ibp,
-cache`: with a cache that has room for 15 % of the rows, each call asking for 90 % of what the one before asked for;
-`hit_rate` says how many rows were there. Beside them raw rows: `cpu index + copy`; `raw by kernel`, one launch as
-ibp's; `device memory`, where all rows are on the GPU. `put`: the rows of one token, replayed as a CUDA graph, its
-time in `us`; `raw put`: the same into raw rows in device memory.
+There are 131,072 tokens, BF16 N(0, 0.02), and every head asks for a random 10 % of its own. Rows have 128 and 256 bytes
+per head with 8 heads, or 1,152 bytes per token (MLA). `ibp` is `KVRows.load`, with all SMs and with at most 8. `ibp,
+cache` has a cache with room for 15 % of the rows, and each call asks for 90 % of the rows of the call before;
+`hit_rate` says how many of them the cache had. For comparison there are raw rows: `cpu index + copy`; `raw by kernel`,
+in one launch like ibp's; and `device memory`, where all rows are on the GPU. `put` stores the rows of one token by
+replaying a CUDA graph, and `us` is its time; `raw put` stores them as raw rows in device memory.
 """
 
 import sys
@@ -20,16 +20,19 @@ from . import families, harness, ideal
 
 COLUMNS = ("hit_rate", "gain", "us", *harness.TARGET_COLUMNS)
 NUM_TOKENS, QUICK_TOKENS = 131_072, 2_000
-SHARE, KEPT = 0.1, 0.9  # of the tokens that are asked for; of these again by the next call
-CACHED_SHARE = 0.15  # of the rows that the cache has room for
-NUM_CALLS = 25  # so many that what the first asks for has left the cache when it comes again
-CASES = ((8, 128), (8, 64), (1, 576))  # heads, head dim
+# A call asks for this share of the tokens, and the next call asks again for this share of them.
+SHARE, KEPT = 0.1, 0.9
+CACHED_SHARE = 0.15  # The cache has room for this share of the rows.
+# There are so many calls that the rows of the first one have left the cache when it comes again.
+NUM_CALLS = 25
+CASES = ((8, 128), (8, 64), (1, 576))  # Each case has (heads, head dim).
 FEW_SMS = families.FEW_SMS
-OVER_RAW, OVER_CPU, OF_DEVICE = 1.2, 3.0, 1 / 1.3  # times the raw gather, the CPU's path, rows in device memory
+# Targets, as multiples of the rates of the raw gather, the CPU's path, and rows in device memory.
+OVER_RAW, OVER_CPU, OF_DEVICE = 1.2, 3.0, 1 / 1.3
 
 
 class Case:
-    """Tokens of one shape, and what each call asks for."""
+    """Tokens of one shape, and the tokens that each call asks for."""
 
     def __init__(self, run, heads, dim):
         self.run, self.heads, self.dim, self.row_bytes = run, heads, dim, 2 * dim
@@ -44,7 +47,7 @@ class Case:
         self.num_bytes = self.out.numel() * 2
 
     def sets(self, num_tokens):
-        """[heads, tokens] of calls, each with most of the one before."""
+        """Yields [heads, tokens] of each call. Most tokens are those of the call before."""
         orders = torch.stack([torch.randperm(num_tokens) for _ in range(self.heads)])
         new = self.count - int(KEPT * self.count)
         for call in range(NUM_CALLS):
@@ -58,7 +61,8 @@ class Case:
     def measure(
         self, arm, call, wanted=None, sms=None, savings=0.0, ideal_gbps=None, wall=False, hit_rate=None, gain=1.0
     ):
-        """call(k): fetches what call number k asks for. hit_rate: called after the timed ones."""
+        """Measures an arm and returns its GB/s. call(k) fetches what call number k asks for. hit_rate is called after
+        the timed calls."""
         with self.run.cell(f"{self.name}, {self.row_bytes} B, {arm}"):
             for number in (0, 1):
                 call(number)
@@ -72,7 +76,7 @@ class Case:
             return gbps
 
     def link_gbps(self, savings):
-        """Of rows that lie behind each other as stored."""
+        """Returns the ideal rate over the link for rows whose stored bytes are contiguous."""
         stored = round((1 - savings) * self.row_bytes)
         starts = stored * torch.arange(ideal.LINE_BYTES)
         link_ns = ideal.link_ns_of_range(starts, torch.full_like(starts, stored))
@@ -97,7 +101,7 @@ class Case:
 
 
 def measure_raw(case):
-    """GB/s of the CPU's path, of raw rows by a kernel, and of rows in device memory."""
+    """Returns GB/s of the CPU's path, of raw rows with a kernel, and of rows in device memory."""
     run, flat = case.run, case.rows.view(-1, case.dim)
     host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=run.on_gpu).copy_(flat)
     staging = torch.empty(case.out.shape, dtype=flat.dtype, pin_memory=run.on_gpu).view(-1, case.dim)
@@ -120,7 +124,7 @@ def measure_raw(case):
 
 
 def rows_of(case, cached):
-    """The tokens in a KVRows, with a cache or without."""
+    """Returns the tokens in a KVRows, with a cache or without."""
     slot_bytes = int(0.75 * case.row_bytes)
     cache_bytes = int(CACHED_SHARE * case.rows.numel() // case.dim * (slot_bytes + 21)) if cached else 0
     kv = ibp.kv.KVRows(
@@ -152,7 +156,7 @@ def measure_coded(case, cpu_gbps, raw_gbps, device_gbps):
     cached = rows_of(case, True)
 
     def hit_rate():
-        """Of calls that follow each other."""
+        """Returns the hit rate of consecutive calls."""
         fetch(cached)(0)
         cached.caches[0].reset_stats()
         for number in range(1, NUM_CALLS):
@@ -167,7 +171,7 @@ def measure_coded(case, cpu_gbps, raw_gbps, device_gbps):
 
 
 def measure_put(case, kv):
-    """The rows of one token, into coded slots in host memory and into raw rows in device memory."""
+    """Measures storing the rows of one token, in compressed slots in host memory and as raw rows in device memory."""
     token, row = torch.tensor([7], device=case.run.device), case.rows[7:8].clone()
     raw = case.rows.clone()
     for arm, call in (("put", lambda: kv.store(0, row, token)), ("raw put", lambda: raw.index_copy_(0, token, row))):

@@ -1,19 +1,20 @@
-"""How fast do pages of a KV-cache get to another machine, where prefill and decode run apart?
+"""How fast do pages of a KV-cache get to another machine, if prefill and decode run on different machines?
 
     python -m benchmarks.kv_transfer [--out DIR] [--device cpu] [--quick]
 
-`Llama-8B`: keys and values of 32 layers, blocks of 16 tokens of 8 heads of 128 values, N(0, 1) in BF16 and FP8; 2,048
-tokens, blocks in random order. `real`: keys and values of a model (data/kv_stories260k.npz), tokens drawn from its
-stories, in pages of 4 KiB. `pack` and `unpack` alone on a GPU, with block numbers from the host and, `by ids on the
-GPU`, from there; `gathered`: raw pages copied to one piece by torch, as a raw message takes them. The ideal is the
-traffic of `copy_` in the same run. SplitZip (arXiv 2605.01708) codes BF16 pages at 613 GB/s, decodes them at 2,182, and
-makes transfers 1.32 times as fast; the targets are 800 and 2,000.
+`Llama-8B` has keys and values of 32 layers, in blocks of 16 tokens of 8 heads of 128 values, N(0, 1) in BF16 and FP8;
+2,048 tokens, with blocks in random order. `real` has keys and values of a model (data/kv_stories260k.npz), with tokens
+drawn from its stories, in pages of 4 KiB. `pack` and `unpack` are measured alone on a GPU, with block numbers on the
+host and, as `by ids on the GPU`, on the GPU. `gathered` copies raw pages to one piece with torch, as a raw message
+needs them. The ideal is the traffic of `copy_` in the same run. SplitZip (arXiv 2605.01708) encodes BF16 pages at 613
+GB/s, decodes them at 2,182 GB/s, and makes transfers 1.32 times as fast; the targets here are 800 and 2,000 GB/s.
 
-`reckoned`: what 8,192 tokens of Llama-8B add to the time to the first token over links of 25, 100 and 400 Gb/s, one
-message, by the rates measured: packing, the link, unpacking, one after the other. `two processes`: the same 2,048
-tokens to another process over a TCP socket of this machine, by way of pinned memory, in 8 messages, as fast as the
-socket moves them and not faster than 10 Gb/s; by the clock, from the first page until the receiver has all of them.
-`ratio`: bytes of pages over bytes sent. Every arm's pages are compared with those packed.
+`reckoned` computes from the measured rates what 8,192 tokens of Llama-8B add to the time to the first token over links
+of 25, 100 and 400 Gb/s. There is one message; packing, the link and unpacking follow each other. `two processes` sends
+the same 2,048 tokens to another process over a TCP socket of this machine, through pinned memory, in 8 messages, as
+fast as the socket moves them and with a limit of 10 Gb/s. The wall clock runs from the first page until the receiver
+has all of them. `ratio` is the bytes of pages over the bytes sent. In every arm the pages that arrive are compared with
+those that were packed.
 """
 
 import contextlib
@@ -31,21 +32,23 @@ import ibp
 from . import harness
 
 COLUMNS = ("pages", "ratio", "link_gbits", "ms", *harness.TARGET_COLUMNS)
-LAYERS, BLOCK_SHAPE, NUM_BLOCKS = 32, (16, 8, 128), 128  # keys and values of 2,048 tokens
+LAYERS, BLOCK_SHAPE, NUM_BLOCKS = 32, (16, 8, 128), 128  # The pages have keys and values of 2,048 tokens.
 QUICK_LAYERS, QUICK_BLOCKS = 2, 6
-REAL_TOKENS, REAL_BYTES, QUICK_REAL_BYTES = 64, 256 << 20, 1 << 18  # of a page; of all
+# A page has REAL_TOKENS tokens; the others are bytes of all pages.
+REAL_TOKENS, REAL_BYTES, QUICK_REAL_BYTES = 64, 256 << 20, 1 << 18
 LEVELS = ("default", "fast")
-SAMPLE_BLOCKS = 4  # of each tensor, that codecs are learned from
-WANTED = {"pack": 800.0, "unpack": 2000.0}  # GB/s of BF16 pages
+SAMPLE_BLOCKS = 4  # Codecs are learned from this many blocks of each tensor.
+WANTED = {"pack": 800.0, "unpack": 2000.0}  # The targets are in GB/s of BF16 pages.
 LINKS_GBITS, RECKONED_TOKENS, TOKENS_A_BLOCK = (25, 100, 400), 8192, 16
 RAW, NO_LIMIT, LIMIT_GBITS = "raw", 0, 10
-NUM_MESSAGES, TRIALS, PIECE_BYTES = 8, 3, 1 << 20  # of two processes; bytes that are sent between looks at the clock
-TWO_PROCESSES_S = 60  # that one waits for the other at most
+# Between two processes: messages and trials, and the bytes that are sent between two looks at the clock.
+NUM_MESSAGES, TRIALS, PIECE_BYTES = 8, 3, 1 << 20
+TWO_PROCESSES_S = 60  # One process waits for the other at most this many seconds.
 LENGTH = struct.Struct("<q")
 
 
 class Pages:
-    """A paged cache of several tensors, blocks of it in random order, and where they go."""
+    """A paged cache of several tensors, the random order of its blocks, and the tensors that they go to."""
 
     def __init__(self, name, tensors):
         self.name, self.tensors, self.device = name, tensors, tensors[0].device
@@ -62,11 +65,11 @@ class Pages:
         return ibp.kv.PageCodec.learn(sample.view(self.tensors[0].dtype), level=level)
 
     def gather(self, near):
-        """Raw pages in one piece."""
+        """Returns raw pages in one piece."""
         return [tensor.view(torch.uint8)[near] for tensor in self.tensors]
 
     def check(self, what):
-        """Whether the blocks are where they belong; they are overwritten then."""
+        """Checks that the blocks have arrived, and overwrites them."""
         near, targets = self.blocks.to(self.device), self.targets.to(self.device)
         for tensor, out in zip(self.tensors, self.out):
             harness.check_bits(out.view(torch.uint8)[targets], tensor.view(torch.uint8)[near], what)
@@ -84,10 +87,10 @@ def llama_pages(device, quick, dtype):
 
 
 def real_pages(device, quick, data_dir):
-    """Keys and values of 4 heads of 8 values, tokens drawn, so that no page comes twice."""
+    """Returns keys and values of 4 heads of 8 values. Tokens are drawn, so that no page comes twice."""
     with np.load(data_dir / "kv_stories260k.npz") as z:
         held = [torch.from_numpy(z[name].view(np.int16)).view(torch.bfloat16) for name in ("k_bf16", "v_bf16")]
-    rows = [x.reshape(-1, 32).to(device) for x in held]  # a token's in a layer
+    rows = [x.reshape(-1, 32).to(device) for x in held]  # A row is a token in a layer.
     count = (QUICK_REAL_BYTES if quick else REAL_BYTES) // (2 * REAL_TOKENS * rows[0][0].nbytes)
     drawn = torch.randint(len(rows[0]), (count * REAL_TOKENS,), device=device)
     return Pages("real", [x[drawn].view(count, REAL_TOKENS, 4, 8) for x in rows])
@@ -97,13 +100,14 @@ def real_pages(device, quick, data_dir):
 
 
 class Rates:
-    """Measures what one GPU does."""
+    """The rates of one GPU, which are measured and recorded."""
 
     def __init__(self, run):
         self.run = run
         source, target = run.scratch.chunk(2)
         self.copy_gbps = source.numel() * 1e-9 / run.seconds([lambda: target.copy_(source)])
-        self.found = {}  # by level, of Llama-8B's BF16: GB/s of pack and unpack, and the ratio
+        # By level, for Llama-8B in BF16: bytes a second of pack and of unpack, and the ratio.
+        self.found = {}
 
     def measure(self, pages):
         run, dtype = self.run, pages.tensors[0].dtype
@@ -153,7 +157,7 @@ class Rates:
         )  # fmt: skip
 
     def reckon(self, pages):
-        """What transfers add to the time to the first token."""
+        """Records what transfers add to the time to the first token."""
         num_bytes = pages.num_bytes / (len(pages.blocks) * TOKENS_A_BLOCK) * RECKONED_TOKENS
         for gbits in LINKS_GBITS:
             link = gbits * 1e9 / 8
@@ -185,8 +189,8 @@ def record(run, pages, case, arm, gbps, ideal_gbps, ratio, **extra):
 
 
 class Groups:
-    """The tensors of pages in groups, a message each, with memory for it on the device and, pinned, on the host. The
-    same on both sides. codec: None: raw pages travel."""
+    """Groups of the tensors of pages. Each group has a message, with memory for it on the device and, pinned, on the
+    host. Both sides have the same groups. codec: None if raw pages travel."""
 
     def __init__(self, pages, codec):
         self.pages, self.codec = pages, codec
@@ -203,7 +207,7 @@ class Groups:
         self.host = [torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu) for size in sizes]
 
     def send(self, connection, gbits):
-        """@return bytes sent."""
+        """Sends all messages. Returns the number of bytes sent."""
         if self.codec is None:
             near, used = self.pages.blocks.to(self.pages.device), [memory.numel() for memory in self.near]
             for source, memory in zip(self.sources, self.near):
@@ -232,7 +236,7 @@ class Groups:
         return sum(used)
 
     def _to_host(self, k, count):
-        """Begins the copy of a message. @return what waits for it."""
+        """Begins the copy of a message to the host. Returns a function that waits for it."""
         self.host[k][:count].copy_(self.near[k][:count], non_blocking=True)
         if self.pages.device.type != "cuda":
             return lambda: None
@@ -268,7 +272,8 @@ def received(connection, view):
 
 
 def receiver(port, kind, quick, codecs):
-    """The other process: the same pages by the same seed. It answers when they are there, and when they are right."""
+    """Runs the other process, which makes the same pages from the same seed. It answers when they have arrived, and
+    again when they have been compared."""
     pages = llama_pages(torch.device(kind), quick, torch.bfloat16)
     arms = {name: Groups(pages, content and ibp.kv.PageCodec.from_bytes(content)) for name, content in codecs.items()}
     with socket.create_connection(("127.0.0.1", port), TWO_PROCESSES_S) as connection:
@@ -282,7 +287,7 @@ def receiver(port, kind, quick, codecs):
 
 @contextlib.contextmanager
 def connected(run, codecs):
-    """A connection to a process that receives."""
+    """Yields a connection to a process that receives."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(TWO_PROCESSES_S)
         port, contents = server.getsockname()[1], {name: codec and codec.to_bytes() for name, codec in codecs.items()}
@@ -316,7 +321,7 @@ def measure_two_processes(run, pages):
                     sent = groups.send(connection, gbits)
                     received(connection, memoryview(bytearray(1)))
                     times.append(time.perf_counter() - began)
-                    received(connection, memoryview(bytearray(1)))  # the receiver has compared all pages
+                    received(connection, memoryview(bytearray(1)))  # The receiver has compared all pages.
                 seconds, ratio = min(times), pages.num_bytes / sent
                 link = f"{gbits} Gb/s" if gbits else "socket"
                 gbps = pages.num_bytes * 1e-9 / seconds

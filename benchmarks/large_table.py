@@ -1,12 +1,12 @@
-"""How fast do random rows come out of tables so large that address translation binds, by the path that they take?
+"""How fast do random rows come out of tables that are so large that address translation is the bottleneck, by path?
 
     python -m benchmarks.large_table [--out DIR] [--device cpu] [--quick]
 
-Tables of 4 and 16 GiB of BF16 N(0, 0.02) in pinned memory: 1 GiB of distinct rows, coded on the GPU and laid one after
-the other until the table is full, which is a table like any other, as rows decode alone. Arms: rows raw and coded,
-fetched by the GPU in the order given, pre-sorted (not timed) and bucketed (timed with its partition), the partition
-alone, the CPU path, and what torch does: x[ids].to("cuda"), and index_select into pinned chunks whose copies run beside
-it.
+Tables of 4 and 16 GiB of BF16 N(0, 0.02) are in pinned memory. They have 1 GiB of distinct rows, which are compressed
+on the GPU and repeated until the table is full. Because each row can be decoded alone, this is a table like any other.
+Arms: raw and compressed rows that the GPU fetches in the given order, pre-sorted (sorting is not timed) and bucketed
+(timed with its partition); the partition alone; the CPU's path; and what torch does: x[ids].to("cuda"), and
+index_select into pinned chunks, which are copied meanwhile.
 """
 
 import sys
@@ -21,7 +21,8 @@ from ibp._rows import plan
 from . import harness, ideal, inputs
 
 GIB = 1 << 30
-TABLES = ((4, 128, (1_000_000,)), (16, 512, (100_000, 1_000_000)))  # GiB, bytes of a row, numbers of ids
+# Each table has (GiB, bytes of a row, numbers of ids).
+TABLES = ((4, 128, (1_000_000,)), (16, 512, (100_000, 1_000_000)))
 QUICK_TABLES = ((16 / 1024, 128, (20_000,)), (16 / 1024, 512, (500, 2_000)))
 NUM_SETS = 2
 CHUNK_BYTES, NUM_CHUNKS = 8 << 20, 3
@@ -29,9 +30,8 @@ DTYPE = torch.bfloat16
 
 
 def tiled(table, num_rows, buffer):
-    """The table's rows over and over until there are num_rows of them, slots in the buffer (pinned on a
-    GPU's machine).
-    """
+    """Returns a table that repeats a table's rows until there are num_rows of them. Its slots are in the buffer, which
+    is pinned if there is a GPU."""
     times = num_rows // table.num_rows
     slots = buffer[: times * table.slots.numel()]
     for part in slots.split(max(1, table.slots.numel())):
@@ -55,9 +55,8 @@ def tiled(table, num_rows, buffer):
 
 
 class Fetches:
-    """Ids in several sets, as they are drawn and sorted, on the GPU and on the CPU; outputs; and the rows that they
-    must become.
-    """
+    """Several sets of ids, as they are drawn and sorted, on the GPU and on the CPU, with outputs and the rows that
+    these must have."""
 
     def __init__(self, run, gib, x, num_rows, num_ids):
         self.run, self.x, self.num_rows, self.case = run, x, num_rows, f"{gib:g} GiB, {num_ids:,} ids"
@@ -71,7 +70,7 @@ class Fetches:
         return self.x[ids.to(self.x.device) % len(self.x)]
 
     def distinct_rows(self):
-        """Of all sets, as rows of the table that is repeated."""
+        """Returns the ids of all sets as rows of the table that is repeated."""
         return torch.cat(self.cpu_ids) % len(self.x)
 
     def cell(self, arm):
@@ -91,9 +90,9 @@ class Fetches:
         makes_result=False,
         buffer_bytes=0,
     ):
-        """call(k) fetches set k, whose ids are ids[k], and returns the result. table: what it fetches from, None for
-        torch's own arms.
-        buffer_bytes: device memory that the arm keeps from call to call."""
+        """Checks and measures an arm. call(k) fetches set k, whose ids are ids[k], and returns the result. table: the
+        table it fetches from, None for torch's own arms. buffer_bytes: device memory that the arm keeps from call to
+        call."""
         with self.cell(arm):
             harness.poison(self.outs[0])
             result, peak_bytes = self.run.peak_bytes(lambda: call(0), out=None if makes_result else self.outs[0])
@@ -126,14 +125,15 @@ class Fetches:
 
 
 def measure_table(run, kind, table, savings, link_gbps, fetches):
-    """Every path out of one table. link_gbps: the ideal of a kernel that fetches its rows over the link."""
+    """Measures every path out of one table. link_gbps: the ideal rate of a kernel that fetches its rows over the
+    link."""
 
     def fetching(ids, path, sms=None):
         return lambda k: ibp.index_select(table, ids[k], out=fetches.outs[k], path=path, max_sms=sms)
 
     few = (
         plan.bucketed_sms(table, calibration.in_force(run.device), run.num_sms) or None
-    )  # what the bucketed path takes by itself: the pre-sorted ids get as many, which is faster than with all
+    )  # The bucketed path chooses this many SMs. Pre-sorted ids get as many, which is faster than all.
     arms = (
         {
             "": (fetches.ids, "gpu", None),
@@ -164,7 +164,8 @@ def measure_table(run, kind, table, savings, link_gbps, fetches):
 
 
 def measure_partition(table, savings, link_gbps, fetches):
-    """The partition alone, as if its ids were rows: how many times faster it is than what it is done for."""
+    """Measures the partition alone, as if its ids were rows. This shows how much faster it is than the fetch that it is
+    for."""
     num_items = table.shape[0]
     bits = plan.window_bits(num_items, plan.spread_bytes(table))
     calls = [lambda k=k: torch.ops.ibp.partition_ids(fetches.ids[k], num_items, bits) for k in range(NUM_SETS)]
@@ -193,7 +194,7 @@ class Chunks:
 
 
 def measure_torch(run, host, fetches):
-    """What torch does with the raw rows in pinned memory, on all the CPU's cores."""
+    """Measures what torch does with the raw rows in pinned memory, with all cores of the CPU."""
     arms = {"x[ids].to": lambda k: host[fetches.cpu_ids[k]].to(run.device)}
     if run.on_gpu:
         chunks = Chunks(run, host.shape[1])
@@ -212,7 +213,7 @@ def measure_torch(run, host, fetches):
 
 
 def run_table(run, buffer, gib, row_bytes, numbers_of_ids):
-    """One table, raw and coded, and fetches of every number of ids from it."""
+    """Measures one table, raw and compressed, with every number of ids."""
     num_rows = int(gib * GIB) // row_bytes
     num_distinct = min(GIB, int(gib * GIB) // 4) // row_bytes
     x = inputs.normal_rows(num_distinct * row_bytes, DTYPE, 0.02, run.device, columns=row_bytes // DTYPE.itemsize)

@@ -1,20 +1,23 @@
-"""How fast are few vectors multiplied with a matrix in device memory that is kept coded?
+"""How fast are few vectors multiplied by a matrix that is kept compressed in device memory?
 
     python -m benchmarks.linear [--out DIR] [--device cpu] [--quick]
 
-BF16 weights N(0, 0.02) at level "fast", 1 to 512 vectors, matrices of the shapes of models: one shape lies
-several times in memory, more than the L2 cache holds, and a graph multiplies with one after the other. Arms: `cuBLAS`:
-torch.nn.functional.linear with the plain weights; `decode, then cuBLAS`: the same with the weights decoded before;
-`ibp.linear`: decoded in registers by the kernel that multiplies.
-In cases named `together`, with shapes as `4096 + 1024 + 1024 x 4096`, the same vectors are multiplied with several
-matrices: `cuBLAS` has all rows in one matrix, as engines do, `cuBLAS, one by one` has not, and `ibp.linear` takes the
-tables in one call. `stack` are the matrices of 32 layers of Llama-7B's shape, one after the other: what a token takes
-at least, and `tokens_per_s` what comes out at most. Products overlap there as far as the kernels let them; `after
-another kernel` are cases in which one writes the vectors before each product, and its time counts for all arms, as in a
-model's layers.
-GB/s count the original bytes of the weights; `us`: of a product, or of those of a call; `host_us`: until a call comes
-back without a graph, of one vector; `times`: of cuBLAS's rate, and WANTED is its target; `vectors`: of a product.
-Results are compared with products in double, and one-hot vectors with the weights themselves.
+BF16 weights N(0, 0.02) at level "fast" are multiplied by 1 to 512 vectors. The matrices have shapes of models. One
+shape exists several times in memory, more often than the L2 cache can hold, and a CUDA graph multiplies by one after
+the other. Arms: `cuBLAS` is torch.nn.functional.linear with the plain weights; `decode, then cuBLAS` first decodes the
+weights; `ibp.linear` decodes them in registers in the kernel that multiplies.
+
+In cases named `together`, with shapes such as `4096 + 1024 + 1024 x 4096`, the same vectors are multiplied by several
+matrices. `cuBLAS` has all rows in one matrix, as engines do, `cuBLAS, one by one` has several matrices, and
+`ibp.linear` takes the tables in one call. `stack` has the matrices of 32 layers of Llama-7B's shape, one after the
+other. This is the least time of a token, and `tokens_per_s` is the highest rate of tokens. Products overlap there as
+far as the kernels let them. In cases named `after another kernel` another kernel writes the vectors before each
+product, as in a model's layers, and its time counts for all arms.
+
+GB/s count the original bytes of the weights. `us` is the time of a product, or of the products of a call; `host_us` is
+the time until a call with one vector returns without a graph; `times` is the speed-up over cuBLAS, for which WANTED is
+the target; and `vectors` is the number of vectors of a product. Results are compared with products in double precision,
+and products of one-hot vectors with the weights themselves.
 """
 
 import sys
@@ -40,12 +43,13 @@ SHAPES = (
 )
 QUICK_SHAPES = ((64, 256), (96, 128))
 COUNTS, QUICK_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (1, 8)
-# Times cuBLAS's rate; of fewer vectors 1.
+# Targets, as multiples of cuBLAS's rate, by number of vectors. For other numbers the target is 1.
 WANTED = {16: 1.25, 32: 1.2, 64: 1.1, 128: 1.0, 256: 0.9, 512: 0.95}
-FEW = 64  # that other kernels multiply than more
-STACK_COUNTS = (1, 8)  # and after another kernel
+FEW = 64  # Other kernels multiply more vectors than these.
+STACK_COUNTS = (1, 8)  # Stacks, and cases after another kernel, have these numbers of vectors.
 LAYERS, QUICK_LAYERS = 32, 2
-LAYER = ((0, 0, 0), (0,), (1, 1), (2,))  # matrices of a layer, as numbers of SHAPES; some have the same vectors
+# The matrices of a layer, as indices in SHAPES. Those in one tuple have the same vectors.
+LAYER = ((0, 0, 0), (0,), (1, 1), (2,))
 TOGETHER = (
     ((4096, 1024, 1024), 4096),
     ((14336, 14336), 4096),
@@ -53,8 +57,8 @@ TOGETHER = (
     ((28672, 28672), 8192),
 )
 QUICK_TOGETHER = (((64, 32), 128),)
-ROTATED_BYTES = 256 << 20  # of one shape: several times the L2 cache
-LEAST_CALLS = 8  # in a graph
+ROTATED_BYTES = 256 << 20  # The copies of a matrix have this many bytes, several times the L2 cache.
+LEAST_CALLS = 8  # A graph has at least this many products.
 CUBLAS, ONE_BY_ONE, DECODED, FUSED = "cuBLAS", "cuBLAS, one by one", "decode, then cuBLAS", "ibp.linear"
 
 
@@ -68,7 +72,7 @@ def make(shape, device):
 
 
 class Group:
-    """Matrices that are multiplied with the same vectors: weights, tables, and the weights as one matrix."""
+    """Matrices that are multiplied by the same vectors: weights, tables, and the weights as one matrix."""
 
     def __init__(self, *matrices):
         self.weights, self.tables = zip(*matrices)
@@ -89,9 +93,13 @@ class Group:
 
 
 class Case:
-    """Groups of matrices that are multiplied one after the other with vectors of their width, and where rates go.
-    of_model: whether they are all those of a model. after_another: whether a kernel writes the vectors before each
-    product."""
+    """Groups of matrices that are multiplied one after the other by vectors of their width, and the run that records
+    rates.
+
+    Attributes:
+        of_model: whether they are all matrices of a model.
+        after_another: whether a kernel writes the vectors before each product.
+    """
 
     def __init__(self, run, rates, name, groups, of_model=False, after_another=False):
         self.run, self.rates, self.groups, self.of_model = run, rates, groups, of_model
@@ -113,13 +121,13 @@ class Case:
             group.multiply(arm, x)
 
     def host_us(self, arm, count):
-        """Until a call comes back."""
+        """Returns the microseconds until a call returns."""
         group = self.groups[0]
         x = self.x[count][group.columns]
         return 1e6 * small_calls.returning_s(self.run, lambda: group.multiply(arm, x))
 
     def seconds(self, arm, count):
-        """Of all products."""
+        """Returns the seconds of all products."""
         call = lambda: self.products(arm, count)  # noqa: E731
         if not self.run.on_gpu:
             return self.run.seconds([call])
@@ -131,7 +139,7 @@ class Case:
 
     def ideal_gbps(self, arm):
         moved = self.num_bytes if arm in (CUBLAS, ONE_BY_ONE) else self.stored
-        moved += 2 * self.num_bytes if arm == DECODED else 0  # written, and read again
+        moved += 2 * self.num_bytes if arm == DECODED else 0  # The decoded weights are written, and read again.
         return ideal.device_gbps(self.num_bytes, moved, self.rates.copy_gbps)
 
     def record(self, arm, count, seconds, cublas_s):
@@ -182,7 +190,7 @@ def check(weight, table, x):
 
 
 def cloned(run, group):
-    """A group whose products are right, several times in memory."""
+    """Returns copies of a group, after checking its products."""
     for weight, table in zip(group.weights, group.tables):
         check(weight, table, torch.randn(max(COUNTS), group.columns, device=run.device).bfloat16())
     count = max(LEAST_CALLS, -(-ROTATED_BYTES // (group.weight.nbytes * 3 // 4))) if run.on_gpu else 2

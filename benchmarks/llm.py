@@ -1,32 +1,36 @@
-"""How fast does a language model run from coded weights? Needs transformers.
+"""How fast does a language model run from compressed weights? Needs transformers.
 
     python -m benchmarks.llm [--compiled | --loading | --qwen | --large] [--out DIR] [--device cpu] [--quick]
 
-transformers' own classes with random weights, N(0, 0.02) in BF16, made on the GPU from one seed. Without an option:
-Llama-3-8B's shape. --compiled: 8 layers of it and its head, by torch.compile(mode="reduce-overhead"). --qwen:
-Qwen3-32B's shape. --loading: 3 layers of Llama-3-8B's, from directories. --large: Llama-3-70B's, coded only, since its
-plain weights fit no GPU. Each of these keeps the rows that the others left in the CSV.
+The models are transformers' own classes with random weights, N(0, 0.02) in BF16, which are made on the GPU from one
+seed. Without an option the shape is Llama-3-8B's. --compiled: 8 layers of it and its head, compiled by
+torch.compile(mode="reduce-overhead"). --qwen: Qwen3-32B's shape. --loading: 3 layers of Llama-3-8B's shape, from
+directories. --large: Llama-3-70B's shape, only compressed, because its plain weights fit no GPU. Each option keeps the
+rows that the others left in the CSV.
 
-Arms: `plain`; `coded`, by `ibp.nn.compress`; `offloaded`, the plain weights in host memory by `ibp.offload(scheme=
-"raw")`, for GPUs that they do not fit. `way` names the measurement, and `rows` counts the tokens of a call:
+Arms: `plain`; `coded`, which `ibp.nn.compress` has made; and `offloaded`, with the plain weights in host memory by
+`ibp.offload(scheme="raw")`, for GPUs that are too small for them. `way` names the measurement, and `rows` counts the
+tokens of a call:
 
-    step           every sequence of a batch takes its next token, greedily; a static cache of `context` positions, full
-                   of random keys and values; attention is transformers' "sdpa". In a CUDA graph, but for `offloaded`.
-    compiled step  the same by torch.compile, which makes CUDA graphs itself; the choice of the token is not compiled
-    prefill        one sequence, with logits of its last token; in a CUDA graph
-    weights        making the plain weights, or coding them layer by layer
-    loading        transformers' from_pretrained, of a plain directory and of one with coded weights, from the page
-                   cache to the device; a model of few layers
+    step           every sequence of a batch gets its next token, greedily; a static cache of `context` positions is
+                   full of random keys and values; attention is transformers' "sdpa"; in a CUDA graph, except for
+                   `offloaded`
+    compiled step  the same with torch.compile, which makes CUDA graphs itself; the choice of the token is not compiled
+    prefill        one sequence, with logits of its last token, in a CUDA graph
+    weights        making the plain weights, or compressing them layer by layer
+    loading        transformers' from_pretrained of a directory with plain weights and of one with compressed weights,
+                   from the page cache to the device; a model of few layers
 
-llm.csv has, after the common columns, model, way, context, ms, tokens_per_s, times (how many times as fast as plain),
-device_bytes (of the arm's weights, lists of escapes included), peak_bytes (the most memory that weights, cache and
-temporaries took together), weight_bytes (of plain weights), token_bytes (of a token's keys and values) and the target;
-of `weights`, `met` says whether device_bytes are at most WEIGHTS_SHARE of the plain ones. GB/s count plain weights;
-the ideal is the time that device memory takes for the arm's weights, or the link where weights come from the host.
+After the common columns, llm.csv has model, way, context, ms, tokens_per_s, times (the speed-up over plain),
+device_bytes (of the arm's weights, including lists of escapes), peak_bytes (the most memory that weights, cache and
+temporaries took together), weight_bytes (of plain weights), token_bytes (of a token's keys and values) and the target.
+For `weights`, `met` says whether device_bytes are at most WEIGHTS_SHARE of the plain bytes. GB/s count plain weights.
+The ideal is the time that device memory takes for the arm's weights, or the link if weights come from the host.
 
-In the same run every weight of coded modules is compared with the plain one, bit for bit; the product of every coded
-matrix with products in double, by linear.py's check; and the logits of a call with plain ones: they have other bits,
-since sums are added in another order, and may differ by LOGITS_ERROR of their norm.
+In the same run every weight of compressed modules is compared with the plain one, bit for bit. The product of every
+compressed matrix is compared with products in double precision, by linear.py's check. The logits of a call are compared
+with plain ones: they have other bits, because sums are added in another order, and may differ by LOGITS_ERROR of their
+norm.
 """
 
 import argparse
@@ -53,7 +57,7 @@ except ImportError:
     transformers = None
 try:
     from ibp.integrations.transformers import save_coded
-except ImportError:  # transformers is not there, or is a release that the quantizer does not know
+except ImportError:  # transformers is missing, or is a release that the quantizer does not know
     save_coded = None
 
 COLUMNS = (
@@ -100,33 +104,38 @@ TINY = {
 SHAPES = {
     "Llama-3-8B": ("Llama", LLAMA_8B),
     "Llama-3-8B, 8 layers": ("Llama", LLAMA_8B | {"num_hidden_layers": 8}),
-    "Llama-3-8B, 3 layers": ("Llama", LLAMA_8B | {"num_hidden_layers": 3, "vocab_size": 32000}),  # for loading
+    # This shape is for loading.
+    "Llama-3-8B, 3 layers": ("Llama", LLAMA_8B | {"num_hidden_layers": 3, "vocab_size": 32000}),
     "Qwen3-32B": ("Qwen3", QWEN_32B),
     "Llama-3-70B": ("Llama", LLAMA_70B),
 }
 BATCHES, CONTEXT, LONG_CONTEXT = (1, 8, 16, 32, 64, 128), 512, 8192
 LARGE_BATCHES, LONG_BATCHES = (1, 8, 32), (1, 8)
-COMPILED_BATCHES = (1, 32, 8, 128, 16, 64)  # most important first: compiling takes long
+COMPILED_BATCHES = (1, 32, 8, 128, 16, 64)  # The most important ones come first, because compiling takes long.
 PREFILLS, FEW_PREFILLS = (64, 256, 512, 2048, 8192), (512, 2048)
 QUICK_BATCHES, QUICK_CONTEXT, QUICK_PREFILLS = (1, 8), 64, (48,)
-ROOM = 32  # positions of a cache that steps take one by one: more than the steps between two calls of `rewind`
+# Steps take these last positions of a cache one by one. There are more of them than steps between two calls of
+# `rewind`.
+ROOM = 32
 WARM_UPS = 3
-LOADS = 2  # of each directory; the faster one counts
+LOADS = 2  # Each directory is loaded this many times. The fastest load counts.
 
-WANTED_COMPILED = {1: 1.25, 8: 1.2, 16: 1.2, 32: 1.2, 128: 1.0}  # times as fast as plain, by batch
+WANTED_COMPILED = {1: 1.25, 8: 1.2, 16: 1.2, 32: 1.2, 128: 1.0}  # By batch, the target is this speed-up over plain.
 WANTED_PREFILL, WANTED_LOADING, WEIGHTS_SHARE = 0.97, 1.0, 0.76
-LOGITS_ERROR = 0.1  # rounding to BF16 in other places moves the logits of 32 random layers by 0.03, of 80 by 0.06
-CHECKED_TOKENS = 8  # of the call whose products and logits are checked
+# Rounding to BF16 in other places moves the logits of 32 random layers by 0.03, and those of 80 layers by 0.06.
+LOGITS_ERROR = 0.1
+CHECKED_TOKENS = 8  # Products and logits are checked in a call with this many tokens.
 
-STEP, COMPILED, PREFILL, WEIGHTS, LOADING = "step", "compiled step", "prefill", "weights", "loading"  # ways
-PLAIN, CODED, OFFLOADED = "plain", "coded", "offloaded"  # arms
+# These are the ways.
+STEP, COMPILED, PREFILL, WEIGHTS, LOADING = "step", "compiled step", "prefill", "weights", "loading"
+PLAIN, CODED, OFFLOADED = "plain", "coded", "offloaded"  # These are the arms.
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
 
 
 def values(name, shape, device):
-    """A parameter of this name: the same values at every call."""
+    """Returns the parameter of this name, with the same values in every call."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16, device=device)
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
@@ -139,7 +148,7 @@ def config_of(model, quick):
 
 
 def empty_model(config):
-    """A model in BF16 without values, on the meta device, but for its rotary embedding."""
+    """Returns a model in BF16 on the meta device, without values except for its rotary embedding."""
     kind = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))
     with torch.device("meta"):
         model = kind(config).to(torch.bfloat16)
@@ -148,7 +157,7 @@ def empty_model(config):
 
 
 def parts_of(model):
-    """Names of modules that hold all parameters, in the order of their use."""
+    """Returns the names of modules that together hold all parameters, in the order of their use."""
     layers = (f"model.layers.{number}" for number in range(len(model.model.layers)))
     return ["model.embed_tokens", *layers, "model.norm", "lm_head"]
 
@@ -166,7 +175,7 @@ def is_coded(module):
 
 
 def check_weights(model, part=""):
-    """Raises AssertionError unless the weights of matrices and embeddings of a part have the bits of `values`."""
+    """Raises AssertionError unless the matrices and embeddings of a part have the bits of `values`."""
     for name, module in model.get_submodule(part).named_modules(prefix=part):
         if is_coded(module) or isinstance(module, (nn.Linear, nn.Embedding)):
             weight = module.weight.decompress() if is_coded(module) else module.weight.detach()
@@ -174,8 +183,8 @@ def check_weights(model, part=""):
 
 
 def build(run, config, arm):
-    """(a model with weights; seconds of making them, or of coding them; the most bytes that they took meanwhile). No
-    more than one part of a model that is coded is plain at any time."""
+    """Returns (a model with weights, seconds of making or compressing them, the most bytes that they took meanwhile).
+    If the model is compressed, at most one part of it is plain at any time."""
     model, seconds, memory = empty_model(config), 0.0, Memory(run)
     model.model.rotary_emb.to(run.device)
     for part in parts_of(model):
@@ -193,7 +202,7 @@ def build(run, config, arm):
 
 
 def least_bytes(run):
-    """`min_bytes` of what codes or moves a model."""
+    """Returns `min_bytes` for compressing and for offloading a model."""
     return 1000 if run.quick else 1 << 20
 
 
@@ -206,10 +215,10 @@ def now(run):
 
 
 class Memory:
-    """Counts the GPU memory that is allocated from now on; without a GPU, 0.
+    """A counter of the GPU memory that is allocated from now on. Without a GPU it is 0.
 
     Attributes:
-        peak_bytes: the most that was taken, when it was last noted.
+        peak_bytes: the most that was taken up to the last `note_peak`.
     """
 
     def __init__(self, run):
@@ -237,7 +246,7 @@ class Memory:
 
 
 def counted_bytes(model):
-    """Of the weights of a model, as they say."""
+    """Returns the bytes of a model's weights, by their `nbytes`."""
     tensors = [*model.parameters(), *(module.weight for module in model.modules() if is_coded(module))]
     return sum(tensor.nbytes for tensor in tensors)
 
@@ -246,7 +255,7 @@ def counted_bytes(model):
 
 
 class Step:
-    """A decoding step of a model: call it once a token, at most `ROOM` times, then `rewind` it."""
+    """A decoding step of a model. Call it once per token, at most `ROOM` times, then `rewind` it."""
 
     def __init__(self, run, model, batch, context):
         config, device = model.config, run.device
@@ -278,7 +287,7 @@ class Step:
 
 
 class Prefill:
-    """A call of a model on a whole prompt."""
+    """A call of a model with a whole prompt."""
 
     def __init__(self, run, model, num_tokens):
         generator = torch.Generator(run.device).manual_seed(0)
@@ -286,7 +295,7 @@ class Prefill:
         self.ids = torch.randint(model.config.vocab_size, (1, num_tokens), generator=generator, device=run.device)
 
     def rewind(self):
-        """Nothing to do: each call makes a cache."""
+        """Does nothing, because each call makes a cache."""
 
     def __call__(self):
         return self.model(self.ids, logits_to_keep=1).logits
@@ -297,7 +306,7 @@ def head_dim_of(config):
 
 
 def graphed(run, call):
-    """A call in a CUDA graph, as a function; without a GPU, the call."""
+    """Returns a function that replays a call in a CUDA graph. Without a GPU it is the call itself."""
     if not run.on_gpu:
         call()
         call.rewind()
@@ -316,24 +325,24 @@ def graphed(run, call):
 
 
 def graph_seconds(run, call):
-    """Of a call in a CUDA graph; without a GPU, of the call."""
+    """Returns the seconds of a call in a CUDA graph, or of the call itself without a GPU."""
     return run.seconds([graphed(run, call)])
 
 
 def eager_seconds(run, call):
-    """Of a call by the wall clock, for a model whose weights come from the host."""
+    """Returns the seconds of a call by the wall clock, for a model whose weights come from the host."""
     call()
     call.rewind()
     return run.seconds([call], wall=True)
 
 
 def compiled_seconds(run, call):
-    """Of a step whose model is compiled."""
+    """Returns the seconds of a step whose model is compiled."""
     options = {"mode": "reduce-overhead"} if run.on_gpu else {"backend": "eager"}
     torch.compiler.reset()
     try:
         call.call = torch.compile(call.call, dynamic=False, **options)
-        for _ in range(WARM_UPS + 1):  # compiles, records a graph, replays it
+        for _ in range(WARM_UPS + 1):  # These calls compile the step, record a graph, and replay it.
             call()
         call.rewind()
         return run.seconds([call])
@@ -345,7 +354,7 @@ def compiled_seconds(run, call):
 
 
 class Bench:
-    """The arms of one shape, and where their measurements go.
+    """The arms of one shape, and the run that records their measurements.
 
     Attributes:
         name: of the shape.
@@ -358,10 +367,10 @@ class Bench:
         self.config = config_of(name, run.quick)
         self.weight_bytes = sum(parameter.nbytes for parameter in empty_model(self.config).parameters())
         values_of_token = self.config.num_hidden_layers * self.config.num_key_value_heads * head_dim_of(self.config)
-        self.token_bytes = 4 * values_of_token  # a key and a value, two bytes each
+        self.token_bytes = 4 * values_of_token  # A key and a value have two bytes each.
         self.models, self.device_bytes, self.plain_s = {}, {}, {}
         product = torch.ones(64, 64, dtype=torch.bfloat16, device=run.device)
-        product @ product  # cuBLAS takes its workspace now, which then counts for no arm
+        product @ product  # cuBLAS takes its workspace now, so that it counts for no arm.
         for arm in arms:
             with run.cell(f"{name}, {arm}"), torch.no_grad():
                 self.add_arm(arm)
@@ -369,7 +378,7 @@ class Bench:
     def add_arm(self, arm):
         memory = Memory(self.run)
         model, seconds, peak_bytes = build(self.run, self.config, arm)
-        if arm == CODED:  # the first call, which lists escapes: they count, too
+        if arm == CODED:  # The first call lists escapes, which count, too.
             with self.run.cell(f"{self.name}, products and logits"):
                 check(self.run, model, self.models.get(PLAIN))
         device_bytes = memory.taken_bytes() if self.run.on_gpu else counted_bytes(model)
@@ -394,7 +403,8 @@ class Bench:
         return f"{self.name}, {way}" + f", batch {tokens}, context {context}" * bool(tokens)
 
     def record(self, way, arm, tokens, seconds, *, context=0, device_bytes=None, ideal_gbps=None, wanted=None, **more):
-        """wanted: times as fast as plain. device_bytes: None: the arm's weights."""
+        """Records a measurement. wanted: the target as speed-up over plain. device_bytes: None for those of the arm's
+        weights."""
         case = self.case(way, tokens, context)
         device_bytes = self.device_bytes[arm] if device_bytes is None else device_bytes
         gbps = self.weight_bytes * 1e-9 / seconds
@@ -429,7 +439,7 @@ class Bench:
 
     @torch.no_grad()
     def measure(self, way, tokens, seconds_of, make_call, wanted=None, context=0):
-        """Times a call of each arm. make_call: function(model) -> what `seconds_of` takes."""
+        """Times a call of each arm. make_call: function(model) -> the argument of `seconds_of`."""
         for arm, model in self.models.items():
             with self.run.cell(f"{self.case(way, tokens, context)}, {arm}"):
                 memory = Memory(self.run)
@@ -452,7 +462,7 @@ class Bench:
 
     @torch.no_grad()
     def measure_offloaded(self):
-        """By the plain model, which the bench then has no longer."""
+        """Measures the plain model with its weights in host memory. The bench loses this model."""
         run, context = self.run, QUICK_CONTEXT if self.run.quick else CONTEXT
         with run.cell(f"{self.case(STEP, 1, context)}, {OFFLOADED}"):
             model = self.models.pop(PLAIN)
@@ -463,7 +473,7 @@ class Bench:
 
 
 def check(run, coded, plain=None):
-    """That every product of a call is right, and that its logits are near the plain model's."""
+    """Asserts that every product of a call is right, and that its logits are close to the plain model's."""
 
     def check_product(module, args, result):
         x = args[0].reshape(-1, module.in_features)
@@ -496,7 +506,7 @@ def check(run, coded, plain=None):
 
 @torch.no_grad()
 def measure_loading(run, rates):
-    """Directories of plain and of coded weights, in the page cache."""
+    """Measures loading of directories with plain and with compressed weights, which are in the page cache."""
     if save_coded is None:
         print("loading: the quantizer does not work with this release of transformers, left out")
         return
@@ -552,7 +562,8 @@ def measure_large(run, rates):
     bench.measure_prefills(FEW_PREFILLS)
 
 
-PARTS = {  # by option: models, function
+# Each option has (models, function).
+PARTS = {
     "": (("Llama-3-8B",), measure_llama),
     "compiled": (("Llama-3-8B, 8 layers",), measure_compiled),
     "loading": (("Llama-3-8B, 3 layers",), measure_loading),
@@ -562,7 +573,7 @@ PARTS = {  # by option: models, function
 
 
 def shortfalls(rows):
-    """Lines that say where a target is missed."""
+    """Yields lines that say where a target is missed."""
     for row in rows:
         if row.get("met") != "no":
             continue

@@ -1,41 +1,50 @@
-"""How long is a token of a mixture of experts whose experts are in host memory, or coded on the GPU?
+"""How long does a token of a mixture of experts take if the experts are in host memory, or compressed on the GPU?
 
     python -m benchmarks.moe [--deepseek | --between | --hits] [--layers N] [--out DIR] [--device cpu] [--quick]
 
-Layers of experts with the sizes of Qwen3-30B-A3B, by transformers' own class: 128 experts of 3 x 2048 x 768 BF16
-values, N(0, 0.02), without attention; a token uses 8 experts. The model has 48 layers, --layers measures fewer. Arms:
-`plain`, all on the GPU, by transformers' `grouped_mm`; `plain, batched_mm`; `coded on the GPU`, by `ibp.nn.compress`;
-`accelerate cpu_offload`, which brings all experts of a layer raw; `CPU gather and copy`: the host waits for indices,
-gathers the experts of the call in pinned memory and copies them raw; `streamed`, by `ibp.offload` layer by layer, as
-weights of other modules are; `by index`, by `ibp.offload`, which fetches the experts that are asked for; `by index,
-cache`, with a cache on the GPU of half the raw bytes of all experts; both of these with raw rows by the same code.
-`between experts` is the rest of such layers, whose experts give what they get: attention to 2,048 positions, norms and
-router in a CUDA graph. Experts that were fetched ahead, for a router's guess of the next layer's, would hide as much.
---between measures this arm alone, and keeps the rows of the others.
+Layers of experts have the sizes of Qwen3-30B-A3B and are of transformers' own class: 128 experts of 3 x 2048 x 768 BF16
+values, N(0, 0.02), without attention. A token uses 8 experts. The model has 48 layers; --layers sets how many are
+measured. Arms:
 
---deepseek has layers with the sizes of DeepSeek-V3, by transformers' class for FP8: 256 experts of 3 x 7168 x 2048
-values in FP8 E4M3, N(0, 112), with a scale for each block of 128 x 128; 58 layers in all. Arms are `by index`, coded
-and raw. The class downloads its FP8 kernels: here the experts of a call are dequantised to BF16 and multiplied by
-`grouped_mm`. moe_deepseek.csv has the results.
+`plain`                  all experts on the GPU, with transformers' `grouped_mm`
+`plain, batched_mm`      the same with `batched_mm`
+`coded on the GPU`       compressed by `ibp.nn.compress`
+`accelerate cpu_offload` brings all experts of a layer, raw
+`CPU gather and copy`    the host waits for indices, gathers the call's experts in pinned memory, and copies them raw
+`streamed`               `ibp.offload` layer by layer, as for the weights of other modules
+`by index`               `ibp.offload`, which fetches the experts that are asked for
+`by index, cache`        the same with a cache on the GPU of half the raw bytes of all experts
+`..., raw rows`          the last two arms with raw rows and the same code
+`between experts`        the rest of such layers, whose experts return their input: attention to 2,048 positions, norms
+                         and router in a CUDA graph. Experts that are fetched early, for a router's guess of the next
+                         layer's, would hide as much time.
 
-No model routes here: `uniform`, or `sticky`, by Zipf's law with exponent 1, where a token keeps each expert's draw of
-the token before it with probability 0.5. Ways: `eager`, by the wall clock; `graph`, replays of a CUDA graph. Every call
-has new experts; calls before the timed ones fill the caches. In the same run the results of all arms are compared with
-those of `plain`, bit for bit, but for `plain, batched_mm` and `coded on the GPU`, which add in another order.
+--between measures only the last arm, and keeps the rows of the others.
 
-moe.csv has, after the common columns, layers, routing, way, ms (a call), ms_of_all (the same for all layers of the
-model), bound_ms (link_bytes at the rate of kernels; where all experts are streamed, of the copy engine), asked_bytes
-(raw bytes of the experts that a call asks for, each once; `between experts`: of its own weights), link_bytes (a call),
-hit_rate (of rows), host_bytes, device_bytes, host_us (of a layer, until an eager call comes back that finds the GPU
-idle), times (how many times as fast as the faster of the plain arms `coded on the GPU` is) and own_us (host_us where
-the class's forward reads its weights and computes nothing, so that the library's own work is left); `rows` are the
-tokens of a call, and gbps are of asked_bytes. A call's launches fit the GPU's queue: the host waits for none.
+--deepseek has layers with the sizes of DeepSeek-V3, of transformers' class for FP8: 256 experts of 3 x 7168 x 2048
+values in FP8 E4M3, N(0, 112), with a scale for each block of 128 x 128; the model has 58 layers. The arms are `by
+index`, compressed and raw. The class would download its FP8 kernels; here the experts of a call are dequantised to BF16
+and multiplied by `grouped_mm`. moe_deepseek.csv has the results.
 
---hits counts, and measures no time: moe_hits.csv has what each of the first tokens after the start brings over the link
-with a cache of coded and of raw rows, a token a call. Bytes are the same on every machine. moe_policies.csv has
-hit_rate, the share of rows that a simulated cache of some share of a layer's rows finds after it has filled, where a
+No model routes here. Routes are `uniform`, or `sticky`: they follow Zipf's law with exponent 1, and a token keeps each
+expert's draw of the token before it with probability 0.5. The ways are `eager`, timed with the wall clock, and `graph`,
+replays of a CUDA graph. Every call has new experts; calls before the timed ones fill the caches. In the same run the
+results of all arms are compared with those of `plain`, bit for bit, except for `plain, batched_mm` and `coded on the
+GPU`, which add in another order.
+
+After the common columns, moe.csv has layers, routing, way, ms (of a call), ms_of_all (for all layers of the model),
+bound_ms (link_bytes at the rate of kernels, or at that of the copy engine if all experts are streamed), asked_bytes
+(raw bytes of the experts that a call asks for, each once; for `between experts` of its own weights), link_bytes (of a
+call), hit_rate (of rows), host_bytes, device_bytes, host_us (per layer, until an eager call returns that finds the GPU
+idle), times (speed-up of `coded on the GPU` over the faster of the plain arms) and own_us (host_us if the class's
+forward reads its weights and computes nothing, which is the library's own work). `rows` is the number of tokens of a
+call, and gbps counts asked_bytes. The launches of a call fit the GPU's queue, so that the host does not wait.
+
+--hits counts and measures no time. moe_hits.csv has what each of the first tokens brings over the link, with a cache of
+compressed and of raw rows and one token per call. The bytes are the same on every machine. moe_policies.csv has
+hit_rate, the share of rows that a simulated cache finds after it has filled; it holds some share of a layer's rows. A
 missing row takes the way that was used longest ago, as in `ibp.RowCache`, or the least used one, by counts that are
-halved every 16 to 256 calls; `sticky, changing` has other favourites every 100 tokens.
+halved every 16 to 256 calls. With `sticky, changing`, tokens have other favourites every 100 tokens.
 """
 
 import argparse
@@ -75,15 +84,17 @@ DEEPSEEK = {"hidden_size": 7168, "moe_intermediate_size": 2048, "n_routed_expert
 QWEN3_ATTENTION = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
 TINY = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts_per_tok": 4}
 TINY_EXPERTS = 16
-BLOCK = (128, 128)  # of an FP8 matrix, with one scale
-FP8_STD, FP8_SCALE = 112.0, 0.02 / 112.0  # the largest of a block is about 448, as DeepSeek-V3's are scaled
+BLOCK = (128, 128)  # An FP8 matrix has one scale for each such block.
+# With this scale the largest number of a block is about 448, as in DeepSeek-V3.
+FP8_STD, FP8_SCALE = 112.0, 0.02 / 112.0
 QUICK_LAYERS = 2
-CONTEXT, QUICK_CONTEXT = 2048, 300  # positions that are attended to
+CONTEXT, QUICK_CONTEXT = 2048, 300  # Attention looks at this many positions.
 BATCHES, QUICK_BATCHES, PREFILL, QUICK_PREFILL = (1, 8, 32), (1, 3), 2048, 40
-DEVICE_BATCHES = (1, 2, 4, 8, 16)  # of arms with all experts on the GPU
-CALLS, FEW_CALLS, ROUNDS = 16, 2, 12  # calls that are timed together; rounds of them before routes come again
-ZIPF_EXPONENT, STICKINESS = 1.0, 0.5  # assumed
-CACHE_SHARE = 0.5  # of the experts' raw bytes
+DEVICE_BATCHES = (1, 2, 4, 8, 16)  # Arms with all experts on the GPU have these batches.
+# CALLS calls are timed together. Routes repeat after ROUNDS rounds of them.
+CALLS, FEW_CALLS, ROUNDS = 16, 2, 12
+ZIPF_EXPONENT, STICKINESS = 1.0, 0.5  # These are assumptions about routing.
+CACHE_SHARE = 0.5  # The cache has this share of the experts' raw bytes.
 PLAIN, STREAMED, BY_INDEX, CACHED = "plain", "streamed", "by index", "by index, cache"
 BATCHED, CODED, RAW = "plain, batched_mm", "coded on the GPU", ", raw rows"
 HOOKS, GATHERED, BETWEEN = "accelerate cpu_offload", "CPU gather and copy", "between experts"
@@ -97,14 +108,19 @@ EXTRA_COLUMNS = (
 HITS_COLUMNS = "arm,routing,token,layers,asked_bytes,link_bytes,hit_rate,cache_bytes,commit".split(",")
 SHOWN_TOKENS, SIMULATED_TOKENS, QUICK_TOKENS = 200, 1000, 5
 POLICIES_COLUMNS = "routing,share,policy,tokens,hit_rate,commit".split(",")
-SHARES, HALVING, CHANGES = (0.25, 0.5, 0.75), (0, 16, 32, 64, 256), 100  # of rows; calls, 0: by the last use; tokens
-SETS, WAYS, MOST_USES = 100, 32, 63  # of the simulated cache, as `ibp.RowCache` has them, but for the number of sets
-# Wanted at batch 1: ms of all layers, and times the rate of raw rows behind a cache; else shares of the bound.
+# Shares of rows; calls between two halvings, 0 for the way that was used longest ago; tokens between changes.
+SHARES, HALVING, CHANGES = (0.25, 0.5, 0.75), (0, 16, 32, 64, 256), 100
+# The simulated cache has the ways and counts of `ibp.RowCache`, but another number of sets.
+SETS, WAYS, MOST_USES = 100, 32, 63
+# Targets with batch 1: ms of all layers, and speed-up over raw rows behind a cache. Other targets are shares of the
+# bound.
 WANTED_MS = {(BY_INDEX, UNIFORM): 46.0, (CACHED, STICKY): 20.0}
 WANTED_SHARE, WANTED_PREFILL, WANTED_TIMES_RAW = 0.90, 0.95, 1.3
-WANTED_OWN_US = 60.0  # of a layer whose experts are fetched by index
-WANTED_TIMES, WANTED_MEMORY = 1.2, 0.76  # of `coded on the GPU`, in a graph, against plain experts
-CLOSE = 0.02  # of the largest result: how far sums in another order may differ
+WANTED_OWN_US = 60.0  # A layer whose experts are fetched by index should take at most this many microseconds.
+# `coded on the GPU` should have this speed-up in a graph, and this share of the memory of plain experts.
+WANTED_TIMES, WANTED_MEMORY = 1.2, 0.76
+# Sums in another order may differ by this share of the largest result.
+CLOSE = 0.02
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------
@@ -127,7 +143,7 @@ def deepseek_config(quick):
 
 
 def dequantized(experts, scale, block=BLOCK):
-    """Matrices in BF16. scale: of blocks."""
+    """Returns matrices in BF16. scale: one for each block."""
     rows, columns = (sizes * of_block for sizes, of_block in zip(scale.shape[1:], block))
     if (rows, columns) != tuple(experts.shape[1:]):
         raise ValueError(f"matrices of {list(experts.shape[1:])} are not of whole blocks of {list(block)}")
@@ -136,7 +152,7 @@ def dequantized(experts, scale, block=BLOCK):
 
 
 def dequantized_forward(module, hidden_states, top_k_index, top_k_weights):
-    """The forward of FP8 experts: in BF16, by `grouped_mm`."""
+    """Computes the forward of FP8 experts in BF16, with `grouped_mm`."""
 
     def matrices_of(name):
         return dequantized(getattr(module, name), getattr(module, f"{name}_scale_inv"))
@@ -148,7 +164,7 @@ def dequantized_forward(module, hidden_states, top_k_index, top_k_weights):
 
 @functools.cache
 def fp8_class():
-    """As transformers makes it for a checkpoint in FP8, and with one more implementation."""
+    """Returns the class that transformers makes for a checkpoint in FP8, with one more implementation."""
     ALL_FP8_EXPERTS_FUNCTIONS.register("dequantized", dequantized_forward)
     return use_experts_implementation(
         experts_class=FP8Experts, experts_interface=ALL_FP8_EXPERTS_FUNCTIONS, has_bias=False, has_gate=True
@@ -170,16 +186,16 @@ def normal_fp8(parameter, generator):
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's layers of experts.
+    """The layers of experts of a model.
 
     Attributes:
         csv: name of the CSV.
-        layers: of the whole model.
-        measured: layers that are measured.
-        make_config, make_experts, fill: its class, and random values of a parameter.
+        layers: number of layers of the whole model.
+        measured: number of layers that are measured.
+        make_config, make_experts, fill: make its configuration and class, and fill a parameter with random values.
         dtype: of the experts.
-        implementation: of transformers, by which experts are multiplied.
-        wanted_ms: of all layers at batch 1, by arm and routing.
+        implementation: transformers' implementation that multiplies by experts.
+        wanted_ms: targets for all layers with batch 1, by arm and routing.
     """
 
     csv: str
@@ -212,7 +228,7 @@ DEEPSEEK_V3 = Shape(
 
 
 class Layers(nn.Module):
-    """Layers of experts, whose routes are given."""
+    """Layers of experts. The call gives their routes."""
 
     def __init__(self, shape, config, num_layers, device):
         super().__init__()
@@ -231,7 +247,8 @@ class Layers(nn.Module):
 
 @contextlib.contextmanager
 def computing_nothing(kind):
-    """The forward of a class of experts reads its weights, which are fetched for it, and gives back its input."""
+    """Makes the forward of a class of experts, inside a block, read its weights, which are fetched for it, and return
+    its input."""
 
     def read(self, hidden_states, top_k_index, top_k_weights):
         for name in ("gate_up_proj", "down_proj"):
@@ -243,7 +260,7 @@ def computing_nothing(kind):
 
 
 class GatheredExperts(nn.Module):
-    """Experts in host memory; the host gathers those of a call and copies them to the device."""
+    """Experts in host memory. The host gathers those of a call and copies them to the device."""
 
     def __init__(self, experts, device):
         super().__init__()
@@ -259,7 +276,7 @@ class GatheredExperts(nn.Module):
     def forward(self, x, index, gates):
         chosen, slots = index.cpu().unique(return_inverse=True)
         if self.copied:
-            self.copied.synchronize()  # the buffers are free
+            self.copied.synchronize()  # The buffers are free now.
         found = {}
         for name, stack in self.stacks.items():
             part = self.buffers[name][: len(chosen)]
@@ -271,12 +288,13 @@ class GatheredExperts(nn.Module):
 
 
 def routes(routing, num_experts, num_choices, num_layers, tokens, calls, device):
-    """Experts of calls that follow each other, int64 [calls, layers, tokens, choices]; those of a token differ."""
+    """Returns the experts of consecutive calls, int64 [calls, layers, tokens, choices]. Those of one token differ."""
     generator = torch.Generator(device).manual_seed(1)
     shape = (num_layers, tokens, num_experts)
 
     def drawn():
-        return -torch.empty(shape, device=device).exponential_(generator=generator).log_()  # Gumbel's distribution
+        # This is Gumbel's distribution.
+        return -torch.empty(shape, device=device).exponential_(generator=generator).log_()
 
     ranks = torch.rand(num_layers, 1, num_experts, generator=generator, device=device).argsort(-1) + 1
     favour = -ZIPF_EXPONENT * ranks.log() if routing == STICKY else torch.zeros_like(ranks, dtype=torch.float32)
@@ -289,8 +307,12 @@ def routes(routing, num_experts, num_choices, num_layers, tokens, calls, device)
 
 
 class Bench:
-    """The arms of one number of layers. wanted: results of `plain`, by routing and tokens; plain_s: seconds of calls of
-    the faster of the plain arms, by routing, tokens and way."""
+    """The arms of one number of layers.
+
+    Attributes:
+        wanted: results of `plain`, by routing and tokens.
+        plain_s: seconds of a call of the faster of the plain arms, by routing, tokens and way.
+    """
 
     def __init__(self, run, shape, num_layers):
         self.run, self.shape, self.num_layers, self.wanted, self.plain_s = run, shape, num_layers, {}, {}
@@ -305,7 +327,7 @@ class Bench:
         return Layers(self.shape, self.config, self.num_layers, self.run.device)
 
     def model(self, arm):
-        """(model, what `ibp.offload` or `ibp.nn.compress` returned, if it was called)."""
+        """Returns (model, the result of `ibp.offload` or `ibp.nn.compress`, or None if neither was called)."""
         model = self.plain_model("batched_mm" if arm == BATCHED else self.shape.implementation)
         handle = None
         if arm == HOOKS:
@@ -314,7 +336,7 @@ class Bench:
             model.experts = nn.ModuleList(GatheredExperts(part, self.run.device) for part in model.experts)
         if arm == STREAMED:
             for experts in model.experts:
-                experts.forward = experts.forward  # of its own: `ibp.offload` then takes it as any other module
+                experts.forward = experts.forward  # `ibp.offload` streams modules with a forward of their own.
         least = 1000 if self.run.quick else 1 << 20
         if arm == CODED:
             handle = ibp.nn.compress(model, min_bytes=least)
@@ -347,7 +369,7 @@ class Bench:
                 self.measure(arm, model, handle, tokens, routing)
 
     def measure_between(self):
-        """Layers with the smallest experts that a model can have, which give back their input."""
+        """Measures layers with the smallest experts that a model can have, which return their input."""
         run, batches = self.run, QUICK_BATCHES if self.run.quick else BATCHES
         small = {"vocab_size": 512, "moe_intermediate_size": 1, "num_hidden_layers": self.num_layers}
         config = self.shape.make_config(run.quick, **QWEN3_ATTENTION, **small)
@@ -363,7 +385,7 @@ class Bench:
                 self.add(BETWEEN, batch, UNIFORM, GRAPH if run.on_gpu else EAGER, seconds, num_bytes, None, 1)
 
     def inputs(self, tokens, routing, num_calls):
-        """(vectors, routes of calls, gates); the first call's are the same, however many there are."""
+        """Returns (vectors, routes of calls, gates). The first call has the same routes for any number of calls."""
         config, device = self.config, self.run.device
         num_choices, generator = config.num_experts_per_tok, torch.Generator(device).manual_seed(2)
         chosen = routes(routing, self.num_experts, num_choices, self.num_layers, tokens, num_calls, device)
@@ -372,7 +394,7 @@ class Bench:
 
     @torch.inference_mode()
     def note_wanted(self):
-        """Results of the plain model, where it is no arm."""
+        """Notes the results of the plain model, for shapes in which it is not an arm."""
         model = self.plain_model(self.shape.implementation)
         for key in itertools.product((UNIFORM, STICKY), QUICK_BATCHES if self.run.quick else BATCHES):
             x, chosen, gates = self.inputs(key[1], key[0], 1)
@@ -384,7 +406,7 @@ class Bench:
         is_offloaded = arm not in (*ON_DEVICE, *OTHERS)
         is_slow = arm in (STREAMED, *OTHERS) or tokens > max(BATCHES) or (is_offloaded and tokens > 1)
         num_calls = FEW_CALLS if run.quick or is_slow else CALLS
-        num_before = CALLS if CACHED in arm and not run.quick else num_calls  # that fill the caches
+        num_before = CALLS if CACHED in arm and not run.quick else num_calls  # This many calls fill the caches.
         x, chosen, gates = self.inputs(tokens, routing, num_before * ROUNDS)
         asked = [len(layer.unique()) for call in chosen[: 2 * num_calls] for layer in call]
         asked_bytes = sum(asked) * self.expert_bytes // (2 * num_calls)
@@ -421,7 +443,7 @@ class Bench:
             self.add(arm, tokens, routing, way, seconds, asked_bytes, stats, num_made, report, host_us, own_us)
 
     def returning_us(self, call):
-        """Median microseconds of a layer until a call comes back that finds the GPU idle."""
+        """Returns the median microseconds per layer until a call returns that finds the GPU idle."""
         times = []
         for _ in range(ROUNDS):
             self.run.sync()
@@ -438,7 +460,7 @@ class Bench:
             harness.check_bits(result, wanted, arm)
 
     def captured(self, call, route):
-        """A function as call, whose work is a graph's."""
+        """Returns a function like `call` that replays a graph."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -456,7 +478,7 @@ class Bench:
         return replay
 
     def times_plain(self, arm, key, seconds):
-        """How many times as fast as the faster of the plain arms, which are noted."""
+        """Returns the speed-up over the faster of the plain arms, whose times it notes."""
         if arm in (PLAIN, BATCHED):
             self.plain_s[key] = min(seconds, self.plain_s.get(key, seconds))
         return f"{self.plain_s[key] / seconds:.3f}" if arm == CODED and key in self.plain_s else ""
@@ -508,7 +530,7 @@ class Bench:
 
 @torch.inference_mode()
 def count_hits(bench, path):
-    """Writes what each token brings. @return the exit status."""
+    """Writes what each token brings. Returns the exit status."""
     sheet, num_tokens = ratio.Sheet(path, HITS_COLUMNS), QUICK_TOKENS if bench.run.quick else SHOWN_TOKENS
     for arm, routing in itertools.product((CACHED, CACHED + RAW), (UNIFORM, STICKY)):
         model, handle = bench.model(arm)
@@ -535,7 +557,7 @@ def count_hits(bench, path):
 
 @torch.inference_mode()
 def compare_policies(bench, path):
-    """Writes what caches with other policies find. @return the exit status."""
+    """Writes what caches with other policies find. Returns the exit status."""
     sheet, num_tokens = ratio.Sheet(path, POLICIES_COLUMNS), QUICK_TOKENS if bench.run.quick else SIMULATED_TOKENS
     num_choices, num_parts = bench.config.num_experts_per_tok, -(-num_tokens // CHANGES)
 
@@ -558,7 +580,8 @@ def compare_policies(bench, path):
 
 
 def hit_rate(chosen, num_experts, share, halving):
-    """The share of rows that a cache finds in the later half of calls [calls, choices], if it holds a share of rows."""
+    """Returns the share of rows that a cache finds in the later half of calls [calls, choices], if it holds a share of
+    all rows."""
     generator = torch.Generator().manual_seed(3)
     rows_of_sets = torch.poisson(torch.full((SETS,), WAYS / share), generator=generator)
     is_row = torch.arange(int(rows_of_sets.max())) < rows_of_sets[:, None]
@@ -581,7 +604,7 @@ def hit_rate(chosen, num_experts, share, halving):
 
 
 def shortfalls(rows, shape=QWEN3_30B):
-    """Lines that say where a figure falls short of its target: the faster way of each arm counts."""
+    """Yields lines that say where a figure misses its target. The faster way of each arm counts."""
     best = {}
     for row in rows:
         if row["arm"] == CODED and row["way"] == GRAPH and float(row["times"]) < WANTED_TIMES:

@@ -2,11 +2,11 @@
 
     python -m benchmarks.more_clusters [--huge] [--data DIR] [--out DIR]
 
-Sets as in clusters.py, and a larger field. `k-means`: rows counted as the paper codes them, chunks of 4 bytes and the
-best threshold of each cluster, with a mask and a bitval a cluster and a number of 1 or 2 bytes a row. `ibp.compress`:
-scheme ibp as it is, to 256 clusters. Only bytes are counted, so a GPU is not needed, except for --huge: a field of the
-paper's 250,000 rows of 500 values alone, by up to 16,384 clusters. Other rows of the CSV stay, as its rows do in runs
-without the option.
+The sets are those of clusters.py, and a larger field. `k-means` counts rows as the paper encodes them, with chunks of 4
+bytes and the best threshold of each cluster, a mask and a bitval per cluster, and a number of 1 or 2 bytes per row.
+`ibp.compress` is scheme ibp as it is, with up to 256 clusters. Only bytes are counted, so that a GPU is not needed,
+except for --huge, which measures only a field of the paper's 250,000 rows of 500 values, with up to 16,384 clusters.
+Other rows of the CSV stay, and its rows stay in runs without the option.
 """
 
 import argparse
@@ -22,33 +22,34 @@ from . import clusters, harness, ratio, reading
 COLUMNS = "set,dtype,rows,row_bytes,method,clusters,savings,codebooks,numbers,commit".split(",")
 COUNTS, QUICK_COUNTS = (1, 16, 64, 128, 256, 512, 1024, 2048), (1, 8, 512)
 HUGE_COUNTS = (1, 64, 256, 1024, 4096, 8192, 16_384)
-LARGER_SIDE, HUGE_SIDE, QUICK_SIDE = 160, 500, 24  # of the fields: 25,600 and 250,000 rows
-HUGE = "huge smooth 3D field"  # the set of --huge
+LARGER_SIDE, HUGE_SIDE, QUICK_SIDE = 160, 500, 24  # The larger fields have 25,600 and 250,000 rows.
+HUGE = "huge smooth 3D field"  # This set is only measured with --huge.
 ROUNDS = 8
 TAUS = (0.70, 0.75, 0.80, 0.85, 0.90, 0.95, 0.98, 1.0)
 CHUNK_BYTES = 4
-BLOCK_ROWS = 512  # whose bits are unpacked at once: what caches of a CPU hold
+BLOCK_ROWS = 512  # The bits of this many rows are unpacked at once, which fit the caches of a CPU.
 
 
 def bits_of(rows):
-    """int8 [n, 8 * row_bytes] of uint8 rows: the lowest bit of every byte, then the next."""
+    """Returns int8 [n, 8 * row_bytes] for uint8 rows: the lowest bit of every byte, then the next one."""
     return torch.cat([(rows >> number) & 1 for number in range(8)], 1).view(torch.int8)
 
 
 def bytes_of(bits):
-    """uint8 rows of their bits."""
+    """Returns the uint8 rows that have these bits."""
     planes = bits.view(len(bits), 8, -1).to(torch.uint8)
     return sum(planes[:, number] << number for number in range(8))
 
 
 def nearest(bits, centres):
-    """The centre that differs in the fewest bits from each row, int64 [n]. centres: int8, on a GPU a multiple of 8."""
+    """Returns the centre that differs in the fewest bits from each row, int64 [n]. centres: int8; on a GPU their number
+    is a multiple of 8."""
     return (centres.sum(1, dtype=torch.int32) - 2 * torch._int_mm(bits, centres.t())).argmin(1)
 
 
 def assigned_rows(rows, centres):
-    """(the nearest centre of each of uint8 rows, int64 [n]; how many rows of each have each bit, int32 [centres,
-    bits])."""
+    """Returns (the nearest centre of each uint8 row, int64 [n]; how many rows of each centre have each bit, int32
+    [centres, bits])."""
     ones, parts = torch.zeros(centres.shape, dtype=torch.int32, device=rows.device), []
     for block in rows.split(BLOCK_ROWS):
         bits = bits_of(block)
@@ -58,8 +59,8 @@ def assigned_rows(rows, centres):
 
 
 def kmeans(rows, count):
-    """(the cluster of each of uint8 rows, int64 [n]; how many rows of each have each bit): Lloyd's iteration on all
-    bits, from rows drawn with a seed."""
+    """Returns (the cluster of each uint8 row, int64 [n]; how many rows of each cluster have each bit; the sizes of the
+    clusters). Lloyd's iteration runs on all bits and begins with rows that are drawn with a seed."""
     chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:count]
     centres = bits_of(rows[chosen.to(rows.device)])
     for _ in range(ROUNDS if count > 1 else 1):
@@ -70,9 +71,9 @@ def kmeans(rows, count):
 
 
 def saved_bytes(rows, assigned, ones, sizes, tau):
-    """What each cluster of uint8 rows saves under a threshold, without its mask and bitval (the paper's sections 4.1
-    and 4.2): int64 [clusters]. row_bytes is a multiple of CHUNK_BYTES."""
-    threshold = (tau * sizes.double() - int(tau == 1)).unsqueeze(1)  # "more than" counts all rows where tau is 1
+    """Returns the bytes that each cluster of uint8 rows saves with a threshold, without its mask and bitval (the
+    paper's sections 4.1 and 4.2): int64 [clusters]. row_bytes is a multiple of CHUNK_BYTES."""
+    threshold = (tau * sizes.double() - int(tau == 1)).unsqueeze(1)  # If tau is 1, "more than" means all rows.
     is_one, is_zero = ones > threshold, sizes.unsqueeze(1) - ones > threshold
     mask, bitval = (bytes_of(bits).view(torch.int32) for bits in (is_one | is_zero, is_one & ~is_zero))
     fixed = (is_one | is_zero).view(len(sizes), 8, -1, CHUNK_BYTES).sum((1, 3))
@@ -84,7 +85,8 @@ def saved_bytes(rows, assigned, ones, sizes, tau):
 
 
 def estimate(x, count):
-    """(savings, share of masks and bitvals, share of clusters' numbers) of the original bytes."""
+    """Returns (savings, share of masks and bitvals, share of the rows' cluster numbers), relative to the original
+    bytes."""
     rows = x.contiguous().view(torch.uint8).reshape(len(x), -1)
     assigned, ones, sizes = kmeans(rows, count)
     saved = torch.stack([saved_bytes(rows, assigned, ones, sizes, tau) for tau in TAUS]).amax(0).sum().item()
@@ -95,7 +97,7 @@ def estimate(x, count):
 
 
 def measure(x, count):
-    """The same of what the library makes."""
+    """Returns what `estimate` does, for a table that the library makes."""
     table = ibp.compress(
         x,
         scheme="ibp",
@@ -112,7 +114,7 @@ def measure(x, count):
 
 
 def all_sets(args, huge):
-    """On the device."""
+    """Yields (name, set on the device)."""
     if huge:
         found = [(HUGE, clusters.smooth_field(QUICK_SIDE if args.quick else HUGE_SIDE))]
     else:

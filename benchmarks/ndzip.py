@@ -1,8 +1,8 @@
 """ndzip's coders on the CPU and on GPUs, for ratio.py and transfers.py.
 
-IBP_NDZIP names a clone of github.com/celerity/ndzip. Of its sources those for FP32 arrays of one dimension, which save
-more of the sets here than two, are compiled into a directory for temporary files, by a C++ compiler ($CXX, or c++) or
-nvcc, in some seconds. Both coders write the same bytes.
+IBP_NDZIP names a clone of github.com/celerity/ndzip. Only its sources for FP32 arrays of one dimension are used, which
+save more on the sets here than those for two dimensions. A C++ compiler ($CXX, or c++) or nvcc compiles them to a
+temporary directory in a few seconds. Both coders write the same bytes.
 """
 
 import ctypes
@@ -59,12 +59,13 @@ FLAGS = "-O2 -std=c++17 -w -shared -DNDZIP_HIPSYCL_SUPPORT=0".split()
 
 
 def repository():
-    """The clone, as IBP_NDZIP names it; None where it is not set."""
+    """Returns the clone that IBP_NDZIP names, or None if the variable is not set."""
     return Path(os.environ["IBP_NDZIP"]).resolve() if os.environ.get("IBP_NDZIP") else None
 
 
 def source_of(clone, on_gpu):
-    """The text of one file that has all. FileNotFoundError: the directory is no clone of ndzip."""
+    """Returns the text of a source that includes all others. Raises FileNotFoundError if the directory is not a clone
+    of ndzip."""
     codec = "cuda_codec.inl" if on_gpu else "cpu_codec.inl"
     for name in (codec, "common.cc"):
         if not (clone / "src" / "ndzip" / name).is_file():
@@ -83,7 +84,7 @@ def compiler(on_gpu):
 
 @functools.cache
 def library(clone, on_gpu):
-    """The functions of ON_CPU or ON_GPU."""
+    """Returns the functions of ON_CPU or ON_GPU."""
     with tempfile.TemporaryDirectory() as name:
         source, built = Path(name) / f"ndzip.{'cu' if on_gpu else 'cc'}", Path(name) / "ndzip.so"
         source.write_text(source_of(clone, on_gpu))
@@ -100,8 +101,8 @@ def address(tensor):
 
 
 def coded_bytes(data):
-    """How many bytes uint8 data take; what follows the last whole word counts as it is. AssertionError: the bits do not
-    come back."""
+    """Returns how many bytes uint8 data take. Bytes after the last whole word count as they are. Raises AssertionError
+    if the bits do not come back."""
     of, words = library(repository(), False), data[: data.numel() // 4 * 4].contiguous().view(torch.int32)
     coded, back = torch.empty(of.bound(words.numel()), dtype=torch.int32), torch.empty_like(words)
     length = of.encode(words.numel(), address(words), address(coded))
@@ -112,7 +113,8 @@ def coded_bytes(data):
 
 
 class GpuCoder:
-    """Codes uint8 tensors of a size, a multiple of four, on the default stream: as the coders of ibp.codecs do."""
+    """A coder of uint8 tensors of one size, a multiple of four bytes, on the default stream. It has the interface of
+    the coders of ibp.codecs."""
 
     def __init__(self, num_bytes, device):
         self.of, self.num_words = library(repository(), True), num_bytes // 4

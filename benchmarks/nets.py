@@ -1,10 +1,10 @@
-"""Nets of our own whose activations are measured: AlexNet, OverFeat, NiN, VGG16, SqueezeNet, GoogLeNet, ResNet-50, and
-transformer blocks of Llama's shape.
+"""Nets whose activations are measured: AlexNet, OverFeat, NiN, VGG16, SqueezeNet, GoogLeNet, ResNet-50, and transformer
+blocks of Llama's shape.
 
-Shapes and layers are those of the papers (Krizhevsky's one-column AlexNet, OverFeat's fast model, Lin and others'
+Shapes and layers are those of the papers: Krizhevsky's one-column AlexNet, OverFeat's fast model, Lin and others'
 network in network for ImageNet, Simonyan and Zisserman's configuration D, SqueezeNet 1.0, GoogLeNet without its
-auxiliary classifiers and normalisation, He and others' bottlenecks with stride in the 3 x 3 convolution). Weights are
-random. `width` scales all channels, for small nets that run anywhere.
+auxiliary classifiers and normalisation, and He and others' bottlenecks with the stride in the 3 x 3 convolution.
+Weights are random. `width` scales all channels, for small nets that run anywhere.
 """
 
 import contextlib
@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 VGG16_CHANNELS = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", 512, 512, 512, "pool", 512, 512, 512, "pool")
-RESNET50_STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # channels of the bottleneck, blocks
-EXPANSION = 4  # of a bottleneck's channels
+RESNET50_STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # Each stage has (channels of the bottleneck, blocks).
+EXPANSION = 4  # A bottleneck has this multiple of its inner channels.
 FIRES = ((16, 64), (16, 64), (32, 128), "pool", (32, 128), (48, 192), (48, 192), (64, 256), "pool", (64, 256))
-INCEPTIONS = (  # channels of the branches: 1 x 1; 3 x 3 behind fewer; 5 x 5 behind fewer; behind the pool
+# Channels of the branches: 1 x 1; 3 x 3 after fewer channels; 5 x 5 after fewer channels; after the pool.
+INCEPTIONS = (
     *((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64), "pool"),
     *((192, 96, 208, 16, 48, 64), (160, 112, 224, 24, 64, 64), (128, 128, 256, 24, 64, 64)),
     *((112, 144, 288, 32, 64, 64), (256, 160, 320, 32, 128, 128), "pool"),
@@ -29,8 +30,8 @@ ROTARY_BASE = 10_000.0
 
 
 class Blocks(nn.Module):
-    """Blocks that run one after the other. recompute: each by `torch.utils.checkpoint`, so that what it saves inside is
-    computed again in the backward pass."""
+    """Blocks that run one after the other. recompute: whether each runs in `torch.utils.checkpoint`, so that what it
+    saves inside is computed again in the backward pass."""
 
     def __init__(self, blocks):
         super().__init__()
@@ -43,7 +44,7 @@ class Blocks(nn.Module):
 
 
 def alexnet(classes=1000, width=1.0, image=224):
-    """AlexNet for images [N, 3, image, image], image at least 63."""
+    """Returns AlexNet for images [N, 3, image, image]; image is at least 63."""
     c1, c2, c3, c4, hidden = (max(4, int(width * c)) for c in (64, 192, 384, 256, 4096))
     side = _pooled(_pooled(_pooled((image - 7) // 4 + 1)))
     return Blocks(
@@ -59,7 +60,7 @@ def alexnet(classes=1000, width=1.0, image=224):
 
 
 def overfeat(classes=1000, width=1.0, image=224):
-    """OverFeat's fast model for images [N, 3, image, image], image at least 71."""
+    """Returns OverFeat's fast model for images [N, 3, image, image]; image is at least 71."""
     c1, c2, c3, c4, h1, h2 = (max(4, int(width * c)) for c in (96, 256, 512, 1024, 3072, 4096))
     side = (((image - 11) // 4 + 1) // 2 - 4) // 2 // 2
     return Blocks(
@@ -75,7 +76,7 @@ def overfeat(classes=1000, width=1.0, image=224):
 
 
 def nin(classes=1000, width=1.0, image=224):
-    """Network in network for images [N, 3, image, image], image at least 63."""
+    """Returns network in network for images [N, 3, image, image]; image is at least 63."""
     blocks, channels = [], 3
     for out, kernel, stride in ((96, 11, 4), (256, 5, 1), (384, 3, 1), (1024, 3, 1)):
         out, is_last = max(4, int(width * out)), out == 1024
@@ -87,7 +88,7 @@ def nin(classes=1000, width=1.0, image=224):
 
 
 def squeezenet(classes=1000, width=1.0, image=224):
-    """SqueezeNet 1.0 for images [N, 3, image, image], image at least 63."""
+    """Returns SqueezeNet 1.0 for images [N, 3, image, image]; image is at least 63."""
     channels = max(4, int(width * 96))
     blocks = [nn.Sequential(*_activated(3, channels, 7, 2, 0), nn.MaxPool2d(3, 2))]
     for fire in FIRES:
@@ -102,7 +103,7 @@ def squeezenet(classes=1000, width=1.0, image=224):
 
 
 def googlenet(classes=1000, width=1.0, image=224):
-    """GoogLeNet for images [N, 3, image, image], image at least 32."""
+    """Returns GoogLeNet for images [N, 3, image, image]; image is at least 32."""
     c1, c2 = (max(4, int(width * c)) for c in (64, 192))
     blocks = [
         nn.Sequential(*_activated(3, c1, 7, 2), nn.MaxPool2d(3, 2, 1)),
@@ -126,7 +127,7 @@ def googlenet(classes=1000, width=1.0, image=224):
 
 
 def vgg16(classes=1000, width=1.0, image=224):
-    """VGG16 (configuration D) for images [N, 3, image, image], image a multiple of 32."""
+    """Returns VGG16 (configuration D) for images [N, 3, image, image]; image is a multiple of 32."""
     blocks, layers, channels = [], [], 3
     for out in VGG16_CHANNELS:
         if out == "pool":
@@ -140,7 +141,7 @@ def vgg16(classes=1000, width=1.0, image=224):
 
 
 def resnet50(classes=1000, width=1.0):
-    """ResNet-50 for images [N, 3, H, W]."""
+    """Returns ResNet-50 for images [N, 3, H, W]."""
     channels = first = max(4, int(width * 64))
     blocks = [
         nn.Sequential(
@@ -159,7 +160,7 @@ def resnet50(classes=1000, width=1.0):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1 x 1, 3 x 3 and 1 x 1 with batch norms, added to their input."""
+    """Convolutions of 1 x 1, 3 x 3 and 1 x 1 with batch norms, whose result is added to their input."""
 
     def __init__(self, channels, inner, stride):
         super().__init__()
@@ -181,7 +182,7 @@ class Bottleneck(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Recurrent layers, for [N, tokens, width]. kind: "lstm", or "relu", whose states go through a ReLU."""
+    """Recurrent layers for [N, tokens, width]. kind: "lstm", or "relu", whose states pass through a ReLU."""
 
     def __init__(self, kind, width, layers=1):
         super().__init__()
@@ -194,7 +195,7 @@ class Recurrent(nn.Module):
 
 
 class Branches(nn.Module):
-    """Convolutions of one input whose outputs are joined and go through one ReLU."""
+    """Convolutions of one input, whose outputs are joined and pass through one ReLU."""
 
     def __init__(self, branches):
         super().__init__()
@@ -205,7 +206,8 @@ class Branches(nn.Module):
 
 
 class LocalMaximum(nn.Module):
-    """The largest value of 3 x 3 neighbours: a pool that makes nothing smaller, and so not one of those measured."""
+    """The largest of 3 x 3 neighbours. This pool does not make its input smaller, so it is not one of the measured
+    pools."""
 
     def forward(self, x):
         return F.max_pool2d(x, 3, 1, 1)
@@ -219,13 +221,13 @@ class Mean(nn.Module):
 
 
 class LlamaBlock(nn.Module):
-    """Attention with rotary positions and an MLP, each behind an RMSNorm and added to its input, as Llama's.
+    """Attention with rotary positions and an MLP as in Llama. Each follows an RMSNorm and is added to its input.
 
     Args:
-        hidden, ffn: widths; hidden a multiple of 2 * heads.
-        heads: of the attention.
-        activation: of the MLP: "swiglu" (two projections, one through SiLU, multiplied) or "relu2" (one, through the
-            square of ReLU: So and others, Primer).
+        hidden, ffn: widths; hidden is a multiple of 2 * heads.
+        heads: number of heads of the attention.
+        activation: that of the MLP: "swiglu" (two projections, one through SiLU, multiplied) or "relu2" (one projection
+            through the square of ReLU: So and others, Primer).
     """
 
     def __init__(self, hidden, ffn, heads, activation="swiglu"):
@@ -255,14 +257,14 @@ class LlamaBlock(nn.Module):
 
 
 def llama(layers, hidden, ffn, heads, activation="swiglu"):
-    """Blocks of Llama's shape, for hidden states [N, tokens, hidden]."""
+    """Returns blocks of Llama's shape for hidden states [N, tokens, hidden]."""
     return Blocks([LlamaBlock(hidden, ffn, heads, activation) for _ in range(layers)])
 
 
 @contextlib.contextmanager
 def densities(net):
-    """A dict that a forward pass inside fills: name of each ReLU, in their order, to the share of its output's elements
-    that are not zero, as a tensor of one element."""
+    """Yields a dict that a forward pass inside the block fills. It has for the name of each ReLU, in their order, the
+    share of its output's elements that are not zero, as a tensor of one element."""
     found, hooks = {}, []
     for name, module in net.named_modules():
         if isinstance(module, nn.ReLU):
@@ -282,12 +284,13 @@ def _density_into(found, name):
 
 
 def _pooled(side):
-    """Of 3 x 3 windows two apart."""
+    """Returns the side after a pool with 3 x 3 windows and stride 2."""
     return (side - 3) // 2 + 1
 
 
 def _classifier(features, hidden, classes, second=None):
-    """second: width of the second hidden layer, as the first's if not given."""
+    """Returns a classifier with two hidden layers. second: width of the second one, the same as the first's by
+    default."""
     second = second or hidden
     return nn.Sequential(
         nn.Flatten(),
@@ -302,7 +305,7 @@ def _classifier(features, hidden, classes, second=None):
 
 
 def _activated(channels, out, kernel, stride=1, padding=None):
-    """A convolution and its ReLU. padding: half of the kernel if not given."""
+    """Yields a convolution and its ReLU. padding: half of the kernel by default."""
     yield nn.Conv2d(channels, out, kernel, stride, kernel // 2 if padding is None else padding)
     yield nn.ReLU(inplace=True)
 
@@ -313,7 +316,7 @@ def _normed(channels, out, kernel, stride=1):
 
 
 def _turns(tokens, width, like):
-    """(cosines, sines) [tokens, width] of rotary positions."""
+    """Returns (cosines, sines) [tokens, width] of rotary positions."""
     rates = ROTARY_BASE ** -(torch.arange(0, width, 2, device=like.device) / width)
     angles = torch.outer(torch.arange(tokens, device=like.device), rates).repeat(1, 2)
     return angles.cos().to(like.dtype), angles.sin().to(like.dtype)

@@ -1,17 +1,17 @@
-"""What does fetching cost the work beside it? A BF16 matrix product on all SMs beside fetches that keep few of them
+"""How much does fetching slow down other work? A BF16 matrix product on all SMs runs during fetches that keep few SMs
 busy.
 
     python -m benchmarks.overlap [--out DIR] [--device cpu] [--quick]
 
-Both are timed alone and beside each other: a train of matrix products on one stream, fetches back to back on another of
-higher priority that lasts longer than the train. The rate of the fetches beside it counts those that began and ended
-during the train. The loss of the products is compared with the share of SMs that the fetches may take; the copy engine,
-which takes none, shows what the link's traffic costs, and a kernel that only sleeps on some SMs what it costs that they
-are not the products'. `planned products`: cuBLAS is told to plan products for the SMs that are left.
+Both are timed alone and together. A train of matrix products runs on one stream. Fetches run back to back on another
+stream of higher priority for longer than the train. The rate of the fetches counts those that began and ended during
+the train. The loss of the products is compared with the share of SMs that the fetches may take. The copy engine, which
+takes no SMs, shows what the link's traffic costs. A kernel that only sleeps on some SMs shows what it costs that the
+products do not have them. For `planned products`, cuBLAS is told to plan products for the SMs that are left.
 
-overlap.csv has the fetches' rates, and after the common columns those of the products: matmul_tflops, matmul_share (of
-the products alone), fetch_share (of the fetches alone), sm_share (of the GPU's SMs that the fetches may take),
-loss_ratio ((1 - matmul_share) / sm_share).
+overlap.csv has the rates of fetches and, after the common columns, those of the products: matmul_tflops, matmul_share
+(of the rate of products alone), fetch_share (of the rate of fetches alone), sm_share (share of the GPU's SMs that the
+fetches may take) and loss_ratio ((1 - matmul_share) / sm_share).
 """
 
 import contextlib
@@ -29,16 +29,18 @@ SIDE, QUICK_SIDE = 8192, 256
 TRAIN, QUICK_TRAIN = (
     64,
     4,
-)  # products of a train: 0.1 s on an H200; a quarter where fetches may take all SMs, which leaves the products few
+)  # TRAIN products take 0.1 s on an H200. There are a quarter of them if fetches may take all SMs.
 REPEATS, MAX_DOUBLINGS = 3, 5
 ROW_BYTES = 2048
 TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, 2 * inputs.MIB
-# How often one fetch reads every row of the table: long kernels, so that few of them begin and end beside the train.
+# One fetch reads every row of the table this often. Its kernel is long, so that few kernels begin and end during the
+# train.
 PASSES = 2
 PLANNED = ("planes decompress", "sleep")
-JUDGED_SMS, MOST_LOSS_RATIO, LEAST_SHARE = 16, 1.5, 0.9  # the share: of the fetch's rate alone
-COPY_ARM = "planes decompress by the copy engine"  # chunks wait for products: not judged
-LINE_RATE = 0.92  # of the ideal: the fetch alone has to be at the link's rate for the loss to mean something
+JUDGED_SMS, MOST_LOSS_RATIO, LEAST_SHARE = 16, 1.5, 0.9  # LEAST_SHARE is a share of the fetch's rate alone.
+COPY_ARM = "planes decompress by the copy engine"  # This arm is not judged, because its chunks wait for products.
+# The fetch alone has to reach this share of the ideal, because otherwise the loss would mean nothing.
+LINE_RATE = 0.92
 SMS = {
     "planes gather": (8, 16, None),
     "raw gather": (8,),
@@ -49,7 +51,7 @@ SMS = {
 
 
 class Products:
-    """C = A @ B in BF16, over and over."""
+    """The matrix product C = A @ B in BF16, over and over."""
 
     def __init__(self, run):
         self.num = QUICK_TRAIN if run.quick else TRAIN
@@ -61,7 +63,8 @@ class Products:
 
     @contextlib.contextmanager
     def planned_beside(self, num_sms):
-        """cuBLAS plans products for the SMs that num_sms leave; their sums may then have another order."""
+        """Makes cuBLAS, inside a block, plan products for the SMs that num_sms leave. Their sums may then have another
+        order."""
         library, want = torch.backends.cuda.preferred_blas_library(), self.want
         torch.backends.cuda.preferred_blas_library("cublaslt")
         torch._C._set_sm_carveout_experimental(num_sms)
@@ -83,9 +86,8 @@ class Products:
 
 
 class Fetch:
-    """One way to bring bytes of x to the GPU. call: writes `out`, which is then `want`; num_bytes: original bytes of a
-    call; table: None for raw copies.
-    """
+    """A way to bring bytes of x to the GPU. call: writes `out`, which must then be `want`. num_bytes: original bytes of
+    a call. table: None for raw copies."""
 
     def __init__(self, arm, x, call, out, want, *, table, ideal_gbps, sms):
         self.arm, self.x, self.call, self.out, self.want = arm, x, call, out, want
@@ -116,7 +118,7 @@ class Sleep:
         5000,
         1024,
         120_000,
-    )  # of a block: beside it there is no room for one of the products'
+    )  # Beside a block with these sizes, a block of the products finds no room.
 
     def __init__(self, sms):
         self.arm, self.sms = "sleep", sms
@@ -133,7 +135,7 @@ class Sleep:
 
 
 def alone(run, products, num):
-    """Seconds of a train of so many products."""
+    """Returns the seconds of a train of `num` products."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run.sync()
     start.record()
@@ -144,9 +146,8 @@ def alone(run, products, num):
 
 
 def beside(run, products, num, fetch, num_fetches):
-    """(seconds of the train, seconds of one fetch) beside each other; None where the fetches ended before the train
-    did.
-    """
+    """Runs a train of products and fetches together. Returns (seconds of the train, seconds of one fetch), or None if
+    the fetches ended before the train did."""
     stream, current = torch.cuda.Stream(run.device, priority=-1), torch.cuda.current_stream()
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(num_fetches)]
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -158,7 +159,7 @@ def beside(run, products, num, fetch, num_fetches):
             mark.record()
 
     launch(marks[0])
-    current.wait_event(marks[0])  # the products begin when the second fetch does
+    current.wait_event(marks[0])  # The products begin with the second fetch.
     start.record()
     products.launch(num)
     end.record()
@@ -176,10 +177,9 @@ def beside(run, products, num, fetch, num_fetches):
 
 
 def measure_beside(run, products, fetch, fetch_s):
-    """Median seconds of a product alone, of one beside the fetches, and of a fetch beside the products. Trains alone
-    and beside fetches alternate, so that both have the same clocks; as many fetches as outlast the train; both results
-    are checked each time.
-    """
+    """Returns the median seconds of a product alone, of a product during fetches, and of a fetch during products.
+    Trains alone and during fetches alternate, so that both have the same clocks. There are as many fetches as outlast
+    the train. Both results are checked each time."""
     num = products.num if fetch.sms is not None else products.num // 4
     num_fetches, doublings, times = 3 + int(1.5 * alone(run, products, num) / fetch_s), 0, []
     while len(times) < REPEATS:
@@ -236,8 +236,8 @@ def measure(run, products, fetch):
 
 
 def each_beside(run, products, fetch, fetch_s):
-    """(arm, seconds of a fetch, columns of the loss) beside products that cuBLAS plans for all SMs, and where the fetch
-    is one of PLANNED, for the SMs that it leaves."""
+    """Yields (arm, seconds of a fetch, columns of the loss) for products that cuBLAS plans for all SMs and, if the
+    fetch is one of PLANNED, for the SMs that it leaves."""
     alone_s, product_s, beside_s = measure_beside(run, products, fetch, fetch_s)
     yield f"{fetch.arm}, beside", beside_s, loss(run, products, alone_s, product_s, fetch.sms)
     if fetch.arm in PLANNED and fetch.sms:
@@ -264,7 +264,8 @@ def measure_sleep(run, products, sleep):
 
 
 def loss(run, products, alone_s, product_s, sms):
-    """The columns of the products: a product takes alone_s alone and product_s beside what may have so many SMs."""
+    """Returns the columns of the products. A product takes alone_s alone, and product_s during work that may take `sms`
+    SMs."""
     share, sm_share = alone_s / product_s, (run.num_sms if sms is None else sms) / run.num_sms
     return {
         "matmul_tflops": harness.four_digits(products.flops * 1e-12 / product_s),
@@ -275,7 +276,7 @@ def loss(run, products, alone_s, product_s, sms):
 
 
 def fetches(run):
-    """Rows of a table in slots and of raw rows, a whole tensor decompressed, and the copy engine."""
+    """Yields rows of a table in slots and raw rows, a whole tensor that is decompressed, and the copy engine."""
     num_bytes = QUICK_TABLE_BYTES if run.quick else TABLE_BYTES
     x = inputs.normal_rows(num_bytes, torch.bfloat16, 0.02, run.device, columns=ROW_BYTES // 2)
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=run.on_gpu).copy_(x)
@@ -331,7 +332,8 @@ def fetches(run):
 
 
 def shortfalls(rows):
-    """Lines that say where the products lose more than they should, or the fetches are not at the link's rate."""
+    """Returns lines that say where the products lose more than their target, or where the fetches do not reach the
+    link's rate."""
     found = []
     for row in rows:
         if row["sms"] != JUDGED_SMS or row["arm"].startswith(COPY_ARM):
@@ -374,7 +376,7 @@ def main(argv=None):
     run = harness.Run("overlap", args, COLUMNS)
     torch.manual_seed(0)
     products = Products(run)
-    products.launch(products.num)  # what only first calls do
+    products.launch(products.num)  # This does what only first calls do.
     products.check("alone")
     for fetch in fetches(run):
         with run.cell(f"{fetch.arm}, {fetch.sms} SMs"):

@@ -1,8 +1,8 @@
-"""PAPERS.md: every feature and figure of five papers, whether it is here, and where.
+"""Writes PAPERS.md: every feature and figure of five papers, whether it is here, and where.
 
-papers.csv has a row for each: the paper, what it is, its state, the scripts, CSVs and tests that show it, and why it is
-not wholly here. The table is kept by hand; a test sees that what it names exists, and that it has each item of
-reproduction.py.
+papers.csv has a row for each of them: the paper, what it is, its state, the scripts, CSVs and tests that show it, and
+why it is only partly here. The table is kept by hand. A test checks that everything it names exists, and that it has
+each item of reproduction.py.
 """
 
 from collections import Counter
@@ -21,7 +21,8 @@ TITLES = {
     "nvcomp": "NVIDIA's introduction of nvCOMP",
     "beyond": "In no paper",
 }
-PICTURES = {  # by paper: name of the file in results/, what it shows
+# By paper, the name of a file in results/ and its caption.
+PICTURES = {
     "cdma": ("activation_maps.png", "Zeros of AlexNet's outputs, black, by layer and progress of training"),
     "buddy": ("entries.png", "Bytes of 128-byte entries under bit-plane compression: a line a page of 8 KiB, blue few"),
 }
@@ -36,23 +37,23 @@ confirmed).
 
 
 def parts_of(name):
-    """The rows of one paper."""
+    """Returns the rows of one paper."""
     return [row for row in reading.read(SHEET) if row["paper"] == name]
 
 
 def summary(results):
-    """How many parts of each paper are there."""
+    """Returns a table that counts the parts of each paper by state."""
     counts = {title: Counter(row["state"] for row in parts_of(name)) for name, title in TITLES.items()}
     return reading.markdown(("paper", *STATES), [[title, *(of[s] for s in STATES)] for title, of in counts.items()])
 
 
 def files_of(row):
-    """Names of scripts, CSVs and tests."""
+    """Returns the names of scripts, CSVs and tests of a row."""
     return row["where"].split(", ") if row["where"] else []
 
 
 def page():
-    """The text of PAPERS.md."""
+    """Returns the text of PAPERS.md."""
     texts = [INTRODUCTION]
     for name, title in TITLES.items():
         lines = [

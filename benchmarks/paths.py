@@ -1,15 +1,16 @@
-"""Is the way that `index_select` and `decompress` choose by themselves ever slower than one that can be named?
+"""Is the way that `index_select` and `decompress` choose by default ever slower than one that the caller can name?
 
     python -m benchmarks.paths [--out DIR] [--device cpu] [--quick] [--every N] [--pageable]
 
-Every kind of rows of families.py, the real sets, and rows of which three quarters and 90 % of the bits are invariant:
-raw, by scheme planes, by scheme ibp, and by level "fast". Each is measured as a table that address translation reaches
-and as one that it does not reach (more than 512 MiB as coded), in pinned, device and pageable memory, with few and many
-ids, on the GPU and on the CPU. The arms of each case are `chosen`, the call without `path=` and `max_sms=`, and the
-calls that name a path, with all SMs and with some. Arms by the clock are timed in both orders, since threads of an arm
-before go on for a while, and the shorter time counts. `chosen` should reach 0.9 of the fastest of the others; a case
-in which it does not is measured again before it counts. With --pageable the cases of pageable memory alone are
-measured, and the CSV keeps the others.
+The rows are every kind of families.py, the real sets, and rows in which 75 and 90 % of the bits are invariant: raw, and
+compressed by scheme planes, by scheme ibp and at level "fast". Each kind is measured as a table within the reach of
+address translation and as one beyond it (more than 512 MiB as stored), in pinned, device and pageable memory, with few
+and many ids, on the GPU and on the CPU. The arms of each case are `chosen`, a call without `path=` and `max_sms=`, and
+calls that name a path, with all SMs and with some.
+
+Arms that are timed with the wall clock run in both orders, because threads of the arm before keep running for a while;
+the shorter time counts. The target of `chosen` is 0.9 of the fastest of the others. A case that misses it is measured
+again before it counts. --pageable measures only the cases of pageable memory, and the CSV keeps the others.
 """
 
 import argparse
@@ -27,15 +28,18 @@ from ibp._rows.plan import spread_bytes
 from . import families, harness, ideal, inputs
 from .large_table import tiled
 
-NEAR_BYTES, FAR_BYTES, QUICK_BYTES = 128 * inputs.MIB, 640 * inputs.MIB, inputs.MIB // 4  # original bytes, coded bytes
-FEW_IDS, MANY_IDS, LONG_IDS = 4096, 65536, 16384  # LONG_IDS: of rows of more than LONG_ROW_BYTES, in place of MANY_IDS
+# In original bytes, and in stored bytes.
+NEAR_BYTES, FAR_BYTES, QUICK_BYTES = 128 * inputs.MIB, 640 * inputs.MIB, inputs.MIB // 4
+FEW_IDS, MANY_IDS, LONG_IDS = 4096, 65536, 16384  # LONG_IDS replaces MANY_IDS for rows of more than LONG_ROW_BYTES.
 LONG_ROW_BYTES = 4096
-SMS = (16, 32, 64, None)  # that a bucketed gather of a table out of reach is given; None: all
-SHARE = 0.9  # of the fastest call that names its path, which the chosen one should reach
+# A bucketed gather of a table beyond reach gets these numbers of SMs. None stands for all.
+SMS = (16, 32, 64, None)
+# The chosen call should reach this share of the rate of the fastest call that names its path.
+SHARE = 0.9
 CHOSEN = "chosen"
-GROUP_ROWS = 32  # of a table, that have one base (FORMAT.md)
-NUM_SETS = 2  # of ids and results
-SPARSE = (("synthetic 75%", 0.75), ("synthetic 90%", 0.9))  # and the savings
+GROUP_ROWS = 32  # This many rows of a table share a base (FORMAT.md).
+NUM_SETS = 2  # There are this many sets of ids and of results.
+SPARSE = (("synthetic 75%", 0.75), ("synthetic 90%", 0.9))  # Each kind has (name, savings).
 SPARSE_ROW_BYTES = (512, 2048)
 
 
@@ -43,10 +47,10 @@ SPARSE_ROW_BYTES = (512, 2048)
 
 
 def kinds(run, data_dir):
-    """Yields (name, rows on the device, {scheme: the options of `ibp.compress` that give it})."""
+    """Yields (name, rows on the device, {scheme: options of `ibp.compress` that select it})."""
 
     def num_rows(row_bytes):
-        """Whole groups of rows that share a base, so that a table can be repeated."""
+        """Returns a number of rows in whole groups that share a base, so that a table can be repeated."""
         return max(1, (QUICK_BYTES if run.quick else NEAR_BYTES) // row_bytes // GROUP_ROWS) * GROUP_ROWS
 
     for name, _, dtype, columns, make in families.CASES:
@@ -66,7 +70,7 @@ def kinds(run, data_dir):
 
 
 def every_table(run, data_dir):
-    """Yields (name, rows, scheme, a function that compresses the rows by it)."""
+    """Yields (name, rows, scheme, function that compresses the rows with it)."""
     for name, x, schemes in kinds(run, data_dir):
         for scheme, options in schemes.items():
             yield name, x, scheme, functools.partial(ibp.compress, x, layout="slots", **options)
@@ -76,7 +80,7 @@ def every_table(run, data_dir):
 
 
 class Case:
-    """Calls that do the same work in different ways, and what they should give."""
+    """Calls that do the same work in different ways, and the result that they should have."""
 
     def __init__(self, run, what, x, table, num_rows, ideal_gbps, wall=False):
         self.run, self.what, self.x, self.table, self.wall = run, what, x, table, wall
@@ -86,15 +90,15 @@ class Case:
         self.outs = [torch.empty(shape, dtype=x.dtype, device=run.device) for _ in range(NUM_SETS)]
 
     def seconds(self, arm, call, wanted):
-        """Times call(k), which writes set k to self.outs[k], after it has checked set 0 against the rows wanted."""
+        """Checks set 0 against the wanted rows, and times call(k), which writes set k to self.outs[k]."""
         harness.poison(self.outs[0])
         call(0)
         harness.check_bits(self.outs[0], wanted, f"{self.what}, {arm}")
         return self.run.seconds([functools.partial(call, k) for k in range(NUM_SETS)], self.wall)
 
     def compare(self, make, arms, wanted):
-        """Times all arms, and once more where the chosen one falls short. make(path, sms): the call of an arm.
-        arms: {name: (path, sms)} of those that name a path."""
+        """Times all arms, and a second time if the chosen one misses its target. make(path, sms): returns the call of
+        an arm. arms: {name: (path, sms)} of the arms that name a path."""
         arms = {**arms, CHOSEN: (None, None)}
         for is_last in (False, True):
             orders = [list(arms), list(arms)[::-1]] if self.wall else [list(arms)]
@@ -127,7 +131,7 @@ class Case:
 
 
 def named_paths(run, place, ids_on_gpu, is_far):
-    """{arm: (path, max_sms)} of the calls that name a path which can be taken."""
+    """Returns {arm: (path, max_sms)} of the calls that name a path which can be taken."""
     if not run.on_gpu:
         return {}
     if place == "pageable":
@@ -143,7 +147,7 @@ def named_paths(run, place, ids_on_gpu, is_far):
 
 
 def measure_gathers(run, what, x, small, table, place, num_ids, ids_on_gpu):
-    """index_select of num_ids random rows, at most as many as there are. small: the table that `table` repeats."""
+    """Measures index_select of num_ids random rows, or as many as there are. small: the table that `table` repeats."""
     num_ids = min(num_ids, table.shape[0])
     sets = [torch.randint(table.shape[0], (num_ids,), device=run.device) for _ in range(NUM_SETS)]
     distinct = torch.cat(sets) % len(x)
@@ -163,7 +167,7 @@ def measure_gathers(run, what, x, small, table, place, num_ids, ids_on_gpu):
 
 
 def measure_whole(run, what, x, table, place):
-    """decompress of a whole table."""
+    """Measures decompress of a whole table."""
     case = Case(run, f"{what}, whole", x, table, len(x), ideal.LINK_COPY_GBPS / (1 - table.savings), wall=True)
 
     def make(path, sms):
@@ -180,7 +184,7 @@ def measure_pageable(run, what, x, near, compress, num_ids):
 
 
 def measure_table(run, name, x, scheme, compress, buffer, only_pageable):
-    """A table near and far, in every memory. Rows that the scheme cannot make smaller are left out."""
+    """Measures a table near and far, in every memory. Rows that the scheme cannot make smaller are left out."""
     near = compress(memory="pinned" if run.on_gpu else "host")
     if near.scheme == "raw" and scheme != "raw":
         return
@@ -216,7 +220,7 @@ def main(argv=None):
     held = memory.empty(0, torch.device("cpu"), pin=run.on_gpu)
 
     def buffer(table, far_bytes):
-        """Pinned memory for the slots of a table that is repeated until it has far_bytes."""
+        """Returns pinned memory for the slots of a table that is repeated until it has far_bytes."""
         nonlocal held
         num_bytes = -(-far_bytes // spread_bytes(table)) * table.slots.numel()
         if held.numel() < num_bytes:

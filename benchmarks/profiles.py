@@ -1,19 +1,19 @@
-"""What binds the kernels that miss their targets? Needs a GPU and Nsight Compute (`ncu`).
+"""What is the bottleneck of the kernels that miss their targets? Needs a GPU and Nsight Compute (`ncu`).
 
     python -m benchmarks.profiles [--out DIR] [--device cpu] [--quick]
 
-Calls of families.py, linear.py, kv_transfer.py, bags.py, row_cache.py and deltas.py, one of each kind, under `ncu`:
-tables of 256 MiB are decoded and encoded in device memory, vectors are multiplied with coded matrices, pages
-are packed and unpacked, bags of rows are summed, rows come through a cache, deltas are applied. Without a GPU the calls
+Calls of families.py, linear.py, kv_transfer.py, bags.py, row_cache.py and deltas.py, one of each kind, run under `ncu`:
+tables of 256 MiB are decoded and encoded in device memory, vectors are multiplied by compressed matrices, pages are
+packed and unpacked, bags of rows are summed, rows come through a cache, and deltas are applied. Without a GPU the calls
 run, and nothing is written.
 
-profiles.csv has, after the common columns, of the kernel of a call that takes longest: its name, `us`, its share of the
-time of all kernels of the call (`share`) and their number (`launches`); how much of what the hardware can do it did:
-`issue`, of the cycles in which a scheduler may issue an instruction, `memory`, of device memory's rate, `l2` and `l1`,
-of the caches', `tensor`, of the cycles of tensor cores, `warps`, of the warps that an SM holds; `stall`, what a warp
-waits for longest, with the share of its time (`stall_share`; `selected`: it does not wait). `bound` names what is used
-most: `ideal_gbps` is what the call would reach if that were used all of the time. GB/s are those of all kernels of the
-call under the profiler, which empties the caches before each.
+After the common columns, profiles.csv describes the kernel of a call that takes longest: its name, `us`, its share of
+the time of all kernels of the call (`share`) and their number (`launches`). The next columns say how much of the
+hardware it used, in percent: `issue` of the cycles in which a scheduler may issue an instruction, `memory` of device
+memory's rate, `l2` and `l1` of the caches' rates, `tensor` of the cycles of tensor cores, and `warps` of the warps that
+an SM can hold. `stall` is what a warp waits for longest, and `stall_share` its share of the time (`selected` means that
+it does not wait). `bound` names what is used most, and `ideal_gbps` is what the call would reach if that were used all
+the time. GB/s are those of all kernels of the call under the profiler, which empties the caches before each.
 """
 
 import csv
@@ -36,7 +36,8 @@ from . import bags, families, harness, inputs, kv_transfer, linear
 USED = ("issue", "memory", "l2", "l1", "tensor")
 COLUMNS = ("kernel", "us", "share", "launches", *USED, "warps", "stall", "stall_share", "bound")
 SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "Occupancy", "WarpStateStats")
-COUNTERS = {  # by column, what its counter is called; of several the largest counts
+# Each column has a pattern of its counter's name. If several match, the largest counts.
+COUNTERS = {
     "issue": r"^sm__inst_issued\.avg\.pct",
     "memory": r"^(gpu__)?dram__?throughput\.avg\.pct",
     "l2": r"^lts__throughput\.avg\.pct",
@@ -44,13 +45,14 @@ COUNTERS = {  # by column, what its counter is called; of several the largest co
     "tensor": r"^sm__pipe_tensor_cycles_active\.avg\.pct|^sm__inst_executed_pipe_tensor_op_gmma\.avg\.pct",
     "warps": r"^sm__warps_active\.avg\.pct",
 }
-DURATION = "gpu__time_duration.sum"  # ns
+DURATION = "gpu__time_duration.sum"  # This counter is in nanoseconds.
 STALL = re.compile(r"smsp__average_warps?_(?:latency_)?issue_stalled_(\w+?)(?:_not_issued)?_per_issue_active")
-LIMIT_S = 330  # of all calls
+LIMIT_S = 330  # All calls together may take this many seconds.
 VECTORS, SHAPES = (1, 16, 64, 128, 256, 512), ((4096, 4096), (4096, 14336), (8192, 8192))
-ROW_BYTES = 2048  # of bags and deltas
-CACHED_BYTES, CACHED_SHARE, HIT_SHARE = (128, 512), 0.5, 0.9  # of a row; of a table's bytes; of the ids
-CHANGED_SHARE = 0.042  # of a tensor's elements
+ROW_BYTES = 2048  # Rows of bags and deltas have this many bytes.
+# The bytes of rows of cached tables, the cache's share of a table's bytes, and the share of ids that hit.
+CACHED_BYTES, CACHED_SHARE, HIT_SHARE = (128, 512), 0.5, 0.9
+CHANGED_SHARE = 0.042  # This share of a tensor's elements changes.
 LEAST_NS = 1.0
 
 
@@ -58,7 +60,8 @@ LEAST_NS = 1.0
 
 
 def rows_in_device_memory(run, data_dir):
-    """(case, arm, tensor of the original bytes, call) of families.py's kinds and dense rows of FP16 and FP32."""
+    """Yields (case, arm, tensor with the original bytes, call) for the kinds of families.py and for dense rows of FP16
+    and FP32."""
     dense = [
         (f"normal 0.02, {columns * dtype.itemsize} B", "", x.to(dtype), x.to(dtype))
         for dtype, columns in ((torch.bfloat16, 1024), (torch.float16, 1024), (torch.float32, 512))
@@ -75,7 +78,7 @@ def rows_in_device_memory(run, data_dir):
 
 
 def normal_rows(run, row_bytes):
-    """BF16 rows of a table."""
+    """Returns BF16 rows of a table."""
     return inputs.normal_rows(families.table_bytes(run), torch.bfloat16, 0.02, run.device, columns=row_bytes // 2)
 
 
@@ -104,7 +107,7 @@ def pages_and_bags(run):
     table, num_rows = ibp.compress(x), len(x)
     for size in bags.BAG_ROWS:
         ids = torch.randint(num_rows, (max(1, num_rows // size), size), device=run.device)
-        summed = x[:1].expand(ids.numel(), -1)  # as many bytes are read
+        summed = x[:1].expand(ids.numel(), -1)  # This tensor has as many bytes as are read.
         yield f"bags of {size} rows", "embedding_bag", summed, lambda ids=ids: ibp.embedding_bag(table, ids, mode="sum")
 
 
@@ -136,8 +139,8 @@ def caches_and_deltas(run):
 
 
 def run_calls(args, said):
-    """Each call twice, the second time under the profiler and behind a kernel that sleeps. said: gets a line of JSON of
-    each."""
+    """Makes each call twice. The second time it runs under the profiler, after a kernel that sleeps. said: a file that
+    gets a line of JSON for each call."""
     run = SimpleNamespace(device=torch.device(args.device), quick=args.quick, on_gpu=args.device == "cuda")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -164,13 +167,14 @@ def run_calls(args, said):
 
 
 def kernels_of(text):
-    """One list of kernels a call, each a dict of counters, of what `ncu --csv --page raw` printed."""
+    """Returns a list of kernels for each call. A kernel is a dict of counters. text: the output of `ncu --csv --page
+    raw`."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     calls = []
     for row in csv.DictReader(io.StringIO("\n".join(lines[start:]))):
         if not row["ID"]:
-            continue  # units
+            continue  # This is the row of units.
         if "spin_kernel" in row["Kernel Name"]:
             calls.append([])
         elif calls:
@@ -183,12 +187,12 @@ def value(row, name):
 
 
 def name_of(kernel):
-    """A kernel's own name, without spaces of names, template arguments and parameters."""
+    """Returns a kernel's own name, without namespaces, template arguments and parameters."""
     return re.split(r"[<(]", kernel)[0].split("::")[-1].split()[-1]
 
 
 def counted(kernels):
-    """The columns of the kernel that takes longest."""
+    """Returns the columns for the kernel that takes longest, and the time of all kernels in ns."""
     longest = max(kernels, key=lambda row: value(row, DURATION))
     all_ns, own_ns = sum(value(row, DURATION) for row in kernels), value(longest, DURATION)
     found = {
@@ -210,7 +214,7 @@ def counted(kernels):
 
 
 def profiled(args, folder):
-    """(calls as run_calls names them, their kernels). RuntimeError: ncu failed."""
+    """Returns (calls as run_calls writes them, their kernels). Raises RuntimeError if ncu fails."""
     said, log = folder / "calls.jsonl", folder / "counters.csv"
     sections = [word for name in SECTIONS for word in ("--section", name)]
     options = ["--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off"]
@@ -225,7 +229,7 @@ def profiled(args, folder):
 
 def main(argv=None):
     argv = [*(sys.argv[1:] if argv is None else argv)]
-    if "--calls" in argv:  # under ncu
+    if "--calls" in argv:  # This process runs under ncu.
         at = argv.index("--calls")
         path = Path(argv[at + 1])
         del argv[at : at + 2]

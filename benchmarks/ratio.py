@@ -1,11 +1,12 @@
-"""How much is saved: one table, sets x methods. Bit equality of what is decompressed is checked in every cell.
+"""How much do methods save on sets of data? Writes one table, sets x methods. In every cell the bits of decompressed
+data are checked.
 
-Sets: synthetic ones, fields of two simulations in FP64, and those in --data. Methods: the paper's own choice and bytes,
-scheme ibp, scheme planes, auto; bit-plane compression by entries of 128 bytes, counted and not decompressed; zstd by
-blocks of 64 KiB and row by row where the package `zstandard` is there, LZ4 by blocks where `lz4` is; nvCOMP's codecs
-where a GPU and the wheel `nvidia-nvcomp-cu13` are there; ndzip, of elements of two and four bytes taken as FP32, where
-IBP_NDZIP names a clone of it. With --no-times the column `seconds` stays empty. --methods and --sets, names with
-semicolons between them, measure these alone: the CSV's other rows stay as they are.
+The sets are synthetic ones, fields of two simulations in FP64, and those in --data. Methods: the paper's own choice and
+bytes; scheme ibp; scheme planes; auto; bit-plane compression of entries of 128 bytes, which is only counted and not
+decompressed; zstd on blocks of 64 KiB and row by row, if the package `zstandard` is installed; LZ4 on blocks, if `lz4`
+is; nvCOMP's codecs, if there is a GPU and the wheel `nvidia-nvcomp-cu13`; and ndzip, for elements of two and four bytes
+taken as FP32, if IBP_NDZIP names a clone of it. With --no-times the column `seconds` stays empty. --methods and --sets
+take names, separated by semicolons, and measure only these; the CSV's other rows stay as they are.
 """
 
 import argparse
@@ -45,18 +46,18 @@ except ImportError:
 
 COLUMNS = "set,dtype,rows,row_bytes,method,savings,link_savings,metadata_bytes,seconds,commit".split(",")
 BLOCK_BYTES = 64 << 10
-BLOCK_INDEX_BYTES = 4  # of a zstd block: without its length it cannot be found
+BLOCK_INDEX_BYTES = 4  # A zstd block is counted with its length, without which it cannot be found.
 REPEATS = 3
 OURS = ("paper", "ibp", "planes", "auto")
-NO_LIST, SPARSE_SET, LEARNED_ROWS = "planes, no list", "half zeros", 1024  # an arm of one set
-BPC = "bit planes"  # counted
+NO_LIST, SPARSE_SET, LEARNED_ROWS = "planes, no list", "half zeros", 1024  # Only SPARSE_SET is measured with NO_LIST.
+BPC = "bit planes"  # This method is only counted.
 ZSTD, ZSTD_ROWS, LZ4, NDZIP = "zstd -3", "zstd -3, row by row", "lz4", "ndzip"
-RATIO_FROM = 0.8  # savings from which the table shows "5.0x" rather than "80.0"
+RATIO_FROM = 0.8  # From these savings on the table shows "5.0x" instead of "80.0".
 
 
 @dataclass
 class Cell:
-    """What a method did to a set; bytes are sums over the set's tables, seconds the median of whole runs."""
+    """The result of a method for a set. Bytes are sums over the set's tables; seconds are the median of whole runs."""
 
     stored_bytes: int
     link_bytes: int | None = None
@@ -65,8 +66,8 @@ class Cell:
 
 
 class Sheet:
-    """A script's CSV file, written row by row, with the commit where there is a column for it, and what failed. keep:
-    which rows of the file before it stay."""
+    """A script's CSV file, which is written row by row, and the script's failures. If it has a column for the commit,
+    rows get the commit. keep: function(row) -> whether a row of the earlier file stays."""
 
     def __init__(self, path, columns, keep=lambda row: False):
         self.path, self.columns, self.failures, self.started = path, columns, [], time.perf_counter()
@@ -77,7 +78,7 @@ class Sheet:
             self.rows = list(csv.DictReader(file))
 
     def rewrite(self, rows):
-        """The file holds these rows and no others."""
+        """Makes these rows the only ones of the file."""
         self.rows = rows
         with open(self.path, "w", newline="") as file:
             writer = csv.DictWriter(file, self.columns, lineterminator="\n")
@@ -95,7 +96,7 @@ class Sheet:
         traceback.print_exception(error)
 
     def finish(self):
-        """@return the exit status of the script."""
+        """Prints a summary and the failures. Returns the exit status of the script."""
         print(f"{self.path}: {len(self.rows)} rows in {time.perf_counter() - self.started:.0f} s")
         for failure in self.failures:
             print(f"FAILED {failure}")
@@ -129,7 +130,8 @@ def ours(method):
 
 
 def without_list(tensors, device):
-    """planes of sparse rows that code every element, zeros too: shows what the list of other elements saves."""
+    """Compresses sparse rows by scheme planes with every element encoded, including zeros. The difference shows what
+    the list of other elements saves."""
 
     def compress(x):
         listed = ibp.codecs.analyze(x, scheme="planes", device=device)
@@ -147,7 +149,7 @@ def without_list(tensors, device):
 
 
 def bit_planes(tensors, device):
-    """Bit-plane compression of entries of 128 bytes, in the sizes that Buddy Compression allows: counted."""
+    """Counts the bytes of bit-plane compression of entries of 128 bytes, in the sizes that Buddy Compression allows."""
     total = Cell(0, 0, 0)
     for x in tensors:
         entries = bpc.entries_of(bytes_of(x.cpu()))
@@ -164,7 +166,8 @@ def bytes_of(x):
 
 
 def block_codec(make, by_row=False):
-    """make(): (compress, decompress) of bytes, on the CPU. Blocks that would not shrink count as they are."""
+    """Returns a method that compresses blocks on the CPU. make() returns (compress, decompress) of bytes. Blocks that
+    would not become smaller count as they are."""
 
     def measure(tensors, device):
         (compress, decompress), total = make(), Cell(0, None, 0)
@@ -184,7 +187,7 @@ def block_codec(make, by_row=False):
 
 
 def by_ndzip(tensors, device):
-    """Whole tensors, on the CPU."""
+    """Compresses whole tensors on the CPU with ndzip."""
 
     def code():
         return sum(min(ndzip.coded_bytes(bytes_of(x.cpu())), x.numel() * x.element_size()) for x in tensors)
@@ -201,7 +204,8 @@ def lz4_coders():
 
 
 def nvcomp_codec(algorithm, typestr, as_words):
-    """as_words: the codec is given words of the elements' size, else bytes. nvCOMP's own index is in its bytes."""
+    """Returns a method with a codec of nvCOMP. as_words: whether the codec gets words of the elements' size instead of
+    bytes. The bytes include nvCOMP's own index."""
 
     def measure(tensors, device):
         torch.cuda.synchronize(device)
@@ -225,8 +229,8 @@ def nvcomp_codec(algorithm, typestr, as_words):
 
 
 def nvcomp_options(dtype):
-    """{method: (algorithm, data type or None, as words)}. ANS knows floats of 2 bytes, and of 4 in newer versions: it
-    splits off the exponents; of other dtypes it codes the bytes."""
+    """Returns {method: (algorithm, data type or None, as_words)}. ANS knows floats of 2 bytes, and in newer versions of
+    4 bytes, whose exponents it splits off. For other dtypes it encodes the bytes."""
     size, methods = dtype.itemsize, {}
     if dtype.is_floating_point and size in (2, 4):
         methods["nvcomp ANS float"] = ("ANS", f"<f{size}", False)
@@ -277,7 +281,8 @@ def _times(ratio):
     return 1 - 1 / ratio
 
 
-TARGETS = {  # savings by set and dtype, packed
+# By set and dtype, these are the savings that `auto` should reach in the packed layout.
+TARGETS = {
     ("normal 0.02", sets.BF16): 0.33,
     ("normal 0.02", sets.FP16): 0.144,
     ("normal 1", sets.FP32): 0.165,
@@ -314,7 +319,7 @@ TARGET_OF = {(name, harness.dtype_name(dtype)): target for (name, dtype), target
 
 
 def shortfalls(cells, targets):
-    """Lines that say where savings {method: fraction} of {(set, dtype): ...} are below what they should be."""
+    """Returns lines that say where savings {method: fraction} of {(set, dtype): ...} are below their targets."""
     found = []
     for (name, dtype), savings in cells.items():
         wanted = [
@@ -369,7 +374,7 @@ def record(sheet, case, method, cell):
 
 
 def run_set(sheet, case, device, with_times, wanted):
-    """wanted: the names of the methods to measure; None for all."""
+    """Measures the methods for one set. wanted: the names of the methods, None for all."""
     tensors = [x.to(device) for x in case.tensors]
     for method, measure in methods_for(case.dtype, device.type == "cuda").items():
         if (wanted is not None and method not in wanted) or (method == NO_LIST and case.name != SPARSE_SET):
@@ -380,7 +385,7 @@ def run_set(sheet, case, device, with_times, wanted):
             what = f"{method}, {case.name} {harness.dtype_name(case.dtype)}"
             if method.startswith("nvcomp ") and not isinstance(
                 error, AssertionError
-            ):  # versions differ in the dtypes they take
+            ):  # Versions of nvCOMP differ in their dtypes.
                 print(f"{what}: left out: {error}")
             else:
                 sheet.failed(what, error)
@@ -390,15 +395,15 @@ def run_set(sheet, case, device, with_times, wanted):
 
 
 def show(savings, digits=1):
-    """Percent, or "12.3x" where most is saved."""
+    """Returns percent, or for example "12.3x" if most of the bytes are saved."""
     if savings < RATIO_FROM:
-        return f"{round(100 * savings, digits) + 0.0:.{digits}f}"  # no "-0.0"
+        return f"{round(100 * savings, digits) + 0.0:.{digits}f}"  # Adding 0.0 avoids "-0.0".
     ratio = 1 / (1 - savings)
     return f"{ratio:.0f}x" if ratio >= 100 else f"{ratio:.{digits}f}x"
 
 
 def print_lines(title, heads, lines, num_left):
-    """A table of texts; the first num_left columns are aligned left."""
+    """Prints a table of texts. The first num_left columns are aligned left."""
     if Console is None:
         widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
         padded = ([text.ljust(width) for text, width in zip(line, widths)] for line in [heads, *lines])
@@ -420,7 +425,7 @@ def _text(row):
 
 
 def cells_of(rows):
-    """{(set, dtype): {method: savings}}"""
+    """Returns {(set, dtype): {method: savings}}."""
     cells = {}
     for row in rows:
         cells.setdefault((row["set"], row["dtype"]), {})[row["method"]] = float(row["savings"])
@@ -442,7 +447,8 @@ def print_table(rows, targets):
 
 
 def rows_to_keep(path, methods, names):
-    """Those of an earlier run's CSV that a run of some methods (None: all) and sets (None: all) does not measure."""
+    """Returns the rows of an earlier run's CSV that a run of some methods and sets does not measure. None stands for
+    all."""
     if (methods is None and names is None) or not path.exists():
         return []
     with open(path, newline="") as file:
@@ -454,7 +460,7 @@ def rows_to_keep(path, methods, names):
 
 
 def in_usual_order(rows):
-    """By set as sets.py has them, then by method as they first appear."""
+    """Returns rows in the order of sets.py's sets, and within a set in the order in which methods first appear."""
     kinds = (sets.SYNTHETIC, sets.REAL, sets.SIMULATIONS)
     names = reading.in_order(name for kind in kinds for name, *_ in kind)
     dtypes = {name: list(map(harness.dtype_name, held)) for name, held, _ in sets.SYNTHETIC}
@@ -492,7 +498,7 @@ def main(argv=None):
         sheet.add(**row)
     say_what_is_left_out(device.type == "cuda")
     if not options.no_times:
-        for method in OURS:  # what only a first call does
+        for method in OURS:  # This does what only first calls do.
             _compress(torch.randn(64, 64, device=device), method, "packed", device)
     simulated = sets.simulated_sets(sets.QUICK_ROWS if args.quick else sets.ROWS)
     for case in itertools.chain(sets.all_sets(args.data, args.quick), simulated):
@@ -502,7 +508,7 @@ def main(argv=None):
     print()
     if kept:
         sheet.rewrite(in_usual_order(sheet.rows))
-    targets = {} if args.quick else TARGET_OF  # which few rows need not reach
+    targets = {} if args.quick else TARGET_OF  # Small tables need not reach the targets.
     print_table(sheet.rows, targets)
     for line in shortfalls(cells_of(sheet.rows), targets):
         print(f"BELOW {line}")

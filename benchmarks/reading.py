@@ -1,12 +1,15 @@
-"""CSVs of measurements, read, and their numbers as text."""
+"""Reads CSVs of measurements, and shows their numbers as text."""
 
 import csv
 
-SYNTHETIC = "synthetic "  # cases "synthetic 12.5%" and so on; raw rows and the CPU's gathers are the case "synthetic"
+# The names of cases begin with this, such as "synthetic 12.5%". Raw rows and the CPU's gathers have the case
+# "synthetic".
+SYNTHETIC = "synthetic "
 NORMAL = "normal"
-NVCOMP = "nvcomp "  # methods of ratio.csv and arms of transfers.csv that are codecs of nvCOMP
+# Methods of ratio.csv and arms of transfers.csv begin with this text if they are codecs of nvCOMP.
+NVCOMP = "nvcomp "
 DTYPE_NAMES = {"bfloat16": "BF16", "float16": "FP16", "float32": "FP32", "float64": "FP64", "float8_e4m3fn": "FP8"}
-# Columns whose values are names, even where a name looks like a number.
+# Columns whose values are names, even if they look like numbers.
 NAMES = {
     *("benchmark", "case", "arm", "set", "net", "layer", "program", "sizes", "map", "dtype"),
     *("gpu", "torch", "cuda", "commit", "reference"),
@@ -14,7 +17,7 @@ NAMES = {
 
 
 def value_of(name, text):
-    """A cell: a name, an int, a float, other text, or None where the cell is empty."""
+    """Returns the value of a cell: a name, an int, a float, other text, or None if the cell is empty."""
     if name in NAMES:
         return text
     for kind in (int, float):
@@ -26,7 +29,7 @@ def value_of(name, text):
 
 
 def read(path):
-    """The rows of a CSV without its comments; [] if there is no such file."""
+    """Returns the rows of a CSV without its comments, or [] if the file does not exist."""
     if not path.exists():
         return []
     with open(path, newline="") as file:
@@ -35,19 +38,19 @@ def read(path):
 
 
 class Results:
-    """The CSVs of a directory, each read once."""
+    """The CSVs of a directory. Each is read only once."""
 
     def __init__(self, directory):
         self.directory, self.sheets = directory, {}
 
     def rows(self, name, **wanted):
-        """The rows of <name>.csv in which every named column has the wanted value."""
+        """Returns the rows of <name>.csv in which every named column has the wanted value."""
         if name not in self.sheets:
             self.sheets[name] = read(self.directory / f"{name}.csv")
         return [row for row in self.sheets[name] if all(row.get(key) == value for key, value in wanted.items())]
 
     def row(self, name, **wanted):
-        """The row with these values, or None. ValueError: there are several, which may be unlike each other."""
+        """Returns the row with these values, or None. Raises ValueError if there are several, which may differ."""
         rows = self.rows(name, **wanted)
         if len(rows) > 1:
             raise ValueError(f"{name}.csv has {len(rows)} rows with {wanted}; wanted one")
@@ -55,7 +58,7 @@ class Results:
 
 
 def whole(rows):
-    """The rows of arms that may use the whole GPU, or none of it."""
+    """Returns the rows of arms that may use the whole GPU, or that use none of it."""
     most = max((row["sms"] for row in rows), default=0)
     return [row for row in rows if row["sms"] in (0, most)]
 
@@ -65,7 +68,7 @@ def in_order(values):
 
 
 def savings_of(case):
-    """Of a synthetic case, as its name says them."""
+    """Returns the savings that the name of a synthetic case gives."""
     return float(case.removeprefix(SYNTHETIC).removesuffix("%")) / 100
 
 
@@ -74,7 +77,7 @@ def size_name(num_bytes):
 
 
 def kind(row):
-    """The short name of its dtype."""
+    """Returns the short name of a row's dtype."""
     return DTYPE_NAMES.get(row["dtype"], row["dtype"])
 
 
@@ -83,12 +86,12 @@ def number(value):
 
 
 def fine_number(value):
-    """With two digits more where the value is small."""
+    """Returns a number as text, with more digits if it is small."""
     return number(value) if value >= 10 else f"{value:.2f}"
 
 
 def percent(share, digits=1):
-    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # no "-0.0"
+    return f"{round(100 * share, digits) + 0.0:.{digits}f} %"  # Adding 0.0 avoids "-0.0".
 
 
 def markdown(heads, lines):

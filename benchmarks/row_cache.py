@@ -1,23 +1,26 @@
-"""How many rows does a cache in device memory hold, and how fast do they come out of it?
+"""How many rows does a cache in device memory hold, and how fast do they come from it?
 
     python -m benchmarks.row_cache [--out DIR] [--device cpu] [--quick]
 
-Tables in pinned memory: rows of Citeseer and Pubmed, again and again, and dense ones, N(0, 0.02) in BF16 with rows of
-128 B, 512 B and 2 KiB and N(0, 1) in FP32 with rows of 2 KiB. A cache has an eighth of a table's raw bytes on a GPU,
-or half of its coded ones where these are fewer, and which rows it holds is drawn. Arms, each with coded rows and, named
-"raw", with raw ones through the same code:
+Tables are in pinned memory: repeated rows of Citeseer and Pubmed, and dense rows, N(0, 0.02) in BF16 with 128 B, 512 B
+and 2 KiB and N(0, 1) in FP32 with 2 KiB. A cache has an eighth of a table's raw bytes on a GPU, or half of its
+compressed bytes if that is less. The rows that it holds are random. Each arm has compressed rows or, if it is named
+"raw", raw rows with the same code:
 
-`device memory`: the whole table is there; `own hits`: all rows are cached; `peer hits`: all rows are in the other GPU's
-half of a cache of two; `90 % hits` and `50 % hits`: the other rows come from the table; `no cache`: all of them do.
-`Zipf, ...`: ids drawn by Zipf's law with exponent 1.05; `lru`: a cache whose rows replace each other, filled by earlier
-calls of the same law; `static`: one that holds the most frequent rows.
+`device memory`   the whole table is there
+`own hits`        all rows are cached
+`peer hits`       all rows are in the other GPU's half of a cache on two GPUs
+`90 % hits`, `50 % hits`   the other rows come from the table
+`no cache`        all rows come from the table
+`Zipf, ...`       ids follow Zipf's law with exponent 1.05; `lru` is a cache whose rows replace each other, filled by
+                  earlier calls with the same law; `static` is a cache with the most frequent rows
 
-row_cache.csv has, after the common columns: budget_bytes (of a GPU), held_rows (that the cache holds), raw_rows (raw
-rows in the same bytes, without a map), formula_rows (the budget over the mean stored bytes of a held row and 16 bytes
-of a map), hit_rate, target_gbps and met. Own hits should come at 0.9 of the rate of device memory, peer hits at 1.3
-times that of raw rows of the peer, but at most 95 % of what fewer bytes allow beside it, and mixed calls take at most
-1.15 times as long as the longer one of their parts, or come at 95 % of the rate of own hits: where decoding binds, the
-parts add up.
+After the common columns, row_cache.csv has budget_bytes (of a GPU), held_rows (rows in the cache), raw_rows (raw rows
+in the same bytes, without a map), formula_rows (the budget over the mean stored bytes of a row and 16 bytes of a map),
+hit_rate, target_gbps and met. Targets: own hits come at 0.9 of the rate of device memory. Peer hits come at 1.3 times
+the rate of raw rows of the peer, but at most 95 % of what the fewer bytes allow. Mixed calls take at most 1.15 times as
+long as the longer one of their parts, or come at 95 % of the rate of own hits, because the parts add up if decoding is
+the bottleneck.
 """
 
 import math
@@ -34,17 +37,17 @@ from . import codec, harness, ideal, inputs
 CACHE_COLUMNS = "budget_bytes,held_rows,raw_rows,formula_rows,hit_rate".split(",")
 COLUMNS = (*CACHE_COLUMNS, *harness.TARGET_COLUMNS)
 TABLE_BYTES, QUICK_TABLE_BYTES = 512 * inputs.MIB, inputs.MIB
-CALL_SHARE, CACHE_SHARE = 4, 8  # of a table: bytes of a call, of a cache
+CALL_SHARE, CACHE_SHARE = 4, 8  # A call reads a fourth of a table, and a cache has an eighth of it.
 NUM_SETS, LRU_WARM_UP = 4, 8
 HIT_PERCENT = (90, 50)
-PEER_GBPS = 370  # random rows of another GPU's memory, measured on two H200 (README.md)
-WAY_BYTES = 16  # of a map
+PEER_GBPS = 370  # Random rows of another GPU's memory come at this rate, measured on two H200 (README.md).
+WAY_BYTES = 16  # A way of a map has this many bytes.
 WANTED_OWN, WANTED_PEER, WANTED_CAPACITY, MOST_OF_LONGEST = 0.9, 1.3, 0.9, 1.15
 ZIPF_CASE = "normal 0.02"
 
 
 class Set(NamedTuple):
-    """Rows to cache. columns: of dense ones; dtype, deviation: likewise."""
+    """Rows to cache. columns, dtype and deviation are those of dense rows."""
 
     name: str
     columns: int = 0
@@ -62,7 +65,7 @@ QUICK_SETS = (Set(ZIPF_CASE, 256, torch.bfloat16, 0.02), Set("pubmed"))
 
 
 def rows_of(run, one, data_dir):
-    """The set's tensor, of TABLE_BYTES."""
+    """Returns the set's tensor, of TABLE_BYTES."""
     num_bytes = TABLE_BYTES if run.is_judged else QUICK_TABLE_BYTES
     if one.columns:
         return inputs.normal_rows(num_bytes, one.dtype, one.deviation, run.device, columns=one.columns)
@@ -71,14 +74,14 @@ def rows_of(run, one, data_dir):
 
 
 class Lookup(NamedTuple):
-    """Sets of ids, and how fast the link allows them to come."""
+    """Sets of ids, and the rate at which the link allows their rows to come."""
 
     ids: list[torch.Tensor]
     ideal_gbps: float
 
 
 class Case:
-    """A set, its table in device memory and in pinned memory, coded or raw, and a cache of it."""
+    """A set, its table in device memory and in pinned memory, compressed or raw, and a cache of it."""
 
     def __init__(self, run, rates, one, x, hotness, near, budget):
         self.run, self.one, self.x, self.kind = run, one, x, ", raw" if near.scheme == "raw" else ""
@@ -98,7 +101,7 @@ class Case:
         return ibp.RowCache(self.table, self.budget, hotness, devices=devices, **options)
 
     def held(self, cache):
-        """Which slab each row is in; -1: none."""
+        """Returns the slab that each row is in; -1: none."""
         ids = torch.arange(len(self.x), device=self.run.device)
         with cache.found(ids) as (_, entries, _):
             entries = entries.view(len(ids), -1)
@@ -106,17 +109,18 @@ class Case:
             return torch.where(whole, _slabs.Entries.slabs(entries[:, 0]), -1)
 
     def drawn(self, rows, num_ids=None):
-        """NUM_SETS sets of some of these rows."""
+        """Returns NUM_SETS sets of some of these rows."""
         num_ids = self.num_ids if num_ids is None else num_ids
         return [rows[torch.randint(len(rows), (num_ids,), device=rows.device)] for _ in range(NUM_SETS)]
 
     def link_gbps(self, misses):
-        """Ideal rate of calls of which these rows come from the table, a tensor a call."""
+        """Returns the ideal rate of calls for which these rows come from the table. misses: one tensor for each
+        call."""
         link_ns = ideal.row_link_ns(self.table, torch.cat(misses).cpu())
         return ideal.gather_gbps(len(misses) * self.num_ids * self.row_bytes, link_ns, self.run.memset_gbps)
 
     def seconds(self, source, ids, what):
-        """Of one call, after its rows have been compared."""
+        """Returns the seconds of one call, after comparing its rows."""
         out = self.outs[0][: len(ids[0])]
         harness.poison(out)
         source.index_select(ids[0], out=out)
@@ -128,7 +132,8 @@ class Case:
         return self.run.seconds([call(k) for k in range(len(ids))])
 
     def measure(self, arm, source, lookup, wanted=None, cache=None, allowed_gbps=math.inf):
-        """Records one arm and returns its rate. wanted: GB/s; allowed_gbps: at most, besides the ideal rate."""
+        """Records one arm and returns its rate. wanted: the target in GB/s. allowed_gbps: a limit of the target besides
+        the ideal rate."""
         arm = f"{arm}{self.kind}"
         num_bytes = len(lookup.ids[0]) * self.row_bytes
         gbps = num_bytes * 1e-9 / self.seconds(source, lookup.ids, arm)
@@ -148,7 +153,7 @@ class Case:
         return gbps
 
     def counted(self, cache, ids):
-        """The values of CACHE_COLUMNS."""
+        """Returns the values of CACHE_COLUMNS."""
         cache.reset_stats()
         cache.index_select(ids, out=self.outs[0][: len(ids)])
         stored = ideal.stored_row_bytes(self.table).double().mean()
@@ -169,7 +174,8 @@ class Case:
 
 
 def measure_own(case):
-    """Rows that are cached, from the cache and from the table in device memory."""
+    """Measures rows that are cached, from the cache and from the table in device memory. Returns the cache, the slab of
+    each row, and the rate of the cache."""
     cache = case.cache()
     places = case.held(cache)
     lookup = Lookup(case.drawn((places >= 0).nonzero()[:, 0]), case.near_gbps)
@@ -180,7 +186,8 @@ def measure_own(case):
 
 
 def measure_mixed(case, cache, places, own_gbps):
-    """Calls for some cached rows, which should not be faster than calls for cached rows alone; and for none."""
+    """Measures calls for some cached rows, which should not be faster than calls for cached rows alone, and calls for
+    none."""
     held, others = (places >= 0).nonzero()[:, 0], (places < 0).nonzero()[:, 0]
     for percent in HIT_PERCENT:
         hits = case.drawn(held, max(1, case.num_ids * percent // 100))
@@ -196,7 +203,7 @@ def measure_mixed(case, cache, places, own_gbps):
 
 
 def measure_peer(case, raw_gbps):
-    """Rows of the other GPU's slab; returns the rate."""
+    """Measures rows in the other GPU's slab and returns the rate."""
     cache = case.cache(devices=[0, 1])
     ids = case.drawn((case.held(cache) == 1).nonzero()[:, 0])
     lookup = Lookup(ids, min(PEER_GBPS / (1 - case.table.savings), case.near_gbps))
@@ -207,7 +214,7 @@ def measure_peer(case, raw_gbps):
 
 
 def measure_zipf(case):
-    """Ids by Zipf's law: from the table, and through caches of either policy."""
+    """Measures ids by Zipf's law, from the table and through caches with both policies."""
     order = case.hotness.argsort(descending=True)
     ids = [order[inputs.zipf_ranks(case.num_ids, len(order), order.device)] for _ in range(NUM_SETS)]
     case.measure("Zipf, no cache", case.table, Lookup(ids, case.link_gbps(ids)))
@@ -222,8 +229,8 @@ def measure_zipf(case):
 
 
 def tables_of(one, x):
-    """The set in device memory, raw and coded."""
-    coded = "planes" if one.columns == 64 else "auto"  # which keeps rows of 128 B raw
+    """Returns the set in device memory, raw and compressed."""
+    coded = "planes" if one.columns == 64 else "auto"  # "auto" would keep rows of 128 B raw.
     return [ibp.compress(x, scheme=scheme, layout="slots") for scheme in ("raw", coded)]
 
 
@@ -248,7 +255,8 @@ def run_set(run, rates, one, data_dir):
 
 
 def capacities(rows):
-    """(row, rows held over raw rows in the same bytes, rows held over the formula's) of every cache of one GPU."""
+    """Yields (row, held rows over raw rows in the same bytes, held rows over the formula's) for every cache on one
+    GPU."""
     for row in rows:
         if row["arm"].startswith("own hits"):
             held = int(row["held_rows"])

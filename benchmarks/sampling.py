@@ -1,7 +1,7 @@
-"""How many rows a codebook must be learned from (the paper's table 5): codebooks of 1 to 100 % of the rows, applied to
-all of them.
+"""From how many rows must a codebook be learned (the paper's table 5)? Codebooks of 1 to 100 % of the rows are applied
+to all of them.
 
-Sets as in ratio.py; savings in the packed layout, codebooks included.
+The sets are those of ratio.py. Savings are those of the packed layout and include codebooks.
 """
 
 import math
@@ -19,10 +19,10 @@ SAMPLES = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 def codebook_of(x, scheme, sample, device):
-    """Learned on ceil(sample * rows) rows, drawn with a fixed seed.
+    """Returns a codebook that is learned from ceil(sample * rows) rows, drawn with a fixed seed.
 
-    Scheme ibp's analysis looks at 1,024 rows at least, so it is shown no others. Scheme planes' takes any number, and
-    wants to know how many rows share the codebook.
+    Scheme ibp's analysis looks at 1,024 rows at least, so that it is given only these rows. Scheme planes' analysis
+    takes any number, and has to know how many rows share the codebook.
     """
     if scheme == "ibp":
         chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[: math.ceil(sample * len(x))]

@@ -3,18 +3,21 @@ cache), and how fast do rows of another process come?
 
     python -m benchmarks.scale [--out DIR] [--device cpu] [--quick]
 
-A process a GPU, data-parallel with NCCL. One table of all processes in shared pinned memory, graphs, batches and
-epochs of gnn.py with 400,000 nodes and 20 million edges; 1,024 seeds a GPU and step. A `RowCache` of 1 and of 5 % of
-the bytes of the raw features on each GPU holds the rows that an epoch asks for most often. On two GPUs each has a slab
-that the other one reads (`group=`). Arms: raw rows and coded rows at equal bytes, each by one GPU and by two at once.
+There is one process per GPU, data-parallel with NCCL. All processes use one table in shared pinned memory. Graphs,
+batches and epochs are those of gnn.py, with 400,000 nodes, 20 million edges, and 1,024 seeds per GPU and step. A
+`RowCache` on each GPU with 1 and 5 % of the bytes of the raw features holds the rows that an epoch asks for most often.
+On two GPUs each has a slab that the other one reads (`group=`). Arms: raw rows and compressed rows with equal bytes,
+each on one GPU and on two at once.
 
-scale.csv has the rate at which all GPUs together fetch (gbps, nothing beside it) and, after the common columns: gpus,
+scale.csv has the rate at which all GPUs together fetch (gbps, without other work) and, after the common columns, gpus,
 cache_percent, held_rows, raw_rows (in the same bytes), hit_rate, own_share and peer_share (of the rows asked for),
-fetch_ms (of a batch, the slowest GPU's), epoch_s (of 200 batches of all GPUs together), predicted: by how many times
-as fast as raw rows with the same cache a fetch would be if it gained only by the rows that the cache holds more of, at
-the rates of the link and of the GPUs' memory. Case `sharded`: rows of a table of which each GPU's process has half
-(`ibp.distributed.ShardedTable`), without a cache, both asking at once. The first batch of every arm is compared with
-raw rows that the GPU fetches without a cache, and the first of these with the CPU's, bit for bit.
+fetch_ms (of a batch, on the slowest GPU), epoch_s (of 200 batches of all GPUs together) and predicted. `predicted` is
+the gain of a fetch over raw rows with the same cache if it came only from the larger number of cached rows, at the
+rates of the link and of the GPUs' memory. In the case `sharded`, each GPU's process has half of a table
+(`ibp.distributed.ShardedTable`); there is no cache, and both processes ask at the same time.
+
+The first batch of every arm is compared bit for bit with raw rows that the GPU fetches without a cache. The first of
+these rows are also compared with the CPU's.
 """
 
 import json
@@ -42,9 +45,11 @@ CASES = (
 )
 RAW, IBP = gnn_cache.RAW, gnn_cache.IBP
 WORLD = 2
-FETCHED, EPOCH_S, HOT_BATCHES = 12, 1.0, 100  # batches of a timed fetch, seconds of an epoch's part, batches counted
+# The batches of a timed fetch, the seconds of the timed part of an epoch, and the batches in which accesses are
+# counted.
+FETCHED, EPOCH_S, HOT_BATCHES = 12, 1.0, 100
 SHARDED_IDS, SHARDED_CALLS = 100_000, 8
-CHECKED = 1000  # rows that the CPU is asked for too
+CHECKED = 1000  # This many rows are also compared with the CPU's.
 
 
 class Process(NamedTuple):
@@ -70,21 +75,21 @@ class Process(NamedTuple):
 
 
 def work(rank, kind, cases, small, data_dir, store, found):
-    """found: a file for what rank 0 measured, as JSON."""
+    """Runs one process. found: a file that gets what rank 0 has measured, as JSON."""
     with harness.process_group(kind, store, rank, WORLD) as device:
         process, measured = Process(rank, device, small), []
         for case in cases:
             measured += measure_case(process, case, data_dir)
-            if rank == 0:  # what is measured stays, whatever becomes of the next case
+            if rank == 0:  # What is measured is kept, whatever happens to the next case.
                 Path(found).write_text(json.dumps(measured))
-            dist.barrier()  # nobody ends while others read its slab
+            dist.barrier()  # No process may end while others read its slab.
 
 
 # ---- a cache of all processes --------------------------------------------------------------------------------------
 
 
 def measure_case(process, case, data_dir):
-    """What rank 0 found, a dictionary an arm."""
+    """Returns what rank 0 has measured, one dictionary per arm."""
     began = time.perf_counter()
     torch.manual_seed(0)
     features = gnn.Features(case, data_dir, process.device) if process.rank == 0 else None
@@ -117,14 +122,14 @@ def wrapper(process, world):
 
 
 def hotness_of(process, training, num_nodes):
-    """How often the batches of all processes ask for each node."""
+    """Returns how often the batches of all processes ask for each node."""
     counts = gnn_cache.accesses(training, gnn.QUICK_EPOCH if process.small else HOT_BATCHES, num_nodes)
     dist.all_reduce(counts)
     return counts
 
 
 def measure_arm(process, world, training, hotness, kind, table, raw, percent):
-    """One arm of one GPU, while the other process waits, or of all."""
+    """Measures one arm, on one GPU while the other process waits, or on all GPUs."""
     cache_bytes = raw.nbytes * percent // 100
     takes_part = world > 1 or process.rank == 0
     found = {"batches": 0, "batch_rows": 0}
@@ -145,7 +150,7 @@ def measure_arm(process, world, training, hotness, kind, table, raw, percent):
     epoch_s = 0.0
     if takes_part:
         training.restart()
-        limit = math.inf if world > 1 else EPOCH_S  # ranks make the same steps
+        limit = math.inf if world > 1 else EPOCH_S  # Ranks must make the same steps.
         steps = gnn.QUICK_EPOCH if process.small else max(gnn.LEAST_BATCHES, 40 // world)
         epoch_s, _ = training.run(fetch, steps, limit)
     epoch_s = process.slowest(epoch_s) / world * gnn.EPOCH_BATCHES
@@ -173,7 +178,7 @@ def check(rows, raw, ids, what):
 
 
 def timed_fetches(process, fetch, training, ids):
-    """Seconds of all batches, one after the other."""
+    """Returns the seconds of all batches, one after the other."""
     for i in range(2):
         fetch(ids[i], training.out(i, len(ids[i])))
     process.sync()
@@ -185,7 +190,7 @@ def timed_fetches(process, fetch, training, ids):
 
 
 def missed(fetch, ids):
-    """(ids asked for, time of the link for each row that the cache lacks, in ns)."""
+    """Returns (ids asked for, time of the link for each row that the cache lacks, in ns)."""
     lacking = ids
     if isinstance(fetch, gnn_cache.Cached):
         with fetch.cache.found(ids) as (_, entries, _):
@@ -194,7 +199,7 @@ def missed(fetch, ids):
 
 
 def link_gbps(row_bytes, ids, link_ns):
-    """The link's best rate of original bytes, for one GPU."""
+    """Returns the link's ideal rate of original bytes for one GPU."""
     return ideal.gather_gbps(len(ids) * row_bytes, link_ns, math.inf)
 
 
@@ -272,7 +277,7 @@ def run_cases(run, cases, small, data_dir):
 
 
 def add(run, arm):
-    """Records what rank 0 found."""
+    """Records an arm that rank 0 has measured."""
     world, best = arm["gpus"], arm["link_gbps"]
     common = {name: arm[name] for name in ("case", "rows", "row_bytes", "savings", "gbps")}
     extra = {name: arm[name] for name in COLUMNS if arm.get(name) is not None}
@@ -287,7 +292,7 @@ def add(run, arm):
 
 
 def gains(rows):
-    """(row of coded rows, how many times as fast it fetches as raw rows of the same GPUs and cache)."""
+    """Yields (row of compressed rows, speed-up of its fetches over raw rows with the same GPUs and cache)."""
     arms = {(row["case"], row["arm"]): row for row in rows}
     for row in rows:
         raw = arms.get((row["case"], row["arm"].replace(IBP, RAW))) if row["arm"].startswith(IBP) else None

@@ -1,16 +1,22 @@
-"""Which way do scattered elements come the fastest from host memory to the GPU (the paper's figure 5)?
+"""Which way brings scattered elements from host memory to the GPU the fastest (the paper's figure 5)?
 
     python -m benchmarks.scattered [--kernels] [--out DIR] [--device cpu] [--quick]
 
-Elements of 8 B to 2 KiB at random places of a pinned table of 256 MiB, each four bytes past a multiple of its size, so
-that none is aligned. Arms: `copied one by one`: an asynchronous copy for each, 1,000 elements only; `copied in a
-batch`: all of them in one call of the driver (CUDA 13); `gathered by the CPU`: torch's `index_select` into a pinned
-buffer, then one copy; `by kernel, words`: a thread loads 4 bytes; `by kernel, warps`: a warp loads an element from its
-first word on; `by kernel, aligned`: a warp begins each element at the boundary of 128 bytes below it, as the paper
-does; `by kernel, vectors`: a thread loads 16 aligned bytes; `managed memory`: the first kernel on memory that CUDA
-moves by itself, all of it in host memory before each call; `ibp, raw rows`: `index_select` of a raw table, whose rows
-are aligned. Arms in which the CPU works are timed by the clock. `us`: of a call. --kernels: arms by kernel alone; other
-rows of the CSV stay.
+Elements of 8 B to 2 KiB are at random places of a pinned table of 256 MiB. Each begins four bytes after a multiple of
+its size, so that none is aligned. Arms:
+
+`copied one by one`    an asynchronous copy for each; only for 1,000 elements
+`copied in a batch`    all of them in one call of the driver (CUDA 13)
+`gathered by the CPU`  torch's `index_select` into a pinned buffer, then one copy
+`by kernel, words`     a thread loads 4 bytes
+`by kernel, warps`     a warp loads an element, beginning with its first word
+`by kernel, aligned`   a warp begins each element at the boundary of 128 bytes below it, as the paper does
+`by kernel, vectors`   a thread loads 16 aligned bytes
+`managed memory`       the first kernel on memory that CUDA moves by itself, all of it in host memory before each call
+`ibp, raw rows`        `index_select` of a raw table, whose rows are aligned
+
+Arms in which the CPU works are timed with the wall clock. `us` is the time of a call. --kernels measures only the arms
+with kernels; other rows of the CSV stay.
 """
 
 import argparse
@@ -30,7 +36,7 @@ COLUMNS = ("us",)
 TABLE_BYTES, QUICK_TABLE_BYTES = 256 * inputs.MIB, inputs.MIB
 ELEMENT_BYTES, QUICK_ELEMENT_BYTES = (8, 32, 128, 512, 2048), (32, 512)
 COUNTS = (1_000, 100_000)
-MOST_COPIES = 1_000  # of elements that are copied one by one: a call takes microseconds
+MOST_COPIES = 1_000  # At most this many elements are copied one by one, because each copy takes microseconds.
 WORD_BYTES, VECTOR_BYTES = 4, 16
 THREADS, WARP = 256, 32
 MANAGED_CALLS = 3
@@ -43,9 +49,10 @@ ONE_BY_ONE, BATCH, CPU, MANAGED, RAW = (
 )
 WORDS, WARPS, ALIGNED, VECTORS = (f"by kernel, {way}" for way in ("words", "warps", "aligned", "vectors"))
 
-# table: the first word of element 0; ids [num_elements]; words: of an element.
+# table: the first word of element 0. ids: [num_elements]. words: of an element.
 PARAMETERS = "const unsigned *table, const long long *ids, unsigned *out, int words, int num_elements"
-KERNELS = {  # name: body, threads of an element that has so many words
+# Each kernel has (body, function(words of an element) -> threads per element).
+KERNELS = {
     WORDS: (
         """
     const long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x, element = i / words;
@@ -107,19 +114,19 @@ def launch(arm, table, ids, out):
 
 
 class Location(ctypes.Structure):
-    """CUmemLocation."""
+    """The driver's struct CUmemLocation."""
 
     _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
 
 
 class CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes."""
+    """The driver's struct CUmemcpyAttributes."""
 
     _fields_ = [("order", ctypes.c_int), ("source", Location), ("target", Location), ("flags", ctypes.c_uint)]
 
 
 IN_STREAM_ORDER, ATTACH_GLOBAL, HOST, GPU = 1, 1, Location(2, 0), Location(1, 0)
-PREFER_LOCATION, ACCESSED_BY = 3, 5  # advice to the driver
+PREFER_LOCATION, ACCESSED_BY = 3, 5  # These numbers are advice to the driver.
 
 
 @functools.cache
@@ -133,12 +140,12 @@ def checked(status, call):
 
 
 def addresses(tensor, ids):
-    """Of rows, as a list."""
+    """Returns the addresses of rows as a list."""
     return (tensor.data_ptr() + ids.cpu() * (tensor.shape[1] * tensor.element_size())).tolist()
 
 
 class Copies:
-    """An asynchronous copy for each element."""
+    """A call that makes an asynchronous copy for each element."""
 
     def __init__(self, elements, ids, out):
         self.pairs = list(zip(addresses(out, torch.arange(len(ids))), addresses(elements, ids), strict=True))
@@ -153,7 +160,7 @@ class Copies:
 
 
 class Batch:
-    """One call that copies all elements, on a stream of its own: the call takes no default stream."""
+    """A call that copies all elements at once, on a stream of its own, because it takes no default stream."""
 
     def __init__(self, elements, ids, out):
         count = len(ids)
@@ -180,7 +187,7 @@ class Batch:
 
 
 class ManagedCopy:
-    """A tensor's bytes in managed memory."""
+    """A copy of a tensor's bytes in managed memory."""
 
     def __init__(self, flat):
         self.address, self.num_bytes = ctypes.c_uint64(), flat.numel() * flat.element_size()
@@ -196,17 +203,17 @@ class ManagedCopy:
         self.tensor.copy_(flat)
 
     def _from(self, start):
-        """The address of the start-th byte, and how many bytes there are from it on."""
+        """Returns the address of byte `start`, and the number of bytes from there on."""
         return ctypes.c_uint64(self.address.value + start), ctypes.c_size_t(self.num_bytes - start)
 
     def to_host(self, start=0):
-        """Moves the bytes from start on to the host's memory."""
+        """Moves the bytes from `start` on to the host's memory."""
         status = driver().cuMemPrefetchAsync_v2(*self._from(start), HOST, ctypes.c_uint(0), ctypes.c_void_p(0))
         checked(status, "cuMemPrefetchAsync")
         torch.cuda.synchronize()
 
     def stay_on_host(self, start):
-        """Has the GPU read the bytes from start on where they are, in the host's memory, over the link."""
+        """Makes the GPU read the bytes from `start` on in the host's memory, over the link."""
         for advice, location in ((PREFER_LOCATION, HOST), (ACCESSED_BY, GPU)):
             checked(driver().cuMemAdvise_v2(*self._from(start), ctypes.c_int(advice), location), "cuMemAdvise")
         self.to_host(start)
@@ -216,7 +223,8 @@ class ManagedCopy:
 
 
 class Case:
-    """So many elements of one size, and where their measurements go. flat: int32, the whole table, in host memory."""
+    """A number of elements of one size, and the run that records their measurements. flat: int32, the whole table in
+    host memory."""
 
     def __init__(self, run, flat, element_bytes, count):
         self.run, self.flat, self.words = run, flat, element_bytes // WORD_BYTES
@@ -227,7 +235,7 @@ class Case:
         self.out = torch.empty(count, self.words, dtype=torch.int32, device=run.device)
 
     def of(self, flat):
-        """All elements, the first one a word past the beginning."""
+        """Returns all elements. The first one begins one word after the beginning."""
         return flat[1 : 1 + self.num_elements * self.words].view(-1, self.words)
 
     def ideal_gbps(self, start):
@@ -255,7 +263,7 @@ class Case:
         harness.check_bits(self.out.cpu(), want, arm)
 
     def measure(self, arm, calls, wall=False, elements=None, start=WORD_BYTES):
-        """calls: for each of the ids. wall: the CPU works."""
+        """Measures an arm. calls: returns one call for each set of ids. wall: whether the CPU works."""
         with self.run.cell(f"{len(self.out):,} elements of {self.words * WORD_BYTES} B, {arm}"):
             calls = calls()
             self.check(arm, calls[0], (self.elements if elements is None else elements)[self.ids[0]])
@@ -268,7 +276,7 @@ def measure_cpu(case):
     def gather(ids):
         torch.index_select(case.elements, 0, ids, out=buffer)
         case.out.copy_(buffer, non_blocking=True)
-        case.run.sync()  # the buffer is used again
+        case.run.sync()  # The buffer is used again.
 
     case.measure(CPU, lambda: [functools.partial(gather, ids) for ids in case.ids], wall=True)
 
@@ -292,7 +300,7 @@ def measure_kernels(case):
 
 
 def measure_managed(case, managed):
-    """By the clock: a page that is missing interrupts the CPU."""
+    """Measures managed memory with the wall clock, because a missing page interrupts the CPU."""
     with case.run.cell(f"{len(case.out):,} elements of {case.words * WORD_BYTES} B, {MANAGED}"):
         call = functools.partial(launch, WORDS, case.of(managed.tensor), case.device_ids[0], case.out)
         case.check(MANAGED, call, case.elements[case.ids[0]])
@@ -307,7 +315,7 @@ def measure_managed(case, managed):
 
 
 def measure_raw_rows(cases, flat):
-    """Of one size: the table is made once."""
+    """Measures raw rows of one size. The table is made once for all cases."""
     case = cases[0]
     rows = flat[: case.num_elements * case.words].view(-1, case.words)
     table = ibp.compress(rows, scheme="raw", device="cpu", memory=None if case.run.on_gpu else "host")

@@ -1,6 +1,5 @@
-"""The sets whose savings are measured: synthetic tables, fields of simulations that run here, and the real ones of a
-data directory in all their dtypes.
-"""
+"""The sets whose savings are measured: synthetic tables, fields of simulations that run here, and the real sets of a
+data directory, in all their dtypes."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ FP64, FP32, FP16, BF16 = torch.float64, torch.float32, torch.float16, torch.bflo
 
 @dataclass(frozen=True)
 class Set:
-    """One table, or several that belong together, each compressed on its own; 2-D CPU tensors of one dtype and row
-    size.
-    """
+    """One table, or several that belong together and are compressed separately. They are 2-D CPU tensors with the same
+    dtype and row size."""
 
     name: str
     tensors: tuple[torch.Tensor, ...]
@@ -50,7 +48,7 @@ def _normal(rows, generator, dtype=FP32):
 
 
 def _normal_as(rows, generator, dtype):
-    """Drawn in single precision or better, then rounded."""
+    """Returns normal values, drawn in single precision or better and then rounded."""
     return _normal(rows, generator, dtype if dtype == FP64 else FP32).to(dtype)
 
 
@@ -60,39 +58,40 @@ def _half_zeros(rows, generator, dtype):
 
 
 def _quantised(rows, generator, dtype):
-    """Normal weights as integers: the row's largest magnitude becomes the dtype's; of unsigned ones the
-    middle is zero.
-    """
+    """Returns normal weights as integers. The row's largest magnitude becomes that of the dtype; unsigned integers have
+    zero in the middle."""
     x, most = _normal(rows, generator), (1 << 8 * dtype.itemsize - 1) - 1
     x = (x / x.abs().amax(1, keepdim=True) * most).round()
     return (x if dtype.is_signed else x + most + 1).to(dtype)
 
 
 def _dropout(rows, generator, dtype):
-    """Half of the elements multiplied by 0: zeros of both signs."""
+    """Returns normal values. Half of them are multiplied by 0, which gives zeros of both signs."""
     x = _normal(rows, generator)
     return (x * (torch.rand(x.shape, generator=generator) < 0.5)).to(dtype)
 
 
 def _holding(held):
-    """Normal values of a narrower dtype."""
+    """Returns a maker of normal values that a narrower dtype can hold."""
     return lambda rows, generator, dtype: _normal(rows, generator).to(held).to(dtype)
 
 
 def _default_rows(rows, generator, dtype):
-    """Every other row is zero on average, as of an embedding that training has not touched yet."""
+    """Returns normal values in which each row is zero with probability one half, like an embedding that training has
+    not touched yet."""
     x = _normal(rows, generator)
     return x.masked_fill_(torch.rand((rows, 1), generator=generator) < 0.5, 0).to(dtype)
 
 
 def _constant_columns(rows, generator, dtype):
-    """Every fourth column has one value."""
+    """Returns normal values in which every fourth column has one value."""
     x = _normal(rows, generator)
     x[:, ::4] = x[0, ::4]
     return x.to(dtype)
 
 
-SYNTHETIC = (  # name, dtypes, maker(rows, generator, dtype)
+# Each set has (name, dtypes, function(rows, generator, dtype) that makes the rows).
+SYNTHETIC = (
     ("normal 0.02", (BF16, FP16), lambda rows, g, dtype: (0.02 * _normal(rows, g)).to(dtype)),
     ("normal 1", (FP16, BF16, FP32, FP64), _normal_as),
     ("half zeros", (FP16, BF16, FP32, FP64), _half_zeros),
@@ -115,7 +114,7 @@ SYNTHETIC = (  # name, dtypes, maker(rows, generator, dtype)
 
 
 def synthetic_sets(rows: int) -> Iterator[Set]:
-    """Seeded, and the same on every device."""
+    """Yields the synthetic sets. They are seeded, and the same on every device."""
     for name, dtypes, make in SYNTHETIC:
         for dtype in dtypes:
             yield Set(name, (make(rows, torch.Generator().manual_seed(0), dtype),))
@@ -123,13 +122,15 @@ def synthetic_sets(rows: int) -> Iterator[Set]:
 
 # ---- simulations in double precision ---------------------------------------------------------------------------------
 
-STEPS, TIME_STEP = 60, 0.4  # of the shallow water
-SIDE_CELLS, LATTICE, STEPS_APART = 5, 1.7, 2  # of the particles: 4 a cell of a cube; steps between snapshots
+STEPS, TIME_STEP = 60, 0.4  # The shallow water takes this many steps of this size.
+# The particles begin at 4 places in each cell of a cube. There are STEPS_APART steps between snapshots.
+SIDE_CELLS, LATTICE, STEPS_APART = 5, 1.7, 2
 MD_TIME_STEP, CUT_OFF = 0.004, 2.5
 
 
 def shallow_water(rows):
-    """Height and both velocities of waves on a periodic grid of COLUMNS, from seeded drops, [rows, COLUMNS]."""
+    """Returns height and both velocities of waves on a periodic grid of COLUMNS, which begin as seeded drops: [rows,
+    COLUMNS]."""
     generator, lines = torch.Generator().manual_seed(0), -(-rows // 3)
     down, across = (torch.arange(n, dtype=FP64).view(shape) for n, shape in ((lines, (-1, 1)), (COLUMNS, (1, -1))))
     height, u, v = torch.ones(lines, COLUMNS, dtype=FP64), *torch.zeros(2, lines, COLUMNS, dtype=FP64)
@@ -148,7 +149,8 @@ def shallow_water(rows):
 
 
 def lennard_jones(rows):
-    """Positions and velocities of particles of a liquid in a periodic cube, snapshot by snapshot, [rows, COLUMNS]."""
+    """Returns positions and velocities of the particles of a liquid in a periodic cube, one snapshot after the other:
+    [rows, COLUMNS]."""
     generator = torch.Generator().manual_seed(0)
     cells = torch.cartesian_prod(*3 * [torch.arange(SIDE_CELLS, dtype=FP64)])
     corners = torch.tensor([[0, 0, 0], [0, 0.5, 0.5], [0.5, 0, 0.5], [0.5, 0.5, 0]], dtype=FP64)
@@ -175,25 +177,25 @@ def lennard_jones(rows):
 
 
 REPEATED_ROWS = 512
-SIMULATIONS = (("shallow water", shallow_water, 1), ("Lennard-Jones", lennard_jones, 4))  # and how many rows fewer
+# The last: how many times fewer rows.
+SIMULATIONS = (("shallow water", shallow_water, 1), ("Lennard-Jones", lennard_jones, 4))
 
 
 def simulated_sets(rows: int) -> Iterator[Set]:
-    """Fields in FP64, the same on every machine but for the last bits of sums."""
+    """Yields fields in FP64. They are the same on every machine except for the last bits of sums."""
     for name, make, fewer in SIMULATIONS:
         yield Set(name, (make(rows // fewer),))
 
 
 def repeated_simulations(num_bytes: int, device: torch.device, quick: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, num_bytes of rows on a device) of shorter simulations, one below the other, for rates."""
+    """Yields (name, num_bytes of rows on a device) of shorter simulations, which are repeated, for measuring rates."""
     for case in simulated_sets(QUICK_ROWS if quick else REPEATED_ROWS):
         yield case.name, inputs.replicated(case.tensors[0], num_bytes // case.row_bytes, device)
 
 
 # ---- real ----------------------------------------------------------------------------------------------------------
 
-# The matrices with rows of 64 of the model in stories260k.npz, in the order in which `weights_bf16` has them one below
-# the other.
+# The matrices with rows of 64 of the model in stories260k.npz, in the order in which `weights_bf16` has them.
 MATRICES = (("emb", 1, 512), ("wq", 5, 64), ("wk", 5, 32), ("wv", 5, 32), ("wo", 5, 64), ("w1", 5, 172), ("w3", 5, 172))
 
 
@@ -214,12 +216,12 @@ def _weights(z):
 
 
 def _matrices(z):
-    """Every matrix of every layer."""
+    """Returns every matrix of every layer."""
     return _weights(z)[0].split([rows for _, layers, rows in MATRICES for _ in range(layers)])
 
 
 def _cache(name):
-    """A row is what one token leaves in the cache, all layers of it."""
+    """Returns a loader of keys or values. A row is what one token leaves in all layers of the cache."""
 
     def load(z):
         if f"{name}_bf16" in z:
@@ -229,7 +231,9 @@ def _cache(name):
     return load
 
 
-REAL = (  # name, files of which the first that is there is taken, dtypes, loader: () if the file does not hold the set
+# Name, files (the first that exists is taken), dtypes, and a loader, which returns () if the file does not have the
+# set.
+REAL = (
     ("citeseer", ("citeseer.npz",), (FP32,), _csr),
     ("cora", ("cora.npz",), (FP32,), _csr),
     ("amazon_photo", ("amazon_photo.npz",), (FP32,), _csr),
@@ -248,9 +252,8 @@ REAL = (  # name, files of which the first that is there is taken, dtypes, loade
 
 
 def real_sets(data_dir: Path) -> Iterator[Set]:
-    """Every set that the directory holds, rounded to each of its dtypes; sets kept as BF16 in that one only. Names the
-    missing.
-    """
+    """Yields every set that the directory has, rounded to each of its dtypes. Sets that are stored as BF16 have only
+    this dtype. Prints the names of missing sets."""
     for name, files, dtypes, load in REAL:
         path = next((path for file in files if (path := Path(data_dir) / file).exists()), None)
         tensors = ()
@@ -265,12 +268,12 @@ def real_sets(data_dir: Path) -> Iterator[Set]:
 
 
 def all_sets(data_dir: Path, quick: bool) -> Iterator[Set]:
-    """All sets; with quick, few rows of each."""
+    """Yields all sets; with `quick`, few rows of each."""
     yield from synthetic_sets(QUICK_ROWS if quick else ROWS)
     yield from shortened(real_sets(data_dir)) if quick else real_sets(data_dir)
 
 
 def shortened(found: Iterable[Set]) -> Iterator[Set]:
-    """The first rows of each set."""
+    """Yields the first rows of each set."""
     for case in found:
         yield Set(case.name, tuple(x[:QUICK_ROWS] for x in case.tensors))

@@ -1,12 +1,12 @@
-"""What does a call of index_select for few rows cost on top of its kernel?
+"""What does a call of index_select for few rows cost in addition to its kernel?
 
     python -m benchmarks.small_calls [--out DIR] [--device cpu] [--quick]
 
-1 to 1,000 rows of 512 B, from pinned and from device memory, beside torch.index_select on a tensor in device memory.
-Wanted: a call returns within 10 microseconds.
-Three times a call: until it comes back (a loop of calls that are not waited for), until its result is there (each call
-waited for), and the kernel alone (in a CUDA graph of many). The CSV has rates, as everywhere; the times in microseconds
-are printed, with what the call costs on top of the kernel.
+Calls for 1 to 1,000 rows of 512 B, from pinned and from device memory, are compared with torch.index_select on a tensor
+in device memory. The target is that a call returns within 10 microseconds. Three times of a call are measured: until it
+returns (in a loop that waits for no call), until its result is there (the loop waits for each call), and the time of
+the kernel alone (in a CUDA graph of many). The CSV has rates, as always. The times in microseconds are printed, with
+what the call costs in addition to the kernel.
 """
 
 import statistics
@@ -27,7 +27,7 @@ MOST_RETURNING_US = 10
 
 
 def returning_s(run, call):
-    """Median of rounds: seconds until a call comes back."""
+    """Returns the median over rounds of the seconds until a call returns."""
     times, loop = [], 10 if run.quick else LOOP
     for _ in range(3 if run.quick else ROUNDS):
         run.sync()
@@ -40,12 +40,12 @@ def returning_s(run, call):
 
 
 def result_s(run, call):
-    """Median of calls: seconds until a call's result is there."""
+    """Returns the median over calls of the seconds until a call's result is there."""
     return statistics.median(run._wall_seconds(call) for _ in range(10 if run.quick else LOOP))
 
 
 def kernel_s(run, call):
-    """Seconds of a call's kernels in a graph of IN_GRAPH calls."""
+    """Returns the seconds of a call's kernels, in a graph of IN_GRAPH calls."""
     call()
     run.sync()
     graph = torch.cuda.CUDAGraph()
@@ -56,7 +56,7 @@ def kernel_s(run, call):
 
 
 def measure(run, case, savings, num_rows, call, wanted, out, lines):
-    """The three times of one call that writes to out, and its rates in the CSV."""
+    """Measures the three times of one call that writes to `out`, and records its rates."""
     harness.poison(out)
     call()
     harness.check_bits(out, wanted, f"{case}, {num_rows} rows")
@@ -85,7 +85,7 @@ def measure(run, case, savings, num_rows, call, wanted, out, lines):
 
 
 def shortfalls(rows):
-    """Lines that say which calls take longer to return than wanted."""
+    """Returns lines that say which calls take longer to return than the target."""
     found = []
     for row in rows:
         if row["arm"] == "until it returns" and row["case"].startswith("ibp"):

@@ -1,23 +1,24 @@
-"""What do slots on the GPU with overflow in pinned host memory (ibp.spill.place) cost to read and change?
+"""What does it cost to read and change slots on the GPU whose overflow is in pinned host memory (ibp.spill.place)?
 
     python -m benchmarks.spill [--programs | --managed] [--out DIR] [--device cpu] [--quick]
 
-Tables of 1 GiB in device memory, of which a share of the rows is noise, which leaves its slot: `decode` of the whole
-table and `index_select` of half of its rows in random order, `device only`, with overflow on the GPU too, and
-`spilled`, with overflow in host memory; `update_` of every 16th row. Slots are those that the other rows fit, or of a
-target ratio, which real sets have too. `pages`: loads from an `ibp.kv.KVStore` of keys, with slots for 99.9 % of the
-rows, and with smaller ones that spill. `profile`: ten snapshots of a net in training, and at each threshold of the
-sweep what the last one spills when it is placed, beside what was predicted, and the least and most that was predicted
-of a snapshot: by the paper's ratios, by slots of any size, `without 16 times`, which the paper keeps for zeros, and
-with `one target` for all tensors, the highest at which at most 30 % of all rows leave their slots. `ideal_gbps` of a
-spilled arm is the device's rate, or that at which the link brings what spilled where it is slower. All results are
-compared bit for bit.
+Tables have 1 GiB in device memory. A share of the rows is noise, which overflows its slots. `decode` decodes the whole
+table, and `index_select` half of its rows in random order; `device only` has the overflow on the GPU, too, and
+`spilled` has it in host memory; `update_` changes every 16th row. Slots have a size that the other rows fit, or that of
+a target ratio, also for real sets. `pages` are loads from an `ibp.kv.KVStore` of keys, with slots for 99.9 % of the
+rows, and with smaller ones that spill.
 
---programs: profiles of nets in training in single precision alone, of their weights, gradients, momentum and outputs of
-layers, of 1 MiB and more and in rows of 2 KiB. --managed: tables of 1 GiB in managed memory alone, a share of whose
-pages is on the host before a kernel reads all of them, as after the driver has evicted them: `migrated`, by page
-faults; `read over the link`, where they stay. No more is taken than the GPU has free: what a driver does beyond that
-can stop a machine. Other rows of the CSV stay, as these do in runs without the options.
+`profile` takes ten snapshots of a net in training. At each threshold of the sweep it has what the last one spills when
+it is placed, what was predicted, and the least and the most that was predicted for any snapshot. There are the paper's
+ratios, slots of any size, `without 16 times` (which the paper keeps for zeros), and `one target` for all tensors, the
+highest with which at most 30 % of all rows overflow. `ideal_gbps` of a spilled arm is the device's rate, or that at
+which the link brings what spilled if that is slower. All results are compared bit for bit.
+
+--programs measures only profiles of nets in training in single precision, of their weights, gradients, momentum and
+layers' outputs of at least 1 MiB, in rows of 2 KiB. --managed measures only tables of 1 GiB in managed memory. A share
+of their pages is on the host before a kernel reads all of them, as after the driver has evicted them: `migrated` by
+page faults, or `read over the link`, where they stay. No more memory is taken than the GPU has free, because a driver
+that has to do more can stop a machine. Other rows of the CSV stay, and these rows stay in runs without the options.
 """
 
 import argparse
@@ -57,17 +58,19 @@ BF16, FP32 = torch.bfloat16, torch.float32
 NUM_SNAPSHOTS, PAGE_BYTES = 10, 1 << 16
 REAL = {"LLM keys": RATIOS, "citeseer": (4.0, 16.0, 64.0, math.inf)}
 
-# Of the device's rate where nothing spills; of the ideal where at most this share of the rows does.
+# Targets: a share of the device's rate if nothing spills, and a share of the ideal if at most MOST_SPILLED of the rows
+# do.
 DEVICE_SHARE, IDEAL_SHARE, MOST_SPILLED = 0.9, 1 / 1.15, 0.31
 
 
 def ids_in_runs(rows, columns, device):
-    """Sorted numbers below 2^20, as edges of a graph have them."""
+    """Returns sorted numbers below 2^20 in each row, like edges of a graph."""
     return torch.randint(1 << 20, (rows, columns), device=device).sort(1).values
 
 
-SMALL = ", 256 MiB"  # at the end of a case's name
-CASES = (  # name, level, dtype, columns, maker, shares of noise, target ratios
+SMALL = ", 256 MiB"  # The names of smaller tables' cases end with this text.
+# Each case has (name, level, dtype, columns, maker, shares of noise, target ratios).
+CASES = (
     ("normal 0.02", "default", BF16, 1024, families.weights, SHARES, RATIOS),
     ("normal 0.02" + SMALL, "default", BF16, 1024, families.weights, SHARES, ()),
     ("normal 0.02, fast", "fast", BF16, 1024, families.weights, SHARES, ()),
@@ -80,7 +83,7 @@ CASES = (  # name, level, dtype, columns, maker, shares of noise, target ratios
 
 
 def with_noise(x, share):
-    """x with this share of its rows, at random, of random bits."""
+    """Returns x with random bits in a random share of its rows."""
     is_noise = torch.rand(len(x), device=x.device) < share
     x = x.clone()
     words = torch.randint(-(2**31), 2**31 - 1, (int(is_noise.sum()), x[0].nbytes // 4), device=x.device)
@@ -89,7 +92,7 @@ def with_noise(x, share):
 
 
 class Case:
-    """Rows of a kind with a codebook."""
+    """Rows of one kind, and a codebook for them."""
 
     def __init__(self, run, name, x, level):
         self.run, self.name, self.x = run, name, x
@@ -97,7 +100,7 @@ class Case:
         self.ids = torch.randperm(len(x), device=run.device)[: len(x) // 2]
 
     def measure(self, x, slot_bytes, target=None):
-        """Reads and changes a table of these slots, with overflow in both places."""
+        """Measures reading and changing a table with these slots, with overflow in both places."""
         layout = {"slot_bytes": slot_bytes} if slot_bytes else {"layout": "packed"}
         tables = {
             DEVICE: ibp.compress(x, codebook=self.codebook, **layout),
@@ -123,7 +126,7 @@ class Case:
         self.record(table, where, what, found, seconds, want.nbytes)
 
     def change(self, table, where, found):
-        """Every 16th row becomes the one before it, and so on: noise moves."""
+        """Measures changes in which every 16th row becomes the first or second one before it, so that noise moves."""
         ids = torch.arange(0, len(found["x"]), 16, device=self.run.device)
         rows = [found["x"][ids - shift] for shift in (1, 2)]
         table.update_(ids, rows[1])
@@ -163,7 +166,7 @@ class Case:
 
 
 def spill_of(table):
-    """(share of a table's rows that leave their slots, bytes of these parts in whole sectors)."""
+    """Returns (share of a table's rows that overflow their slots, bytes of these parts in whole sectors)."""
     parts = (ideal.stored_row_bytes(table) - table.slot_bytes).clamp(min=0)
     sectors = (parts + ideal.SECTOR_BYTES - 1) // ideal.SECTOR_BYTES
     return float((parts > 0).double().mean()), int(sectors.sum()) * ideal.SECTOR_BYTES
@@ -187,7 +190,7 @@ def measure_kinds(run, cases):
 
 
 def fitting(case):
-    """Slots that all rows of a case fit."""
+    """Returns the slots that all rows of a case fit."""
     stored = ideal.stored_row_bytes(ibp.compress(case.x, codebook=case.codebook, layout="packed"))
     return min(case.codebook.row_bytes, -(-int(stored.max()) // 32) * 32)
 
@@ -208,7 +211,7 @@ def measure_real(run, data):
 
 
 def measure_pages(run, data):
-    """Keys in pages: slots for nearly all rows, and ones that more and more rows leave."""
+    """Measures keys in pages, with slots for nearly all rows, and with ones that more and more rows overflow."""
     found = dict(inputs.real_sets(data))
     if "LLM keys" not in found:
         return
@@ -251,8 +254,8 @@ def measure_pages(run, data):
 
 
 def snapshots(run):
-    """A net of an embedding and layers with ReLU, at ten moments of its training: weights, states of AdamW, what the
-    layers give."""
+    """Yields the tensors of a net with an embedding and layers with ReLU, at ten moments of its training: weights,
+    states of AdamW, and outputs of layers."""
     rows, width = (256, 64) if run.quick else (50_000, 1024)
     kind = {"device": run.device, "dtype": BF16}
     table = torch.nn.Embedding(rows, width // 4, **kind)
@@ -263,7 +266,7 @@ def snapshots(run):
         for _ in range(3):
             ids = (
                 rows * torch.rand(256 if run.quick else 4096, device=run.device) ** 6
-            ).long()  # few rows often, most of them never
+            ).long()  # Few rows come often, and most rows never.
             hidden, kept = table(ids), {}
             for k, layer in enumerate(layers):
                 hidden = layer(hidden).relu()
@@ -277,7 +280,7 @@ def snapshots(run):
 
 @torch.no_grad()
 def step(net, states, rate=1e-3):
-    """Adam without its corrections of the first steps."""
+    """Makes a step of Adam without its bias corrections."""
     for name, weight in net.named_parameters():
         m, v = states[name]
         m.lerp_(weight.grad, 0.1)
@@ -288,11 +291,11 @@ def step(net, states, rate=1e-3):
 
 PROGRAMS = ("AlexNet", "VGG16", "SqueezeNet", "GoogLeNet", "ResNet-50", "LSTM")
 PROGRAM_BATCH, PROGRAM_ROW_BYTES, PROGRAM_LEAST_BYTES, STEPS_BETWEEN = 32, 2048, 1 << 20, 4
-PROGRAM = "program "  # at the start of a case's name
+PROGRAM = "program "  # The names of programs' cases begin with this text.
 
 
 class LanguageModel(torch.nn.Module):
-    """Tokens [N, tokens] through an embedding and two layers of LSTM. width: of all."""
+    """A model with an embedding and two layers of LSTM for tokens [N, tokens]. width: that of all layers."""
 
     def __init__(self, tokens, width):
         super().__init__()
@@ -306,7 +309,7 @@ class LanguageModel(torch.nn.Module):
 
 
 class Program:
-    """A net in training by SGD with momentum on data made here. small: a narrow net."""
+    """A net in training by SGD with momentum on data that are made here. small: a narrow net."""
 
     def __init__(self, device, name, small, batch=PROGRAM_BATCH):
         self.name, self.device = name, device
@@ -321,7 +324,7 @@ class Program:
         self.optimizer = torch.optim.SGD(self.net.parameters(), densities.LEARNING_RATE, densities.MOMENTUM)
 
     def step(self):
-        if self.name == "LSTM":  # each token tells the next one
+        if self.name == "LSTM":  # Each token determines the next one.
             first = torch.randint(self.tokens, (self.batch, 1), device=self.device)
             ids = (first + torch.arange(65, device=self.device) ** 2) % self.tokens
             self.x, wanted = ids[:, :-1], ids[:, 1:].flatten()
@@ -335,7 +338,7 @@ class Program:
         self.optimizer.step()
 
     def snapshot(self, least_bytes):
-        """What the program holds: {name: tensor} of tensors that are large enough."""
+        """Returns {name: tensor} of what the program holds, for tensors of at least least_bytes."""
         held = {}
         for name, weight in self.net.named_parameters():
             held |= {name: weight.detach(), f"gradient of {name}": weight.grad}
@@ -356,13 +359,14 @@ def program_snapshots(run, name):
 
 
 def with_ratios(report, ratios):
-    """The same snapshots with other targets to choose from."""
+    """Returns a profile of the same snapshots with other targets to choose from."""
     tensors = {name: dataclasses.replace(tensor, ratios=ratios) for name, tensor in report.items()}
     return ibp.spill.Profile(tensors, report.threshold, report.num_snapshots).at(report.threshold)
 
 
 def with_one_target(report, most=_targets.THRESHOLD):
-    """Buddy Compression's naive way: the highest of its targets at which at most this share of all rows spills."""
+    """Returns the profile of Buddy Compression's naive way: the highest of its targets with which at most `most` of all
+    rows spill."""
     for ratio in sorted(filter(math.isfinite, _targets.RATIOS), reverse=True):
         tensors = {
             name: dataclasses.replace(tensor, slot_bytes=_targets.slot_bytes_of(ratio, tensor.row_bytes))
@@ -375,14 +379,14 @@ def with_one_target(report, most=_targets.THRESHOLD):
 
 
 def spilled_by_snapshot(report):
-    """The share of all rows that is predicted to spill in each snapshot."""
+    """Yields the share of all rows that is predicted to spill, for each snapshot."""
     num_rows = sum(tensor.num_rows for tensor in report.values())
     for k in range(report.num_snapshots):
         yield sum(tensor.spill(k).rows * tensor.num_rows for tensor in report.values()) / num_rows
 
 
 def measure_profile(run, name, moments, row_bytes=None, sweep=(0.1, 0.2, 0.3, 0.4)):
-    """name: at the start of the cases'; moments: snapshots; sweep: thresholds."""
+    """Measures profiles. name: the start of the cases' names. moments: snapshots. sweep: thresholds."""
     last = {}
 
     def seen():
@@ -407,7 +411,7 @@ def measure_profile(run, name, moments, row_bytes=None, sweep=(0.1, 0.2, 0.3, 0.
 
 
 def record_profile(run, case, arm, report, last):
-    """Places the last snapshot as a profile says, and decodes it."""
+    """Places the last snapshot as a profile says, and measures decoding it."""
     tables = {name: ibp.spill.place(x, report[name], device=run.device) for name, x in last.items()}
     for name, table in tables.items():
         harness.check_bits(ibp.decompress(table), last[name], name)
@@ -445,13 +449,14 @@ MIGRATED, OVER_LINK = "migrated", "read over the link"
 
 
 def measure_managed(run):
-    """Buddy Compression's figure 12, by the clock: a page that is missing interrupts the CPU."""
+    """Measures Buddy Compression's figure 12 with the wall clock, because a missing page interrupts the CPU."""
     num_bytes = QUICK_TABLE_BYTES if run.quick or not run.on_gpu else TABLE_BYTES
     x = torch.randint(-(2**31), 2**31 - 1, (num_bytes // 4,), dtype=torch.int32, device=run.device)
     out, managed = torch.empty_like(x), scattered.ManagedCopy(x) if run.on_gpu else None
     source = x if managed is None else managed.tensor
     first_s = None
-    for way, share in itertools.product((MIGRATED, OVER_LINK), MANAGED_SHARES):  # shares grow: advice cannot shrink
+    # Shares only grow, because advice to the driver cannot be taken back.
+    for way, share in itertools.product((MIGRATED, OVER_LINK), MANAGED_SHARES):
         start = num_bytes - int(share * num_bytes) // inputs.MIB * inputs.MIB
         with run.cell(f"{MANAGED}, {way}, {share:.0%}"):
             if managed is not None and way == OVER_LINK and start < num_bytes:
@@ -474,7 +479,7 @@ def measure_managed(run):
 
 
 def mode_of(case):
-    """The option that measures a case."""
+    """Returns the option that measures a case."""
     return "programs" if case.startswith(PROGRAM) else "managed" if case == MANAGED else ""
 
 

@@ -2,11 +2,12 @@
 
     python -m benchmarks.stale
 
-Prints, for each CSV in results/, how many commits have changed its sources since the commits that its rows name, and
-the last of them. SOURCES says what a script measures, by folders and files: a change there may change the figures, and
-may as well be one of words. Without git's whole history, as in an archive or a shallow clone, it says so.
+For each CSV in results/, this prints how many commits have changed its sources since the commits that its rows name,
+and the last of these commits. SOURCES lists what a script measures, by folders and files. A change there may change the
+figures, but may also change only words. Without git's whole history, as in an archive or a shallow clone, the script
+says so.
 
-RESULTS.md names the commits of each table. Which tables are stale changes with every commit, so no page says it.
+RESULTS.md names the commits of each table. The set of stale tables changes with every commit, so no page lists it.
 """
 
 import subprocess
@@ -26,7 +27,7 @@ _OFFLOADING = (*_STREAMING, "ibp/_offload")
 _KV = (*_KERNELS, "csrc/cuda/kv", "ibp/kv")
 _SAVINGS = (*_CODING, "csrc/core/analysis.c")
 
-# By CSV: folders and files whose changes may change its figures. Those of no code of ours have none.
+# By CSV: folders and files whose changes may change its figures. A CSV that measures no code of ours has none.
 SOURCES = {
     "activation_maps": (),
     "activation_ratios": (*_CODING, "ibp/_activations"),
@@ -102,7 +103,7 @@ SOURCES = {
 
 
 def git(*words):
-    """What git prints; None where it fails, or is not there."""
+    """Returns what git prints, or None if it fails or is not installed."""
     try:
         done = subprocess.run(["git", *words], cwd=harness.ROOT, capture_output=True, text=True)
     except OSError:
@@ -111,13 +112,13 @@ def git(*words):
 
 
 def has_history():
-    # Git would find another repository that holds this directory.
+    # Git would otherwise find another repository that contains this directory.
     return (harness.ROOT / ".git").exists() and git("rev-parse", "--is-shallow-repository") == "false"
 
 
 def changes_since(commit, sources):
-    """Commits that changed sources since a commit, the last one first: "hash date subject". None: git does not know
-    the commit."""
+    """Returns the commits that changed sources since a commit, the last one first, as "hash date subject". Returns None
+    if git does not know the commit."""
     if git("cat-file", "-e", f"{commit}^{{commit}}") is None:
         return None
     if not sources:
@@ -127,7 +128,7 @@ def changes_since(commit, sources):
 
 
 def stale():
-    """(CSV, commit, what `changes_since` gives) of each commit that a row names."""
+    """Yields (CSV, commit, result of `changes_since`) for each commit that a row names."""
     results = reading.Results(harness.RESULTS)
     for path in sorted(harness.RESULTS.glob("*.csv")):
         commits = {str(row.get("commit") or "").removesuffix("-dirty") for row in results.rows(path.stem)}

@@ -2,12 +2,12 @@
 
     python -m benchmarks.stream [--out DIR] [--device cpu] [--quick]
 
-BF16 tensors of 8 to 256 MiB, the others of 256 MiB; several of one size up to 256 MiB, taken in turn or as a list.
-Arms: torch's copy_ of the raw tensor; ibp's stream through the copy engine, packed and from slots, with its own choice
-of SMs, at most 8 and at most 4; the kernel that fetches the rows itself; `decompress` of all tensors of a size;
-nvCOMP's ANS, its pieces decoded while the next are copied (pieces, staging buffers for all of them and decoding
-configurations prepared beforehand). The stream is measured at every size, also where ibp.decompress would choose the
-kernel. The ideal is the copy engine's rate over the share of bytes stored.
+BF16 tensors have 8 to 256 MiB, and others 256 MiB. There are several of one size, up to 256 MiB in all, which are taken
+in turn or as a list. Arms: torch's copy_ of the raw tensor; ibp's stream through the copy engine, packed and from
+slots, with its own choice of SMs, at most 8 and at most 4; the kernel that fetches the rows itself; `decompress` of all
+tensors of a size; and nvCOMP's ANS, whose pieces are decoded while the next ones are copied (pieces, staging buffers
+for all of them and decoding configurations are prepared before). The stream is measured at every size, even if
+ibp.decompress would choose the kernel. The ideal is the copy engine's rate over the share of bytes that is stored.
 """
 
 import sys
@@ -25,14 +25,15 @@ try:
 except ImportError:
     nvcomp = None
 
-SIZES_MIB, OTHER_SIZES_MIB, QUICK_SIZES_MIB = (8, 64, 256), (256,), (1, 4)  # of BF16, and of the others
-LIST_BYTES, MAX_TENSORS = 256 * inputs.MIB, 16  # of all tensors of one size
+# The sizes are for BF16, for other dtypes, and for quick runs.
+SIZES_MIB, OTHER_SIZES_MIB, QUICK_SIZES_MIB = (8, 64, 256), (256,), (1, 4)
+LIST_BYTES, MAX_TENSORS = 256 * inputs.MIB, 16  # All tensors of one size together have at most this many bytes.
 FEW_SMS, FEWEST_SMS = 8, 4
 NVCOMP_CHUNK_BYTES, NVCOMP_PIECES, NVCOMP_LEAST_PIECE_BYTES = 1 << 16, 16, 4 * inputs.MIB
 
 
 class Cell:
-    """Tensors of one kind and size on the device, their raw copies in host memory, and where results go."""
+    """Tensors of one kind and size on the device, their raw copies in host memory, and the run that records results."""
 
     def __init__(self, run, case, make, num_bytes):
         self.run, self.case = run, case
@@ -42,8 +43,13 @@ class Cell:
         self.outs = [torch.empty_like(x) for x in self.xs]
 
     def measure(self, arm, calls, *, moved_bytes, savings, sms, tensors_a_call=1, buffer_bytes=0, table=None):
-        """Checks an arm on poisoned output and times it. calls: one for each tensor, or one for all. buffer_bytes:
-        device memory that the arm was given beforehand. table: one of those decompressed."""
+        """Checks an arm on poisoned output, and times it.
+
+        Args:
+            calls: one for each tensor, or one for all.
+            buffer_bytes: device memory that was allocated for the arm before.
+            table: one of the tables that are decompressed, or None.
+        """
         for out in self.outs:
             harness.poison(out)
 
@@ -81,7 +87,7 @@ class Cell:
 
 
 def in_host_memory(table, pin):
-    """A table's copy in host memory, pinned at exactly its size."""
+    """Returns a copy of a table in host memory. If it is pinned, its pinned memory has exactly its size."""
     slots, overflow = (
         memory.empty(held.numel(), torch.device("cpu"), pin).copy_(held) for held in (table.slots, table.overflow)
     )
@@ -138,9 +144,8 @@ def measure_tables(cell, codebook, layout):
 
 
 class AnsPieces:
-    """A tensor as nvCOMP's ANS codes it, in pieces in pinned memory, each with a place on the GPU to be copied to and
-    decoded from.
-    """
+    """A tensor that nvCOMP's ANS has compressed, in pieces in pinned memory. Each has a place on the GPU, to which it
+    is copied and from which it is decoded."""
 
     def __init__(self, x, out, stream):
         self.copies, self.stream = torch.cuda.Stream(), stream
@@ -177,10 +182,10 @@ class AnsPieces:
 def measure_nvcomp(cell, what):
     cell.run.sync()
     stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # not the default one, whose number a codec takes for none
+    with torch.cuda.stream(stream):  # A codec takes the default stream's number for none.
         try:
             coded = [AnsPieces(x, out, stream) for x, out in zip(cell.xs, cell.outs)]
-        except Exception as error:  # versions differ in the dtypes and arguments they take
+        except Exception as error:  # Versions of nvCOMP differ in their dtypes and arguments.
             print(f"{what}: nvCOMP left out: {error}")
             return
         moved_bytes = sum(pieces.stored_bytes for pieces in coded) / len(coded)
@@ -210,7 +215,7 @@ def measure_size(run, case, make, codebooks, num_bytes):
 
 
 def cases(run):
-    """(name, function from a number of bytes to a new tensor, codebooks, sizes in MiB)."""
+    """Yields (name, function(bytes) -> new tensor, codebooks, sizes in MiB)."""
     sizes, other_sizes = (QUICK_SIZES_MIB,) * 2 if run.quick else (SIZES_MIB, OTHER_SIZES_MIB)
     for name, dtype, deviation in inputs.NORMAL:
 

@@ -1,21 +1,21 @@
-"""How long does an engine of reinforcement learning wait for the weights of a step, and how many bytes come?
+"""How long does an engine of reinforcement learning wait for the weights of a step, and how many bytes does it get?
 
     python -m benchmarks.sync [--out DIR] [--device cpu] [--quick]
 
-A trainer's process has BF16 weights N(0, 0.02) of the shapes of Qwen3-8B and Qwen3-30B-A3B, before and after a step of
-an optimizer of FP32 weights that changes about 1, 4 and 10 % of them; an engine's process, on the same GPU, has the
-weights before. Only `layers` of `of_layers` are there, with embedding and head; `ms_of_all` is the time for all layers,
-by their bytes. Arms: `all weights`: as they are; `ibp`: `ibp.deltas.Sender.push` and `Receiver.apply`, which check
-fingerprints before and after; `index and value`: bits compared with a kept copy, an int32 index and the new value for
-each change, found and put in place by torch in one list for each 256 MiB of weights.
+A trainer's process has BF16 weights N(0, 0.02) with the shapes of Qwen3-8B and Qwen3-30B-A3B, before and after a step
+of an optimizer with FP32 weights, which changes about 1, 4 and 10 % of them. An engine's process on the same GPU has
+the weights before the step. Only `layers` of `of_layers` exist, with embedding and head; `ms_of_all` is the time for
+all layers, computed by their bytes. Arms: `all weights` sends them as they are. `ibp` is `ibp.deltas.Sender.push` and
+`Receiver.apply`, which check fingerprints before and after. `index and value` compares bits with a kept copy and sends
+an int32 index and the new value of each change; torch finds and applies them in one list for each 256 MiB of weights.
 
-`link`: `sockets`, by TCP, or `shared memory`, on one machine and with pinned memory on both sides; 100 and 400 Gb/s are
-reckoned: making and applying as measured by shared memory, and the messages' bytes at that rate. `make_ms`, `move_ms`,
-`apply_ms`: until the messages are in device memory, until they are in the engine's, until the engine has the weights;
-`ms`: all three. Medians, by the clock. `changed`: the share of weights that changed; `mib`: of messages; `fewer`: how
-many times fewer bytes than `index and value` has. GB/s of weights; the ideal is the link's rate over the share of the
-bytes that is sent, where the link of one machine has its rate with all weights. After every step of every arm the
-engine's weights have the trainer's fingerprints.
+`link` is `sockets` (TCP) or `shared memory` (on one machine, with pinned memory on both sides). For 100 and 400 Gb/s
+the times are computed: making and applying as measured with shared memory, and the messages' bytes at that rate.
+`make_ms` is the time until the messages are in device memory, `move_ms` until they are in the engine's, `apply_ms`
+until the engine has the weights, and `ms` is their sum. They are medians by the wall clock. `changed` is the share of
+weights that changed, `mib` the size of messages, and `fewer` the bytes of `index and value` over theirs. GB/s count
+weights. The ideal is the link's rate over the share of the bytes that is sent; the rate of a link on one machine is
+that of all weights. After every step of every arm the engine's weights must have the trainer's fingerprints.
 """
 
 import contextlib
@@ -47,16 +47,17 @@ COLUMNS = (
 )
 PIECE_BYTES, CHUNK_BYTES, SLOTS = 256 * inputs.MIB, 32 * inputs.MIB, 4
 VOCABULARY, DEVIATION, SEED = 151_936, 0.02, 7
-STEPS = {"1 %": 0.26e-6, "4 %": 1.26e-6, "10 %": 4e-6}  # rates of the optimizer
+STEPS = {"1 %": 0.26e-6, "4 %": 1.26e-6, "10 %": 4e-6}  # The optimizer has these learning rates.
 GBITS = (100, 400)
 IBP, PLAIN, ALL = "ibp", "index and value", "all weights"
 SOCKETS, SHARED = "sockets", "shared memory"
-WAIT_S = 60  # for the other process
-TURNS = 4  # pushes of an arm over a link, forth and back; the first is not counted
+WAIT_S = 60  # A process waits this many seconds for the other one.
+# Each arm makes this many pushes over a link, alternately forward and back. The first one does not count.
+TURNS = 4
 
 
 class ModelShape(NamedTuple):
-    """layers: how many are measured; experts: None of a dense model."""
+    """The shape of a model. layers: how many are measured. experts: None for a dense model."""
 
     name: str
     layers: int
@@ -68,7 +69,7 @@ class ModelShape(NamedTuple):
     experts: int | None
 
     def shapes(self):
-        """Those of the weights outside the layers, and of a layer's."""
+        """Returns the shapes of the weights outside the layers, and of the weights of a layer."""
         outside = [(VOCABULARY * self.hidden // 4096 if self.layers == 1 else VOCABULARY, self.hidden)] * 2
         attention = [(self.heads * 128, self.hidden), (self.hidden, self.heads * 128)]
         attention += [(self.kv_heads * 128, self.hidden)] * 2
@@ -91,8 +92,12 @@ QUICK = (
 
 
 class ModelWeights:
-    """Random weights, the same in every process. flats: [elements], of 256 MiB or one tensor; tensors: views of these
-    by name."""
+    """Random weights, the same in every process.
+
+    Attributes:
+        flats: [elements], each of 256 MiB or one tensor.
+        tensors: views of them by name.
+    """
 
     def __init__(self, shape, device, rate=0.0):
         outside, layer = shape.shapes()
@@ -174,7 +179,7 @@ class PlainEngine:
 
 class AllTrainer:
     def __init__(self, weights):
-        """Keeps nothing."""
+        """Does nothing, because nothing has to be kept."""
 
     def make(self, weights):
         return [flat.view(torch.uint8) for flat in weights.flats]
@@ -252,7 +257,7 @@ class SharedMemory:
 
 
 def serve(kind, shape, pipe, port, memory, semaphores):
-    """Takes what the trainer sends until it says None."""
+    """Takes what the trainer sends until that is None."""
     device, on_gpu = torch.device(kind), kind == "cuda"
     weights, engine, links = ModelWeights(shape, device), None, None
     while (said := pipe.recv()) is not None:
@@ -311,7 +316,7 @@ class Engine:
         return self.pipe.recv()
 
     def step(self, trainer, weights, link):
-        """Seconds of making, moving and applying, and the bytes of the messages."""
+        """Returns the seconds of making, moving and applying, and the bytes of the messages."""
         synchronize(self.on_gpu)
         started = time.perf_counter()
         messages = trainer.make(weights)
@@ -338,8 +343,8 @@ class Engine:
 
 
 class SyncCase:
-    """A model's shape and a share of changes: both versions of the weights, and where measurements go. before: what
-    has been measured of the shape that does not depend on the changes, by arm and link."""
+    """A model's shape, a share of changes, both versions of the weights, and the run that records measurements. before:
+    earlier measurements of the shape that do not depend on the changes, by arm and link."""
 
     def __init__(self, run, engine, shape, name, old, new, before):
         self.run, self.engine, self.shape, self.name, self.before = run, engine, shape, name, before
@@ -362,11 +367,11 @@ class SyncCase:
             self._record(arm, f"{gbits} Gb/s", (parts[0], moving, parts[2]), num_bytes)
 
     def _measured(self, arm, link):
-        """Medians of the parts of a step, and the bytes of its messages."""
+        """Returns medians of the parts of a step, and the bytes of its messages."""
         self.engine.ask("link", link)
         self.engine.ask("arm", arm)
         trainer, found = ARMS[arm][0](self.old), []
-        for turn in range(TURNS):  # an even number: the engine has the old weights again
+        for turn in range(TURNS):  # TURNS is even, so that the engine has the old weights again.
             is_new = turn % 2 == 0
             found.append(self.engine.step(trainer, self.new if is_new else self.old, link))
             if self.engine.ask("prints") != self.prints[is_new]:

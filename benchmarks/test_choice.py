@@ -1,4 +1,4 @@
-"""What "auto" takes for slots, against what gather.csv measured: never a scheme that is slower than raw rows there."""
+"""Checks the scheme that "auto" chooses for slots against gather.csv: it must never be slower there than raw rows."""
 
 import csv
 
@@ -12,11 +12,11 @@ from ibp._machine import calibration
 from ibp._schemes import learning
 
 ARMS = {"raw": "raw rows", "ibp": "ibp slots", "planes": "planes slots"}
-MOST_BYTES = 256 << 10  # of the rows that a choice is made from
+MOST_BYTES = 256 << 10  # A choice is made from rows of this many bytes.
 
 
 def measured_rates():
-    """GB/s with all multiprocessors by (case, dtype, bytes of a row) and arm."""
+    """Returns GB/s with all multiprocessors by (case, dtype, bytes of a row) and arm."""
     with open(harness.RESULTS / "gather.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     most = max(int(row["sms"]) for row in rows)
@@ -31,7 +31,7 @@ RATES = measured_rates()
 
 
 def choice_for(x, row_bytes):
-    """The scheme that `compress` takes by itself, and all candidates by their names."""
+    """Returns the scheme that `compress` chooses by default, and all candidates by name."""
     x = x[: max(16, MOST_BYTES // row_bytes)].contiguous()
     request = learning.Request(geometry.bytes_of(x), geometry.Geometry.of(x, row_bytes), torch.device("cpu"))
     codebook = learning.learn("auto", request)
@@ -46,7 +46,7 @@ def assert_no_slower(key, scheme, candidates):
 
 @pytest.fixture(autouse=True)
 def an_h200(monkeypatch):
-    """The machine that gather.csv was measured on, whatever this one is."""
+    """Puts the calibration of the machine in force on which gather.csv was measured."""
     monkeypatch.setattr(calibration, "in_force", lambda device: ibp.calibration.H200)
 
 
@@ -83,7 +83,7 @@ def test_real_sets(name, x):
 
 @pytest.mark.parametrize("key", [key for key in RATES if key[0].startswith("synthetic ")], ids=str)
 def test_synthetic_rows(key, monkeypatch):
-    """With the codebook that the rows were made for."""
+    """Uses the codebook for which the rows were made."""
     case, _, row_bytes = key
     mask, bitval = inputs.synthetic_mask(row_bytes, float(case.split()[1].rstrip("%")) / 100)
     codebook = ibp.codecs.Codebook.from_masks(mask, bitval, inputs.CHUNK_BYTES)

@@ -1,13 +1,15 @@
-"""How fast do rows of each kind come to the GPU by each codec, and how long is compressing (the paper's tables 1 to 3)?
+"""How fast do rows of each kind come to the GPU with each codec, and how long does compressing take (the paper's tables
+1 to 3)?
 
     python -m benchmarks.transfers [--ndzip] [--dense DIR] [--data DIR] [--out DIR] [--device cpu] [--quick]
 
-Real sets, their rows over and over, in pinned host memory; --dense names a directory with kokoro_voices.npz and
-word2vec_1000x300.npz, whose rows of 1 KiB are measured too. `LLM weights, 512 B` are the same weights in longer rows.
-ibp: random rows of slots, fetched by one kernel. nvCOMP: the whole table's bytes by the copy engine, then decoded; in
-chunks of 64 KiB, and of one row, which is what access to rows takes. `gain`: times the rate of raw rows by the same
-way. `encode_ms`: compressing the whole table in device memory, of ibp with its choice of codebook. --ndzip: the whole
-table by ndzip (ndzip.py) and raw alone; other rows of the CSV stay, as its rows do in runs without the option.
+Real sets, with their rows repeated, are in pinned host memory. --dense names a directory with kokoro_voices.npz and
+word2vec_1000x300.npz, whose dense rows are also measured. `LLM weights, 512 B` has the same weights in longer rows. ibp
+fetches random rows from slots with one kernel. nvCOMP copies the whole table's bytes with the copy engine and then
+decodes them, in chunks of 64 KiB and of one row, which access to rows requires. `gain` is the speed-up over raw rows in
+the same way. `encode_ms` is the time for compressing the whole table in device memory, for ibp including the choice of
+a codebook. --ndzip measures only the whole table with ndzip (ndzip.py) and raw; other rows of the CSV stay, and its
+rows stay in runs without the option.
 """
 
 import argparse
@@ -24,15 +26,15 @@ from . import gather, harness, ideal, inputs, ndzip, ratio, reading, sets
 
 COLUMNS = ("gain", "encode_ms", "table_bytes")
 TABLE_BYTES, QUICK_TABLE_BYTES = 128 * inputs.MIB, 512 << 10
-DENSE_SETS = ("kokoro", "word2vec")  # of sets.py, in FP32
+DENSE_SETS = ("kokoro", "word2vec")  # These sets of sets.py are taken in FP32.
 LONG_ROW_BYTES = 512
 RAW_ROWS, RAW_COPY = "raw rows", "raw copy_"
 BY_ROW = ", row by row"
 
 
 def all_sets(data, dense=None):
-    """(name, rows): the real sets, those of the KV-cache in FP16 too, weights in longer rows too, and those of another
-    directory with dense rows."""
+    """Yields (name, rows) of the real sets, of those of the KV-cache also in FP16, of weights also in longer rows, and
+    of the dense sets of another directory."""
     for name, x in inputs.real_sets(data):
         yield name, x
         if name in ("LLM keys", "LLM values"):
@@ -46,7 +48,7 @@ def all_sets(data, dense=None):
 
 
 class Case:
-    """One table in pinned memory and on the GPU, ids and outputs."""
+    """One table in pinned memory and on the GPU, with ids and outputs."""
 
     def __init__(self, run, name, rows):
         self.run, self.name = run, name
@@ -57,7 +59,7 @@ class Case:
         self.num_bytes = self.x.numel() * self.x.element_size()
         self.host = torch.empty(self.x.shape, dtype=self.x.dtype, pin_memory=run.on_gpu).copy_(self.x)
         self.fetches = gather.Fetches(run, len(self.x), self.x.shape[1], self.x.dtype)
-        self.raw = {}  # GB/s of raw rows by way
+        self.raw = {}  # GB/s of raw rows, by way
 
     def add(self, arm, *, rows, seconds, num_bytes, savings, ideal_gbps, sms, raw_arm, encode_s):
         gbps = num_bytes * 1e-9 / seconds
@@ -79,7 +81,7 @@ class Case:
 
 
 def measure_rows(case, arm, **options):
-    """Random rows, by a kernel. options: of ibp.compress, beside the layout."""
+    """Measures random rows that a kernel fetches. options: those of ibp.compress, without the layout."""
     run, fetches = case.run, case.fetches
     table = ibp.compress(case.host, layout="slots", **options)
     harness.poison(fetches.outs[0])
@@ -105,7 +107,7 @@ def measure_rows(case, arm, **options):
 
 
 def measure_copy(case):
-    """The whole table as it is, by the copy engine."""
+    """Measures the whole raw table, which the copy engine copies."""
     out = torch.empty_like(case.x)
     case.add(
         RAW_COPY,
@@ -121,14 +123,14 @@ def measure_copy(case):
 
 
 def measure_nvcomp(case, arm, codec, chunk_bytes):
-    """Codecs are made once; ANS takes floats or bytes, whichever it codes in fewer bytes."""
+    """Measures a codec of nvCOMP. It is made once. ANS takes floats or bytes, whichever it encodes in fewer bytes."""
     device, dtype, data = case.x.device, case.x.dtype, case.x.view(torch.uint8).view(-1)
     options = codec.suited(codec.fields(dtype, chunk_bytes), dtype, data, device)
     measure_coder(case, arm, codec.coder(device, options))
 
 
 def measure_coder(case, arm, coder):
-    """The coded bytes by the copy engine, then decoding, in one stream."""
+    """Measures copying the compressed bytes with the copy engine and then decoding them, in one stream."""
     run, data = case.run, case.x.view(torch.uint8).view(-1)
     room, out = coder.room(data), torch.empty_like(data)
     coded = coder.encode(data, room)
@@ -164,9 +166,10 @@ def measure_nvcomps(case):
                 measure_nvcomp(case, arm, codec, chunk_bytes)
             except AssertionError as error:
                 case.run.failures.append(str(error))
-            except Exception as error:  # versions differ in the dtypes and chunks that they take
+            except Exception as error:  # Versions of nvCOMP differ in their dtypes and chunks.
                 print(f"{case.name}, {arm}: left out: {error}")
-            gc.collect()  # a coder's room for short rows is gigabytes, and the next one has to fit beside it
+            # A coder's memory for short rows has gigabytes, and the next coder's has to fit the GPU, too.
+            gc.collect()
 
 
 def parsed(argv):

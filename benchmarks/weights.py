@@ -1,18 +1,21 @@
-"""How long is a token of a model whose weights `ibp.offload` streams?
+"""How long does a token take with a model whose weights `ibp.offload` streams?
 
     python -m benchmarks.weights [--out DIR] [--device cpu] [--quick]
 
-Beside it raw weights through the same hooks, weights by scheme ibp (`scheme ibp`, BF16), weights on the GPU, and
-accelerate's cpu_offload; `llm.py` has coded weights that stay on the GPU. A Llama of transformers with 7 billion random
-weights, N(0, 0.02) in BF16, FP16 and FP8 (E4M3, cast before each product). A token is one call of the model after a
-prompt, with its cache, until the host has seen its end: the median of several. `prompt` 0 stands for one call on `rows`
-sequences of 1,024 tokens, chosen so that the GPU computes for as long as raw weights take to arrive. In the same run
-the bits of every weight that a layer sees are summed up on the device and compared, and at batch 1 the tokens; not the
-bits of accelerate's weights, which no hook sees. The bound is the copy engine's rate over the bytes stored; for
-`prompt` 0, 1.03 times the time of weights on the GPU. With two GPUs layers take turns.
+It is compared with raw weights through the same hooks, weights by scheme ibp (`scheme ibp`, BF16), weights on the GPU,
+and accelerate's cpu_offload. `llm.py` has compressed weights that stay on the GPU. The model is a Llama of transformers
+with 7 billion random weights, N(0, 0.02) in BF16, FP16 and FP8 (E4M3, cast before each product). A token is one call of
+the model after a prompt, with its cache, until the host has seen its end; the median of several counts. `prompt` 0
+stands for one call with `rows` sequences of 1,024 tokens, so many that the GPU computes for as long as raw weights take
+to arrive.
 
-weights.csv has, after the common columns, prompt (tokens), ms (a token, or the call), bound_ms, host_bytes and
-device_bytes (what weights take there, the arena included) and weight_bytes (of the raw weights); `rows` are the batch.
+In the same run the bits of every weight that a layer sees are summed on the device and compared, and with batch 1 the
+tokens are compared. The bits of accelerate's weights are not, because no hook sees them. The bound is the bytes stored
+over the copy engine's rate, or for `prompt` 0, 1.03 times the time with weights on the GPU. With two GPUs layers take
+turns.
+
+After the common columns, weights.csv has prompt (tokens), ms (of a token, or of the call), bound_ms, host_bytes and
+device_bytes (that weights take there, including the arena) and weight_bytes (of the raw weights). `rows` is the batch.
 """
 
 import gc
@@ -65,23 +68,25 @@ TINY = {
     "vocab_size": 512,
     "max_position_embeddings": 128,
 }
-CELLS, QUICK_CELLS = ((1, 256), (1, 1920), (16, 512)), ((1, 8),)  # (batch, prompt)
-NUM_TOKENS, FEW_TOKENS = 6, 2  # timed a cell; of accelerate, which takes over a second for each
-ACCELERATE, MASKS = "accelerate cpu_offload", "scheme ibp"  # arms
-FEW_SMS = 8  # beside the number that ibp.offload takes by itself
+CELLS, QUICK_CELLS = ((1, 256), (1, 1920), (16, 512)), ((1, 8),)  # Each cell has (batch, prompt).
+# Tokens that are timed; FEW_TOKENS are for accelerate, which takes over a second for each.
+NUM_TOKENS, FEW_TOKENS = 6, 2
+ACCELERATE, MASKS = "accelerate cpu_offload", "scheme ibp"  # These are names of arms.
+FEW_SMS = 8  # Besides, ibp.offload's default number of SMs is measured.
 STREAM_SHARE, RAW_FACTOR, ACCELERATE_FACTOR, TWO_GPUS_FACTOR = {"bfloat16": 0.95, "float16": 0.95}, 1.42, 8.0, 1.85
 FP8_SHARE, COMPUTE_SHARE, LOAD_SECONDS = 0.90, 1.03, 10.0
 EXTRA_COLUMNS = ("prompt", "ms", "bound_ms", "host_bytes", "device_bytes", "weight_bytes")
 
 
 def continuing(model, cache):
-    """The argument of a call of a model that goes on from a cache: before transformers 5.24 it has another name."""
+    """Returns the argument with which a call of a model continues from a cache. Its name depends on the release of
+    transformers."""
     name = "cache" if "cache" in inspect.signature(getattr(model, "forward", model)).parameters else "past_key_values"
     return {name: cache}
 
 
 class Bench:
-    """Weights of one dtype in host memory, and the models that are made of them."""
+    """Weights of one dtype in host memory, and the models that are made with them."""
 
     def __init__(self, run, dtype):
         self.run, self.dtype = run, dtype
@@ -102,7 +107,7 @@ class Bench:
         self.tokens = {}
 
     def model(self):
-        """A model without weights."""
+        """Returns a model without weights."""
         with torch.device("meta"):
             model = transformers.LlamaForCausalLM(self.config).to(self.compute_dtype)
         for module in model.modules():
@@ -133,8 +138,8 @@ class Bench:
         return torch.randint(0, self.config.vocab_size, (batch, prompt), generator=generator, device=self.run.device)
 
     def seconds_a_token(self, model, batch, prompt, num_tokens):
-        """(median seconds a token, the tokens). All but a few tokens come twice: what comes first fills the allocator's
-        cache, whose calls would be what is timed."""
+        """Returns (median seconds of a token, the tokens). Unless there are few tokens, they are generated twice: the
+        first time fills the allocator's cache, whose calls would otherwise be timed."""
         if num_tokens > FEW_TOKENS:
             self.generate(model, batch, prompt, num_tokens)
         times, tokens = self.generate(model, batch, prompt, num_tokens)
@@ -142,7 +147,8 @@ class Bench:
 
     @torch.inference_mode()
     def generate(self, model, batch, prompt, num_tokens):
-        """(seconds of each token after the prompt, one more than asked for; the tokens). The host waits for each."""
+        """Returns (seconds of each token after the prompt, one more than num_tokens; the tokens). The host waits for
+        each."""
         out = model(self.prompt(batch, prompt), use_cache=True, logits_to_keep=1)
         cache, tokens, times = out.past_key_values, [out.logits[:, -1:].argmax(-1)], []
         for _ in range(1 + num_tokens):
@@ -156,7 +162,7 @@ class Bench:
 
     @torch.inference_mode()
     def seconds_a_call(self, model, num_tokens):
-        """Seconds of one call without a cache on so many tokens, in sequences of at most 1,024."""
+        """Returns the seconds of one call without a cache on num_tokens tokens, in sequences of at most 1,024."""
         x = self.prompt(max(1, num_tokens // 1024), min(num_tokens, 1024))
         times = []
         for _ in range(3):
@@ -187,14 +193,16 @@ class Bench:
             raise AssertionError(f"the bits of {len(wrong)} of {len(seen)} weights differ, {wrong[:3]}")
 
     def check_tokens(self, batch, prompt, tokens):
-        """At batch 1 all arms say the same; at more, sums in products can differ from run to run."""
+        """Checks that with batch 1 all arms have the same tokens. With larger batches, sums in products can differ from
+        run to run."""
         first = self.tokens.setdefault((batch, prompt), tokens.cpu())[:, : tokens.shape[1]]
         if batch == 1 and not torch.equal(first, tokens.cpu()[:, : first.shape[1]]):
             raise AssertionError(f"the tokens after a prompt of {prompt} differ from those of the first arm")
 
     def add(self, arm, batch, prompt, seconds, *, handle=None, bound=0.0, sms=0):
-        """handle: of ibp.offload; without it all weights are where the arm says."""
-        on_host = arm == ACCELERATE  # which has a layer's weights on the GPU at a time, and does not say how many
+        """Records a time. handle: that of ibp.offload; None: all weights are where the arm says."""
+        # accelerate has one layer's weights on the GPU at a time, and does not say how many bytes they have.
+        on_host = arm == ACCELERATE
         host_bytes, device_bytes = (self.num_bytes, "") if on_host else (0, self.num_bytes)
         weight_bytes, savings = self.num_bytes, 0.0
         if handle is not None:
@@ -222,7 +230,7 @@ class Bench:
 
 
 def bits_of(x):
-    """Three sums over the bytes of a tensor, which tell any two weights of a model apart."""
+    """Returns three sums over the bytes of a tensor, which distinguish any two weights of a model."""
     words = x.detach().contiguous().view(torch.uint8).view(-1).view(torch.int16)
     half = len(words) // 2
     return torch.stack([words.sum(dtype=torch.int64), words[:half].sum(dtype=torch.int64), words[::3].sum()])
@@ -237,7 +245,8 @@ def link_bytes_a_token(handle):
 
 
 def measure(bench, arm, model, cells, *, handle=None, num_tokens=NUM_TOKENS, bound=0.0, sms=0, check=True):
-    """Times all cells of an arm, and checks tokens, and bits where hooks of this script see them."""
+    """Times all cells of an arm. Checks tokens, and with `check` also bits, which the hooks of this script have to
+    see."""
     with bench.run.cell(f"{arm}, {bench.dtype}"):
         if check:
             bench.check_weights(model)
@@ -250,14 +259,14 @@ def measure(bench, arm, model, cells, *, handle=None, num_tokens=NUM_TOKENS, bou
 
 
 def release(run):
-    """Frees the models of earlier arms: a model that is offloaded and its hooks hold each other."""
+    """Frees the models of earlier arms. An offloaded model and its hooks refer to each other."""
     gc.collect()
     if run.on_gpu:
         torch.cuda.empty_cache()
 
 
 def measure_streams(bench, cells):
-    """Arms through hooks, and weights on the GPU."""
+    """Measures the arms with hooks, and weights on the GPU."""
     run = bench.run
     balance, compute = measure_on_gpu(bench, cells)
     for arm, options in (("raw through hooks", {"scheme": "raw"}), ("ibp", {})):
@@ -271,7 +280,7 @@ def measure_streams(bench, cells):
 
 
 def measure_on_gpu(bench, cells):
-    """Returns (tokens of one call, its seconds), for BF16."""
+    """Measures weights on the GPU. Returns (tokens of one call, its seconds) for BF16, and zeros for other dtypes."""
     model = bench.on_gpu()
     measure(bench, "on the GPU", model, cells)
     balance = balanced_tokens(bench, model) if bench.dtype == torch.bfloat16 else 0
@@ -301,7 +310,7 @@ def measure_stream(bench, arm, options, cells, balance, compute):
 
 
 def balanced_tokens(bench, model):
-    """Tokens that the GPU computes on for as long as the copy engine brings raw weights."""
+    """Returns the number of tokens on which the GPU computes for as long as the copy engine brings raw weights."""
     if not bench.run.on_gpu:
         return 64
     few = 4096
@@ -330,7 +339,7 @@ def measure_two_gpus(bench, cells):
 
 
 def measure_loading(bench):
-    """From safetensors in the page cache to a model that can be called."""
+    """Measures loading, from safetensors in the page cache to a model that can be called."""
     if safetensors is None:
         print("loading: safetensors is not installed, left out")
         return
@@ -349,7 +358,8 @@ def measure_loading(bench):
 
 
 def memory_directory(num_bytes):
-    """Where files are in memory; None, the place for temporary files, where there is no room for so many bytes."""
+    """Returns a directory whose files are in memory. Returns None, which stands for the place for temporary files, if
+    it lacks room for num_bytes."""
     directory = Path("/dev/shm")
     return directory if directory.is_dir() and shutil.disk_usage(directory).free > num_bytes else None
 
@@ -360,7 +370,7 @@ def bench_cells(run):
 
 
 def shortfalls(rows):
-    """Lines that say where a figure falls short of its target."""
+    """Yields lines that say where a figure misses its target."""
     by = {(row["arm"], row["dtype"], row["rows"], row["prompt"], row["sms"]): row for row in rows}
     for (arm, dtype, batch, prompt, _), row in by.items():
         ms, bound = float(row["ms"]), float(row["bound_ms"] or 0)

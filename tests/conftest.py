@@ -1,11 +1,11 @@
-"""What all tests share: threads, seeds, markers, hypothesis profiles, and the GPU."""
+"""Settings that all tests share: threads, seeds, markers, hypothesis profiles, and the GPU."""
 
 import faulthandler
 import gc
 import os
 
-# Set before torch makes its threads. The tests' operations are tiny: threads would spin for each other longer than they
-# work, and processes of tests share the cores. Programs that tests start inherit it.
+# This is set before torch makes its threads. The tests' operations are tiny, so that threads would wait for each other
+# longer than they work, and several test processes share the cores. Programs that tests start inherit the variable.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis  # noqa: E402
@@ -15,7 +15,7 @@ import torch  # noqa: E402
 import ibp  # noqa: E402
 from ibp._machine import calibration as _calibration  # noqa: E402
 
-torch.set_num_threads(1)  # where something imported torch before
+torch.set_num_threads(1)  # Something may have imported torch before.
 
 hypothesis.settings.register_profile(
     "fast", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -24,7 +24,8 @@ hypothesis.settings.register_profile("full", hypothesis.settings.get_profile("fa
 hypothesis.settings.load_profile("fast")
 
 
-# Seconds after which a process is ended with a traceback of all its threads: one that waits for another waits forever.
+# After this many seconds a process ends with a traceback of all its threads, because a thread that waits for another
+# one may wait forever.
 MOST_OF_A_TEST, MOST_OF_THE_EXIT = 1200, 120
 
 
@@ -37,22 +38,24 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Names of tests are the same in every process, which pytest-xdist needs: none holds an address."""
+    """Raises UsageError if the name of a test contains an address. pytest-xdist needs the same names in every
+    process."""
     changing = [item.nodeid for item in items if " at 0x" in item.nodeid]
     if changing:
         raise pytest.UsageError(f"{len(changing)} tests have addresses in their names; give ids to {changing[0]}")
-    # What compiles for minutes comes first, so that other processes have the other tests to run meanwhile.
+    # Tests that compile for minutes come first, so that other processes can run the other tests meanwhile.
     items.sort(key=lambda item: "test_emulated_kernels" not in item.nodeid)
 
 
 def pytest_collection_finish():
-    """What was imported and collected stays: tests that collect garbage need not look at it each time."""
+    """Exempts everything that was imported and collected from garbage collection, so that tests that collect garbage
+    need not look at it each time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionstart(session):
-    """The terminal, also while pytest captures what tests print."""
+    """Keeps a file descriptor of the terminal, because pytest captures standard error while tests run."""
     with session.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
         session.config.terminal_file = os.dup(2)
 
@@ -65,15 +68,16 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_sessionfinish(session):
-    """Threads and processes that tests have left, which the interpreter waits for. Workers of pytest-xdist live until
-    all are done, and are ended then."""
+    """Ends the process if threads or processes that tests have left keep the interpreter from exiting. This does not
+    apply to workers of pytest-xdist, which live until all are done and are then ended."""
     if hasattr(session.config, "workerinput"):
         return
     faulthandler.dump_traceback_later(MOST_OF_THE_EXIT, exit=True, file=session.config.terminal_file)
 
 
 def pytest_collectstart():
-    """What a file makes while it is imported, parameters of tests too, is the same in every run."""
+    """Sets the seed before a file is imported, so that what it makes, such as parameters of tests, is the same in every
+    run."""
     torch.manual_seed(0)
 
 
@@ -84,7 +88,8 @@ def fixed_seed():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_kept_calibration():
-    """Tests reckon with an H200, whatever was measured on this machine before, and leave nothing for later programs."""
+    """Lets tests compute with the rates of an H200, whatever was measured on this machine before. Writes no calibration
+    for later programs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_calibration, "_read", lambda device: None)
         patch.setattr(_calibration, "_write", lambda device, calibration: None)
@@ -93,26 +98,28 @@ def no_kept_calibration():
 
 @pytest.fixture(autouse=True)
 def no_calibration_left(monkeypatch):
-    """A calibration that a test measures is in force until its end: other processes use the GPU meanwhile."""
+    """Drops a calibration that a test measures at the end of the test, because other processes use the GPU during
+    it."""
     monkeypatch.setattr(_calibration, "_in_force", {})
 
 
 @pytest.fixture
 def set_threads():
-    """torch.set_num_threads, until the end of the test."""
+    """Yields torch.set_num_threads. After the test there is one thread again."""
     yield torch.set_num_threads
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def cannot_run():
-    """Call with a reason why a GPU test cannot run here: a skip, or with IBP_REQUIRE_CUDA=1 a failure."""
+    """Returns a function to call with the reason why a GPU test cannot run. It skips the test, or fails it if
+    IBP_REQUIRE_CUDA=1."""
     return pytest.fail if os.environ.get("IBP_REQUIRE_CUDA") == "1" else pytest.skip
 
 
 @pytest.fixture(scope="session")
 def cuda(cannot_run):
-    """The first CUDA device."""
+    """Returns the first CUDA device."""
     if not torch.cuda.is_available():
         cannot_run("torch sees no CUDA device")
     if not ibp.cuda_is_available():
@@ -122,7 +129,8 @@ def cuda(cannot_run):
 
 @pytest.fixture(scope="module")
 def gpus():
-    """The first two CUDA devices. Skips where there are fewer; with IBP_REQUIRE_CUDA_DEVICES=2 it fails there."""
+    """Yields the first two CUDA devices. Skips the test if there are fewer, or fails it if
+    IBP_REQUIRE_CUDA_DEVICES=2."""
     cannot_run = pytest.fail if int(os.environ.get("IBP_REQUIRE_CUDA_DEVICES") or 0) >= 2 else pytest.skip
     if torch.cuda.device_count() < 2:
         cannot_run(f"needs two GPUs, torch sees {torch.cuda.device_count()}")

@@ -1,7 +1,8 @@
-"""The build backend that pyproject.toml names: setuptools', after a look at what a build needs.
+"""The build backend that pyproject.toml names. It first checks the requirements of a build, then calls setuptools'
+backend.
 
-ibp is built against the torch that it runs with. `pip install .` builds in an environment of its own, which has none:
-it ends here, before torch is downloaded or anything is compiled, with the commands that work.
+ibp is built against the torch that it runs with. `pip install .` builds in an isolated environment, which has no torch.
+In that case the build ends here with the commands that work, before torch is downloaded or anything is compiled.
 """
 
 import os
@@ -14,7 +15,8 @@ from requirements import is_met, read
 def require():
     """Ends the build with a sentence if a requirement is not met."""
     needed = read("requires")
-    if not os.environ.get("IBP_TORCH_DIR"):  # names a torch for setup.py
+    # If IBP_TORCH_DIR is set, setup.py uses the torch in that folder.
+    if not os.environ.get("IBP_TORCH_DIR"):
         needed += [requirement for requirement in read("dependencies") if requirement.startswith("torch")]
     lacking = [requirement for requirement in needed if not is_met(requirement)]
     if lacking:
@@ -33,7 +35,8 @@ except ImportError:
 
 
 def checked(hook):
-    """A hook of the backend that looks first. pip starts with one of these four, with and without build isolation."""
+    """Returns a hook of the backend that first checks the requirements. pip starts with one of the four hooks below,
+    with and without build isolation."""
 
     def look_first(*arguments, **options):
         require()

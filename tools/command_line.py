@@ -1,10 +1,10 @@
-"""Writes the man page of the command line, and what the examples of docs/cli.md print.
+"""Writes the man page of the command line, and the outputs of the examples in docs/cli.md.
 
     python tools/command_line.py            write them
-    python tools/command_line.py --check    exit with 1 if one is not current
+    python tools/command_line.py --check    exit with 1 if a page is not current
 
-A block of docs/cli.md that begins with "$ ibp" gets what its commands print, run one after the other, on the CPU, in a
-directory with this repository's data/.
+If a block of docs/cli.md begins with "$ ibp", its commands run one after the other, on the CPU, in a directory with
+this repository's data/, and the block gets what they print.
 """
 
 import argparse
@@ -28,7 +28,7 @@ PAGE = ROOT / "docs" / "cli.md"
 
 
 def commands(parser):
-    """name -> parser, in the order of the help."""
+    """Returns name -> parser of the commands, in the order of the help."""
     action = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return action.choices
 
@@ -84,7 +84,7 @@ def helped(command, action):
 
 
 def verbatim(text):
-    """Paragraphs as they are laid out."""
+    """Returns the lines of a text as roff that keeps their layout."""
     return [".nf", *(roff(line) or ".sp" for line in text.splitlines()), ".fi"]
 
 
@@ -97,7 +97,7 @@ def roff(text):
 
 
 def examples(text):
-    """The page, with what the commands of its examples print; code in Python is run as well."""
+    """Returns a page in which examples have the output of their commands. Also runs the examples in Python."""
 
     def done(block):
         kind, content = block[1], block[2]
@@ -111,7 +111,7 @@ def examples(text):
 
 
 def session(block):
-    """Commands, each with its output."""
+    """Runs the commands of a block and returns each of them with its output."""
     lines = []
     for command in re.findall(r"^\$ (.*)$", block, re.MULTILINE):
         printed = io.StringIO()

@@ -3,17 +3,19 @@
 
     python tools/compare_commits.py BEFORE AFTER --out DIR [--every 3] [--scripts gather,codec] [--spreads FILE]
 
-BEFORE and AFTER are two trees with built libraries, or one tree twice. They are measured in the order before, after,
-before, after; each of the four passes is one process, which runs benchmarks of its tree (every third of their cases,
-see `python -m benchmarks.gather --help`) and writes CSVs to DIR/1 to DIR/4. Rows of CSVs go together as in
-compare_results.py.
+BEFORE and AFTER are two trees with built libraries, or twice the same tree. There are four passes: before, after,
+before, after. Each pass is one process, which runs the benchmarks of its tree and writes CSVs to DIR/1 to DIR/4. By
+default the benchmarks run every third of their cases (see `python -m benchmarks.gather --help`). Rows of different CSVs
+belong to the same cell if they agree in the columns that compare_results.py compares.
 
-The spread of a cell is the standard deviation of its rates in the passes of one tree, divided by their mean: of all
-four passes, if one tree is given twice, else the mean square of the spreads of both trees. Spreads are written to
-DIR/spreads.csv, and a line a script is printed. Of two trees, a cell is slower if its mean rate fell by more than 2 %
-and by more than three times its spread: the larger one of this run's and what --spreads has for this GPU. A cell counts
-as slower only if two runs say so: give the first run's DIR/slower.csv as --again to the second. The exit status is 1 if
-cells are slower.
+The spread of a cell is the standard deviation of its rates in the passes of one tree, divided by their mean. If the
+same tree is given twice, all four passes count. For two trees, the spread is the root mean square of the spreads of
+both. DIR/spreads.csv gets the spreads, and one line per script is printed.
+
+A cell of two different trees is slower if its mean rate fell by more than 2 % and by more than three times its spread.
+The spread of this run counts, or the spread that --spreads has for this GPU if that is larger. A cell counts as slower
+only if two runs say so: pass the first run's DIR/slower.csv to the second run as --again. The exit status is 1 if cells
+are slower.
 """
 
 import argparse
@@ -28,7 +30,8 @@ from pathlib import Path
 import compare_results
 
 SCRIPTS = "gather,codec,families,linear,small_calls,paths"
-LEAST, TIMES = 0.02, 3  # a cell is slower from this share on, and from so many spreads on
+# A cell is slower if its rate fell by more than this share, and by more than this many spreads.
+LEAST, TIMES = 0.02, 3
 PASSES = 4
 COLUMNS = ("gpu", "commit", "benchmark", "cell", "mean", "spread")
 PROGRAM = """
@@ -44,7 +47,7 @@ sys.exit(failed)
 
 
 def measure(tree, out, every, scripts, options):
-    """Runs the scripts of a tree in one process. @return whether all of their cells were measured."""
+    """Runs the scripts of a tree in one process. Returns whether all of their cells were measured."""
     out.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", PROGRAM, str(out), str(every), scripts, *options]
     with open(out / "log", "w") as log:
@@ -62,7 +65,7 @@ def origin_of(folder):
 
 
 def cells_of(folder):
-    """{(script, text of the cell): rate} of a folder's CSVs."""
+    """Returns {(script, text of the cell): rate} of a folder's CSVs."""
     found = {}
     for path in sorted(folder.glob("*.csv")):
         if path.stem != "memory":
@@ -72,7 +75,7 @@ def cells_of(folder):
 
 
 def spread_of(speeds):
-    """The standard deviation of rates, divided by their mean."""
+    """Returns the standard deviation of rates, divided by their mean."""
     return statistics.stdev(speeds) / statistics.fmean(speeds)
 
 
@@ -84,7 +87,7 @@ def write(path, rows):
 
 
 def read(path, gpu):
-    """{(script, cell): spread} of a file of spreads, for one GPU."""
+    """Returns {(script, cell): spread} for one GPU from a file of spreads."""
     with open(path, newline="") as file:
         return {
             (row["benchmark"], row["cell"]): float(row["spread"]) for row in csv.DictReader(file) if row["gpu"] == gpu
@@ -92,12 +95,13 @@ def read(path, gpu):
 
 
 def pooled(groups):
-    """The mean square of the spreads of groups of rates."""
+    """Returns the root mean square of the spreads of groups of rates."""
     return math.sqrt(statistics.fmean(spread_of(speeds) ** 2 for speeds in groups))
 
 
 def report_spreads(out, origin, passes, trees):
-    """Writes and prints what cells spread. trees: 1 if all passes are of one tree, 2 if every other one is."""
+    """Writes and prints the spreads of the cells. trees: 1 if all passes are of one tree, 2 if the passes alternate
+    between two."""
     common = [name for name in passes[0] if all(name in cells for cells in passes)]
     rows = []
     for name in common:
@@ -113,8 +117,8 @@ def report_spreads(out, origin, passes, trees):
 
 
 def report_slower(out, origin, passes, known, again):
-    """Prints the cells that became slower. known: spreads measured before. again: cells of an earlier run, None for
-    any. @return the exit status."""
+    """Prints the cells that became slower, and returns the exit status. known: spreads measured before. again: the
+    cells that count, which an earlier run found slower; None if all cells count."""
     slower, ratios = [], {}
     for name in passes[0]:
         if not all(name in cells for cells in passes):

@@ -3,9 +3,9 @@
     nvcc -cubin -arch=sm_90 -O3 -std=c++17 -Icsrc/include -o new/raw.cubin csrc/cuda/decode/decode_raw.cu
     python tools/compare_kernels.py old/raw.cubin[,more.cubin] new/raw.cubin[,more.cubin]
 
-Kernels are the .text sections of the ELF files, by their mangled names. Prints those whose bytes differ, with
-numbers of instructions (16 bytes each from sm_70 on), registers and bytes of stack on both sides, and those that only
-one side has. The exit status is 1 if anything differs.
+Kernels are the .text sections of the ELF files, identified by their mangled names. The script prints each kernel that
+differs or that only one side has, with the number of instructions (16 bytes each since sm_70), the registers and the
+bytes of stack on both sides. The exit status is 1 if anything differs.
 """
 
 import struct
@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 INSTRUCTION_BYTES = 16
-# Attributes of kernels in section .nv.info: a format (4: with as many bytes as the next two say), the attribute, and
-# for these two the kernel's symbol and a number. As cuobjdump --dump-elf names them.
+# An attribute in section .nv.info is a format byte, the attribute's number, and for format 4 (SIZED) a 16-bit size and
+# that many bytes. The bytes of FRAME_SIZE and REGCOUNT are the kernel's symbol and a number. The names are those of
+# cuobjdump --dump-elf.
 SIZED, FRAME_SIZE, REGCOUNT = 0x04, 0x11, 0x2F
 
 
 class Kernel(NamedTuple):
     code: bytes
-    registers: int  # of a thread
+    registers: int  # per thread
     stack_bytes: int
 
     def __str__(self) -> str:
@@ -39,7 +40,7 @@ def sections(path: str) -> list[Section]:
         sys.exit(f"{path} is no 64-bit ELF file")
     (table,) = struct.unpack_from("<Q", elf, 40)
     header_bytes, count, names = struct.unpack_from("<HHH", elf, 58)
-    # Of each: name, type, flags, address, start, size.
+    # The fields of a section header are name, type, flags, address, start and size.
     headers = [struct.unpack_from("<IIQQQQ", elf, table + i * header_bytes) for i in range(count)]
     return [
         Section(text(elf, headers[names][4] + name), elf[start : start + size])
@@ -52,7 +53,7 @@ def text(data: bytes, start: int) -> str:
 
 
 def attributes(info: bytes) -> dict[tuple[int, int], int]:
-    """The numbers in section .nv.info by attribute and symbol."""
+    """Returns the numbers in section .nv.info by attribute and symbol."""
     found, at = {}, 0
     while at + 4 <= len(info):
         kind, attribute, size = struct.unpack_from("<BBH", info, at)
@@ -67,7 +68,7 @@ def attributes(info: bytes) -> dict[tuple[int, int], int]:
 
 
 def kernels(paths: str) -> dict[str, Kernel]:
-    """Kernels by name of the cubins, whose file names are separated by commas."""
+    """Returns the kernels of cubins by name. paths: the file names, separated by commas."""
     found = {}
     for path in paths.split(","):
         by_name = {section.name: section.data for section in sections(path)}

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Compares two folders of benchmark results: `python tools/compare_results.py before after [--slower 0.03]`.
 
-Rows of a CSV go together by all their columns but the measured ones. Prints, for each script, the number of cells, the
-geometric mean of after / before, in which more is faster, and the cells that are slower by more than --slower. A script
-that has no gbps column is compared by its times. Cells of one folder alone are counted.
+Two rows of a CSV belong to the same cell if all columns agree except the measured ones. For each script this prints the
+number of cells, the geometric mean of after / before (more is faster), and the cells that are slower by more than
+--slower. If a script has no gbps column, its times are compared. Cells that only one folder has are counted.
 """
 
 import argparse
@@ -12,7 +12,7 @@ import math
 import sys
 from pathlib import Path
 
-FASTER, SLOWER = "gbps", ("us", "ms")  # columns in which more, and less, is better
+FASTER, SLOWER = "gbps", ("us", "ms")  # In the first column more is better, in the others less.
 MEASURED = set(
     "gbps ideal_gbps savings gpu torch cuda commit us ms mean_ms first_ms slowest_ms host_ms host_us ratio".split()
 )
@@ -21,7 +21,7 @@ MEASURED |= {"ms_of_all", "own_us"}
 
 
 def cells_of(path):
-    """The measured speed of each cell of a CSV, by the text of its other columns."""
+    """Returns the measured speed of each cell of a CSV, by the names and texts of its other columns."""
     cells = {}
     with open(path, newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):

@@ -1,9 +1,10 @@
-"""Builds the library for another processor, and runs its C unit tests under qemu where that is installed.
+"""Builds the library for another processor, and runs its C unit tests if qemu is installed.
 
     python tools/cross_build.py aarch64-linux-gnu [BUILD_DIRECTORY]
 
-The compilers are those of that name: aarch64-linux-gnu-gcc and -g++. Torch's operations and `_core` are compiled
-against the headers of this Python, its torch and pybind11, and not linked: there is no torch for that processor here.
+The compilers are those with the given prefix, such as aarch64-linux-gnu-gcc and aarch64-linux-gnu-g++. Torch's
+operations and `_core` are compiled against the headers of this Python, its torch and pybind11. They are not linked,
+because this machine has no torch for the other processor.
 """
 
 import os
@@ -27,7 +28,7 @@ def includes(directories):
 
 
 def build_library(triple, build):
-    """libibp.so and libibp.a, and the objects of the extensions."""
+    """Builds libibp.so, libibp.a and the objects of the extensions."""
     spec = find_spec("torch")
     if not (spec and find_spec("pybind11")):
         fail(f"{sys.executable} has no torch, or no pybind11.")
@@ -54,7 +55,7 @@ def build_library(triple, build):
 
 
 def run_tests(triple, build):
-    """The C unit tests, linked statically so that qemu needs nothing of that system."""
+    """Runs the C unit tests. They are linked statically, so that qemu needs no file of the other system."""
     qemu = shutil.which(f"qemu-{triple.split('-')[0]}")
     if not qemu:
         print(f"not run: there is no qemu-{triple.split('-')[0]}")

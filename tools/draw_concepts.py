@@ -1,7 +1,7 @@
 """Draws the pictures of docs/concepts.md and docs/architecture.md: `python tools/draw_concepts.py [DIRECTORY]`, by
 default docs/images.
 
-The examples are those of csrc/FORMAT.md; what they become is computed here, from the rules there.
+The examples are those of csrc/FORMAT.md. Their compressed forms are computed here by its rules.
 """
 
 import sys
@@ -14,12 +14,12 @@ IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 
 
 def to_bits(number: int, width: int) -> list[int]:
-    """The bits of a number, the lowest first."""
+    """Returns the bits of a number, the lowest first."""
     return [number >> i & 1 for i in range(width)]
 
 
 def to_bytes(bits: list[int]) -> bytes:
-    """Bits, the lowest of each byte first, as bytes."""
+    """Returns the bytes that consist of these bits. The lowest bit of each byte comes first."""
     padded = bits + [0] * (-len(bits) % 8)
     return bytes(sum(bit << i for i, bit in enumerate(padded[at : at + 8])) for at in range(0, len(padded), 8))
 
@@ -31,7 +31,7 @@ def hex_of(data: bytes) -> str:
 # ---- rows, slots, overflow, index ----
 
 ROW_BYTES, SLOT_BYTES = 256, 160
-LENGTHS = (148, 156, 0, 139, ROW_BYTES, 171)  # 0: raw; that of a whole row: a default row
+LENGTHS = (148, 156, 0, 139, ROW_BYTES, 171)  # 0 marks a raw row, and ROW_BYTES a default row.
 
 
 def stored_bytes(length: int) -> int:
@@ -73,7 +73,7 @@ def rows() -> Drawing:
 
 
 def draw_part(picture: Drawing, y: float, part: int, x: float, kind: str, scale: float) -> float:
-    """The part of a row that overflows, and the room that it takes; returns the room's width."""
+    """Draws the part of a row that overflows, and the room that it takes. Returns the width of the room."""
     if part <= 0:
         return 0
     room = -(-part // 32) * 32 * scale
@@ -90,7 +90,7 @@ MASKS, BITVALS, CHUNKS = (0xF0FF, 0x0000, 0x00FF), (0x4000, 0x0000, 0x003C), (0x
 
 
 def masks_row(chunks: tuple[int, ...]) -> tuple[list[int], list[list[int]]]:
-    """(participation bits, kept bits of each chunk) of FORMAT.md section 5."""
+    """Returns (participation bits, kept bits of each chunk) of a row, as in FORMAT.md section 5."""
     agrees = [chunk & mask == value for chunk, mask, value in zip(chunks, MASKS, BITVALS)]
     flags = [int(agree) for agree, mask in zip(agrees, MASKS) if mask]
     kept = [
@@ -154,12 +154,12 @@ def draw_coded_row(picture: Drawing, flags: list[int], kept: list[list[int]]) ->
 
 VALUES = ("0.5", "1.0", "-0.75", "3.0", "0.5", "1.5")
 ELEMENTS = (0x3F00, 0x3F80, 0xBF40, 0x4040, 0x3F00, 0x3FC0)
-ENTRIES = (0x7E, 0x7F)  # one for each plane of digits of one bit
+ENTRIES = (0x7E, 0x7F)  # Each plane has one entry, because a digit has one bit.
 
 
 def planes_row() -> tuple[list[int], list[int], list[int | None], list[int | None], list[int | None]]:
-    """(symbols, residuals, digits of planes 0 and 1, raw symbols) of the dense example of FORMAT.md section 6; None
-    where an element has none."""
+    """Returns (symbols, residuals, digits of plane 0, digits of plane 1, raw symbols) of the dense example in FORMAT.md
+    section 6. None stands for an element without a digit or raw symbol."""
     rotated = [(e << 1 | e >> 15) & 0xFFFF for e in ELEMENTS]
     symbols, residuals = [r >> 8 for r in rotated], [r & 0xFF for r in rotated]
     first = [int(s != ENTRIES[0]) for s in symbols]
@@ -204,7 +204,7 @@ def planes() -> Drawing:
 
 
 def draw_digit(picture: Drawing, x: float, y: float, digit: int | None) -> None:
-    """A digit of one bit; an escape leads down to the next plane."""
+    """Draws a digit of one bit. An escape gets an arrow down to the next plane."""
     if digit is None:
         return
     picture.box("raw" if digit else "coder", x, y, 26, 24, str(digit), "mono small")
@@ -237,7 +237,7 @@ COLUMNS, LISTED, LOW_BITS = 40, {3: 0x07, 21: 0x09}, 3
 
 
 def listed_row() -> list[tuple[str, str, bytes]]:
-    """(name, kind, bytes) of each part of the listed example of FORMAT.md section 6."""
+    """Returns (name, kind, bytes) of each part of the listed example in FORMAT.md section 6."""
     upper: list[int] = []
     for group in range(-(-COLUMNS // 2**LOW_BITS)):
         upper += [1 for position in LISTED if position >> LOW_BITS == group] + [0]
@@ -305,7 +305,7 @@ def fetch() -> Drawing:
         picture.text(x, 36, name, "head")
         picture.text(x, 54, note, "small note")
         picture.box("left", x, 66, width, 196)
-    wanted = {1: 0, 3: 2, 4: 1}  # row: which of the rows fetched
+    wanted = {1: 0, 3: 2, 4: 1}  # row: its position among the fetched rows
     for row in range(6):
         kind = "kept" if row in wanted else "plain"
         picture.box(kind, 36, 80 + row * 28, 268 * (0.62 + 0.05 * (row * 7 % 4)), 20, f"row {row}", "small")
@@ -401,7 +401,7 @@ def draw_header(picture: Drawing, x: float) -> None:
 
 
 def draw_blocks(picture: Drawing, first: float, last: float) -> None:
-    """The blocks of 1 MiB that checksums are of."""
+    """Draws the blocks of 1 MiB that have a checksum each."""
     y, step = 330, (last - first) / 5
     picture.text(20, y + 17, "blocks of 1 MiB", "head")
     for block in range(5):
@@ -417,7 +417,8 @@ def draw_blocks(picture: Drawing, first: float, last: float) -> None:
 
 # ---- the floors of the sources ----
 
-FLOORS = (  # the highest first, in the order of tools/shape.py: kind, what it is, folders
+# The floors are in the reverse order of tools/shape.py. Each has (kind, what it is, folders).
+FLOORS = (
     ("coder", "commands, hosts", ("_inspect", "_cli", "integrations")),
     ("coder", "models, ranks", ("nn", "optim", "_offload", "_activations", "distributed")),
     ("coder", "versions, files", ("deltas", "_files", "checkpoints")),

@@ -1,7 +1,7 @@
 """Draws the pictures of docs/cli.md: `python tools/draw_inspect.py [DIRECTORY]`, by default docs/images.
 
-A plot and a page of `ibp inspect` of a file with the weights of data/stories260k.npz and the KV-cache of
-data/kv_stories260k.npz. Needs matplotlib, transformers, and a chromium, which takes the picture of the page.
+They show a plot and a page of `ibp inspect`, for a file with the weights of data/stories260k.npz and the KV-cache of
+data/kv_stories260k.npz. The script needs matplotlib, transformers, and chromium, which photographs the page.
 """
 
 import os
@@ -21,12 +21,12 @@ import ibp  # noqa: E402
 from ibp._cli import main as command_line  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
-SHOWN = "model.layers.2.mlp.gate_proj.weight"  # on the page
+SHOWN = "model.layers.2.mlp.gate_proj.weight"  # The page shows this tensor opened.
 SIZE = "1200,1000"
 
 
 def write_file(path: Path) -> None:
-    """The model and the cache, packed as whole checkpoints are."""
+    """Writes the model and the cache to a file, compressed as whole checkpoints are."""
     from stories260k import load_model
 
     tensors = {name: tensor.detach() for name, tensor in load_model().named_parameters()}
@@ -38,7 +38,7 @@ def write_file(path: Path) -> None:
 
 
 def photograph(page: Path, number: int, picture: Path) -> None:
-    """The page with one of its tensors opened, as a browser shows it."""
+    """Writes a picture of the page as a browser shows it, with one of its tensors opened."""
     names = ("chromium", "chromium-browser", "google-chrome")
     browser = next(filter(None, map(shutil.which, names)), None)
     if browser is None:
@@ -55,7 +55,7 @@ def photograph(page: Path, number: int, picture: Path) -> None:
 def main() -> None:
     images = Path(sys.argv[1] if len(sys.argv) > 1 else IMAGES).resolve()
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)  # pictures name the file without its directory
+        os.chdir(folder)  # The pictures then name the file without its directory.
         path, page = Path("stories260k.safetensors"), Path(folder) / "page.html"
         write_file(path)
         with ibp.open(path) as file:

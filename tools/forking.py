@@ -1,8 +1,9 @@
-"""Runs pytest again and again, each time in a process that is forked from one which has imported what takes seconds.
+"""Runs pytest many times, each time in a process forked from this one, which has imported torch, numpy and hypothesis.
+A run therefore saves the seconds of these imports.
 
-Reads requests from standard input, a line of JSON each: {"arguments": of pytest, "output": path, "seconds": at most}.
-Answers each with a line: pytest's exit status, negative where a signal has ended it, null after too many seconds. All
-that a run has left running is killed.
+A request is a line of JSON on standard input: {"arguments": for pytest, "output": path, "seconds": at most}. The answer
+is a line: pytest's exit status, minus the signal's number if a signal ended the run, or null if it took too many
+seconds. Processes that a run has left running are killed.
 """
 
 import contextlib
@@ -19,12 +20,12 @@ import torch  # noqa: F401
 
 
 def run(arguments, output):
-    """In the child: never returns."""
+    """Runs pytest in the child process. Never returns."""
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for number, to in ((0, os.open(os.devnull, os.O_RDONLY)), (1, file), (2, file)):
         os.dup2(to, number)
-    status = 70  # of what raises
+    status = 70  # The run has this status if pytest raises an exception.
     try:
         status = int(pytest.main(arguments))
     finally:
@@ -33,7 +34,7 @@ def run(arguments, output):
 
 
 def status_of(child, seconds):
-    """The exit status of a child, None after too many seconds."""
+    """Returns the exit status of a child, or None if it takes too many seconds."""
     until, left = time.monotonic() + seconds, 0
     while time.monotonic() < until:
         left, status = os.waitpid(child, os.WNOHANG)

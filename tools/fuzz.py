@@ -1,11 +1,13 @@
-"""Fuzzes the C library for as long as asked for, a target after the other.
+"""Fuzzes the C library, one target after the other, for a given time.
 
     python tools/fuzz.py [--seconds 3600] [--targets files tables ...] [--keep] [--csv PATH]
 
-With the libFuzzer of clang where there is one, else with tests/fuzz/driver.c; in both cases under the address and
-undefined behaviour sanitizers. Inputs lie in build/fuzz/TARGET, logs beside them. An input that ends the process is in
-build/fuzz/crash-*, and the exit status is 1. --keep: writes some of the inputs that were found to tests/fuzz/corpus
-(with libFuzzer alone, which says which of them are worth it). --csv: writes what was run and reached to a file, too.
+The fuzzer is libFuzzer if there is a clang that has it, and otherwise tests/fuzz/driver.c. Both run under the address
+and undefined behaviour sanitizers. build/fuzz/TARGET contains the inputs; logs are beside it. An input that ends the
+process is written to build/fuzz/crash-*, and the exit status is 1.
+
+--keep writes a sample of the inputs that were found to tests/fuzz/corpus. It needs libFuzzer, which says which inputs
+are worth keeping. --csv also writes what was run and reached to a file.
 """
 
 import argparse
@@ -23,11 +25,12 @@ import fuzzing  # noqa: E402
 
 ROOM = ROOT / "build" / "fuzz"
 OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0"}
-MOST_KEPT, MOST_KEPT_BYTES = 150, 2000  # inputs of a target, bytes of an input
+# A corpus keeps at most this many inputs of a target, each of fewer bytes than this.
+MOST_KEPT, MOST_KEPT_BYTES = 150, 2000
 
 
 def run(command, log):
-    """The exit status of a command whose output goes to a file."""
+    """Runs a command, writes its output to a file, and returns its exit status."""
     with open(log, "w") as output:
         return subprocess.run(
             command, cwd=ROOM, env={**os.environ, **OPTIONS}, stdout=output, stderr=output, check=False
@@ -35,7 +38,7 @@ def run(command, log):
 
 
 def found_by_libfuzzer(text):
-    """What libFuzzer's log says of a run."""
+    """Returns the numbers of a run that libFuzzer's log gives."""
     runs = re.findall(r"number_of_executed_units: (\d+)", text)
     reached = re.findall(r"cov: (\d+) ft: (\d+) corp: (\d+)", text)
     edges, features, inputs = map(int, reached[-1]) if reached else (0, 0, 0)
@@ -44,7 +47,7 @@ def found_by_libfuzzer(text):
 
 
 def with_libfuzzer(clang, target, seconds):
-    """(exit status, what was found) of a run by libFuzzer."""
+    """Fuzzes a target with libFuzzer. Returns (exit status, what was found)."""
     found, program = ROOM / target, fuzzing.with_libfuzzer(clang, target)
     for each in fuzzing.corpus(target):
         (found / hashlib.sha256(each).hexdigest()[:16]).write_bytes(each)
@@ -57,7 +60,7 @@ def with_libfuzzer(clang, target, seconds):
 
 
 def with_driver(target, seconds):
-    """The same by the driver."""
+    """Fuzzes a target with the driver. Returns the same as `with_libfuzzer`."""
     packed, log = ROOM / f"{target}.bin", ROOM / f"{target}.log"
     packed.write_bytes(fuzzing.pack(fuzzing.corpus(target)))
     command = [fuzzing.with_driver(target), f"-seconds={seconds}", f"-most={fuzzing.most_bytes(target)}", packed]
@@ -68,7 +71,7 @@ def with_driver(target, seconds):
 
 
 def keep(clang, target):
-    """Writes a sample of the fewest inputs that reach what all of them do."""
+    """Writes a sample of a smallest set of inputs that reaches everything that all inputs reach."""
     best = ROOM / f"{target}.best"
     best.mkdir(exist_ok=True)
     program = fuzzing.with_libfuzzer(clang, target)

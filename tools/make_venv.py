@@ -2,11 +2,10 @@
 
     python tools/make_venv.py VENV GROUP [--optional]
 
-Makes VENV if it does not exist, then installs what it lacks of a group of requirements (tools/requirements.py) and
-nothing
-else: where all is there no network is used. If the Python that runs this script imports a torch that is new enough,
-VENV sees that Python's packages; otherwise a pinned torch is installed. With --optional, what cannot be installed is
-left out.
+Makes VENV if it does not exist, then installs the requirements of a group (tools/requirements.py) that it lacks, and
+nothing else. If it lacks none, no network is used. If the Python that runs this script imports a torch that is new
+enough, VENV sees that Python's packages; otherwise a pinned torch is installed. With --optional, requirements that
+cannot be installed are left out.
 """
 
 import importlib
@@ -21,12 +20,12 @@ from pathlib import Path
 import requirements
 
 MIN_PYTHON = (3, 10)
-# What is installed where there is no torch yet, so that a first look at ibp is at what was tested.
+# If there is no torch yet, this version is installed, so that a first look at ibp uses a tested one.
 PINNED = {"torch": "torch==2.13.0"}
 
 
 def has_torch():
-    """Whether this Python imports a torch that will do."""
+    """Returns whether this Python imports a torch that is new enough."""
     try:
         importlib.import_module("torch")
     except (ImportError, OSError):
@@ -35,7 +34,7 @@ def has_torch():
 
 
 def search_path(python):
-    """Where this Python looks for packages, without the user's own and PYTHONPATH."""
+    """Returns the folders in which a Python looks for packages, without the user's own packages and PYTHONPATH."""
     done = subprocess.run(
         [python, "-I", "-c", "import json, sys; print(json.dumps(sys.path))"], check=True, stdout=subprocess.PIPE
     )
@@ -43,7 +42,7 @@ def search_path(python):
 
 
 def make_venv(directory):
-    """A venv that sees the packages of the running Python if torch is among them."""
+    """Makes a venv, which sees the packages of the running Python if torch is among them."""
     inherit = has_torch()
     own_pip = not (inherit and requirements.is_met("pip"))
     try:
@@ -59,16 +58,16 @@ def make_venv(directory):
         python = str(directory / "bin" / "python")
         add_packages(directory, python)
         if own_pip and requirements.is_met("setuptools"):
-            # Up to Python 3.11 pip comes with a setuptools, older than most.
+            # Up to Python 3.11 a new venv gets a setuptools with pip. It would hide the newer one of the running
+            # Python.
             subprocess.run(
                 [python, "-m", "pip", "--quiet", "uninstall", "--yes", "setuptools"], stderr=subprocess.DEVNULL
             )
 
 
 def add_packages(directory, python):
-    """System site packages are those of the Python below: if the running one is a venv itself, its own are
-    added here.
-    """
+    """Lets a venv see the packages of the running Python. "System site packages" are those of the Python that a venv
+    was made with, so that if the running Python is in a venv itself, its packages are added here."""
     known = search_path(python)
     missing = [path for path in search_path(sys.executable) if path not in known and os.path.isdir(path)]
     site_packages = next(Path(path) for path in known if path.startswith(str(directory)))
@@ -76,7 +75,7 @@ def add_packages(directory, python):
 
 
 def missing(python, group):
-    """Requirements of a group that the venv lacks."""
+    """Returns the requirements of a group that the venv lacks."""
     done = subprocess.run([python, requirements.__file__, group], check=True, stdout=subprocess.PIPE, text=True)
     return [PINNED.get(requirement.partition(">")[0], requirement) for requirement in done.stdout.split()]
 

@@ -1,19 +1,25 @@
 """Puts small mistakes into the Python package and the C core, one at a time, and says which of them the tests see.
 
     python tools/mutate.py record quick                     # the tests of `make test`: which lines each reaches
-    python tools/mutate.py record rest                      # those that `make test-all` adds, but for LEFT_OUT
+    python tools/mutate.py record rest                      # the tests that `make test-all` adds, without LEFT_OUT
     python tools/mutate.py run --number 200 --seed 1 --results results.csv
     python tools/mutate.py run --goes-on --results results.csv ...   # after an interruption
-    python tools/mutate.py run --again results.csv          # only those that no test saw: after new tests
+    python tools/mutate.py run --again results.csv          # after new tests: only mistakes that no test saw
 
-`run` draws lines, and one mistake for each (tools/mutations.py). It applies them in copies of the tree, never in the
-tree itself; of C it builds the library again. The tests that reach the line run, short ones first, until one fails. A
-mistake is *seen* if a test fails, ends the process or takes too long, *alive* if all pass, *equivalent* if
-tools/equivalent_mutants.csv gives the reason why no test can see it, *unreached* if no recorded test reaches the line:
-lines for a GPU, where there is none. Mistakes that do not compile, or to the same machine code, are not counted.
+`run` draws lines, and one mistake for each (tools/mutations.py). It applies the mistakes in copies of the tree, never
+in the tree itself. After a mistake in C it builds the library again. The tests that reach the line run, short tests
+first, until one fails. A mistake is
 
-`record` is needed again when a source has changed. After new tests, `record NAME TESTS ...` adds what they reach. A
-recording lacks tests that take more than `--most-seconds`, and `rest` what fuzzes or builds anew (LEFT_OUT).
+    seen         if a test fails, ends the process or takes too long
+    alive        if all tests pass
+    equivalent   if tools/equivalent_mutants.csv gives the reason why no test can see it
+    unreached    if no recorded test reaches the line, for example code for a GPU on a machine without one
+
+A mistake is not counted if it does not compile, or if it compiles to the same machine code.
+
+Run `record` again after a source has changed. After new tests, `record NAME TESTS ...` adds what they reach. A
+recording leaves out tests that take more than `--most-seconds`; `rest` also leaves out tests that fuzz or build the
+library anew (LEFT_OUT).
 """
 
 import argparse
@@ -47,7 +53,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutants"
 REASONS = ROOT / "tools" / "equivalent_mutants.csv"
 COLUMNS = ["file", "line", "column", "was", "becomes", "outcome", "test", "tests_run", "seconds", "text"]
-KEY = ["file", "text", "at", "was", "becomes"]  # of tools/equivalent_mutants.csv
+KEY = ["file", "text", "at", "was", "becomes"]  # These columns of tools/equivalent_mutants.csv identify a mistake.
 SOURCES = ["ibp/*.py", "ibp_command.py", "csrc/core/*.[ch]", "csrc/x86/*.[ch]"]
 FULL = ["--hypothesis-profile=full"]
 # Tests that build the library or its kernels in other ways, run one test again and again, or measure.
@@ -56,20 +62,22 @@ SETS = {
     "quick": ["-m", "not slow and not frameworks"],
     "rest": ["-m", "slow or hypothesis or frameworks", *FULL, *(f"--ignore=tests/test_{name}.py" for name in LEFT_OUT)],
 }
-# Programs that are compiled from the C core rather than linked with the library: what they reach is not recorded.
+# Programs that are compiled from the C core instead of being linked with the library. The lines that they reach are not
+# recorded, so they run for every mistake in C.
 C_CORE = "tests/core/test_c_core.py::test_c_core"
 C_PROGRAMS = {"quick": [f"{C_CORE}[quick]"], "rest": [f"{C_CORE}[all]"]}
-# Tests that look at what modules define, and run none of its lines.
+# Tests that look at what modules define but run none of their lines.
 OF_MODULES = ["tests/project/test_annotations.py"]
-MOST_SECONDS = 600.0  # of one test
-BATCHES = (4, 30, 120, float("inf"))  # seconds of tests in a run of pytest: most mistakes are seen by the first
+MOST_SECONDS = 600.0  # One test may take this many seconds.
+# The successive runs of pytest take about this many seconds. The first run sees most mistakes.
+BATCHES = (4, 30, 120, float("inf"))
 
 
 # ---- copies of the tree ----
 
 
 def free_name() -> str:
-    """Of a copy that no other run has; it is this run's until its end."""
+    """Returns the name of a copy that no other run uses. The copy belongs to this run until its end."""
     for number in itertools.count():
         name = f"copy{number}"
         lock = os.open(FOLDER / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -82,7 +90,8 @@ def free_name() -> str:
 
 
 def copied(name: str) -> Path:
-    """A copy of the tree, with what git does not ignore; what was built in it before stays."""
+    """Updates a copy of the tree with the files that git does not ignore, and returns its path. Files that were built
+    in the copy stay."""
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     said = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     paths, copy = [path for path in said.splitlines() if (ROOT / path).is_file()], FOLDER / name
@@ -92,7 +101,7 @@ def copied(name: str) -> Path:
     for path in paths:
         if not (copy / path).exists() or not filecmp.cmp(ROOT / path, copy / path, shallow=False):
             (copy / path).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / path, copy / path)  # as of now, so that it is built again
+            shutil.copy(ROOT / path, copy / path)  # The copy gets the present time, so that make builds it again.
     kept.parent.mkdir(exist_ok=True)
     kept.write_text("\n".join(paths))
     return copy
@@ -116,7 +125,7 @@ def library_of(copy: Path) -> Path:
 
 
 def build_library(copy: Path) -> bool:
-    """Builds the C library again; whether it compiles, and to other code than before."""
+    """Builds the C library again. Returns whether it compiles, and whether its code differs from before."""
     installed = library_of(copy)
     made = copy / "build" / "native" / installed.name
     command = ["make", "-s", "-C", "csrc", "BUILD=../build/native", f"../build/native/{installed.name}"]
@@ -134,16 +143,16 @@ def build_library(copy: Path) -> bool:
 
 
 class Reach(NamedTuple):
-    """What one recording found."""
+    """The findings of one recording."""
 
     tests: list[str]
     seconds: np.ndarray  # of each test
-    options: list[str]  # of pytest
-    digests: dict[str, str]  # of the sources
-    lines: dict[str, np.ndarray]  # for each source the tests of each line, as packed bits
+    options: list[str]  # arguments of pytest
+    digests: dict[str, str]  # by source
+    lines: dict[str, np.ndarray]  # by source: for each line, the tests that reach it, as packed bits
 
     def reaching(self, path: str, lines: range | None) -> np.ndarray:
-        """Numbers of the tests that reach one of the lines, all lines for None."""
+        """Returns the numbers of the tests that reach one of the lines. None stands for all lines."""
         bits = self.lines.get(path)
         if bits is None:
             return np.empty(0, np.int64)
@@ -167,7 +176,7 @@ def digest_of(path: Path) -> str:
 
 
 def record(name: str, arguments: list[str], jobs: int, most_seconds: float) -> None:
-    """Runs tests in a copy whose C code is traced, and keeps which lines each has reached."""
+    """Runs tests in a copy whose C code is traced, and writes which lines each test has reached."""
     tree, raw = copied("traced"), FOLDER / "raw" / name
     shutil.rmtree(raw, ignore_errors=True)
     (raw / "site").mkdir(parents=True)
@@ -195,7 +204,7 @@ def collected(raw: Path, tree: Path, options: list[str]) -> Reach:
             found.append((line.get("test") or line["fixture"], np.array(line.pop("reached"), np.int32)))
             if "test" in line:
                 tests[line["test"]] = line
-    # What fails in the copy without a mistake says nothing about mistakes.
+    # A test that fails without a mistake says nothing about mistakes.
     kept = sorted(name for name, test in tests.items() if test["passed"] and not test["skipped"])
     print(f"left out: {[name for name in tests if not tests[name]['passed']]}")
     places = places_of(set().union(*(reached.tolist() for _, reached in found)), tree)
@@ -215,7 +224,7 @@ def collected(raw: Path, tree: Path, options: list[str]) -> Reach:
 
 
 def places_of(numbers: set[int], tree: Path) -> dict[int, tuple[str, int]]:
-    """The source and line of each byte that was set."""
+    """Returns the source and the line of each byte that was set."""
     starts = sorted((start, os.path.relpath(path, tree)) for path, start in tracing.starts_of(tree).items())
     places = {}
     for number in numbers:
@@ -223,7 +232,7 @@ def places_of(numbers: set[int], tree: Path) -> dict[int, tuple[str, int]]:
             start, path = starts[bisect.bisect_right(starts, (number, "~")) - 1]
             places[number] = (path, number - start)
     addresses = sorted(number for number in numbers if number < tracing.C_BYTES)
-    asked = "\n".join(hex(address - 1) for address in addresses)  # of the call, not of the return
+    asked = "\n".join(hex(address - 1) for address in addresses)  # One less than the return address is the call.
     command = ["addr2line", "-e", str(library_of(tree))]
     said = subprocess.run(command, input=asked, capture_output=True, text=True, check=True).stdout.splitlines()
     for address, line in zip(addresses, said, strict=True):
@@ -234,8 +243,8 @@ def places_of(numbers: set[int], tree: Path) -> dict[int, tuple[str, int]]:
 
 
 def lines_that_matter(mutation: Mutation, found: Reach) -> range | None:
-    """A test has to reach one of these lines; None: any line of the file."""
-    if not mutation.path.endswith(".py"):  # a block is known by its first line
+    """Returns the lines for a mutation: a test runs if it reaches one of them. None stands for any line of the file."""
+    if not mutation.path.endswith(".py"):  # A block of C is recorded at its first line.
         bits = found.lines[mutation.path]
         reached = [line for line in range(mutation.line + 1) if bits[line].any()]
         return range(reached[-1], mutation.line + 1) if reached else range(0)
@@ -243,8 +252,9 @@ def lines_that_matter(mutation: Mutation, found: Reach) -> range | None:
 
 
 def lines_of_statement(tree: ast.Module, line: int) -> range | None:
-    """The innermost statement, up to its first inner one; of what runs when a function is made, the function's body; of
-    what runs when the module is imported, None."""
+    """Returns the lines of the innermost statement that contains a line, up to the first statement inside it. If the
+    line runs when a function is defined, returns the lines of the function's body. If it runs when the module is
+    imported, returns None."""
     within: ast.stmt | ast.Module = tree
     functions = 0
     while True:
@@ -284,7 +294,7 @@ class Copy:
 
     def __init__(self, tree: Path, maps: dict[str, Reach], most: int) -> None:
         self._tree, self._maps, self._most = tree, maps, most
-        self._trusted: set[str] = set()  # tests that pass without a mistake
+        self._trusted: set[str] = set()  # These tests pass without a mistake.
         self._distrusted: set[str] = set()
         self._python_mistakes = 0
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -293,7 +303,7 @@ class Copy:
         self._runner = subprocess.Popen(command, cwd=tree, env=environment, preexec_fn=be_killed_first, **pipes)
 
     def outcome_of(self, mutation: Mutation) -> Outcome | None:
-        """None if it is no mistake that can be counted."""
+        """Tries a mistake and returns its outcome, or None if the mistake is not counted."""
         start, tests_run = time.monotonic(), 0
         while True:
             found = self._with(mutation)
@@ -305,18 +315,20 @@ class Copy:
                 return Outcome(word, test, tests_run, time.monotonic() - start)
             if self._failing([test], [], MOST_SECONDS) is None:
                 self._trusted.add(test)
-            else:  # without a mistake too: it says nothing
+            else:  # The test fails without a mistake, too, and says nothing.
                 self._distrusted.add(test)
 
     def _is_test(self, test: str) -> bool:
         return test.partition("::")[0].endswith(".py")
 
     def _with(self, mutation: Mutation) -> tuple[str, str, int] | None:
-        """(word, test, tests run) of the tree with the mistake, which is taken back."""
+        """Applies a mistake, runs the tests and takes the mistake back. Returns (word, test, tests run), or None if the
+        library does not compile to other code."""
         source, is_c = self._tree / mutation.path, not mutation.path.endswith(".py")
         text, time_ns = source.read_text(), source.stat().st_mtime_ns
         source.write_text(mutation.applied(text))
-        if not is_c:  # a time that no other text of the source has: bytecode that was kept of one is for it alone
+        # The source gets a time that no other version of it has, so that Python never uses bytecode of another version.
+        if not is_c:
             self._python_mistakes += 1
             os.utime(source, ns=(time_ns, time_ns - self._python_mistakes * 10**9))
         try:
@@ -330,7 +342,7 @@ class Copy:
 
     def _tried(self, mutation: Mutation, is_c: bool) -> tuple[str, str, int]:
         tests_run = 0
-        run: set[tuple] = set()  # recordings may have tests in common
+        run: set[tuple] = set()  # These tests have run. Recordings may have tests in common.
         for name, found in self._maps.items():
             lines = lines_that_matter(mutation, found)
             numbers = found.reaching(mutation.path, lines)
@@ -347,7 +359,7 @@ class Copy:
         return ("alive" if tests_run else "unreached"), "", tests_run
 
     def _failing(self, tests: list[str], options: list[str], limit_seconds: float) -> str | None:
-        """The test that fails first, or how the run ended; None if all pass."""
+        """Returns the test that fails first, or a description of how the run ended; None if all tests pass."""
         output = self._tree / "build" / "output.txt"
         arguments = ["-x", "-q", "-rfE", "-p", "no:cacheprovider", *options, *tests]
         request = {"arguments": arguments, "output": str(output), "seconds": limit_seconds}
@@ -362,13 +374,13 @@ class Copy:
 
 
 def be_killed_first() -> None:
-    """A mistake may allocate without end: it is this process that ends where memory does."""
+    """Makes the kernel kill this process first if memory runs out. A mistake may allocate without end."""
     Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def batches(found: Reach, numbers: np.ndarray, others: list[str], most: int) -> Iterator[tuple[list[str], float]]:
-    """(tests, their seconds) of runs of pytest: one or two of each function, the shortest, come first, then two more of
-    each, four more and so on up to `most`, and the others last."""
+    """Yields (tests, seconds that they take) for each run of pytest. The two shortest tests of each function come
+    first, then two more of each, then four more, and so on up to `most`. `others` come last."""
     places: dict[int, int] = {}  # of each test among the tests of its function
     seen: dict[str, int] = {}
     for number in numbers[np.argsort(found.seconds[numbers], kind="stable")].tolist():
@@ -395,7 +407,7 @@ def sources_of(patterns: list[str]) -> list[str]:
 
 
 def drawn(sources: list[str], seed: int) -> Iterator[Mutation]:
-    """Mistakes without end of the files: lines in a random order, one mistake for each."""
+    """Yields one mistake for each line of the files, with the lines in random order."""
     chance = random.Random(seed)
     lines: dict[tuple[str, int], list[Mutation]] = {}
     for path in sources:
@@ -408,15 +420,15 @@ def drawn(sources: list[str], seed: int) -> Iterator[Mutation]:
 
 
 def reasons() -> dict[tuple[str, ...], str]:
-    """Why mistakes are none, by the `key_of` each."""
+    """Returns the reason why a mistake is equivalent, for each `key_of` a mistake."""
     if not REASONS.exists():
         return {}
     return {tuple(row[column] for column in KEY): row["reason"] for row in rows_of(REASONS)}
 
 
 def key_of(mutation: Mutation) -> tuple[str, ...]:
-    """What a mistake is known by while lines around it change: its file, the line without its indentation, where in
-    that it is, from 1, what stood there and what it becomes."""
+    """Returns what identifies a mistake while the lines around it change: its file, the line without indentation, the
+    column in that line (from 1), the old text and the new text."""
     line = (ROOT / mutation.path).read_text().splitlines()[mutation.line - 1]
     at = mutation.column - (len(line) - len(line.lstrip())) + 1
     return mutation.path, line.strip(), str(at), mutation.was, mutation.becomes

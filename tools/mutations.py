@@ -1,9 +1,10 @@
-"""Small mistakes that a program could hold, one at a time: what `tools/mutate.py` puts into a source.
+"""The small mistakes that `tools/mutate.py` puts into a source, one at a time.
 
-A comparison becomes another one (< and <=, > and >=, == and !=, is and is not, in and not in), + becomes - and back,
+A comparison becomes another one (< and <=, > and >=, == and !=, is and is not, in and not in). + becomes - and back,
 `and` becomes `or` and back, True becomes False and back, 1 becomes 0 or 2, and 0 becomes 1.
-Left as they are: comments, strings, type annotations, what is for type checkers alone, static assertions, lines of the
-preprocessor, and the messages of exceptions, warnings and assertions.
+
+Some code is left as it is: comments, strings, type annotations, code for type checkers, static assertions, preprocessor
+lines, and the messages of exceptions, warnings and assertions.
 """
 
 import ast
@@ -44,9 +45,9 @@ SWAPPED = {
 
 
 class Mutation(NamedTuple):
-    path: str  # of the source, from the repository's root
+    path: str  # relative to the repository's root
     line: int  # from 1
-    column: int  # of characters, from 0
+    column: int  # in characters, from 0
     was: str
     becomes: str
 
@@ -54,7 +55,7 @@ class Mutation(NamedTuple):
         return f"{self.path}:{self.line}:{self.column + 1} `{self.was}` to `{self.becomes}`"
 
     def applied(self, text: str) -> str:
-        """The source with the mistake."""
+        """Returns the source with the mistake."""
         lines = text.splitlines(keepends=True)
         line = lines[self.line - 1]
         end = self.column + len(self.was)
@@ -65,13 +66,13 @@ class Mutation(NamedTuple):
 
 
 def mutations_of(root: Path, path: str) -> list[Mutation]:
-    """All of a file's, in the order of its lines."""
+    """Returns all mutations of a file, in the order of its lines."""
     text = (root / path).read_text()
     found = places_in_python(text) if path.endswith(".py") else places_in_c(text)
     return [Mutation(path, *place, was, new) for place, was in sorted(found) for new in SWAPPED[was]]
 
 
-Place = tuple[tuple[int, int], str]  # ((line, column), what stands there)
+Place = tuple[tuple[int, int], str]  # A place has (line, column) and the text that is there.
 
 
 # ---- Python ----
@@ -82,7 +83,7 @@ def places_in_python(text: str) -> list[Place]:
     starts, lines = [token.start for token in tokens], text.splitlines()
 
     def between(start: ast.AST, end: ast.AST, wanted: tuple[str, ...]) -> Iterator[Place]:
-        """The operator that stands after one node and before another, where it is on one line."""
+        """Yields the operator between two nodes, if it is on one line."""
         after = (start.end_lineno, characters(start.end_lineno, start.end_col_offset))
         before = (end.lineno, characters(end.lineno, end.col_offset))
         first = bisect.bisect_left(starts, after)
@@ -120,7 +121,7 @@ def places_in_python(text: str) -> list[Place]:
 
 
 def code_of(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and those inside that run and are no messages."""
+    """Yields a node and the nodes inside it. Leaves out nodes that do not run, and messages."""
     if isinstance(node, ast.Raise | ast.JoinedStr) or is_warning(node) or is_overload(node):
         return
     yield node
@@ -179,5 +180,5 @@ def places_in_c(text: str) -> list[Place]:
 
 
 def is_value(token: str) -> bool:
-    """Whether what ends with this token can stand at the left of an operator of two values."""
+    """Returns whether a binary operator can follow this token, because the token ends a value."""
     return token in (")", "]") or re.fullmatch(r"\w+", token) is not None and token not in ("return", "case")

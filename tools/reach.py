@@ -1,7 +1,7 @@
-"""Which tests reach which lines: a plugin of pytest that `tools/mutate.py` records with.
+"""Records which tests reach which lines. This is a plugin of pytest, which `tools/mutate.py record` uses.
 
-A fixture of several tests is made once: the lines it reaches count for all of them. A test that takes more than
-IBP_RECORD_SECONDS fails.
+A fixture that several tests share is made once; the lines that it reaches count for all of them. A test fails if it
+takes more than IBP_RECORD_SECONDS.
 """
 
 import json
@@ -17,7 +17,8 @@ import tracing
 
 
 class Recorder:
-    """Writes a line for each test, and for each fixture of several: which bytes were set meanwhile, as JSON."""
+    """A plugin that writes a line of JSON for each test and each shared fixture, with the bytes that were set
+    meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         worker = os.environ.get("PYTEST_XDIST_WORKER", "only")
@@ -32,7 +33,7 @@ class Recorder:
         self._tracer = tracing.tracer()
 
     def _taken(self) -> set[int]:
-        """The bytes that have been set since the last call."""
+        """Returns the bytes that have been set since the last call, and clears them."""
         eights = 8 * self._reached.view(np.uint64).nonzero()[0]
         found = (eights[:, None] + np.arange(8)).ravel()
         found = found[self._reached[found] != 0]
@@ -50,7 +51,7 @@ class Recorder:
         self._test = {"test": item.nodeid, "fixtures": shared, "passed": True, "skipped": False}
         self._own: set[int] = set()
         self._taken()
-        tracing.use(self._tracer)  # again: a test before may have put its own in its place
+        tracing.use(self._tracer)  # A test before may have replaced it.
         start = time.perf_counter()
         yield
         self._test["seconds"] = time.perf_counter() - start
@@ -88,6 +89,7 @@ def name_of(fixturedef) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_load_initial_conftests(early_config, args):
-    """Before a conftest.py loads the library. The process that only hands tests to others records nothing."""
+    """Registers the recorder before a conftest.py loads the library. A process that only hands out tests to workers
+    records nothing."""
     if "PYTEST_XDIST_WORKER" in os.environ or "-n" not in args:
         early_config.pluginmanager.register(Recorder(Path(os.environ["IBP_RECORD"])), "recorder of reach")

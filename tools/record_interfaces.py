@@ -1,19 +1,22 @@
-"""Writes down what ibp's serving adapters meet in releases of engines: classes, and how they call the adapters.
+"""Records the interfaces that releases of serving engines offer to ibp's adapters: classes, and how engines call
+adapters.
 
-    python tools/record_interfaces.py vllm==0.33.0 sglang==0.5.23    downloads the wheels by pip, and deletes them
-    python tools/record_interfaces.py path/to/some.whl               of a wheel that is there
+    python tools/record_interfaces.py vllm==0.33.0 sglang==0.5.23    downloads the wheels with pip, and deletes them
+    python tools/record_interfaces.py path/to/some.whl               reads a local wheel
 
-Writes tests/integrations/interfaces/PACKAGE-VERSION.json for each, and unpacks its Python files, 6 to 40 MB, to
-build/engines/PACKAGE-VERSION. Files are parsed, not imported: neither package, nor a GPU, is needed.
-tests/integrations/test_serving_interfaces.py holds the adapters and the stand-ins in tests/integrations/stubs to the
-JSON files. A release that differs in something that an adapter uses fails there, and the message says what has changed.
-tests/integrations/test_serving_releases.py runs the adapters with the unpacked files, where there are any.
+For each release this writes tests/integrations/interfaces/PACKAGE-VERSION.json, and unpacks the Python files (6 to 40
+MB) to build/engines/PACKAGE-VERSION. Files are parsed and not imported, so that neither the package nor a GPU is
+needed.
 
-A file has two parts. `classes`: by name, where it is defined, base classes, fields of dataclasses and members of enums
-with their defaults, parameters of public methods, which of those are abstract or properties, attributes that are set.
-`uses`: by role (an adapter's class, as the engine holds it), the forms in which each method is called, such as
-"3, expedited" for three arguments by position and one by keyword, and the attributes that are read. Only names and
-defaults are kept.
+tests/integrations/test_serving_interfaces.py compares the adapters, and the stand-ins in tests/integrations/stubs, with
+the JSON files. If a release differs in something that an adapter uses, the test fails and its message says what has
+changed. tests/integrations/test_serving_releases.py runs the adapters with the unpacked files, if there are any.
+
+A file has two parts. `classes` has for each class the file that defines it, its base classes, the fields of dataclasses
+and members of enums with their defaults, the parameters of public methods, which methods are abstract or properties,
+and the attributes that are set. `uses` has for each role (an adapter's class, as the engine holds it) the forms in
+which each method is called, and the attributes that are read. The form "3, expedited" means three arguments by position
+and one by keyword. Only names and defaults are recorded.
 """
 
 import argparse
@@ -32,9 +35,9 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 INTERFACES = ROOT / "tests" / "integrations" / "interfaces"
 ENGINES = ROOT / "build" / "engines"
-# The one compiled module that is unpacked as well: LMCache's Bitmap, which needs nothing else.
+# LMCache's Bitmap is the only compiled module that is unpacked, because it needs no other one.
 KEPT = ("*.py", "lmcache/lmcache_native.*.so")
-# The methods with an underscore that count: they make objects, or an adapter calls them.
+# These methods are recorded although their names begin with an underscore: they make objects, or an adapter calls them.
 KEPT_METHODS = ("__init__", "__new__", "_notify_keys_stored", "_notify_keys_accessed", "_notify_keys_deleted") + (
     "_get_weights_iterator",
     "_prepare_weights",
@@ -42,8 +45,8 @@ KEPT_METHODS = ("__init__", "__new__", "_notify_keys_stored", "_notify_keys_acce
 
 
 class Role(NamedTuple):
-    """Something of ours that an engine holds. files: where it does; receivers: expressions that it is there, as
-    written; maker: the file where it is made, and the expression that is called."""
+    """An object of ibp that an engine holds. files: the engine's files that use it. receivers: the expressions in these
+    files that are the object. maker: the file that makes the object, and the expression that is called."""
 
     files: tuple[str, ...]
     receivers: tuple[str, ...]
@@ -51,7 +54,8 @@ class Role(NamedTuple):
 
 
 class Package(NamedTuple):
-    """classes: by name, files that may define it, the first that is there counts. roles: by name."""
+    """The classes and roles to record of a package. classes: by name, the files that may define it; the first file that
+    exists counts. roles: by name."""
 
     classes: dict[str, tuple[str, ...]]
     roles: dict[str, Role]
@@ -190,7 +194,7 @@ PACKAGES = {
 
 
 def _parameters(function):
-    """As written, without annotations: "self, job_id, expedited=False"."""
+    """Returns parameters as they are written, without annotations: "self, job_id, expedited=False"."""
     args = function.args
     for arg in ast.walk(args):
         if isinstance(arg, ast.arg):
@@ -199,7 +203,7 @@ def _parameters(function):
 
 
 def signature_of(parameters):
-    """The inspect.Signature of parameters as they are kept; defaults are text."""
+    """Returns the inspect.Signature of recorded parameters. Defaults are text."""
     args = ast.parse(f"def method({parameters}): pass").body[0].args
     positional = [(arg, inspect.Parameter.POSITIONAL_ONLY) for arg in args.posonlyargs]
     positional += [(arg, inspect.Parameter.POSITIONAL_OR_KEYWORD) for arg in args.args]
@@ -223,13 +227,13 @@ def _decorators(node):
 
 
 def _attributes(node):
-    """Names that methods of a class set on self."""
+    """Returns the names that methods of a class set on self."""
     stored = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
     return sorted({each.attr for each in stored if isinstance(each.value, ast.Name) and each.value.id == "self"})
 
 
 def class_of(node, path):
-    """The record of a class; node: ast.ClassDef."""
+    """Returns the record of a class. node: its ast.ClassDef."""
     functions = [each for each in node.body if isinstance(each, ast.FunctionDef)]
     functions = [each for each in functions if each.name in KEPT_METHODS or not each.name.startswith("_")]
     bases = [ast.unparse(base) for base in node.bases]
@@ -250,19 +254,21 @@ def class_of(node, path):
 
 
 def _form(call):
-    """How a call passes its arguments: "2, expedited" are two by position and one by keyword."""
+    """Returns how a call passes its arguments: "2, expedited" means two by position and one by keyword."""
     positional = "*" if any(isinstance(arg, ast.Starred) for arg in call.args) else str(len(call.args))
     return ", ".join([positional, *sorted(keyword.arg or "**" for keyword in call.keywords)])
 
 
 def calls_of(tree, function):
-    """The forms in which a function is called, as written: "TransferResult", "self.worker.wait"."""
+    """Returns the forms in which a tree calls a function. function: as it is written, such as "TransferResult" or
+    "self.worker.wait"."""
     calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
     return {_form(node) for node in calls if ast.unparse(node.func) == function}
 
 
 def uses_of(trees, receivers):
-    """By method, the forms in which it is called, and the attributes that are read, of what the receivers are."""
+    """Returns how trees use the objects that the receivers are: the forms in which each method is called, and the
+    attributes that are read."""
     calls, attributes = {}, set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in receivers:
@@ -280,7 +286,7 @@ def uses_of(trees, receivers):
 
 
 def interface_of(package, read, names):
-    """The record of a package's files. read: gives the text of one; names: of all of them."""
+    """Returns the record of a package. read: returns the text of a file. names: of all files."""
     wanted = PACKAGES[package]
     trees = {}
 
@@ -308,7 +314,7 @@ def interface_of(package, read, names):
 
 
 def record(release):
-    """The interface of an unpacked release: a folder PACKAGE-VERSION."""
+    """Returns the record of an unpacked release. release: a folder PACKAGE-VERSION."""
     package, version = release.name.split("-")
     names = {path.relative_to(release).as_posix() for path in release.rglob("*.py")}
     return {"package": package, "version": version, **interface_of(package, lambda path: _text(release / path), names)}
@@ -331,7 +337,7 @@ def unpack(wheel, folder):
 
 
 def changes(before, after, at=""):
-    """Sentences of what differs between two records, or parts of them."""
+    """Yields sentences that say how two records, or parts of them, differ."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in sorted({*before, *after}):
             name = f"{at}.{key}" if at else key
@@ -349,12 +355,12 @@ def changes(before, after, at=""):
 
 
 def numbers(interface):
-    """What orders the records of a package."""
+    """Returns the version as numbers, by which the records of a package are ordered."""
     return [int(number) for number in re.findall(r"\d+", interface["version"])]
 
 
 def since(interface):
-    """Sentences that say what a release has changed since the recorded release before it."""
+    """Returns sentences that say what a release has changed since the recorded release before it."""
     written = [json.loads(_text(path)) for path in INTERFACES.glob(f"{interface['package']}-*.json")]
     earlier = [each for each in sorted(written, key=numbers) if numbers(each) < numbers(interface)]
     return [
@@ -365,7 +371,7 @@ def since(interface):
 
 
 def wheel_of(release, folder):
-    """The path of a wheel, which is downloaded to a folder unless it is there."""
+    """Returns the path of a release's wheel, and downloads it to a folder unless it is a local file."""
     if release.endswith(".whl"):
         return release
     pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir", "--quiet"]

@@ -1,8 +1,8 @@
-"""The requirements that pyproject.toml lists, and which of them the running Python lacks.
+"""Reads the requirements that pyproject.toml lists, and tells which of them the running Python lacks.
 
     python tools/requirements.py GROUP        prints the missing ones, one a line
 
-GROUP: `build`, what building and importing ibp needs, or one of the optional dependencies (test, demo, bench, lint).
+GROUP is `build` (what is needed to build and import ibp) or one of the optional dependencies (test, demo, bench, lint).
 """
 
 import ast
@@ -12,11 +12,11 @@ from importlib import metadata
 from pathlib import Path
 
 PYPROJECT = Path(__file__).resolve().parent.parent / "pyproject.toml"
-LISTS = {"build": ("requires", "dependencies")}  # other groups are lists of their own name
+LISTS = {"build": ("requires", "dependencies")}  # Every other group is the list of its name.
 
 
 def read(group):
-    """The requirements of a group: strings such as "torch>=2.10"."""
+    """Returns the requirements of a group: strings such as "torch>=2.10"."""
     text = PYPROJECT.read_text()
     lists = [
         re.search(rf"^{name} = (\[.*?\])", text, re.MULTILINE | re.DOTALL).group(1)
@@ -26,14 +26,13 @@ def read(group):
 
 
 def numbers(version):
-    """(2, 13, 0) for "2.13.0+cpu"."""
+    """Returns the numbers of a version: (2, 13, 0) for "2.13.0+cpu"."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0]))
 
 
 def is_met(requirement):
-    """Whether a distribution is installed that meets a requirement: a name, with or without `>=` or `==`
-    and a version.
-    """
+    """Returns whether an installed distribution meets a requirement: a name, alone or with `>=` or `==` and a
+    version."""
     name, operator, wanted = re.fullmatch(r"([\w.-]+?)(?:(>=|==)([\d.]+))?", requirement).groups()
     try:
         found = numbers(metadata.version(name))

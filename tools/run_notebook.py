@@ -1,7 +1,7 @@
-"""Runs the code cells of a notebook and writes what they give into it: `python tools/run_notebook.py NOTEBOOK...`
+"""Runs the code cells of a notebook and writes their outputs into it: `python tools/run_notebook.py NOTEBOOK...`
 
-Cells run in the notebook's directory, one after the other with the same names, as Jupyter runs them; nothing of
-Jupyter's is needed. Outputs are texts: what is printed, and the value of a cell's last line.
+The cells run one after the other in the notebook's directory and share their names, as in Jupyter, which is not needed.
+Outputs are texts: what a cell prints, and the value of its last line.
 """
 
 import ast
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def run_cells(notebook: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """The outputs of each code cell, which runs in the current directory."""
+    """Runs each code cell in the current directory and returns their outputs."""
     names: dict[str, Any] = {"__name__": "__main__"}
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     return [_run("".join(cell["source"]), number, names) for number, cell in enumerate(cells, 1)]
@@ -45,7 +45,7 @@ def _lines(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def inside(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """contextlib.chdir, which Python 3.10 lacks."""
+    """Changes the directory for the duration of a block. Python 3.10 lacks contextlib.chdir."""
     before = os.getcwd()
     os.chdir(directory)
     try:

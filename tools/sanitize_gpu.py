@@ -5,12 +5,14 @@
                                  [--families rows,products]
     python tools/sanitize_gpu.py --calls FAMILY [--seconds 5]     # the calls themselves, without a tool
 
-Calls are small and random: every dtype, kind of rows, length, scheme and layout, coded and decoded, changed, summed,
-cached, subtracted and paged (`rows`); and products with 1 to 300 vectors (`products`). Each result is compared with
-what torch's own indexing gives, or with a product in double on the CPU: cuBLAS's kernels are kept out of the process,
-since racecheck itself fails under them. The tools run beside each other on one GPU, and each makes calls for so many
-seconds. All but initcheck look at kernels of the namespace ibp alone; initcheck has to see who writes the memory that
-these read. The exit status is 1 if a tool reports anything but KNOWN, a result is wrong, or a process does not end.
+The calls are small and random. Calls of the family `rows` compress, decompress, change, sum, cache, subtract and page
+rows of every dtype, kind, length, scheme and layout. Calls of the family `products` multiply by 1 to 300 vectors. Each
+result is compared with torch's own indexing, or with a product in double precision on the CPU. cuBLAS's kernels are
+kept out of the process, because racecheck itself fails under them.
+
+The tools run side by side on one GPU. Each of them makes calls for the given seconds. All tools but initcheck look only
+at kernels of the namespace ibp; initcheck also has to see which kernels write the memory that these read. The exit
+status is 1 if a tool reports anything that KNOWN does not list, if a result is wrong, or if a process does not end.
 """
 
 import argparse
@@ -31,25 +33,26 @@ sys.path.insert(0, str(ROOT))
 
 import ibp  # noqa: E402
 
-ONLY_OURS = ["--kernel-name", "kns=ibp"]  # kernels whose names have this in them
-TOOLS = {  # tool: its options
+ONLY_OURS = ["--kernel-name", "kns=ibp"]  # The tools look at kernels whose mangled names contain this text.
+# The options of each tool.
+TOOLS = {
     "memcheck": ["--leak-check", "no", *ONLY_OURS],
     "racecheck": ["--racecheck-report", "analysis", *ONLY_OURS],
     "synccheck": ONLY_OURS,
-    "initcheck": ["--check-api-memory-access", "no"],  # kernels alone
+    "initcheck": ["--check-api-memory-access", "no"],  # Only accesses by kernels are checked.
 }
 FAMILIES = "rows", "products"
-# Kernels that a tool reports without a fault.
-# racecheck: blocks of a cluster read each other's sums after an mbarrier in their own shared memory, at which the other
-# blocks have arrived by mbarrier.arrive.release.cluster, and which they await by try_wait.acquire.cluster. These order
-# reads and writes (PTX ISA, memory consistency model), but the tool does not follow barriers at which other blocks
-# arrive. With random delays before each write and each read a million products had the same bits.
-# initcheck: decoders load 16 bytes at a time. The last ones of a row may reach into bytes of its slot that were never
-# written; no result depends on these.
+# Kernels that a tool reports although they have no fault.
+# racecheck: blocks of a cluster read each other's sums. They first wait, by try_wait.acquire.cluster, for an mbarrier
+# in their own shared memory, at which the other blocks arrive by mbarrier.arrive.release.cluster. This orders the reads
+# and writes (PTX ISA, memory consistency model), but the tool does not follow barriers at which other blocks arrive.
+# With random delays before each write and each read, a million products had the same bits.
+# initcheck: decoders load 16 bytes at once. The last load of a row may reach into bytes of its slot that were never
+# written; no result depends on them.
 KNOWN = {"racecheck": {"many_kernel", "tiles_kernel"}, "initcheck": {"gather_items"}}
-REPORTED = re.compile(r"\bat (?:void )?ibp::(\w+)")  # a kernel of ours; those of torch and cuBLAS are not our matter
-STARTING_S = 150  # at most, until CUDA has started under a tool
-FAILED = 99  # exit status of a tool that has reported something
+REPORTED = re.compile(r"\bat (?:void )?ibp::(\w+)")  # Kernels of ibp count; those of torch and cuBLAS do not.
+STARTING_S = 150  # Until CUDA has started, a tool takes at most this many seconds.
+FAILED = 99  # A tool ends with this status if it has reported something.
 DTYPES = (
     *(torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.int64, torch.uint8, torch.int8),
     torch.float8_e4m3fn,
@@ -81,7 +84,7 @@ def check(got, want, what):
 
 
 def drawn_rows(draw, device):
-    """(rows [n, columns] of a random dtype and kind, what they are)."""
+    """Returns (rows [n, columns] of a random dtype and kind, a description of them)."""
     dtype, columns, num_rows, kind = draw(DTYPES), draw(COLUMNS), draw((3, 40, 130)), draw(tuple(KINDS))
     if KINDS[kind] is None:
         data = torch.randint(0, 256, (num_rows, columns * dtype.itemsize), dtype=torch.uint8)
@@ -92,7 +95,7 @@ def drawn_rows(draw, device):
 
 
 def compressed(draw, x):
-    """(table of x with random options, the options)."""
+    """Returns (a table of x that is compressed with random options, the options)."""
     options = {"scheme": draw(("planes", "ibp")), "layout": draw(("slots", "packed")), "device": x.device}
     options |= draw(({}, {"clusters": 3}, {"level": "fast"} if options["scheme"] == "planes" else {}))
     if options["layout"] == "slots":
@@ -101,11 +104,11 @@ def compressed(draw, x):
 
 
 def rows_call(draw, device):
-    """One table, by every way out of it and with every change."""
+    """Makes one table, reads it in every way and makes every change."""
     x, what = drawn_rows(draw, device)
     try:
         table, options = compressed(draw, x)
-    except (ValueError, TypeError):  # such options do not go together with such rows
+    except (ValueError, TypeError):  # These options cannot be combined with these rows.
         return
     what = f"{what}, {options}"
     ids = torch.randint(0, len(x), (draw((1, 5, 70)),)).to(device)
@@ -121,7 +124,7 @@ def rows_call(draw, device):
 
 
 def rows_coded(draw, x, table, ids, what):
-    """`encode_into`, in order and by row ids."""
+    """Calls `encode_into`, in order and with row ids."""
     if table.codebook is None or table.row_bytes != x[0].nbytes or x.dtype.itemsize > 8:
         return
     place = ibp.CodedRows(table.codebook, 2 * len(x), slot_bytes=table.row_bytes, device=x.device)
@@ -132,7 +135,7 @@ def rows_coded(draw, x, table, ids, what):
 
 
 def rows_changed(draw, x, table, ids, what):
-    """`update_`, `append` and `refit` of a copy."""
+    """Calls `update_`, `append` and `refit` for a copy of a table."""
     if table.layout != "slots":
         return
     x, table = x.clone(), table.clone()
@@ -147,7 +150,7 @@ def rows_changed(draw, x, table, ids, what):
 
 
 def rows_cached(draw, x, table, ids, what):
-    """`RowCache` of both policies, which keeps items of whole rows."""
+    """Reads a table through a `RowCache` with one of both policies. A cache needs items that are whole rows."""
     if x[0].nbytes != table.row_bytes:
         return
     policy = draw(("static", "lru"))
@@ -158,17 +161,17 @@ def rows_cached(draw, x, table, ids, what):
 
 
 def rows_summed(draw, x, table, ids, what):
-    """`embedding_bag`, whose sums of one row each are rows."""
+    """Calls `embedding_bag` with bags of one row, whose sums are the rows."""
     if not x.dtype.is_floating_point or x.dtype.itemsize not in (2, 4) or x.isnan().any() or x.isinf().any():
         return
     offsets = torch.arange(len(ids), device=x.device)
     bags = ibp.embedding_bag(table, ids, offsets, mode="sum")
-    if not torch.equal(bags, x[ids]):  # -0 may become 0
+    if not torch.equal(bags, x[ids]):  # Values are compared, because -0 may become 0.
         raise WrongBits(f"embedding_bag: {what}")
 
 
 def rows_subtracted(draw, x, table, ids, what):
-    """`deltas.make`, `apply_` and fingerprints."""
+    """Calls `deltas.make`, `apply_` and `fingerprint`."""
     new = x.clone()
     new[ids[0]] = new[-1]
     base = x.clone()
@@ -179,7 +182,7 @@ def rows_subtracted(draw, x, table, ids, what):
 
 
 def pages_call(draw, device):
-    """Pages, messages and rows of KV-caches."""
+    """Stores and loads pages, messages and rows of KV-caches."""
     layers = [torch.randn(24, 16, 128, device=device).bfloat16() for _ in range(3)]
     cache, blocks = ibp.kv.PagedTensors(layers), [1, 5, 9]
     store = ibp.kv.KVStore(layers[0], page_bytes=cache.block_bytes, num_tensors=3, num_pages=8, device=device)
@@ -206,7 +209,8 @@ def pages_call(draw, device):
 
 
 def products_call(draw, device):
-    """Products of all numbers of vectors with one matrix and with two, against products in double on the CPU."""
+    """Multiplies every number of vectors by one matrix and by two, and compares with products in double precision on
+    the CPU."""
     shape = draw(SHAPES)
     weights = [(0.02 * torch.randn(shape)).bfloat16() for _ in range(2)]
     tables = []
@@ -215,7 +219,7 @@ def products_call(draw, device):
         module.weight = torch.nn.Parameter(weight.to(device), requires_grad=False)
         module.out_features, module.in_features = shape
         tables.append(ibp.nn.Linear.from_linear(module).weight)
-    # ibp.linear leaves more vectors than these to cuBLAS.
+    # With more vectors than these, ibp.linear uses cuBLAS.
     for count in (count for count in VECTORS if count <= max(128, shape[0] // 16)):
         x = torch.randn(count, shape[1]).bfloat16()
         wanted = [x.double() @ weight.double().T for weight in weights]
@@ -228,7 +232,7 @@ def products_call(draw, device):
 
 
 def run_calls(family, seconds, seed):
-    """Random calls of a family, for so many seconds, and at least one of each kind."""
+    """Makes random calls of a family for some seconds, but at least one of each kind."""
     torch.manual_seed(seed)
     draw = random.Random(seed).choice
     device = torch.device("cuda" if ibp.cuda_is_available() else "cpu")
@@ -252,7 +256,8 @@ def start(tool, family, args, log):
         *("--print-limit", "0", "--show-backtrace", "no"),
         *(sys.executable, __file__, "--calls", family, "--seconds", str(args.seconds), "--seed", str(args.seed)),
     ]
-    # Memory that torch keeps and gives out again would look initialised to initcheck, and in bounds to memcheck.
+    # With torch's caching allocator, initcheck would take reused memory for initialised, and memcheck would miss
+    # accesses out of bounds.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 

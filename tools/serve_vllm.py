@@ -1,52 +1,57 @@
-"""Lets vLLM generate with a coded KV-cache and with coded weights: are the tokens plain ones, and how fast are they?
+"""Lets vLLM generate with a compressed KV-cache and with compressed weights. Compares the tokens with those of plain
+vLLM, and measures the speed.
 
     python tools/serve_vllm.py MODEL_DIR [--mode eager] [--prompts FILE] [--arms ARM,ARM] [--out DIR]
     python tools/serve_vllm.py --mixture --mode graphs --length 504 --arms "plain,coded weights"
     python tools/serve_vllm.py --shape qwen3-32b --mode graphs --load 256x128+1024 --arms "plain,coded weights"
 
 vLLM has to be installed, and to find ibp's plugins by its entry points. MODEL_DIR is a directory of `save_pretrained`.
-`--mixture` serves a mixture with random weights, which transformers makes: 4 layers of 32 experts, 8 for each token.
-`--shape` serves a model of a known shape with random weights, which are made on the GPU and never stored.
+`--mixture` serves a mixture of experts with random weights, which transformers makes: 4 layers of 32 experts, 8 for
+each token. `--shape` serves a model of a known shape with random weights, which are made on the GPU and never stored.
 
-Each arm is a process, with vLLM's engine inside, and has `--limit` seconds. Results are written as soon as they are
-there, so that an arm that fails loses no other's. serve_vllm.log in the output directory has what vLLM says. The arms
-run in the order that `--arms` gives; an arm that is named twice runs twice.
+Each arm runs vLLM's engine in a process of its own, for at most `--limit` seconds. Each result is written at once, so
+that an arm that fails does not lose the results of others. serve_vllm.log in the output directory has vLLM's output.
+The arms run in the order that `--arms` gives; an arm that is named twice runs twice.
 
-Answers (without `--load`). An arm answers all prompts one after the other, twice: the second time their KV-cache is
-where the arm keeps it. Prompts are lists of token ids in a JSON file; else pieces of docs/, or random ids if the model
-has no tokenizer.json. `plain`, `coded weights` and `coded checkpoint`, which `save_coded` has written, keep all on the
-GPU. The GPU of `computed anew`, `raw KV` and `coded KV` keeps a quarter; host memory of the last two has one size, too
-small for all prompts raw. Medians of the second time, over prompts that the small GPU memory does not keep: `ttft_ms`,
-to the first token; `tokens_per_s`, after it. `found` is the share of these prompts that was not computed anew;
-`batch_tokens_per_s` is the rate of a quarter of the prompts together, reading them included.
+Answers (without `--load`). An arm answers all prompts one after the other, twice. The second time, their KV-cache is
+where the arm keeps it. Prompts are lists of token ids in a JSON file. Without a file they are pieces of docs/, or
+random ids if the model has no tokenizer.json. The arms `plain`, `coded weights` and `coded checkpoint`, which
+`save_coded` has written, keep the whole KV-cache on the GPU. In the arms `computed anew`, `raw KV` and `coded KV`, the
+GPU keeps a quarter of it. `raw KV` and `coded KV` have equally much host memory, which is too small for the raw
+KV-cache of all prompts. `ttft_ms` is the time to the first token, and `tokens_per_s` the rate after it; both are
+medians of the second time, over prompts that the small GPU memory does not keep. `found` is the share of these prompts
+that was not computed anew. `batch_tokens_per_s` is the rate of a quarter of the prompts together, and includes the time
+for reading them.
 
-`equal` counts answers, of both times, with plain's tokens. Products of other shapes add in another order, and so do
-`ibp.linear` and cuBLAS: `largest_gap` is how much likelier, in nats, plain found its own token than the answer's where
-they first differ, at most; of a token that is none of plain's 20 likeliest, than the last of these. Plain tells its
-probabilities the first time, when nothing is timed; if its second answer differs by then, no gap is known.
+`equal` counts the answers of both times that have plain's tokens. Products of other shapes add in another order, and so
+do `ibp.linear` and cuBLAS, so that tokens may differ. `largest_gap` says by how much: at the first token that differs,
+it is how much likelier, in nats, plain's own token was to plain than the answer's; the largest difference counts. If
+the answer's token is not among plain's 20 likeliest, the last of these is taken instead. Plain returns its
+probabilities the first time, when nothing is timed. If its second answer differs before that token, no gap is known.
 
-Features. `plain with FEATURE` and `coded weights with FEATURE` are arms of answers, too: `two adapters`, which requests
-take in turn (LoRA, random, for all matrices of a layer); `a draft`, a model of two layers and random weights that
-proposes three tokens at a time; `FP8 KV`; and `four together`, four prompts at a time. `equal` and `largest_gap`
-compare an arm with the same weights without a feature if the feature is a draft, else with plain weights and the same
-feature. `plain with four together` is compared with plain, and tells what other sizes of a batch alone make of the
-answers.
+Features. `plain with FEATURE` and `coded weights with FEATURE` are also arms of answers. `two adapters`: requests take
+turns with two random LoRA adapters for all matrices of a layer. `a draft`: a model of two layers with random weights
+proposes three tokens at a time. `FP8 KV`: the KV-cache has 8 bits a value. `four together`: four prompts are answered
+at a time. `equal` and `largest_gap` compare an arm that has a draft with the same weights without a draft, and other
+arms with plain weights and the same feature. `plain with four together` is compared with plain, and shows what another
+batch size alone does to the answers.
 
-Loads (`--load 256x128+1024,1x128+1024`: 256 requests at once of 128 tokens, each to be continued by 1,024; then one
-alone). vLLM takes 0.95 of a card of `--card-gib`, which may be smaller than the GPU, for weights, keys and values
-together; torch's allocator refuses more than the card has. `plain` and `coded weights` recompute requests that found no
-room, `coded weights and KV` keeps their pages coded in `--host-gib` of host memory. `ttft_ms` and `ttft_p99_ms` are
-median and 99th percentile of the time to a request's first token, `between_ms` the median time between two tokens of a
-request, `sequences` the requests that got a token in a step on average, `kv_tokens` the tokens that vLLM has room for.
-`load_peak_bytes` and `peak_bytes` are the most that torch's allocator held while weights were loaded, and afterwards.
-`load_s` includes making random weights; `capture_s` is compiling, warming up and capturing graphs.
-`bound_tokens_per_s` is the most that memory, products and attention allow (tools/serving_bounds.py, by the rates of
-`--rates`), `share_of_bound` the measured share.
+Loads (`--load 256x128+1024,1x128+1024`: first 256 requests at once with 128 tokens each, which are continued by 1,024
+tokens; then one such request alone). vLLM takes 0.95 of a card of `--card-gib`, which may be smaller than the GPU, for
+weights, keys and values together; torch's allocator refuses more than the card has. If requests find no room, `plain`
+and `coded weights` recompute them, and `coded weights and KV` keeps their pages compressed in `--host-gib` of host
+memory. `ttft_ms` and `ttft_p99_ms` are median and 99th percentile of the time to a request's first token, `between_ms`
+is the median time between two tokens of a request, `sequences` is the number of requests that got a token in a step on
+average, and `kv_tokens` is the number of tokens that vLLM has room for. `load_peak_bytes` and `peak_bytes` are the most
+that torch's allocator held while weights were loaded, and afterwards. `load_s` includes making random weights;
+`capture_s` includes compiling, warming up and capturing graphs. `bound_tokens_per_s` is the highest rate that memory,
+products and attention allow (tools/serving_bounds.py, with the rates of `--rates`), and `share_of_bound` is the
+measured share of it.
 
-serve_steps.csv has the steps of `--sequences`: `step_ms` by the clock; `host_ms` the processor time of the thread,
-which sleeps while it waits; `gpu_ms` and `kernels` the time and number of kernels. The row with more tokens than
-sequences is a step that reads prompts. serve_parts.csv lists the kernels and the functions of the host that take long,
-the latter under Python's profiler, which makes them slower.
+serve_steps.csv has the steps of `--sequences`. `step_ms` is wall-clock time, `host_ms` is the processor time of the
+thread, which sleeps while it waits, and `gpu_ms` and `kernels` are the time and the number of kernels. The row with
+more tokens than sequences is a step that reads prompts. serve_parts.csv lists the kernels and the functions of the host
+that take longest; the latter are measured under Python's profiler, which makes them slower.
 """
 
 import argparse
@@ -83,27 +88,30 @@ COLUMNS = (
 ).split(",")
 OF_STEPS = "benchmark,case,arm,mode,order,card_gib,sequences,tokens".split(",")
 MACHINE = "engine,gpu,torch,cuda,commit".split(",")
-PROFILES = {  # by kind of result: a CSV and its columns
+# For each kind of result, the CSV that gets it and its columns.
+PROFILES = {
     "step": ("serve_steps.csv", [*OF_STEPS, "step_ms", "host_ms", "gpu_ms", "kernels", *MACHINE]),
     "part": ("serve_parts.csv", [*OF_STEPS, "side", "name", "calls", "us", *MACHINE]),
 }
-OF_ARM = ("case", "mode", "arm", "order", "card_gib")  # columns that name rows
+OF_ARM = ("case", "mode", "arm", "order", "card_gib")  # These columns identify rows.
 OF_LOAD = (*OF_ARM, "requests", "prompt_tokens", "new_tokens")
 PROMPTS, QUARTER, NEW_TOKENS = 16, 4, 64
-BLOCK = 16  # tokens
-LIKELIEST = 20  # tokens whose probabilities vLLM tells, at most
-UTILIZATION = 0.95  # of a card's memory that loads may take
-LARGE_CARD_GIB = 70  # from here on vLLM's server reads 8,192 tokens of prompts in a step, not 2,048
-PLAIN, CODED = "plain", "coded weights"  # arms
-ADAPTERS, DRAFT, FP8, TOGETHER = "two adapters", "a draft", "FP8 KV", "four together"  # features of arms
+BLOCK = 16  # A block of the KV-cache has this many tokens.
+LIKELIEST = 20  # vLLM returns the probabilities of at most this many tokens of a position.
+UTILIZATION = 0.95  # Loads may take this share of a card's memory.
+# On cards of at least this size vLLM's server reads 8,192 tokens of prompts in a step, and otherwise 2,048.
+LARGE_CARD_GIB = 70
+PLAIN, CODED = "plain", "coded weights"  # These are arms.
+ADAPTERS, DRAFT, FP8, TOGETHER = "two adapters", "a draft", "FP8 KV", "four together"  # These are features of arms.
 RANK, DRAFT_LAYERS, DRAFT_TOKENS = 8, 2, 3
 MODES = {
     "eager": {"enforce_eager": True},
     "graphs": {"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}},
-    "compiled": {},  # as vLLM does by default
+    "compiled": {},  # This is vLLM's default.
 }
 
-SHAPES = {  # the model and the card that it is served on, GiB that a program sees: an H100 of 80 GB, an RTX 4090
+# The model's config.json, and the GiB that a program sees of the card that serves it: an H100 of 80 GB, an RTX 4090.
+SHAPES = {
     "qwen3-32b": (
         {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 64, "hidden_size": 5120}
         | {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 25600}
@@ -129,7 +137,8 @@ def make_shape(folder, name):
 
 
 def make_mixture(folder):
-    """Writes a mixture with random weights, 0.6 GB of them experts', and returns its folder."""
+    """Writes a mixture of experts with random weights and returns its folder. The experts have 0.6 GB of the
+    weights."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {"hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -177,7 +186,7 @@ def make_adapters(config, folder):
 
 
 def make_draft(config, folder):
-    """Writes the config.json of a model of a few layers with the same words, and returns its folder."""
+    """Writes the config.json of a model with fewer layers and the same vocabulary, and returns its folder."""
     path = folder / "draft-random"
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": DRAFT_LAYERS}))
@@ -185,7 +194,7 @@ def make_draft(config, folder):
 
 
 def make_coded(model, folder, min_bytes):
-    """Writes a model's coded weights."""
+    """Writes the compressed weights of a model to a folder."""
     from transformers import AutoModelForCausalLM
 
     import ibp
@@ -197,7 +206,7 @@ def make_coded(model, folder, min_bytes):
 
 
 def prompts_of(args):
-    """Returns lists of token ids [length]."""
+    """Returns the prompts as lists of token ids."""
     if args.prompts is not None:
         return json.loads(args.prompts.read_text())[:PROMPTS]
     if (args.model / "tokenizer.json").exists():
@@ -210,12 +219,13 @@ def prompts_of(args):
 
 
 def answer(engine, prompts, adapters=(), **options):
-    """Answers prompts together. Returns for each of them (tokens, logarithms of the likeliest ones' probabilities by
-    position and token, seconds to the first token and after it, how many tokens of the prompt were found).
+    """Answers prompts together. Returns for each of them (tokens, the log-probabilities of the likeliest tokens by
+    position and token, seconds to the first token, seconds after it, number of prompt tokens that were found in a
+    cache).
 
     Args:
-        prompts: lists of tokens by number and name.
-        adapters: that prompts of even and of odd numbers take, if any.
+        prompts: {(number, name): list of tokens}.
+        adapters: LoRA adapters; a prompt takes the one at its number modulo their number. Empty: none.
     """
     from vllm import SamplingParams
 
@@ -239,13 +249,13 @@ def answer(engine, prompts, adapters=(), **options):
 
 
 def bytes_of(model):
-    """Returns the bytes of parameters and buffers. Storage that several share counts once."""
+    """Returns the bytes of parameters and buffers. Tensors with the same storage count once."""
     tensors = [*model.parameters(), *model.buffers()]
     return sum({x.data_ptr(): x.numel() * x.element_size() for x in tensors if x.numel()}.values())
 
 
 def timed(function, seconds):
-    """Returns a function that does the same and adds the seconds that it takes to a list."""
+    """Returns a function that calls `function` and appends the seconds that the call takes to a list."""
 
     @functools.wraps(function)
     def call(*args, **options):
@@ -259,8 +269,8 @@ def timed(function, seconds):
 
 
 def run_arm(task):
-    """Makes an arm's engine, measures it, and writes each result as a line of JSON to what was the standard output.
-    Other output goes to the standard error from here on."""
+    """Makes an arm's engine, measures it, and writes each result as a line of JSON to the original standard output. All
+    other output goes to the standard error from here on."""
     told = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     if task["share"] < 1 and torch.cuda.is_available():
@@ -296,7 +306,7 @@ def run_arm(task):
 
 
 def pages_of(task):
-    """Returns how many pages an arm has in host memory, if it keeps coded ones."""
+    """Returns how many pages an arm keeps in host memory; empty if it keeps no compressed pages."""
     connector = task["options"].get("kv_transfer_config", {}).get("kv_connector_extra_config", {})
     if "ibp_gain" not in connector:
         return {}
@@ -308,7 +318,7 @@ def pages_of(task):
 
 
 def answers_of(llm, task):
-    """Returns what an arm answered and took."""
+    """Lets an arm answer the prompts. Returns the answers and how long they took."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
 
@@ -324,10 +334,10 @@ def answers_of(llm, task):
             found += answer(engine, of_call, adapters, **options)
         return found
 
-    for number in range(2):  # kernels are made for the first calls
+    for number in range(2):  # Kernels are compiled during the first calls.
         answer(engine, {(number, f"warm {number}"): prompts[number][::-1]}, adapters)
     once = answered("once", range(PROMPTS), **told)
-    backwards = range(PROMPTS - fits - 1, -1, -1)  # what was used last is evicted last
+    backwards = range(PROMPTS - fits - 1, -1, -1)  # The prompt that was used last is evicted last.
     again = dict(zip(backwards, answered("again", backwards)))
     start = time.perf_counter()
     params = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
@@ -345,7 +355,7 @@ def answers_of(llm, task):
 
 
 def arms_of(args, length, coded_folder):
-    """Returns options of `vllm.LLM`, by arm. length: tokens of a prompt of answers."""
+    """Returns the options of `vllm.LLM` by arm. length: tokens of a prompt for answers."""
     config = json.loads((args.model / "config.json").read_text())
     base = {"model": str(args.model), "dtype": "bfloat16", "skip_tokenizer_init": True, "block_size": BLOCK}
     base |= MODES[args.mode] | ({"load_format": "random"} if args.shape else {})
@@ -367,7 +377,8 @@ def arms_of(args, length, coded_folder):
         base |= {"gpu_memory_utilization": UTILIZATION * args.share}
         host = tier(args.host_gib * 2**30, **coded)
         return {"plain": base, "coded weights": base | weights, "coded weights and KV": base | weights | host}
-    needed = (PROMPTS + 3) * -(-(length + NEW_TOKENS) // BLOCK)  # blocks of all prompts, and a few to warm up
+    # There are blocks for all prompts, and a few to warm up.
+    needed = (PROMPTS + 3) * -(-(length + NEW_TOKENS) // BLOCK)
     host_bytes = int(needed / args.gain) * BLOCK * kv_bytes_of(config)
     base |= {"max_model_len": length + NEW_TOKENS, "max_num_seqs": PROMPTS // QUARTER, "gpu_memory_utilization": 0.5}
     large, small = ({"num_gpu_blocks_override": number} for number in (2 * needed, needed // QUARTER + 2))
@@ -381,11 +392,11 @@ def arms_of(args, length, coded_folder):
         "coded KV": base | small | tier(host_bytes, **coded),
     }
     if args.shape:
-        del arms["coded checkpoint"]  # there is no checkpoint
+        del arms["coded checkpoint"]  # There is no checkpoint to compress.
     features = {TOGETHER: {}, FP8: {"kv_cache_dtype": "fp8"}}
     if "num_experts" not in config:
         features[ADAPTERS] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": RANK}
-    if args.shape:  # whose loader makes the draft's weights, too
+    if args.shape:  # The loader of random weights makes the draft's weights, too.
         draft = {"model": str(args.draft), "method": "draft_model", "num_speculative_tokens": DRAFT_TOKENS}
         features[DRAFT] = {"speculative_config": draft}
     for feature, options in features.items():
@@ -395,7 +406,7 @@ def arms_of(args, length, coded_folder):
 
 
 def baseline_of(arm):
-    """Returns the arm whose answers an arm's are compared with."""
+    """Returns the arm with whose answers an arm's answers are compared."""
     weights, _, feature = arm.partition(" with ")
     if feature == DRAFT:
         return weights
@@ -403,14 +414,14 @@ def baseline_of(arm):
 
 
 def run_in_process(task, folder, args, take):
-    """Runs an arm in a process and passes each of its results to `take` at once. Returns whether the arm came to its
-    end; if not, the end of what it said is printed."""
+    """Runs an arm in a process and passes each of its results to `take` at once. Returns whether the arm finished;
+    otherwise prints the end of its log."""
     path = folder / "task.json"
     path.write_text(json.dumps(task))
     environment = {"VLLM_LOGGING_LEVEL": "WARNING", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", **os.environ}
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if importlib.util.find_spec("flashinfer") is None:
-        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM's own, which needs no module besides
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # vLLM's own sampler needs no other package.
     command = [sys.executable, __file__, "--task", str(path)]
     with open(args.out / "serve_vllm.log", "a+") as said:
         said.seek(0, os.SEEK_END)
@@ -420,7 +431,7 @@ def run_in_process(task, folder, args, take):
             timer.start()
             try:
                 for line in process.stdout:
-                    if line.endswith("\n"):  # else the process was killed while it wrote
+                    if line.endswith("\n"):  # Otherwise the process was killed during the write.
                         take(json.loads(line))
             finally:
                 timer.cancel()
@@ -436,7 +447,7 @@ def run_in_process(task, folder, args, take):
 
 
 def compared(result, baseline):
-    """Returns how many answers are the baseline's, and the largest gap where one first differs."""
+    """Returns how many answers have the baseline's tokens, and the largest gap at a first token that differs."""
     others, gaps = 0, []
     for prompt, got, want in zip(result["prompts"], result["tokens"], baseline["tokens"]):
         if got == want:
@@ -451,7 +462,7 @@ def compared(result, baseline):
 
 
 def start_file(path, columns, names, rows):
-    """Starts a CSV that keeps earlier rows, except those that have the names of one that comes."""
+    """Starts a CSV. Earlier rows stay unless one of the coming rows has the same values in the columns `names`."""
 
     def named(row):
         return tuple(str(row.get(name, "")) for name in names)
@@ -461,20 +472,20 @@ def start_file(path, columns, names, rows):
 
 
 def bound_on_card(args, config, load, is_coded, weight_bytes):
-    """Returns the bound of a load; None for mixtures, whose products are not reckoned."""
+    """Returns the bound of a load, or None for mixtures of experts, whose products the bound does not model."""
     if "num_experts" in config:
         return None
     return bound_of(config, args.rates, load, is_coded, weight_bytes, UTILIZATION * args.card_gib * 2**30)
 
 
 def write_result(args, config, named, options, answers, result):
-    """Writes and prints what an arm has told.
+    """Writes and prints one result of an arm.
 
     Args:
-        config: of config.json.
-        named: columns that are known before the arm runs.
+        config: the contents of config.json.
+        named: the columns that are known before the arm runs.
         options: the arm's options of `vllm.LLM`.
-        answers: results by arms that answered. This one is added.
+        answers: results by arm; a result of kind "answers" is added.
     """
     kind = result.pop("kind")
     if kind == "progress":
@@ -500,7 +511,7 @@ def write_result(args, config, named, options, answers, result):
 
 
 def named_rows(args, arms, length):
-    """Returns, by arm in order, the columns that are known before it runs."""
+    """Returns, for each arm in order, the columns that are known before it runs."""
     same = {"benchmark": "serve_vllm", "case": args.model.resolve().name, "mode": args.mode, "command": args.command}
     same |= {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none", "torch": torch.__version__}
     same |= {"cuda": torch.version.cuda or "none", "commit": harness.commit_id()}
@@ -544,7 +555,7 @@ def run_arms(args, made):
         task["adapters"] = list(map(str, adapters)) if arm.endswith(ADAPTERS) else []
         take = functools.partial(write_result, args, config, named, options[arm], answers)
         failed += not run_in_process(task, made, args, take)
-        if task["is_baseline"] and prompts and arm not in answers:  # there is nothing to compare with
+        if task["is_baseline"] and prompts and arm not in answers:  # There is nothing to compare the others with.
             return 1
     return 1 if failed else 0
 

@@ -1,11 +1,11 @@
-"""What a dense decoder that is served from one GPU could reach at most. tools/serve_vllm.py writes the measured share
-of it beside each load.
+"""An upper bound for the speed of a dense decoder that is served from one GPU. tools/serve_vllm.py writes the measured
+share of it beside each load.
 
 The bound follows from three things. Memory: the keys and values of all running requests have to fit beside the weights,
-so that a request holds its tokens only for as many steps as the room allows. Products: a step multiplies by every
-matrix once, at the rates that benchmarks/linear.py measured on this kind of GPU, for as many vectors as requests run.
-Attention: a step reads the keys and values of the running requests at the rate of device memory. Nothing else costs
-time in it: no host, no norms, no samplers, no memory for activations.
+so that the memory limits how many requests run in a step. Products: a step multiplies by every matrix once, with as
+many vectors as requests run, at the rates that benchmarks/linear.py measured on this kind of GPU. Attention: a step
+reads the keys and values of the running requests at the rate of device memory. The bound takes everything else to be
+free: the host, norms, samplers, and the memory for activations.
 """
 
 import csv
@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-VALUE_BYTES = 2  # of BF16
-PIECE = 8192  # tokens of prompts in a step, as vLLM's server takes them on a card of 80 GB
-PRODUCTS = {False: "cuBLAS", True: "ibp.linear"}  # arms of linear.csv, by whether the weights are coded
+VALUE_BYTES = 2  # BF16 has two bytes.
+PIECE = 8192  # A step of vLLM's server takes this many tokens of prompts on a card of 80 GB.
+# These arms of linear.csv count, depending on whether the weights are compressed.
+PRODUCTS = {False: "cuBLAS", True: "ibp.linear"}
 
 
 class Load(NamedTuple):
-    """Requests that come at once, and how many tokens each brings and gets."""
+    """A number of requests that come at once, and for each of them the tokens of its prompt and the new tokens."""
 
     requests: int
     prompt_tokens: int
@@ -29,7 +30,7 @@ class Load(NamedTuple):
 
     @classmethod
     def parse(cls, text):
-        """Returns the load that a text such as 256x128+1024 names."""
+        """Returns the load that a text such as 256x128+1024 describes."""
         requests, tokens = text.split("x")
         prompt, new = tokens.split("+")
         load = cls(int(requests), int(prompt), int(new))
@@ -39,21 +40,22 @@ class Load(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """tokens_per_s: the most tokens a second. sequences: how many requests run in a step on average then."""
+    """The most that a load can reach. tokens_per_s: the highest rate. sequences: how many requests run in a step on
+    average at this rate."""
 
     tokens_per_s: float
     sequences: float
 
 
 class Rates:
-    """Times of products on one kind of GPU, read from the linear.csv that benchmarks/linear.py has written.
+    """Times of products on one kind of GPU, read from a linear.csv of benchmarks/linear.py.
 
     Attributes:
-        memory_gbps: bytes that device memory reads or writes a second, by torch's copy.
+        memory_gbps: GB that device memory reads and writes per second, measured with torch's copy.
     """
 
     def __init__(self, path: Path) -> None:
-        self._us: dict[str, dict[int, list[tuple[int, float]]]] = {}  # by arm and bytes: (vectors, us)
+        self._us: dict[str, dict[int, list[tuple[int, float]]]] = {}  # by arm and bytes of the matrix: (vectors, us)
         with open(path, newline="") as file:
             for row in csv.DictReader(file):
                 if row["case"] == "device" and row["arm"] == "copy_":
@@ -65,8 +67,8 @@ class Rates:
 
     def product_s(self, matrix_bytes: int, vectors: float, is_coded: bool) -> float:
         """Returns the seconds of one product. The rate is that of the measured matrix with the nearest number of bytes.
-        Between two numbers of vectors time grows evenly. Beyond the last it grows as cuBLAS's does, in proportion to
-        the vectors, because coded weights are decoded once then."""
+        Times between two measured numbers of vectors are interpolated. Beyond the last one, the time grows as cuBLAS's
+        does, in proportion to the vectors, because with so many vectors compressed weights are decoded only once."""
         of_arm = self._us[PRODUCTS[is_coded]]
         nearest = min(of_arm, key=lambda measured: abs(math.log(measured / matrix_bytes)))
         counts, us = zip(*sorted(of_arm[nearest]))
@@ -83,7 +85,7 @@ class Rates:
 
 
 def matrices_of(config: dict) -> dict[tuple[int, int], int]:
-    """Returns how often a step multiplies by a matrix of each shape (rows, columns), merged as vLLM merges them."""
+    """Returns how often a step multiplies by a matrix of each shape (rows, columns). Matrices are merged as in vLLM."""
     hidden, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     queries, keys = (config[f"num_{name}_heads"] * head_size_of(config) for name in ("attention", "key_value"))
     matrices = [(queries + 2 * keys, hidden), (hidden, queries), (2 * inner, hidden), (hidden, inner)]
@@ -103,19 +105,19 @@ def kv_bytes_of(config: dict) -> int:
 
 
 def weight_bytes_of(config: dict) -> int:
-    """Returns the bytes of all matrices in BF16, those of the embedding included."""
+    """Returns the bytes of all matrices in BF16, including the embedding."""
     embedding = 0 if config.get("tie_word_embeddings") else config["vocab_size"] * config["hidden_size"]
     return VALUE_BYTES * (embedding + sum(rows * columns * n for (rows, columns), n in matrices_of(config).items()))
 
 
 def bound_of(config: dict, rates: Rates, load: Load, is_coded: bool, weight_bytes: int, budget_bytes: float) -> Bound:
-    """Returns what a load can reach at most.
+    """Returns the upper bound for a load.
 
     Args:
-        config: of config.json.
-        is_coded: whether products read coded weights.
-        weight_bytes: what the weights take of the GPU's memory.
-        budget_bytes: of the GPU's memory, for weights, keys and values together.
+        config: the contents of config.json.
+        is_coded: whether products read compressed weights.
+        weight_bytes: GPU memory that the weights take.
+        budget_bytes: GPU memory for weights, keys and values together.
 
     Raises:
         ValueError: one request does not fit beside the weights.
@@ -128,7 +130,7 @@ def bound_of(config: dict, rates: Rates, load: Load, is_coded: bool, weight_byte
             f"the weights take {weight_bytes / 1e9:.1f} GB of {budget_bytes / 1e9:.1f} GB, which leaves room for "
             f"{max(0, int(room)):,} tokens; one request has {prompt + new:,}"
         )
-    held = requests * sum(range(prompt + 1, prompt + new + 1))  # tokens in memory, added up over all steps
+    held = requests * sum(range(prompt + 1, prompt + new + 1))  # These are tokens in memory, summed over all steps.
     steps = max(new, held / room)
     sequences = requests * new / steps
     prompts_s = requests * prompt / PIECE * rates.step_s(config, PIECE, is_coded)

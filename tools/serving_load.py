@@ -1,11 +1,11 @@
-"""What tools/serve_vllm.py measures inside an arm that is given loads: many requests at once, and single steps. A
-loader makes random weights in place of reading them.
+"""Measures loads and single steps inside an arm of tools/serve_vllm.py. Also has a loader that makes random weights
+instead of reading them.
 
-The engine runs in the process that measures it, so that steps can be timed one by one. `serve` times a load by the
-clock: the time to a request's first token counts from the moment at which all requests are handed over. `time_steps`
-lets some sequences run and measures their steps three times: by the clock together with the processor time of the
-thread, which sleeps while it waits for the GPU; under Python's profiler; and under torch's, which sees the kernels
-inside CUDA graphs, too.
+The engine runs in the process that measures it, so that each step can be timed. `serve` times a load with the wall
+clock; the time to a request's first token counts from the moment when all requests are submitted. `time_steps` runs
+some sequences and measures their steps three times: with the wall clock and the processor time of the thread, which
+sleeps while it waits for the GPU; under Python's profiler; and under torch's profiler, which also sees the kernels
+inside CUDA graphs.
 """
 
 import cProfile
@@ -19,19 +19,21 @@ import numpy as np
 import torch
 from serving_bounds import Load
 
-SPREAD = 0.02  # of random weights
-WARM = {"requests": 16, "new_tokens": 4}  # before a load is timed: kernels are made for the first calls
-SETTLE, TIMED, PROFILED = 8, 24, 8  # steps
-STEPS = Load(1, 128, SETTLE + 2 * TIMED + PROFILED + 24)  # of each sequence; the last 24, until all have begun
-PROMPTS = Load(4, 512, 1)  # whose single step stands for prompts
-MOST_LISTED = 15  # kernels, and functions of the host
-TELL_S = 10.0  # between two lines about a load
+SPREAD = 0.02  # Random weights have this standard deviation.
+# Before a load is timed, this smaller one is served, because kernels are compiled during the first calls.
+WARM = {"requests": 16, "new_tokens": 4}
+SETTLE, TIMED, PROFILED = 8, 24, 8  # SETTLE steps are not measured, TIMED are timed, and PROFILED are profiled.
+# Each sequence gets enough tokens for all steps. The last 24 pass until all sequences have begun.
+STEPS = Load(1, 128, SETTLE + 2 * TIMED + PROFILED + 24)
+PROMPTS = Load(4, 512, 1)  # The single step of this load stands for reading prompts.
+MOST_LISTED = 15  # The CSV lists at most this many kernels, and this many functions of the host.
+TELL_S = 10.0  # A line about a load is printed every this many seconds.
 
 
 def random_weights(folder, device):
-    """Yields name and values of the tensors that a checkpoint of the model in `folder`, of which only config.json is
-    read, would have: N(0, 0.02) for matrices, ones for norms, zeros for biases. The values are made on the device, one
-    tensor after the other, and are the same each time."""
+    """Yields the names and values of the tensors of a checkpoint. `folder` needs only the model's config.json. Values
+    are N(0, 0.02) for matrices, ones for norms and zeros for biases. They are made on the device, one tensor after the
+    other, and are the same each time."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -43,15 +45,15 @@ def random_weights(folder, device):
 
 
 def register_random_weights():
-    """Makes `load_format="random"` known to vLLM. Weights go through the loaders of vLLM's model as those of a file do,
-    so that a quantization codes each layer as soon as it has its weights."""
+    """Makes `load_format="random"` known to vLLM. Weights pass through the loaders of vLLM's model like weights from a
+    file, so that a quantization compresses each layer as soon as it has its weights."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     @register_model_loader("random")
     class RandomWeightsLoader(BaseModelLoader):
         def download_model(self, model_config):
-            """Does nothing: there is no file."""
+            """Does nothing, because there is no file."""
 
         def load_weights(self, model, model_config):
             device = next(each.device for each in model.parameters() if not each.is_meta)
@@ -59,7 +61,7 @@ def register_random_weights():
 
 
 def add_requests(engine, load, name, num_words):
-    """Hands over a load's requests, with random tokens that no other name has. Returns their names."""
+    """Submits a load's requests and returns their names. Their tokens are random and depend on `name`."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -74,13 +76,13 @@ def add_requests(engine, load, name, num_words):
 
 
 def serve(engine, load, name, num_words, tell=lambda result: None):
-    """Serves a load and returns what it took. `sequences` is how many requests got a token in a step on average.
+    """Serves a load and returns its times. `sequences` is the average number of requests that got a token in a step.
 
     Raises:
         RuntimeError: a request got too few tokens.
     """
     wanted, got, num_steps = load.requests * load.new_tokens, 0, 0
-    times = defaultdict(list)  # of tokens, by request
+    times = defaultdict(list)  # when each token came, by request
     start = told = time.perf_counter()
     add_requests(engine, load, name, num_words)
     while engine.has_unfinished_requests():
@@ -105,7 +107,7 @@ def serve(engine, load, name, num_words, tell=lambda result: None):
 
 
 def kernels_of(profile, num_steps):
-    """Returns the calls and the GPU's microseconds of a step, by kernel, the longest first."""
+    """Returns {kernel: (calls, microseconds)} per step on the GPU, the longest first."""
     on_gpu = torch.autograd.DeviceType.CUDA
     events = [each for each in profile.key_averages() if each.device_type == on_gpu and not each.is_user_annotation]
     found = {each.key: (each.count / num_steps, each.self_device_time_total / num_steps) for each in events}
@@ -113,7 +115,7 @@ def kernels_of(profile, num_steps):
 
 
 def functions_of(profile, num_steps):
-    """Returns the calls and the host's microseconds of a step, by function and without what it calls, the longest
+    """Returns {function: (calls, microseconds)} per step on the host, without the functions that it calls, the longest
     first."""
     found = {}
     for (path, line, name), (_, calls, seconds, *_) in pstats.Stats(profile).stats.items():
@@ -128,7 +130,7 @@ def gpu_profile():
 
 
 def step_rows(what, kernels, functions):
-    """Yields the result of timed steps, and of each kernel and function that takes long."""
+    """Yields the result of timed steps, then a result for each of the longest kernels and functions."""
     times = {"gpu_ms": sum(us for _, us in kernels.values()) / 1e3}
     yield {"kind": "step", **what, **times, "kernels": sum(calls for calls, _ in kernels.values())}
     for side, listed in (("GPU", kernels), ("host", functions)):
@@ -137,7 +139,7 @@ def step_rows(what, kernels, functions):
 
 
 def time_steps(engine, num_sequences, num_words):
-    """Yields the rows of steps in which some sequences get a token each."""
+    """Yields the rows of steps in which each of some sequences gets one token."""
     load = STEPS._replace(requests=num_sequences)
     waiting = set(add_requests(engine, load, f"{num_sequences} sequences", num_words))
     while waiting:
@@ -173,7 +175,7 @@ def time_prompts(engine, num_words):
 
 
 def measure(llm, task, tell):
-    """Serves a task's loads, then times steps, and tells each result as soon as it is there."""
+    """Serves a task's loads, then times steps. Passes each result to `tell` at once."""
     engine, num_words = llm.llm_engine, llm.llm_engine.model_config.get_vocab_size()
     loads = [Load(*load) for load in task["loads"]]
     cache = engine.vllm_config.cache_config

@@ -1,11 +1,11 @@
-"""The shape of the library, counted from its sources.
+"""Counts measures of the library's structure in its sources.
 
     python tools/shape.py            # the counts, one a line
     python tools/shape.py --list     # with the names behind them
 
-Counts: imports that go against the order of the floors, files that import each other in circles, reads of another
-file's private attributes, names at the root, class names that several classes share, words of the documentation, and
-lines of `ibp/` and `csrc/`. Imports inside functions count; imports for type checkers alone do not.
+Counts imports against the order of the floors, files that import each other in circles, reads of another file's private
+attributes, names at the root, class names that several classes share, words of the documentation, and lines of `ibp/`
+and `csrc/`. Imports inside functions count; imports only for type checkers do not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Folders of ibp/: each imports only from itself and from those above it.
+# Folders of ibp/. Each folder imports only from itself and from the folders listed before it.
 FLOORS = (
     "_common",
     "_machine",
@@ -45,12 +45,12 @@ FLOORS = (
     "_cli",
     "integrations",
 )
-COMPILED = ("ibp._core",)  # which imports nothing
+COMPILED = ("ibp._core",)  # A compiled module imports nothing.
 C_SOURCES = (".c", ".h", ".cu", ".cuh", ".cpp")
 
 
 class Package:
-    """The Python files of `ibp/`, by the names of their modules."""
+    """The Python files of `ibp/`, by module name."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self.root = root
@@ -65,7 +65,7 @@ class Package:
 
     @cached_property
     def imports(self) -> dict[str, set[str]]:
-        """Of each module, the modules of the package that it imports when it runs."""
+        """Returns, for each module, the modules of the package that it imports when it runs."""
         return {name: set(self._imported(name)) - {name} for name in self.trees}
 
     def _imported(self, name: str) -> Iterator[str]:
@@ -88,7 +88,7 @@ class Package:
 
     @cached_property
     def upward_imports(self) -> list[str]:
-        """Imports from a folder that stands lower in `FLOORS`, as "module: module"."""
+        """Returns imports from a folder that stands later in `FLOORS`, as "module: module"."""
         floors = {name: number for number, name in enumerate(FLOORS)}
         lowest = floors["_inspect"]
         found = []
@@ -104,13 +104,15 @@ class Package:
 
     @cached_property
     def circles(self) -> list[list[str]]:
-        """Groups of modules of which each imports all others in the end. The root does not count: it imports all."""
+        """Returns groups of modules that import each other, directly or through others. The root is left out because it
+        imports all."""
         graph = {name: targets - {"ibp"} for name, targets in self.imports.items() if name != "ibp"}
         return [sorted(group) for group in strongly_connected(graph) if len(group) > 1]
 
     @cached_property
     def private_reads(self) -> Counter[str]:
-        """Of each module, reads of private attributes that another module defines and it does not."""
+        """Counts, for each module, reads of private attributes that another module defines and the module itself does
+        not."""
         defined = {name: set(private_names(tree)) for name, tree in self.trees.items()}
         anywhere = set().union(*defined.values())
         reads: Counter[str] = Counter()
@@ -126,7 +128,7 @@ class Package:
 
     @cached_property
     def class_names(self) -> dict[str, list[str]]:
-        """Class names that stand for several classes, and the modules that define them."""
+        """Returns class names that several classes share, with the modules that define them."""
         found: dict[str, list[str]] = defaultdict(list)
         for name, tree in self.trees.items():
             for node in ast.walk(tree):
@@ -153,7 +155,7 @@ class Package:
 
 
 def nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under `if TYPE_CHECKING`."""
+    """Yields all nodes except those under `if TYPE_CHECKING`."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -163,7 +165,7 @@ def nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
-    """Private names that a module defines: functions, classes, variables, and attributes that it sets."""
+    """Yields private names that a module defines: functions, classes, variables, and attributes that it sets."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = node.name
@@ -178,7 +180,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
 
 
 def strongly_connected(graph: dict[str, set[str]]) -> Iterator[list[str]]:
-    """Tarjan's algorithm."""
+    """Yields the strongly connected components of a graph, by Tarjan's algorithm."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

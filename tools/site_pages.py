@@ -1,8 +1,9 @@
-"""Hook of mkdocs.yml: pages that lie outside docs/, and Markdown that holds on GitHub and on the site.
+"""Hook of mkdocs.yml: adds pages that lie outside docs/, and rewrites Markdown for GitHub so that it works on the site.
 
-On GitHub a link is a path from the page's own folder. The site has the same pages in other places, so links are written
-anew: to a page of the site, else to a page that shows the file that is meant (source code, a list of a folder's files),
-else to a copy of it (images, tables of numbers). Pages of the site need nothing from another host.
+On GitHub a link is a path relative to the page's folder. The site has the same pages in other places, so that links are
+rewritten. A link leads to a page of the site if there is one; otherwise to a page that shows the target (source code, a
+list of a folder's files), or to a copy of it (images, tables of numbers). Pages of the site need nothing from another
+host.
 """
 
 import ast
@@ -14,7 +15,7 @@ from pathlib import Path
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
-# Pages from elsewhere: their place in the site, and in the repository.
+# Pages that lie outside docs/: place in the site, place in the repository.
 PAGES = {
     "index.md": "README.md",
     "tour.md": "examples/tour.ipynb",
@@ -28,15 +29,15 @@ PAGES = {
     "security.md": "SECURITY.md",
     "changelog.md": "CHANGELOG.md",
 }
-# How files are shown that are linked and are no pages; others are copied.
+# Languages of linked files that a page shows. Files with other endings are copied.
 LANGUAGES = {".c": "c", ".h": "c", ".cu": "cuda", ".cuh": "cuda", ".cpp": "c++", ".py": "python", ".sh": "sh"}
 FENCE = re.compile(r"\s*(```+|~~~+)(.*)")
-NAME = re.compile(r"(?<!\[)`(ibp(?:\.\w+)+)`")  # of an object, alone between backticks and in no link
-LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")  # its text, and where it leads
+NAME = re.compile(r"(?<!\[)`(ibp(?:\.\w+)+)`")  # This finds the name of an object in backticks, outside links.
+LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^)\s]+)\)")  # This finds the text and the target of a link.
 
 
 def text_of(path):
-    """The Markdown of a page: of a notebook its cells, and what they printed; of the man page its text."""
+    """Returns a page as Markdown. For a notebook these are its cells and their outputs, for the man page its text."""
     text = (ROOT / path).read_text()
     if path.endswith(".ipynb"):
         return text_of_notebook(json.loads(text))
@@ -55,7 +56,8 @@ def text_of_notebook(notebook):
 
 
 def text_of_man_page(roff):
-    """A heading a command, and what tools/command_line.py has written below it as roff."""
+    """Returns the man page as Markdown: each command gets a heading, followed by what tools/command_line.py has written
+    as roff."""
     parts, lines = ["# ibp(1)"], []
     for line in [*roff.splitlines(), ".SH"]:
         macro, _, words = line.partition(" ")
@@ -76,12 +78,12 @@ def text_of_man_page(roff):
 
 
 def origin(uri):
-    """Where a page of the site lies in the repository."""
+    """Returns where a page of the site lies in the repository."""
     return PAGES.get(uri, f"docs/{uri}")
 
 
 def outside_fences(text):
-    """(line, whether it is text, not code) of every line; fences are code."""
+    """Yields (line, whether it is text) for every line. Lines of fenced code and the fences themselves are not text."""
     closing = None
     for line in text.split("\n"):
         fence = FENCE.match(line)
@@ -93,14 +95,15 @@ def outside_fences(text):
 
 
 def linked_paths(path):
-    """What the page at a path of the repository links to there, as paths from its root."""
+    """Returns the paths that a page of the repository links to, relative to the repository's root."""
     text = "\n".join(line for line, is_text in outside_fences(text_of(path)) if is_text)
     targets = {target.partition("#")[0] for _, target in LINK.findall(text) if not re.match(r"[a-z]+:", target)}
     return {posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) for target in targets - {""}}
 
 
 def shown(config, path):
-    """The files of the site that stand for a file or a folder that is no page: what shows it comes first."""
+    """Returns the site's files for a linked file or folder that is not a page. The first one is the target of the
+    link."""
     source = ROOT / path
     head = "---\nsearch:\n  exclude: true\n---\n\n"
     if source.is_dir():
@@ -116,26 +119,26 @@ def shown(config, path):
 
 
 def title_of(path):
-    """The first heading of a page."""
+    """Returns the first heading of a page."""
     return next(line for line in text_of(path).split("\n") if line.startswith("# "))[2:]
 
 
 def names_in_the_reference():
-    """Objects that pages of docs/api show: alone, or with the module that lists them in its `__all__`."""
+    """Returns the objects that pages of docs/api show, either alone or through the `__all__` of their module."""
     pages = (ROOT / "docs" / "api").glob("*.md")
     shown = {name for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
     return shown | {f"{name}.{member}" for name in shown for member in members_of(name)}
 
 
 def members_of(name):
-    """The names in `__all__` of a package below ibp; none where the name is of something else."""
+    """Returns the names in the `__all__` of a package of ibp, or an empty list if the name is not a package's."""
     path = ROOT.joinpath(*name.split("."), "__init__.py")
     nodes = ast.parse(path.read_text()).body if path.exists() else []
     lists = (node for node in nodes if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__")
     return [member for node in lists for member in ast.literal_eval(node.value)]
 
 
-# Path in the repository: place in the site. Filled by on_files, read as pages are rendered.
+# Path in the repository: place in the site. on_files fills it before pages are rendered.
 PLACES: dict[str, str] = {}
 
 
@@ -156,7 +159,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Links from here, and to the reference; the first word after a fence is its language, others become its title."""
+    """Rewrites links for a page's place in the site, links names to the reference, and turns words after a fence's
+    language into its title."""
     here, names = origin(page.file.src_uri), names_in_the_reference()
 
     def link(match):
@@ -166,7 +170,7 @@ def on_page_markdown(markdown, page, config, files):
             return match[0]
         place = posixpath.relpath(PLACES[path], posixpath.dirname(page.file.src_uri) or ".")
         if re.fullmatch(r"[\w./-]+\.(md|ipynb)", text) and not PLACES[path].startswith("files/"):
-            text = title_of(path)  # where GitHub shows a path, the site shows a title
+            text = title_of(path)  # GitHub shows a path, and the site shows a title.
         return f"[{text}]({place}{'#' + anchor if anchor else ''})"
 
     def name(match):

@@ -1,17 +1,18 @@
-"""Small drawings as SVG: boxes, text and arrows in one style, on a card that reads on light and on dark pages."""
+"""Draws small SVG pictures of boxes, text and arrows in one style, on a card that is readable on light and dark
+pages."""
 
 from html import escape
 
 FONT = "Helvetica, Arial, sans-serif"
 MONO = "DejaVu Sans Mono, Menlo, Consolas, monospace"
-# Kind: (fill, stroke) on a light card, and on a dark one. The hues are Okabe and Ito's.
+# Kind: (fill, stroke, fill on a dark card, stroke on a dark card). The hues are Okabe and Ito's.
 KINDS = {
     "plain": ("#eceeef", "#8a939b", "#2b333a", "#8a97a3"),  # bytes as the user has them
     "kept": ("#d3e6f6", "#0072b2", "#12405f", "#56b4e9"),  # bits of the row that are stored
     "coder": ("#fce8bf", "#b97a00", "#5c4303", "#e69f00"),  # what the coder adds: digits, participation bits, headers
-    "index": ("#cfeadf", "#007a59", "#0b4a3a", "#2cb894"),  # where something is: lengths, bases, positions
-    "raw": ("#f8d9c9", "#c04d00", "#63270a", "#ee7733"),  # what does not fit the rule: escapes, overflow
-    "left": ("#fbfbf8", "#b9c0c6", "#1b2127", "#56616b"),  # what is not stored at all
+    "index": ("#cfeadf", "#007a59", "#0b4a3a", "#2cb894"),  # positions: lengths, bases, places
+    "raw": ("#f8d9c9", "#c04d00", "#63270a", "#ee7733"),  # exceptions: escapes, overflow
+    "left": ("#fbfbf8", "#b9c0c6", "#1b2127", "#56616b"),  # what is not stored
 }
 STYLE = "".join(
     [
@@ -30,7 +31,7 @@ STYLE = "".join(
 
 
 class Drawing:
-    """An SVG file in the making; lengths are pixels, y grows downwards."""
+    """An SVG file that is being drawn. Lengths are in pixels, and y grows downwards."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self.parts = [
@@ -44,32 +45,32 @@ class Drawing:
         ]
 
     def box(self, kind: str, x: float, y: float, width: float, height: float, text: str = "", style: str = "") -> None:
-        """A box with text in its middle. style: further classes of the text."""
+        """Draws a box with text in its middle. style: further classes of the text."""
         self.parts.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2"/>')
         if text:
             self.text(x + width / 2, y + height / 2 + 5, text, f"mid {style}".strip())
 
     def text(self, x: float, y: float, text: str, style: str = "") -> None:
-        """One line of text on the base line y."""
+        """Draws one line of text on the base line y."""
         self.parts.append(f'<text class="{style}" x="{x:g}" y="{y:g}">{escape(text)}</text>')
 
     def arrow(self, *points: tuple[float, float], tip: bool = True) -> None:
-        """A line through points that ends with a tip."""
+        """Draws a line through points. It ends with a tip if `tip` is set."""
         path = " ".join(f"{x:g},{y:g}" for x, y in points)
         end = ' marker-end="url(#tip)"' if tip else ""
         self.parts.append(f'<polyline class="line" points="{path}"{end}/>')
 
     def cells(self, kinds: list[str], texts: list[str], x: float, y: float, width: float, height: float) -> None:
-        """Boxes of one size side by side, each with a short text."""
+        """Draws boxes of one size side by side, each with a short text."""
         for i, (kind, text) in enumerate(zip(kinds, texts)):
             self.box(kind, x + i * width, y, width, height, text, "mono small")
 
     def legend(self, x: float, y: float, entries: list[tuple[str, str]], step: float = 180) -> None:
-        """What kinds of boxes mean, in one line."""
+        """Draws a line that explains the kinds of boxes."""
         for i, (kind, meaning) in enumerate(entries):
             self.box(kind, x + i * step, y - 11, 14, 14)
             self.text(x + i * step + 21, y, meaning, "small note")
 
     def svg(self) -> str:
-        """The whole file."""
+        """Returns the text of the whole file."""
         return "\n".join([*self.parts, "</svg>", ""])

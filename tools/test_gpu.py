@@ -1,11 +1,11 @@
-"""Runs every test file in a process of its own, as many at a time as there are cores; a test that finds no GPU fails.
+"""Runs every test file in a process of its own, as many at a time as there are cores. A test that finds no GPU fails.
 
-Tests of two GPUs fail too where a second one is there but cannot be used.
+Tests that need two GPUs also fail if there is a second one that cannot be used.
 
     python tools/test_gpu.py [arguments of pytest]
 
-Prints the last line of each file's run as it ends, all that pytest said where it failed, and the total. The output of
-each is in build/tests/gpu. Exits with 1 if a file failed.
+Prints the last line of each file's run as it ends, all output of pytest for files that failed, and the total.
+build/tests/gpu has the output of each file. Exits with 1 if a file failed.
 """
 
 import collections
@@ -21,11 +21,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build" / "tests" / "gpu"
-NO_TESTS_COLLECTED = 5  # pytest's exit status where -k or -m leaves nothing of a file
+NO_TESTS_COLLECTED = 5  # pytest ends with this status if -k or -m leaves no test of a file.
 
 
 def run_file(path, arguments):
-    """(path, whether all is well, pytest's output)."""
+    """Runs a test file. Returns (path, whether it succeeded, pytest's output)."""
     command = [
         sys.executable,
         "-m",
@@ -50,7 +50,7 @@ def run_file(path, arguments):
 
 
 def counts_in(line):
-    """What pytest's last line counts: {"passed": 3, "skipped": 1}."""
+    """Returns the counts in pytest's last line: {"passed": 3, "skipped": 1}."""
     return {
         outcome: int(number)
         for number, outcome in re.findall(r"(\d+) (passed|failed|skipped|error|xfailed|xpassed|deselected)", line)

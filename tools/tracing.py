@@ -1,8 +1,9 @@
-"""Sets a byte in a file that all processes of a test have mapped for each line of Python and each block of C that one
-of them reaches: also processes that are forked, started or killed, whose lines coverage.py would lose.
+"""Records which lines of Python and which blocks of C the processes of a test reach.
 
-Lines of Python are seen by a `tracer`. C code calls `__sanitizer_cov_trace_pc` at the start of each block (gcc's
--fsanitize-coverage=trace-pc), and TRACE_C is linked to the library.
+Each line and each block has a byte in a file that all processes map. The first process that reaches the line sets the
+byte. This also works for processes that are forked, started or killed, whose lines coverage.py would lose. A `tracer`
+sees lines of Python. C code calls `__sanitizer_cov_trace_pc` at the start of each block (gcc's
+-fsanitize-coverage=trace-pc); TRACE_C implements it and is linked to the library.
 """
 
 import mmap
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-C_BYTES = 2 << 20  # more than the library has of code; Python's lines follow
+C_BYTES = 2 << 20  # The library has less code than this many bytes. The bytes for Python's lines follow.
 TRACED_BYTES = C_BYTES + (1 << 18)
 TRACE_C = """
 #include <fcntl.h>
@@ -42,12 +43,12 @@ __attribute__((no_sanitize_coverage)) void __sanitizer_cov_trace_pc(void)
     if (reached != NULL && at < C_BYTES) reached[at] = 1;
 }
 """.replace("C_BYTES", str(C_BYTES))
-# For Pythons that tests start.
+# This sitecustomize.py starts the tracer in Python processes that tests start.
 SITE = "import os\n\nif 'IBP_REACHED' in os.environ:\n    import tracing\n\n    tracing.use(tracing.tracer())\n"
 
 
 def starts_of(tree: Path) -> dict[str, int]:
-    """Where the lines of each Python source have their bytes: line n at start + n."""
+    """Returns where the bytes of each Python source start. The byte of line n is at start + n."""
     starts, at = {}, C_BYTES
     for path in sorted([*tree.glob("ibp/**/*.py"), tree / "ibp_command.py"]):
         starts[str(path)] = at
@@ -56,7 +57,8 @@ def starts_of(tree: Path) -> dict[str, int]:
 
 
 def tracer() -> Callable[..., Any]:
-    """What sets the bytes of all lines that a process reaches, and what it forks, once it is in use."""
+    """Returns a tracer, which sets the bytes of all lines that a process reaches. It stays in use in processes that are
+    forked."""
     starts = starts_of(Path(os.environ["IBP_TRACED_TREE"]))
     with open(os.environ["IBP_REACHED"], "r+b") as file:
         reached = mmap.mmap(file.fileno(), TRACED_BYTES)

@@ -5,16 +5,17 @@
 
 tools/record_interfaces.py unpacks releases there.
 
-Nothing of the packages is installed, and no server runs. Their modules around KV-cache offloading are imported as they
-are; all others, such as those with compiled parts, are replaced by objects that do nothing. vLLM's own manager, and its
-worker's side of the connector, then store and load random chunks for some hundred steps, as a scheduler does: blocks
-are written anew as soon as vLLM may do so, pages find no room, caches are reset. Its manager of tiers stores chunks in
-memory and behind it, and looks for them. SGLang's own factory makes the storage, its controller's methods write and
-read pages, and its storage of files says which prefixes can be restored.
-Every page that comes back has to have the bits that were stored.
+No package is installed and no server runs. The packages' modules around KV-cache offloading are imported as they are.
+Objects that do nothing replace all other modules, such as those with compiled parts.
 
-try_weights.py then tries vLLM's layers with coded weights, try_sync.py pushes changes into them, and try_experts.py
-tries its fused experts.
+vLLM's own manager, and the worker's side of its connector, store and load random chunks for a few hundred steps, as a
+scheduler does: blocks are overwritten as soon as vLLM may do so, pages find no room, and caches are reset. vLLM's
+manager of tiers stores chunks in memory and in the tier behind it, and looks them up. For SGLang, its own factory makes
+the storage, its controller's methods write and read pages, and its storage of files says which prefixes can be
+restored. Every page that is loaded must have the bits that were stored.
+
+try_weights.py then tries vLLM's layers with compressed weights, try_sync.py pushes changes into them, and
+try_experts.py tries vLLM's fused experts.
 """
 
 import argparse
@@ -72,29 +73,31 @@ REAL = (
     "sglang.srt.plugins",
     "sglang.srt.plugins.hook_registry",
     "lmcache.lmcache_native",
-    "lmcache.v1.distributed.[!st]*",  # neither serde nor transfer_channel
+    # This leaves out serde and transfer_channel.
+    "lmcache.v1.distributed.[!st]*",
     "lmcache.v1.distributed.storage*",
     "lmcache.v1.memory_management",
     "lmcache.v1.memory_allocators",
     "lmcache.v1.memory_allocators.*",
     "lmcache.v1.platform.event_notifier",
 )
-GIVEN_ON = {"lmcache.v1.platform": "lmcache.v1.platform.event_notifier"}  # by package: whose names it gives on
-PAGE_ALIGNMENT = 4096  # of vLLM's chunks in host memory
+# A package reexports the names of a module.
+GIVEN_ON = {"lmcache.v1.platform": "lmcache.v1.platform.event_notifier"}
+PAGE_ALIGNMENT = 4096  # vLLM aligns chunks in host memory to this many bytes.
 
 
 class CPUStreams:
-    """What SGLang takes for torch.cuda."""
+    """A stand-in for torch.cuda, as far as SGLang uses it."""
 
     class Event:
         def __init__(self, enable_timing=False):
-            """There is no time to measure."""
+            """Does nothing, because no time is measured."""
 
         def record(self, stream=None):
-            """Work is done when its call comes back."""
+            """Does nothing, because work is done when its call returns."""
 
         def wait(self, stream=None):
-            """The same."""
+            """Does nothing, because work is done when its call returns."""
 
     @staticmethod
     def Stream():
@@ -105,7 +108,7 @@ class CPUStreams:
         return contextlib.nullcontext()
 
 
-# Functions of SGLang that its host pools call, as on a machine without a GPU.
+# Functions of SGLang that its host pools call. They return what they would on a machine without a GPU.
 OF_SGLANG = dict.fromkeys(("is_cuda", "is_hip", "is_npu", "is_xpu", "is_mps"), bool) | {
     "get_device_module": lambda: CPUStreams,
     "available_host_memory_bytes": lambda **options: 1 << 40,
@@ -129,16 +132,16 @@ class _NothingType(type):
 
 
 class Nothing(metaclass=_NothingType):
-    """What stands for all that the packages import and the adapters do not need."""
+    """A stand-in for everything that the packages import and the adapters do not need."""
 
     def __init__(self, *args, **kwargs):
-        """Takes all there is."""
+        """Takes any arguments."""
 
     def __class_getitem__(cls, item):
         return cls
 
     def __call__(self, *args, **kwargs):
-        return args[0] if len(args) == 1 and callable(args[0]) else None  # a decorator gives what it is put on
+        return args[0] if len(args) == 1 and callable(args[0]) else None  # A decorator returns what it decorates.
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -147,7 +150,8 @@ class Nothing(metaclass=_NothingType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports a package's modules: those of REAL from its files, all others as modules of Nothing."""
+    """A finder of a package's modules. Modules in REAL come from files; all others have only attributes that are
+    Nothing."""
 
     def __init__(self, root, package):
         self._root, self._package = root, package
@@ -168,7 +172,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module):
-        """There is nothing to run."""
+        """Does nothing, because there is no code to run."""
 
 
 def _is_real(name):
@@ -194,7 +198,7 @@ def _attribute(module, name):
         return lambda name: Nothing()
     if name == "SharedOffloadRegion":
         return type(name, (), {"BLOCK_SIZE_ALIGNMENT": PAGE_ALIGNMENT})
-    return Nothing() if name == "envs" else Nothing  # the variables of envs give None
+    return Nothing() if name == "envs" else Nothing  # The variables of envs are None.
 
 
 def check(is_so, what):
@@ -203,7 +207,7 @@ def check(is_so, what):
 
 
 def pages_of(count, num_bytes, rng):
-    """[count, num_bytes] of BF16 keys, every eighth of noise, for which a pool has no room."""
+    """Returns [count, num_bytes] of BF16 keys. Every eighth page is noise, for which a pool may have no room."""
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     kept = torch.randn(count, num_bytes // 2, generator=generator).mul(0.02).bfloat16().view(torch.int8)
     noise = torch.randint(-128, 128, (count, num_bytes), dtype=torch.int8, generator=generator)
@@ -214,7 +218,8 @@ def pages_of(count, num_bytes, rng):
 
 
 class Scheduler:
-    """Stores and loads chunks at random, through vLLM's manager and the worker's side of its connector."""
+    """A scheduler that stores and loads chunks at random, through vLLM's manager and the worker's side of its
+    connector."""
 
     NUM_BLOCKS, BLOCKS_PER_CHUNK = 64, 2
 
@@ -223,7 +228,7 @@ class Scheduler:
         from vllm.v1.kv_offload import base, config, factory
 
         self.base, self.common, self.rng = base, common, random.Random(seed)
-        # A group of layers with blocks of two sizes, and one that shares a tensor and uses less of each block.
+        # One group has layers with blocks of two sizes. The other shares a tensor with it and uses less of each block.
         sizes = [4096, 4096, 2048]
         self.tensors = [torch.zeros(self.NUM_BLOCKS, size, dtype=torch.int8) for size in sizes]
         self.groups = [[(0, 4096), (1, 4096), (2, 2048)], [(1, 3000)]]
@@ -248,7 +253,7 @@ class Scheduler:
         self.connector = worker.OffloadingConnectorWorker(self.spec, *[None] * (num_arguments - 1))
         self.connector._init_worker(base.CanonicalKVCaches(of_tensors, refs))
         self.jobs = itertools.count()
-        self.stores, self.loads = {}, {}  # by job: (keys, blocks); (keys, blocks, wanted)
+        self.stores, self.loads = {}, {}  # by job: (keys, blocks) and (keys, blocks, wanted)
         self.content, self.free = {}, list(range(1, self.NUM_BLOCKS))
         self.num_loaded = self.num_lost = 0
 
@@ -260,7 +265,7 @@ class Scheduler:
         return [self.tensors[number][blocks, :size].clone() for number, size in self.groups[group]]
 
     def write(self, blocks):
-        """What a model does with blocks that it has been given."""
+        """Writes random keys to blocks, as a model does with its blocks."""
         for tensor in self.tensors:
             tensor[blocks] = pages_of(len(blocks), tensor.shape[1], self.rng)
 
@@ -270,7 +275,7 @@ class Scheduler:
         return self.base.GPULoadStoreSpec(blocks, [len(each) for each in blocks_of_groups], indices)
 
     def of_groups(self, blocks):
-        """The blocks of keys, by group."""
+        """Returns the blocks of keys, by group."""
         groups = ([each for key, each in blocks.items() if self.content[key][0] == group] for group in range(2))
         return [sum(each, []) for each in groups]
 
@@ -299,7 +304,8 @@ class Scheduler:
         return {job: self.common.TransferJob("some", self.gpu_spec(blocks), output.store_spec)}
 
     def new_loads(self, ready):
-        """Of chunks that are stored; half of them, where the engine knows it, have to be there within the step."""
+        """Starts to load a few stored chunks. If the engine supports it, half of the loads must finish within the
+        step."""
         wanted = [key for key in self.rng.sample(ready, min(len(ready), 2)) if key in self.content]
         wanted = sorted(wanted, key=lambda key: self.content[key][0])
         if not wanted or len(self.free) < 4 * self.BLOCKS_PER_CHUNK:
@@ -320,7 +326,8 @@ class Scheduler:
                 self.num_loaded += 1
 
     def step(self, is_reset=False):
-        """As a step of the engine: what is to be flushed, loads, the model, stores, what is finished."""
+        """Runs a step of the engine: flushes, starts loads, runs the model, starts stores, and takes what has
+        finished."""
         if is_reset:
             self.manager.reset_cache()
             flushed = set(self.stores) | set(self.loads)
@@ -331,7 +338,7 @@ class Scheduler:
         stores = self.new_stores()
         metadata = self.common.OffloadingConnectorMetadata(loads, stores, flushed or None)
         self.connector.handle_preemptions(metadata)
-        for job in flushed & set(self.stores):  # their blocks are the next request's
+        for job in flushed & set(self.stores):  # The next request gets their blocks.
             self.write(self.stores[job][1])
         self.connector.start_kv_transfers(metadata)
         self.check_loads(job for job, entry in loads.items() if getattr(entry, "sync", False))
@@ -359,7 +366,7 @@ class Scheduler:
 
 
 def _filled(cls, **values):
-    """An object of a dataclass; fields without value or default are None."""
+    """Returns an object of a dataclass. Fields without a value or default are None."""
     missing = (field.name for field in dataclasses.fields(cls) if field.default is dataclasses.MISSING)
     known = {field.name for field in dataclasses.fields(cls)}
     return cls(**(dict.fromkeys(missing) | {name: value for name, value in values.items() if name in known}))
@@ -383,7 +390,8 @@ def try_vllm(num_steps=200):
 
 
 class Tiers:
-    """Stores chunks in vLLM's host memory, and looks for them there and in ibp's tier, through vLLM's manager."""
+    """A scheduler that stores chunks in vLLM's host memory, and looks them up there and in ibp's tier, through vLLM's
+    manager."""
 
     NUM_CHUNKS, CHUNK_BYTES = 8, 2 * PAGE_ALIGNMENT
 
@@ -399,7 +407,8 @@ class Tiers:
         primary = manager.CPUPrimaryTierOffloadingManager(self.NUM_CHUNKS, region)
         options = {"type": "IBPSecondaryTier", "module_path": "ibp.integrations.vllm_tiers", "pool_bytes": 200_000}
         tiers = factory.SecondaryTierFactory
-        if "module_path" not in inspect.getsource(tiers.get_tier_class):  # before 0.28: what a plugin can do
+        # Before 0.28 a tier is registered as a plugin does it.
+        if "module_path" not in inspect.getsource(tiers.get_tier_class):
             tiers.register_tier(options["type"], options.pop("module_path"), options["type"])
         model = types.SimpleNamespace(dtype="bfloat16")
         spec = types.SimpleNamespace(config=types.SimpleNamespace(model=model))
@@ -407,7 +416,7 @@ class Tiers:
         self.manager = manager.TieringOffloadingManager(primary, [self.tier])
         self.request = base.ReqContext("some")
         self.manager.on_new_request(self.request)
-        self.content, self.waiting = {}, []  # by key, its bits; keys that vLLM says are on their way
+        self.content, self.waiting = {}, []  # bits by key; keys that vLLM is loading
         self.num_loaded = self.num_promoted = self.num_lost = 0
 
     def store(self):
@@ -421,7 +430,7 @@ class Tiers:
         self.manager.complete_store(output.keys_to_store, self.request)
 
     def look(self):
-        """For chunks that are on their way, and for others."""
+        """Looks up the chunks that are being loaded, and a few others."""
         wanted = dict.fromkeys([*self.waiting, *self.rng.sample(list(self.content), min(2, len(self.content)))])
         before, self.waiting, results = self.waiting, [], self.base.LookupResult
         for key in wanted:
@@ -448,7 +457,7 @@ class Tiers:
         self.manager.touch(self.rng.sample(list(self.content), min(2, len(self.content))), self.request)
         self.look()
         self.manager.on_schedule_end(self.base.ScheduleEndContext((), ()))
-        time.sleep(5e-4)  # of the engine, while the tier's threads work
+        time.sleep(5e-4)  # The engine takes this time, in which the tier's threads work.
 
 
 def try_vllm_tiers(num_steps=300):
@@ -471,7 +480,7 @@ def try_vllm_tiers(num_steps=300):
 
 
 class HostPool:
-    """A host pool of SGLang, as far as storage sees it."""
+    """A host pool of SGLang, with the methods that storage calls."""
 
     page_size = 16
 
@@ -493,7 +502,7 @@ def tokens_of(pages):
 
 
 def storage_of(hicache, folder=None):
-    """The adapter by SGLang's factory, or SGLang's own storage of files."""
+    """Returns the adapter that SGLang's factory makes, or SGLang's own storage of files if a folder is given."""
     options = {"backend_name": "ibp", "module_path": "ibp.integrations.sglang", "class_name": "IBPHiCacheStorage"}
     options |= {"interface_v1": 1, "pool_bytes": 1 << 20}
     values = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
@@ -507,7 +516,7 @@ def storage_of(hicache, folder=None):
 
 
 def controller_of(storage, host):
-    """What the methods of SGLang's controller read of it; methods of versions 1 and before."""
+    """Returns four methods of SGLang's controller, bound to a stand-in: those of version 1 and those before it."""
     from sglang.srt.managers.cache_controller import HiCacheController
 
     self = types.SimpleNamespace(storage_backend=storage, storage_host_pool=host, mem_pool_host=host, page_size=16)
@@ -516,7 +525,7 @@ def controller_of(storage, host):
 
 
 class Operation:
-    """A prefetch, as the controller's methods count its tokens in some releases, or its pages in others."""
+    """A prefetch. The controller's methods count its tokens in some releases, and its pages in others."""
 
     request_id, completed_tokens = "some", 0
 
@@ -561,8 +570,8 @@ def try_sglang(num_trials=200):
 
 
 def same_prefixes(hicache, rng, storage, folder, pages):
-    """Whether two storages with the same random pages find the same prefix. Where releases of SGLang take the shortest
-    of all pools, and not one that each of them can restore, the adapter's may be shorter."""
+    """Returns whether two storages with the same random pages find the same prefix. Some releases of SGLang take the
+    shortest prefix of all pools, even if not each pool can restore it; then the adapter's prefix may be shorter."""
     names, policies = list(hicache.PoolName)[1:4], hicache.PoolHitPolicy
     keys, storages = [str(page) for page in range(8)], [storage, storage_of(hicache, folder)]
     transfers = []
@@ -582,7 +591,7 @@ def same_prefixes(hicache, rng, storage, folder, pages):
 
 
 class DevicePool:
-    """SGLang's paged cache of a model, here on the CPU, as its host pools see it: keys and values by layer."""
+    """SGLang's paged cache of a model, on the CPU, as its host pools see it: keys and values by layer."""
 
     PAGE, NUM_PAGES, LAYERS, HEADS, WIDTH = 16, 48, 3, 2, 64
     start_layer, end_layer, layer_num, head_num = 0, LAYERS, LAYERS, HEADS
@@ -605,10 +614,10 @@ class DevicePool:
         )
 
     def validate(self):
-        """It is also its own description, which releases since 0.5.23 ask for."""
+        """Does nothing. Releases since 0.5.23 ask for a description of the pool, and this object is also that."""
 
     def blocks(self, pages):
-        """[layers and keys or values, pages, bytes]."""
+        """Returns the bits of pages: [keys of all layers then values, pages, bytes]."""
         tensors = [tensor.view(torch.int8).view(self.NUM_PAGES, -1) for tensor in (*self.k_buffer, *self.v_buffer)]
         return torch.stack([tensor[pages] for tensor in tensors])
 
@@ -620,7 +629,7 @@ class DevicePool:
 
 
 def host_pool_of(device_pool, host_bytes):
-    """What SGLang builds where its plugin ibp_host_pool is wanted."""
+    """Returns the host pool that SGLang makes if its plugin ibp_host_pool is chosen."""
     from sglang.srt.mem_cache.pool_host import mha
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -635,25 +644,25 @@ def host_pool_of(device_pool, host_bytes):
 
 
 def try_sglang_host_pool(num_steps=150):
-    """Nodes of a prefix tree go to the host pool and come back to other pages, through SGLang's engine of transfers."""
+    """Moves nodes of a prefix tree to the host pool and back to other pages, through SGLang's engine of transfers."""
     from sglang.srt.mem_cache.l2_transfer import L2Transfer, L2TransferEngine
 
     rng, device, engine = random.Random(0), DevicePool(), L2TransferEngine("direct")
-    raw_bytes = 2 * device.LAYERS * device.row_dim * 2 * device.PAGE  # of a page
+    raw_bytes = 2 * device.LAYERS * device.row_dim * 2 * device.PAGE  # per page
     pool = host_pool_of(device, 30 * raw_bytes)
     check(type(pool).__name__ == "IBPHostPool", "the class of the host pool")
     check(pool.page_num >= 42 and pool.blocks.num_raw_pages == 0, "1.4 times the pages")
-    kept, num_loaded, most_raw = [], 0, 0  # (tokens of the host pool, bits)
+    kept, num_loaded, most_raw = [], 0, 0  # kept: (tokens of the host pool, bits)
     for step in range(num_steps):
         pages = rng.sample(range(device.NUM_PAGES), rng.randint(1, 6))
         device.write(pages, rng, 0.05 if step else 0.0)
         host = pool.alloc(len(pages) * device.PAGE)
-        while host is None:  # SGLang drops a node
+        while host is None:  # SGLang drops a node.
             pool.free(kept.pop(rng.randrange(len(kept)))[0])
             host = pool.alloc(len(pages) * device.PAGE)
         kept.append((host, device.blocks(pages)))
         engine.submit_device_to_host([L2Transfer(pool, device, host, tokens_of(pages))])
-        device.write(pages, rng)  # what SGLang may do once a store is done
+        device.write(pages, rng)  # SGLang may overwrite pages after a store.
         most_raw = max(most_raw, pool.blocks.num_raw_pages)
         host, bits = rng.choice(kept)
         pages = rng.sample(range(device.NUM_PAGES), len(host) // device.PAGE)
@@ -679,7 +688,7 @@ def try_sglang_host_pool(num_steps=150):
 
 
 def storage_manager(num_bytes):
-    """LMCache's own, with a first tier of host memory, and the adapter as the second."""
+    """Returns LMCache's own storage manager. Its first tier is host memory, and the second is the adapter."""
     from lmcache.v1 import memory_management
     from lmcache.v1.distributed import config
     from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
@@ -698,7 +707,7 @@ def storage_manager(num_bytes):
 
 
 class Told:
-    """What the adapter says to LMCache's listeners."""
+    """A listener of LMCache, which checks what the adapter reports."""
 
     def __init__(self):
         self.there, self.num_dropped = set(), 0
@@ -728,8 +737,8 @@ def wait_until(is_so, what):
 
 
 def prefetched(api, manager, keys, layout):
-    """Loads objects to the first tier. Returns which are there, a Bitmap."""
-    if hasattr(api, "PrefetchTaskSpec"):  # since 0.5.6
+    """Loads objects to the first tier. Returns a Bitmap that says which of them are there."""
+    if hasattr(api, "PrefetchTaskSpec"):  # This is the interface since 0.5.6.
         spec = api.PrefetchTaskSpec([api.GroupedObjectKeys(keys, 0, layout)], fetching_policy="full")
     else:
         spec = api.PrefetchRequestSpec(keys, {0: layout}, policy=api.TrimPolicy.SPARSE)
@@ -740,7 +749,8 @@ def prefetched(api, manager, keys, layout):
 
 
 def try_lmcache(num_rounds=40):
-    """Two models' objects, one's smaller; each round stores some, and loads some that the first tier lacks."""
+    """Stores and loads objects of two models of different sizes. Each round stores some and loads some that the first
+    tier lacks."""
     from lmcache.v1.distributed import api
 
     rng, told, manager = random.Random(0), Told(), storage_manager(1 << 19)
@@ -753,7 +763,7 @@ def try_lmcache(num_rounds=40):
         model = step % 2
         chunks = pages_of(8, shapes[model].numel() * 2, rng).view(torch.bfloat16).view(-1, *shapes[model])
         keys = [api.ObjectKey(rng.randbytes(8), str(model), 0) for _ in chunks]
-        has_modes = "mode" in inspect.signature(manager.reserve_write).parameters  # until 0.5.5
+        has_modes = "mode" in inspect.signature(manager.reserve_write).parameters  # Releases until 0.5.5 have modes.
         objects = manager.reserve_write(keys, layouts[model], **({"mode": "new"} if has_modes else {}))
         for key, chunk in zip(keys, chunks):
             objects[key].tensor.copy_(chunk)
@@ -788,7 +798,7 @@ TRIES = {"vllm": try_vllm, "sglang": try_sglang, "lmcache": try_lmcache}
 
 
 def run(release):
-    """Tries an unpacked release within this process, which can import one release of each package."""
+    """Tries an unpacked release in this process. A process can import only one release of each package."""
     package = release.name.split("-")[0]
     sys.meta_path.insert(0, Finder(release, package))
     TRIES[package]()

@@ -1,9 +1,9 @@
-"""Runs `--quantization ibp` with vLLM's own class of fused experts on the CPU: tools/try_adapters.py calls
+"""Runs `--quantization ibp` with vLLM's own class of fused experts on the CPU. tools/try_adapters.py calls
 `try_experts` for each unpacked release.
 
 Experts are made, loaded by vLLM's weight loaders from single matrices and from stacks, and multiplied, once without a
-quantization and once with ours; then their weights are pushed anew. A kernel of the tests stands for vLLM's. Ranks are
-stood for by numbers: tensor-parallel ones have parts of each expert, expert-parallel ones some of the experts.
+quantization and once with ibp's. Then new weights are pushed to them. A kernel of the tests replaces vLLM's. Numbers
+stand for ranks: a tensor-parallel rank has a part of each expert, and an expert-parallel rank has some of the experts.
 """
 
 import types
@@ -19,13 +19,13 @@ NAME = "model.layers.0.mlp.experts"
 
 
 class Activation:
-    """vLLM's MoEActivation, "silu" times the other half."""
+    """A stand-in for vLLM's MoEActivation: "silu", multiplied by the other half."""
 
     value, is_gated = "silu", True
 
 
 class Kernel:
-    """What stands for vLLM's kernel and its part that activates."""
+    """A stand-in for vLLM's kernel and for the part of it that activates."""
 
     def __init__(self, **made):
         self.fused_experts, self.is_monolithic, self.consumes_expert_mask = self, False, False
@@ -34,7 +34,7 @@ class Kernel:
         output.copy_(F.silu(input[:, : len(output[0])]) * input[:, len(output[0]) :])
 
     def process_weights_after_loading(self, layer):
-        """There is nothing to do."""
+        """Does nothing, because the weights need no processing."""
 
     def apply(
         self,
@@ -63,7 +63,7 @@ class Kernel:
 
 
 def config_of(**options):
-    """vLLM's FusedMoEConfig, as far as it is read."""
+    """Returns the fields of vLLM's FusedMoEConfig that are read."""
     rank, size = (0, 1) if Ranks.experts else (Ranks.rank, Ranks.size)
     return types.SimpleNamespace(
         **{
@@ -82,7 +82,7 @@ def config_of(**options):
 
 
 class Places:
-    """vLLM's ExpertMapManager: which rank has which experts."""
+    """A stand-in for vLLM's ExpertMapManager, which says which rank has which experts."""
 
     def __init__(self):
         self.local_num_experts, first = EXPERTS, 0
@@ -101,7 +101,7 @@ class Places:
 
 
 def checkpoint_of(seed, is_stacked=False):
-    """Names and tensors, as vLLM's models pass them on to the layer."""
+    """Returns names and tensors as vLLM's models pass them to the layer."""
     shapes = {"gate_proj": (WIDTH, H), "up_proj": (WIDTH, H), "down_proj": (H, WIDTH)}
     made = {
         f"{number}.{part}.weight": some_values(*shape).roll(7 * seed + 3 * number + k)
@@ -121,7 +121,7 @@ def layer_of(checkpoint, config):
     list(layer.load_weights(checkpoint.items()))
     method = layer.quant_method
     early = bool(getattr(method, "tables", {}))
-    for _ in range(2):  # vLLM does so after layers were processed one by one
+    for _ in range(2):  # vLLM processes all layers again after it has processed each one.
         method.process_weights_after_loading(layer)
     check(early == bool(getattr(method, "tables", {})), "experts are not coded while they are loaded")
     return layer
@@ -175,7 +175,7 @@ def _try_rank(api, places, what):
 
 
 def _try_refusals(api):
-    """Experts that stay plain, and work."""
+    """Checks that experts work that stay plain."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as unquantized
 
     wanted = results_of(layer_of(checkpoint_of(0), None), 3)

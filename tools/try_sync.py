@@ -1,10 +1,10 @@
-"""Loads coded checkpoints into models of vLLM's own layers on the CPU, and pushes weights into them, through its
-registry of weight transfer engines and its worker's methods: tools/try_adapters.py calls `try_checkpoints` and
+"""Loads compressed checkpoints into models of vLLM's own layers on the CPU, and pushes weights into them, through
+vLLM's registry of weight transfer engines and its worker's methods. tools/try_adapters.py calls `try_checkpoints` and
 `try_sync` for each unpacked release.
 
-A checkpoint is loaded by vLLM's weight loaders, plain and coded, by one and by two tensor-parallel ranks, which are
-stood for by numbers; then a trainer's sender pushes new versions of it. The parameters have to have the bits that the
-loaders give of the new checkpoint.
+vLLM's weight loaders load a checkpoint, plain and compressed, for one and for two tensor-parallel ranks, for which
+numbers stand. Then a trainer's sender pushes new versions of it. The parameters must have the bits that the loaders
+give for the new checkpoint.
 """
 
 import itertools
@@ -18,7 +18,7 @@ from try_weights import KV, OPTIONS, UP, WORDS, K, Q, Ranks, check, coded, proce
 
 import ibp
 
-# As in vLLM's models: the merged parameter, a checkpoint's part of it, and its shard.
+# As in vLLM's models: the merged parameter, the part of it in a checkpoint, and the part's shard.
 MERGED = (
     *(("qkv_proj", f"{part}_proj", part) for part in "qkv"),
     ("gate_up_proj", "gate_proj", 0),
@@ -44,7 +44,7 @@ SHAPES = {
 
 
 class Model(torch.nn.Module):
-    """Layers of vLLM, and a stack of experts, whose matrices a rank loads one after the other."""
+    """A model of vLLM's layers and of a stack of experts, whose matrices a rank loads one after the other."""
 
     def __init__(self, config):
         super().__init__()
@@ -74,7 +74,7 @@ class Model(torch.nn.Module):
     def load_weights(self, weights):
         params = dict(self.named_parameters())
         for name, loaded in weights:
-            if name == "lm_head.weight":  # tied
+            if name == "lm_head.weight":  # The head is tied to the embedding.
                 continue
             for merged, part, shard in MERGED:
                 if f".{part}." in name:
@@ -88,7 +88,7 @@ class Model(torch.nn.Module):
 
 
 def model_of(checkpoint, config):
-    """As vLLM loads models."""
+    """Returns a model that is loaded as vLLM loads models."""
     from vllm.model_executor.model_loader import reload
 
     model = Model(config)
@@ -99,7 +99,7 @@ def model_of(checkpoint, config):
 
 
 def bits_of(model):
-    """The parameters' bits by name, decoded where they are coded."""
+    """Returns the bits of the parameters by name. Compressed parameters are decoded."""
     found = {name: param.detach().clone() for name, param in model.named_parameters() if param.numel()}
     for name, layer in model.named_modules():
         method = getattr(layer, "quant_method", None)
@@ -120,7 +120,7 @@ def first_checkpoint():
 
 
 def trained(checkpoint, step):
-    """A later version: a few of the weights move to a neighbouring number."""
+    """Returns a later version of a checkpoint, in which a few weights have moved to a neighbouring number."""
     generator = torch.Generator().manual_seed(step)
     moved = {}
     for name, weight in checkpoint.items():
@@ -130,18 +130,18 @@ def trained(checkpoint, step):
 
 
 def _write_matrices(checkpoint, folder):
-    """As `save_coded` does."""
+    """Writes a checkpoint as `save_coded` does."""
     ibp.save(folder / "model.safetensors", coded(checkpoint))
 
 
 def _write_compressed(checkpoint, folder):
-    """As `ibp compress` does."""
+    """Writes a checkpoint as `ibp compress` does."""
     save_file({name: weight.clone() for name, weight in checkpoint.items()}, folder / "plain.safetensors")
     ibp.checkpoints.compress(folder / "plain.safetensors", folder / "model.safetensors")
 
 
 def _loaded(api, folder, config):
-    """A model that vLLM's loader has read, and the names of the tensors that were decoded for it."""
+    """Returns a model that vLLM's loader has read, and the names of the tensors that were decoded for it."""
     from ibp.integrations import _vllm_incoming
 
     load_config = types.SimpleNamespace(load_format="ibp", model_loader_extra_config={}, safetensors_load_strategy=None)
@@ -169,7 +169,8 @@ def _loaded(api, folder, config):
 
 
 def try_checkpoints():
-    """Of tables that can be multiplied by, all is as they are but columns that are cut and rows that are padded."""
+    """Checks which tensors are decoded. Tables that products can read stay compressed, except if a rank cuts their
+    columns or if rows are padded."""
     from ibp.integrations import vllm_weights as api
 
     checkpoint = first_checkpoint()
@@ -190,7 +191,7 @@ def try_checkpoints():
 
 
 class Workers:
-    """What vLLM's clients call, of one worker: its own methods around the engine that its registry makes."""
+    """The methods of one worker that vLLM's clients call. They are vLLM's own; vLLM's registry makes the engine."""
 
     def __init__(self, model, is_eager=True):
         from vllm.distributed.weight_transfer import WeightTransferEngineFactory
@@ -217,7 +218,7 @@ class Workers:
 
 
 class Group:
-    """vLLM's communicator, of one process: what rank 0 broadcasts waits here."""
+    """A stand-in for vLLM's communicator in one process. What rank 0 broadcasts waits here."""
 
     def __init__(self):
         self.sent, self.device = [], torch.device("cpu")

@@ -1,8 +1,8 @@
-"""Runs `--quantization ibp` with vLLM's own linear layers, embeddings and heads on the CPU: tools/try_adapters.py calls
+"""Runs `--quantization ibp` with vLLM's own linear layers, embeddings and heads on the CPU. tools/try_adapters.py calls
 `try_weights` for each unpacked release.
 
-Layers are made, loaded by vLLM's weight loaders, and multiplied, once without a quantization and once with ours; the
-results have to have the same bits. Ranks are stood for by numbers, and nothing is sent between them.
+Layers are made, loaded by vLLM's weight loaders, and multiplied, once without a quantization and once with ibp's. Both
+results must have the same bits. Numbers stand for ranks, and nothing is sent between them.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ REAL = (
     "vllm.distributed.weight_transfer.base",
     "vllm.distributed.weight_transfer.factory",
 )
-# Packages that vLLM's modules import, and that need not be installed.
+# Packages that vLLM's modules import and that need not be installed.
 OTHERS = ("transformers", "huggingface_hub")
 K, Q, KV, UP, WORDS = 256, 512, 128, 384, 1000
 OPTIONS = {"min_bytes": 0, "exclude": ["*.skipped", "*.up_proj_of_two"]}
@@ -44,7 +44,7 @@ OPTIONS = {"min_bytes": 0, "exclude": ["*.skipped", "*.up_proj_of_two"]}
 
 class Ranks:
     rank, size = 0, 1
-    experts = False  # whether ranks have some of the experts, not parts of all
+    experts = False  # If this is set, a rank has some of the experts, and not a part of each.
 
 
 def _plain_product(layer, x, weight, bias=None):
@@ -52,7 +52,7 @@ def _plain_product(layer, x, weight, bias=None):
 
 
 class _Platform:
-    """A platform that is none of those that vLLM asks for."""
+    """A platform that vLLM does not recognise."""
 
     simple_compile_backend = "eager"
     supported_quantization = []
@@ -62,14 +62,14 @@ class _Platform:
 
 
 class _Experts:
-    """vLLM's EplbState: all experts are where they are."""
+    """A stand-in for vLLM's EplbState, in which no expert moves."""
 
     @staticmethod
     def build_initial_global_physical_to_logical_map(num_experts, num_redundant_experts):
         return list(range(num_experts))
 
 
-# What stands for names that vLLM's modules import.
+# Stand-ins for names that vLLM's modules import.
 GIVEN = {
     "current_platform": _Platform(),
     "rocm_aiter_ops": _Platform(),
@@ -101,7 +101,8 @@ def some_values(*shape):
 
 
 def coded(checkpoint):
-    """Tables that can be multiplied by, as `save_coded` writes them, in place of a checkpoint's matrices."""
+    """Returns a checkpoint in which tables that products can read, as `save_coded` writes them, replace the
+    matrices."""
     from ibp.nn._stacks import reshaped
     from ibp.nn._tables import matrix_table
 
@@ -111,7 +112,7 @@ def coded(checkpoint):
 
 
 def _layers(config):
-    """Layers by name, each with the calls of its weight loader: (parameter, values, shard)."""
+    """Returns layers by name, each with the calls of its weight loader: (parameter, values, shard)."""
     from vllm.model_executor.layers import linear as made
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -143,7 +144,7 @@ def _layers(config):
 
 
 def load(layers):
-    """As vLLM's models do."""
+    """Loads layers as vLLM's models do."""
     for layer, calls in layers.values():
         for name, values, shard in calls:
             parameter = getattr(layer, name)
@@ -180,7 +181,7 @@ def _try_layers(api, rank, size):
     check(is_early == {"qkv", "two", "row", "column", "replicated"}, f"coded while loading: {is_early}")
     for layers in (plain, coded):
         process(layers)
-        process(layers)  # vLLM does so after layers were processed one by one
+        process(layers)  # vLLM processes all layers again after it has processed each one.
     wanted, found = _results(plain), _results(coded)
     for name, result in wanted.items():
         check(torch.equal(result, found[name]), f"{name} of rank {rank} of {size} differs from plain")
@@ -209,7 +210,7 @@ def _try_layers(api, rank, size):
 
 
 def _try_plain(api):
-    """What does not shrink, is small, or is not of BF16."""
+    """Checks matrices that do not shrink, that are small, or that are not BF16."""
     from vllm.model_executor.layers.linear import ReplicatedLinear
 
     noise = torch.randint(-(2**15), 2**15, (Q, K), dtype=torch.int16).view(torch.bfloat16)
@@ -230,7 +231,7 @@ def _try_plain(api):
 
 
 def _try_config(api):
-    """A coded directory wants our loader."""
+    """Checks that a compressed directory needs ibp's loader."""
     with tempfile.TemporaryDirectory() as folder:
         ibp.save(Path(folder) / "model.safetensors", {"a.weight": ibp.compress(some_values(Q, K))})
         config = api.IBPConfig()

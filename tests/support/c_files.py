@@ -1,4 +1,4 @@
-"""The C reader of files (ibp_file.h) through ctypes: what it finds in bytes, as Python values."""
+"""Reads files with the C reader (ibp_file.h) through ctypes, and returns what it finds as Python values."""
 
 import ctypes
 import functools
@@ -79,7 +79,7 @@ class FoundTable(ctypes.Structure):
 
 @functools.cache
 def core():
-    """The library itself, of the version that is imported."""
+    """Returns the library of the ibp that is imported."""
     major, minor = re.match(r"(\d+)[.](\d+)", ibp._core.version()).groups()
     suffix = f"{major}.{minor}" if major == "0" else major
     library = ctypes.CDLL(str(Path(ibp.get_library_dir()) / f"libibp.so.{suffix}"))
@@ -103,7 +103,7 @@ def text_of(text):
 
 
 class Failed(Exception):
-    """A status other than OK."""
+    """A status of the C library other than OK."""
 
     def __init__(self, status):
         super().__init__(status)
@@ -116,13 +116,13 @@ def require(status):
 
 
 def pages(num_bytes):
-    """Memory aligned to a page, and its address."""
+    """Returns memory that is aligned to a page, and its address."""
     memory = mmap.mmap(-1, max(num_bytes, 1))
     return memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 class OpenFile:
-    """A file, or a set of files, in memory. Failed where the C library refuses it."""
+    """A file or a set of files in memory. Raises Failed if the C library refuses it."""
 
     def __init__(self, *contents):
         self.memory, self.views = [], (FileView * len(contents))()
@@ -133,7 +133,7 @@ class OpenFile:
             require(core().ibp_open_file(address, len(content), byref(view)))
 
     def tables(self):
-        """Names of the tables."""
+        """Returns the names of the tables."""
         names, text = [], Text()
         for view in self.views:
             at = c_size_t(0)
@@ -142,7 +142,7 @@ class OpenFile:
         return names
 
     def plain(self):
-        """{name: (dtype, shape, bytes)} of the tensors that are no parts."""
+        """Returns {name: (dtype, shape, bytes)} of the tensors that are not parts of tables."""
         found, tensor = {}, TensorView()
         for view in self.views:
             at = c_size_t(0)
@@ -154,9 +154,9 @@ class OpenFile:
         return found
 
     def table(self, name):
-        """(dtype, shape, decoded bytes) of a table."""
+        """Returns (dtype, shape, decoded bytes) of a table."""
         found, table, fault = FoundTable(), ctypes.create_string_buffer(1024), (c_int64 * 4)()
-        kept = name.encode()  # as long as `found` is used
+        kept = name.encode()  # These bytes have to live as long as `found`.
         require(core().ibp_find_table(self.views, len(self.views), kept, byref(found)))
         workspace, address = pages(found.workspace_bytes)
         require(core().ibp_open_table(byref(found), address, found.workspace_bytes, table))
@@ -169,7 +169,8 @@ class OpenFile:
         return text_of(found.dtype), found.shape[: found.num_dims], out.raw[:num_bytes]
 
     def check(self, hash_of):
-        """The status of the checksums of the first file, and the block that is wrong. hash_of: of bytes."""
+        """Returns the status of the checksums of the first file, and the number of the wrong block. hash_of: the hash
+        of bytes."""
         block = c_uint64(0)
         called = HASH(lambda address, size: hash_of(ctypes.string_at(address, size)))
         return core().ibp_check_file(byref(self.views[0]), called, byref(block)), block.value

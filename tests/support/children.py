@@ -1,14 +1,15 @@
-"""Processes that are forked for a test."""
+"""Forks processes for a test."""
 
 import os
 import signal
 import time
 
-SECONDS = 60  # that a process may take
+SECONDS = 60  # A process may take at most this many seconds.
 
 
 def in_child(work):
-    """The process that is forked for some work: it ends with 0 after it, with 1 after an exception."""
+    """Forks a process that does some work, and returns it. It ends with status 0 after the work, and with 1 after an
+    exception."""
     child = os.fork()
     if child == 0:
         status = 1

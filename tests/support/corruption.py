@@ -1,7 +1,7 @@
-"""Tables, caches, places, files and deltas that are damaged in memory, over and over, on a CPU or a GPU.
+"""Damages tables, caches, places, files and deltas in memory, over and over, on a CPU or a GPU.
 
-Each round damages many places of one thing, uses it, and makes sure that nothing outside of the results was written
-and that a table which is whole still decodes. What fails an assertion, or ends the process, is a fault of the library.
+Each round damages many places of one object, uses it, and checks that nothing outside of the results was written and
+that an intact table still decodes. If an assertion fails or the process ends, the library has a fault.
 """
 
 import torch
@@ -13,8 +13,8 @@ from helpers import bytes_of, embedding, make_tensor, one_hot_rows, spiky_rows
 
 U8, I64 = torch.uint8, torch.int64
 CPU = torch.device("cpu")
-SPOTS = 64  # that a round damages
-CANARY = 4096  # bytes in front of results and behind them
+SPOTS = 64  # A round damages this many bytes.
+CANARY = 4096  # This many bytes before and after results are watched.
 WAYS, NUM_SETS, SLOT_BYTES = 32, 3, 64
 
 NUM_ROWS = 400
@@ -39,25 +39,25 @@ KINDS = {
 
 
 def _changed(table):
-    """A table whose rows have been written anew, so that each has a base of its own."""
+    """Returns a table whose rows were changed in place, so that each row has its own base."""
     table.update_(torch.arange(0, NUM_ROWS, 3), embedding(len(range(0, NUM_ROWS, 3)), 64, seed=1))
     return table
 
 
 class Result:
-    """Room for results, between canaries."""
+    """Memory for results between two canaries."""
 
     def __init__(self, num_bytes, device):
         self.whole = torch.full((num_bytes + 2 * CANARY,), 0xA5, dtype=U8, device=device)
         self.bytes = self.whole[CANARY : CANARY + num_bytes]
 
     def check(self):
-        """That nothing wrote over the canaries: a tensor of one flag."""
+        """Returns, as a tensor of one flag, whether the canaries are unchanged."""
         return (self.whole[:CANARY] == 0xA5).all() & (self.whole[CANARY + self.bytes.numel() :] == 0xA5).all()
 
 
 class Damage:
-    """Arrays, and what they held before they are damaged. seed: of what becomes of them."""
+    """Arrays that are damaged, with copies of them from before. seed: seed of the damage."""
 
     def __init__(self, arrays, seed):
         self.arrays = [array.view(-1).view(U8) for array in arrays if array.numel()]
@@ -66,7 +66,8 @@ class Damage:
         self.draw = torch.Generator(self.device).manual_seed(seed)
 
     def spoil(self, spots=SPOTS):
-        """Changes bytes of the arrays, as many of each: bits are flipped, or bytes are drawn."""
+        """Flips bits in the arrays, or overwrites bytes with random ones, equally many in each array. Returns their
+        number."""
         each = -(-spots // len(self.arrays))
         for array in self.arrays:
             at = torch.randint(array.numel(), (each,), generator=self.draw, device=self.device)
@@ -81,7 +82,7 @@ class Damage:
 
 
 class Whole:
-    """A table that nobody damages, to see whether a device still works."""
+    """An intact table, which shows whether a device still works."""
 
     def __init__(self, device):
         x = embedding(64, 64, torch.bfloat16)
@@ -89,19 +90,19 @@ class Whole:
         self.arguments = on_device(ibp.compress(x, scheme="planes", **ON_CPU), device)
 
     def check(self):
-        """That it decodes to what it was: a tensor of one flag."""
+        """Returns, as a tensor of one flag, whether the table decodes to its original bytes."""
         out, fault = torch.zeros_like(self.wanted), torch.zeros(4, dtype=I64, device=self.wanted.device)
         OPS.decode_bytes(*self.arguments, 0, out.numel(), 0, out.view(-1), fault)
         return (out == self.wanted).all() & (fault == 0).all()
 
 
 def on_device(table, device):
-    """A table's arguments of operations, in memory of a device."""
+    """Returns the arguments that describe a table to operations, with their tensors on a device."""
     return [value.to(device) if isinstance(value, torch.Tensor) else value for value in values_of(table, CPU)]
 
 
 def some_ids(draw, num_items, count, device):
-    """Ids, most of which are there."""
+    """Returns random ids, most of them in range."""
     ids = torch.randint(-2, num_items + 2, (count,), generator=draw, device=device)
     ids[0] = -(2**63)
     ids[1] = 2**62
@@ -109,15 +110,16 @@ def some_ids(draw, num_items, count, device):
 
 
 def check_device(*flags):
-    """All flags at once: waits for the device, which raises what kernels did to it."""
+    """Asserts all flags at once. This waits for the device, so that errors of kernels are raised here."""
     assert bool(torch.stack([flag.reshape(()) for flag in flags]).all())
 
 
 def corrupt_table(make, device, corruptions, *, pinned=False, seed=0):
-    """Rows and bytes of a damaged table: gathered and decoded. pinned: the GPU reads it in host memory.
+    """Gathers and decodes a damaged table. pinned: the GPU reads it in host memory.
 
-    Returns (places that were damaged, (bytes as decoded, arguments) of the first round). In that round the codebook is
-    whole, so that all decoders read the same; what a damaged one says is safe, but is not the same everywhere.
+    Returns (number of damaged places, (decoded bytes, arguments) of the first round). In that round the codebook is
+    intact, so that all decoders must return the same bytes. With a damaged codebook decoding is safe, but decoders may
+    return different bytes.
     """
     table = make()
     arguments = values_of(table.pin_memory(), device) if pinned else on_device(table, device)
@@ -153,7 +155,7 @@ def corrupt_table(make, device, corruptions, *, pinned=False, seed=0):
 
 
 def read_by_c(arguments):
-    """The bytes of a damaged table as plain C reads them, and whether it met a fault."""
+    """Decodes a damaged table in plain C. Returns its bytes, and whether a fault was found."""
     near = [value.cpu() if isinstance(value, torch.Tensor) else value for value in arguments]
     out, fault = torch.zeros(near[8] * near[9], dtype=U8), torch.zeros(4, dtype=I64)
     OPS.decode_bytes(*near, 0, out.numel(), 0, out, fault)
@@ -161,8 +163,8 @@ def read_by_c(arguments):
 
 
 def corrupt_cache(make, device, corruptions, seed=0):
-    """Caches of rows over a table: slabs, maps, stamps and entries are damaged, and then looked up, filled, claimed,
-    changed and read."""
+    """Damages slabs, maps, stamps and entries of caches over a table; then looks rows up, fills and claims slots,
+    changes and reads rows."""
     table = on_device(make(), device)
     num_items, item_bytes, row_bytes = table[8], table[9], table[5][1]
     rows_per_item, num_ways = item_bytes // row_bytes, NUM_SETS * WAYS
@@ -194,7 +196,7 @@ def corrupt_cache(make, device, corruptions, seed=0):
 
 
 def corrupt_place(device, corruptions, seed=0):
-    """Rows coded into a place whose index, rooms and counter are damaged."""
+    """Encodes rows into a place whose index, rooms and counter are damaged."""
     rows = embedding(NUM_ROWS, 64).to(device)
     noise = torch.randint(0, 256, (NUM_ROWS, 256), dtype=U8, device=device).view(torch.float32)
     place = ibp.CodedRows(
@@ -219,7 +221,8 @@ def corrupt_place(device, corruptions, seed=0):
 
 
 def corrupt_file(path, device, corruptions, seed=0):
-    """A file of tables of all kinds, of which bytes are changed, loaded to a device: what is wrong is an exception."""
+    """Changes bytes of a file with tables of all kinds, and loads it to a device. Only an exception may say what is
+    wrong."""
     ibp.save(path, {name: make() for name, make in KINDS.items()} | {"plain": embedding(40, 8)})
     content = torch.frombuffer(bytearray(path.read_bytes()), dtype=U8)
     header_bytes = 8 + int.from_bytes(content[:8].numpy().tobytes(), "little")
@@ -231,7 +234,7 @@ def corrupt_file(path, device, corruptions, seed=0):
         path.write_bytes(content.numpy().tobytes())
         try:
             loaded = ibp.load(path, device=device, verify=False)
-        except ValueError:  # a header, or a codebook, that contradicts itself
+        except ValueError:  # A header or codebook contradicts itself.
             loaded = {}
         for value in loaded.values():
             if not isinstance(value, ibp.CompressedTensor):
@@ -247,7 +250,7 @@ def corrupt_file(path, device, corruptions, seed=0):
 
 
 def corrupt_delta(device, corruptions, seed=0):
-    """Damaged deltas: what they are applied to stays as it was, or becomes the version that they name."""
+    """Applies damaged deltas. The target must stay as it was, or become the version that the delta names."""
     base = embedding(NUM_ROWS, 256, torch.bfloat16).to(device)
     new = base.clone()
     new.view(-1)[::37] *= 2

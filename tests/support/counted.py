@@ -1,5 +1,5 @@
-"""Counts the Python functions of ibp that a call enters, which is what it costs beside torch's operations, and follows
-a tensor through them."""
+"""Counts the Python functions of ibp that a call enters, and follows a tensor through them. Their number is the
+overhead of a call beside torch's operations."""
 
 import os
 import sys
@@ -12,7 +12,8 @@ _PACKAGE = os.path.dirname(ibp.__file__) + os.sep
 
 
 def calls_of(function):
-    """Returns the names of the functions in ibp that a call enters, C functions left out; warmed up by two calls."""
+    """Returns the names of the functions in ibp that a call enters, without C functions. Two calls are made first, to
+    warm up."""
     return [getattr(frame.f_code, "co_qualname", frame.f_code.co_name) for frame, _ in _entered(function)]
 
 
@@ -22,8 +23,8 @@ def files_of(function):
 
 
 def stations_of(function, x):
-    """Returns (file, name) of each function in ibp that a call gives the tensor x or its bytes, in order: as an
-    argument, or as an attribute of an argument."""
+    """Returns (file, name) of each function in ibp that receives the tensor x or its memory, in order. It may be an
+    argument or an attribute of an argument."""
     memory = x.untyped_storage().data_ptr()
 
     def holds(value):
@@ -38,7 +39,7 @@ def stations_of(function, x):
 
 
 def returns_of(stations):
-    """Returns how often a way comes back to a file that it has left."""
+    """Returns how often a sequence of stations comes back to a file that it has left."""
     files = [file for file, _ in stations]
     return sum(file != files[i - 1] and file in files[:i] for i, file in enumerate(files) if i)
 

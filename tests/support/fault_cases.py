@@ -1,7 +1,8 @@
-"""What is done while something fails: calls of the library on the CPU, with what must hold after each.
+"""Calls of the library on the CPU, in which something is made to fail, with checks of what must hold afterwards.
 
-As a program, with tests/c/failing_allocations.cpp preloaded: lets each allocation of the library's own code fail, one
-after the other. Arguments: the preloaded library, then names of cases or none for all. Prints failures and counts.
+As a program, with tests/c/failing_allocations.cpp preloaded, lets each allocation of the library's own code fail, one
+after the other. Arguments: the preloaded library, then names of cases; without names, all cases run. Prints failures
+and counts.
 """
 
 import ctypes
@@ -24,13 +25,13 @@ ON_CPU = {"device": "cpu", "memory": "host"}
 
 @dataclasses.dataclass
 class Case:
-    """A call on a subject that is made anew for it.
+    """A call on a subject, which is made anew for it.
 
     Attributes:
-        make: the subject.
-        call: what may fail; called with the subject.
-        check: raises AssertionError unless the call has done what it should; called with the subject and the result.
-        kept: raises AssertionError unless the subject is what it was, or what it becomes; called with it and the error.
+        make: returns the subject.
+        call: the call that may fail; gets the subject.
+        check: raises AssertionError unless the call did what it should; gets the subject and the result.
+        kept: raises AssertionError unless the subject is as it was or as it becomes; gets the subject and the error.
     """
 
     make: Callable[[], Any]
@@ -39,8 +40,8 @@ class Case:
     kept: Callable[[Any, BaseException], None] = lambda subject, error: None
 
     def fail(self, call: Callable[[Any], Any]) -> str | None:
-        """What comes of a call that something makes fail: the error's name, or None where it does not. AssertionError
-        unless the subject is kept, and the call can be repeated."""
+        """Runs a call that something may make fail. Returns the error's name, or None if the call succeeds. Raises
+        AssertionError unless the subject is kept and the call can be repeated."""
         subject = self.make()
         try:
             self.check(subject, call(subject))
@@ -53,7 +54,7 @@ class Case:
 
 
 def same(a: torch.Tensor, *others: torch.Tensor) -> None:
-    """AssertionError unless a tensor has the bits of one of the others."""
+    """Raises AssertionError unless a tensor has the bits of one of the others."""
     for other in others[:-1]:
         if a.shape == other.shape and torch.equal(a.view(torch.uint8), other.view(torch.uint8)):
             return
@@ -61,13 +62,13 @@ def same(a: torch.Tensor, *others: torch.Tensor) -> None:
 
 
 def same_rows(a: torch.Tensor, *others: torch.Tensor) -> None:
-    """AssertionError unless each row has the bits that it has in one of the others."""
+    """Raises AssertionError unless each row has the bits that it has in one of the others."""
     is_one = torch.stack([(a.view(torch.uint8) == other.view(torch.uint8)).all(1) for other in others]).any(0)
     assert is_one.all(), f"{int((~is_one).sum())} rows are others"
 
 
 def rows(count: int, seed: int = 0) -> torch.Tensor:
-    """BF16 rows of 96 bytes: coded ones, zeros and noise."""
+    """Returns BF16 rows of 96 bytes: rows that compress, zeros, and noise."""
     generator = torch.Generator().manual_seed(seed)
     x = (torch.randn(count, 48, generator=generator) * 0.02).to(torch.bfloat16)
     x[::5] = 0
@@ -77,7 +78,7 @@ def rows(count: int, seed: int = 0) -> torch.Tensor:
 
 
 X, OTHER = rows(80), rows(16, seed=1)
-LARGE = rows(8_000, seed=2)  # for more than one thread
+LARGE = rows(8_000, seed=2)  # These are enough rows for several threads.
 IDS = torch.tensor([3, 79, 0, 3, 41])
 CHANGED = torch.arange(10, 26)
 NEW = X.index_copy(0, CHANGED, OTHER)
@@ -89,7 +90,7 @@ def table_of(x: torch.Tensor = X, **options: Any) -> ibp.CompressedTensor:
 
 
 def is_table_of(*tensors: torch.Tensor) -> Callable[[Any, Any], None]:
-    """What holds of a table, whatever else is asked."""
+    """Returns a check that a table can be read and has the bits of one of the tensors."""
 
     def check(table: ibp.CompressedTensor, _: Any) -> None:
         same(table.decompress(), *tensors)
@@ -127,7 +128,7 @@ def reading(wanted: torch.Tensor, call: Callable[[Any], torch.Tensor], **options
 
 
 def changing(new: torch.Tensor, call: Callable[[Any], Any], x: torch.Tensor = X, **options: Any) -> Case:
-    """A table has the old rows or the new ones."""
+    """Returns a case in which a table has either the old rows or the new ones."""
     return Case(
         lambda: table_of(x, **options),
         call,
@@ -137,7 +138,7 @@ def changing(new: torch.Tensor, call: Callable[[Any], Any], x: torch.Tensor = X,
 
 
 def appending() -> Case:
-    """A table that has been appended to once is appended to again."""
+    """Returns a case that appends to a table a second time."""
     both = torch.cat((X, OTHER))
 
     def check(table: ibp.CompressedTensor, _: Any) -> None:
@@ -147,7 +148,8 @@ def appending() -> Case:
 
 
 def caching(call: Callable[[ibp.RowCache], Any], *tensors: torch.Tensor, **options: Any) -> Case:
-    """A cache gives rows of one of the tensors, whatever has failed; and what its table gets is right."""
+    """Returns a case in which a cache returns rows of one of the tensors, whatever has failed, and its table has the
+    right ones."""
 
     def make() -> ibp.RowCache:
         options_ = {"hotness": torch.arange(80)} | options
@@ -204,7 +206,7 @@ PAGE_BYTES = PAGES[0].numel() * 2
 
 
 def keeping_pages() -> Case:
-    """Pages 0 to 3 are stored; 2 to 5 are stored anew, and all are loaded."""
+    """Returns a case that stores pages 0 to 3, stores 2 to 5 again, and loads all."""
 
     def make() -> ibp.kv.KVStore:
         store = ibp.kv.KVStore(PAGES, num_pages=16, page_bytes=PAGE_BYTES, device="cpu")
@@ -260,16 +262,16 @@ def bags() -> Case:
 
 
 class Folder:
-    """A directory with a file, for as long as it is there."""
+    """A directory with one file. It exists as long as the object does."""
 
     def __init__(self) -> None:
-        in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # a disk would be waited for
+        in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # A disk would be slower.
         self.held = tempfile.TemporaryDirectory(prefix="ibp-test-", dir=in_memory)
         self.path = Path(self.held.name) / "one.safetensors"
         ibp.save(self.path, OLD_FILE)
 
     def is_one_of(self, *wanted: dict[str, Any]) -> None:
-        """AssertionError unless there is one file, whole, with these tensors or those."""
+        """Raises AssertionError unless there is exactly one file, intact, that has the tensors of one of `wanted`."""
         assert os.listdir(self.held.name) == [self.path.name]
         found = ibp.load(self.path, verify=True, memory="host")
         same = [some for some in wanted if found.keys() == some.keys()]
@@ -305,7 +307,8 @@ def rows_of_a_file(path: Path) -> torch.Tensor:
 
 
 def compressing_a_checkpoint() -> Case:
-    """The output is not there, or whole, and nothing but what the next call goes on with."""
+    """Returns a case in which the output either does not exist or is complete. Beside it there may only be files with
+    which the next call continues."""
 
     def make() -> Folder:
         folder = Folder()
@@ -337,7 +340,8 @@ def making_a_delta() -> Case:
 
 
 def applying_a_delta() -> Case:
-    """The base is the old one or the new one; where it is the new one, it is put back for the next call."""
+    """Returns a case in which the base is either the old one or the new one. If it is the new one, it is changed back
+    for the next call."""
     delta, back = ibp.deltas.make(NEW, X), ibp.deltas.make(X, NEW)
 
     def kept(base: torch.Tensor, _: BaseException) -> None:
@@ -400,7 +404,7 @@ CASES: dict[str, Callable[[], Case]] = {
         lambda _, got: assert_same_bits(got, FINGERPRINT),
     ),
 }
-# Calls that several threads share.
+# Calls that several threads work on.
 SHARED_CASES: dict[str, Callable[[], Case]] = {
     "compress by threads": lambda: compressing(LARGE, scheme="planes"),
     "decompress by threads": lambda: Case(
@@ -420,7 +424,7 @@ def fail_one_by_one(name: str, case: Case, shim: ctypes.CDLL) -> int:
     case.check(subject := case.make(), case.call(subject))
     number = 0
     while True:
-        number += 1 + number // 40  # where there are many, they come from the same places
+        number += 1 + number // 40  # If there are many allocations, most come from the same places.
 
         def call(subject: Any, number: int = number) -> Any:
             shim.ibp_test_arm(ctypes.c_int64(number))

@@ -1,4 +1,4 @@
-"""What several test files share: tensors to compress, and comparison by bits."""
+"""Helpers that several test files share: tensors to compress, and comparison by bits."""
 
 import dataclasses
 import itertools
@@ -45,10 +45,12 @@ DTYPES = FLOAT8_DTYPES + [
 
 
 def pairwise(*columns):
-    """Few combinations of values, one of each column, in which every value meets every value of every other column.
+    """Returns few combinations of values, one of each column, in which every value meets every value of every other
+    column.
 
-    For parametrize in place of the product, where code depends on one value or on two, but not on all at once. Greedy:
-    to a pair that has not met yet, each other column adds the value that meets most others for the first time.
+    Use it in parametrize instead of the product if code depends on one or two of the values, but not on all at once.
+    The choice is greedy: to a pair that has not met yet, each other column adds the value with the most pairs that meet
+    for the first time.
     """
     places = list(itertools.combinations(range(len(columns)), 2))
     wanted = {(i, j, a, b) for i, j in places for a in range(len(columns[i])) for b in range(len(columns[j]))}
@@ -67,7 +69,8 @@ def pairwise(*columns):
 
 
 def slow_but(quick, values):
-    """Values for parametrize. Those that are not in quick are marked slow: the same code with other data."""
+    """Returns values for parametrize. Those that are not in `quick` are marked slow, because they run the same code
+    with other data."""
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
@@ -76,8 +79,8 @@ def pair_of(i, a, j, b):
 
 
 def in_threads(*works, seconds=60):
-    """What functions return that run at the same time, each in a thread. Raises what one of them raises, or
-    AssertionError for one that takes longer; no thread that is left keeps the process from ending."""
+    """Runs functions at the same time, each in a thread, and returns their results. Raises what one of them raises, or
+    AssertionError if one takes longer than `seconds`. Threads that still run do not keep the process from ending."""
     results, errors = [None] * len(works), []
 
     def run(number):
@@ -98,7 +101,8 @@ def in_threads(*works, seconds=60):
 
 
 class NoMemory(TorchDispatchMode):
-    """Operations whose results are new memory fail: the one of a number, or all from there on."""
+    """A mode in which operations fail whose results are new memory: the one with a given number, or all from there
+    on."""
 
     def __init__(self, number, stays):
         super().__init__()
@@ -116,7 +120,8 @@ class NoMemory(TorchDispatchMode):
 
 
 def torchrun(size, *command, **options):
-    """What a program prints that torchrun starts in so many processes, which meet on the loopback interface."""
+    """Returns what a program prints that torchrun starts in `size` processes, which connect over the loopback
+    interface."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     python_path = [str(ROOT), *sys.path]
     done = subprocess.run(
@@ -136,14 +141,15 @@ def _storage_of(tensor):
 
 
 def bytes_of(x):
-    """The bytes of a tensor: uint8 [numel * itemsize] on the CPU."""
+    """Returns the bytes of a tensor: uint8 [numel * itemsize] on the CPU."""
     x = x.detach().cpu().contiguous()
-    x = x.as_strided((x.numel(),), (1,))  # one of at most one element may have any strides
+    x = x.as_strided((x.numel(),), (1,))  # A tensor of at most one element may have any strides.
     return torch.view_as_real(x).reshape(-1).view(torch.uint8) if x.dtype.is_complex else x.view(torch.uint8)
 
 
 def tensor_from(data, shape, dtype):
-    """A tensor of the shape and dtype with the given bytes (a numpy uint8 array, as long as needed or longer)."""
+    """Returns a tensor of the shape and dtype with the given bytes. data: a numpy uint8 array, which may be longer than
+    needed."""
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     return torch.from_numpy(np.ascontiguousarray(data[:size])).view(dtype).reshape(shape)
 
@@ -155,7 +161,7 @@ def assert_same_bits(a, b):
 
 
 def take(x, ids):
-    """x[ids] by bytes, for dtypes that torch cannot index."""
+    """Returns x[ids], by bytes, because torch cannot index some dtypes."""
     ids = ids.cpu().to(torch.int64)
     item_bytes = x.shape[1:].numel() * x.dtype.itemsize
     rows = bytes_of(x).reshape(x.shape[0], item_bytes)[ids]
@@ -163,7 +169,7 @@ def take(x, ids):
 
 
 def layout_arguments(layout, row_bytes):
-    """What compress() takes for one of LAYOUTS."""
+    """Returns the arguments of `compress` for one of LAYOUTS."""
     if layout == "slots of 32":
         return {"slot_bytes": 32} if row_bytes > 32 else {}
     return {"slots": {}, "in place": {"slot_bytes": row_bytes}, "packed": {"layout": "packed"}}[layout]
@@ -177,7 +183,8 @@ def assert_same_table(a, b):
 
 
 def make_tensor(shape, dtype, kind="sparse", seed=0):
-    """Kinds: `sparse` few bytes not 0, `narrow` the high half of elements nearly fixed, `random`, `equal` all alike."""
+    """Returns a random tensor. kind: `sparse` (few bytes are not 0), `narrow` (the high half of elements hardly
+    varies), `random` or `equal` (all elements are the same)."""
     rng = np.random.default_rng([seed, len(kind)])
     count = int(np.prod(shape, dtype=np.int64))
     elements = rng.integers(0, 256, (count, dtype.itemsize), np.uint8)
@@ -197,26 +204,26 @@ def compress_in_place(x, **arguments):
 
 
 def embedding(num_rows, num_columns, dtype=torch.float32, seed=0):
-    """Normal values of a small spread, as trained weights have them."""
+    """Returns normal values with a small spread, like trained weights."""
     generator = torch.Generator().manual_seed(seed)
     return (torch.randn(num_rows, num_columns, generator=generator) * 0.02).to(dtype)
 
 
 def one_hot_rows(num_rows, num_columns, seed=0):
-    """float32 zeros with a few ones in each row, some rows far fuller than others."""
+    """Returns float32 zeros with a few ones in each row. Some rows have far more ones than others."""
     rng = np.random.default_rng(seed)
     density = rng.choice([0.002, 0.02, 0.5], (num_rows, 1), p=[0.8, 0.15, 0.05])
     return torch.from_numpy((rng.random((num_rows, num_columns)) < density).astype(np.float32))
 
 
 def spiky_rows(num_rows, num_columns, seed=0):
-    """The same with values of all kinds for the ones: long rows and short ones in every scheme."""
+    """Returns `one_hot_rows` with random values instead of ones, so that every scheme has long and short rows."""
     generator = torch.Generator().manual_seed(seed)
     return one_hot_rows(num_rows, num_columns, seed) * torch.randn(num_rows, num_columns, generator=generator).abs()
 
 
 def planes_codebook(codebook):
-    """A codebook of the numpy reference as the library's."""
+    """Returns the library's codebook for a codebook of the numpy reference."""
     c = codebook
     entries = torch.from_numpy(c.entries.astype(np.uint64).view(np.int64))
     return ibp.codecs.PlanesCodebook(
@@ -241,7 +248,7 @@ def planes_codebook(codebook):
 
 
 def reference_planes_codebook(codebook):
-    """The inverse of planes_codebook."""
+    """Returns the numpy reference's codebook for a codebook of the library."""
     c = codebook
     entries = c.entries.numpy().view(np.uint64).astype(reference_planes.symbol_type(c.symbol_bits))
     return reference_planes.Codebook(
@@ -265,7 +272,7 @@ def reference_planes_codebook(codebook):
 
 
 def reference_decode(table):
-    """The original bytes of a table of any scheme, by numpy."""
+    """Returns the original bytes of a table of any scheme, decoded by numpy."""
     if table.scheme != "planes":
         return reference.decode_table(reference_table(table))
     codebook = reference_planes_codebook(table.codebook)
@@ -274,7 +281,7 @@ def reference_decode(table):
 
 
 def reference_row(plain, codebook, r):
-    """The valid bytes of row r of a table of scheme planes; raises CorruptRow of one of the references."""
+    """Returns the valid bytes of row r of a table of scheme planes. Raises CorruptRow of one of the references."""
     stored = reference.stored_row(plain, r).tobytes()
     if plain.is_default(r):
         return plain.default_row(r)
@@ -282,7 +289,7 @@ def reference_row(plain, codebook, r):
 
 
 def reference_table(table):
-    """A table of scheme ibp or raw for the numpy decoder."""
+    """Returns a table of scheme ibp or raw for the numpy decoder."""
     codebook = None
     if table.codebook is not None:
         c = table.codebook
@@ -306,7 +313,7 @@ def plain_table(table, codebook):
 
 
 def reckon_with(monkeypatch, least_streamed_bytes=None, **changed):
-    """Puts an H200's calibration with changed rates in force on every device. Returns it."""
+    """Puts an H200's calibration with changed rates in force on every device. Returns the calibration."""
     found = dataclasses.replace(ibp.calibration.H200, **changed)
     if least_streamed_bytes is not None:
         gained_ns = 1 / found.read_gbps - 1 / found.copy_in_gbps
@@ -316,12 +323,13 @@ def reckon_with(monkeypatch, least_streamed_bytes=None, **changed):
 
 
 def default_of(codebook):
-    """What a default row repeats."""
+    """Returns the bytes that a default row repeats."""
     return reference_planes_codebook(codebook).default_row if isinstance(codebook, ibp.codecs.PlanesCodebook) else b"\0"
 
 
 def sized(num_items, item_bytes, num_bytes):
-    """Returns what plans read of a table in host memory: its slots have num_bytes bytes, which are not there."""
+    """Returns a stand-in for a table in host memory, with the attributes that plans read. Its slots have num_bytes
+    bytes, but no memory."""
     slots = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
     geometry = types.SimpleNamespace(num_items=num_items, item_bytes=item_bytes)
     return types.SimpleNamespace(

@@ -1,9 +1,9 @@
-"""Codebooks, rows and indexes made of noise, and memory that changes while it is coded, through torch.ops.ibp.
+"""Encodes and decodes with random codebooks, rows and indexes, and with memory that changes meanwhile, through
+torch.ops.ibp.
 
     python hostile_rows.py FEATURES SECONDS
 
-tests/core/test_sanitized.py runs it over libraries that are built with sanitizers, which end it when something is
-wrong.
+tests/core/test_sanitized.py runs this with libraries that are built with sanitizers. They end it if something is wrong.
 """
 
 import random
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def noise(draw, num_bytes):
-    """Bytes of which all, few or none are zeros or ones."""
+    """Returns random bytes, in which all, few or none are replaced by zeros or ones."""
     kind = draw.randrange(4)
     if kind == 0:
         return torch.randint(0, 256, (num_bytes,), dtype=U8)
@@ -37,7 +37,8 @@ def some_row_bytes(draw):
 
 
 def noisy_masks(draw, row_bytes):
-    """(words, codec) of scheme ibp, right but for a few words, or noise altogether; of one or several clusters."""
+    """Returns (words, codec) of scheme ibp, with one or several clusters. It is either right except for a few words, or
+    all noise."""
     chunk_bytes, num_words = draw.choice([1, 2, 4, 8]), -(-row_bytes // 16) * 4
     num_flags = draw.randrange(-(-row_bytes // chunk_bytes) + 1)
     if draw.randrange(2):
@@ -56,7 +57,7 @@ def noisy_masks(draw, row_bytes):
 
 
 def noisy_planes(draw, row_bytes):
-    """(words, codec) of scheme planes."""
+    """Returns (words, codec) of scheme planes."""
     element_bytes = draw.choice([size for size in (1, 2, 4, 8) if row_bytes % size == 0])
     residual_bits = draw.choice([0, draw.randrange(8 * element_bytes + 1), 8 * element_bytes])
     digits = [draw.randrange(1, 5) for _ in range(draw.randrange(5))]
@@ -84,7 +85,7 @@ def noisy_planes(draw, row_bytes):
 
 
 def tried(operation, *arguments):
-    """What an operation gives, None where it refuses its arguments."""
+    """Returns the result of an operation, or None if it refuses its arguments."""
     try:
         return operation(*arguments)
     except RuntimeError:
@@ -92,7 +93,7 @@ def tried(operation, *arguments):
 
 
 def code_and_decode(draw):
-    """A table with a noisy codebook: measured, indexed, written, damaged, and read in every way."""
+    """Measures, indexes and writes a table with a random codebook, damages it, and reads it in every way."""
     row_bytes = some_row_bytes(draw)
     words, codec = draw.choice([noisy_masks, noisy_planes])(draw, row_bytes)
     num_rows = draw.randrange(1, 80) if row_bytes < 1000 else draw.randrange(1, 5)
@@ -105,7 +106,7 @@ def code_and_decode(draw):
     slot_bytes = draw.choice([0, row_bytes, draw.randrange(-(-row_bytes // 32)) * 32])
     *bases, overflow_bytes = OPS.index_rows(lengths, num_bytes, row_bytes, slot_bytes).tolist()
     bases = torch.tensor(bases)
-    if not draw.randrange(4):  # of the rows' own
+    if not draw.randrange(4):  # Each row then has its own base.
         bases = torch.randint(0, overflow_bytes + 1, (num_rows,)) // 32 * 32
     slots, overflow = torch.zeros(num_rows * slot_bytes, dtype=U8), torch.zeros(overflow_bytes, dtype=U8)
     if not draw.randrange(4):
@@ -128,8 +129,8 @@ def code_and_decode(draw):
 
 
 def while_it_changes(seconds):
-    """x is compressed, and its table decompressed, while another thread writes to their memory. Returns how often
-    neither was found out."""
+    """Compresses x, and decompresses its table, while another thread writes to their memory. Returns how many of the
+    calls did not notice the change."""
     listed = torch.zeros(100, 4000, dtype=U8)
     listed[torch.rand(100, 4000) < 0.02] = 7
     dense = torch.randn(100, 1000).bfloat16()
@@ -163,7 +164,7 @@ def change_while(memory, work, seconds):
             try:
                 work()
                 calls += 1
-            except (RuntimeError, ValueError):  # x changed; the table is corrupt
+            except (RuntimeError, ValueError):  # x has changed, or the table is corrupt.
                 pass
     finally:
         stop.set()

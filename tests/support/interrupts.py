@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a call."""
+"""Raises an interrupt, like Ctrl-C, at any moment of a call."""
 
 import itertools
 import os
@@ -19,10 +19,12 @@ PACKAGE, TQDM = (os.path.dirname(module.__file__) for module in (ibp, tqdm))
 
 
 def interrupt_at(moment, then, call):
-    """Runs call, but raises Interrupted at the moment of ibp's Python code of this number, counted from 0: a line, or
-    the return of a C function, where Python handles signals too. If `then` is a number, raises it once more at that
-    point of what Python runs on its way out: a call, or the return of a C function. Returns (what call returns, or the
-    table of the exception that leaves it; how many interrupts there were).
+    """Runs `call` and raises Interrupted at one moment of ibp's Python code. Moments are counted from 0; each is a call
+    of a Python function, a line, or the return of a C function, where Python handles signals, too.
+
+    If `then` is a number, raises Interrupted once more while the first exception propagates: at the point of this
+    number, counted from 0. A point is a call, or the return of a C function. Returns (what `call` returns, or the table
+    of the exception that leaves it; number of interrupts).
     """
     moments, points, raised = itertools.count(), itertools.count(), 0
 
@@ -63,13 +65,15 @@ def interrupt_at(moment, then, call):
 
 
 def assert_kept(table, x, before):
-    """x is as it was, or its table decompresses to it. Returns how many rows are coded; None without a table."""
+    """Asserts that x is as it was before, or that its table decompresses to it. Returns how many rows are compressed,
+    or None if there is no table."""
     assert_same_bits(x if table is None else table.decompress(device="cpu"), before)
     return None if table is None else int((table.lengths != 0).sum())
 
 
 class InterruptedOperations(TorchDispatchMode):
-    """Raises Interrupted before or after the torch operations of these numbers, on the way out too."""
+    """A mode that raises Interrupted before or after the torch operations with the given numbers. It also counts
+    operations that run while an exception propagates."""
 
     def __init__(self, numbers, before):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What may stand at a path besides a file, and the limits of a call that meets it."""
+"""Things other than a file that may exist at a path, and limits for a call that meets them."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import resource
 import signal
 import socket
 
-SECONDS = 30  # of a busy machine; each call takes less than one
+SECONDS = 30  # Each call takes less than one second, unless the machine is busy.
 
 
 def make_socket(path):
@@ -23,7 +23,7 @@ NO_FILES = {
 
 @contextlib.contextmanager
 def soon():
-    """Fails a call that takes longer than SECONDS, also one that waits for a pipe."""
+    """Fails a call that takes longer than SECONDS, for example because it waits for a pipe."""
 
     def stop(number, frame):
         raise AssertionError(f"it has taken {SECONDS} seconds")
@@ -39,7 +39,7 @@ def soon():
 
 @contextlib.contextmanager
 def few_descriptors():
-    """The process may open few files more."""
+    """Limits the number of files that the process can open to about 30 more than are open."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 30, before[1]))
     try:

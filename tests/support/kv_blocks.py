@@ -1,4 +1,4 @@
-"""Coded tokens of a KV-cache beside raw tensors, which go through the same changes."""
+"""Applies the same changes to the compressed tokens of a KV-cache and to raw tensors."""
 
 import torch
 
@@ -21,7 +21,7 @@ def tokens(count, batch, dtype=torch.bfloat16, device=CPU, scale=0.02, dims=(8, 
 
 
 class Raw:
-    """What a history should hold, and the history."""
+    """A history, and the raw tensors that it should hold."""
 
     def __init__(self, device=CPU, dtype=torch.bfloat16, **changed):
         self.options, self.dtype = options(**changed), dtype
@@ -31,7 +31,8 @@ class Raw:
         self.right, self.batch = [], 3
 
     def add(self, num_blocks, scale=0.02, sequences=None):
-        """Codes blocks; sequences: which change places before they are stored."""
+        """Encodes and adds blocks. sequences: the sequences to take between encoding and storing; None: all as they
+        are."""
         new = tokens(num_blocks * BLOCK, self.batch, self.dtype, self.decoder.device, scale)
         pending = self.history.encode(*new)
         if sequences is not None:
@@ -51,7 +52,7 @@ class Raw:
         self.right = [x[:, :, : num_blocks * BLOCK] for x in self.right]
 
     def check(self, first=0, last=None):
-        """Whether blocks first to last - 1 are right, with room behind them left alone."""
+        """Asserts that blocks first to last - 1 have the right bits. The results have room for three more tokens."""
         blocks = range(first, self.history.num_blocks if last is None else last)
         count = len(blocks) * BLOCK
         got = self.decoder.fetch(self.history, count + 3, blocks).wait()

@@ -21,7 +21,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A decoder in miniature: an embedding, blocks in an order that can be changed, and a head."""
+    """A small decoder: an embedding, blocks whose order can be changed, and a head."""
 
     def __init__(self, num_blocks=5, dtype=torch.float32, tie=False, seed=0):
         super().__init__()
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 class Noted(nn.Module):
-    """A layer that notes the bits of its weight, on the device, each time that it is called."""
+    """A layer that records the bits of its weight, on the device, each time it is called."""
 
     def __init__(self, weight):
         super().__init__()
@@ -63,7 +63,7 @@ class Noted(nn.Module):
 
 
 class Wide(nn.Module):
-    """Layers whose weights take several chunks of a ring."""
+    """A model whose layers have weights that take several chunks of a ring."""
 
     def __init__(self, dtype=torch.bfloat16, num_layers=5, width=2048):
         super().__init__()
@@ -87,14 +87,15 @@ class Wide(nn.Module):
             layer.seen.clear()
 
     def check(self, num_passes):
-        """All passes since the last check, so many, saw the weights as they were made."""
+        """Asserts that there were num_passes passes since the last check, and that each saw the original weights."""
         for layer, wanted in zip(self.layers, self.wanted):
             assert [tuple(map(int, bits)) for bits in layer.seen] == [tuple(map(int, wanted))] * num_passes
         self.forget()
 
 
 def losses_of(model, ids, steps):
-    """The loss of each step of AdamW on the parameters that train, of a language model of transformers."""
+    """Returns the loss of each step of AdamW. model: a language model of transformers; its parameters that require grad
+    are trained."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-2)
     losses = []
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""Tests that a page or a table names."""
+"""Looks up tests that a page or a table names."""
 
 import ast
 import functools
@@ -12,6 +12,6 @@ def _names_in(path):
 
 
 def is_test(named):
-    """Whether there is a test of this name: "tests/folder/test_file.py::test_name"."""
+    """Returns whether there is a test of this name: "tests/folder/test_file.py::test_name"."""
     path, _, name = named.partition("::")
     return name.startswith("test_") and (ROOT / path).is_file() and name in _names_in(path)

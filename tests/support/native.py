@@ -1,8 +1,8 @@
-"""C and C++ programs for the tests: each object and program is made once and kept in build/tests.
+"""Builds C and C++ programs for the tests. Each object and program is built once and kept in build/tests.
 
-What is kept is found by its command, the compiler's version and the contents of every file that it was made of,
-headers included; where one of these differs, it is made again. Processes that want the same thing at the same time wait
-for one of them to make it.
+A kept file is identified by its command, the compiler's version and the contents of every file that it was made from,
+including headers. If one of these differs, it is built again. If several processes want the same file, one builds it
+and the others wait.
 """
 
 import concurrent.futures
@@ -23,12 +23,12 @@ INCLUDES = [f"-I{CSRC / 'include'}", f"-I{CSRC}"]
 CORE_SOURCES = sorted([*CSRC.glob("core/*.c"), *CSRC.glob("x86/*.c")])
 WARNINGS = ["-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror"]
 SANITIZE = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
-# The two builds of the C core that the tests link. Most tests of compiled code share these objects.
+# The two builds of the C core that tests link. Most tests of compiled code share these objects.
 PLAIN, SANITIZED = ["-O2", *WARNINGS], ["-O1", "-g", *SANITIZE, *WARNINGS]
 
 
 def run(command, **options):
-    """(exit status, output) of a command."""
+    """Runs a command. Returns (exit status, output)."""
     done = subprocess.run(
         [str(word) for word in command],
         stdout=subprocess.PIPE,
@@ -41,7 +41,8 @@ def run(command, **options):
 
 
 def compiler(variable, *names):
-    """The compiler that the library is built with: the environment's, else the first one there is."""
+    """Returns the command of a compiler: the environment variable's value if it is set, otherwise the first of names
+    that is on the PATH."""
     if os.environ.get(variable):
         return shlex.split(os.environ[variable])
     found = [name for name in names if shutil.which(name)]
@@ -74,12 +75,12 @@ def is_current(output, record):
 
 
 def headers_in(depfile):
-    """The files that a make rule `output: input input ...` names as inputs; no path here has a space in it."""
+    """Returns the inputs of a make rule `output: input input ...`. No path here contains a space."""
     return depfile.read_text().replace("\\\n", " ").partition(": ")[2].split() if depfile.exists() else []
 
 
 def made(command, name, inputs):
-    """The path of the file that `command -o name` makes of the inputs and of the headers that they include."""
+    """Returns the path of the file that `command -o name` makes from the inputs and the headers that they include."""
     command = [str(word) for word in command]
     identity = hashlib.sha256(shlex.join([*command, name, version_of(command[0])]).encode()).hexdigest()
     place = KEPT / identity[:20]
@@ -97,23 +98,26 @@ def made(command, name, inputs):
 
 
 def compiled(commands):
-    """The objects that `command -c source` makes, of pairs (command, source), as many at a time as there are cores."""
+    """Returns the objects that `command -c source` makes, for pairs (command, source). As many compilers run as there
+    are cores."""
     with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         return list(pool.map(lambda pair: made([*pair[0], "-c", pair[1]], f"{pair[1].stem}.o", [pair[1]]), commands))
 
 
 def linked(command, objects, name="program"):
-    """The program that the command makes of the objects."""
+    """Returns the program that the command makes from the objects."""
     return made([*command, *objects, "-lm"], name, objects)
 
 
 def core_objects(flags, sources=CORE_SOURCES):
-    """The C core, or other C sources, compiled with flags; PLAIN and SANITIZED are shared by many tests."""
+    """Compiles the C core, or other C sources, with flags, and returns the objects. Many tests share the flags PLAIN
+    and SANITIZED."""
     return compiled([([*c_compiler(), "-std=c11", *flags, *INCLUDES], source) for source in sources])
 
 
 def written(name, text):
-    """The path of a source in build/tests with this text; a file that has it already stays as it is."""
+    """Returns the path of a source in build/tests with this text. A file that already has this text is not written
+    again."""
     path = KEPT / name
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
@@ -125,7 +129,8 @@ def written(name, text):
 
 @functools.cache
 def can_sanitize():
-    """Whether the C compiler has the address and undefined behaviour sanitizers, and what it makes with them runs."""
+    """Returns whether the C compiler has the address and undefined behaviour sanitizers, and whether their programs
+    run."""
     source = written("empty.c", "int main(void) { return 0; }\n")
     try:
         return run([linked([*c_compiler(), *SANITIZE], core_objects(SANITIZE, [source]))])[0] == 0

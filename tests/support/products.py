@@ -1,4 +1,5 @@
-"""The kernels that multiply by coded matrices, in torch: for tables on the CPU, in tests of the code around them."""
+"""The kernels that multiply by compressed matrices, written in torch. They let tests of the code around them use tables
+on the CPU."""
 
 import contextlib
 
@@ -9,25 +10,26 @@ from ibp._fetch import escapes, linear, products
 
 
 def lists(table):
-    """Lists a table's escapes, as on a GPU: kernels multiply by it then."""
+    """Lists a table's escapes as on a GPU, so that kernels can multiply by it."""
     table._escapes = escapes._state(table), escapes.list_escapes(table)
 
 
 def matrix_of(slots, slot_bytes, below, starts, entries, columns):
-    """A table's matrix: digits and residuals, with escapes in place of what digits give."""
+    """Returns a table's matrix: digits and residuals give the elements, and escapes replace some of them."""
     rows = len(starts) - 1
     bytes_of_rows = slots.view(rows, slot_bytes).int()
     residuals, digits = bytes_of_rows[:, :columns], bytes_of_rows[:, columns : columns // 2 * 3]
     digits = torch.stack((digits & 15, digits >> 4), dim=2).view(rows, columns)
     bits = (residuals & 1) << 15 | digits + len(below) - 2 << 7 | residuals >> 1
     escaped = torch.repeat_interleave(torch.arange(rows), starts.diff()), entries[:, 0].long()
-    assert torch.equal(bits[escaped], entries[:, 1] >> 16 & 0xFFFF)  # what digit 15 gives
+    # The lower half of a listed escape is the element; the upper half is what digit 15 gives.
+    assert torch.equal(bits[escaped], entries[:, 1] >> 16 & 0xFFFF)
     bits[escaped] = entries[:, 1] & 0xFFFF
     return bits.to(torch.int16).view(torch.bfloat16)
 
 
 def multiply(x, parts, slot_bytes, biases):
-    """ibp_cuda_linear."""
+    """Computes what ibp_cuda_linear does."""
     results = []
     for number, size in enumerate(slot_bytes):
         slots, *rest = parts[4 * number : 4 * number + 4]
@@ -37,7 +39,7 @@ def multiply(x, parts, slot_bytes, biases):
 
 
 def multiply_groups(slots, slot_bytes, below, starts, entries, x, groups, order, sharing, num_rows, out):
-    """ibp_cuda_linear_groups."""
+    """Computes what ibp_cuda_linear_groups does."""
     matrices = matrix_of(slots, slot_bytes, below, starts, entries, x.shape[1])
     matrices = matrices.view(-1, num_rows, x.shape[1])
     assert groups.dtype == torch.int32 and groups.shape[1] == 3 and x.is_contiguous()
@@ -53,14 +55,14 @@ def multiply_groups(slots, slot_bytes, below, starts, entries, x, groups, order,
 
 
 def decode(slots, slot_bytes, below, starts, entries, out):
-    """ibp_cuda_decode_matrix."""
+    """Computes what ibp_cuda_decode_matrix does."""
     out.copy_(matrix_of(slots, slot_bytes, below, starts, entries, out.shape[1]))
 
 
 @contextlib.contextmanager
 def kernels_on_the_cpu(monkeypatch):
-    """Kernels multiply by tables on the CPU whose escapes are listed, in `ibp.linear` up to 64 vectors. Gives a list,
-    to which each call adds its number of vectors."""
+    """Lets `ibp.linear` multiply up to 64 vectors by tables on the CPU whose escapes are listed, with the kernels
+    above. Yields a list, to which each call appends its number of vectors."""
     calls, library = [], torch.library.Library("ibp", "IMPL")
 
     def run(x, parts, slot_bytes, biases):

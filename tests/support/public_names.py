@@ -1,4 +1,4 @@
-"""What the package shows to its users."""
+"""Finds the functions that the package offers its users."""
 
 import inspect
 
@@ -9,8 +9,8 @@ MODULES = (ibp, cache, calibration, checkpoints, codecs, deltas, distributed, kv
 
 
 def public_functions():
-    """(name, function) of the public functions, and of the public methods and properties of the public classes. What
-    has two names comes by the first."""
+    """Returns (name, function) of the public functions, and of the public methods and properties of the public classes.
+    A function with two names is listed by the first."""
     seen = set()
     for module in MODULES:
         for name in module.__all__:

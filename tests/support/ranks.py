@@ -1,4 +1,4 @@
-"""Processes of a group that run what a test tells them."""
+"""Processes of a group that run the functions that a test sends them."""
 
 import datetime
 import multiprocessing
@@ -8,12 +8,12 @@ import traceback
 import torch
 import torch.distributed as dist
 
-SECONDS = 60  # that other processes may take
+SECONDS = 60  # Other processes may take at most this many seconds.
 
 
 class Ranks:
-    """Processes of one group, which run what they are told; forked where there is no GPU, as torch takes seconds to
-    import."""
+    """Processes of one group, which run the functions that they get. Without a GPU they are forked, because torch takes
+    seconds to import."""
 
     def __init__(self, size, directory, timeout=SECONDS, backend="gloo"):
         context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "fork")
@@ -21,14 +21,15 @@ class Ranks:
         for rank in range(size):
             here, there = context.Pipe()
             args = rank, size, str(directory / "store"), timeout, backend, there
-            work = context.Process(target=_serve, args=args, daemon=True)  # this one's end is theirs
+            work = context.Process(target=_serve, args=args, daemon=True)  # Daemons end with this process.
             work.start()
             there.close()
             self.pipes.append(here)
             self.processes.append(work)
 
     def __call__(self, function, *args):
-        """What function(rank, *args) returns on each rank. AssertionError with the traceback of one that raises."""
+        """Returns what function(rank, *args) returns on each rank. Raises AssertionError with the traceback if a rank
+        raises."""
         for pipe in self.pipes:
             pipe.send((function, args))
         results = []
@@ -40,7 +41,7 @@ class Ranks:
         return results
 
     def survivors(self, function, dead):
-        """(rank, result) of all ranks but one, which ends in function(rank). Then all end."""
+        """Yields (rank, result) of all ranks except one, which dies in function(rank). Then ends all processes."""
         try:
             for pipe in self.pipes:
                 pipe.send((function, ()))
@@ -61,7 +62,7 @@ class Ranks:
 
 
 def _serve(rank, size, store, timeout, backend, pipe):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # whatever the machine's name means
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # The machine's name may resolve to another address.
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
@@ -80,7 +81,7 @@ def _serve(rank, size, store, timeout, backend, pipe):
 
 
 def raised(work):
-    """(name, message) of the exception that work() raises, or None."""
+    """Returns (name, message) of the exception that work() raises, or None if it raises none."""
     try:
         work()
     except Exception as error:

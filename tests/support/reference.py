@@ -1,6 +1,7 @@
 """An encoder and a decoder of compressed tables in plain numpy, written from csrc/FORMAT.md alone.
 
-Slow and simple on purpose: this is what the C and CUDA code is compared with. Section numbers are those of FORMAT.md.
+It is slow and simple on purpose, because the C and CUDA code is compared with it. Section numbers are those of
+FORMAT.md.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class CorruptRow(ValueError):
 
 @dataclasses.dataclass
 class Codebook:
-    """Section 5: the distinct (mask, bitval) pairs of the chunks of a row, and which pair each chunk has."""
+    """A codebook of section 5: the distinct (mask, bitval) pairs of the chunks of a row, and the pair of each chunk."""
 
     row_bytes: int
     chunk_bytes: int
@@ -32,30 +33,30 @@ class Codebook:
         return ceil_div(self.row_bytes, self.chunk_bytes)
 
     def pairs(self) -> np.ndarray:
-        """(mask, bitval) of every chunk: uint8 [num_chunks, 2, chunk_bytes]."""
+        """Returns (mask, bitval) of every chunk: uint8 [num_chunks, 2, chunk_bytes]."""
         if len(self.palette) == 1:
             return np.repeat(self.palette, self.num_chunks, axis=0)
         return self.palette[self.index]
 
     def flagged(self) -> np.ndarray:
-        """Which chunks have a participation bit: bool [num_chunks]."""
+        """Returns which chunks have a participation bit: bool [num_chunks]."""
         return self.pairs()[:, 0].any(axis=1) | self.flag_all
 
 
 @dataclasses.dataclass
 class Table:
-    """Sections 1 to 3. codebook None: scheme raw (section 4)."""
+    """A table of sections 1 to 3. If codebook is None, the scheme is raw (section 4)."""
 
     num_bytes: int
     row_bytes: int
     slot_bytes: int
     codebook: Codebook | None
-    lengths: np.ndarray  # uint16 [num_rows], or empty: every row is raw
-    bases: np.ndarray  # uint64 [ceil(num_rows / rows_per_base)], or empty: no row has an overflow part
+    lengths: np.ndarray  # uint16 [num_rows]; empty if every row is raw
+    bases: np.ndarray  # uint64 [ceil(num_rows / rows_per_base)]; empty if no row has an overflow part
     slots: np.ndarray  # uint8
     overflow: np.ndarray  # uint8
-    default: bytes = b"\0"  # what a default row repeats
-    rows_per_base: int = ROWS_PER_BASE  # or 1
+    default: bytes = b"\0"  # the bytes that a default row repeats
+    rows_per_base: int = ROWS_PER_BASE  # ROWS_PER_BASE or 1
 
     @property
     def num_rows(self) -> int:
@@ -89,7 +90,7 @@ class Table:
 
 
 def default_length(row_bytes: int) -> int:
-    """The length that marks a default row."""
+    """Returns the length that marks a default row."""
     return min(row_bytes, 65535)
 
 
@@ -115,7 +116,7 @@ def padded(data: np.ndarray, size: int) -> np.ndarray:
 def make_codebook(
     mask: bytes | np.ndarray, bitval: bytes | np.ndarray, chunk_bytes: int, flag_all: bool = False
 ) -> Codebook:
-    """The codebook of a row's masks and bitvals, pairs numbered in order of appearance."""
+    """Returns the codebook of a row's masks and bitvals. Pairs are numbered in order of appearance."""
     mask, bitval = as_bytes(mask), as_bytes(bitval)
     assert mask.shape == bitval.shape and not np.any(bitval & ~mask)
     size = ceil_div(len(mask), chunk_bytes) * chunk_bytes
@@ -130,7 +131,7 @@ def make_codebook(
 
 
 def masks_of(codebook: Codebook) -> tuple[np.ndarray, np.ndarray]:
-    """mask and bitval of a whole row, row_bytes bytes each."""
+    """Returns mask and bitval of a whole row, row_bytes bytes each."""
     pairs = codebook.pairs()
     return tuple(pairs[:, i].reshape(-1)[: codebook.row_bytes] for i in (0, 1))
 
@@ -139,13 +140,13 @@ def masks_of(codebook: Codebook) -> tuple[np.ndarray, np.ndarray]:
 
 
 def kept_bits(codebook: Codebook, participates: np.ndarray) -> np.ndarray:
-    """Which bits of a row are stored: bool [8 * row_bytes]."""
+    """Returns which bits of a row are stored: bool [8 * row_bytes]."""
     removed = codebook.pairs()[:, 0] * participates[:, None].astype(np.uint8)
     return bits_of(removed.reshape(-1)[: codebook.row_bytes]) == 0
 
 
 def encode_row(codebook: Codebook, row: bytes | np.ndarray) -> bytes:
-    """The coded row, whether or not it is smaller than the row."""
+    """Returns the coded row, whether or not it is smaller than the row."""
     row = as_bytes(row)
     assert len(row) == codebook.row_bytes
     chunks = padded(row, codebook.num_chunks * codebook.chunk_bytes).reshape(-1, codebook.chunk_bytes)
@@ -175,9 +176,8 @@ def decode_row(codebook: Codebook, coded: bytes | np.ndarray) -> bytes:
 
 
 def encode_table(data: bytes | np.ndarray, row_bytes: int, slot_bytes: int, codebook: Codebook | None) -> Table:
-    """Codes a whole tensor's bytes. slot_bytes: 0 (packed), a multiple of 32 below row_bytes (slots), or row_bytes (in
-    place).
-    """
+    """Encodes the bytes of a whole tensor. slot_bytes: 0 (packed), a multiple of 32 below row_bytes (slots), or
+    row_bytes (in place)."""
     data = as_bytes(data)
     none = {"lengths": np.zeros(0, np.uint16), "bases": np.zeros(0, np.uint64), "overflow": np.zeros(0, np.uint8)}
     if codebook is None:
@@ -194,7 +194,7 @@ def encode_table(data: bytes | np.ndarray, row_bytes: int, slot_bytes: int, code
 
 
 def stored_form(table: Table, r: int, row: np.ndarray, coded: bytes) -> np.ndarray:
-    """The bytes that a row is stored in: none, the coded ones, or its own."""
+    """Returns the bytes that are stored for a row: none, the coded bytes, or the row itself."""
     if row.tobytes() == table.default_row(r):
         return row[:0]
     is_shorter = len(coded) < min(len(row), default_length(table.row_bytes))
@@ -220,7 +220,7 @@ def place_rows(table: Table, rows: list[np.ndarray]) -> None:
 
 
 def stored_row(table: Table, row: int) -> np.ndarray:
-    """The stored bytes of a row, from its slot and its part of overflow."""
+    """Returns the stored bytes of a row, from its slot and its part of the overflow."""
     stored, part = table.stored(row), table.part(row)
     if stored > table.valid(row):
         raise CorruptRow(f"row {row} stores {stored} bytes, more than its {table.valid(row)}")
@@ -239,7 +239,7 @@ def stored_row(table: Table, row: int) -> np.ndarray:
 
 
 def decode_table_row(table: Table, row: int) -> bytes:
-    """The valid(row) original bytes of a row."""
+    """Returns the valid(row) original bytes of a row."""
     stored = stored_row(table, row)
     if table.is_default(row):
         return table.default_row(row)
@@ -249,12 +249,12 @@ def decode_table_row(table: Table, row: int) -> bytes:
 
 
 def decode_table(table: Table) -> bytes:
-    """The original bytes; raises CorruptRow at the first bad row."""
+    """Returns the original bytes. Raises CorruptRow at the first bad row."""
     return b"".join(decode_table_row(table, r) for r in range(table.num_rows))
 
 
 def stored_bytes(table: Table) -> int:
-    """Bytes of the coded rows and of the codebook, without the row index."""
+    """Returns the bytes of the coded rows and of the codebook, without the row index."""
     codebook = table.codebook
     codebook_bytes = 0 if codebook is None else codebook.palette.nbytes + codebook.index.nbytes
     return sum(table.stored(r) for r in range(table.num_rows)) + codebook_bytes
@@ -264,7 +264,7 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 
 def fingerprint(data: bytes) -> int:
-    """Section 10."""
+    """Returns the fingerprint of section 10."""
     words = np.frombuffer(bytes(data) + bytes(-len(data) % 8), "<u8")
     with np.errstate(over="ignore"):
         offsets = np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(GOLDEN)
@@ -273,7 +273,7 @@ def fingerprint(data: bytes) -> int:
 
 
 def mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64, of uint64s."""
+    """Computes the finalizer of SplitMix64 on uint64s."""
     x = (x ^ x >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ x >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return x ^ x >> np.uint64(31)

@@ -1,7 +1,7 @@
 """A reader of files in plain numpy, written from csrc/FORMAT.md, section 9, alone. It decodes rows with the other
 references.
 
-Slow and simple on purpose: this is what the library's readers are compared with.
+It is slow and simple on purpose, because the library's readers are compared with it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CODED_PARTS = {"blocks": "U8", "offsets": "U64"}
 
 
 class Refused(ValueError):
-    """What a reader refuses."""
+    """A file that a reader must refuse."""
 
 
 def require(condition: object, message: str) -> None:
@@ -44,7 +44,7 @@ class File:
 
     Attributes:
         tensors: dtype, shape and bytes by name.
-        metadata: all of it.
+        metadata: all metadata by name.
     """
 
     data: bytes
@@ -82,20 +82,20 @@ class File:
 
     @property
     def tables(self) -> dict[str, dict[str, str]]:
-        """The fields of the tables, by name."""
+        """Returns the fields of the tables, by name."""
         start = "ibp.table."
         return {key[len(start) :]: fields_of(text) for key, text in self.metadata.items() if key.startswith(start)}
 
     @property
     def plain(self) -> list[str]:
-        """Names of the tensors that are kept as they are."""
+        """Returns the names of the tensors that are stored as they are."""
         if self.is_plain:
             return list(self.tensors)
         parts = {f"{name}:{part}" for name in self.tables for part in (*PARTS, *CODED_PARTS)}
         return [name for name in self.tensors if name not in parts and not name.startswith(OWN_NAMES)]
 
     def check(self) -> None:
-        """Compares all checksums, and what is said of alignment."""
+        """Compares all checksums, and checks the alignment that the metadata names."""
         fields = fields_of(self.metadata["ibp.checks"])
         require(fields["hash"] == "xxh3_64", "another hash")
         block_bytes, start = int(fields["block_bytes"]), 8 + int.from_bytes(self.data[:8], "little")
@@ -129,7 +129,7 @@ def numbers_of(text: str) -> list[int]:
 
 
 def codebook_part(file: File, number: int, part: str, dtype: str, count: int) -> np.ndarray:
-    """The entries of a part without padding."""
+    """Returns the entries of a part without padding."""
     numpy_dtype = np.dtype(f"<u{ITEM_BYTES[dtype]}")
     if count == 0:
         return np.empty(0, numpy_dtype)
@@ -145,7 +145,7 @@ def array_of(tensor: tuple[str, list[int], bytes], dtype: str, count: int) -> np
 
 
 def read_codebooks(file: File, number: int) -> list:
-    """The codebooks of the clusters; one where there are none."""
+    """Returns the codebooks of the clusters, or one codebook if there are no clusters."""
     fields = fields_of(file.metadata[f"ibp.codebook.{number}"])
     if "clusters" in fields:
         return [codebook for k in numbers_of(fields["clusters"]) for codebook in read_codebooks(file, k)]
@@ -186,7 +186,7 @@ def read_planes(file: File, number: int, fields: dict[str, str]) -> reference_pl
 
 
 def decode(files: list[File], name: str) -> tuple[str, list[int], bytes]:
-    """Dtype, shape and bytes of a tensor of a set of files; of a delta, those of the differences."""
+    """Returns dtype, shape and bytes of a tensor in a set of files. For a delta, these are those of the differences."""
     for file in files:
         if name in file.tables:
             return decode_table(files, file, name)
@@ -210,7 +210,7 @@ def decode_table(files: list[File], file: File, name: str) -> tuple[str, list[in
 
 
 def decode_whole(files: list[File], fields: dict[str, str], name: str) -> tuple[str, list[int], bytes]:
-    """A table of an external codec: blocks as they are, or of a codec of the CPU."""
+    """Decodes a table of an external codec, whose blocks are raw or compressed by a codec of the CPU."""
     codec, block_bytes, shape = fields["codec"], int(fields["block_bytes"]), numbers_of(fields["shape"])
     require(codec in ("zstd", "lz4"), f"codec {codec}")
     known = {"dtype", "shape", "codec", "block_bytes", "content"}
@@ -230,7 +230,7 @@ def decode_whole(files: list[File], fields: dict[str, str], name: str) -> tuple[
 
 
 def decode_block(codec: str, block: bytes, valid: int) -> bytes:
-    """The bytes that a block of a codec of the CPU stands for."""
+    """Returns the bytes of a block, decoded by a codec of the CPU."""
     if len(block) == valid:
         return block
     if codec == "zstd":
@@ -243,7 +243,7 @@ def decode_block(codec: str, block: bytes, valid: int) -> bytes:
 
 
 def table_of(files: list[File], file: File, name: str, num_bytes: int) -> reference.Table:
-    """The arrays of a table, whichever files they are in; its codebook apart."""
+    """Returns the arrays of a table, without its codebook, from whichever files have them."""
     fields = file.tables[name]
     row_bytes, slot_bytes = int(fields["row_bytes"]), int(fields["slot_bytes"])
     rows_per_base, is_raw = int(fields.get("rows_per_base", "32")), fields["scheme"] == "raw"

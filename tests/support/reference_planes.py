@@ -1,7 +1,7 @@
 """An encoder and a decoder of rows of scheme `planes` in plain numpy, written from csrc/FORMAT.md, section 6, alone.
 
-Slow and simple on purpose: this is what the C and CUDA code is compared with. Storing a row raw is the caller's
-(section 2).
+It is slow and simple on purpose, because the C and CUDA code is compared with it. The caller decides whether to store a
+row raw (section 2).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class CorruptRow(ValueError):
 
 
 class NoCodedForm(ValueError):
-    """A row that the codebook cannot code."""
+    """A row that the codebook cannot encode."""
 
 
 @dataclasses.dataclass
 class Codebook:
-    """The fields of FORMAT.md. ValueError if they contradict each other."""
+    """The fields of FORMAT.md. Raises ValueError if they contradict each other."""
 
     element_bytes: int
     row_bytes: int
@@ -32,14 +32,14 @@ class Codebook:
     digit_bits: tuple[int, ...]
     per_column: bool
     listed: bool
-    default: int  # default and closed are elements as they are in the row, not rotated
+    default: int  # default and closed are elements as in the row, not rotated
     closed: int
     entries: np.ndarray  # symbol_type(symbol_bits) [live columns or 1, E]; ignored if first_symbol is given
     invariant_bits: int = 0
     invariant_value: int = 0
     first_symbol: int | None = None
     signed_default: bool = False
-    live_columns: tuple[int, ...] | None = None  # None: all
+    live_columns: tuple[int, ...] | None = None  # None: all columns
     row_template: bytes = b""
 
     def __post_init__(self):
@@ -87,17 +87,17 @@ class Codebook:
 
     @property
     def coded_bits(self) -> int:
-        """w'"""
+        """Returns w', the coded bits of an element."""
         return self.width - self.invariant_bits
 
     @property
     def split(self) -> tuple[int, int, int]:
-        """How what varies of an element is split: the arguments of split() and join()."""
+        """Returns the arguments of split() and join() for the coded bits of an element."""
         return self.coded_bits, self.rotate, self.residual_bits
 
     @property
     def columns(self) -> int:
-        """Those that are coded."""
+        """Returns the number of columns that are coded."""
         return self.row_bytes // self.element_bytes if self.live_columns is None else len(self.live_columns)
 
     @property
@@ -106,7 +106,7 @@ class Codebook:
 
     @property
     def default_row(self) -> bytes:
-        """The row that a table stores in no bytes."""
+        """Returns the row that a table stores in no bytes."""
         if self.live_columns is not None:
             return self.row_template
         return self.default.to_bytes(self.element_bytes, "little") * self.columns
@@ -118,7 +118,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def symbol_type(symbol_bits: int) -> np.dtype:
-    """The smallest unsigned type that holds a symbol."""
+    """Returns the smallest unsigned type that holds a symbol."""
     return next(np.dtype(f"<u{size}") for size in (1, 2, 4, 8) if 8 * size >= symbol_bits)
 
 
@@ -131,7 +131,7 @@ def low_bits(width: int) -> np.uint64:
 
 
 def high_part(values: np.ndarray, shift: int) -> np.ndarray:
-    """values >> shift, for a shift of all 64 bits too."""
+    """Returns values >> shift, also if the shift is all 64 bits."""
     return values >> np.uint64(shift) if shift < 64 else np.zeros_like(values)
 
 
@@ -139,20 +139,20 @@ def high_part(values: np.ndarray, shift: int) -> np.ndarray:
 
 
 def pack_fields(values: np.ndarray, width: int) -> bytes:
-    """Fields of `width` bits, lowest bits first, padded with zero bits to a whole byte."""
+    """Returns fields of `width` bits, lowest bits first, padded with zero bits to a whole byte."""
     bits = (values.astype(np.uint64)[:, None] >> np.arange(width, dtype=np.uint64)) & np.uint64(1)
     return np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little").tobytes()
 
 
 class Reader:
-    """Takes fields from a coded row, part by part."""
+    """A coded row from which fields are taken, part by part."""
 
     def __init__(self, coded: bytes):
         self.coded = np.frombuffer(coded, np.uint8)
         self.at = 0
 
     def fields(self, count: int, width: int) -> np.ndarray:
-        """`count` fields of `width` bits: uint64 [count]. What pads them to a whole byte is skipped."""
+        """Takes `count` fields of `width` bits: uint64 [count]. Skips the padding to a whole byte."""
         size = ceil_div(count * width, 8)
         if self.at + size > len(self.coded):
             raise CorruptRow(f"byte {self.at + size} of a row of {len(self.coded)} bytes is asked for")
@@ -182,13 +182,13 @@ def rotate_left(elements: np.ndarray, count: int, width: int) -> np.ndarray:
 
 
 def split(elements: np.ndarray, width: int, rotate: int, residual_bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """(symbols, residuals) of elements."""
+    """Returns (symbols, residuals) of elements."""
     rotated = rotate_left(elements, rotate, width)
     return high_part(rotated, residual_bits), rotated & low_bits(residual_bits)
 
 
 def join(symbols: np.ndarray, residuals: np.ndarray, width: int, rotate: int, residual_bits: int) -> np.ndarray:
-    """The elements that split() takes apart."""
+    """Returns the elements that split() takes apart."""
     high = symbols << np.uint64(residual_bits) if residual_bits < width else np.uint64(0)
     return rotate_left(high | residuals, width - rotate if rotate else 0, width)
 
@@ -197,7 +197,7 @@ def join(symbols: np.ndarray, residuals: np.ndarray, width: int, rotate: int, re
 
 
 def planes_of(codebook: Codebook, n: int) -> list[tuple[int, np.ndarray]]:
-    """For every plane the bits of a digit, and its entries for each of n elements: [n, 2^b - 1]."""
+    """Returns for every plane the bits of a digit, and its entries for each of n elements: [n, 2^b - 1]."""
     entries = np.broadcast_to(codebook.entries.astype(np.uint64), (n, codebook.entries.shape[1]))
     firsts = np.cumsum([0] + [2**b - 1 for b in codebook.digit_bits])
     return [(b, entries[:, first : first + 2**b - 1]) for b, first in zip(codebook.digit_bits, firsts)]
@@ -208,7 +208,7 @@ def encode_values(codebook: Codebook, elements: np.ndarray) -> bytes:
         raise NoCodedForm("an element has other invariant bits")
     symbols, residuals = split(elements >> np.uint64(codebook.invariant_bits), *codebook.split)
     parts = [pack_fields(residuals, codebook.residual_bits)]
-    left = np.arange(len(elements))  # the elements that every plane so far has escaped
+    left = np.arange(len(elements))  # elements that every plane so far has escaped
     for bits, entries in planes_of(codebook, len(elements)):
         equal = entries[left] == symbols[left, None]
         digits = np.where(equal.any(axis=1), equal.argmax(axis=1), 2**bits - 1)
@@ -239,7 +239,7 @@ FORMS = [BITMAP] + [(of, low) for of in ("listed", "not listed") for low in rang
 
 
 def num_positions(form: tuple, columns: int, k: int) -> int:
-    """m: how many positions a list holds."""
+    """Returns m, the number of positions in a list."""
     return k if form[0] == "listed" else columns - k
 
 
@@ -255,12 +255,12 @@ def form_bytes(form: tuple, columns: int, k: int) -> int:
 
 
 def choose_form(columns: int, k: int) -> tuple:
-    """The form of the fewest bytes; min() takes the first of equals."""
+    """Returns the form with the fewest bytes. Of equally long forms it is the first, as min() takes it."""
     return min(FORMS, key=lambda form: form_bytes(form, columns, k))
 
 
 def encode_positions(is_listed: np.ndarray, form: tuple) -> bytes:
-    """is_listed: bool [columns]."""
+    """Encodes positions. is_listed: bool [columns]."""
     if form == BITMAP:
         return pack_fields(is_listed, 1)
     of, low = form
@@ -271,7 +271,7 @@ def encode_positions(is_listed: np.ndarray, form: tuple) -> bytes:
 
 
 def decode_positions(columns: int, k: int, form: tuple, reader: Reader) -> np.ndarray:
-    """is_listed: bool [columns]."""
+    """Returns is_listed: bool [columns]."""
     if form == BITMAP:
         is_listed = reader.fields(columns, 1) == 1
         if is_listed.sum() != k:
@@ -300,7 +300,7 @@ def header_bytes(columns: int) -> int:
 
 
 def encode_row(codebook: Codebook, row: bytes) -> bytes:
-    """The coded row, whether or not it is smaller than the row."""
+    """Returns the coded row, whether or not it is smaller than the row."""
     require(len(row) == codebook.row_bytes, f"a row has {codebook.row_bytes} bytes, not {len(row)}")
     elements = live_elements(codebook, row)
     return encode_listed(codebook, elements) if codebook.listed else encode_values(codebook, elements)
@@ -349,7 +349,7 @@ def decode_listed(codebook: Codebook, reader: Reader) -> np.ndarray:
 
 
 def decode_row(codebook: Codebook, coded: bytes) -> bytes:
-    """The row; raises CorruptRow if coded is none."""
+    """Returns the row. Raises CorruptRow if `coded` is not a coded row."""
     reader = Reader(coded)
     if codebook.listed:
         elements = decode_listed(codebook, reader)
@@ -367,7 +367,8 @@ def decode_row(codebook: Codebook, coded: bytes) -> bytes:
 
 
 def frequent(values: np.ndarray, count: int) -> list[int]:
-    """The `count` most frequent values, of equally frequent ones the smaller first; zeros where there are fewer."""
+    """Returns the `count` most frequent values, and zeros if there are fewer. Of equally frequent values the smaller
+    one comes first."""
     distinct, counts = np.unique(values, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:count]
     return [int(value) for value in distinct[order]] + [0] * (count - len(order))
@@ -386,10 +387,11 @@ def make_codebook(
     invariant_bits=0,
     **later,
 ) -> Codebook:
-    """A codebook for rows, uint8 [num_rows, row_bytes]: default, closed and entries are what is most frequent in them.
+    """Returns a codebook for rows, uint8 [num_rows, row_bytes]. Its default, closed and entries are the most frequent
+    values of the rows.
 
-    The bytes of a coded row do not depend on how a codebook was found: this is one way. later: fields of Codebook from
-    invariant_value on. constant_columns: those that get what the rows have there most often.
+    This is one way to choose a codebook; the bytes of a coded row do not depend on the way. later: fields of Codebook
+    from invariant_value on. constant_columns: columns that get the value that rows have there most often.
     """
     row_bytes, num_entries = rows.shape[1], sum(2**b - 1 for b in digit_bits)
     elements = elements_of(rows.tobytes(), element_bytes)

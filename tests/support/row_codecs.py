@@ -1,4 +1,5 @@
-"""Single rows through the C core (ibp_rows.h), by ctypes: `RowCodec` of scheme ibp, `PlanesCodec` of scheme planes."""
+"""Encodes single rows with the C core (ibp_rows.h) through ctypes: `RowCodec` of scheme ibp, `PlanesCodec` of scheme
+planes."""
 
 import ctypes
 import functools
@@ -69,7 +70,7 @@ def check(status):
 
 
 class Codec:
-    """A codebook, made by a function of the core that fills in `book`. What it points to is in `_kept`."""
+    """A codebook, made by a function of the core that fills in `book`. `_kept` holds the memory that it points to."""
 
     def __init__(self, *kept):
         self.book, self._kept = Codebook(), kept
@@ -93,7 +94,7 @@ class Codec:
         return row
 
     def coded_bytes(self, row):
-        """Of a row as coded; None if it has no coded form."""
+        """Returns the size of a row as coded, or None if the row has no coded form."""
         size = core().ibp_coded_row_bytes(byref(self.book), self._row(row), *self._scratch())
         return None if size == NO_CODED_FORM else size
 

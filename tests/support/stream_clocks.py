@@ -1,6 +1,5 @@
-"""The streams and events of a GPU, without one: torch.cuda is replaced by clocks that know what is certain to have
-happened before what, however fast each stream runs.
-"""
+"""Replaces torch.cuda's streams and events by clocks, so that tests need no GPU. The clocks know which work is certain
+to have happened before which other work, however fast each stream runs."""
 
 import contextlib
 import itertools
@@ -9,21 +8,21 @@ import torch
 
 
 class Gpu:
-    """Streams as vector clocks, and every access to memory with the clock that it was issued at.
+    """Streams as vector clocks, and every access to memory with the clock at which it was issued.
 
-    The host is one of them: work that it issues comes after all that it has done and waited for.
+    The host is one of the streams: work that it issues comes after all that it has done and waited for.
     """
 
     def __init__(self):
         self.numbers = itertools.count()
         self.streams = []
-        self.accesses = []  # (clock, stream, region, whether it writes)
+        self.accesses = []  # (clock, stream, region, whether it is a write)
         self.current = self.Stream(self)
         self.host = self.Stream(self)
         self.capturing = False
-        self.held = []  # tensors whose addresses no other tensor may have
-        self.pinned = []  # memory of the host
-        self.recorded = set()  # (address, stream) that the allocator was told of
+        self.held = []  # These tensors are kept, so that no other tensor gets their addresses.
+        self.pinned = []  # pinned host memory
+        self.recorded = set()  # (address, stream) of the calls of record_stream
 
     class Stream:
         def __init__(self, gpu, device=None):
@@ -53,9 +52,8 @@ class Gpu:
             self.current = before
 
     def access(self, start, end, writes):
-        """Issues a read or a write of bytes to the current stream. Fails if an earlier access of them, one of both
-        being a write, is not certain to be over.
-        """
+        """Issues a read or a write of bytes on the current stream. Fails if it may race with an earlier access of these
+        bytes, if one of both is a write."""
         stream = self.current
         stream.learn(self.host.clock)
         stream.clock[stream.cuda_stream] = stream.clock.get(stream.cuda_stream, 0) + 1
@@ -65,7 +63,7 @@ class Gpu:
         self.accesses.append((stream.clock[stream.cuda_stream], stream.cuda_stream, (start, end), writes))
 
     def use(self, tensor, writes):
-        """As `access`, of a tensor's bytes."""
+        """Issues a read or a write of a tensor's bytes, like `access`."""
         self.held.append(tensor)
         if tensor.numel():
             self.access(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes, writes)
@@ -87,7 +85,7 @@ class Event:
 
 
 def clocked_gpu(monkeypatch):
-    """A GPU in the place of torch.cuda's."""
+    """Replaces torch.cuda by a GPU of clocks, and returns the GPU."""
     gpu = Gpu()
     for name, value in {
         "Stream": lambda device=None: Gpu.Stream(gpu),
@@ -107,8 +105,9 @@ def clocked_gpu(monkeypatch):
 
 
 def clock_copies(monkeypatch, gpu):
-    """Events may be waited for that were never recorded. Copies are of the current stream, but for those to pinned
-    memory that block, which the host makes. All memory is new, but the current stream may have used it before."""
+    """Lets clocks follow copies and new memory. Copies run on the current stream, except for blocking copies to pinned
+    memory, which the host makes. All memory is new, but the current stream may have used it before. It is allowed to
+    wait for events that were never recorded."""
     copy, copy_all, empty, tolist = torch.Tensor.copy_, torch._foreach_copy_, torch.empty, torch.Tensor.tolist
 
     def is_pinned(tensor):
