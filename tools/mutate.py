@@ -60,7 +60,10 @@ FULL = ["--hypothesis-profile=full"]
 LEFT_OUT = ["sanitized", "fuzz", "emulated_*", "install", "reproduction"]
 SETS = {
     "quick": ["-m", "not slow and not frameworks"],
-    "rest": ["-m", "slow or hypothesis or frameworks", *FULL, *(f"--ignore-glob=*/test_{name}.py" for name in LEFT_OUT)],
+    "rest": [
+        *("-m", "slow or hypothesis or frameworks", *FULL),
+        *(f"--ignore-glob=*/test_{name}.py" for name in LEFT_OUT),
+    ],
 }
 # Programs that are compiled from the C core instead of being linked with the library. The lines that they reach are not
 # recorded, so they run for every mistake in C.
