@@ -240,7 +240,7 @@ def times_of_cublas(row):
 
 
 PRODUCTS = Table(
-    "Products with coded matrices",
+    "Products with compressed matrices",
     "linear",
     "Microseconds of a product of BF16 vectors, by their number, with a matrix of outputs x inputs in a CUDA graph; in "
     "brackets the times of cuBLAS's rate with plain weights",
@@ -257,7 +257,7 @@ TOGETHER = replace(
     where=lambda row: "together, " in row["case"] and " x " in row["case"] and "another" not in row["case"],
 )
 STEPS = Table(
-    "Language models from coded weights",
+    "Language models from compressed weights",
     "llm",
     "Milliseconds in which each sequence of a batch gets a token, by transformers with a static cache, in a CUDA graph "
     "or compiled by `torch.compile` (`offloaded`: plain weights in host memory, without a graph); in brackets how many "
@@ -269,8 +269,12 @@ STEPS = Table(
     },
     beside_plain,
     lambda row: row["way"] in ("step", "compiled step"),
-    cell("arm"),
-    {"tokens a second, coded": lambda arms: fine_number(arms["coded"]["tokens_per_s"]) if "coded" in arms else ""},
+    lambda row: "compressed" if row["arm"] == "coded" else row["arm"],
+    {
+        "tokens a second, compressed": lambda arms: (
+            fine_number(arms["compressed"]["tokens_per_s"]) if "compressed" in arms else ""
+        )
+    },
     by_size,
 )
 
@@ -509,9 +513,9 @@ TABLES = (
         {
             "model": cell("model"),
             "plain": cell("weight_bytes", gigabytes),
-            "coded": cell("device_bytes", gigabytes),
+            "compressed": cell("device_bytes", gigabytes),
             "share": lambda row: f"{row['device_bytes'] / row['weight_bytes']:.3f}",
-            "most while they are coded": cell("peak_bytes", gigabytes),
+            "most while they are compressed": cell("peak_bytes", gigabytes),
             "seconds": lambda row: fine_number(row["ms"] / 1e3),
         },
         where=lambda row: row["way"] == "weights" and row["arm"] == "coded",
@@ -1168,8 +1172,8 @@ def pinned_activations(results):
         return f"{row['case']} {row['pinned_gb']:.2f} for {raw[row['case']]:.2f}"
 
     return (
-        f"Coded activations pin more host memory than raw ones in {len(more)} of {len(rows)} measured nets, in GB: "
-        f"{', '.join(map(text, more))}; least of raw {text(least)}."
+        f"Compressed activations pin more host memory than raw ones in {len(more)} of {len(rows)} measured nets, in "
+        f"GB: {', '.join(map(text, more))}; least of raw {text(least)}."
     )
 
 
@@ -1201,7 +1205,7 @@ def real_weights(results):
         f'"fast" saves {span("fast", percent)}, level "default" {span("default", percent)}. Of a million weights '
         f"{span('escapes', '{:,.0f}'.format)} are escaped; {total('decoded')} of {total('matrices')} matrices have so "
         "many irregular rows that every call decodes them "
-        "([RESULTS.md](../benchmarks/RESULTS.md#products-with-coded-matrices))."
+        "([RESULTS.md](../benchmarks/RESULTS.md#products-with-compressed-matrices))."
     )
 
 
@@ -1215,10 +1219,10 @@ def digit_forms(results):
 
     one, block = "FP8, a scale in all", "FP8, a scale a block"
     return (
-        f"By their bytes, products from coded weights can be at most {span('BF16', 4)} times as fast in BF16 "
+        f"By their bytes, products from compressed weights can be at most {span('BF16', 4)} times as fast in BF16 "
         f"({span('BF16', 3)} with digits of three bits), {span('FP16', 4)} in FP16, whose exponents have five bits, "
         f"and {span(one, 3)} in FP8 E4M3, {span(block, 3)} with a scale a block "
-        "([RESULTS.md](../benchmarks/RESULTS.md#products-with-coded-matrices))."
+        "([RESULTS.md](../benchmarks/RESULTS.md#products-with-compressed-matrices))."
     )
 
 
@@ -1239,11 +1243,11 @@ def expert_hits(results):
     coded, raw = "by index, cache", "by index, cache, raw rows"
     return (
         "Counted for 8 of 128 experts a token and a cache of half their raw bytes, after 100 tokens: where tokens keep "
-        f"to popular experts (by Zipf's law) {hits(coded, 'sticky')} of the rows are in a cache of coded experts, "
+        f"to popular experts (by Zipf's law) {hits(coded, 'sticky')} of the rows are in a cache of compressed experts, "
         f"{hits(raw, 'sticky')} in one of raw experts, and {share(coded, 'sticky')} and {share(raw, 'sticky')} of the "
         f"experts' raw bytes cross the link; where all experts are as likely, {hits(coded, 'uniform')} and "
         f"{hits(raw, 'uniform')}, and {share(coded, 'uniform')} and {share(raw, 'uniform')}.\n\n"
-        "![Hits and bytes on the link by token, of caches of coded and of raw experts]"
+        "![Hits and bytes on the link by token, of caches of compressed and of raw experts]"
         "(../benchmarks/results/experts.png)"
     )
 
@@ -1261,7 +1265,9 @@ def mixtures(results):
     others = ("raw rows", "batched_mm", "between experts")
     arms = [arm for arm in in_order(row["arm"] for row in rows) if not arm.endswith(others)]
     lines = [
-        [arm, *(fine_number(best[key]) if (key := (arm, *call)) in best else "" for call in calls)] for arm in arms
+        [arm.replace("coded", "compressed")]
+        + [fine_number(best[key]) if (key := (arm, *call)) in best else "" for call in calls]
+        for arm in arms
     ]
     heads = ["experts", *(f"{tokens} {'token' if tokens == 1 else 'tokens'}, {routing}" for tokens, routing in calls)]
     return (
@@ -1335,7 +1341,7 @@ def freed_memory(results):
     ]
     if not lines:
         return ""
-    heads = ["model, GB plain and coded", "GPU, GB", "beside plain weights", "beside coded ones", "times"]
+    heads = ["model, GB plain and compressed", "GPU, GB", "beside plain weights", "beside compressed ones", "times"]
     return (
         f"Tokens whose BF16 keys and values fit beside the weights, with room to compute on a prompt of {PROMPT:,} "
         f"tokens, and how many sequences of {SEQUENCE:,} tokens these are; reckoned from measured bytes "
@@ -1483,13 +1489,13 @@ FIGURES: dict[str, str | Callable[[Results], str]] = {
     "{dlrm|gbps|4 GiB, Zipf, batch 16,384|ibp|row_bytes=128|dtype=float16}, by the CPU, pipelined, "
     "{dlrm|gbps|4 GiB, Zipf, batch 16,384|cpu pipelined|row_bytes=128|dtype=float16}.",
     "dlrm_train": "A training step with row-wise Adagrad on 512-byte BF16 rows, ids by Zipf's law, takes "
-    "{dlrm_train|us|Zipf 1.05|ibp|dtype=bfloat16|row_bytes=512} with coded rows, "
+    "{dlrm_train|us|Zipf 1.05|ibp|dtype=bfloat16|row_bytes=512} with compressed rows, "
     "{dlrm_train|us|Zipf 1.05|raw rows|dtype=bfloat16|row_bytes=512} with raw ones, "
     "{dlrm_train|us|Zipf 1.05|raw rows + cache|dtype=bfloat16|row_bytes=512} with raw ones behind a cache "
     "{from dlrm_train}.",
     "kv_fetch": "All keys and values of a small language model, batch 20 and 32,768 tokens, come to the GPU layer by "
-    "layer in {kv_fetch|ms|real, batch 20, 32,768 tokens|ibp} coded and in "
-    "{kv_fetch|ms|real, batch 20, 32,768 tokens|raw blocks} raw; coded on the GPU, they are decoded in "
+    "layer in {kv_fetch|ms|real, batch 20, 32,768 tokens|ibp} compressed and in "
+    "{kv_fetch|ms|real, batch 20, 32,768 tokens|raw blocks} raw; compressed on the GPU, they are decompressed in "
     "{kv_fetch|ms|real, batch 20, 32,768 tokens|ibp, on the GPU} {from kv_fetch}.",
     "kv_pages": "Pages of 64 KiB of BF16 are stored at {kv_pages|gbps|store|ibp, alone|sms=24} GB/s and loaded at "
     "{kv_pages|gbps|load|ibp, alone|sms=16}; one raw copy moves {kv_pages|gbps|load|copied, alone} GB/s, raw copies "

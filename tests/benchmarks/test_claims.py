@@ -123,9 +123,9 @@ def test_steps_of_language_models(tmp_path):
         *("Small,prefill,plain,64,,9,9,1.000,10,,10,1", "Small,step,coded,1,8192,3,400,1.100,8,,10,1"),
     )
     text, table = claims.language_models(results).split(":\n\n")
-    assert text.endswith("#language-models-from-coded-weights))")
+    assert text.endswith("#language-models-from-compressed-weights))")
     assert table.split("\n") == [
-        "| model | batch | plain | coded |",
+        "| model | batch | plain | compressed |",
         "| --- | --- | --- | --- |",
         "| Small | 1 | 2.00 | 1.60 (1.25) |",
         "| Large | 8 |  | 20.0 |",
@@ -180,8 +180,8 @@ def test_nets_that_pin_more_coded_are_named(tmp_path):
         *("A,raw,2,H", "A,ibp,3,H", "B,raw,4,H", "B,ibp,1,H", "C,raw,1,H", "C,ibp,1,H"),
     )
     assert claims.pinned_activations(results).startswith(
-        "Coded activations pin more host memory than raw ones in 1 of 3 measured nets, in GB: A 3.00 for 2.00; least "
-        "of raw B 1.00 for 4.00."
+        "Compressed activations pin more host memory than raw ones in 1 of 3 measured nets, in GB: A 3.00 for 2.00; "
+        "least of raw B 1.00 for 4.00."
     )
 
 

@@ -1,5 +1,5 @@
-"""Products with coded matrices as autograd and torch.compile see them: nothing plain is kept for backward, modules of a
-shape share compiled code, and the kernel multiplies from the first call on, compiled or captured."""
+"""Products with compressed matrices as autograd and torch.compile see them: nothing plain is kept for backward, modules
+of a shape share compiled code, and the kernel multiplies from the first call on, compiled or captured."""
 
 import gc
 import warnings
