@@ -402,7 +402,7 @@ def test_memory_is_said_after_a_step():
     ibp.optim.SGD(bags, lr=0.1).step()
     table, plain_bytes = bags.weight, 20_000 * 64 * 4
     assert table.savings > 0.1 and table.nbytes > 0.95 * plain_bytes
-    assert f"nbytes={table.nbytes:,} ({table.nbytes / plain_bytes:.1%} of {plain_bytes:,})" in repr(bags)
+    assert f" {table.nbytes / 1e6:.3g} of {plain_bytes / 1e6:.3g} MB" in repr(bags)
 
 
 def test_refit_saves_again():
