@@ -22,7 +22,7 @@ struct PinnedBlock {
     pid_t process;
 };
 
-// The functions that allocate and free pinned memory. Tests give functions of their own.
+// The functions that allocate and free pinned memory. Tests substitute their own functions.
 struct PinnedSource {
     ibp_status (*alloc)(size_t num_bytes, int node, void **host);
     ibp_status (*free)(void *host, size_t num_bytes);

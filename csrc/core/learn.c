@@ -637,8 +637,9 @@ static void make_dictionary(const values *v, shape of, const room *r, dictionary
     }
 }
 
-/* Orders a column's symbols by their counts, and equally frequent symbols in the order of the table. order[k] receives
- * the place of the k-th entry in the dictionary. Returns how many entries there are. */
+/* Ranks the dictionary's symbols by their counts in a column, the most frequent first; ties keep the order of the
+ * dictionary. order[k] receives the dictionary index of the column's k-th entry. Returns the number of entries, at most
+ * MOST_ENTRIES. */
 static uint32_t order_column(const dictionary *d, const uint32_t *counts, uint8_t *order)
 {
     uint32_t size = 0;

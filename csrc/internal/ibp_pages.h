@@ -45,9 +45,9 @@ typedef struct ibp_page_transfer {
 /* Works out which rows of the place a transfer moves, and where the pieces of the tensors are.
  *
  * stored: num_pages * num_tensors flags that say which blocks the place stores; or NULL: all of them.
- * ids: receives count * tensors * ids_per_block rows of the place, in the order of pages, tensors and bytes. They are
- *   -1 for a page or block that does not exist, and for a page of which the place does not store the blocks of all
- *   tensors of the transfer.
+ * ids: receives count * tensors * ids_per_block rows of the place, in the order of pages, tensors and bytes. An id is
+ *   -1 if its page or block does not exist, or if the place lacks the page's block of at least one tensor of the
+ *   transfer.
  * addresses: receives the addresses of count * tensors * pieces pieces.
  * @return IBP_INVALID_ARGUMENT if numbers contradict each other; then nothing is written. */
 IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8_t *stored, int64_t *ids,

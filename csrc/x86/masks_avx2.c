@@ -1,5 +1,5 @@
-/* masks_avx2.c - codes and decodes rows of scheme ibp with BMI2, 64 bits of a row at a time. Bytes and statuses are
- * those of masks.c. */
+/* masks_avx2.c - codes and decodes rows of scheme ibp with BMI2, 64 bits of a row at a time. The bytes and the statuses
+ * are the same as those of masks.c. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS

@@ -91,7 +91,8 @@ def _num_rows(num_bytes: int) -> int:
 
 
 def _most_overflow(num_bytes: int) -> int:
-    """Returns the bytes of overflow that are enough for any rows, also for rows without a coded form."""
+    """Returns the number of bytes of overflow that are enough for any rows: the size of all rows if they are kept
+    raw."""
     return _num_rows(num_bytes) * ROW_BYTES
 
 

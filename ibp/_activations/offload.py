@@ -196,8 +196,8 @@ class ActivationOffload(OfThisProcess):
         return _SavedTensor(region, view)
 
     def _shared(self, entry: _SpanEntry | None) -> SavedRegion | None:
-        """Returns the region that already has a span. If an earlier pass saved the region, it also takes a number of
-        this pass, so that numbers are the same in every pass."""
+        """Returns the region in which a span has been saved already, or None. If an earlier pass saved it, the call
+        also uses up a region number of this pass, so that the regions after it have the same numbers in every pass."""
         region = entry.region() if entry is not None and entry.region is not None else None
         if entry is None or region is None:
             return None

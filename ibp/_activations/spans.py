@@ -104,7 +104,7 @@ def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
 
 
 def bytes_of(x: torch.Tensor, span: ByteSpan) -> torch.Tensor:
-    """Returns the bytes of a span, uint8 [num_bytes], over the memory of a tensor in it."""
+    """Returns a uint8 view [num_bytes] of a span of x's storage. span: as `span_of(x)` returns it."""
     flat = torch.empty(0, dtype=torch.uint8, device=x.device)
     return flat.set_(x.untyped_storage(), span.start, (span.num_bytes,), (1,))
 

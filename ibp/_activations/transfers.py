@@ -187,8 +187,8 @@ class PieceTransfers:
         piece.memory = piece.kept = None
 
     def forget(self, region: SavedRegion) -> None:
-        """Takes over a region that nobody can ask for any more. Regions end at any time and in any thread: memory of
-        the GPU is freed here, and pinned memory is taken back by the next call."""
+        """Releases a region that is being destroyed, which can happen at any time and in any thread. Its GPU memory is
+        freed here; its pinned memory is freed by the next call of `take_back`."""
         if region.memory is not None and any(piece.sent and not piece.sent.query() for piece in region.pieces):
             region.memory.record_stream(self.out)
         if region.coming is not None:

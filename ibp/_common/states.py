@@ -11,8 +11,8 @@ import torch
 
 
 class SavedTensor:
-    """Keeps the tensor that was last made for a state_dict(), as long as both exist. Copies and pickles do not have
-    it."""
+    """A cache of the tensor that was last made for a state dict. It holds weak references to the dict and to the
+    tensor, so it keeps neither of them alive. Copies and pickles of it start empty."""
 
     def __init__(self) -> None:
         self._last: tuple[weakref.ref[Any], weakref.ref[torch.Tensor]] | None = None

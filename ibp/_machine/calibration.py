@@ -129,8 +129,9 @@ class Calibration:
         return self.random_row_ns * (1 + _GROWTH * math.log2(num_bytes / LARGE_BYTES)) * (out_of_reach > 0)
 
     def sorted_ns(self, num_bytes: int, num_rows: int) -> float:
-        """Returns the same time for num_rows random rows in the order of their places. The farther apart these are,
-        the fewer rows share a translation."""
+        """Returns the time, in ns, that address translation takes for each of num_rows random rows of such a table if
+        they are fetched in the order of their addresses. The farther apart the rows are, the fewer of them share a
+        translation."""
         random_ns = self.random_ns(num_bytes)
         apart = num_bytes / num_rows * LARGE_IDS / LARGE_BYTES
         return min(_LEAST_GAIN * random_ns, self.sorted_row_ns * random_ns / self.random_row_ns * apart)

@@ -30,7 +30,8 @@ def overlap(one: Region, other: Region) -> bool:
 class WeightArena:
     """Memory given out in turn: the next place follows the last one, and wraps around.
 
-    In a constant order of equal passes what is overwritten is thus what was used longest ago.
+    If every pass asks for the same sizes in the same order, the memory that is overwritten is thus the least recently
+    used.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -176,14 +176,15 @@ def can_be_stored(tensor: torch.Tensor) -> bool:
 
 
 def read_checkpoint(checkpoint: Checkpoint) -> Iterator[tuple[str, Value]]:
-    """Names and tensors of a checkpoint, or tables of a compressed one, one at a time, over the mapped file.
+    """Yields the pairs (name, value) of a checkpoint. Values are tensors, or tables if the checkpoint is compressed,
+    and use the memory of the mapped file.
 
     Args:
         checkpoint: a file, or a directory of them, of safetensors or ibp; the index of a set; a mapping, or pairs.
 
     Raises:
-        FileNotFoundError: there is no such file, or the directory holds none.
-        ibp.FileFormatError: a file is damaged, of a newer format, or no such file.
+        FileNotFoundError: the file does not exist, or the directory has no checkpoint file.
+        ibp.FileFormatError: a file is damaged, has a newer format, or is not a checkpoint.
         TypeError: the checkpoint holds a delta.
     """
     if not isinstance(checkpoint, (str, Path)):

@@ -648,7 +648,7 @@ class Learner(Generic[_Found]):
         self.has_drifted = coded_bytes > (self.share + _DRIFT) * raw_bytes
 
     def is_due(self, use: int) -> bool:
-        """Returns whether a codebook should be learned for a use. use: its number."""
+        """Returns whether a codebook should be learned now. use: the number of the present use, counted from 1."""
         if self.learned_at == 0:
             return True
         return (self.found is None or self.has_drifted) and use >= _GROWTH * self.learned_at

@@ -258,9 +258,9 @@ class PlanesCodebook(AnyCodebook):
 
     @functools.cached_property
     def nbytes(self) -> int:
-        """Bytes of the codebook as stored: the entries, or only the first of them if symbols are consecutive; default
-        and closed if rows are listed, and otherwise default if it is not 0; the invariant bits; and, if there are
-        constant columns, a bit for each column and the elements of the constant columns."""
+        """Size of the stored codebook in bytes. It consists of all entries, or of one symbol if the symbols are
+        consecutive; of `default` and `closed` if rows are listed, or of `default` alone if it is not 0; of the
+        invariant bits; and, if columns are constant, of a bit for each column and the constant elements."""
         symbols = self.entries.numel() + (self.first_symbol is not None)
         values = 2 if self.listed else int(self.default != 0)
         constants = -(-self.columns // 8) + self.num_constant * self.element_bytes if self.num_constant else 0

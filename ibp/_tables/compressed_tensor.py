@@ -56,7 +56,7 @@ class CompressedTensor(Movable, CodedManners, Table):
             flattened tensor if items are longer.
         slot_bytes: bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
         slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3). They must not be changed.
-        version: the number of changes of rows in place. A copy of rows is stale if `version` has grown since the copy
+        version: the number of in-place changes so far. A copy of rows is stale if `version` has grown since the copy
             was made.
 
     Pickling and `torch.save` keep everything except that the memory is pinned: call `pin_memory` after loading. Import
@@ -260,9 +260,9 @@ class CompressedTensor(Movable, CodedManners, Table):
         part of the overflow. The overflow grows as needed, so that an update does not fail because there is no room
         left. `refit` frees the parts that rows no longer use.
 
-        The first change copies the index and makes it up to 12 bytes per row. A packed table stays packed; its changed
-        rows move to another place in the overflow. The time of later changes depends only on the rows that change. If
-        several items share a row, the whole row is decoded and encoded again.
+        The first change copies the index, which then takes at most 12 bytes per row. A packed table stays packed; its
+        changed rows move to another place in the overflow. The time of later changes depends only on the rows that
+        change. If several items share a row, the whole row is decoded and encoded again.
 
         If the table is on a GPU, the rows are encoded there on the current stream, in order with reads on that stream.
         Other streams have to wait for an event of the current stream before they read, and the next change has to wait

@@ -121,7 +121,7 @@ def _put(
 
 
 def _rows_at(rows: torch.Tensor, which: torch.Tensor) -> torch.Tensor:
-    """Returns some rows of bytes [rows, bytes], which is contiguous."""
+    """Returns the rows at the indices `which` of a uint8 tensor [rows, bytes], as a contiguous tensor."""
     return _wide(rows).index_select(0, which).view(torch.uint8)
 
 

@@ -26,8 +26,8 @@ Moves = Mapping[int, tuple[list[int], list[int]]]
 
 
 class _Pool:
-    """Pages of one size, each of a block of several tensors. A store keeps them coded; pages for which it has no
-    room stay raw."""
+    """A pool of pages of one size. A page holds one block of each of several tensors. A `KVStore` keeps pages coded;
+    pages for which it has no room are kept raw in host memory."""
 
     def __init__(self, page_bytes: int, dtype: torch.dtype, level: str, device: torch.device) -> None:
         self.page_bytes = page_bytes
@@ -237,7 +237,7 @@ class BlockStore(OfThisProcess):
         """Begins to store blocks after the work that was queued on the current stream.
 
         Args:
-            job: the caller's number of the job.
+            job: the id of the job, chosen by the caller.
             moves: pages and blocks of each group.
             stream: the stream that stores. None: the store's own.
         """
@@ -266,7 +266,7 @@ class BlockStore(OfThisProcess):
         """Begins to load pages into blocks. If a block is named several times, the last page counts.
 
         Args:
-            job: the caller's number of the job.
+            job: the id of the job, chosen by the caller.
             moves: pages and blocks of each group.
             urgent: whether the load may run beside the loads that were submitted before.
             tensors: the numbers of the tensors of each group to load, such as those of one layer. None: all.

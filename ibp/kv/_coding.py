@@ -140,7 +140,7 @@ def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
 
 
 class TokenOrder(NamedTuple):
-    """The coded sequence that each sequence is now.
+    """A map from the present sequences of the batch to the coded ones, for each block.
 
     Attributes:
         slots: int64 [blocks, B]. Sequence b of block t is the coded sequence slots[t, b]. Coded sequences are numbered

@@ -144,7 +144,7 @@ class PageCodec:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number of 63 bits that is different for different codecs."""
+        """A 63-bit hash of the codec."""
         return fingerprint_of(self.codebook, self.page_bytes, _LAYOUT)
 
     @functools.cached_property

@@ -153,7 +153,7 @@ class Transfer(OfThisProcess):
 class KVStore(OfThisProcess):
     """A pool of pages of a KV-cache, coded in pinned host memory or on the GPU. Serving engines offload to it.
 
-    A page is block b of a paged cache: of one tensor, or of several tensors of the same shape, such as the tensors of
+    A page is one block of a paged cache: of one tensor, or of several tensors of the same shape, such as the tensors of
     all layers. Every row of a page has a slot of fixed size. Bytes that do not fit go to an overflow area that all
     pages share. If the overflow area is full, the page is not stored; `Transfer.lost`, `is_stored` and a later `load`
     report this.
@@ -414,11 +414,12 @@ class KVStore(OfThisProcess):
         self.faults.clear(self.device)
 
     def compact(self) -> int:
-        """Takes back overflow that rows own but do not need for what they hold now. Waits for the transfers so far. If
-        overflow is in host memory and has room for all rows, it stays divided among them.
+        """Frees overflow that rows own but do not need for what they hold now. Waits for all transfers begun so far. If
+        overflow is in pinned memory and `overflow_bytes` was not given, every row keeps a part of its own that is large
+        enough for a raw row; the call then frees nothing and returns 0.
 
         Returns:
-            Bytes of overflow that are free now.
+            The number of bytes of overflow that are free afterwards.
         """
         self.synchronize()
         self._num_stored = 0

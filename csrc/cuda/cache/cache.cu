@@ -184,9 +184,9 @@ __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t ro
     return found;
 }
 
-// Takes a way for a row, which is in the map from now on, without an entry. Returns -1 if the row is in the map
-// already, or there is no room. Ways are taken in order and never given back, so that of equal rows the later ones meet
-// the first.
+// Takes a way of the map for a row. The row is then in the map, without an entry. Returns the way, or -1 if the row is
+// in the map already or there is no room. All threads try the ways in the same order, and a way that was taken never
+// becomes empty again. So if several threads insert the same row, one takes a way and the others find the row there.
 __device__ __forceinline__ int64_t take_way(const ibp_cache_map &map, int64_t row)
 {
     if (map.num_sets == 0) return -1;

@@ -75,8 +75,8 @@ __device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uin
     return {base, sectors};
 }
 
-// Does the same for a row that other groups may have too, and claims it: the others find kClaimed until the row's base
-// is written.
+// Does the same for a row that other groups may be encoding at the same time, and claims it: the others find kClaimed
+// until the row's base is written.
 __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, uint32_t valid)
 {
     const uint64_t base = atomicExch(reinterpret_cast<unsigned long long *>(place.bases + row), kClaimed);

@@ -14,7 +14,8 @@ constexpr uint32_t kGroupThreads = IBP_MOST_GROUPED; // one thread for each vect
 constexpr uint32_t kHalf = 16;                       // bits of a count; two counts share a word
 constexpr int64_t kMostListing = 132;                // most blocks that list rows; each lists few numbers
 
-// Returns a matrix's vectors in the low half of a word, and its groups in the high half.
+// Packs the number of a matrix's vectors into the low 16 bits of a word and the number of its groups into the high 16
+// bits.
 __device__ __forceinline__ uint32_t both_counts(uint32_t vectors, bool is_there)
 {
     const uint32_t groups = (vectors + IBP_MOST_OF_A_GROUP - 1u) / IBP_MOST_OF_A_GROUP;

@@ -43,7 +43,8 @@ struct LaneElements {
     }
 };
 
-// Writes the weights of all rows. A block takes a stretch of columns of kMatrixWarps rows, a warp that of one row.
+// Writes the weights of all rows. A block takes a stretch of kStretchColumns columns in kMatrixWarps rows; each of its
+// warps takes one of these rows.
 // num_stretches: stretches of a row.
 __global__ void __launch_bounds__(kMatrixWarps *kWarp)
     matrix_weights(const __grid_constant__ ibp_digit_matrix matrix, const uint32_t num_stretches, uint16_t *weights)

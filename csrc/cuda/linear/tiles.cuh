@@ -439,7 +439,8 @@ __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
         }
 }
 
-// In a cluster each block has a share of the vectors, and adds their sums of all blocks.
+// In a cluster every block has partial sums for all vectors. Each block takes a share of the vectors, adds up their
+// partial sums from all blocks, and stores the results.
 template <class Block> struct SharedSums {
     static constexpr uint32_t kPairs = Block::kTileRows / 2u,
                               kApart = Block::kMultipliers / kPairs; // vectors at a time
