@@ -1,4 +1,4 @@
-"""How keys or values of a layer are cut into rows, learned from, coded and decoded."""
+"""Cuts keys or values of a layer into rows, learns codebooks from them, and encodes and decodes them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._schemes.learning import CLEARLY_LESS, Learner, learned_from
 from .._tables.coded_rows import CodedRows
 
 _SECTOR = _core.SECTOR_BYTES
-_MOST_ROW_BYTES = 8192  # on average a row wastes 16 bytes, half of its last sector
+_MOST_ROW_BYTES = 8192  # an average row wastes 16 bytes, half of its last sector
 _LEARN_ELEMENTS = 1 << 19
 _LEAST_SAVINGS = 0.02  # if a codebook saves a smaller share, tokens are kept raw
 _GROWTH = 1.5  # the factor by which index arrays grow
@@ -39,10 +39,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Form:
-    """How keys or values of a layer, [B, num_heads, T, head_dim], are cut.
+    """The geometry of the items and rows into which keys or values of a layer, [B, num_heads, T, head_dim], are cut.
 
-    An item is a block of tokens of one head of one sequence. Its item_bytes lie in one piece, and are a whole number of
-    rows of row_bytes.
+    An item is a block of tokens of one head of one sequence. An item has item_bytes bytes, which are contiguous and are
+    a whole number of rows of row_bytes bytes.
     """
 
     dtype: torch.dtype
@@ -87,8 +87,8 @@ class Form:
         return self.item_bytes // self.row_bytes
 
     def items(self, tokens: torch.Tensor, first: int, last: int) -> torch.Tensor:
-        """Returns blocks first to last - 1 of [B, num_heads, tokens, head_dim], where a head's tokens lie in one
-        piece, as a view [blocks, B, num_heads, block * head_dim]."""
+        """Returns a view [blocks, B, num_heads, block * head_dim] of blocks first to last - 1. tokens: [B, num_heads,
+        tokens, head_dim], whose last two dimensions must be contiguous."""
         batch, heads, _, dim = tokens.shape
         of_batch, of_head, of_token, _ = tokens.stride()
         start = tokens.storage_offset() + first * self.block * of_token
@@ -97,10 +97,10 @@ class Form:
 
 
 class CodedTokens(NamedTuple):
-    """The coded items of one call, in memory of their own."""
+    """The encoded items of one call, in newly allocated memory."""
 
-    codebook: AnyCodebook | None  # what codes them; None: they are raw
-    data: torch.Tensor  # uint8: the coded bytes, and unused room behind them
+    codebook: AnyCodebook | None  # the codebook of the items; None: the items are raw
+    data: torch.Tensor  # uint8: the coded bytes, followed by unused bytes
     # lengths, bases: the index of their rows (FORMAT.md section 2). Empty if the items are raw.
     lengths: torch.Tensor
     bases: torch.Tensor
@@ -108,10 +108,11 @@ class CodedTokens(NamedTuple):
     num_items: int  # how many items there are
 
     def num_bytes(self, state: list[int] | None) -> int:
-        """Returns how many bytes of data are in use. state: the content of the tensor `state`, on the host.
+        """Returns the number of bytes of `data` that are in use. state: the values of the tensor `state`, copied to the
+        host.
 
         Raises:
-            RuntimeError: a row was not coded. This cannot happen to what `encode` has queued.
+            RuntimeError: a row was not encoded. This cannot happen to items that `encode` has queued.
         """
         if state is None:
             return self.data.numel()
@@ -122,14 +123,15 @@ class CodedTokens(NamedTuple):
 
 
 def raw(items: torch.Tensor) -> CodedTokens:
-    """Returns items as raw items."""
+    """Returns items as `CodedTokens` that are raw."""
     none = torch.empty(0, dtype=torch.int64, device=items.device)
     data = items.contiguous().view(-1).view(torch.uint8)
     return CodedTokens(None, data, none.view(torch.uint16), none, None, items[..., 0].numel())
 
 
 def encode(items: torch.Tensor, codebook: AnyCodebook) -> CodedTokens:
-    """Queues the coding of items [blocks, B, heads, elements]. It takes as many bytes of memory as the items have."""
+    """Queues the encoding of items [blocks, B, heads, elements] on the current stream. Allocates about as many bytes as
+    the items have, so that even raw rows fit."""
     item_bytes = items.shape[-1] * items.element_size()
     num_items = items[..., 0].numel()
     num_rows = num_items * item_bytes // codebook.row_bytes
@@ -153,11 +155,11 @@ class TokenOrder(NamedTuple):
 
 
 class TokenSpan:
-    """Consecutive blocks that one codebook has coded, or that are raw.
+    """Consecutive blocks that are encoded with the same codebook, or that are all raw.
 
     Args:
-        form: how the blocks are cut.
-        codebook: what codes them. None: they are raw.
+        form: the geometry of the blocks.
+        codebook: the codebook of the blocks. None: the blocks are raw.
         first_block: number of the span's first block.
         first_slot: number of the span's first coded sequence.
         device: the device of the index.
@@ -170,14 +172,14 @@ class TokenSpan:
         self.num_items = 0
         none = torch.empty(0, dtype=torch.int64, device=device)
         self._none, self._no_bases = none.view(torch.uint8), none
-        # Raw items have their places in `_bases`, in units of item_bytes.
+        # If the items are raw, `_bases` has their offsets in the arena in units of item_bytes.
         self._lengths, self._bases = none.view(torch.uint16), none
         self._words = self._none if codebook is None else codebook.words(device)
         self._codec = [0, form.row_bytes] if codebook is None else codebook.codec
         self._index = self._lengths, self._bases  # the index of all rows
         self._ids: tuple[tuple[int, ...], torch.Tensor] | None = None  # the ids of the last order, and their key
-        # Decoders that look entries up by column are slow in long rows, so that it takes all multiprocessors to keep up
-        # with the link.
+        # Decoders that look entries up by column are slow in long rows: only all multiprocessors together keep up with
+        # the link.
         by_column = isinstance(codebook, PlanesCodebook) and codebook.per_column
         self._streaming_sms = 0 if by_column else STREAM_SMS
 
@@ -190,7 +192,7 @@ class TokenSpan:
         return sum(tensor.nbytes for tensor in (self._lengths, self._bases, self._words))
 
     def append(self, coded: CodedTokens, offset: int) -> None:
-        """Appends items whose bytes are at an offset of the arena."""
+        """Appends items whose bytes begin at an offset of the arena."""
         if self.codebook is None:
             first = offset // self.form.item_bytes
             places = torch.arange(first, first + coded.num_items, device=self._bases.device)
@@ -201,7 +203,7 @@ class TokenSpan:
         self._resize(self.num_items + coded.num_items)
 
     def truncate(self, num_items: int) -> None:
-        """Keeps the first items, and forgets those behind them."""
+        """Keeps the first num_items items and removes the others."""
         self._ids = None
         self._resize(num_items)
 
@@ -215,10 +217,10 @@ class TokenSpan:
         """Queues the decoding of items.
 
         Args:
-            staged: the bytes of the arena.
-            out: a view of items, to write to.
-            ids: the numbers of the items, one for each item of out. None: all items.
-            sms: how many multiprocessors decode. 0: all. None: as many as keep up with the link.
+            staged: uint8: all used bytes of the arena, or a copy of them on the device.
+            out: a view of items that receives the decoded items.
+            ids: int64: the number of the item to decode for each item of `out`. None: all items of the span in order.
+            sms: the number of multiprocessors that decode. 0: all. None: as many as it takes to keep up with the link.
             fault: the fault record.
         """
         sms = self._streaming_sms if sms is None else sms
@@ -235,10 +237,11 @@ class TokenSpan:
         torch.ops.ibp.gather_items.default(table, ids, sms, out, fault, outer_dims=_OUTER_DIMS)
 
     def ids(self, first: int, last: int, batch: int, order: TokenOrder | None) -> torch.Tensor | None:
-        """Returns the ids, int64 [n], of the items of blocks first to last - 1 (numbered over all blocks), in the order
-        of a tensor's items, or None if these are all items of the span in the order in which they were coded.
+        """Returns the numbers of the items of blocks first to last - 1 as an int64 tensor [n], in the order of a
+        tensor's items. Blocks are numbered over all spans. Returns None if the result would be all items of the span in
+        the order in which they were encoded.
 
-        order: the present order of the sequences. None: the order in which they were coded.
+        order: the present order of the sequences. None: the order in which they were encoded.
         """
         heads, device = self.form.num_heads, self._bases.device
         if order is None:
@@ -261,13 +264,13 @@ class TokenSpan:
 
 
 class TokenCodec:
-    """Codes the keys, or the values, of a layer, and finds them again.
+    """An encoder and decoder of the keys, or of the values, of a layer. It keeps the index of all encoded blocks.
 
     Args:
-        form: how they are cut.
+        form: the geometry of the keys or values.
         options: the options of the cache.
-        given: the codebook to begin with; None: it is learned from the first keys or values that are coded.
-        device: where they are coded and decoded.
+        given: the first codebook. None: it is learned from the first keys or values that are encoded.
+        device: the device that encodes and decodes.
     """
 
     def __init__(self, form: Form, options: Options, given: AnyCodebook | None, device: torch.device) -> None:
@@ -279,8 +282,8 @@ class TokenCodec:
         self.spans: list[TokenSpan] = []
 
     def encode(self, tokens: torch.Tensor) -> CodedTokens:
-        """Queues the coding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. Waits for the tokens if
-        a codebook is learned from them."""
+        """Queues the encoding of whole blocks of tokens, [B, num_heads, n * block, head_dim]. If a codebook is learned
+        from the tokens, the call waits for them."""
         items = self.form.items(tokens.detach(), 0, tokens.shape[2] // self.form.block)
         if items.numel() and self._options.scheme != "raw":
             self._num_encoded += 1
@@ -289,8 +292,8 @@ class TokenCodec:
         return raw(items) if self._learner.found is None else encode(items, self._learner.found)
 
     def _look(self, items: torch.Tensor) -> None:
-        """Learns a codebook from some items. It replaces the present one if it saves clearly more. If no
-        codebook saves enough, items are kept raw."""
+        """Learns a codebook from a sample of the items. It replaces the present codebook if it saves clearly more. If
+        no codebook saves enough, items are kept raw."""
         num_blocks, batch, heads, elements = items.shape
         ids = _rows.sampled(num_blocks * batch * heads, max(1, _LEARN_ELEMENTS // elements)).to(items.device)
         taken = items.view(torch.uint8)[ids // (batch * heads), ids // heads % batch, ids % heads]
@@ -310,7 +313,8 @@ class TokenCodec:
         self._learner.take(codebook, use=self._num_encoded)
 
     def add(self, coded: CodedTokens, num_bytes: int, offset: int, first_block: int, first_slot: int) -> None:
-        """Appends items whose num_bytes bytes are at an offset of the arena."""
+        """Appends items whose num_bytes bytes begin at an offset of the arena, and tells the learner how much they
+        saved."""
         if not self.spans or self.spans[-1].codebook is not coded.codebook:
             self.spans.append(TokenSpan(self.form, coded.codebook, first_block, first_slot, self._device))
         self.spans[-1].append(coded, offset)
@@ -327,8 +331,8 @@ class TokenCodec:
         sms: int | None,
         fault: torch.Tensor,
     ) -> None:
-        """Queues the decoding of blocks to the first tokens of out, [B, num_heads, tokens, head_dim], where a head's
-        tokens lie in one piece."""
+        """Queues the decoding of blocks into the first tokens of `out`, [B, num_heads, tokens, head_dim], whose last
+        two dimensions must be contiguous."""
         for span, end in zip(self.spans, [*(span.first_block for span in self.spans[1:]), blocks.stop]):
             first, last = max(blocks.start, span.first_block), min(blocks.stop, end)
             if first < last:
@@ -337,7 +341,7 @@ class TokenCodec:
                 span.decode(staged, items, ids, sms, fault)
 
     def truncate(self, num_blocks: int, num_slots: int) -> None:
-        """Keeps the first blocks and coded sequences, and forgets those behind them."""
+        """Keeps the first num_blocks blocks and the first num_slots coded sequences, and removes the others."""
         self.spans = [span for span in self.spans if span.first_block < num_blocks]
         if self.spans:
             self.spans[-1].truncate((num_slots - self.spans[-1].first_slot) * self.form.num_heads)
@@ -350,7 +354,8 @@ class TokenCodec:
 
 
 def _extended(held: torch.Tensor, size: int, new: torch.Tensor) -> torch.Tensor:
-    """Returns an array with new entries behind its first `size` ones. It uses the memory of `held` if that has room."""
+    """Returns an array of the first `size` entries of `held` followed by `new`. Writes to `held` itself if it has
+    room."""
     end = size + new.numel()
     if end > held.numel():
         larger = torch.empty(max(end, int(_GROWTH * size)), dtype=held.dtype, device=held.device)
@@ -361,10 +366,10 @@ def _extended(held: torch.Tensor, size: int, new: torch.Tensor) -> torch.Tensor:
 
 
 def _signed(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a view of the tensor with a dtype that every device can copy."""
+    """Returns a view of the tensor with a dtype that torch can copy on every device."""
     return tensor.view(torch.int16) if tensor.dtype == torch.uint16 else tensor
 
 
 def _saved(sample: torch.Tensor, codebook: AnyCodebook | None) -> float:
-    """Returns the share of the sample's bytes that a codebook saves; 0 without a codebook."""
+    """Returns the fraction of the sample's bytes that a codebook saves, or 0 without a codebook."""
     return 0.0 if codebook is None else 1 - surveyed(sample, codebook).stored / sample.numel()

@@ -1,4 +1,4 @@
-"""Brings the coded tokens of a layer to the device that computes, before they are used."""
+"""Brings the encoded tokens of a layer to the device that computes, and decodes them there."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ._coding import Options
 from ._history import History, Pending, TokenArena
 
 _WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
-_SLACK = 8  # a buffer that has to grow becomes an eighth larger than the layer
+_SLACK = 8  # a buffer that has to grow is allocated an eighth larger than the layer needs
 
 
 class Fetch:
-    """Keys and values whose first tokens are being decoded, [B, heads, num_tokens, head_dim].
+    """Keys and values, [B, heads, num_tokens, head_dim], whose first tokens are being decoded.
 
-    Their memory belongs to the stream that was current when they were made. After they are given up, later work on that
-    stream waits for the decoding.
+    Their memory belongs to the stream that was current when it was allocated. If the object is destroyed before the
+    decoding has ended, later work on that stream waits for the decoding.
 
     Args:
         keys, values: the tensors.
-        owner: the stream that was current. None: decoding is done.
+        owner: the stream that was current. None: the decoding has ended.
         decoder: the stream that decodes.
     """
 
@@ -42,7 +42,7 @@ class Fetch:
             self._ready.record(decoder)
 
     def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Makes the current stream of their device wait for the decoding. Returns the keys and values."""
+        """Makes the current stream wait for the decoding, and returns the keys and values."""
         if self._ready is not None:
             current = torch.cuda.current_stream(self.keys.device.index)
             current.wait_event(self._ready)
@@ -59,14 +59,16 @@ class Fetch:
 
 
 class TokenDecoder:
-    """Stores and decodes the layers of one device. This class decodes on the CPU, at once.
+    """The storing and decoding of the layers of one device. This class decodes on the CPU, immediately; subclasses
+    decode on a GPU.
 
     Args:
         device: the device of the keys and values.
         options: the options of the cache.
 
     Attributes:
-        fetched_bytes, sent_bytes: bytes that have gone over the link to the device, and to the host.
+        fetched_bytes, sent_bytes: the numbers of bytes that have been copied over the link to the device and to the
+        host.
     """
 
     def __init__(self, device: torch.device, options: Options) -> None:
@@ -77,15 +79,15 @@ class TokenDecoder:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory that hold coded bytes which are being fetched."""
+        """Size in bytes of the device buffers for coded bytes that are being fetched."""
         return 0
 
     def new_arena(self) -> TokenArena:
         return TokenArena(self.device, pinned=False)
 
     def store(self, history: History, pending: Pending) -> None:
-        """Appends coded blocks to those of a layer, once their sizes are known. If it is interrupted, either all of
-        the blocks are appended or none."""
+        """Appends encoded blocks to a layer. Waits until their sizes are known. If the call is interrupted, either all
+        of the blocks are appended or none of them."""
         sizes, start, offsets = pending.sizes(), history.arena.used, []
         try:
             for codec, coded, size in zip((history.keys, history.values), (pending.keys, pending.values), sizes):
@@ -99,11 +101,12 @@ class TokenDecoder:
             raise
 
     def _put(self, arena: TokenArena, memory: torch.Tensor, data: torch.Tensor) -> None:
-        """Queues the copy of coded bytes to memory of an arena."""
+        """Queues a copy of coded bytes to a part of an arena's memory."""
         memory.copy_(data)
 
     def fetch(self, history: History, num_tokens: int, blocks: range | None = None) -> Fetch:
-        """Begins to decode blocks (None: all) to the first of `num_tokens` tokens of new keys and values."""
+        """Begins to decode blocks (None: all blocks) into the first tokens of newly allocated keys and values of
+        num_tokens tokens."""
         blocks = range(history.num_blocks) if blocks is None else blocks
         keys, values = history.empty(num_tokens)
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
@@ -113,12 +116,13 @@ class TokenDecoder:
     def _decode(
         self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
     ) -> None:
-        """Queues the decoding of blocks to the first tokens of keys and values. staged: the arena's bytes."""
+        """Queues the decoding of blocks into the first tokens of keys and values. staged: all bytes of the arena, on
+        the device that decodes."""
         for codec, out in ((history.keys, keys), (history.values, values)):
             codec.decode(staged, out, blocks, history.order, self._sms, self._faults.on(self.device))
 
     def check(self) -> None:
-        """Raises an error that decoding has noted so far.
+        """Raises an error if decoding has found a fault so far.
 
         Raises:
             RuntimeError: coded bytes in memory were damaged.
@@ -127,8 +131,8 @@ class TokenDecoder:
 
 
 class CudaTokenDecoder(TokenDecoder):
-    """Decodes layers whose coded bytes are in the memory of the GPU, on a stream beside the current one. The current
-    stream waits for the decoding; no call waits for the GPU."""
+    """A decoder of layers whose coded bytes are in GPU memory. It decodes on a stream of its own, beside the current
+    stream, which waits for the decoding in `Fetch.wait`. No call waits for the GPU."""
 
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)
@@ -150,21 +154,22 @@ class CudaTokenDecoder(TokenDecoder):
             return Fetch(keys, values, current, self._decoder)
 
     def _decode_beside(self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
-        """Queues the decoding on the stream beside the current one. It may leave any stream as the current one."""
+        """Queues the decoding on the decoder's own stream. The caller restores the current stream, which may be any
+        stream when this function returns."""
         torch.cuda.set_stream(self._decoder)
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
 
 
 class HostTokenDecoder(CudaTokenDecoder):
-    """Decodes layers whose coded bytes are in pinned host memory. The copy engine brings the bytes of one layer to a
-    buffer of a ring while the GPU decodes another layer from the other buffer. If the bytes of a layer are still in
-    a buffer, they are not copied again."""
+    """A decoder of layers whose coded bytes are in pinned host memory. The copy engine brings the bytes of one layer to
+    one buffer of a ring while the GPU decodes another layer from the other buffer. Bytes that are still in a buffer are
+    not copied again."""
 
     def __init__(self, device: torch.device, options: Options) -> None:
         super().__init__(device, options)
         self._sms = options.sms or None
         self._ring, self._sender = Ring(device, self._decoder), torch.cuda.Stream(device)
-        self._stamps: dict[Turn, int] = {}  # stamps of the layers whose bytes are in a buffer, or on their way
+        self._stamps: dict[Turn, int] = {}  # for each buffer, the stamp of the layer whose bytes it holds or receives
 
     @property
     def device_bytes(self) -> int:
@@ -204,7 +209,7 @@ class HostTokenDecoder(CudaTokenDecoder):
 
 
 def decoder_for(device: torch.device, options: Options) -> TokenDecoder:
-    """Returns the decoder of a device's layers.
+    """Returns a new decoder for the layers of a device.
 
     Raises:
         ValueError: the device is neither a CPU nor a GPU that this build of ibp can use.

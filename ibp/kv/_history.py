@@ -1,4 +1,5 @@
-"""The coded tokens of a layer: its blocks, the sequences that they belong to, and where their bytes are."""
+"""The encoded tokens of a layer: their blocks, the sequences that the blocks belong to, and the memory of their
+bytes."""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ _stamps = itertools.count(1)
 
 
 class TokenArena:
-    """Hands out bytes one after the other. If the memory is the device's, it is one piece, which moves when it grows.
-    Pinned host memory is in pieces that keep their places.
+    """An arena of bytes that grows at its end. Device memory is a single allocation, which is copied when it grows;
+    pinned host memory is a list of allocations that never move.
 
     Args:
-        device: the device that codes and decodes.
+        device: the device that encodes and decodes.
         pinned: whether the bytes are in pinned host memory.
     """
 
     def __init__(self, device: torch.device, pinned: bool) -> None:
         self._device, self._pinned = device, pinned
-        self.used = 0  # bytes that have been handed out, gaps for alignment included
-        self._pieces: list[tuple[int, torch.Tensor]] = []  # with their offsets
+        self.used = 0  # number of bytes that are reserved, including gaps for alignment
+        self._pieces: list[tuple[int, torch.Tensor]] = []  # (offset, memory) of each allocation
         # For pinned memory: recorded after the most recently handed-out bytes have been copied.
         self.filled = torch.cuda.Event() if pinned else None
 
     def reserve(self, num_bytes: int, alignment: int) -> tuple[int, torch.Tensor]:
-        """Returns (offset, memory) of num_bytes bytes behind all others; the offset is a multiple of the alignment.
-        If it is interrupted, the arena stays as it was."""
+        """Reserves num_bytes bytes at the end of the arena. Returns (offset, memory); the offset is a multiple of the
+        alignment. If the call is interrupted, the arena is unchanged."""
         offset = rounded_up(self.used, alignment)
         start, memory = self._pieces[-1] if self._pieces else (0, None)
         if memory is None or offset + num_bytes > start + memory.numel():
@@ -44,7 +45,7 @@ class TokenArena:
         return offset, memory[offset - start : self.used - start]
 
     def _grown(self, offset: int, num_bytes: int) -> tuple[int, torch.Tensor]:
-        """Returns the last piece after it has got room for num_bytes bytes from an offset."""
+        """Allocates memory so that num_bytes bytes fit at `offset`. Returns the last (offset, memory) of the arena."""
         added = max(num_bytes, self.used // _SHARE, min(self.used, _FIRST_BYTES))
         if self._pinned:
             self._pieces.append((offset, _memory.empty(added, torch.device("cpu"), pin=True)))
@@ -56,13 +57,13 @@ class TokenArena:
         return self._pieces[-1]
 
     def rewind(self, used: int) -> None:
-        """Keeps the first `used` bytes, and takes back what was handed out behind them."""
+        """Keeps the first `used` bytes and frees the bytes that were reserved after them."""
         self.used = used
         while self._pinned and self._pieces and self._pieces[-1][0] >= used:
             self._pieces.pop()
 
     def parts(self) -> list[tuple[int, torch.Tensor]]:
-        """Returns (offset, bytes) for each piece of memory, without the unused room at its end."""
+        """Returns (offset, bytes) for each allocation, without the unused bytes at its end."""
         ends = [*(start for start, _ in self._pieces[1:]), self.used]
         return [(start, memory[: end - start]) for (start, memory), end in zip(self._pieces, ends)]
 
@@ -71,7 +72,8 @@ class TokenArena:
         return sum(memory.numel() for _, memory in self._pieces)
 
     def clone(self) -> TokenArena:
-        """Returns a copy of the used pieces, as the work issued to the current stream leaves them."""
+        """Returns a copy of the used bytes, in stream order: work that was queued on the current stream is finished
+        before the copy."""
         if self.filled is not None:
             self.filled.synchronize()
         copied = TokenArena(self._device, self._pinned)
@@ -83,38 +85,39 @@ class TokenArena:
 
 @dataclass
 class Batch:
-    """Blocks that were coded by one call."""
+    """The blocks that one call has encoded."""
 
-    num_blocks: int  # how many of the blocks are still kept
-    num_coded: int  # how many blocks the call coded
-    batch_size: int  # sequences in a block
-    start: int  # where their bytes start in the arena
+    num_blocks: int  # number of blocks that are still kept
+    num_coded: int  # number of blocks that the call encoded
+    batch_size: int  # number of sequences in a block
+    start: int  # offset of their bytes in the arena
 
 
 class Pending:
-    """Blocks that are being coded. Until they are stored, they count as raw tokens of the layer.
+    """Blocks that are being encoded. Until they are stored, their tokens count as raw tokens of the layer.
 
     Args:
-        keys, values: what was queued on the current stream.
-        num_blocks: how many blocks they are: those of the oldest raw tokens.
-        batch_size: sequences in a block.
+        keys, values: the encodings that were queued on the current stream.
+        num_blocks: number of blocks. They hold the oldest raw tokens.
+        batch_size: number of sequences in a block.
     """
 
     def __init__(self, keys: CodedTokens, values: CodedTokens, num_blocks: int, batch_size: int) -> None:
         self.keys, self.values, self.num_blocks, self.batch_size = keys, values, num_blocks, batch_size
-        self.sequences: torch.Tensor | None = None  # which coded sequence each sequence is by now
+        # int64 [B]: the encoded sequence that each present sequence continues. None: the order is the same.
+        self.sequences: torch.Tensor | None = None
         states = [coded.state for coded in (keys, values) if coded.state is not None]
         self._states = Coming(torch.stack(states) if states else torch.empty(0, 8, dtype=torch.int64, device="cpu"))
 
     def is_ready(self) -> bool:
-        """Returns whether the sizes are known without waiting."""
+        """Returns whether the sizes of the encoded blocks have arrived on the host."""
         return self._states.is_here
 
     def sizes(self) -> tuple[int, int]:
-        """Returns the bytes of the coded keys and of the coded values. Waits for the coding.
+        """Returns the sizes in bytes of the encoded keys and of the encoded values. Waits for the encoding.
 
         Raises:
-            RuntimeError: they were not coded, which cannot happen.
+            RuntimeError: they were not encoded, which cannot happen.
         """
         states = iter(self._states.wait().tolist())
         keys, values = (
@@ -128,12 +131,12 @@ class Pending:
 
 
 class History:
-    """The oldest tokens of a layer, which are coded in whole blocks.
+    """The oldest tokens of a layer, which are encoded in whole blocks.
 
     Args:
-        keys, values: how keys and values are cut.
+        keys, values: the geometry of keys and of values.
         options: the options of the cache.
-        arena: for the coded bytes.
+        arena: memory for the coded bytes.
         device: where they are coded and decoded.
     """
 
@@ -141,11 +144,12 @@ class History:
         given = options.codebooks or (None, None)
         self._options, self.arena, self.device = options, arena, device
         self.keys, self.values = (TokenCodec(form, options, book, device) for form, book in zip((keys, values), given))
-        self.num_blocks = 0  # a block has tokens of all sequences
+        self.num_blocks = 0  # each block has tokens of all sequences
         self.stamp = next(_stamps)  # changes whenever the bytes change
         self._batches: list[Batch] = []
         self._num_slots, self._batch_size = 0, 0
-        self.order: TokenOrder | None = None  # which coded sequence each one is now; None: the order of coding
+        # The encoded sequence of each present sequence. None: sequences are in the order of encoding.
+        self.order: TokenOrder | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -158,7 +162,7 @@ class History:
 
     @property
     def original_bytes(self) -> int:
-        """Uncompressed bytes of all tokens whose coded bytes are still kept."""
+        """Uncompressed size in bytes of all tokens whose coded bytes are still kept."""
         item_bytes = sum(codec.form.item_bytes * codec.form.num_heads for codec in (self.keys, self.values))
         return sum(batch.num_coded * batch.batch_size for batch in self._batches) * item_bytes
 
@@ -169,23 +173,24 @@ class History:
 
     @property
     def is_sparse(self) -> bool:
-        """Whether more than half of the kept bytes are of tokens that no sequence has any more."""
+        """Whether more than half of the kept bytes belong to tokens that no present sequence has."""
         coded = sum(batch.num_coded * batch.batch_size for batch in self._batches)
         return 2 * self.num_blocks * self._batch_size < coded
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Pending:
-        """Queues the coding of the next whole blocks, [B, heads, n * block, head_dim]."""
+        """Queues the encoding of the next whole blocks, [B, heads, n * block, head_dim]."""
         num_blocks = keys.shape[2] // self._options.block
         return Pending(self.keys.encode(keys), self.values.encode(values), num_blocks, keys.shape[0])
 
     def add(self, pending: Pending, sizes: tuple[int, int], offsets: tuple[int, int], start: int) -> None:
-        """Appends blocks whose bytes are at offsets of the arena, at the latest when queued work reads the arena.
+        """Appends blocks whose bytes have been copied to the arena, or whose copy has been queued before any work that
+        reads the arena.
 
         Args:
             pending: the blocks.
-            sizes: bytes of the keys and of the values.
-            offsets: where these bytes are.
-            start: how many bytes of the arena were used before.
+            sizes: the sizes in bytes of the keys and of the values.
+            offsets: the offsets of these bytes in the arena.
+            start: number of bytes of the arena that were in use before.
         """
         first = self._num_slots
         for codec, coded, size, offset in zip((self.keys, self.values), (pending.keys, pending.values), sizes, offsets):
@@ -209,7 +214,7 @@ class History:
         self.order = TokenOrder(torch.cat((held, new)) if self.num_blocks else new, next(_stamps))
 
     def _slots(self) -> torch.Tensor:
-        """Returns the coded sequence of each sequence in every block: [num_blocks, B]."""
+        """Returns the number of the encoded sequence for each block and present sequence: int64 [num_blocks, B]."""
         if self.order is not None:
             return self.order.slots
         slots = torch.arange(self._num_slots, device=self.device)
@@ -222,8 +227,8 @@ class History:
             self._batch_size = sequences.numel()
 
     def truncate(self, num_blocks: int) -> None:
-        """Keeps the first blocks, and forgets those behind them. The bytes of a call's blocks become free when none
-        of these blocks is left."""
+        """Keeps the first num_blocks blocks and removes the others. The bytes of the blocks of one `add` become free
+        when all of these blocks have been removed."""
         while self._batches and self.num_blocks - self._batches[-1].num_blocks >= num_blocks:
             self.num_blocks -= self._batches[-1].num_blocks
             self.arena.rewind(self._batches.pop().start)
@@ -238,7 +243,7 @@ class History:
         self.stamp = next(_stamps)
 
     def empty(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns new keys and values for num_tokens tokens of all sequences, [B, heads, num_tokens, head_dim]."""
+        """Allocates keys and values for num_tokens tokens of all sequences, [B, heads, num_tokens, head_dim]."""
         keys, values = (
             torch.empty(
                 (self._batch_size, form.num_heads, num_tokens, form.head_dim), dtype=form.dtype, device=self.device

@@ -1,4 +1,4 @@
-"""`PagedTensors`: where the pages of a paged cache lie in memory."""
+"""`PagedTensors` describes where the pages of a paged cache lie in memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Pages = Sequence[int] | torch.Tensor
 
 
 class PagedTensors:
-    """Tensors [num_blocks, ...] of a paged cache, such as those of its layers. A page is block b of all of them. Make
-    the object once and use it for all transfers, because making it copies addresses to the device.
+    """Tensors [num_blocks, ...] of a paged cache, such as those of its layers. Page b consists of block b of each
+    tensor. Make the object once and use it for all transfers, because its construction copies addresses to the device.
 
     Example:
         >>> layers = [torch.randn(100, 16, 128) for _ in range(4)]
@@ -33,9 +33,9 @@ class PagedTensors:
 
     Attributes:
         tensors: as given.
-        num_blocks: how many blocks each tensor has.
-        block_bytes: bytes of one block of one tensor.
-        piece_bytes: bytes of one piece. A block consists of pieces, each contiguous in memory.
+        num_blocks: number of blocks of each tensor.
+        block_bytes: size in bytes of one block of one tensor.
+        piece_bytes: size in bytes of a piece. A block consists of pieces of equal size, each contiguous in memory.
         layout: the first piece, a tensor of one dimension.
         device: where the tensors are.
 
@@ -59,8 +59,8 @@ class PagedTensors:
         self._lay_out(first[0], [tensor.data_ptr() for tensor in self.tensors], None, stride)
 
     def _lay_out(self, block: torch.Tensor, starts: Sequence[int], addresses: torch.Tensor | None, stride: int) -> None:
-        """Notes where blocks begin: at `starts`, counted from `addresses` if these are given, and every `stride`
-        bytes behind."""
+        """Stores where blocks begin: at each of `starts` and at every multiple of `stride` bytes after it. starts:
+        addresses, or offsets from `addresses` if these are given."""
         self.device, self.block_bytes = block.device, block.nbytes
         offsets, self.piece_bytes = _pieces(block)
         places = [start + offset for start in starts for offset in offsets]
@@ -72,7 +72,7 @@ class PagedTensors:
         self._used = (*_owners(self.tensors), near, scratch, *(() if addresses is None else (addresses,)))
 
     def __reduce__(self) -> tuple[type[PagedTensors], tuple[tuple[torch.Tensor, ...]]]:
-        """Makes a copy from its tensors, so that it has their addresses."""
+        """Pickles and copies only the tensors, so that a copy computes the addresses of its own tensors."""
         return PagedTensors, (self.tensors,)
 
     def __len__(self) -> int:
@@ -80,12 +80,13 @@ class PagedTensors:
 
     @property
     def pieces(self) -> int:
-        """How many pieces a block of all tensors has."""
+        """Number of pieces of a page: of one block of each tensor."""
         return self._where[0].numel()
 
 
 class PageList(PagedTensors):
-    """Tensors each of which is one page: blocks of one imaginary tensor. A call takes all of them."""
+    """A list of tensors, each of which is one page, as if they were the blocks of one tensor. A transfer uses all of
+    them."""
 
     def __init__(self, tensors: Buffers) -> None:
         self.tensors, self.num_blocks = tensors.tensors, len(tensors.tensors)
@@ -119,19 +120,18 @@ def plan_pages(
     first_tensor: int = 0,
     stored: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds where pages and blocks are, on the device, by one launch.
+    """Computes the row ids of pages and the addresses of blocks on the device, with one launch.
 
     Args:
-        pages, blocks: int64 on the device, equally many.
-        ids_per_block: how many rows, or pieces, a block of one tensor has.
-        num_pages, num_tensors: how many pages the owner has, and how many tensors a page has. Page p has the ids that
-            begin with p * num_tensors * ids_per_block.
-        first_tensor: the place of the first given tensor in a page.
+        pages, blocks: int64 on the device, of equal length.
+        ids_per_block: number of rows, or of pieces, in a block of one tensor. num_pages, num_tensors: number of pages
+            of the owner, and number of tensors of a page. The ids of page p begin with p * num_tensors * ids_per_block.
+        first_tensor: the index in a page of the first tensor of `paged`.
         stored: uint8 [num_pages or more, num_tensors] on the device. None: all pages are stored.
 
     Returns:
         (ids of the rows or pieces of the pages, -1 for pages that do not exist or are not stored; addresses of the
-        pieces of the blocks). Both are int64, ordered by page, then by tensor, then by place in the block.
+        pieces of the blocks). Both are int64, ordered by page, then by tensor, then by position in the block.
     """
     ids, addresses = (
         torch.empty(pages.numel() * number, dtype=torch.int64, device=paged.device)
@@ -143,8 +143,8 @@ def plan_pages(
 
 
 def numbers_on(device: torch.device, name: str, numbers: Pages, count: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns (numbers of pages or blocks on a device, int64; the same numbers on the host, checked, or None if the
-    host does not know them). The host does not wait for the device.
+    """Returns (numbers of pages or blocks as an int64 tensor on a device; the same numbers on the host, or None if they
+    were given on a GPU). Numbers on the host are checked. The host does not wait for the device.
 
     Raises:
         IndexError, TypeError, ValueError: the numbers are not a list of integers in [0, count).
@@ -162,8 +162,8 @@ def numbers_on(device: torch.device, name: str, numbers: Pages, count: int) -> t
 
 
 def check_different(name: str, numbers: torch.Tensor | None, count: int) -> None:
-    """Raises ValueError if a number in [0, count) occurs twice. numbers: on the host. None: the host does not know
-    them, and nothing is checked."""
+    """Raises ValueError if a number occurs twice. numbers: int64 in [0, count), on the host. None: the numbers are on a
+    GPU, and nothing is checked."""
     if numbers is None:
         return
     seen = np.zeros(count, bool)
@@ -173,7 +173,7 @@ def check_different(name: str, numbers: torch.Tensor | None, count: int) -> None
 
 
 def _owners(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns one tensor for each storage that the tensors use, for `record_stream`."""
+    """Returns one tensor for each storage that the tensors use, so that `record_stream` can be called on each."""
     return list({tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}.values())
 
 
