@@ -19,9 +19,10 @@ from .._schemes import check_scheme
 from ._paged import PagedTensors
 from ._store import KVStore, Transfer
 
-_SAMPLE_BYTES = 4 << 20  # bytes of blocks from which a codebook is learned
+_SAMPLE_BYTES = 4 << 20  # size in bytes of the sample of blocks from which a codebook is learned
 
-# For each group of layers: the pages, and the blocks that they come from or go to.
+# For each group of layers: the numbers of the pages, and those of the blocks that are stored as these pages or loaded
+# from them.
 Moves = Mapping[int, tuple[list[int], list[int]]]
 
 
@@ -31,13 +32,13 @@ class _Pool:
 
     def __init__(self, page_bytes: int, dtype: torch.dtype, level: str, device: torch.device) -> None:
         self.page_bytes = page_bytes
-        self.num_tensors = 0  # the largest number of such tensors in a group of layers
+        self.num_tensors = 0  # largest number of tensors with such blocks in a group of layers
         self._dtype = torch.uint8 if page_bytes % dtype.itemsize else dtype
         self._level, self._device = level, device
         self.store: KVStore | None = None  # None before the first store
-        self.raw: dict[int, dict[int, torch.Tensor]] = {}  # raw blocks, by page and by number of the tensor
-        self.may_use = 0  # an upper bound of the overflow bytes in use, jobs under way included
-        self._lost_some = False  # whether a page found no room since the last compaction
+        self.raw: dict[int, dict[int, torch.Tensor]] = {}  # raw blocks, by page and by the tensor's index in the page
+        self.may_use = 0  # upper bound of the overflow bytes in use, including those of unfinished jobs
+        self._lost_some = False  # whether a page did not fit since the last compaction
 
     def make_store(self, parts: list[_Part], num_pages: int, pool_bytes: int) -> None:
         sample = []
@@ -57,7 +58,7 @@ class _Pool:
         )
 
     def keep(self, part: _Part, lost: set[int]) -> None:
-        """Keeps raw copies of the blocks of those pages that found no room."""
+        """Keeps raw copies of the blocks of the pages in `lost`, for which the pool had no room."""
         self._lost_some = self._lost_some or bool(lost)
         for page, block in zip(part.pages, part.blocks):
             if page in lost:
@@ -65,7 +66,7 @@ class _Pool:
                 self.raw.setdefault(page, {}).update(kept)
 
     def expect(self, part: _Part) -> None:
-        """Adds the overflow bytes that the rows of a part need if all of them are stored raw."""
+        """Adds to `may_use` the overflow bytes that a part needs if all of its rows are stored raw."""
         assert self.store is not None
         place, num_bytes = self.store.place, len(part.pages) * len(part.span.paged) * self.page_bytes
         raw_bytes = rounded_up(max(0, place.row_bytes - place.slot_bytes), SECTOR_BYTES)
@@ -73,25 +74,24 @@ class _Pool:
 
     @property
     def may_lose(self) -> bool:
-        """Whether a page that is under way may find no room."""
+        """Whether there may be no room for a page that is being stored."""
         return self.store is not None and self.may_use > self.store.place.overflow.numel()
 
     def compact(self) -> None:
-        """Compacts the overflow if pages found no room there, and if enough pages have been stored since the last
-        time."""
+        """Compacts the overflow if pages did not fit and enough pages have been stored since the last compaction."""
         if self._lost_some and self.store is not None and self.store.compact_if_due():
             self.may_use = self.store.place.counts().used_bytes
             self._lost_some = False
 
 
 class _Span(NamedTuple):
-    """Tensors of a group of layers whose blocks are pages of one pool.
+    """The tensors of a group of layers whose blocks belong to the same pool.
 
     Attributes:
         pool: the pool.
         paged: the tensors.
-        first_tensor: the place of the first of these tensors in a page.
-        numbers: the places of these tensors in their group, in order.
+        first_tensor: the index in a page of the first of these tensors.
+        numbers: the indices of these tensors in their group, ascending.
     """
 
     pool: _Pool
@@ -100,11 +100,12 @@ class _Span(NamedTuple):
     numbers: tuple[int, ...]
 
     def columns(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields pairs (the tensor's place in a page, the tensor)."""
+        """Yields pairs (index of the tensor in a page, tensor)."""
         return enumerate(self.paged.tensors, self.first_tensor)
 
     def part(self, wanted: range) -> _Span | None:
-        """Returns the span of those tensors whose numbers in the group are wanted, or None if there are none."""
+        """Returns the span of the tensors whose index in the group is in `wanted`, or None if there is no such
+        tensor."""
         inside = [place for place, number in enumerate(self.numbers) if number in wanted]
         if not inside:
             return None
@@ -113,7 +114,7 @@ class _Span(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Blocks of a span, and the pages that they become or come from."""
+    """Blocks of a span, and the pages as which they are stored or from which they are loaded."""
 
     span: _Span
     pages: list[int]
@@ -122,7 +123,7 @@ class _Part(NamedTuple):
 
 @dataclass
 class _Job:
-    """A store or a load under way: its parts with coded pages, and their transfers."""
+    """A store or a load that has been submitted: its parts with coded pages, and their transfers."""
 
     stores: bool
     transfers: list[tuple[_Part, Transfer]] = field(default_factory=list)
@@ -136,12 +137,13 @@ class _Job:
 
 
 class BlockStore(OfThisProcess):
-    """Keeps blocks of groups of layers as numbered pages in pools of `KVStore`, for engines that cannot lose a page.
+    """A store of the blocks of groups of layers as numbered pages, for engines that cannot lose a page. The pages are
+    in pools, each of which is a `KVStore`.
 
-    A page is a block of all layers of a group. Blocks of each size and kind have a pool. Its codebook is learned from
-    the blocks that are stored first. If a pool has no room for a page, the page is kept raw in pageable host memory
-    until it is stored again. Jobs run on three streams of the store: one for stores, one for loads, and one for urgent
-    loads. Each job waits for the work that was queued on the current stream before.
+    A page consists of one block of each layer of a group. There is a pool for each size and kind of blocks. The
+    codebook of a pool is learned from the blocks that are stored first. If a pool has no room for a page, the page is
+    kept raw in pageable host memory until it is stored again. Jobs run on three streams of the store: one for stores,
+    one for loads, and one for urgent loads. Each job waits for the work that was queued on the current stream before.
 
     Example:
         >>> layers = [torch.randn(50, 2048).bfloat16().view(torch.int8) for _ in range(3)]
@@ -158,12 +160,12 @@ class BlockStore(OfThisProcess):
     Args:
         groups: the tensors of each group of layers, [num_blocks, bytes of a block], int8. Groups may share tensors. All
             groups use the same page numbers; a page belongs to the group that stored it last.
-        num_pages: how many page numbers there are.
-        pool_bytes: bytes of host memory for all pools together.
-        dtype: the dtype of the numbers in the blocks.
+        num_pages: number of pages: pages are numbered from 0 to num_pages - 1.
+        pool_bytes: size in bytes of the host memory of all pools together.
+        dtype: the dtype of the values in the blocks.
         level: level of the codebooks, see `ibp.compress`.
         kinds: a number for each tensor of each group, such as 0 for keys and 1 for values. Tensors of different kinds
-            get different codebooks. None: all are of one kind.
+            get different codebooks. None: all tensors are of the same kind.
 
     Raises:
         TypeError, ValueError: a tensor does not have rows of bytes, or another argument is not as described.
@@ -187,7 +189,7 @@ class BlockStore(OfThisProcess):
         check_scheme("planes", level=level)
         self._num_pages, self._pool_bytes = num_pages, whole_number("pool_bytes", pool_bytes, 0)
         self._device = next(tensor.device for tensors in groups for tensor in tensors)
-        self._pools: dict[tuple[int, int], _Pool] = {}  # by kind, and bytes of a block
+        self._pools: dict[tuple[int, int], _Pool] = {}  # by kind, and by size in bytes of a block
         self._spans = [list(self._spans_of(*group, dtype, level)) for group in zip(groups, kinds)]
         self._some_spans: dict[tuple[int, range], list[_Span]] = {}  # by group and numbers of its tensors
         self._jobs: dict[int, _Job] = {}  # in the order in which they were submitted
@@ -219,7 +221,7 @@ class BlockStore(OfThisProcess):
 
     @property
     def num_raw_pages(self) -> int:
-        """Pages that are kept raw because the pools had no room for them."""
+        """Number of pages that are kept raw because the pools had no room for them."""
         return sum(len(pool.raw) for pool in self._pools.values())
 
     @property
@@ -229,12 +231,12 @@ class BlockStore(OfThisProcess):
 
     @property
     def may_lose(self) -> bool:
-        """Whether blocks under way may find no room. Such blocks must not change until their jobs have been waited
-        for."""
+        """Whether there may be no room for blocks that are being stored. If so, do not change these blocks before you
+        have waited for their jobs."""
         return any(pool.may_lose for pool in self._pools.values())
 
     def store(self, job: int, moves: Moves, stream: torch.cuda.Stream | None = None) -> None:
-        """Begins to store blocks after the work that was queued on the current stream.
+        """Begins to store blocks, after the work that is queued on the current stream.
 
         Args:
             job: the id of the job, chosen by the caller.

@@ -74,10 +74,10 @@ class PackedPages(NamedTuple):
 @wire.sent
 @dataclass(frozen=True, eq=False)
 class PageCodec:
-    """How pages of one kind are coded into messages. A page is a block of one tensor of a paged cache.
+    """A codec that compresses pages of one kind into messages. A page is a block of one tensor of a paged cache.
 
-    Both machines need the same codec: `to_bytes` and `from_bytes` bring it from one to the other. Models with pages of
-    several sizes need a codec and a message for each size.
+    Both machines need the same codec: send the result of `to_bytes` and call `from_bytes`. Models with pages of several
+    sizes need a codec and a message for each size.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -88,8 +88,8 @@ class PageCodec:
         True
 
     Attributes:
-        codebook: how rows are coded.
-        page_bytes: bytes of a page.
+        codebook: the codebook that compresses rows.
+        page_bytes: size in bytes of a page.
 
     Raises:
         TypeError, ValueError: an attribute is not as described, or a page is not a whole number of the codebook's rows.
@@ -105,7 +105,7 @@ class PageCodec:
             raise ValueError(f"a codebook has rows of {row_bytes} bytes; wanted at most {_MOST_ROW_BYTES}")
 
     def __reduce__(self) -> tuple[type[PageCodec], tuple[AnyCodebook, int]]:
-        """Rebuilds a copy, which has faults of its own, from the codebook and the page size."""
+        """Pickles and copies the codebook and the page size alone; a copy has its own records of faults."""
         return PageCodec, (self.codebook, self.page_bytes)
 
     @classmethod
@@ -113,9 +113,10 @@ class PageCodec:
         """Returns a codec for pages like these.
 
         Args:
-            pages: [pages, ...] real keys and values, of their own dtype: view FP8 caches that are declared as uint8 as
-                torch.float8_e4m3fn or torch.float8_e5m2.
-            row_bytes: bytes of a row, which lies in one piece of a page. None: 1 to 2 KiB if the page size allows.
+            pages: [pages, ...] real keys and values in their own dtype. If a cache of FP8 values is declared as uint8,
+                view it as torch.float8_e4m3fn or torch.float8_e5m2.
+            row_bytes: size in bytes of a row, which must be contiguous in a page. None: 1 to 2 KiB if the page size
+                allows it.
             level: "default" or "fast", see `ibp.compress`.
 
         Raises:
@@ -127,7 +128,7 @@ class PageCodec:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> PageCodec:
-        """Returns the codec that `to_bytes` has written.
+        """Returns the codec whose `to_bytes` returned these bytes.
 
         Raises:
             ValueError: the bytes are not those of a codec.
@@ -152,8 +153,8 @@ class PageCodec:
         return Faults(*_WORDS)
 
     def check(self) -> None:
-        """Waits for the work on the current streams, and raises an error that `pack` or `unpack` has noted there. The
-        next call of `pack` or `unpack` raises it too, without waiting.
+        """Waits for the work on the current streams, and raises an error if a `pack` or an `unpack` queued there has
+        found one. The next call of `pack` or `unpack` also raises it, but does not wait.
 
         Raises:
             IndexError: a block number on a GPU was out of range.
@@ -180,8 +181,8 @@ class PageCodec:
         return _Message(self, data, self._rows(num_pages))
 
     def _call(self, tensors: Tensors, blocks: Pages | None, is_written: bool) -> _PackCall:
-        """Returns the checked arguments of a call. is_written: whether the call writes to the blocks; if so, they
-        must differ."""
+        """Checks and returns the arguments of a call. is_written: whether the call writes to the blocks, which must
+        then be different."""
         paged = tensors if isinstance(tensors, PagedTensors) else PagedTensors(tensors)
         device = paged.device
         check_paged(paged, "codec", device, self.page_bytes, self.codebook.row_bytes)
@@ -194,7 +195,7 @@ class PageCodec:
 
 
 class _PackCall(NamedTuple):
-    """The tensors and blocks that are packed, or unpacked to.
+    """The tensors and blocks that are packed or that receive unpacked pages.
 
     Attributes:
         paged: the tensors.
@@ -211,7 +212,7 @@ class _PackCall(NamedTuple):
         return self.blocks.numel() * len(self.paged)
 
     def plan(self, ids_per_page: int, stored: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (ids of the rows or pieces of all pages, addresses of the pieces), like `plan_pages`."""
+        """Returns (ids of the rows or pieces of all pages, addresses of the pieces), as `plan_pages` does."""
         count = self.blocks.numel()
         pages = torch.arange(count, device=self.paged.device)
         return plan_pages(self.paged, pages, self.blocks, ids_per_page, count, len(self.paged), stored=stored)
@@ -231,21 +232,21 @@ class _Message:
 
     @torch.inference_mode()  # the memory may have been allocated in inference mode
     def clear(self) -> None:
-        """Makes it a message in which no row has been coded."""
+        """Resets the message: no row is encoded in it."""
         self.head.zero_()
         self.note.fill_(self.codec._number(self.num_rows))
         self.index.fill_(_NONE)
 
     @torch.inference_mode()
     def note_other(self, strange: torch.Tensor) -> torch.Tensor:
-        """Records a fault if the message is of another codec or has another number of rows. Returns bool [1] on the
-        device: whether the message is one of this codec."""
+        """Records a fault if another codec packed the message, or if it has another number of rows. Returns bool [1] on
+        the device: whether the message matches."""
         is_other = self.note != self.codec._number(self.num_rows)
         strange[:1].bitwise_or_(is_other)  # sets the status "invalid argument"
         return ~is_other
 
     def handle(self, item_bytes: int) -> Handle:
-        """Returns the message as a table for operations, which is also a place to code rows into."""
+        """Returns a handle of the message as a table, from which rows are decoded and into which they are encoded."""
         codebook, num_bytes = self.codec.codebook, self.num_rows * self.codec.codebook.row_bytes
         index, words = (self.lengths, self.bases), codebook.words(self.data.device)
         sizes = (0, 0, num_bytes // item_bytes, item_bytes)
@@ -255,9 +256,9 @@ class _Message:
 def packed_bytes(codec: PageCodec, num_pages: int) -> int:
     """Returns the largest number of bytes that a message of num_pages pages can take: a multiple of 64.
 
-    The number is known before pages are coded, so that memory can be registered once. Count a block of each tensor as
-    one page. The message itself is shorter, see `pack`. Pages that cannot be compressed take 0.5 % more bytes than they
-    have.
+    The number is known before pages are compressed, so memory can be registered once. Count each block of each tensor
+    as one page. The message itself is shorter, see `pack`. Pages that cannot be compressed take 0.5 % more bytes than
+    they have.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens
@@ -281,7 +282,7 @@ def pack(
     out: torch.Tensor | None = None,
     max_sms: int | None = None,
 ) -> PackedPages:
-    """Codes blocks of a paged cache into one message, on the current stream of their device.
+    """Compresses blocks of a paged cache into one message, on the current stream of their device.
 
     The host does not wait and reads nothing back. A CUDA graph can capture the call, after one call outside the graph,
     if pages are `PagedTensors` and blocks are on the GPU or None.
@@ -333,9 +334,9 @@ def pack(
 def unpack(
     message: torch.Tensor, codec: PageCodec, *, out: Tensors, blocks: Pages | None = None, max_sms: int | None = None
 ) -> None:
-    """Decodes a message into blocks of a paged cache, on the current stream of its device. The blocks get the bits that
-    were packed. The host does not wait and reads nothing back. CUDA graphs can capture the call under the conditions of
-    `pack`.
+    """Decompresses a message into blocks of a paged cache, on the current stream of its device. The blocks get the bits
+    that were packed. The host does not wait and reads nothing back. CUDA graphs can capture the call under the
+    conditions of `pack`.
 
     The device compares the codec named in the head with this one. If they differ, or if the message has another number
     of pages, the blocks become zeros, and `codec.check()` and the next call raise. On the CPU the call itself raises.

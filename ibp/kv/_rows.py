@@ -28,14 +28,15 @@ _WORDS = FaultWords(
 
 @dataclass(frozen=True)
 class KVRowsStats(Statistics):
-    """What a `KVRows` has done.
+    """Counts of what a `KVRows` has done.
 
     Attributes:
-        hits, misses: rows that `load` found in the cache, and rows that it fetched from where they are stored.
-        link_bytes: bytes of the missed rows, in whole 32-byte sectors.
-        spilled_rows, lost_rows: stored rows that have a part in overflow, and stored rows for which overflow had no
+        hits, misses: numbers of rows that `load` found in the cache, and of rows that it fetched from the memory in
+        which rows are stored.
+        link_bytes: size of the missed rows in bytes, rounded up to whole 32-byte sectors for each row. spilled_rows,
+            lost_rows: numbers of stored rows that have a part in overflow, and of stored rows for which overflow had no
             room.
-        used_overflow_bytes: bytes of overflow that have been handed out.
+        used_overflow_bytes: number of bytes of overflow that are reserved.
 
     Example:
         >>> k = torch.randn(64, 1, 128, dtype=torch.bfloat16)  # [tokens, heads, dim]
@@ -55,14 +56,15 @@ class KVRowsStats(Statistics):
 
 
 class KVRows(OfThisProcess):
-    """Keeps keys or values of tokens, one row for each head, coded in pinned host memory.
+    """A store of keys or values of tokens, one row for each head, which are kept compressed in pinned host memory.
 
     It serves attention that looks at few tokens, chosen anew for every generated token (top-k sparse attention;
-    InfiniGen). A cache of given size on the GPU holds the rows that were loaded last, also coded.
+    InfiniGen). A cache on the GPU, whose size you choose, holds the most recently loaded rows, also compressed.
 
     All work is on the current stream; it does not wait for the host. If token numbers are on the GPU, a CUDA graph can
-    capture `store` and `load`, after a call of each outside the graph. A token number is a place: give each sequence of
-    a batch a range of numbers, and reuse the numbers of tokens that are gone. Rows that were never stored are zeros.
+    capture `store` and `load`, after a call of each outside the graph. Token numbers are indices into the store: give
+    each sequence of a batch a range of numbers, and reuse the numbers of tokens that you no longer need. Rows that were
+    never stored are zeros.
 
     Example:
         >>> k = torch.randn(2, 64, 8, 128, dtype=torch.bfloat16)  # [layers, tokens, heads, dim]
@@ -73,21 +75,23 @@ class KVRows(OfThisProcess):
         True
 
     Args:
-        codebook: how rows are coded; or a sample [..., dim] of rows, from which a codebook and sizes are learned. Make
+        codebook: the codebook that compresses rows; or a sample [..., dim] of rows, from which a codebook and sizes are
+            learned. Make
             one `KVRows` for keys and one for values; for latents of all heads (MLA) make one, with num_heads 1.
-        num_layers, num_tokens: how many layers there are, and how many tokens each has.
-        num_heads: how many rows a token has.
+        num_layers, num_tokens: number of layers, and number of tokens of each layer.
+        num_heads: number of rows of a token.
         dtype: dtype of the rows. None: the sample's.
-        cache_bytes: bytes of device memory for the cache of all layers together. 0: no cache.
-        slot_bytes, overflow_bytes: bytes of a row's slot, and of each layer's overflow. None: sizes learned from the
-            sample.
+        cache_bytes: size in bytes of device memory for the caches of all layers together. 0: no cache. slot_bytes,
+            overflow_bytes: size in bytes of the slot of each row, and of the overflow of each layer. None: sizes are
+            chosen by the sample.
         level: level of the codebook that is learned, see `ibp.compress`.
-        device: the GPU that codes and decodes, or "cpu". None: the current CUDA device if there is one, else the CPU.
-        memory: where rows are: "pinned", host memory that the GPU writes and reads; or "device". None: pinned. On a CPU
-            all rows are in host memory.
+        device: the GPU that compresses and decompresses, or "cpu". None: the current CUDA device if there is one, else
+            the CPU.
+        memory: the memory that holds the rows: "pinned" (host memory that the GPU writes and reads) or "device". None:
+            "pinned". If the device is the CPU, rows are always in host memory.
 
     Attributes:
-        places: the rows of each layer (`ibp.CodedRows`). Row token * num_heads + head is that head of the token.
+        places: the rows of each layer (`ibp.CodedRows`). Row token * num_heads + head holds that head of the token.
         caches: the cache of each layer (`ibp.RowCache`); empty without a cache.
 
     Raises:
@@ -150,12 +154,12 @@ class KVRows(OfThisProcess):
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of slots and overflow of all layers."""
+        """Size in bytes of the slots and the overflow of all layers."""
         return sum(place.slots.numel() + place.overflow.numel() for place in self.places)
 
     @property
     def gain(self) -> float:
-        """How many times more tokens the pool holds than if it held raw rows."""
+        """Raw size of all rows divided by `pool_bytes`: how many times more tokens fit than if rows were raw."""
         held = self.num_layers * self.num_tokens * self.num_heads * self.codebook.row_bytes
         return held / max(1, self.pool_bytes)
 
@@ -170,7 +174,7 @@ class KVRows(OfThisProcess):
     # ---- rows ----
 
     def store(self, layer: int, rows: torch.Tensor, tokens: Ids, *, max_sms: int | None = None) -> None:
-        """Codes rows of tokens, of a prompt or of a generated token, and replaces the rows that were there.
+        """Compresses rows of tokens (a prompt's, or a generated token's) and replaces the rows that these tokens had.
 
         Args:
             layer: number of the layer.
@@ -249,14 +253,14 @@ class KVRows(OfThisProcess):
         return out
 
     def clear(self, layer: int | None = None) -> None:
-        """Forgets the rows of a layer (None: of all layers), and frees their overflow."""
+        """Removes the rows of a layer (None: of all layers) and frees their overflow."""
         for number in range(self.num_layers) if layer is None else (self._layer(layer),):
             self.places[number].clear()
             if self.caches:
                 self.caches[number].invalidate()
 
     def check(self) -> None:
-        """Waits for the work on the current stream, and raises an error that it has noted.
+        """Waits for the work on the current stream, and raises an error if that work has found one.
 
         Raises:
             IndexError: a token number on the GPU was out of range.
@@ -278,7 +282,7 @@ class KVRows(OfThisProcess):
             words.raise_for(record, token=record[2] // self.num_heads, last=self.num_tokens - 1)
 
     def stats(self) -> KVRowsStats:
-        """Returns what has been done so far. Waits for the work on the device."""
+        """Returns the counts so far. Waits for the work on the device."""
         counts, cached = [place.counts() for place in self.places], [cache.stats() for cache in self.caches]
         return KVRowsStats(
             sum(of.hits for of in cached),

@@ -1,4 +1,4 @@
-"""Chooses how many bytes the rows, slots and overflow of a cache have, from a sample of what will be kept."""
+"""Chooses the sizes of the rows, slots and overflow of a cache by a sample of what will be kept."""
 
 from __future__ import annotations
 

@@ -343,14 +343,14 @@ class KVStore(OfThisProcess):
         stream: torch.cuda.Stream | None = None,
         max_sms: int | None = None,
     ) -> Transfer:
-        """Codes blocks of a paged cache into pages, by one launch.
+        """Compresses blocks of a paged cache into pages, by one launch.
 
         Args:
             pages: the numbers of the pages that the blocks become, all different.
             tensors: [num_blocks, ...], or several: `PagedTensors`, or what `PagedTensors` takes. If a page has one
                 tensor, each tensor of a sequence of tensors or of `ibp.Buffers` is a page.
             blocks: the numbers of the blocks. None: all blocks, in order.
-            first_tensor: the place of the first given tensor in a page, if not all tensors of a page are given.
+            first_tensor: the index in a page of the first given tensor, if not all tensors of a page are given.
             stream: a stream of the store's device. None: one of the store's own, beside the current one.
             max_sms: keep at most this many multiprocessors busy. None: as many as keep up with the link.
 
@@ -377,9 +377,9 @@ class KVStore(OfThisProcess):
         stream: torch.cuda.Stream | None = None,
         max_sms: int | None = None,
     ) -> Transfer:
-        """Decodes pages into blocks of a paged cache, by one launch. The blocks get the bits that were stored. If one
-        of the tensors of a page is not stored, all given tensors get zeros for that page, and `Transfer.synchronize`,
-        which waits for the transfer, or `check` raises.
+        """Decompresses pages into blocks of a paged cache, by one launch. The blocks get the bits that were stored. If
+        one of the tensors of a page is not stored, all given tensors get zeros for that page, and
+        `Transfer.synchronize`, which waits for the transfer, or `check` raises.
 
         Args and Raises: as in `store`, except that the blocks must all be different, and pages may repeat.
         """
@@ -395,8 +395,8 @@ class KVStore(OfThisProcess):
             return self._begun(call, False)
 
     def free(self, pages: Pages) -> None:
-        """Forgets pages, after the transfers so far. They cannot be loaded until they are stored again. Rows keep
-        their parts of overflow, for what is stored in them next."""
+        """Removes pages, after all transfers begun so far. They cannot be loaded until they are stored again. Their
+        rows keep their parts of overflow for the next pages that are stored there."""
         call = _StoreCall(*numbers_on(self.device, "pages", pages, self.num_pages), None, None, 0)
         with self._lock, self._on_stream(None, True, call):
             is_there = (call.near >= 0) & (call.near < self.num_pages)
@@ -406,7 +406,7 @@ class KVStore(OfThisProcess):
             self._begun(call, True)
 
     def clear(self) -> None:
-        """Forgets all pages, and frees all overflow. Waits for the transfers so far."""
+        """Removes all pages and frees all overflow. Waits for all transfers begun so far."""
         self.synchronize()
         self.place.clear()
         self._give_parts()
@@ -444,7 +444,7 @@ class KVStore(OfThisProcess):
                 transfer._event.synchronize()
 
     def check(self) -> None:
-        """Waits for all transfers so far, and raises an error that they have noted.
+        """Waits for all transfers begun so far, and raises an error if one of them has found a fault.
 
         Raises:
             IndexError: a page or block number on the GPU was out of range, or a page that was loaded was not stored.
@@ -463,8 +463,8 @@ class KVStore(OfThisProcess):
     # ---- how ----
 
     def _call(self, pages: Pages, tensors: Tensors, blocks: Pages | None, first_tensor: int, once: str) -> _StoreCall:
-        """Returns the checked arguments of a transfer. once: "pages" or "blocks", the numbers that must be
-        different, because the transfer writes to what they name."""
+        """Checks and returns the arguments of a transfer. once: "pages" or "blocks": which numbers must be different,
+        because the transfer writes to these pages or blocks."""
         paged = self._paged(tensors, blocks)
         check_paged(paged, "store", self.device, self.page_bytes, self.place.row_bytes)
         whole_number("first_tensor", first_tensor, 0)
@@ -503,8 +503,8 @@ class KVStore(OfThisProcess):
 
     @contextlib.contextmanager
     def _on_stream(self, stream: torch.cuda.Stream | None, stores: bool, call: _StoreCall) -> Iterator[None]:
-        """Runs a transfer's work after the current stream's and after earlier transfers that have pages in common
-        with it."""
+        """Queues a transfer's work after the work of the current stream and after earlier transfers of the same
+        pages."""
         if self.device.type != "cuda" or is_capturing(self.device):
             yield
             return
@@ -534,14 +534,14 @@ class KVStore(OfThisProcess):
     def _plan(
         self, call: _StoreCall, ids_per_block: int, stored: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (rows or pieces of a call's pages, -1 for pages that do not exist or are not stored; addresses of
-        the pieces of its blocks)."""
+        """Returns (ids of the rows or pieces of a call's pages, -1 for pages that do not exist or are not stored;
+        addresses of the pieces of its blocks)."""
         assert call.blocks is not None
         sizes = (ids_per_block, self.num_pages, self.num_tensors, call.first_tensor)
         return plan_pages(call.tensors, call.near, call.blocks, *sizes, stored)
 
     def _table_of(self, piece: int) -> torch.Tensor:
-        """Returns the pool as a table for operations. piece: bytes of an item."""
+        """Returns the pool as a table whose items have `piece` bytes."""
         if piece not in self._tables:
             num_items = self.num_pages * self.num_tensors * self.page_bytes // piece
             parts = self.place.handle.parts._replace(num_items=num_items, item_bytes=piece)
@@ -553,7 +553,7 @@ class _StoreCall(NamedTuple):
     """The pages and blocks of a transfer.
 
     Attributes:
-        near: page numbers on the device.
+        near: int64: page numbers on the device.
         host: the same numbers on the host. None: the host does not know them.
     """
 
@@ -573,7 +573,7 @@ class _StoreCall(NamedTuple):
         return slice(self.first_tensor, self.first_tensor + len(self.tensors))
 
     def inputs(self) -> Iterator[torch.Tensor]:
-        """Returns the tensors on the GPU that another stream may have made."""
+        """Returns the tensors that the transfer reads and that another stream may have allocated."""
         held = (self.near, self.blocks, *(self.paged._used if self.paged else ()))
         return (tensor for tensor in held if tensor is not None)
 
@@ -583,7 +583,7 @@ def _sms_of(max_sms: int | None, usual: int) -> int:
 
 
 def _compact(place: Any, keeps: torch.Tensor) -> None:
-    """Moves the overflow parts of the rows that are kept to the front, one after the other."""
+    """Moves the overflow parts of all kept rows to the front of the overflow, without gaps."""
     if not place.rooms.numel():
         return
     sector = _core.SECTOR_BYTES
