@@ -343,8 +343,8 @@ class BlockStore(OfThisProcess):
 
     @contextlib.contextmanager
     def _timed(self, entry: _Job, stream: torch.cuda.Stream | None) -> Iterator[None]:
-        """Runs a job's work on a stream, after the work of the current stream, and records events before and after
-        it."""
+        """Queues a job's work on a stream, after the work of the current stream, and records an event before and one
+        after it."""
         if stream is None:
             yield
             return
@@ -356,8 +356,8 @@ class BlockStore(OfThisProcess):
             entry.events[1].record()
 
     def _load_raw(self, part: _Part) -> _Part:
-        """Copies the raw pages of a part on the current stream. Returns the part with its coded pages; their blocks
-        all differ."""
+        """Copies the pages of a part that are kept raw to their blocks, on the current stream. Returns the rest of the
+        part: its coded pages, each with a different block."""
         raw, first = part.span.pool.raw, part.span.first_tensor
         page_of = dict(zip(part.blocks, part.pages))
         kept = {block: raw[page] for block, page in page_of.items() if first in raw.get(page, ())}
@@ -368,8 +368,9 @@ class BlockStore(OfThisProcess):
         return _Part(part.span, list(coded.values()), list(coded))
 
     def _settle(self) -> None:
-        """Ends the jobs that are done, in the order in which they were submitted. Pages that found no room are
-        copied while their blocks are unchanged. Raw copies of pages that have been stored again are dropped."""
+        """Settles the jobs whose work has ended, in the order in which they were submitted: keeps raw copies of pages
+        that did not fit, whose blocks are still unchanged, and drops raw copies of pages that have been stored
+        again."""
         for job, entry in [(job, entry) for job, entry in self._jobs.items() if entry.is_done()]:
             success = self._settle_store(entry) if entry.stores else _settle_load(entry)
             del self._jobs[job]  # only now: if settling raises, the next call tries again

@@ -1,4 +1,4 @@
-"""`KeyedPages`: pages of a KV-cache that are found by keys, and that make room for each other."""
+"""`KeyedPages`: a store of KV-cache pages by key, with eviction of the least recently used."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .._rows.faults import CorruptTableError
 from .._schemes import check_scheme
 from ._store import KVStore, KVStoreStats
 
-_KEY_BYTES = 256  # Bytes of host memory for a key. A page without bytes counts as this many.
+_KEY_BYTES = 256  # Size in bytes that a page of no bytes counts as: about the host memory that its key takes.
 
 
 class KeyedPages(OfThisProcess):
-    """Keeps pages of one size by their keys, coded in a `KVStore`. Pages that were used longest ago make room for new
-    ones.
+    """A store of pages of one size by their keys, compressed in a `KVStore`. If there is no room for a new page, the
+    least recently used page is dropped.
 
-    The first page that is stored determines the page size, the codebook and the number of pages. A page for which the
-    pool's overflow has no room is refused. Calls return when their work is done. Several threads may call at the same
+    The first page that is stored determines the page size, the codebook and the number of pages. A page is refused if
+    the pool's overflow has no room for it. Calls return when their work is done. Several threads may call at the same
     time.
 
     Example:
@@ -40,12 +40,12 @@ class KeyedPages(OfThisProcess):
         (True, True, False)
 
     Args:
-        pool_bytes: bytes of host memory.
-        device: the device that codes and decodes, as in `KVStore`. Pages themselves may be on the CPU or on that
-            device.
+        pool_bytes: size in bytes of the pool in host memory.
+        device: the device that compresses and decompresses, as in `KVStore`. Pages themselves may be on the CPU or on
+            that device.
         level: level of the codebook, see `ibp.compress`.
-        on_drop: a function that is called with the key of each page that makes room for another one, or that is
-            damaged. It must not call methods of this object. None: nothing is called.
+        on_drop: a function that is called with the key of each page that is dropped because room is needed or because
+            the page is damaged. It must not call methods of this object. None: no function is called.
 
     Attributes:
         store: the `KVStore`. None until a page that has bytes is stored.
@@ -69,7 +69,7 @@ class KeyedPages(OfThisProcess):
         self._level, self._on_drop = level, on_drop
         self._lock = ForkLock()
         self.store: KVStore | None = None
-        self._pages: OrderedDict[Hashable, int] = OrderedDict()  # those used last are at the end
+        self._pages: OrderedDict[Hashable, int] = OrderedDict()  # the most recently used is last
         self._pins: Counter[Hashable] = Counter()
         self._free: list[int] = []
 
@@ -80,10 +80,9 @@ class KeyedPages(OfThisProcess):
         return len(self._pages)
 
     def put(self, key: Hashable, page: torch.Tensor) -> bool:
-        """Stores a page unless its key is there. Returns whether the page is there.
+        """Stores a page unless a page with its key is stored already. Returns whether the page is stored.
 
-        It returns False if there is no room for the page, or if the page has another size. If it returns False or
-        raises, the page is not stored, and its room stays free for others.
+        It returns False if there is no room for the page, or if the page has another size than the first one.
 
         Raises:
             TypeError: page is not a tensor.
@@ -104,7 +103,8 @@ class KeyedPages(OfThisProcess):
             return True
 
     def get(self, key: Hashable, out: torch.Tensor) -> bool:
-        """Loads a page into a contiguous tensor. Returns False if the page is not there."""
+        """Loads a page into a contiguous tensor. Returns False if no page with this key is stored, or if `out` has
+        another size."""
         with self._changing():
             if key not in self._pages or out.nbytes != self._page_bytes:
                 return False
@@ -114,15 +114,15 @@ class KeyedPages(OfThisProcess):
             return True
 
     def touch(self, keys: Iterable[Hashable]) -> None:
-        """Counts pages as used now, the last key as the most recent. Keys that are not there are ignored."""
+        """Marks pages as used now, the last key as the most recently used. Keys that are not stored are ignored."""
         with self._lock:
             for key in keys:
                 if key in self._pages:
                     self._pages.move_to_end(key)
 
     def pin(self, key: Hashable) -> bool:
-        """Keeps a page from making room, until `unpin` has been called as often as `pin`. Returns False if the page
-        is not there."""
+        """Protects a page from being dropped until `unpin` has been called as often as `pin`. Returns False if no page
+        with this key is stored."""
         with self._lock:
             if key not in self._pages:
                 return False
@@ -137,7 +137,7 @@ class KeyedPages(OfThisProcess):
                 del self._pins[key]
 
     def delete(self, key: Hashable) -> bool:
-        """Forgets a page, even if it is pinned. Returns False if the page is not there."""
+        """Removes a page, even if it is pinned. Returns False if no page with this key is stored."""
         with self._changing():
             if key not in self._pages:
                 return False
@@ -145,12 +145,12 @@ class KeyedPages(OfThisProcess):
             return True
 
     def leading(self, keys: Iterable[Hashable]) -> int:
-        """Returns how many keys are there before the first one that is not."""
+        """Returns the number of keys before the first key that is not stored."""
         return sum(1 for _ in itertools.takewhile(self._pages.__contains__, keys))
 
     def restorable(self, keys: Iterable[Hashable], window: int) -> set[int]:
-        """Returns the lengths of the prefixes whose last `window` keys are there. A shorter prefix counts if all of
-        its keys are there. Layers that look back at most `window` keys can be restored for these prefixes."""
+        """Returns the lengths of the prefixes of `keys` whose last `window` keys are stored; of a shorter prefix, all
+        keys must be stored. Layers that look back at most `window` keys can be restored for these prefixes."""
         run, lengths = 0, set()
         for length, key in enumerate(keys, 1):
             run = run + 1 if key in self._pages else 0
@@ -159,13 +159,13 @@ class KeyedPages(OfThisProcess):
         return lengths
 
     def stats(self) -> KVStoreStats:
-        """Returns what the store holds."""
+        """Returns the store's counts and sizes."""
         with self._lock:
             found = self.store.stats() if self.store is not None else KVStoreStats(0, 0, 0, 0, 0, 0)
             return dataclasses.replace(found, stored_pages=len(self._pages))
 
     def clear(self) -> None:
-        """Forgets all pages."""
+        """Removes all pages."""
         with self._changing():
             self._pages.clear()
             self._pins.clear()
@@ -177,15 +177,15 @@ class KeyedPages(OfThisProcess):
 
     @property
     def _page_bytes(self) -> int | None:
-        """Bytes of a page. None before the first page."""
+        """Size in bytes of a page, or None before the first page."""
         if self.store is not None:
             return self.store.page_bytes
         return 0 if self._pages else None
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Guards a call that takes page numbers or gives them back. The call may be interrupted between any two
-        steps."""
+        """Holds the lock during a call that changes which page numbers are free. If the call is interrupted between any
+        two steps, counts the free numbers again."""
         with self._lock:
             try:
                 yield
@@ -194,7 +194,7 @@ class KeyedPages(OfThisProcess):
                 raise
 
     def _count_free(self) -> None:
-        """Finds the numbers that no page uses."""
+        """Lists the numbers that no page uses."""
         taken, count = set(self._pages.values()), 0 if self.store is None else self.store.num_pages
         self._free = [number for number in reversed(range(count)) if number not in taken]
 
@@ -218,7 +218,7 @@ class KeyedPages(OfThisProcess):
         return number
 
     def _drop_oldest(self) -> bool:
-        """Forgets the page that was used longest ago and is not pinned. Returns False if there is no such page."""
+        """Drops the least recently used page that is not pinned. Returns False if there is no such page."""
         oldest = next((key for key in self._pages if key not in self._pins), None)
         if oldest is None:
             return False

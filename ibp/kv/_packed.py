@@ -1,8 +1,8 @@
 """Pages as messages for other machines: `PageCodec`, `packed_bytes`, `pack`, `unpack`.
 
 A message is a packed piece of coded rows (`_layout.forms`). Every row has a base of its own and begins at a multiple of
-32 bytes; the rows lie in the order in which the GPU coded them, which may be any. The note in the head is a number that
-is computed from the codec and the number of rows. If a row was not coded, each byte of its base and length is 255,
+32 bytes; the rows lie in the order in which the GPU happened to encode them. The note in the head is a number that is
+computed from the codec and the number of rows. If a row was not encoded, each byte of its base and length is 255,
 because no decoder accepts such an index.
 """
 
@@ -29,10 +29,11 @@ from .._schemes.codebook import fingerprint_of
 from . import _sizes
 from ._paged import PagedTensors, Pages, check_different, check_paged, numbers_on, plan_pages
 
-_NONE = 255  # each byte of the index of a row that has not been coded
+_NONE = 255  # value of each index byte of a row that has not been encoded
 _MOST_ROW_BYTES = 0xFFFE  # the length 0xFFFF has another meaning for longer rows
 _LAYOUT = 1  # The version of messages. It changes when the meaning of their bytes does.
-_SPREAD = 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio: it maps counts of rows to numbers far apart
+# 2^64 divided by the golden ratio: multiplying by it maps similar numbers of rows to numbers far apart.
+_SPREAD = 0x9E3779B97F4A7C15
 _STRANGE, _PACKING, _UNPACKING = range(3)  # Kinds of faults. A fault of the first kind causes others.
 _LATER = " (noted on {device})"
 _WORDS = (
@@ -57,7 +58,7 @@ class PackedPages(NamedTuple):
 
     Attributes:
         message: uint8 [packed_bytes(...)], on the device of the pages.
-        used: int64 [1] on that device: how many of the message's first bytes have to be sent.
+        used: int64 [1] on that device: the number of bytes to send, counted from the message's beginning.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64).bfloat16()  # 64 blocks of 16 tokens

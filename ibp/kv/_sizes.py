@@ -15,26 +15,27 @@ from .._machine import memory
 from .._schemes import AnyCodebook, PlanesCodebook, check_codebook, surveyed
 from .._schemes.learning import analyze
 
-# Rows of pages: longer rows save no more, and shorter ones are more work (benchmarks/results/gather.csv).
+# Size in bytes of the rows of pages. Longer rows save no more, and shorter rows take longer to decode for each byte
+# (benchmarks/results/gather.csv).
 ROW_BYTES = 2048
-_SHARE_IN_SLOTS = 0.999  # the share of the sample's rows that fit their slots
-_LEAST_OVERFLOW = 0.02  # the least overflow, as a share of the slots' bytes: about one row in 20 may be raw
-# Overflow is this many times what the sample's rows use, because rows keep overflow that they once needed.
+_SHARE_IN_SLOTS = 0.999  # the fraction of the sample's rows that should fit their slots
+_LEAST_OVERFLOW = 0.02  # the smallest overflow, as a fraction of the slots' size: about one row in 20 may be raw
+# Overflow is this many times the size that the sample's rows use, because rows keep overflow that they once needed.
 _SPILL_MARGIN = 4
 _SECTOR = _core.SECTOR_BYTES
 _SHORT_ROW_BYTES, _ROWS_TOGETHER = 128, 8
 
 
 class Sizes(NamedTuple):
-    """Bytes of a row's slot, and of overflow for each row."""
+    """The size in bytes of a row's slot, and the average size in bytes of overflow for each row."""
 
     slot_bytes: int
     overflow_per_row: float
 
 
 def divided(piece_bytes: int) -> int:
-    """Returns the row size into which pieces of memory are cut: at most 2 KiB, and at least 1 KiB if such rows
-    divide a piece."""
+    """Returns the size in bytes of the rows into which a contiguous piece of memory is cut. It divides the piece, and
+    is between 1 and 2 KiB if possible."""
     fitting = [n for n in range(_SECTOR, min(piece_bytes, _core.MAX_ROW_BYTES) + 1, _SECTOR) if piece_bytes % n == 0]
     short = [n for n in fitting if n <= ROW_BYTES]
     if short and short[-1] >= ROW_BYTES // 2:
@@ -46,8 +47,8 @@ def divided(piece_bytes: int) -> int:
 
 
 def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, page_bytes: int) -> int:
-    """Returns the bytes of a row of pages: the codebook's, else those given, else a size that suits pages of that
-    size."""
+    """Returns the size in bytes of the rows of a page: that of the codebook if there is one, otherwise the given one,
+    otherwise one that suits the page size."""
     if isinstance(codebook, torch.Tensor):
         row_bytes = divided(page_bytes) if row_bytes is None else row_bytes
         row_bytes = whole_number("row_bytes", row_bytes, 1, _core.MAX_ROW_BYTES)
@@ -61,8 +62,8 @@ def row_bytes_of(codebook: AnyCodebook | torch.Tensor, row_bytes: int | None, pa
 
 
 def learned(sample: AnyCodebook | torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
-    """Returns the codebook itself, or one that is learned from a sample: a tensor of any shape, whose bytes are cut
-    into rows."""
+    """Returns `sample` itself if it is a codebook. Otherwise learns a codebook from it: a tensor of any shape, whose
+    bytes are cut into rows."""
     if not isinstance(sample, torch.Tensor):
         check_codebook(sample)
         return sample
@@ -82,8 +83,8 @@ def _of_rows(sample: torch.Tensor, row_bytes: int, level: str) -> AnyCodebook:
 
 
 def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | None:
-    """Returns a codebook for short rows that is learned from 8 rows together, or None if it depends on columns or
-    lists.
+    """Returns a codebook for short rows that is learned from groups of 8 consecutive rows, or None if that codebook
+    depends on columns or lists.
 
     The planes of short rows end in whole bytes. Learning may then choose digits of three bits to save a byte, but these
     are slower to decode. If slots do not become larger, digits learned from longer rows serve better.
@@ -97,8 +98,8 @@ def _of_longer_rows(sample: torch.Tensor, row_bytes: int) -> PlanesCodebook | No
 
 
 def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
-    """Returns slots that hold 99.9 % of a sample's rows, and overflow for the others. Without a sample, slots have
-    the size that the codebook expects, and a margin."""
+    """Returns a slot size that holds 99.9 % of a sample's rows, and enough overflow for the others. Without a sample,
+    slots are 2 % larger than the codebook expects a row to be."""
     row_bytes = codebook.row_bytes
     if sample is None:
         savings = codebook.expected_savings or 0.0
@@ -111,8 +112,8 @@ def chosen(sample: torch.Tensor | None, codebook: AnyCodebook) -> Sizes:
 
 
 def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False) -> Sizes:
-    """Returns the largest slots with which num_rows rows fit a pool. 2 % of the pool is for overflow, unless
-    overflow spills to other memory."""
+    """Returns the largest slot size with which num_rows rows fit a pool. 2 % of the pool is used for overflow, unless
+    overflow is in other memory."""
     per_row = pool_bytes / max(1, num_rows)
     if per_row >= row_bytes:
         return Sizes(row_bytes, 0.0)
@@ -125,13 +126,14 @@ def within(pool_bytes: int, num_rows: int, row_bytes: int, spills: bool = False)
 
 
 def with_room_for_all(found: Sizes, slot_bytes: int | None, row_bytes: int) -> Sizes:
-    """Returns the same slots, or those given, and overflow that has room for all rows if they are raw."""
+    """Returns the given slot size (None: the one found), and enough overflow for all rows even if they are raw."""
     slot_bytes = found.slot_bytes if slot_bytes is None else slot_bytes
     return Sizes(slot_bytes, _up(row_bytes - slot_bytes) if slot_bytes < row_bytes else 0)
 
 
 def checked(slot_bytes: int | None, overflow_bytes: int | None, num_rows: int, found: Sizes) -> tuple[int, int]:
-    """Returns (bytes of a slot, bytes of all overflow): those asked for, else those found."""
+    """Returns (size of a slot in bytes, size of all overflow in bytes): the given sizes, or the found ones for those
+    that are None."""
     slot_bytes = found.slot_bytes if slot_bytes is None else whole_number("slot_bytes", slot_bytes, 0)
     if overflow_bytes is None:
         return slot_bytes, int(num_rows * found.overflow_per_row) // _SECTOR * _SECTOR

@@ -31,30 +31,28 @@ from ._paged import PagedTensors, PageList, Pages, check_different, check_paged,
 Tensors = torch.Tensor | PagedTensors | Buffers | Sequence[torch.Tensor]
 
 # Multiprocessors that keep up with the link of an H200. With all multiprocessors, each direction reaches 76 GB/s; 16 of
-# them code BF16 at 79 GB/s, and 8 decode it at 139 GB/s (benchmarks/results/encode_into.csv).
+# them encode BF16 at 79 GB/s, and 8 decode it at 139 GB/s (benchmarks/results/encode_into.csv).
 _STORE_SMS, _LOAD_SMS = 24, 16
 _WORDS = FaultWords(
     "{status}: piece {value} of the store",
     out_of_range="a page that was loaded is not stored, or a page or block number is out of range",
     later="",
 )
-_STORES_A_COMPACTION = 16  # `compact_if_due` does nothing until this part (a 16th) of the pages has been stored
-# Priority of a CUDA stream: its blocks are the next to get multiprocessors that other kernels leave.
+_STORES_A_COMPACTION = 16  # `compact_if_due` does nothing until a 16th of the pages has been stored
+# Priority of a CUDA stream whose blocks are the first to get multiprocessors that other kernels leave.
 _HIGHEST_PRIORITY = -1
 
 
 @dataclass(frozen=True)
 class KVStoreStats(Statistics):
-    """What a `KVStore` holds.
+    """The counts and sizes of a `KVStore`.
 
     Attributes:
-        stored_pages: pages that can be loaded.
-        pool_bytes: bytes of slots and overflow; of slots alone if overflow spills to host memory.
-        used_overflow_bytes: bytes of overflow that have been handed out; `compact` takes back what no row needs any
-            more.
-        overflow_bytes: bytes of all overflow.
-        spilled_rows, lost_rows: rows with a part in overflow, and rows for which overflow had no room, counted over all
-            calls of `store`.
+        stored_pages: number of pages that can be loaded.
+        pool_bytes: size in bytes of slots and overflow, or of slots alone if overflow is in host memory.
+        used_overflow_bytes: number of bytes of overflow that are reserved; `compact` frees what no row needs any more.
+        overflow_bytes: size in bytes of all overflow. spilled_rows, lost_rows: numbers of rows with a part in overflow,
+            and of rows for which overflow had no room, counted over all calls of `store`.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
@@ -73,7 +71,7 @@ class KVStoreStats(Statistics):
 
 
 class Transfer(OfThisProcess):
-    """A store or a load of pages that is under way, on a stream beside the current one.
+    """A store or a load of pages that has been queued on a stream beside the current one.
 
     Example:
         >>> kv = torch.randn(64, 16, 8, 64, dtype=torch.bfloat16)  # 64 blocks of 16 tokens
@@ -84,7 +82,7 @@ class Transfer(OfThisProcess):
         (32768, True, [])
 
     Attributes:
-        num_bytes: original bytes of the pages.
+        num_bytes: uncompressed size of the pages in bytes.
     """
 
     _instead = "wait() for it in the process that began it"
@@ -115,7 +113,7 @@ class Transfer(OfThisProcess):
         """Makes the host wait for the transfer.
 
         Raises:
-            IndexError, ibp.CorruptTableError: a loaded page was not stored, or is damaged. It came as zeros.
+            IndexError, ibp.CorruptTableError: a loaded page was not stored, or is damaged. Its blocks are zeros.
         """
         self._refuse_captured()
         if self._event is not None:
@@ -124,8 +122,8 @@ class Transfer(OfThisProcess):
             self._store.faults.raise_pending(self._store.device)
 
     def lost(self) -> list[int]:
-        """Returns the pages that a store could not keep because overflow had no room for one of their rows. Waits
-        for the transfer."""
+        """Returns the numbers of the pages that were not stored because overflow had no room for one of their rows.
+        Waits for the transfer."""
         self.synchronize()
         if not self._stores:
             return []
@@ -151,15 +149,16 @@ class Transfer(OfThisProcess):
 
 
 class KVStore(OfThisProcess):
-    """A pool of pages of a KV-cache, coded in pinned host memory or on the GPU. Serving engines offload to it.
+    """A pool of pages of a KV-cache, which are compressed in pinned host memory or on the GPU. Serving engines offload
+    to it.
 
     A page is one block of a paged cache: of one tensor, or of several tensors of the same shape, such as the tensors of
     all layers. Every row of a page has a slot of fixed size. Bytes that do not fit go to an overflow area that all
     pages share. If the overflow area is full, the page is not stored; `Transfer.lost`, `is_stored` and a later `load`
     report this.
 
-    Transfers run on streams of the store, after the work that was queued on the current stream before. They run beside
-    each other unless they have pages in common. Page and block numbers may be lists, or tensors on the CPU or on the
+    Transfers run on streams of the store, after the work that is queued on the current stream. Two transfers may run at
+    the same time unless they have pages in common. Page and block numbers may be lists, or tensors on the CPU or on the
     GPU. If numbers are on the GPU, the GPU checks them, and `check` raises the error. A CUDA graph can then capture
     transfers, after one outside the graph: they run on the current stream, and the caller orders them.
 
@@ -172,20 +171,22 @@ class KVStore(OfThisProcess):
         True
 
     Args:
-        codebook: how rows are coded; or a sample of blocks, from which a codebook and the sizes are learned.
-        page_bytes: bytes of a block of one tensor.
-        num_pages: how many pages there are. None: as many as fit pool_bytes.
-        pool_bytes: bytes of slots and overflow together; of slots alone if overflow spills to host memory. None: what
-            num_pages need. If num_pages is also given, slots are the largest that fit.
-        num_tensors: how many tensors a page takes a block from.
-        row_bytes: bytes of a row, which lies in one piece of a block. None: 1 to 2 KiB if page_bytes allow. Do not give
-            it with a codebook, which has its own row size.
-        slot_bytes, overflow_bytes: bytes of a row's slot, and of all overflow. None: chosen from the sample: slots for
-            99.9 % of the rows, and overflow of at least 2 % of the slots' bytes.
+        codebook: the codebook that compresses rows; or a sample of blocks, from which a codebook and the sizes are
+            learned.
+        page_bytes: size in bytes of a block of one tensor.
+        num_pages: number of pages. None: as many as fit into pool_bytes.
+        pool_bytes: size in bytes of slots and overflow together, or of slots alone if overflow is in host memory. None:
+            as much as num_pages pages need. If num_pages is also given, slots are as large as fits.
+        num_tensors: number of tensors of which a page has a block.
+        row_bytes: size in bytes of a row, which must be contiguous in a block. None: 1 to 2 KiB if page_bytes allows
+            it. Do not give it with a codebook, which has its own row size.
+        slot_bytes, overflow_bytes: size in bytes of the slot of each row, and of all overflow. None: chosen by the
+            sample: slots that 99.9 % of the rows fit, and overflow of at least 2 % of the slots' size.
         level: level of the codebook that is learned, see `ibp.compress`.
-        device: the GPU that codes and decodes, or "cpu". None: the current CUDA device if there is one, else the CPU.
-        memory: where pages are: "pinned", host memory that the GPU writes and reads; or "device". None: pinned. On a
-            CPU all pages are in host memory.
+        device: the GPU that compresses and decompresses, or "cpu". None: the current CUDA device if there is one, else
+            the CPU.
+        memory: the memory that holds the pages: "pinned" (host memory that the GPU writes and reads) or "device". None:
+            "pinned". If the device is the CPU, pages are always in host memory.
         overflow_memory: "pinned": pages are on the device, and bytes that do not fit their slots are in pinned host
             memory. Overflow then has room for all rows as raw rows unless overflow_bytes says otherwise, so that slots
             may be smaller than most rows need, and no page is lost. None: overflow is in the same memory as the slots.
@@ -256,8 +257,8 @@ class KVStore(OfThisProcess):
         self._make_state()
 
     def _give_parts(self) -> None:
-        """Gives each row its part of overflow from the beginning if overflow has room for all rows as raw rows. Then
-        no row looks for a larger part, and no row is lost."""
+        """Assigns every row its part of overflow in advance if overflow has room for all rows raw. Then no row ever
+        needs a larger part, and no row is lost."""
         place = self.place
         if not self._rows_own_parts or not place.bases.numel():
             return
@@ -267,13 +268,13 @@ class KVStore(OfThisProcess):
         place.used.fill_(place.overflow.numel())
 
     def _make_state(self) -> None:
-        """Makes the state of pages and transfers. Flags have one page more than there are; bad page numbers stand
-        for it."""
+        """Allocates the state of pages and transfers. The flags have one page more than the store: page numbers that
+        are out of range write to it."""
         on_gpu = self.device.type == "cuda"
         shape = (self.num_pages + 1, self.num_tensors)
         self._stored = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         seen = _memory.empty(self._stored.numel(), torch.device("cpu"), on_gpu).view(shape)
-        self._seen = seen.zero_()  # a copy of the flags for the host
+        self._seen = seen.zero_()  # a copy of the flags in pinned memory, for the host
         self._seen_near = _memory.device_view(seen, self.device) if on_gpu else seen
         self.faults = Faults(_WORDS)
         self.faults.on(self.device)  # graphs need the record to exist before they are captured
@@ -282,24 +283,24 @@ class KVStore(OfThisProcess):
         self._lists: weakref.WeakKeyDictionary[Buffers, PageList] = weakref.WeakKeyDictionary()
         self._tables: dict[int, torch.Tensor] = {}
         self._lock = ForkLock()
-        self._num_stored = 0  # pages stored since the last compaction
+        self._num_stored = 0  # number of pages stored since the last compaction
 
     # ---- what it is ----
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes of slots and overflow; of slots alone if overflow spills to host memory."""
+        """Size in bytes of slots and overflow, or of slots alone if overflow is in host memory."""
         return self.place.slots.numel() + (0 if self._spills else self.place.overflow.numel())
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the row index, on the device."""
+        """Size in bytes of the row index, on the device."""
         held = (self.place.lengths, self.place.bases, self.place.rooms, self._stored)
         return sum(tensor.nbytes for tensor in held)
 
     @property
     def gain(self) -> float:
-        """How many times more pages the pool holds than if it held raw pages."""
+        """Raw size of all pages divided by `pool_bytes`: how many times more pages fit than if they were raw."""
         return self.num_pages * self.num_tensors * self.page_bytes / max(1, self.pool_bytes)
 
     def __len__(self) -> int:
@@ -314,7 +315,7 @@ class KVStore(OfThisProcess):
         )
 
     def stats(self) -> KVStoreStats:
-        """Returns what the store holds. Waits for the transfers so far."""
+        """Returns the store's counts and sizes. Waits for all transfers begun so far."""
         self.synchronize()
         counts, stored = self.place.counts(), int(self._seen[:-1].bool().all(1).sum())
         return KVStoreStats(
@@ -322,7 +323,7 @@ class KVStore(OfThisProcess):
         )
 
     def is_stored(self, pages: Pages) -> list[bool]:
-        """Returns whether pages can be loaded, by the transfers that are done. Does not wait.
+        """Returns for each page whether it can be loaded, counting only transfers that have ended. Does not wait.
 
         Raises:
             IndexError: there is no such page.
