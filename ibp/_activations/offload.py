@@ -56,11 +56,12 @@ class ActivationStats(Statistics):
     Attributes:
         tensors: tensors that were saved. Tensors that share memory are all counted.
         shared: tensors whose bytes had been saved before.
-        kept_bytes: bytes that stay as they are: of parameters, small tensors, and tensors that fit the budget.
-        coded_bytes, raw_bytes: bytes that were coded, and bytes that were sent without coding.
-        sent_bytes: bytes that went to the host, in coded form if they were coded.
-        device_bytes: bytes that coded tensors take on the device.
-        outgrown_bytes: bytes that needed more room than expected, and stayed on the device until their use.
+        kept_bytes: number of bytes that stay as they are: of parameters, small tensors, and tensors that fit the
+            budget.
+        coded_bytes, raw_bytes: number of bytes that were coded, and bytes that were sent without coding.
+        sent_bytes: number of bytes that went to the host, in coded form if they were coded.
+        device_bytes: number of bytes that coded tensors take on the device.
+        outgrown_bytes: number of bytes that needed more room than expected, and stayed on the device until their use.
     """
 
     tensors: int = 0
@@ -149,7 +150,7 @@ class ActivationOffload(OfThisProcess):
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned memory that it has."""
+        """Size in bytes of the pinned memory that it has allocated."""
         return sum(transfers.buffers.held_bytes for transfers in self._transfers.values())
 
     # ---- hooks ----
@@ -330,14 +331,15 @@ def offload_activations(
     Args:
         memory: "pinned": tensors go to pinned host memory. "device": they stay on the device, coded, until the backward
             pass has decoded them.
-        device_bytes: bytes of saved tensors that may stay on each device during a pass. In the first step all tensors
-            leave. Later steps keep tensors by the sizes of the step before; the most compressible tensors leave first.
+        device_bytes: number of bytes of saved tensors that may stay on each device during a pass. In the first step all
+            tensors leave. Later steps keep tensors by the sizes of the step before; the most compressible tensors leave
+            first.
             None: all tensors leave.
         coded: whether tensors are coded. False: they leave uncompressed.
         least_bytes: smaller tensors stay as they are.
-        window_bytes: bytes of device memory that may be on their way to the host at the same time, and as many on their
-            way back. Two pieces of 64 MiB may always be. With memory="device", at most two pieces wait until the host
-            knows their size.
+        window_bytes: number of bytes of device memory that may be on their way to the host at the same time, and as
+            many on their way back. Two pieces of 64 MiB may always be. With memory="device", at most two pieces wait
+            until the host knows their size.
         max_sms: keep at most this many of the GPU's multiprocessors busy with coding and decoding, which limits their
             use of memory while the net computes (cDMA, section V-C). None: all.
         device: the device of the tensors that leave. None: all CUDA devices; if torch sees none, the CPU, whose saved

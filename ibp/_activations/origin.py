@@ -10,7 +10,7 @@ from .spans import SpanView
 
 _LEAST_CHANNELS = 16  # of all images together; with fewer, perhaps no index is the first of its window
 _NARROW = (torch.uint8, torch.int16)  # narrowest first
-_ITEM = 8  # bytes of an int64 element
+_ITEM = 8  # size in bytes of an int64 element
 
 
 class IndexOrigin:

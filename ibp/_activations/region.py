@@ -49,7 +49,7 @@ class SavedPiece:
 
 
 class SavedRegion:
-    """Bytes that were saved once, coded or raw, on the device or on the host.
+    """Number of bytes that were saved once, coded or raw, on the device or on the host.
 
     Args:
         of: the pass that saves them.

@@ -15,7 +15,7 @@ _MOST_OF_A_STORAGE = 4  # a tensor with gaps is coded with its whole storage, of
 
 
 class ByteSpan(NamedTuple):
-    """Bytes of a storage that are coded together.
+    """A range of bytes of a storage that are compressed together.
 
     start, num_bytes: place and length in the storage, in bytes.
     version: torch's counter of changes in place.

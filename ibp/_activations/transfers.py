@@ -24,9 +24,9 @@ class PieceTransfers:
 
     Args:
         device: the GPU.
-        window_bytes: bytes of device memory that may be on their way out at the same time, and as many on their way in;
-            two pieces always may. None: coded pieces stay on the GPU, and the memory of at most two pieces waits for
-            the host.
+        window_bytes: number of bytes of device memory that may be on their way out at the same time, and as many on
+            their way in; two pieces always may. None: coded pieces stay on the GPU, and the memory of at most two
+            pieces waits for the host.
         max_sms: how many multiprocessors coding and decoding may keep busy; 0: all.
     """
 

@@ -9,8 +9,8 @@ from typing import Any
 
 def share_saved(num_bytes: int, stored_bytes: int) -> float:
     """Returns 1 - stored_bytes / num_bytes; 0 if num_bytes is 0, and negative if more is stored than there was.
-    num_bytes, stored_bytes: bytes of tensors before and after coding. The caller decides whether headers, index and
-    codebooks count."""
+    num_bytes, stored_bytes: size in bytes of the tensors before and after coding. The caller decides whether headers,
+    index and codebooks count."""
     return 1 - stored_bytes / num_bytes if num_bytes else 0.0
 
 

@@ -22,12 +22,12 @@ from .._rows.handle import Handle, Parts
 from .._rows.plan import spread_bytes
 from .._rows.table import OF_SELECTIONS, Table, handle_on
 
-# Bytes of a selection's rows and index in one chunk. The copy engine reaches its full rate with 4 MiB or more.
+# Size in bytes of a selection's rows and index in one chunk. The copy engine reaches its full rate with 4 MiB or more.
 CHUNK_BYTES = 8 << 20
 # While one chunk is gathered, another is copied and a third is decoded. Each has its bytes in pinned and in device
 # memory.
 NUM_CHUNKS = 3
-# Bytes of the ring for slots, in pinned memory and again in device memory. The core cuts it into twelve chunks.
+# Size in bytes of the ring for slots, in pinned memory and again in device memory. The core cuts it into twelve chunks.
 RING_BYTES = 24 << 20
 _CPU = torch.device("cpu")
 

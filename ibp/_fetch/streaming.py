@@ -27,7 +27,7 @@ from .calls import IN_ORDER, check_out, check_path, check_table, sms_of, target_
 # by 4 % with 8: the fewer SMs decode, the longer a decoder that starts in a gap between two kernels delays the next
 # kernel.
 STREAM_SMS = 32
-_RING_BYTES = 32 << 20  # Bytes of the staging buffers on the GPU, which are kept for a stream's next request.
+_RING_BYTES = 32 << 20  # Size in bytes of the staging buffers on the GPU, which are kept for a stream's next request.
 _decode_bytes = torch.ops.ibp.decode_bytes.default
 PATHS = ("copy", "gpu")
 # A stream gets this many times the SMs that decode at the rate of the copy engine, because chunks begin late and end
@@ -407,8 +407,8 @@ class TensorStream:
     Args:
         device: the GPU. The current stream waits for every table. The ring's memory is allocated on this stream.
         num_tables: the number of tables, so that the last one can end in small chunks. None: the number is not known.
-        ring_bytes: bytes of the ring, which holds four chunks; also an attribute. None: 32 MiB. With a larger ring the
-            copy engine pauses less often, and the host issues fewer calls.
+        ring_bytes: size in bytes of the ring, which holds four chunks; also an attribute. None: 32 MiB. With a larger
+            ring the copy engine pauses less often, and the host issues fewer calls.
     """
 
     def __init__(self, device: torch.device, num_tables: int | None = None, ring_bytes: int | None = None) -> None:

@@ -29,7 +29,7 @@ from .._common.rounding import rounded_up
 ALIGNMENT = 64  # Pieces, and slots and overflow inside a piece, are aligned to this many bytes.
 HEAD_BYTES = 64
 NOTE = 7  # Position of `PieceHead.note` among the int64 of the head.
-_BASE_BYTES, _ROOM_BYTES, _LENGTH_BYTES = 8, 2, 2  # Bytes that each part of the index has for a row.
+_BASE_BYTES, _ROOM_BYTES, _LENGTH_BYTES = 8, 2, 2  # Number of bytes that each part of the index has for a row.
 
 
 class PieceHead(NamedTuple):

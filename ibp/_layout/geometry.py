@@ -27,11 +27,11 @@ SECTOR_BYTES = _core.SECTOR_BYTES
 # Price of fetching a row's second part, in bytes besides those of the part: a request takes 1.45 ns, in which about two
 # sectors of 32 bytes are fetched (0.65 ns each).
 SECOND_FETCH_BYTES = 64
-# Bytes of a row in tensors of one dimension, and in tensors whose items are longer than a row may be.
+# Size in bytes of a row in tensors of one dimension, and in tensors whose items are longer than a row may be.
 LONG_ITEM_ROW_BYTES = 4096
-_BLOCK_BYTES = 64 << 20  # Bytes that are coded at once. `compress(inplace=True)` holds two copies of a block.
-# Bytes of host memory that the CPU codes at once. These blocks are larger because the CPU's threads wait for each other
-# after each block.
+_BLOCK_BYTES = 64 << 20  # Number of bytes that are coded at once. `compress(inplace=True)` holds two copies of a block.
+# Size in bytes of host memory that the CPU codes at once. These blocks are larger because the CPU's threads wait for
+# each other after each block.
 _NEAR_BLOCK_BYTES = 1 << 30
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
 
@@ -86,7 +86,7 @@ class Geometry:
 
     Attributes:
         num_items, item_bytes, item_shape: the number of items, and the bytes and the shape of one item.
-        num_bytes: bytes of the tensor.
+        num_bytes: size in bytes of the tensor.
         num_rows: the number of rows. The last row may be shorter than row_bytes.
     """
 
@@ -209,8 +209,8 @@ class Survey:
     """A histogram of the sizes that rows have as stored, raw rows included.
 
     Attributes:
-        row_bytes: bytes of a row before coding.
-        stored: bytes of all rows as stored.
+        row_bytes: size in bytes of a row before coding.
+        stored: size in bytes of all rows as stored.
         sectors: int64 [1 + ceil(row_bytes / 32)] on the CPU: entry k is the number of rows that take k sectors of 32
             bytes.
     """
@@ -225,7 +225,7 @@ class Survey:
 
     @functools.cached_property
     def table_slot_bytes(self) -> int:
-        """Bytes of a slot, in the size that suits a table of these rows best."""
+        """Size in bytes of a slot, in the size that suits a table of these rows best."""
         return self.best_slots(SECTOR_BYTES, part_cost=SECOND_FETCH_BYTES)[0]
 
     def best_slots(

@@ -66,7 +66,7 @@ class TensorManners:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element of the tensor."""
+        """Size in bytes of an element of the tensor."""
         return self.dtype.itemsize
 
     @property

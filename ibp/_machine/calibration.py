@@ -26,7 +26,8 @@ from .._common.whole_files import write_whole
 from . import memory
 
 FEW_SMS = 8  # how many of a GPU's multiprocessors the rates "few_..." are for
-LARGE_BYTES, LARGE_IDS = 2 << 30, 1 << 17  # bytes of the table, and rows per call, for which random_row_ns is measured
+# Size in bytes of the table, and rows per call, for which random_row_ns is measured.
+LARGE_BYTES, LARGE_IDS = 2 << 30, 1 << 17
 # _GROWTH: how much longer a row at a random place takes, as a share of random_row_ns, each time that the size of the
 # table doubles. _LEAST_GAIN: the share of that time that remains if places are in order but rows are far apart. On an
 # H200, 128 B and 512 B out of 4 and 16 GiB (large_table.csv) take 21.8 and 33 ns; in order, 170 KiB apart, 21.8 ns.
@@ -73,8 +74,8 @@ class Calibration:
             and with at most 8.
         least_row_ns: least time of a row read by a kernel, however short.
         coded_read_share: the share of read_gbps at which coded rows come if no decoder is the limit.
-        reach_bytes: bytes of pinned memory that address translation reaches; rows at random places of more memory come
-            slower.
+        reach_bytes: number of bytes of pinned memory that address translation reaches; rows at random places of more
+            memory come slower.
         random_row_ns, sorted_row_ns: time of a row of 32 bytes at a random place of a table of 2 GiB, in any order and
             in the order of places.
         bucketed_sms: how many multiprocessors fetch rows in the order of places the fastest.

@@ -22,7 +22,7 @@ class Pool:
     Parts have few sizes. Each is pinned separately, and is only handed out again for the same size.
 
     Attributes:
-        held_bytes: bytes that are pinned and have not been released.
+        held_bytes: number of bytes that are pinned and have not been released.
     """
 
     def __init__(self) -> None:

@@ -125,7 +125,7 @@ class Ring:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of GPU memory in the buffers."""
+        """Size in bytes of the buffers in GPU memory."""
         return sum(turn.memory.numel() for turn in self._turns)
 
     @property

@@ -44,7 +44,7 @@ class SharedHandle:
 
     Attributes:
         process: number of the process that shares the table. The process must live until the handle has been opened.
-        num_bytes: bytes of the shared memory; 0 for a table on a GPU.
+        num_bytes: size in bytes of the shared memory; 0 for a table on a GPU.
     """
 
     process: int

@@ -17,7 +17,7 @@ from .._common.rounding import rounded_up
 from . import memory
 from .ring import Ring, Turn
 
-STAGED_BYTES = 16 << 20  # bytes of a block; the copy engine reaches its full rate at 4 MiB
+STAGED_BYTES = 16 << 20  # size in bytes of a block; the copy engine reaches its full rate at 4 MiB
 _ALIGNMENT = 256  # bytes, of tensors that share a buffer
 _MOST_OF_FREE = 0.25  # the share of a GPU's free memory that pinned bytes may take if they are copied there as a whole
 

@@ -40,7 +40,7 @@ class Clock:
         budget_s: about how many seconds one measurement may take.
 
     Attributes:
-        table_bytes: bytes of a table on which to time calls.
+        table_bytes: size in bytes of a table on which to time calls.
         uncertainty: the largest standard error of the medians so far, as a share of the median. The times of
             repetitions differ if something else uses the machine.
     """

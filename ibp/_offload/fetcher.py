@@ -40,7 +40,7 @@ class WeightFetcher:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory for weights on their way and in use."""
+        """Size in bytes of the device memory for weights that are being fetched or used."""
         return self.memory.numel() + sum(group.num_bytes for group in self._loaded if group.region is None)
 
     def start(self, groups: Sequence[Group]) -> None:

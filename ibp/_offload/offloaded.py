@@ -104,10 +104,10 @@ def offload(
             `load_state_dict` does. Tables, of a compressed checkpoint (`ibp.checkpoints.compress`) or in a mapping,
             become the weights' own as they are, pinned for a GPU, if they have the parameter's dtype and the scheme
             that is asked for; else they are decoded.
-        resident_bytes: bytes of weights, counted before compression, that stay on the device; with several devices, on
-            each. What a mixture's other weights leave of them is memory for a cache of coded experts, divided by the
-            sizes of the stacked weights; experts that are asked for replace those used longest ago. None: no weights
-            stay.
+        resident_bytes: number of bytes of weights, counted before compression, that stay on the device; with several
+            devices, on each. What a mixture's other weights leave of them is memory for a cache of coded experts,
+            divided by the sizes of the stacked weights; experts that are asked for replace those used longest ago.
+            None: no weights stay.
         resident: "raw", the only value: weights that stay on the device stay as they are.
         max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 32.
         lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU; none on the CPU, where
@@ -190,12 +190,12 @@ class OffloadStats(Statistics):
     Attributes:
         uses: how many times a module used a group of weights.
         misses: uses whose weights were not even on their way: the first uses, and uses after a change of order.
-        fetched_bytes: bytes of weights, as the model uses them, brought to the device.
-        link_bytes: bytes of their coded rows that crossed the link from host memory.
+        fetched_bytes: number of bytes of weights that were brought to the device, counted as the model uses them.
+        link_bytes: number of bytes of their compressed rows that crossed the link from host memory.
         seconds: from the first use to the last one, on the host's clock.
         waited_seconds: that modules waited for their weights, on the GPU's clock and without their last uses; without a
             GPU, the time of decoding. Close to `seconds` where the link binds.
-        weight_bytes: bytes of all offloaded weights, uncompressed.
+        weight_bytes: size in bytes of all offloaded weights, uncompressed.
         host_bytes: host memory of the offloaded weights, index and codebooks counted.
         device_bytes: device memory for the offloaded weights: weights that stay, the arena, the ring, the index, caches
             of experts.
@@ -217,12 +217,13 @@ class OffloadStats(Statistics):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory that the offloaded weights take, on the host and on devices."""
+        """Size in bytes of all memory that the offloaded weights take, on the host and on devices."""
         return self.host_bytes + self.device_bytes
 
     @property
     def gb_per_s(self) -> float:
-        """Bytes of weights brought to the device a second, in GB/s; 0 before there are two uses."""
+        """Rate in GB/s at which weights were brought to the device, counted before compression; 0 before there are two
+        uses."""
         return self.fetched_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     @property
@@ -855,6 +856,6 @@ def _unpack(saved: torch.Tensor | _SavedWeight) -> torch.Tensor:
 
 
 def _most_at_once(sizes: Sequence[int], number: int) -> int:
-    """Bytes of the largest run of that many groups, the last followed by the first."""
+    """Returns the size in bytes of the largest run of `number` consecutive groups; the first group follows the last."""
     number = min(number, len(sizes))
     return max((sum([*sizes, *sizes][first : first + number]) for first in range(len(sizes))), default=0)

@@ -69,8 +69,8 @@ class Weight:
 
     @property
     def stacked_row_bytes(self) -> int | None:
-        """Bytes of the longest rows, at most `ROW_BYTES`, that the items x[i] consist of; None: there are no such rows,
-        or items do not lie one after the other."""
+        """Size in bytes of the longest rows, at most `ROW_BYTES`, that the items x[i] consist of; None: there are no
+        such rows, or items do not lie one after the other."""
         item_bytes, element = self.num_bytes // self.shape[0], self.dtype.itemsize
         if self.order[0] != 0:
             return None

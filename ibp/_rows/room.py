@@ -17,7 +17,7 @@ from .._layout.geometry import Geometry, stored_sizes
 _NO_BASE = -1  # IBP_NO_BASE of ibp.h: the base of a row that has no part in overflow
 _GROUP, _SECTOR = _core.ROWS_PER_BASE, _core.SECTOR_BYTES
 _GROWTH = 1.5  # Arrays that have become too small grow by this factor.
-# Bytes of overflow that are kept free, so that few changes have to ask a GPU how many bytes are free: at most
+# Number of bytes of overflow that are kept free, so that few changes have to ask a GPU how many bytes are free: at most
 # _MOST_FREE, and at most one byte for each _FREE_SHARE bytes of slots.
 _MOST_FREE = 1 << 16
 _FREE_SHARE = 64

@@ -187,13 +187,13 @@ class Table(TensorManners, Saves):
 
     @property
     def original_bytes(self) -> int:
-        """Bytes of the original tensor."""
+        """Size in bytes of the original tensor."""
         return self.geometry.num_bytes
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the coded rows and the codebook, exactly. `savings` is computed from them. The memory that the table
-        takes is `nbytes`."""
+        """Size in bytes of the coded rows and the codebook, exactly. `savings` is computed from them. The memory that
+        the table takes is `nbytes`."""
         if self._stored_bytes is None:
             lengths, geometry = self.lengths, self.geometry
             coded = geometry.survey(lengths.cpu()).stored if lengths.numel() else geometry.num_bytes
@@ -202,14 +202,14 @@ class Table(TensorManners, Saves):
 
     @property
     def index_bytes(self) -> int:
-        """Bytes of the row index: at most 2.25 for each row. In a table whose rows have changed: at most 12 for each
-        row that the table has capacity for, and 8 more."""
+        """Size in bytes of the row index: at most 2.25 for each row. In a table whose rows have changed: at most 12 for
+        each row that the table has capacity for, and 8 more."""
         return self._room.index_bytes if self._room is not None else self.lengths.nbytes + self.bases.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory that the table occupies: slots, overflow, index, the codebook and its working form, and
-        the escapes that `ibp.linear` lists. Copies of the index on other devices do not count."""
+        """Size in bytes of all memory that the table occupies: slots, overflow, index, the codebook and its working
+        form, and the escapes that `ibp.linear` lists. Copies of the index on other devices do not count."""
         beside = self.codebook.nbytes + self.codebook.words(_CPU).nbytes if self.codebook else 0
         if self._escapes is not None and self._escapes[1] is not None:
             beside += self._escapes[1].nbytes
@@ -237,7 +237,7 @@ class Table(TensorManners, Saves):
 
     @property
     def link_bytes(self) -> int:
-        """Bytes that a GPU reads over the link to fetch every row once, in whole sectors of 32 bytes."""
+        """Number of bytes that a GPU reads over the link to fetch every row once, in whole sectors of 32 bytes."""
         if self._link_bytes is None:
             bases = self.bases.cpu() if self._has_own_bases else None
             self._link_bytes = self.geometry.link_bytes(self.lengths.cpu(), self.slot_bytes, bases)

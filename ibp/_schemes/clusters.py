@@ -87,7 +87,7 @@ class ClusteredCodebook(AnyCodebook):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all codebooks as stored."""
+        """Size in bytes of all codebooks as stored."""
         return sum(codebook.nbytes for codebook in self.codebooks)
 
     @property

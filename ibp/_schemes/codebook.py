@@ -46,7 +46,7 @@ class AnyCodebook(ABC):
 
     Attributes:
         scheme: name of the scheme.
-        row_bytes: bytes of a row, 1 to 65,536.
+        row_bytes: size in bytes of a row, 1 to 65,536.
         expected_savings: 1 - coded / original bytes on the rows that were analysed. The coded bytes include the
             codebook. None if the codebook was not learned.
     """
@@ -71,7 +71,7 @@ class AnyCodebook(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes of the codebook as stored."""
+        """Size in bytes of the codebook as stored."""
 
     @property
     @abstractmethod
@@ -282,8 +282,8 @@ def work_of(codebook: AnyCodebook, row_bytes: int, stored_bytes: float) -> float
     """Returns the amount of work in decoding a row, in the unit of a decoder's rate `work_per_ns` (see `CoderRates`).
 
     Args:
-        row_bytes: bytes of a row.
-        stored_bytes: bytes of a mean row as stored.
+        row_bytes: size in bytes of a row.
+        stored_bytes: size in bytes of a mean row as stored.
     """
     return codebook._work(row_bytes, stored_bytes)
 

@@ -25,11 +25,11 @@ class SchemeEstimate:
     Attributes:
         scheme: "raw", "ibp" or "planes".
         savings: 1 - stored_bytes / original bytes; 0 if `compress` would keep raw rows.
-        stored_bytes: bytes of the coded rows and the codebook.
-        slot_bytes: bytes of a slot; 0 in the packed layout.
-        nbytes: bytes of all memory that the table takes, including its index and codebook.
+        stored_bytes: size in bytes of the coded rows and the codebook.
+        slot_bytes: size in bytes of a slot; 0 in the packed layout.
+        nbytes: size in bytes of all memory that the table takes, including its index and codebook.
         memory_savings: 1 - nbytes / original bytes; negative if the table is larger than x.
-        link_bytes: bytes of the 32-byte sectors that are read to fetch every row once.
+        link_bytes: size in bytes of the 32-byte sectors that are read to fetch every row once.
         link_savings: 1 - link_bytes / link_bytes of raw rows.
         fetch_speedup: how many times as fast as raw rows a GPU fetches and decodes these rows from pinned memory, by
             the calibration in force (see `ibp.calibration.calibrate`).
@@ -66,7 +66,7 @@ class Estimate(Mapping[str, float]):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the rows and the codebook, as `compress` would store them."""
+        """Size in bytes of the rows and the codebook, as `compress` would store them."""
         return self.schemes[self.auto].stored_bytes
 
     def __getitem__(self, scheme: str) -> float:

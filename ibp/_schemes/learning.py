@@ -34,8 +34,8 @@ from .codebook import AnyCodebook, check_codebook, coder_rates, measure, work_of
 _LEAST_ROWS, _LEAST_FEW_ROWS = 1024, 4096
 _HOST_ELEMENTS, _LEAST_HOST_ROWS = 1 << 19, 16
 _FEW_SHARE = 0.01
-# Bytes that an analysis looks at if the caller does not say how large the sample is. If a table has one codebook, a
-# sample of 1 % of its rows loses at most 0.07 points of savings (benchmarks/sampling.py).
+# Number of bytes that an analysis looks at if the caller does not say how large the sample is. If a table has one
+# codebook, a sample of 1 % of its rows loses at most 0.07 points of savings (benchmarks/sampling.py).
 _SAMPLE_BYTES = {"cpu": 16 << 20, "cuda": 64 << 20}
 # The coded bytes of a scheme are at least this share of their estimate (0.985 to 1.03 on the data sets of ratio.csv).
 ESTIMATE_MARGIN = 0.98
@@ -110,7 +110,7 @@ class Request:
         geometry: how these bytes are cut into rows.
         device: the device that learns the codebook and encodes the rows.
         options: the options, which `checked` has checked.
-        slot_bytes: bytes of a slot of the table. 0: the table is packed. None: the size is still to be chosen.
+        slot_bytes: size in bytes of a slot of the table. 0: the table is packed. None: the size is still to be chosen.
         paper: an option of scheme "ibp" (see `ibp.codecs.analyze`).
         codes_invariant: whether the codebook must have a coded form for every row, also for rows that lack what all
             sampled rows have in common.
@@ -365,13 +365,13 @@ def analyze(
             best.
         sample: the fraction of the rows to look at, in (0, 1]. The analysis looks at 1,024 rows or more in any case.
             None: as many rows as `compress` looks at.
-        chunk_bytes: bytes of a chunk, 1, 2, 4 or 8, for scheme "ibp" only. None: the best size.
+        chunk_bytes: size in bytes of a chunk, 1, 2, 4 or 8, for scheme "ibp" only. None: the best size.
         tau: one threshold for all chunks, in [0.5, 1], as in the paper. None: the best mask is taken for each chunk;
             thresholds from 0.55 to 1 are tried.
         paper: whether to use one threshold for all chunks, the best one unless tau is given, and to give every chunk a
             participation bit. The coded bytes are then those of the paper.
         level: the level of scheme "planes", see `compress`.
-        row_bytes: bytes of a row, see `compress`.
+        row_bytes: size in bytes of a row, see `compress`.
         device: the device that runs the analysis. None: the GPU that x is on, or otherwise the current GPU if there is
             one, or otherwise the CPU.
         progress: whether to show a progress bar.
@@ -398,13 +398,13 @@ class Candidate:
 
     Attributes:
         codebook: the codebook; None for raw rows.
-        stored_bytes: bytes of the coded rows and the codebook, as `table.stored_bytes`.
-        slot_bytes: bytes of a slot; 0 for packed rows.
-        nbytes: bytes of all memory that the table takes, as `table.nbytes`.
-        link_bytes: bytes of the sectors that are read to fetch every row once, as `table.link_bytes`.
+        stored_bytes: size in bytes of the coded rows and the codebook, as `table.stored_bytes`.
+        slot_bytes: size in bytes of a slot; 0 for packed rows.
+        nbytes: size in bytes of all memory that the table takes, as `table.nbytes`.
+        link_bytes: size in bytes of the sectors that are read to fetch every row once, as `table.link_bytes`.
         fetch_bytes: link_bytes, plus the price of the second fetches of rows that overflow their slot, plus the bytes
             of the codebook.
-        index_bytes: bytes of lengths and bases.
+        index_bytes: size in bytes of lengths and bases.
         row_ns: time, in ns, in which a GPU fetches a row from pinned memory, by the calibration in force.
     """
 
@@ -542,9 +542,9 @@ def row_ns(
 
     Args:
         codebook: the codebook of the rows; None for raw rows.
-        row_bytes: bytes of a row.
-        stored_bytes: bytes of a mean row as coded.
-        link_bytes: bytes of the sectors that are read to fetch a mean row.
+        row_bytes: size in bytes of a row.
+        stored_bytes: size in bytes of a mean row as coded.
+        link_bytes: size in bytes of the sectors that are read to fetch a mean row.
         machine: the calibration whose rates are used.
     """
     if codebook is None:
@@ -560,7 +560,7 @@ def row_ns(
 # share a codebook, which is learned from a sample. If the codebook saves clearly less on other data of the kind, it is
 # learned anew, or these data get a codebook of their own.
 
-ROW_BYTES = 4096  # Bytes of a row of weights. Longer rows save 0.1 % more, but keep fewer warps of an SM busy.
+ROW_BYTES = 4096  # Size in bytes of a row of weights. Longer rows save 0.1 % more, but keep fewer warps of an SM busy.
 LEAST_BYTES = 4096  # A smaller tensor is a single row, whose fetch takes the same time for any number of bytes.
 CLEARLY_LESS = 0.01  # Savings are clearly less if they are lower by more than this share of the original bytes.
 # A codebook has drifted if its savings are lower by more than this share of the original bytes. The share is larger
@@ -636,8 +636,8 @@ class Learner(Generic[_Found]):
         """Returns whether the codebook fits other data of the kind, so that they do not need a codebook of their own.
 
         Args:
-            coded_bytes: bytes that the other data take with the codebook.
-            raw_bytes: bytes that they take raw.
+            coded_bytes: size in bytes of the other data if they are coded with the codebook.
+            raw_bytes: size in bytes of the other data if they are raw.
         """
         return self.share is None or coded_bytes <= (self.share + CLEARLY_LESS) * raw_bytes
 

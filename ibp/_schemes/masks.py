@@ -53,8 +53,8 @@ class Codebook(AnyCodebook):
         '47%'
 
     Attributes:
-        row_bytes: bytes of a row, 1 to 65,536.
-        chunk_bytes: bytes of a chunk: 1, 2, 4 or 8.
+        row_bytes: size in bytes of a row, 1 to 65,536.
+        chunk_bytes: size in bytes of a chunk: 1, 2, 4 or 8.
         flag_all: whether chunks without a mask also have a participation bit. The coded bytes are then those of the
             paper.
         palette: uint8 [P, 2, chunk_bytes], the distinct (mask, bitval) pairs. P is 1 to 65,536.
@@ -202,7 +202,7 @@ class Codebook(AnyCodebook):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codebook as stored: palette and index."""
+        """Size in bytes of the codebook as stored: palette and index."""
         return self.palette.numel() + self.index.nbytes
 
     @property

@@ -73,8 +73,8 @@ class PlanesCodebook(AnyCodebook):
         (8, (2, 2, 2, 2))
 
     Attributes:
-        row_bytes: bytes of a row, 1 to 65,536, a multiple of element_bytes.
-        element_bytes: bytes of an element: 1, 2, 4 or 8.
+        row_bytes: size in bytes of a row, 1 to 65,536, a multiple of element_bytes.
+        element_bytes: size in bytes of an element: 1, 2, 4 or 8.
         rotate: 0 or 1, the number of bits by which elements are rotated left before they are split.
         residual_bits: the number of low bits that are stored as they are, 0 to 8 * element_bytes - invariant_bits. The
             bits above them are the symbol.
@@ -248,7 +248,7 @@ class PlanesCodebook(AnyCodebook):
 
     @property
     def symbol_bytes(self) -> int:
-        """Bytes of an entry as stored: 1, 2, 4 or 8."""
+        """Size in bytes of an entry as stored: 1, 2, 4 or 8."""
         return symbol_bytes(self.symbol_bits)
 
     @property
@@ -396,7 +396,7 @@ class LearnedPlanes:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Bytes of the sample's rows as coded, int64 [n]; row_bytes for rows that are stored raw."""
+        """Size in bytes of each of the sample's rows as coded, int64 [n]; row_bytes for rows that are stored raw."""
         return _rows.stored_sizes(self.entries, self.codebook.row_bytes, self.codebook.row_bytes)
 
 
@@ -437,7 +437,7 @@ def learn_planes(
 
     Args:
         sample: uint8 [n * row_bytes], whole rows in any order, on the CPU.
-        row_bytes: bytes of a row.
+        row_bytes: size in bytes of a row.
         num_rows: number of rows of the whole table, over which the bytes of the codebook are spread.
         dtype: dtype of the elements. It decides where exponents are looked for. The elements that are split into
             symbols are those of this dtype, or the real and imaginary parts of complex ones; if their size does not

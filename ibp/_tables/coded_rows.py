@@ -33,7 +33,7 @@ class RowCounts(NamedTuple):
     Attributes:
         spilled: the number of rows that were stored with a part in overflow.
         lost: the number of rows that were lost, because overflow had no room for their part. Reading them raises.
-        used_bytes: bytes of overflow that have been handed out.
+        used_bytes: number of bytes of overflow that are reserved.
     """
 
     spilled: int
@@ -58,10 +58,10 @@ class CodedRows(OfThisProcess):
     Args:
         codebook: the codebook that rows are encoded with, made by `ibp.codecs.analyze` or taken from a table.
         num_rows: the number of rows, each of codebook.row_bytes bytes.
-        slot_bytes: bytes of a slot: row_bytes, in which case no row ever overflows, or a multiple of 32 below
+        slot_bytes: size in bytes of a slot: row_bytes, in which case no row ever overflows, or a multiple of 32 below
             row_bytes. None: row_bytes.
-        overflow_bytes: bytes of overflow for the parts of all rows. It has to be given if slot_bytes is less than
-            row_bytes.
+        overflow_bytes: size in bytes of the overflow for the parts of all rows. It has to be given if slot_bytes is
+            less than row_bytes.
         device: the device that encodes rows and holds the index. None: the device of `buffer`, or otherwise the current
             CUDA device if there is one, or otherwise the CPU.
         memory: the memory for slots and overflow: "device"; or "pinned", which is host memory that the GPU writes and
@@ -125,7 +125,7 @@ class CodedRows(OfThisProcess):
         Args:
             buffer: memory as for `CodedRows`. Its device becomes the device of the result.
             codebook, num_rows, slot_bytes: those of the `CodedRows` whose bytes the memory holds.
-            overflow_bytes: bytes of overflow that the memory has.
+            overflow_bytes: size in bytes of the memory's overflow.
 
         Raises:
             TypeError, ValueError: an argument is not as described for `CodedRows`.
@@ -295,7 +295,7 @@ def _check_host_buffer(host_buffer: torch.Tensor, needed: int, is_used: bool, de
     """Raises TypeError or ValueError if host_buffer cannot be used.
 
     Args:
-        needed: bytes that it has to have.
+        needed: the smallest size in bytes that is accepted.
         is_used: whether slots or overflow are in pinned memory at all.
         device: the device that encodes the rows.
     """

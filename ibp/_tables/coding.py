@@ -55,7 +55,7 @@ class Coding(NamedTuple):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the rows and the codebook."""
+        """Size in bytes of the rows and the codebook."""
         return self.survey.stored + self.codebook.nbytes
 
 

@@ -46,15 +46,16 @@ class CompressedTensor(Movable, CodedManners, Table):
     Attributes (none can be set):
         shape, dtype: of the original tensor.
         device: the device that the coded rows are on.
-        nbytes: bytes of all memory that the table takes.
-        stored_bytes: bytes of the coded rows and the codebook, from which `savings` is computed. `nbytes` is larger,
-            because it also counts the index, unused bytes of slots, and overflow that changed rows no longer use.
+        nbytes: size in bytes of all memory that the table takes.
+        stored_bytes: size in bytes of the coded rows and the codebook, from which `savings` is computed. `nbytes` is
+            larger, because it also counts the index, unused bytes of slots, and overflow that changed rows no longer
+            use.
         scheme: "ibp" or "planes"; or "raw" if compression would not have saved anything.
         codebook: the `ibp.codecs.Codebook`, `ibp.codecs.PlanesCodebook` or `ibp.codecs.ClusteredCodebook`; None for
             scheme "raw".
         row_bytes, num_rows: bytes and number of the rows. A row is an item x[i] of up to 64 KiB, or a piece of the
             flattened tensor if items are longer.
-        slot_bytes: bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
+        slot_bytes: size in bytes of a row's slot; 0 in the packed layout (FORMAT.md section 3).
         slots, overflow, lengths, bases: the table's tensors (FORMAT.md sections 2 and 3). They must not be changed.
         version: the number of in-place changes so far. A copy of rows is stale if `version` has grown since the copy
             was made.

@@ -60,16 +60,16 @@ Device = torch.device | str | int
 
 @dataclass(frozen=True)
 class CacheStats(Statistics):
-    """What lookups found since the last `reset_stats`, and what the cache holds. Rows are the unit of coding.
+    """Counts of lookups since the last `reset_stats`, and of what the cache holds. Rows are the unit of coding.
 
     Attributes:
-        own_hits, peer_hits: rows found in the slab of the device that asked, and rows found in the slab of another
-            device.
-        hits_of_slabs: for each slab, the rows that it has answered for any device.
-        misses: rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
-        link_bytes: bytes of missed rows, in whole 32-byte sectors.
-        capacity: how many rows the cache has room for.
-        raw_capacity: how many raw rows the same bytes would hold, without any map.
+        own_hits, peer_hits: numbers of rows that were found in the slab of the device that asked, and of rows that were
+            found in the slab of another device.
+        hits_of_slabs: for each slab, the number of rows that were found in it, for any device.
+        misses: number of rows that came from the table. Default rows, which have no bytes, are neither hits nor misses.
+        link_bytes: size of the missed rows in bytes, rounded up to whole 32-byte sectors for each row.
+        capacity: number of rows for which the cache has room.
+        raw_capacity: number of raw rows that the same memory would hold without a map.
     """
 
     __module__ = "ibp.cache"
@@ -84,19 +84,19 @@ class CacheStats(Statistics):
 
     @property
     def hits(self) -> int:
-        """Rows that were found in the cache."""
+        """Number of rows that were found in the cache."""
         return self.own_hits + self.peer_hits
 
     @property
     def hit_rate(self) -> float:
-        """Share of hits among the rows that have bytes; 0 if no rows were asked for."""
+        """Fraction of hits among the requested rows that have bytes; 0 if no rows were requested."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else 0.0
 
 
 class RowCache(OfThisProcess, TensorManners):
-    """Hot rows of a table, kept as they are stored in the memory of one or more GPUs (Legion's cache in the paper's
-    section 5). If rows compress to half their size, twice as many fit.
+    """A cache of a table's hot rows in the memory of one or more GPUs, in compressed form (Legion's cache in the
+    paper's section 5). If rows compress to half their size, twice as many fit.
 
     `index_select` answers hits from the GPU's own memory, hits of other GPUs over NVLink and misses from the table, in
     one call and to one output. No GPU waits for the host, and the call can be captured in a CUDA graph after one
@@ -120,9 +120,9 @@ class RowCache(OfThisProcess, TensorManners):
         table: an `ibp.CompressedTensor` whose items are whole rows, in pinned memory or on the cache's device; or an
             `ibp.CodedRows`, whose rows are the items: [num_rows, row_bytes] of uint8. When `ibp.encode_into` has coded
             rows of a place again, call `invalidate` for them.
-        budget_bytes: bytes of device memory for each slab, with its map and everything else that the cache keeps there;
-            0 or more. The index that the table keeps on a GPU is not counted. During `refill` the cache takes this much
-            a second time.
+        budget_bytes: size in bytes of the device memory of each slab, including its map and everything else that the
+            cache keeps there; 0 or more. The index that the table keeps on a GPU is not counted. During `refill` the
+            cache takes this much a second time.
         hotness: which rows to hold. Either a number for each item, [num_items], larger for hotter items (degrees,
             `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: no rows until `refill`, which a
             RuntimeWarning says, or, with "lru", until rows are asked for. An empty list: no rows, and no warning.
@@ -136,9 +136,9 @@ class RowCache(OfThisProcess, TensorManners):
             slab on one device, and reads the slabs of the others by CUDA IPC. All ranks give the same table, shared or
             not, the same budget and the same hotness. Making such a cache and `refill` are collective calls; the others
             are not. Before processes end, call `refill([])` or a barrier. Only for static caches that are not writable.
-        slot_bytes: bytes of a row's slot in a cache that is writable or replaces rows, a multiple of 32; rows that do
-            not fit are not cached. None: a size that 99.9 % of the table's rows fit, plus a sixteenth if they change; a
-            whole row if there are no rows yet.
+        slot_bytes: size in bytes of a row's slot in a cache that is writable or replaces rows, a multiple of 32; rows
+            that do not fit are not cached. None: a size that 99.9 % of the table's rows fit, plus a sixteenth if they
+            change; a whole row if there are no rows yet.
 
     Raises:
         TypeError: table, budget_bytes or hotness has another type.
@@ -217,17 +217,17 @@ class RowCache(OfThisProcess, TensorManners):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the cache takes on all its devices, maps and counters included."""
+        """Number of bytes that the cache takes on all its devices, maps and counters included."""
         return self._state.generation.nbytes + sum(8 * counts.numel() for counts in self._state.counts.values())
 
     @property
     def capacity(self) -> int:
-        """How many rows there is room for."""
+        """Number of rows for which there is room."""
         return self._state.generation.capacity
 
     @property
     def num_cached_rows(self) -> int:
-        """How many rows are cached. Waits for the work on the cache's devices."""
+        """Number of cached rows. Waits for the work on the cache's devices."""
         return self._cached_rows().numel()
 
     def _cached_rows(self) -> torch.Tensor:
@@ -249,7 +249,7 @@ class RowCache(OfThisProcess, TensorManners):
         return self.view.is_pinned()
 
     def pin_memory(self) -> RowCache:
-        """Returns the cache itself. Its table is pinned, or is not meant to be."""
+        """Returns the cache itself. It has no effect on the table's memory."""
         return self
 
     def __repr__(self) -> str:
@@ -264,7 +264,7 @@ class RowCache(OfThisProcess, TensorManners):
     # ---- reading ----
 
     def serves(self, device: torch.device) -> bool:
-        """Returns whether rows are looked up and decoded on a device."""
+        """Returns whether rows can be looked up and decoded on a device."""
         return device in self._state.serving
 
     def index_select(
@@ -324,7 +324,7 @@ class RowCache(OfThisProcess, TensorManners):
         return out
 
     def _take(self, ids: torch.Tensor, sms: int, in_order: bool, out: torch.Tensor | None) -> torch.Tensor:
-        """Returns the items at ids, which are on a device of the cache. They are in out if it is given."""
+        """Returns the items at ids. ids: on a device of the cache. out: receives the items if it is given."""
         worker, state, view = ids.device, self._state, self.view
         handle, way = view._handles.get(worker), IN_ORDER if in_order else PLANNED
         if handle is None:
@@ -352,8 +352,8 @@ class RowCache(OfThisProcess, TensorManners):
     _take_outside = outside_of_graphs(_take)
 
     def _in_use(self, worker: torch.device) -> Generation:
-        """Returns what the cache holds, for work on the current stream of a device. The stream waits for other
-        streams if it has to. The caller holds the lock. Raises RuntimeError if the table has changed."""
+        """Returns the generation of rows that work on the current stream of a device may use. Makes the stream wait for
+        other streams if necessary. The caller holds the lock. Raises RuntimeError if the table has changed."""
         state, generation, writes = self._state, self._state.generation, self.policy == "lru"
         if generation.codebook is not self.view.codebook or generation.version != self.view.version:
             state.check(generation)
@@ -405,7 +405,7 @@ class RowCache(OfThisProcess, TensorManners):
         entries: torch.Tensor,
         counts: torch.Tensor | None,
     ) -> None:
-        """Looks items up in a cache that replaces rows, and makes room for items that are not cached."""
+        """Looks items up in a cache of policy "lru", and claims slots for items that are not cached."""
         slab = generation.slabs[0]
         fault = new_record(ids.device)  # a new record, because the gather also notes corrupt rows
         torch.ops.ibp.claim_cached.default(

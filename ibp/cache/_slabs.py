@@ -33,7 +33,7 @@ WAY_BYTES, STAMP_BYTES = 16, 4
 READ_AHEAD_BYTES = 16  # bytes behind the last row, which may be read but have no meaning
 COUNTERS = 10  # hits of slabs 0 to 7, misses, bytes of the link
 CLOCK_BYTES = 16
-FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # bytes of a slab besides rows and ways
+FIXED_BYTES = READ_AHEAD_BYTES + 8 * COUNTERS + CLOCK_BYTES  # size in bytes of a slab besides rows and ways
 # Maps of other GPUs are copied to this GPU if the copies cost at most this share of what rows take: a look-up then does
 # not read a peer's memory. On two H200s, rows of 128, 512 and 2,048 bytes came 1.5, 1.2 and 1.1 times as fast from the
 # peer with such copies.
@@ -72,7 +72,7 @@ class Generation:
 
     slabs: tuple[Slab, ...]
     ways: int  # ways of a set
-    slot_bytes: int  # bytes of a row's slot; 0 if rows lie back to back
+    slot_bytes: int  # size in bytes of a row's slot; 0 if rows lie back to back
     codebook: AnyCodebook | None  # how the rows are coded
     version: int  # the version of the table's rows when they were copied
     capacity: int  # how many rows there is room for
@@ -202,7 +202,7 @@ def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_b
 
     Args:
         rows, sizes: int64; the numbers and the stored bytes of rows, of at least 1 byte each.
-        slot_bytes: bytes of a row's slot. 0: rows lie back to back.
+        slot_bytes: size in bytes of a row's slot. 0: rows lie back to back.
         num_maps: how many maps of this size the device holds: its own, and copies of others.
     """
     taken = sizes if slot_bytes == 0 else torch.full_like(sizes, slot_bytes)

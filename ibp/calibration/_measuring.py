@@ -26,7 +26,7 @@ from .._tables.coded_rows import CodedRows, encode_into
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
 _NEAR_BYTES = 128 << 20  # bytes of pinned memory that address translation reaches on every GPU
-_STREAMED_BYTES = 32 << 20  # bytes of the tensor that measures how long a stream takes to start
+_STREAMED_BYTES = 32 << 20  # size in bytes of the tensor that measures how long a stream takes to start
 _ROW_BYTES, _SHORT_ROW_BYTES, _MEDIUM_ROW_BYTES, _SECTOR_BYTES = 2048, 128, 256, _core.SECTOR_BYTES
 _ID_SETS = 16
 _BUCKETED_SMS = (8, 16, 32)

@@ -55,7 +55,7 @@ def place(
             math.inf: no slots. Or a tensor's profile, from `ibp.spill.profile`, whose codebook and slots are used.
             None: the largest of 1, 4/3, 2, 4, 16 and infinity at which at most `threshold` of the rows do not fit their
             slots.
-        slot_bytes: bytes of a row's slot, instead of target: a multiple of 32 below row_bytes, or row_bytes.
+        slot_bytes: size in bytes of a row's slot, instead of target: a multiple of 32 below row_bytes, or row_bytes.
         threshold: share of the rows, used if target and slot_bytes are None; the paper's is 0.30.
         codebook, scheme, level, row_bytes: as in `compress`; scheme is "planes", "ibp" or "auto".
         device: the device of the slots. None: x's GPU, else the current GPU if there is one, else the CPU.

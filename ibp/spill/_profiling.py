@@ -26,7 +26,7 @@ class Spill:
 
     Attributes:
         rows: share of the rows that have a part in host memory.
-        num_bytes: bytes of these parts, in whole sectors of 32 bytes.
+        num_bytes: number of bytes of these parts, in whole sectors of 32 bytes.
         traffic: num_bytes / original bytes.
     """
 
@@ -42,7 +42,7 @@ class TensorProfile:
 
     Attributes:
         name: name in the snapshots.
-        num_bytes, row_bytes: bytes of the tensor, and of each of its rows.
+        num_bytes, row_bytes: size in bytes of the tensor, and of each of its rows.
         codebook: learned from rows of all snapshots.
         slot_bytes: the slot size that was chosen. 0: rows have no bytes on the GPU; only their index is there.
         histograms: for each snapshot, how many of the rows that were looked at take k sectors of 32 bytes as stored.
@@ -68,13 +68,14 @@ class TensorProfile:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of the slots and of the index: 2 bytes for each row, and 8 for every 32 rows if rows may spill."""
+        """Size in bytes of the slots and of the index: 2 bytes for each row, and 8 for every 32 rows if rows may
+        spill."""
         index = 2 * self.num_rows + (8 * -(-self.num_rows // 32) if self.slot_bytes < self.row_bytes else 0)
         return self.num_rows * self.slot_bytes + index
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of the overflow, in the snapshot that needs the most."""
+        """Size in bytes of the overflow, in the snapshot that needs the most."""
         return max(self.spill(snapshot).num_bytes for snapshot in range(len(self.histograms)))
 
     def spill(self, snapshot: int | None = None, slot_bytes: int | None = None) -> Spill:
@@ -124,8 +125,8 @@ class Profile(Mapping[str, TensorProfile]):
     Attributes:
         threshold: the threshold for which the targets were chosen.
         num_snapshots: how many snapshots were looked at.
-        original_bytes: bytes of all tensors.
-        device_bytes, host_bytes: bytes that their slots and index take, and bytes that their overflow takes at most.
+        original_bytes: size in bytes of all tensors. device_bytes, host_bytes: bytes that their slots and index take,
+            and bytes that their overflow takes at most.
         ratio: original_bytes / device_bytes.
         best_ratio: original bytes divided by those of all rows as stored. No threshold can exceed it by much.
         sweep: the results at thresholds of 10, 20, 30 and 40 % (Buddy Compression, figure 9).
