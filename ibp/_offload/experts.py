@@ -1,9 +1,9 @@
-"""Mixtures of experts: a call for few tokens fetches the experts that the router chose, and no others.
+"""Fetches the experts of a mixture: a call for few tokens fetches only the experts that the router chose.
 
-An expert is a fixed number of consecutive rows of a table for each stacked weight. The experts of a call are decoded
-into slots, with which the module's own forward computes (`nn/_stacks.py`). Nothing waits for the GPU. On a GPU they
-come on a stream beside the caller's, which waits for a stacked weight when the forward first reads it: `down_proj`
-comes while `gate_up_proj` is multiplied.
+In the table of a stacked weight, an expert is a fixed number of consecutive rows. The experts of a call are decoded
+into slots, with which the module's own forward computes (`nn/_stacks.py`). The host never waits for the GPU. A GPU
+fetches them on a separate stream; the caller's stream waits for a stacked weight when the forward first reads it, so
+that `down_proj` is fetched while `gate_up_proj` is multiplied.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from .groups import StackedModule
 from .resting import NotCopied
 from .weights import Weight
 
-_BESIDE_ROWS = 512  # bytes: the map and the counters of a cache of one row take less
+_BESIDE_ROWS = 512  # in bytes; the map and the counters of a cache of one row take less
 
 
 class CachedStack:
-    """One stacked weight on a device: its experts, looked up by a cache of rows.
+    """One stacked weight and the cache of its rows on a device.
 
-    Slots that are left over ask for the first row again and again, which the cache has on the device: they fetch
-    nothing.
+    Slots without an expert request the first row of the table, which is always in the cache, so they cause no traffic
+    on the link.
 
-    cache_bytes: of the device; fewer than `RowCache` needs to replace rows: the cache holds the first row alone."""
+    cache_bytes: size in bytes of the cache on the device. If `RowCache` cannot replace rows with so few bytes, the
+        cache holds only the first row."""
 
     def __init__(self, weight: Weight, device: torch.device, cache_bytes: int) -> None:
         assert weight.table is not None
         self.weight, table = weight, weight.table
-        self.num_rows, self.row_bytes = table.num_rows // weight.shape[0], table.row_bytes  # of an expert, of a row
+        # Number of rows of an expert, and size of a row in bytes.
+        self.num_rows, self.row_bytes = table.num_rows // weight.shape[0], table.row_bytes
         self._row_shape, self._dtype = table.shape[1:], table.dtype
         self.cache = RowCache(table, cache_bytes, [0], devices=device, policy="lru")
         self.is_cached = self.cache.capacity > 0
@@ -46,17 +48,19 @@ class CachedStack:
             self.cache = RowCache(table, table.row_bytes + _BESIDE_ROWS, [0], devices=device)
 
     def room_for(self, rows: torch.Tensor) -> torch.Tensor:
-        """Memory for rows, whose numbers are given."""
+        """Allocates memory for rows. rows: their numbers."""
         return torch.empty((rows.numel(), *self._row_shape), dtype=self._dtype, device=rows.device)
 
     def fetch(self, rows: torch.Tensor, out: torch.Tensor, max_sms: int | None = None) -> torch.Tensor:
-        """Experts from the numbers of their rows, in memory that `room_for` gave."""
+        """Fetches experts by the numbers of their rows, into memory that `room_for` returned. Returns them as a tensor
+        of experts."""
         return self.weight.items(self.cache.index_select(rows, out=out, max_sms=max_sms, in_order=True))
 
 
 class ExpertsForward(NotCopied):
-    """The forward of a module of experts: its own, whatever implementation transformers is told to use. use_group:
-    called around a call for many tokens; the weights are there within; note_use: called before a call for few."""
+    """The forward of a module of experts: the module's own, whichever implementation of experts transformers is set to
+    use. use_group: returns a context in which all weights are on the device, for a call for many tokens. note_use:
+    called before a call for few tokens."""
 
     def __init__(
         self,
@@ -74,7 +78,8 @@ class ExpertsForward(NotCopied):
             for name, weight in experts.stacks.items()
         }
         self._num_rows = [stack.num_rows for stack in self.stacks.values()]
-        self.num_spare = torch.zeros(1, dtype=torch.int64, device=device)  # slots left over, all in all
+        # Number of slots without an expert, over all calls.
+        self.num_spare = torch.zeros(1, dtype=torch.int64, device=device)
         self._compute = outside_of_graphs(ExpertsForward._called)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,25 +99,26 @@ class ExpertsForward(NotCopied):
 
     @contextmanager
     def _coming(self, rows: Sequence[torch.Tensor]) -> Iterator[dict[str, functools.partial[torch.Tensor]]]:
-        """Functions that give the experts of slots, by name of the stacked weight. rows: numbers of each one's rows. On
-        a GPU the current stream waits for a weight when its function is called, or at the end of the block."""
+        """Yields, by name of the stacked weight, a function that returns the experts of the slots. rows: for each
+        stacked weight, the numbers of the rows. On a GPU the current stream waits for a weight when its function is
+        called, or at the end of the context."""
         stacks = [(name, stack, of, stack.room_for(of)) for (name, stack), of in zip(self.stacks.items(), rows)]
         if not rows[0].is_cuda:
             yield {name: functools.partial(stack.fetch, of, out) for name, stack, of, out in stacks}
             return
         current, beside = torch.cuda.current_stream(rows[0].device), _stream_beside(rows[0].device)
         beside.wait_stream(current)
-        left = set(self.stacks)  # weights that the current stream has not waited for
+        left = set(self.stacks)  # names of the weights that the current stream has not waited for
         try:
             tensors = {}
             with torch.cuda.stream(beside):
                 for name, stack, of, out in stacks:
-                    sms = None if stack.is_cached else STREAM_SMS  # cached rows come faster than the link
+                    sms = None if stack.is_cached else STREAM_SMS  # cached rows are faster than the link
                     fetched = stack.fetch(of, out, sms)
                     ready = functools.partial(current.wait_event, beside.record_event())
                     tensors[name] = functools.partial(_awaited, fetched, ready, left, name)
             yield tensors
-        finally:  # the memory is the current stream's
+        finally:  # because the current stream owns the memory
             if left:
                 current.wait_stream(beside)
 
@@ -121,8 +127,8 @@ class ExpertsForward(NotCopied):
         return sum(stack.cache.nbytes for stack in self.stacks.values())
 
     def counts(self) -> tuple[int, int, int, int]:
-        """(rows of experts that were cached, rows that were not, bytes of these, bytes of these on the link). Waits for
-        the device."""
+        """Returns (number of rows of experts found in the cache, number of missed rows, size of these rows in bytes,
+        their size on the link in bytes). Waits for the device."""
         found = [(stack, stack.cache.stats()) for stack in self.stacks.values()]
         num_spare = int(self.num_spare)
         return (
@@ -146,5 +152,6 @@ def _awaited(tensor: torch.Tensor, wait: Callable[[], None], left: set[str], nam
 
 @functools.cache
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which experts come to a device. Its few blocks get SMs before those of products."""
+    """Returns the stream on which experts are fetched to a device. Its priority is high, so that its few blocks get
+    multiprocessors before the blocks of products."""
     return torch.cuda.Stream(device, priority=-1)

@@ -1,4 +1,4 @@
-"""One device's memory for weights in use, and how groups of weights get there."""
+"""Fetches groups of weights into the memory that a device has for weights in use."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from .._rows.table import handle_on
 from .groups import Group, Place, Region, WeightArena, overlap
 from .weights import Weight
 
-# Sizes of the ring that a stream of tables goes through. The ring holds four chunks; the copy engine pauses for 3
-# microseconds between two of them.
+# Largest and smallest size in bytes of the ring through which tables are streamed. The ring holds four chunks; the copy
+# engine pauses for 3 microseconds between two chunks.
 _MOST_RING_BYTES, _LEAST_RING_BYTES = 128 << 20, 1 << 20
 
 
 class WeightFetcher:
-    """A device on which groups of weights are decoded into an arena, each before it is used; here, where the CPU does
-    it at once.
+    """The arena of a device, into which groups of weights are decoded before they are used. This class decodes on the
+    CPU, immediately; `CudaWeightFetcher` on a GPU.
 
-    Groups in the arena stay there until another one is put over them. What holds a place: a use that is going on, and a
-    fetch ahead of a use that is still to come.
+    Groups stay in the arena until another group overwrites them. A group is not overwritten while a call uses it, nor
+    after it was fetched ahead of a use that is still expected.
 
     Args:
-        device: where the weights are used.
-        arena_bytes: for the weights of several groups.
-        max_sms: of a GPU, for decoding; None: enough.
+        device: the device that uses the weights.
+        arena_bytes: size of the arena, which holds several groups.
+        max_sms: number of a GPU's multiprocessors that may decode. None: as many as keep up with the link.
     """
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
@@ -36,7 +36,7 @@ class WeightFetcher:
         self.memory = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._arena = WeightArena(arena_bytes)
         self._loaded: list[Group] = []
-        self.waited_s = 0.0  # that uses waited for their weights
+        self.waited_s = 0.0  # seconds that uses have waited for their weights
 
     @property
     def device_bytes(self) -> int:
@@ -44,10 +44,10 @@ class WeightFetcher:
         return self.memory.numel() + sum(group.num_bytes for group in self._loaded if group.region is None)
 
     def start(self, groups: Sequence[Group]) -> None:
-        """Says that the tables of all groups are made: what follows may read them."""
+        """Called when the tables of all groups have been made. Later calls may read them."""
 
     def fetch_ahead(self, group: Group) -> bool:
-        """Fetches a group that is not loaded before its use comes, if there is room for it now."""
+        """Fetches a group that is not loaded, ahead of its use. Returns False if there is no room for it now."""
         region = self._region(group, keeps_ahead=True)
         if region is None:
             return False
@@ -56,35 +56,37 @@ class WeightFetcher:
         return True
 
     def fetch_now(self, group: Group) -> None:
-        """Fetches a group that is not loaded and is used now: in the place of groups that were fetched ahead if need
-        be, in memory of its own if all others are in use."""
+        """Fetches a group that is not loaded and is used now. If there is no room, it overwrites groups that were
+        fetched ahead; if all of the arena is in use, it gets an allocation of its own."""
         self._fetch(group, self._region(group, keeps_ahead=True) or self._region(group, keeps_ahead=False))
 
     def expect(self, groups: Container[Group]) -> None:
-        """Gives up the places of groups that were fetched ahead of uses which are no longer expected."""
+        """Allows groups that were fetched ahead to be overwritten, unless they are among `groups`, whose uses are still
+        expected."""
         for group in self._loaded:
             group.is_ahead = group.is_ahead and group in groups
 
     def check_use(self, group: Group) -> None:
-        """Raises RuntimeError if a use cannot begin here and now; CorruptTableError if an earlier fetch met a fault."""
+        """Raises RuntimeError if a use cannot begin now, and CorruptTableError if an earlier fetch found a fault."""
 
     def begin_use(self, group: Group) -> None:
-        """Lets the caller's current stream wait for a loaded group."""
+        """Makes the caller's current stream wait for a loaded group."""
 
     def end_use(self, group: Group) -> None:
-        """Says that all work on a group has been issued to the caller's current stream."""
+        """Called when all work that reads a group has been issued to the caller's current stream."""
         if group.uses == 0 and group.region is None:
             self.drop(group)
 
     def drop(self, group: Group) -> None:
-        """Forgets a group that is not in use."""
+        """Removes a group that is not in use."""
         group.is_ahead, group.place = False, None
         if group in self._loaded:
             self._loaded.remove(group)
             group.is_loaded = False
 
     def find(self, tensor: torch.Tensor) -> tuple[Weight, int] | None:
-        """(weight, offset in its bytes) where a tensor is a part of a loaded weight here, else None."""
+        """Returns (weight, offset in its bytes) if a tensor is a part of a weight that is loaded on this device,
+        otherwise None."""
         address, start = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.element_size()
         for group in self._loaded:
             memory = self.place_of(group).memory
@@ -101,10 +103,10 @@ class WeightFetcher:
         return group.place
 
     def synchronize(self) -> None:
-        """Waits for all fetches and uses."""
+        """Waits for all fetches and uses that have been issued."""
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         for group in list(self._loaded):
             self.drop(group)
@@ -112,8 +114,8 @@ class WeightFetcher:
     # ---- placing ----
 
     def _region(self, group: Group, keeps_ahead: bool) -> Region | None:
-        """Room for a group in the arena, where it was last if that is free; None: there is none. keeps_ahead: whether
-        groups that were fetched ahead keep their places, too."""
+        """Returns a region of the arena for a group, its latest one if that is free, or None if there is no room.
+        keeps_ahead: whether groups that were fetched ahead must not be overwritten."""
         held = [other for other in self._loaded if other.uses or (keeps_ahead and other.is_ahead)]
         regions = [other.region for other in held if other.region is not None]
         wish = None if group.region is None else group.region[0]
@@ -121,7 +123,7 @@ class WeightFetcher:
         return None if start is None else (start, start + group.num_bytes)
 
     def _fetch(self, group: Group, region: Region | None) -> None:
-        """Fetches a group to a region of the arena; None: to memory of its own."""
+        """Fetches a group to a region of the arena. None: to an allocation of its own."""
         is_known = group.place is not None and region is not None and group.region == region
         place = self.place_of(group) if is_known else self._new_place(group, region)
         over = [other for other in self._loaded if region and other.region and overlap(other.region, region)]
@@ -143,7 +145,7 @@ class WeightFetcher:
     # ---- decoding ----
 
     def _queue(self, group: Group, place: Place, over: list[Group]) -> None:
-        """Decodes a group's weights to their place, once nothing reads what lay there."""
+        """Decodes a group's weights into its memory, after the last read of the groups that it overwrites."""
         begun = time.perf_counter()
         for weight, part in zip(group.weights, place.data):
             assert weight.table is not None
@@ -155,18 +157,19 @@ class WeightFetcher:
 
 
 class CudaWeightFetcher(WeightFetcher):
-    """A GPU. Groups are fetched on a stream beside the caller's, by the copy engine through one ring, without a pause
+    """The arena of a GPU. Groups are fetched on a separate stream, by the copy engine through one ring, without a pause
     between two groups.
 
-    No call waits for the GPU. A use waits, on its stream, for the event that follows the fetch; a fetch waits, on its
-    stream, for the events that follow the uses of what lay in its place.
+    No call waits for the GPU. The stream of a use waits for the event that follows the fetch; the stream of fetches
+    waits for the events that follow the last uses of the groups that are overwritten.
     """
 
     def __init__(self, device: torch.device, arena_bytes: int, max_sms: int | None) -> None:
         super().__init__(device, arena_bytes, max_sms)
         self._stream, self._ring_bytes = torch.cuda.Stream(device), _LEAST_RING_BYTES
         self._from_host: TensorStream | None = None
-        self._waits: dict[Group, tuple[torch.cuda.Event, torch.cuda.Event]] = {}  # around the last wait for each group
+        # Recorded before and after the last wait for each group.
+        self._waits: dict[Group, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
 
     @property
     def device_bytes(self) -> int:
@@ -175,8 +178,8 @@ class CudaWeightFetcher(WeightFetcher):
     def start(self, groups: Sequence[Group]) -> None:
         largest = max((group.stored_bytes for group in groups), default=0)
         self._ring_bytes = max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 4 * largest))
-        self._stream.wait_stream(self._current())  # which gave the arena and filled the tables
-        self.memory.record_stream(self._stream)  # a fetch ahead may still go on when the model is dropped
+        self._stream.wait_stream(self._current())  # it allocated the arena and filled the tables
+        self.memory.record_stream(self._stream)  # a fetch may still be running when the model is destroyed
 
     def check_use(self, group: Group) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -190,7 +193,7 @@ class CudaWeightFetcher(WeightFetcher):
                     weight.table._raise_pending(self.device)
         except CorruptTableError:
             if not group.uses:
-                self.drop(group)  # its memory does not hold the weights; the next use fetches them again
+                self.drop(group)  # its memory does not hold the weights, so the next use fetches them again
             raise
 
     def begin_use(self, group: Group) -> None:
@@ -200,7 +203,7 @@ class CudaWeightFetcher(WeightFetcher):
             place.memory.record_stream(stream)
         if wait is None:
             wait = self._waits[group] = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        elif wait[1].query():  # else the wait before this one goes uncounted: the host is a whole pass ahead
+        elif wait[1].query():  # otherwise the host is a whole pass ahead, and the wait before this one is not counted
             self.waited_s += wait[0].elapsed_time(wait[1]) * 1e-3
         wait[0].record(stream)
         stream.wait_event(group.ready)
@@ -226,7 +229,7 @@ class CudaWeightFetcher(WeightFetcher):
 
     def _queue(self, group: Group, place: Place, over: list[Group]) -> None:
         if place.region is None:
-            self._stream.wait_stream(self._current())  # which gave the memory
+            self._stream.wait_stream(self._current())  # it allocated the memory
             place.memory.record_stream(self._stream)
         if group.ready is None:
             group.ready = torch.cuda.Event()
@@ -236,7 +239,7 @@ class CudaWeightFetcher(WeightFetcher):
                     self._stream.wait_event(event)
             if all(weight.table is None or weight.table._serves(self.device) for weight in group.weights):
                 self._stream_to(group, place)
-            else:  # the CPU decodes rows of pageable memory, and waits until the GPU has a copy of them
+            else:  # the CPU decodes rows of pageable memory, and waits until they have been copied to the GPU
                 for weight, part in zip(group.weights, place.data):
                     if weight.table is not None:
                         out = part.view(weight.table.dtype).view(weight.table.shape)
@@ -244,7 +247,8 @@ class CudaWeightFetcher(WeightFetcher):
             group.ready.record(self._stream)
 
     def _stream_to(self, group: Group, place: Place) -> None:
-        """Brings the group to its place through the ring. What the stream issues is prepared once for each place."""
+        """Streams the group to its memory through the ring. The arguments of the stream are prepared once for each
+        `Place`."""
         if self._from_host is None:
             self._from_host = TensorStream(self.device, ring_bytes=self._ring_bytes)
         sms = self.max_sms or STREAM_SMS

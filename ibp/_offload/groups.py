@@ -1,4 +1,4 @@
-"""A model divided into groups of weights that are used together, and the modules whose calls use them."""
+"""Divides a model into groups of weights that are used together, and finds the modules whose calls use them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from ..nn._compressing import place_of
 from ..nn._stacks import is_stack
 from .weights import Weight, can_be_stored
 
-_ALIGNMENT = 256  # bytes, of weights within a group: what cuBLAS wants of matrices, and torch's own allocator gives
+# Alignment in bytes of the weights in a group. It is that of torch's allocator, and enough for cuBLAS.
+_ALIGNMENT = 256
 
-# Modules of torch that look at the weights of modules below them to choose how they compute.
+# Modules of torch that read the weights of their submodules to choose how they compute. They are used as a whole.
 _WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 
 
@@ -28,7 +29,8 @@ def overlap(one: Region, other: Region) -> bool:
 
 
 class WeightArena:
-    """Memory given out in turn: the next place follows the last one, and wraps around.
+    """A ring of memory for groups: each new region begins where the last one ended, and at the end of the memory the
+    next region begins at its start again.
 
     If every pass asks for the same sizes in the same order, the memory that is overwritten is thus the least recently
     used.
@@ -39,8 +41,9 @@ class WeightArena:
         self._cursor = 0
 
     def place(self, num_bytes: int, held: Iterable[Region], wish: int | None = None) -> int | None:
-        """Start of num_bytes that overlap none of the held regions: where wished, if that is free, else the first such
-        place after the last one given out. None: there is none."""
+        """Returns the offset of num_bytes bytes that overlap none of the held regions, or None if there is no such
+        offset. It is `wish` if that region is free, otherwise the first free offset after the region that was given out
+        last."""
         held = list(held)
         after_held = sorted(end for _, end in held)
         starts = [self._cursor, *(end for end in after_held if end > self._cursor), 0, *after_held]
@@ -56,51 +59,54 @@ class WeightArena:
 
 @dataclass(eq=False)
 class Place:
-    """Memory for a group of weights."""
+    """The memory of a group of weights on a device."""
 
-    region: Region | None  # of the arena; None: the memory is the group's own, since the arena had no room
-    memory: torch.Tensor  # uint8, all of it
+    # Region of the arena; None: the arena had no room, and the group has an allocation of its own.
+    region: Region | None
+    memory: torch.Tensor  # uint8: the memory of the whole group
     data: list[torch.Tensor]  # the bytes of each weight
-    values: list[torch.Tensor]  # the same as the model's tensors
-    sms: int = 0  # multiprocessors that `prepared` asks for
-    prepared: Sequence[tuple[Any, ...]] = ()  # what `TensorStream.issue` takes for each weight; empty at first
+    values: list[torch.Tensor]  # the same bytes as tensors with the shapes and dtypes of the model's
+    sms: int = 0  # number of multiprocessors with which `prepared` was made
+    prepared: Sequence[tuple[Any, ...]] = ()  # the arguments of `TensorStream.issue` for each weight; empty at first
 
 
 class Group:
-    """Weights, at least one, that are fetched together, one after the other in memory. name: of the module that they
-    were found in; device_number: of the device that uses them."""
+    """One or more weights that are fetched together and lie one after the other in memory."""
 
     def __init__(self, name: str, device_number: int, weights: Sequence[Weight]) -> None:
         self.name, self.device_number, self.weights = name, device_number, list(weights)
-        self.offsets: list[int] = []  # where each begins, in bytes from the group's start
+        self.offsets: list[int] = []  # offset of each weight from the group's start, in bytes
         end = 0
         for weight in self.weights:
             weight.group = self
             start = rounded_up(end, _ALIGNMENT)
             self.offsets.append(start)
             end = start + weight.num_bytes
-        self.num_bytes = rounded_up(end, _ALIGNMENT)  # of all, as the model uses them
-        self.stored_bytes = 0  # of the coded rows: what a fetch moves. 0 until the tables are made
-        # What follows changes while the model runs, under the lock of `Offloaded`; `fetcher.py` says how.
-        self.uses = 0  # calls that use the weights right now
-        self.is_loaded = False  # whether the weights are where `place` says, or will be once `ready` is reached
-        self.is_ahead = False  # whether they were fetched before a use that has not come yet
-        self.place: Place | None = None  # where they are or were last
-        self.ready: torch.cuda.Event | None = None  # after which the weights are there (CUDA)
-        self.done: dict[int, torch.cuda.Event] = {}  # after which nothing reads them any more, by stream (CUDA)
+        self.num_bytes = rounded_up(end, _ALIGNMENT)  # size of all weights as the model uses them
+        self.stored_bytes = 0  # size of the compressed rows, which a fetch moves; 0 until the tables are made
+        # The following attributes change while the model runs, under the lock of `Offloaded`; `fetcher.py` changes
+        # them.
+        self.uses = 0  # number of calls that are using the weights
+        # Whether the weights are in the memory of `place`, or will be when `ready` has been reached.
+        self.is_loaded = False
+        self.is_ahead = False  # whether they were fetched ahead of a use that has not begun
+        self.place: Place | None = None  # their present or latest memory
+        self.ready: torch.cuda.Event | None = None  # CUDA: reached when the weights have arrived
+        # CUDA, by stream: reached when the stream no longer reads the weights.
+        self.done: dict[int, torch.cuda.Event] = {}
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"
 
     @property
     def region(self) -> Region | None:
-        """Of the arena, where the weights are or were last."""
+        """The present or latest region of the weights in the arena."""
         return None if self.place is None else self.place.region
 
 
 @dataclass(eq=False)
 class Use:
-    """A module whose call uses groups of weights."""
+    """A module and the groups of weights that its call uses."""
 
     module: nn.Module
     groups: list[Group] = field(default_factory=list)
@@ -108,7 +114,7 @@ class Use:
 
 @dataclass(eq=False)
 class Lookup:
-    """A module that looks rows of a weight up, which are fetched alone."""
+    """A module that looks up rows of a weight. Only these rows are fetched."""
 
     module: nn.Module
     attribute: str
@@ -117,9 +123,8 @@ class Lookup:
 
 @dataclass(eq=False)
 class StackedModule:
-    """A module with a stack of experts, as transformers has them. A call for few tokens fetches the experts that the
-    router chose; a call for many uses the group. stacks: by attribute, the module's weights [num_experts, ...]; group:
-    all of them."""
+    """A module of transformers with a stack of experts. A call for few tokens fetches the experts that the router
+    chose; a call for many tokens uses the whole group."""
 
     module: nn.Module
     stacks: dict[str, Weight]
@@ -135,34 +140,38 @@ class Other:
     """A parameter or buffer that is not offloaded."""
 
     tensor: torch.Tensor
-    device_number: int  # of the device of the first module that has it
-    home: torch.device  # where it was; the CPU for a tensor that a checkpoint brings
-    names: list[str] = field(default_factory=list)  # in state_dict()
+    device_number: int  # index of the device of the first module that has the tensor
+    home: torch.device  # its device before `offload`; the CPU for a tensor that a checkpoint fills
+    names: list[str] = field(default_factory=list)  # its names in state_dict()
 
 
 @dataclass(eq=False)
 class Division:
-    """What a model consists of."""
+    """A model divided into groups of weights, modules that use them, and all other tensors."""
 
-    weights: list[Weight] = field(default_factory=list)  # all that are offloaded
+    weights: list[Weight] = field(default_factory=list)  # all offloaded weights
     groups: list[Group] = field(default_factory=list)  # in the order of the modules
-    # uses, lookups, experts: the modules that need them
+    # uses, lookups, experts: the modules that use weights, by the way in which they use them
     uses: list[Use] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     experts: list[StackedModule] = field(default_factory=list)
-    others: list[Other] = field(default_factory=list)  # all other parameters and buffers, each tensor once
-    device_numbers: dict[nn.Module, int] = field(default_factory=dict)  # of the device of every module
-    blocks: list[nn.Module] = field(default_factory=list)  # the repeated modules that devices take turns with
-    # by number of the device, of groups that are in use while modules below theirs use others
+    # All parameters and buffers that are not offloaded, each tensor once.
+    others: list[Other] = field(default_factory=list)
+    device_numbers: dict[nn.Module, int] = field(default_factory=dict)  # index of the device of each module
+    # The repeated modules that are distributed over the devices in turn.
+    blocks: list[nn.Module] = field(default_factory=list)
+    # By index of the device: the largest size in bytes of groups that are in use at the same time because a module uses
+    # its own group while its submodules use theirs.
     nested_bytes: dict[int, int] = field(default_factory=dict)
 
 
 def divide(model: nn.Module, *, min_bytes: int, group_bytes: int, num_devices: int, buffers: bool) -> Division:
-    """Divides a model. Blocks, the children of its outermost `ModuleList` or `Sequential`, go to the devices in turn.
+    """Divides a model. Its blocks, which are the children of its outermost `ModuleList` or `Sequential`, are assigned
+    to the devices in turn.
 
-    A module with at most group_bytes of weights is used as one; of a larger one its own weights are a group and its
-    children are looked at in turn. A weight that several modules use is in one group, that
-    of the first, and all of them use that group.
+    The weights of a module with at most group_bytes bytes of weights are one group. In a larger module, its own weights
+    are a group, and each of its children is divided in the same way. A weight that several modules use belongs to the
+    group of the first of them; the other modules use that group, too.
     """
     division = Division()
     _find_blocks(model, division, num_devices)
@@ -190,7 +199,7 @@ def _find_blocks(model: nn.Module, division: Division, num_devices: int) -> None
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """(attribute, tensor, whether it is a parameter) of a module itself."""
+    """Yields (attribute, tensor, whether it is a parameter) for the tensors of a module without its submodules."""
     for attribute, parameter in module._parameters.items():
         if parameter is not None:
             yield attribute, parameter, True
@@ -202,7 +211,8 @@ def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 def _find_tensors(
     model: nn.Module, division: Division, min_bytes: int, buffers: bool
 ) -> dict[nn.Module, list[tuple[str, Weight]]]:
-    """Fills in the weights and the other tensors. Returns the weights of each module itself, by attribute."""
+    """Fills in `division.weights` and `division.others`. Returns (attribute, weight) for the weights of each module
+    without its submodules."""
     found: dict[nn.Module, list[tuple[str, Weight]]] = {}
     known: dict[object, Weight] = {}
     others: dict[int, Other] = {}
@@ -239,7 +249,8 @@ class _Divider:
         self._visited: set[nn.Module] = set()
 
     def visit(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
-        """outer: bytes of the groups, by number of the device, that modules around this one use."""
+        """Divides a module. outer: by index of the device, the size in bytes of the groups that the modules around this
+        one use."""
         if module in self._visited:
             return
         self._visited.add(module)
@@ -270,7 +281,8 @@ class _Divider:
             self.visit(child, f"{name}.{child_name}" if name else child_name, outer)
 
     def _own(self, module: nn.Module) -> list[Weight]:
-        """The weights that the module's own forward uses: its own ones, and those in lists of parameters."""
+        """Returns the weights that the module's own forward uses: its own weights, and those in its lists of
+        parameters."""
         if not _has_forward(module):
             return []
         lists = [child for child in module.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))]
@@ -296,8 +308,8 @@ class _Divider:
         return is_usual and module in self._found
 
     def _use(self, module: nn.Module, name: str, weights: list[Weight]) -> list[Group]:
-        """Groups the weights that are in no group yet, and notes that the module uses the groups of all. Returns
-        these."""
+        """Makes a group of the weights that have none yet, and records that the module uses the groups of all weights.
+        Returns these groups."""
         if not weights:
             return []
         new = [weight for weight in weights if weight.group is None]
@@ -314,7 +326,8 @@ class _Divider:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module is certain to be called where its children are: lists and sequences may be walked instead."""
+    """Returns whether a module is certainly called when its children are used. A list or a sequence may be iterated
+    over instead."""
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.Sequential)
 
 
@@ -323,7 +336,8 @@ def _once(weights: Iterator[Weight]) -> list[Weight]:
 
 
 def spread(groups: Sequence[Group], num_bytes: int) -> list[Group]:
-    """Groups of at most num_bytes in all, at even distances, so that what is between them can be fetched meanwhile."""
+    """Returns groups of at most num_bytes in all, evenly spaced, so that the groups between them can be fetched while
+    they are used."""
     share = min(1.0, num_bytes / max(1, sum(group.num_bytes for group in groups)))
     chosen, left, due = [], num_bytes, 0.0
     for group in groups:
@@ -332,7 +346,7 @@ def spread(groups: Sequence[Group], num_bytes: int) -> list[Group]:
             chosen.append(group)
             left -= group.num_bytes
             due -= group.num_bytes
-    for group in groups:  # what evenness left over
+    for group in groups:  # the room that even spacing left
         if group not in chosen and group.num_bytes <= left:
             chosen.append(group)
             left -= group.num_bytes

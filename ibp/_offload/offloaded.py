@@ -1,4 +1,4 @@
-"""`ibp.offload`, and what it returns: the hooks that bring weights to the modules that use them."""
+"""`ibp.offload`, `ibp.Offloaded`, and the hooks that bring weights to the modules that use them."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from .resting import NotCopied, Resting
 from .schedule import Schedule
 from .weights import Checkpoint, Weight, put, read_checkpoint
 
-_GROUP_BYTES = 128 << 20  # of weights fetched together: three such groups are about a layer of 7 billion weights
-_LEAST_GROUPS = 16  # groups of a small model, so that fetching one and using another overlap
+_GROUP_BYTES = 128 << 20  # size of a group; three such groups are about one layer of a model of 7 billion weights
+_LEAST_GROUPS = 16  # least number of groups of a small model, so that fetches overlap with computing
 _CPU = torch.device("cpu")
-_LONGEST_ELEMENT = 16  # bytes, of complex128
-_LOOKAHEAD = 2  # groups fetched ahead of the one in use
+_LONGEST_ELEMENT = 16  # size in bytes of an element of complex128
+_LOOKAHEAD = 2  # number of groups that are fetched ahead of the one in use
 
 
 def offload(
@@ -68,21 +68,21 @@ def offload(
     paper's sections 2.1 and 6.4).
 
     Every weight is compressed once, into pinned host memory of its compressed size. While one part of the model
-    computes, the copy engine brings the next weights and the GPU decodes them into a small arena: the same bits as
-    before. The order of use is taken from the model at first and then learned, call by call. `torch.nn.Embedding`
-    fetches only the rows that it looks up, and a mixture of experts of transformers only the experts that the router
-    asks for, where a call has few tokens. All other parameters and buffers move to the device. Modules of `ibp.nn`
-    keep their tables where they are: `ibp.nn.compress` codes the part of a model that stays on the GPU.
+    computes, the copy engine brings the next weights and the GPU decompresses them into a small arena, bit for bit. The
+    order of use is first that of the model's modules; it is then learned from the calls. `torch.nn.Embedding` fetches
+    only the rows that it looks up. In a call for few tokens, a mixture of experts of transformers fetches only the
+    experts that the router chooses. All other parameters and buffers move to the device. Modules of `ibp.nn` keep their
+    tables where they are: use `ibp.nn.compress` for the part of a model that stays on the GPU.
 
-    The model is used as before, by calling it. `state_dict()` gives plain tensors on the CPU. Between calls a weight
-    has its shape, dtype and device. A user who asks for its values gets a decoded copy, and so does a module that does
-    not own it; if such a module asks while the model runs, the weight is brought to it from the next call on. In
-    transforms of `torch.func` each module decodes its weights where it reads them, and nothing is fetched ahead.
+    Call the model as before. `state_dict()` returns plain tensors on the CPU. Between calls a weight has its shape,
+    dtype and device, and reading its values returns a decompressed copy. A module that reads a weight that it does not
+    own also gets a copy; if it does so while the model runs, its next calls fetch the weight as if it were its own. In
+    transforms of `torch.func` each module decompresses its weights when it reads them, and nothing is fetched ahead.
 
-    Offloaded weights are frozen; gradients flow through them to inputs and to other parameters. Between calls, whatever
-    would write to a weight, or to values that were read from it, raises RuntimeError: write to a `clone()`, or call
-    `close()` first. A conversion of the model to another dtype or device raises it before anything has changed.
-    Functions that take a tensor's memory without asking torch, such as `torch.tensor(weight)` and pointers, find no
+    Offloaded weights are frozen; gradients flow through them to inputs and to other parameters. Between calls, writing
+    to a weight, or to values that were read from it, raises RuntimeError: write to a `clone()`, or call `close()`
+    first. A conversion of the model to another dtype or device raises RuntimeError before anything has changed.
+    Functions that read a tensor's memory directly, such as `torch.tensor(weight)` and code that uses pointers, find no
     values there: pass them `weight.detach()`.
 
     Example:
@@ -94,41 +94,43 @@ def offload(
         OffloadStats(uses=2, ..., weight_bytes=4194304, ...)
 
     Args:
-        model: in eval mode, or in training mode with the weights to be offloaded frozen: parameters that require grad
-            then stay on the device. Weights on the meta device are taken from `checkpoint`.
-        device: where the model computes. Several: the blocks of the model's outermost `ModuleList` take turns, so that
-            every device's link is busy; blocks must follow each other, and all other modules run on the first device.
-            None: the current CUDA device if there is one, else the CPU.
-        checkpoint: a .safetensors file, a directory of them (with or without an index), an index, a mapping, or pairs
-            of names and tensors: read one tensor at a time, each converted to its parameter's dtype as
-            `load_state_dict` does. Tables, of a compressed checkpoint (`ibp.checkpoints.compress`) or in a mapping,
-            become the weights' own as they are, pinned for a GPU, if they have the parameter's dtype and the scheme
-            that is asked for; else they are decoded.
+        model: a module in eval mode, or in training mode if the weights to be offloaded are frozen: parameters of a
+            training module that require grad stay on the device. Weights on the meta device are read from `checkpoint`.
+        device: the device on which the model computes. Several devices: the blocks of the model's outermost
+            `ModuleList` are distributed over them in turn, so that the links of all devices are busy; the blocks must
+            be called one after the other, and all other modules run on the first device. None: the current CUDA device
+            if there is one, otherwise the CPU.
+        checkpoint: a .safetensors file, a directory of such files (with or without an index), an index, a mapping, or
+            pairs of names and tensors. It is read one tensor at a time, and each tensor is converted to its parameter's
+            dtype, as `load_state_dict` does. Tables of a compressed checkpoint (`ibp.checkpoints.compress`) or of a
+            mapping are used without decompressing them, in pinned memory for a GPU, if they have the parameter's dtype
+            and the given scheme; other tables are decompressed.
         resident_bytes: number of bytes of weights, counted before compression, that stay on the device; with several
-            devices, on each. What a mixture's other weights leave of them is memory for a cache of coded experts,
-            divided by the sizes of the stacked weights; experts that are asked for replace those used longest ago.
-            None: no weights stay.
-        resident: "raw", the only value: weights that stay on the device stay as they are.
-        max_sms: keep at most this many of the GPU's multiprocessors busy with decoding. None: 32.
-        lookahead: groups of weights that are fetched before they are used. None: 2 on a GPU; none on the CPU, where
-            nothing runs beside the model.
-        group_bytes: a module with at most this many bytes of weights is brought as one, a larger one in parts. None:
-            128 MiB, less for small models.
+            devices, on each of them. In a mixture, the bytes that its other weights do not need hold a cache of
+            compressed experts, which is divided among the stacked weights by their sizes; requested experts replace the
+            least recently used. None: no weights stay.
+        resident: "raw", the only value: weights that stay on the device are not compressed.
+        max_sms: keep at most this many of the GPU's multiprocessors busy with decompression. None: 32.
+        lookahead: number of groups of weights that are fetched ahead. None: 2 on a GPU; 0 on the CPU, where nothing
+            runs beside the model.
+        group_bytes: a module with at most this many bytes of weights is fetched as a whole, a larger one in parts.
+            None: 128 MiB, or less for small models.
         min_bytes: smaller parameters stay on the device.
-        buffers: offload large buffers too: the packed weights of quantised layers. They must not be written to.
+        buffers: whether to offload large buffers, too, such as the packed weights of quantised layers. The model must
+            not write to them.
         scheme: as in `ibp.compress`.
-        progress: show a progress bar.
+        progress: whether to show a progress bar.
 
     Returns:
-        `ibp.Offloaded`: statistics, and `close()`, which gives the model its weights back.
+        `ibp.Offloaded`: an object with statistics and with `close()`, which restores the model's weights.
 
     Raises:
-        TypeError: model is no module, or an argument is not of its type.
-        ValueError: an argument is outside its range; the model is offloaded already, or has nothing to offload;
-            names or shapes of the checkpoint do not fit.
+        TypeError: model is not a module, or another argument has the wrong type.
+        ValueError: an argument is out of range; the model is offloaded already, or has nothing to offload; names or
+            shapes of the checkpoint differ from the model's.
         RuntimeError: a weight is on the meta device and no checkpoint is given; memory cannot be pinned.
-        torch.OutOfMemoryError: the device has no room. The model is then as it was; so it is after every error, except
-            for tensors on the meta device, which a checkpoint may have filled.
+        torch.OutOfMemoryError: the device does not have enough memory. After this and every other error the model is
+            unchanged, except that a checkpoint may have filled tensors of the meta device.
     """
     check_model(model)
     if any(isinstance(tensor, Resting) for tensor in (*model.parameters(), *model.buffers())):
@@ -185,22 +187,24 @@ def _devices(device: Any) -> list[torch.device]:
 
 @dataclass(frozen=True)
 class OffloadStats(Statistics):
-    """What an offloaded model has done since it was made, or since `reset_stats`.
+    """Counts of an offloaded model since it was made, or since the last `reset_stats`.
 
     Attributes:
-        uses: how many times a module used a group of weights.
-        misses: uses whose weights were not even on their way: the first uses, and uses after a change of order.
+        uses: number of times that a module used a group of weights.
+        misses: number of uses whose weights were not being fetched when the use began: first uses, and uses after a
+            change of order.
         fetched_bytes: number of bytes of weights that were brought to the device, counted as the model uses them.
         link_bytes: number of bytes of their compressed rows that crossed the link from host memory.
-        seconds: from the first use to the last one, on the host's clock.
-        waited_seconds: that modules waited for their weights, on the GPU's clock and without their last uses; without a
-            GPU, the time of decoding. Close to `seconds` where the link binds.
+        seconds: time in seconds from the first use to the last one, by the host's clock.
+        waited_seconds: time in seconds that modules waited for their weights, by the GPU's clock and without the last
+            use of each group; on the CPU, the time of decompression. It is close to `seconds` if the link is the
+            bottleneck.
         weight_bytes: size in bytes of all offloaded weights, uncompressed.
-        host_bytes: host memory of the offloaded weights, index and codebooks counted.
-        device_bytes: device memory for the offloaded weights: weights that stay, the arena, the ring, the index, caches
-            of experts.
-        expert_hits, expert_misses: rows of experts that were asked for and cached, or brought to the device. Calls
-            that bring all experts do not count.
+        host_bytes: size in bytes of the offloaded weights in host memory, including index and codebooks.
+        device_bytes: size in bytes of the device memory for offloaded weights: weights that stay, the arena, the ring,
+            the index, and caches of experts.
+        expert_hits, expert_misses: numbers of requested rows of experts that were found in the cache, and that were
+            fetched. Calls that fetch all experts are not counted.
     """
 
     uses: int
@@ -228,13 +232,14 @@ class OffloadStats(Statistics):
 
     @property
     def expert_hit_rate(self) -> float:
-        """Share of the experts' rows that were cached; 0 where no experts were asked for."""
+        """Fraction of the requested rows of experts that were found in the cache; 0 if no experts were requested."""
         asked = self.expert_hits + self.expert_misses
         return self.expert_hits / asked if asked else 0.0
 
 
 class _CallHook(NotCopied):
-    """Says when a module is called. start, end: functions to call; torch.compile leaves both alone."""
+    """A pair of hooks that call `start` before and `end` after each call of a module. torch.compile does not trace
+    these functions."""
 
     def __init__(self, start: Callable[[], None], end: Callable[[], None]) -> None:
         self._start, self._end = start, end
@@ -247,12 +252,12 @@ class _CallHook(NotCopied):
 
 
 def _refuse_script() -> NoReturn:
-    """What torch.jit.script calls of a module before it compiles the module and its hooks."""
+    """Raises an error. torch.jit.script calls this function of a module before it compiles the module and its hooks."""
     raise cannot_record("torch.jit.script")
 
 
 class _MoveHook(NotCopied):
-    """Brings a module's arguments to the device that it is on."""
+    """A hook that moves a module's arguments to the module's device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -261,8 +266,8 @@ class _MoveHook(NotCopied):
         return self._moved(args), self._moved(kwargs)
 
     def _moved(self, value: Any) -> Any:
-        """Tensors on the device, also those in plain containers. A cache is left as it is: its layers stay where they
-        are filled."""
+        """Returns a value with its tensors moved to the device, including tensors in lists, tuples and dicts. A cache
+        of transformers is returned as it is, because its layers stay on the devices that fill them."""
         if isinstance(value, torch.Tensor):
             return value.to(self._device, non_blocking=True)
         if type(value) in (tuple, list):
@@ -273,14 +278,14 @@ class _MoveHook(NotCopied):
 
 
 class _StateHook(NotCopied):
-    """Puts a module's weights into its state_dict, and refuses to load others."""
+    """Hooks that put a module's weights into its state_dict, and that refuse to load other weights."""
 
     def __init__(self, holds: list[tuple[str, Weight]]) -> None:
         self._holds = holds
 
     def before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         for _, weight in self._holds:
-            weight.wake()  # to be listed as it is, without being decoded
+            weight.wake()  # so that torch lists the tensor without decoding it
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for attribute, weight in self._holds:
@@ -296,7 +301,7 @@ class _StateHook(NotCopied):
 
 
 class _RowsForward(NotCopied):
-    """The forward of a module that looks rows up: its own, with a table in the place of the weight."""
+    """The forward of a module that looks up rows: the module's own, with a table instead of the weight."""
 
     def __init__(self, lookup: Lookup, look_up: Callable[..., Any]) -> None:
         self._lookup, self._look_up = lookup, look_up
@@ -306,7 +311,7 @@ class _RowsForward(NotCopied):
 
     def look_up(self, *args: Any, **kwargs: Any) -> Any:
         module: Any = self._lookup.module
-        if is_transformed():  # `vmap` may have made one tensor of many ids, which no table takes
+        if is_transformed():  # `vmap` may have batched the ids, which a table cannot look up
             return type(module).forward(module, *args, **kwargs)
         table = {self._lookup.attribute: self._lookup.weight.table}
         return type(module).forward(stand_in(module, table, type(module)), *args, **kwargs)
@@ -314,16 +319,17 @@ class _RowsForward(NotCopied):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of a module that is going on."""
+    """A call of a module that has begun and not ended."""
 
-    use: Use  # what it began as
-    groups: list[Group]  # that it uses
-    saving: Any  # what `_saving` returned
+    use: Use  # the module and its groups when the call began
+    groups: list[Group]  # groups that the call uses
+    saving: Any  # the result of `_saving`
 
 
 @dataclass(frozen=True)
 class _SavedWeight:
-    """What autograd keeps of a weight for backward: which part of it, to be decoded again."""
+    """The description of a part of a weight that autograd saves for backward instead of its memory; the weight is
+    decoded again there."""
 
     weight: Weight
     device: torch.device
@@ -337,9 +343,10 @@ class _SavedWeight:
 
 
 class Offloaded(OfThisProcess, Closing, NotTheModel):
-    """A model whose weights are offloaded: made by `ibp.offload`. As a context manager it calls `close` at the end.
+    """A model whose weights are offloaded, as `ibp.offload` returns it. As a context manager it calls `close` at the
+    end.
 
-    Several threads may call the model at once; weights that are in use are never overwritten.
+    Several threads may call the model at the same time; weights that are in use are never overwritten.
 
     Example:
         >>> model = torch.nn.Linear(1024, 1024, dtype=torch.bfloat16).eval()
@@ -347,7 +354,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
         ...     y = model(torch.ones(2, 1024, dtype=torch.bfloat16))
         ...     offloaded.stats().weight_bytes
         2097152
-        >>> torch.equal(model(torch.ones(2, 1024, dtype=torch.bfloat16)), y)  # with its own weights again
+        >>> torch.equal(model(torch.ones(2, 1024, dtype=torch.bfloat16)), y)  # with its own weights
         True
     """
 
@@ -361,18 +368,18 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
         self._max_sms, self._lookahead = max_sms, lookahead
         self._lock, self._thread = ForkLock(), threading.local()
         self._fetchers: list[WeightFetcher] = []
-        self._groups: list[Group] = []  # what is brought to the device for every use
+        self._groups: list[Group] = []  # groups that are fetched for their uses
         self._schedule: Schedule[Group] = Schedule([])
         self._undo: list[Callable[[], object]] = []
         self._uses_of: dict[nn.Module, Use] = {}
         self._parents = {child: module for module in model.modules() for child in module.children()}
-        self._users: dict[Weight, nn.Module] = {}  # modules that were found to use weights that are not their own
+        self._users: dict[Weight, nn.Module] = {}  # modules that read weights which are not their own
         self._kept: list[Weight] = []  # weights that stay on a device as they are
-        self._experts: list[ExpertsForward] = []  # that are brought as a router asks for them
+        self._experts: list[ExpertsForward] = []  # mixtures whose experts are fetched as the router chooses them
         self._of_experts: set[Group] = set()
-        self._uses_all_experts = False  # whether the last call of a mixture did
+        self._uses_all_experts = False  # whether the last call of a mixture used all of its experts
         self._is_removed = False
-        self._is_short = False  # of room for what is expected next: the end of a use makes some
+        self._is_short = False  # whether the arena had no room for an expected group; the end of a use makes room
         self.reset_stats()
 
     def __repr__(self) -> str:
@@ -389,8 +396,8 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
     # ---- what the user asks ----
 
     def stats(self) -> OffloadStats:
-        """What the offloaded model has done, and the memory that its weights take. Waits for the device where it has a
-        mixture of experts."""
+        """Returns the counts of the offloaded model, and the memory that its weights take. Waits for the device if the
+        model has a mixture of experts."""
         with self._lock:
             counts = [experts.counts() for experts in self._experts]
             hits, misses, missed_bytes, link_bytes = (sum(part) for part in zip((0, 0, 0, 0), *counts))
@@ -415,7 +422,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             )
 
     def reset_stats(self) -> None:
-        """Counts uses, bytes and seconds from now on."""
+        """Sets the counts of uses, bytes and seconds to 0."""
         self._uses = self._misses = self._fetched_bytes = self._link_bytes = 0
         self._first_use: float | None = None
         self._last_use = 0.0
@@ -425,14 +432,14 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             experts.reset_counts()
 
     def close(self) -> None:
-        """Gives the model its weights back as plain tensors, on the devices that they were on, and removes all hooks. A
-        second call does nothing.
+        """Restores the model's weights as plain tensors on their original devices, and removes all hooks. A second call
+        does nothing.
 
-        Weights are decoded one at a time, and the coded rows of each are given up. If memory runs out on the way, the
-        weights that are not yet decoded stay offloaded and `close` can be called again.
+        Weights are decompressed one at a time, and the compressed rows of each are freed. If memory runs out, the
+        weights that are not yet decompressed stay offloaded, and `close` can be called again.
 
         Raises:
-            RuntimeError: called from within a call of the model.
+            RuntimeError: the method was called within a call of the model.
         """
         with self._lock, outside_of_modes():
             if self._is_removed:
@@ -453,7 +460,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             for weight in self._kept:
                 weight.bind(weight.tensors[0].data.to(weight.home))
             for other in self._division.others:
-                if not other.tensor.is_meta:  # else the checkpoint did not get to it
+                if not other.tensor.is_meta:  # otherwise the checkpoint has not filled it
                     other.tensor.data = other.tensor.data.to(other.home)
             for weight in self._division.weights:
                 for tensor, requires_grad in zip(weight.tensors, weight.requires_grad):
@@ -501,7 +508,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
                 stored = x.to(_CPU).permute(weight.order)
                 row_bytes: dict[str, Any] = {}
                 if weight in looked_up:
-                    row_bytes = {"row_bytes": None}  # its own rows, to be fetched one by one
+                    row_bytes = {"row_bytes": None}  # rows of the weight, which are fetched one by one
                 elif weight in stacked:
                     row_bytes = {"row_bytes": weight.stacked_row_bytes}
                 weight.table = compressor.compress(weight.name, stored, device=device, **row_bytes)
@@ -510,7 +517,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             weight.freeze()
             if weight.table is not None:
                 if device.type == "cpu" or weight.table._serves(device):
-                    handle_on(weight.table, device)  # copies the index there now, not at the first use
+                    handle_on(weight.table, device)  # copies the index to the device now instead of at the first use
                 blank = ones[device].view(weight.dtype)[0].expand(weight.shape)
                 weight.prepare(blank, self._read)
 
@@ -530,8 +537,8 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
         self._fetch_ahead()
 
     def _residents(self, num_bytes: int) -> tuple[list[Group], list[int]]:
-        """(The groups that stay on their devices, the bytes that they leave of each device's). Experts stay where all
-        weights do."""
+        """Returns (the groups that stay on their devices, the number of bytes that they leave of each device's
+        num_bytes). Experts stay only on a device on which all weights stay."""
         self._of_experts = {experts.group for experts in self._division.experts}
         chosen: list[Group] = []
         left: list[int] = []
@@ -545,7 +552,8 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
         return chosen, left
 
     def _sources(self, checkpoint: Checkpoint | None) -> Iterable[tuple[Weight, torch.Tensor | CompressedTensor]]:
-        """Every weight and its values: from the model, or from the checkpoint, which fills the other tensors too."""
+        """Yields each weight with its values, from the model or from the checkpoint. The checkpoint also fills the
+        tensors that are not offloaded."""
         weights = self._division.weights
         if checkpoint is None:
             for name, tensor in [*self._model.named_parameters(), *self._model.named_buffers()]:
@@ -583,7 +591,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
                 )
 
     def _install(self, cache_bytes: Sequence[int]) -> None:
-        """cache_bytes: for experts, on each device."""
+        """Installs hooks and forwards. cache_bytes: for each device, size in bytes of the caches of experts."""
         streamed = set(self._groups)
         for use in self._division.uses:
             use.groups = [group for group in use.groups if group in streamed]
@@ -657,10 +665,11 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
     # ---- while the model runs ----
 
     def _enter(self, use: Use) -> None:
-        """Brings a module's groups. After an error nothing is in use that was not before.
+        """Fetches and binds a module's groups. If it raises, it leaves no group in use that was not in use before.
 
-        In a transform of torch.func the module computes with its resting weights, each decoded where it is read: the
-        memory of weights in use is given to others after the call, and autograd keeps no names of weights there."""
+        In a transform of torch.func the module computes with its resting weights, each of which is decoded when it is
+        read: after the call other weights use the memory, and these transforms do not support
+        autograd's saved-tensor hooks."""
         with self._lock:
             if is_transformed():
                 self._calls().append(_Call(use, [], None))
@@ -671,7 +680,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             self._fetch_ahead()
 
     def _bring(self, use: Use) -> list[Group]:
-        """Binds the weights of a module's groups. Returns the groups."""
+        """Begins a use of each of a module's groups and binds their weights. Returns the groups."""
         begun: list[Group] = []
         try:
             for group in use.groups:
@@ -707,7 +716,8 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
 
     @contextlib.contextmanager
     def _using_all(self, use: Use) -> Iterator[None]:
-        """A call of a mixture that uses all experts: the next ones are expected to do so, too."""
+        """A context for a call of a mixture that uses all experts. The next calls are expected to use all experts,
+        too."""
         with self._lock:
             self._uses_all_experts = True
             self._enter(use)
@@ -717,7 +727,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
             self._leave(use)
 
     def _note_choice(self, group: Group) -> None:
-        """A call of a mixture that uses some experts: the next ones are not fetched ahead."""
+        """Records a call of a mixture that uses some experts. All experts are then no longer fetched ahead."""
         with self._lock:
             self._uses_all_experts = False
             self._note_use(group)
@@ -725,7 +735,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
     def _leave(self, use: Use) -> None:
         with self._lock:
             calls = self._calls()
-            if calls and calls[-1].use is use:  # else its beginning failed
+            if calls and calls[-1].use is use:  # otherwise the call failed to begin
                 self._end(calls.pop())
                 if self._is_short:
                     self._fetch_ahead()
@@ -743,7 +753,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
         self._last_use = time.perf_counter()
 
     def _start(self) -> None:
-        """The whole model is called: this thread is in no other call of it."""
+        """Called before each call of the whole model. This thread cannot be within another call of it."""
         self._abandon()
         self._thread.is_running = True
 
@@ -751,22 +761,23 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
         self._thread.is_running = False
 
     def _abandon(self) -> None:
-        """Ends the uses that this thread has begun and not ended: torch runs no hook after a KeyboardInterrupt."""
+        """Ends the uses that this thread has begun and not ended. There are such uses after a KeyboardInterrupt,
+        because torch then runs no hooks."""
         with self._lock:
             calls = self._calls()
             while calls:
                 self._end(calls.pop())
 
     def _calls(self) -> list[_Call]:
-        """The uses that this thread is in, the innermost last."""
+        """Returns the calls that this thread is in, the innermost last."""
         if not hasattr(self._thread, "calls"):
             self._thread.calls = []
         return self._thread.calls
 
     def _read(self, weight: Weight) -> torch.Tensor:
-        """The values of a weight that is asked for between uses, in memory of their own. While the model runs, the
-        module above the last one known to use it is taken for the one that asks, and will have it when it is next
-        called."""
+        """Returns the values of a weight that is read between uses, in newly allocated memory. While the model runs,
+        the reader is assumed to be the parent of the module that was last known to use the weight; the next calls of
+        that parent fetch the weight."""
         assert weight.blank is not None
         with self._lock:
             user, group = self._parents.get(self._users.get(weight, weight.holders[0][0])), weight.group
@@ -783,8 +794,8 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
 
     @outside_of_modes()
     def _fetch_ahead(self) -> None:
-        """Fetches what is expected next, as far as there is room: for every device the next few groups that it is to
-        use."""
+        """Fetches ahead, for each device, the next groups that are expected to be used there, as long as there is
+        room."""
         left, expected = [self._lookahead] * len(self._fetchers), []
         for group in itertools.islice(self._schedule.coming(), len(self._groups)):
             if not any(left):
@@ -806,12 +817,12 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
                     self._count(group)
                 else:
                     self._is_short = True
-                    full.add(group.device_number)  # what comes later must not take the room that this one waits for
+                    full.add(group.device_number)  # later groups must not take the room that this group waits for
 
     def _fetched_ahead(self, group: Group) -> bool:
         try:
             return self._fetchers[group.device_number].fetch_ahead(group)
-        except CorruptTableError:  # which the use that needs the group raises
+        except CorruptTableError:  # the use that needs the group will raise it
             return False
 
     def _count(self, group: Group) -> None:
@@ -821,8 +832,8 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
     # ---- autograd ----
 
     def _saving(self) -> Any:
-        """Lets autograd keep names of weights in the place of their memory, which other weights will use. None if it
-        keeps nothing."""
+        """Makes autograd save descriptions of weights instead of their memory, which other weights will overwrite.
+        Returns the hooks, or None if autograd saves nothing."""
         if not torch.is_grad_enabled():
             return None
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
@@ -842,7 +853,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
 
 
 def _is_within(modules: Sequence[nn.Module]) -> bool:
-    """Whether this function was called, at any distance, by a method of one of the modules."""
+    """Returns whether a method of one of the modules is on the call stack."""
     frame = sys._getframe() if modules else None
     while frame is not None:
         if any(frame.f_locals.get("self") is module for module in modules):

@@ -1,4 +1,5 @@
-"""Weights between uses: tensors with shape, dtype and device, whose values are decoded when they are asked for."""
+"""Resting tensors stand for weights between uses. They have shape, dtype and device; their values are decoded when they
+are read."""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ class Source(Protocol):
     def name(self) -> str: ...
 
     def like(self) -> torch.Tensor:
-        """A tensor without memory that lies as the weight does."""
+        """Returns a tensor on the meta device with the shape, dtype and strides of the weight."""
 
     def read(self) -> torch.Tensor:
-        """The values, in memory of their own."""
+        """Returns the values in newly allocated memory."""
 
 
-_SOURCE, _NAME = "_ibp_source", "_ibp_name"  # attributes of a resting tensor, and of values that were read
+# Attributes of resting tensors, and of tensors of values that were read from them.
+_SOURCE, _NAME = "_ibp_source", "_ibp_name"
 
-# What a tensor is asked about itself, and what is set of it, besides its values.
+# Accessors of a tensor that neither read nor write its values.
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 _ABOUT: set[Any] = {
     accessor
@@ -52,7 +54,7 @@ _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
 def _changes_nothing(function: Callable, tensor: Any, *args: Any, **kwargs: Any) -> bool:
-    """Whether a conversion, as of `module.to()`, would return the tensor itself."""
+    """Returns whether a conversion, such as that of `module.to()`, would return the tensor itself."""
     with torch._C.DisableTorchFunctionSubclass():
         shape = (0, *tensor.shape[1:]) if tensor.dim() else ()
         probe = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
@@ -60,28 +62,28 @@ def _changes_nothing(function: Callable, tensor: Any, *args: Any, **kwargs: Any)
 
 
 def _refuse_to_write(tensor: Any) -> NoReturn:
-    """tensor: a resting one, or values that were read."""
+    """Raises RuntimeError for a write to a resting tensor, or to values that were read from one."""
     raise RuntimeError(
         f"{_name_of(tensor)} is offloaded and cannot be written to: close() first, or write to a clone() of its values"
     )
 
 
 def _name_of(tensor: Any) -> str:
-    """The name of the weight that a resting tensor stands for, or whose values were read."""
+    """Returns the name of the weight that a resting tensor stands for, or from which values were read."""
     held = vars(tensor)
     return held[_SOURCE].name if isinstance(tensor, Resting) else held[_NAME]
 
 
 class _Reading(TorchDispatchMode):
-    """A call of a function with the values of resting tensors. No operation in it may write to these values, or to
-    values that were read before: they lie in memory that is not the model's, so that what is written would be lost."""
+    """A dispatch mode for a call of a function with the values of resting tensors. It refuses operations that write to
+    these values, or to values that were read before: their memory is not the model's, so writes would be lost."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._given: list[tuple[torch.Tensor, Any]] = []  # plain values, and the argument that they are of
+        self._given: list[tuple[torch.Tensor, Any]] = []  # (plain values, the argument that they stand for)
 
     def values(self, given: Any) -> Any:
-        """A function's arguments with plain tensors in the place of resting ones, and of values that were read."""
+        """Returns a function's arguments with plain tensors instead of resting tensors and of values that were read."""
         if isinstance(given, Resting):
             with outside_of_modes():
                 values = vars(given)[_SOURCE].read()
@@ -112,7 +114,8 @@ class _Reading(TorchDispatchMode):
         return operation(*args, **kwargs)
 
     def kept(self, result: Any) -> Any:
-        """What the function returned, with parts of the values that refuse to be written to."""
+        """Returns the result of the function. Tensors in it that share memory with the values refuse to be written
+        to."""
         if type(result) is torch.Tensor:
             read = self._whole_of(result)
             if read is not None:
@@ -120,14 +123,14 @@ class _Reading(TorchDispatchMode):
                 setattr(result, _NAME, _name_of(read))
         elif type(result) in (tuple, list):
             return type(result)(map(self.kept, result))
-        elif isinstance(result, Iterator):  # of the rows, which `iter()` gives
+        elif isinstance(result, Iterator):  # the rows, as `iter()` yields them
             return map(self.kept, result)
         elif isinstance(result, np.ndarray) and not result.flags.owndata:
             result.flags.writeable = False
         return result
 
     def _whole_of(self, tensor: Any) -> Any:
-        """The argument whose values a tensor is a part of; None: it is a part of none."""
+        """Returns the argument whose values a tensor shares memory with, or None."""
         if not isinstance(tensor, torch.Tensor):
             return None
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -138,7 +141,8 @@ class _Reading(TorchDispatchMode):
 
 @outside_of_graphs
 def _call(cls: type, function: Callable, types: tuple, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-    """What a function of torch gives that is called with resting tensors, or with values that were read."""
+    """Calls a function of torch that was given resting tensors, or values that were read from them. Returns its
+    result."""
     kwargs = kwargs or {}
     if function in _ABOUT:
         with torch._C.DisableTorchFunctionSubclass():
@@ -152,7 +156,8 @@ def _call(cls: type, function: Callable, types: tuple, args: tuple = (), kwargs:
     if isinstance(first, _Refusing):
         if function in _MOVES and _changes_nothing(function, first, *args[1:], **kwargs):
             return first
-        # Methods that write without an operation, as `apply_` and `share_memory_` do, are told by torch's names.
+        # Methods that write without an operation, such as `apply_` and `share_memory_`, are recognised by torch's
+        # naming.
         name = getattr(function, "__name__", "")
         if name.endswith("_") and not name.endswith("__") or name in ("__set__", "__delete__"):
             _refuse_to_write(first)
@@ -164,7 +169,8 @@ def _call(cls: type, function: Callable, types: tuple, args: tuple = (), kwargs:
 
 
 class NotCopied:
-    """What belongs to one offloaded model: it is neither copied nor saved with the model's modules."""
+    """A base of objects that belong to one offloaded model and can be neither copied nor pickled with the model's
+    modules."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise RuntimeError("an offloaded model cannot be copied: close() first, or copy its state_dict()")
@@ -178,18 +184,18 @@ class _Refusing:
 
     __torch_function__: Any = classmethod(_call)
 
-    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # which asks no `__torch_function__`
+    def set_(self, *args: Any, **kwargs: Any) -> NoReturn:  # torch does not call `__torch_function__` for it
         _refuse_to_write(self)
 
 
 class Resting(NotCopied, _Refusing):
-    """What the classes of resting tensors have in common."""
+    """The base of the classes of resting tensors."""
 
-    def as_subclass(self, cls: type) -> Any:  # which asks no `__torch_function__` either
+    def as_subclass(self, cls: type) -> Any:  # torch does not call `__torch_function__` for it
         return _call(type(self), torch.Tensor.as_subclass, (), (self, cls))
 
     def check_conversion(self, convert: Callable) -> None:
-        """Raises RuntimeError for a conversion of the model that the tensor would have to be written for."""
+        """Raises RuntimeError if a conversion of the model would change the tensor's dtype, device or memory format."""
         if not _changes_nothing(convert, self):
             raise RuntimeError(
                 f"{_name_of(self)} is offloaded and keeps its dtype, device and memory format: close() first"
@@ -205,7 +211,7 @@ class RestingTensor(Resting, torch.Tensor):
 
 
 class ReadOnly(_Refusing, torch.Tensor):
-    """Values of a resting tensor that were read, or a part of them."""
+    """Values that were read from a resting tensor, or a part of them."""
 
 
 _CLASSES: dict[type, type] = {torch.nn.Parameter: RestingParameter, torch.Tensor: RestingTensor}
@@ -213,8 +219,8 @@ _AWAKE: dict[type, type] = {resting: awake for awake, resting in _CLASSES.items(
 
 
 def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
-    """Replaces the memory of a model's tensor by `blank`. From then on its values are read from `source`.
-    blank: a tensor of the same shape, dtype and device."""
+    """Replaces the memory of a model's tensor by `blank`, a tensor of the same shape, dtype and device. Afterwards its
+    values are read from `source`."""
     wake(tensor)
     tensor.data = blank
     setattr(tensor, _SOURCE, source)
@@ -222,12 +228,12 @@ def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
 
 
 def wake(tensor: torch.Tensor) -> None:
-    """Makes a tensor an ordinary one: its values are what its memory holds. It keeps its source, which another thread
-    may be about to ask."""
+    """Makes a tensor an ordinary tensor: its values are the content of its memory. It keeps its source, because another
+    thread may be about to read from it."""
     tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
 
 
 def release(tensor: torch.Tensor) -> None:
-    """Makes a tensor what it was before it first rested."""
+    """Makes a tensor ordinary and removes its source."""
     wake(tensor)
     vars(tensor).pop(_SOURCE, None)

@@ -1,4 +1,4 @@
-"""Which group of weights is used next."""
+"""Predicts which group of weights is used next."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class Schedule(Generic[Item]):
-    """Predicts that what came after the same two uses, or else after the same one, comes again.
+    """A predictor of uses. It expects the item that followed the last two uses when they occurred before, or otherwise
+    the item that followed the last use.
 
-    A pass over the items in one order is known after it was seen once; where the order changes, every new step is a
-    wrong prediction once. An item that is used twice in a pass is told apart by what came before it; a run of items
-    that comes twice, and then goes on in another way, costs a wrong prediction a pass.
+    After one pass, a constant order is predicted without error. If the order changes, each new step is mispredicted
+    once. If an item is used twice in a pass, the item before it tells the two uses apart. If the same run of items
+    occurs twice in a pass with different successors, one prediction per pass is wrong.
 
-    items: in the order that is expected of the first pass; it is expected to repeat."""
+    items: in the order that is expected for the first pass and, until another order is seen, for the following ones."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self._after_one: dict[Item, Item] = {}
@@ -32,7 +33,7 @@ class Schedule(Generic[Item]):
         self._last = last, item
 
     def coming(self) -> Iterator[Item]:
-        """The uses that are expected next, endlessly unless nothing is known."""
+        """Yields the expected uses, the next one first. The iterator does not end unless nothing is known."""
         before, last = self._last
         while last is not None:
             item = self._after_two.get((before, last), self._after_one.get(last))
