@@ -1,6 +1,6 @@
-"""Codes activations into one piece of memory, and decodes them: a packed piece of coded rows (`_layout.forms`). Its
-first bytes, up to the last one in use, are all that has to be copied. One operation codes a piece, and one decodes
-it, because a step codes hundreds of tensors."""
+"""Encodes activations into one piece of memory, a packed piece of coded rows (`_layout.forms`), and decodes them. Only
+the bytes up to the last one in use have to be copied. One operation encodes a piece, and one decodes it, because a step
+encodes hundreds of tensors."""
 
 from __future__ import annotations
 
@@ -15,57 +15,59 @@ from .origin import IndexOrigin
 from .spans import SpanView
 
 ROW_BYTES = 4096
-PIECE_BYTES = 64 << 20  # bytes; about a millisecond of the link: the first piece is on its way while the next is coded
+# Size of a piece in bytes: a millisecond of the link, so that a piece is copied while the next one is encoded.
+PIECE_BYTES = 64 << 20
 _SAMPLE_BYTES = 1 << 20
-_FIRST_MARGIN = 1 / 32  # added to what a sample needed
-_LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # added to what was needed
-_CHANGES = 4  # a margin has room for so many times the last change
+_FIRST_MARGIN = 1 / 32  # fraction that is added to the share that a sample needed
+_LEAST_MARGIN, _MOST_MARGIN = 1 / 256, 1 / 16  # fractions that may be added to the share that was needed
+_CHANGES = 4  # a margin is this many times the last change
 _SPARE_BYTES = 4096
 
 
 class ActivationRecipe:
-    """How activations of one kind are coded, and how large they become.
+    """The codebook for activations of one kind, and their expected size.
 
     Args:
         codebook: of rows of ROW_BYTES bytes.
-        share: coded bytes of a sample, as a share of its bytes.
-        origin: where elements are counted from; the differences are coded. None: elements are coded as they are.
+        share: size of a coded sample as a fraction of its raw size.
+        origin: the origin that is subtracted from elements before they are encoded. None: elements are encoded as they
+            are.
     """
 
     def __init__(self, codebook: AnyCodebook, share: float, origin: IndexOrigin | None = None) -> None:
         self.codebook, self.needed_share = codebook, share
         self.codec, self.origin = codebook.codec, origin
         self._room_share, self._noted_share = share * (1 + _FIRST_MARGIN), 0.0
-        # how much the needed share changed, relative to it; whether a share was noted yet
+        # The last relative change of the needed share, and whether a share has been recorded.
         self._change, self._has_needed = 0.0, False
 
     @property
     def times_narrower(self) -> int:
-        """How many times narrower the coded elements are."""
+        """The size of an element divided by the size of the narrower element that is encoded instead."""
         return 1 if self.origin is None else self.origin.times_narrower
 
     def takes(self, num_bytes: int) -> bool:
-        """Returns whether activations of num_bytes can be coded."""
+        """Returns whether activations of num_bytes bytes can be encoded."""
         return self.origin is None or self.origin.takes(num_bytes)
 
     def room(self, num_bytes: int) -> int:
-        """Returns the bytes of overflow that num_bytes are expected to fit; if there is an origin, num_bytes are those
-        of the narrower elements."""
+        """Returns the size in bytes of an overflow that num_bytes bytes are expected to fit. If there is an origin,
+        num_bytes counts the narrower elements."""
         return min(_most_overflow(num_bytes), int(self._room_share * num_bytes) + _SPARE_BYTES)
 
     def expected_bytes(self, num_bytes: int) -> int:
-        """Returns how much memory activations of num_bytes are expected to take when they are coded in pieces."""
+        """Returns the expected size in bytes of num_bytes bytes of activations that are encoded in pieces."""
         parts = [end - start for start, end in pieces(num_bytes // self.times_narrower)]
         return sum(index_bytes(part) + self.room(part) for part in parts)
 
     @property
     def coded_share(self) -> float:
-        """The coded bytes as a share of the activations' bytes."""
+        """The coded size as a fraction of the activations' size."""
         return self.needed_share / self.times_narrower
 
     def begin(self) -> None:
-        """Says that activations are about to be coded. Their room follows the piece that needed most since the last
-        call, with a margin for changes like the last ones."""
+        """Called before activations are encoded. Sets their room by the piece that needed most since the last call,
+        plus a margin for changes of the latest size."""
         needed, self._noted_share = self._noted_share, 0.0
         if needed == 0:
             return
@@ -77,12 +79,13 @@ class ActivationRecipe:
             self._room_share = needed * (1 + margin)
 
     def note(self, num_bytes: int, used_bytes: int) -> None:
-        """Notes the overflow that a piece of num_bytes used."""
+        """Records the overflow that a piece of num_bytes bytes used."""
         self._noted_share = max(self._noted_share, used_bytes / num_bytes)
 
 
 def pieces(num_bytes: int) -> list[tuple[int, int]]:
-    """Returns the start and the end of each piece of num_bytes. All pieces except the last have whole rows."""
+    """Returns the start and the end of each piece of num_bytes bytes. All pieces except the last consist of whole
+    rows."""
     return [(start, min(start + PIECE_BYTES, num_bytes)) for start in range(0, num_bytes, PIECE_BYTES)]
 
 
@@ -98,18 +101,18 @@ def _most_overflow(num_bytes: int) -> int:
 
 @functools.lru_cache(1024)
 def index_bytes(num_bytes: int) -> int:
-    """Returns the bytes before overflow: the head, a base and a length for each row."""
+    """Returns the size in bytes of what precedes the overflow: the head, and a base and a length for each row."""
     return forms.packed(_num_rows(num_bytes)).overflow.start
 
 
 @functools.lru_cache(1024)
 def memory_bytes(num_bytes: int) -> int:
-    """Returns the bytes of memory that are enough for num_bytes of any content."""
+    """Returns the size in bytes of memory that is enough for num_bytes bytes of any content."""
     return index_bytes(num_bytes) + _most_overflow(num_bytes)
 
 
 def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor, max_sms: int = 0) -> None:
-    """Codes data, uint8 [num_bytes], on the current stream. max_sms: as in operations; 0: all."""
+    """Encodes data, uint8 [num_bytes], on the current stream. max_sms: the number of multiprocessors; 0: all."""
     words, start = recipe.codebook.words(data.device), index_bytes(data.numel())
     torch.ops.ibp.encode_piece.default(data, words, recipe.codec, start, max_sms, memory)
 
@@ -117,16 +120,15 @@ def encode(data: torch.Tensor, recipe: ActivationRecipe, memory: torch.Tensor, m
 def decode(
     memory: torch.Tensor, recipe: ActivationRecipe, out: torch.Tensor, fault: torch.Tensor, max_sms: int = 0
 ) -> None:
-    """Decodes into out, uint8 [num_bytes], on the current stream. memory: the used bytes of memory that `encode` wrote,
-    or more of it. fault: int64 [4] on the device, where damage is noted."""
+    """Decodes into out, uint8 [num_bytes], on the current stream. memory: at least the used bytes of the memory that
+    `encode` wrote. fault: int64 [4] on the device, which receives faults."""
     words, start = recipe.codebook.words(memory.device), index_bytes(out.numel())
     torch.ops.ibp.decode_piece.default(memory, words, recipe.codec, start, max_sms, out, fault)
 
 
 def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:
-    """Returns a recipe that is learned from a sample of data, uint8 [num_bytes]. None: data would not get smaller.
-
-    view: how the tensor lies in data.
+    """Returns a recipe that is learned from a sample of data, uint8 [num_bytes], or None if data would not become
+    smaller. view: describes the tensor in data.
     """
     if (origin := IndexOrigin.of(data, view)) is not None:
         rest, _ = origin.narrow(data)
@@ -136,7 +138,8 @@ def learn(data: torch.Tensor, view: SpanView) -> ActivationRecipe | None:
 
 
 def _learned(data: torch.Tensor, dtype: torch.dtype, origin: IndexOrigin | None) -> ActivationRecipe | None:
-    """Returns a recipe for data, uint8 [num_bytes], elements of dtype. None: data would not get smaller."""
+    """Returns a recipe for data, uint8 [num_bytes], whose elements have the dtype, or None if data would not become
+    smaller."""
     rows = geometry.sample(data, ROW_BYTES, _SAMPLE_BYTES // ROW_BYTES)
     if not rows.numel():
         return None

@@ -1,4 +1,5 @@
-"""`ibp.offload_activations`: tensors that a forward pass saves for the backward pass leave the device, coded."""
+"""`ibp.offload_activations`: moves the tensors that a forward pass saves for the backward pass off the device, in
+compressed form."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ from .policy import KEEP, ActivationPolicy, OffloadOptions
 from .region import SavedPiece, SavedRegion
 from .transfers import PieceTransfers
 
-LEAST_BYTES = 1 << 20  # bytes; sending a smaller one takes the host longer than the link
-WINDOW_BYTES = 768 << 20  # bytes; some milliseconds of the link, also for coded bytes
+LEAST_BYTES = 1 << 20  # in bytes; for smaller tensors the host takes longer than the link
+WINDOW_BYTES = 768 << 20  # in bytes: some milliseconds of the link, even for compressed bytes
 MEMORY = ("pinned", "device")
 _WORDS = FaultWords(
     "saved activations came back damaged in an earlier step: its gradients are wrong", RuntimeError, later=""
@@ -42,7 +43,7 @@ class _SavedTensor(NamedTuple):
 
 @dataclass
 class _SpanEntry:
-    """The region of a span, or None if the span stays as it is, and the number of the pass that decided this."""
+    """The region of a span, or None if the span is not moved, and the number of the pass in which this was decided."""
 
     region: weakref.ref[SavedRegion] | None
     passes: int
@@ -50,18 +51,19 @@ class _SpanEntry:
 
 @dataclass
 class ActivationStats(Statistics):
-    """Counts of saved tensors since the last `reset_stats`. Bytes are bytes before coding, except sent_bytes and
+    """Counts of saved tensors since the last `reset_stats`. Bytes are counted before compression, except sent_bytes and
     device_bytes.
 
     Attributes:
-        tensors: tensors that were saved. Tensors that share memory are all counted.
-        shared: tensors whose bytes had been saved before.
-        kept_bytes: number of bytes that stay as they are: of parameters, small tensors, and tensors that fit the
-            budget.
-        coded_bytes, raw_bytes: number of bytes that were coded, and bytes that were sent without coding.
-        sent_bytes: number of bytes that went to the host, in coded form if they were coded.
-        device_bytes: number of bytes that coded tensors take on the device.
-        outgrown_bytes: number of bytes that needed more room than expected, and stayed on the device until their use.
+        tensors: number of tensors that were saved. Tensors that share memory are all counted.
+        shared: number of tensors whose bytes had been saved before.
+        kept_bytes: number of bytes that are not moved: those of parameters, of small tensors, and of tensors that fit
+            the budget.
+        coded_bytes, raw_bytes: numbers of bytes that were compressed, and that were sent uncompressed.
+        sent_bytes: number of bytes that were copied to the host, counted in compressed form if they were compressed.
+        device_bytes: size in bytes of the compressed tensors on the device.
+        outgrown_bytes: number of bytes that did not fit the expected room after compression, and stayed on the device
+            until their use.
     """
 
     tensors: int = 0
@@ -75,10 +77,10 @@ class ActivationStats(Statistics):
 
 
 class ActivationOffload(OfThisProcess):
-    """The context that `offload_activations` makes. Use it for the forward pass of every step.
+    """The context that `offload_activations` returns. Use it for the forward pass of every step.
 
-    It keeps what it learns: codebooks, sizes, the order in which the backward pass asks for tensors, and pinned memory.
-    Some tensors stay as they are: tensors that are saved during a backward pass (by double backward, or recomputed by
+    It keeps what it learns: codebooks, sizes, the order in which the backward pass needs tensors, and pinned memory.
+    Some tensors are not moved: tensors that are saved during a backward pass (by double backward, or recomputed by
     `torch.utils.checkpoint`) or while a CUDA graph is captured, and tensor subclasses.
 
     Example:
@@ -133,11 +135,11 @@ class ActivationOffload(OfThisProcess):
         return dataclasses.replace(self._stats)
 
     def reset_stats(self) -> None:
-        """Starts counting from zero again."""
+        """Sets all counts to 0."""
         self._stats = ActivationStats()
 
     def close(self) -> None:
-        """Gives back pinned memory that no saved tensor uses at the moment. A later step takes pinned memory again."""
+        """Frees pinned memory that no saved tensor is using. A later step allocates pinned memory again."""
         with self._lock:
             for transfers in self._transfers.values():
                 transfers.take_back()
@@ -172,7 +174,7 @@ class ActivationOffload(OfThisProcess):
             return saved.get() if isinstance(saved, spans.UnchangedTensor) else saved.view.of(saved.region.data())
 
     def _is_offloaded(self, x: torch.Tensor) -> bool:
-        """Returns whether a tensor may leave."""
+        """Returns whether a tensor may be moved off the device."""
         if not spans.is_plain(x) or x.nbytes < max(1, self.least_bytes):
             return False
         if not (x.is_cuda if self.device is None else x.device == self.device):
@@ -182,7 +184,7 @@ class ActivationOffload(OfThisProcess):
         return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def _save(self, x: torch.Tensor) -> _SavedTensor | None:
-        """Saves a tensor. Returns None if the tensor stays as it is."""
+        """Saves a tensor. Returns None if the tensor is not moved."""
         found = spans.span_of(x)
         if found is None:
             return None
@@ -211,7 +213,7 @@ class ActivationOffload(OfThisProcess):
     def _new(
         self, x: torch.Tensor, span: spans.ByteSpan, view: spans.SpanView, entry: _SpanEntry | None
     ) -> SavedRegion | None:
-        """Returns a region for a span that was not saved before, or None if the span stays as it is."""
+        """Returns a region for a span that was not saved before, or None if the span is not moved."""
         if entry is not None and entry.region is None and entry.passes == self._passes:
             return None
         number, data = self._pass.take_number(), spans.bytes_of(x, span)
@@ -228,7 +230,7 @@ class ActivationOffload(OfThisProcess):
         return region
 
     def _fill(self, region: SavedRegion, x: torch.Tensor, data: torch.Tensor) -> None:
-        """Codes a region, and moves it to its memory, piece by piece."""
+        """Encodes a region and moves it to its memory, piece by piece."""
         recipe, transfers = region.recipe, region.transfers
         if recipe is None:
             if transfers is not None:
@@ -248,8 +250,8 @@ class ActivationOffload(OfThisProcess):
             self._move(region, piece)
 
     def _narrowed(self, region: SavedRegion, origin: IndexOrigin, x: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        """Returns narrower bytes for data, which are the bytes of x. data stay until the host knows that nothing is
-        lost."""
+        """Returns narrower bytes for data, the bytes of x. The region keeps data until the host knows that narrowing
+        lost nothing."""
         region.hold(data, x)
         rest = region.narrow(origin, data)
         if region.transfers is None:
@@ -315,10 +317,11 @@ def offload_activations(
     max_sms: int | None = None,
     device: torch.device | str | int | None = None,
 ) -> ActivationOffload:
-    """Returns a context for forward passes. The tensors that autograd saves in it are coded and leave the device, and
-    come back before the backward pass needs them. Gradients are the same bit for bit.
+    """Returns a context for forward passes. The tensors that autograd saves in it are compressed and moved off the
+    device, and are moved back before the backward pass needs them. Gradients are the same bit for bit.
 
-    Bytes that several operations save leave only once. Parameters, views of them and small tensors stay on the device.
+    Bytes that several operations save are moved only once. Parameters, views of parameters, and small tensors stay on
+    the device.
 
     Example:
         >>> layers = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 1))
@@ -329,21 +332,21 @@ def offload_activations(
         ActivationStats(tensors=4, ...)
 
     Args:
-        memory: "pinned": tensors go to pinned host memory. "device": they stay on the device, coded, until the backward
-            pass has decoded them.
-        device_bytes: number of bytes of saved tensors that may stay on each device during a pass. In the first step all
-            tensors leave. Later steps keep tensors by the sizes of the step before; the most compressible tensors leave
+        memory: "pinned": tensors are moved to pinned host memory. "device": compressed tensors stay on the device until
+            the backward pass has decompressed them.
+        device_bytes: number of bytes of saved tensors that may stay on each device during a pass. The first step moves
+            all tensors. Later steps choose by the sizes of the step before; the most compressible tensors are moved
             first.
-            None: all tensors leave.
-        coded: whether tensors are coded. False: they leave uncompressed.
-        least_bytes: smaller tensors stay as they are.
-        window_bytes: number of bytes of device memory that may be on their way to the host at the same time, and as
-            many on their way back. Two pieces of 64 MiB may always be. With memory="device", at most two pieces wait
-            until the host knows their size.
-        max_sms: keep at most this many of the GPU's multiprocessors busy with coding and decoding, which limits their
-            use of memory while the net computes (cDMA, section V-C). None: all.
-        device: the device of the tensors that leave. None: all CUDA devices; if torch sees none, the CPU, whose saved
-            tensors are kept coded.
+            None: all tensors are moved.
+        coded: whether tensors are compressed. False: they are moved uncompressed.
+        least_bytes: size in bytes below which tensors are not moved.
+        window_bytes: number of bytes of device memory that copies to the host may use at the same time, and likewise
+            copies back. Two pieces of 64 MiB are always allowed. With memory="device", at most two pieces wait until
+            the host knows their size.
+        max_sms: keep at most this many of the GPU's multiprocessors busy with compression and decompression, which
+            limits their use of memory bandwidth while the net computes (cDMA, section V-C). None: all.
+        device: the device whose tensors are moved. None: all CUDA devices; if torch sees no CUDA device, the CPU, whose
+            saved tensors are kept compressed in host memory.
 
     Raises:
         TypeError, ValueError: an argument is not as described.

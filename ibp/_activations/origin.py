@@ -1,6 +1,6 @@
-"""Makes indices of max pooling narrower. An index is a position in its channel's image, inside a small window.
-Counted from the window's first position, which is the same for all images and channels, it fits one or two of its
-eight bytes, and takes 2 or 3 bits once it is coded."""
+"""Makes indices of max pooling narrower. An index is a position in its channel's image, inside a small window. Relative
+to the window's first position, which is the same for all images and channels, it fits one or two of its eight bytes,
+and takes 2 or 3 bits when it is encoded."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from .spans import SpanView
 
-_LEAST_CHANNELS = 16  # of all images together; with fewer, perhaps no index is the first of its window
+_LEAST_CHANNELS = 16  # number over all images; with fewer, it may be that no index is the first of its window
 _NARROW = (torch.uint8, torch.int16)  # narrowest first
 _ITEM = 8  # size in bytes of an int64 element
 
 
 class IndexOrigin:
-    """The positions from which int64 elements are counted, one for each place in an image.
+    """The origins that are subtracted from int64 elements, one for each position in an image.
 
     Args:
         places: int64 [elements of an image], in memory order; none is negative.
@@ -27,13 +27,13 @@ class IndexOrigin:
 
     @classmethod
     def of(cls, data: torch.Tensor, view: SpanView) -> IndexOrigin | None:
-        """Returns the least element at each place, over images and channels, of a dense int64 tensor [images, channels,
-        places of one or more dimensions] whose images lie one after the other. Returns None for other tensors, and if
-        elements are too far from the least. Waits for the device.
+        """Returns an origin of the smallest element at each position, over images and channels, of a dense int64 tensor
+        [images, channels, one or more dimensions of positions] whose images lie one after the other. Returns None for
+        other tensors, and if elements are too far from the smallest ones. Waits for the device.
 
         Args:
             data: uint8 [num_bytes], the tensor's bytes.
-            view: how the tensor lies in them.
+            view: describes the tensor in these bytes.
         """
         if view.dtype != torch.int64 or len(view.shape) < 3 or _ITEM * view.shape.numel() != data.numel():
             return None
@@ -53,13 +53,12 @@ class IndexOrigin:
         return _ITEM // self.dtype.itemsize
 
     def takes(self, num_bytes: int) -> bool:
-        """Returns whether num_bytes are the bytes of whole images."""
+        """Returns whether num_bytes is a whole number of images."""
         return num_bytes % (_ITEM * len(self._places)) == 0
 
     def narrow(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Subtracts the origin from elements. data: uint8 [num_bytes] of whole images.
-
-        Returns (differences, as uint8 [bytes]; whether any does not fit its dtype, bool []).
+        """Subtracts the origin from elements. data: uint8 [num_bytes] of whole images. Returns (differences as uint8
+        [bytes]; a bool tensor [] that says whether a difference does not fit its dtype).
         """
         elements = data.view(torch.int64).view(-1, len(self._places))
         out = torch.empty(elements.shape, dtype=self.dtype, device=data.device)
@@ -69,7 +68,7 @@ class IndexOrigin:
         return out.view(-1).view(torch.uint8), misfits
 
     def widen(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns the elements, as uint8 [num_bytes], whose differences are in data."""
+        """Returns the elements as uint8 [num_bytes]. data: their differences."""
         rest = data.view(self.dtype).view(-1, len(self._places))
         out = torch.empty(rest.shape, dtype=torch.int64, device=data.device)
         return torch.add(self._places, rest, out=out).view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What one forward pass saves, and the order in which the backward pass asks for it."""
+"""The regions that one forward pass saves, and the order in which the backward pass needs them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ForwardPass:
         note_outgrown: Callable[[int], None],
     ) -> None:
         self.faults, self.note_outgrown = faults, note_outgrown
-        self.numbers = 0  # how many regions there were, including regions that stay as they are
+        self.numbers = 0  # number of regions so far, including regions that are not moved
         self.is_used = False  # whether anything was asked for since the pass began
         self.uses: list[int] = []  # numbers of regions in the order of their first use
         self._order, self._transfers = order, transfers
@@ -46,7 +46,7 @@ class ForwardPass:
 
     @property
     def alive(self) -> int:
-        """How many regions something may still ask for."""
+        """Number of regions that may still be read."""
         return len(self._regions) - len(self._ended)
 
     def take_number(self) -> int:
@@ -57,7 +57,7 @@ class ForwardPass:
         self._regions[region.number] = weakref.ref(region)
 
     def note_end(self, region: SavedRegion) -> None:
-        """Notes that nobody can ask for a region any more. It may be called at any time and in any thread."""
+        """Called when a region is destroyed, which may happen at any time and in any thread."""
         self._ended.append(region.number)
 
     def note_use(self, region: SavedRegion) -> None:
@@ -76,7 +76,7 @@ class ForwardPass:
         self._fetch_on(transfers)
 
     def start(self) -> None:
-        """Notes that the backward pass begins: the regions that it asks for first start to come back."""
+        """Called when the backward pass begins. Starts to bring back the regions that it needs first."""
         self.is_used = True
         for transfers in self._transfers.values():
             transfers.begin_backward()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SavedPiece:
-    """Bytes [start, end) of a region, and where they are."""
+    """The bytes [start, end) of a region, and the memory that holds them."""
 
     def __init__(self, start: int, end: int, stream: torch.Stream | None) -> None:
         # stream: the stream that memory, kept or coming belong to.
@@ -49,7 +49,7 @@ class SavedPiece:
 
 
 class SavedRegion:
-    """Number of bytes that were saved once, coded or raw, on the device or on the host.
+    """A range of bytes that was saved once, encoded or raw, on the device or on the host.
 
     Args:
         of: the pass that saves them.
@@ -94,11 +94,11 @@ class SavedRegion:
     # ---- leaving ----
 
     def hold(self, data: torch.Tensor, x: torch.Tensor) -> None:
-        """Keeps bytes as they are. data: uint8 [num_bytes] of a saved tensor x."""
+        """Keeps bytes without encoding them. data: uint8 [num_bytes] of a saved tensor x."""
         self.memory, self.source = data, UnchangedTensor.of(x)
 
     def encode(self, piece: SavedPiece, data: torch.Tensor) -> None:
-        """Codes a piece of data, uint8, on the current stream."""
+        """Encodes a piece of data, uint8, on the current stream."""
         assert self.recipe is not None
         piece.memory = torch.empty(coding.memory_bytes(piece.num_bytes), dtype=torch.uint8, device=data.device)
         coding.encode(piece.of(data), self.recipe, piece.memory, self._max_sms)
@@ -123,7 +123,7 @@ class SavedRegion:
         return rest
 
     def note_narrow(self, fits: bool) -> None:
-        """Notes whether narrower bytes lose nothing. If they lose something, the original bytes stay."""
+        """Records whether the narrower bytes lose nothing. If they lose something, the original bytes are kept."""
         self.misfits = None
         if fits:
             self.memory = self.source = None
@@ -236,7 +236,7 @@ class SavedRegion:
 
 
 def _hand_over(tensor: torch.Tensor, stream: torch.Stream | None, current: torch.Stream | None) -> None:
-    """Makes a tensor that can be used on one stream usable on the current one."""
+    """Makes the current stream wait until a tensor is valid on another stream, and records that it uses the tensor."""
     if stream is not None and current is not None and current != stream:
         current.wait_stream(stream)
         tensor.record_stream(current)

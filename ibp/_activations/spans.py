@@ -28,7 +28,7 @@ class ByteSpan(NamedTuple):
 
 
 class SpanView(NamedTuple):
-    """How a tensor lies in its span. offset: in elements."""
+    """The layout of a tensor in its span. offset: in elements."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -110,7 +110,7 @@ def bytes_of(x: torch.Tensor, span: ByteSpan) -> torch.Tensor:
 
 
 class SeenSpans(Generic[T]):
-    """Holds a value for each span that was saved and may be saved again. The value is valid while the span's storage
+    """A map from spans that were saved, and may be saved again, to values. A value is valid while the span's storage
     lives: another storage at the same address is not mistaken for it."""
 
     def __init__(self) -> None:

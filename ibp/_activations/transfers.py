@@ -204,7 +204,7 @@ class PieceTransfers:
             self._ended.append((piece, recipe, coming_bytes))
 
     def take_back(self) -> None:
-        """Takes back the pinned memory of regions that have ended, and their room in the window."""
+        """Frees the pinned memory of regions that have been destroyed, and their share of the window."""
         while self._ended:
             piece, recipe, coming_bytes = self._ended.popleft()
             self.coming -= coming_bytes > 0

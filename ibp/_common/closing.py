@@ -13,7 +13,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> object:
-        """Undoes what was done."""
+        """Undoes the change."""
 
     def __enter__(self: _Self) -> _Self:
         return self

@@ -1,5 +1,4 @@
-"""Tells torch's compiler, tracers and transforms which functions their graphs must leave out, and what they cannot
-record."""
+"""Keeps functions out of the graphs of torch's compiler, tracers and transforms, and names what these cannot record."""
 
 from __future__ import annotations
 

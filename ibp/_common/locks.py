@@ -68,7 +68,7 @@ def _all_locks() -> list[ForkLock]:
 
 
 def _take(locks: Iterable[ForkLock], wait_s: float) -> list[ForkLock]:
-    """Takes locks in order, and waits at most wait_s seconds for all of them. Returns the locks that it could not
+    """Acquires locks in order, and waits at most wait_s seconds for all of them. Returns the locks that it could not
     take."""
     end, missed = time.monotonic() + wait_s, []
     for lock in locks:

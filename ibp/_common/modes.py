@@ -1,4 +1,4 @@
-"""Makes tensors that are kept, whatever mode of torch the call is in."""
+"""Makes tensors that are kept plain, in whichever mode of torch a call is."""
 
 from __future__ import annotations
 

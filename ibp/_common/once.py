@@ -1,4 +1,4 @@
-"""Gives each warning once per process."""
+"""Issues each warning once per process."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 def published(package: str) -> Callable[[], list[str]]:
-    """Makes the classes of a package's `__all__` say, to pickle and to readers, that they belong to the package.
-    Returns the package's `__dir__`, which lists the names of `__all__`."""
+    """Sets `__module__` of the classes in a package's `__all__` to the package, for pickle and for readers. Returns the
+    package's `__dir__`, which lists the names of `__all__`."""
     module = vars(sys.modules[package])
     for name in module["__all__"]:
         if isinstance(value := module.get(name), type):

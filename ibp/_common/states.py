@@ -1,4 +1,4 @@
-"""Makes a tensor for a state_dict() once, although several names of the state may share it."""
+"""Makes the tensor for a state_dict() only once if several names of the state share it."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class NewFile:
             raise type(error)(error.errno, error.strerror, str(self._path)) from None
 
     def commit(self) -> None:
-        """Gives the file its name. Its content is on disk by then: `os.fsync` has been called."""
+        """Renames the file to its final name, after `os.fsync` has put its content on disk."""
         assert self.file is not None and self._temporary is not None
         if self._mode is not None and self._mode != stat.S_IMODE(os.fstat(self.file.fileno()).st_mode):
             os.fchmod(self.file.fileno(), self._mode)
@@ -164,8 +164,8 @@ def _kept_mode(path: Path, like: Iterable[str | os.PathLike[str]]) -> int | None
 
 
 def _new_file(path: Path, mode: int) -> io.FileIO:
-    """Makes a file that does not exist yet. No line of Python runs between the system call and the object that
-    closes it."""
+    """Creates a file that does not exist yet. No line of Python runs between the system call and the object that closes
+    it."""
     return io.FileIO(path, "x+", opener=functools.partial(os.open, mode=mode))
 
 

@@ -29,7 +29,7 @@ _SHORT_ROW_BYTES = 128
 
 
 class Bags(NamedTuple):
-    """Holds the checked arguments of a call."""
+    """The checked arguments of a call."""
 
     ids: torch.Tensor  # int32 or int64 [K], contiguous
     offsets: torch.Tensor | None  # the position of each bag's first id; None: every bag has bag_size ids

@@ -102,7 +102,7 @@ def decode(
 
 
 class _Stage:
-    """Holds the rings of a device and the stager that gathers through them. One call at a time may use it."""
+    """The rings of a device and the stager that gathers through them. Only one call may use it at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock = ForkLock()

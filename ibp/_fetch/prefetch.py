@@ -1,4 +1,4 @@
-"""Brings items and whole tensors to a GPU before they are needed: `CompressedTensor.prefetch`."""
+"""`CompressedTensor.prefetch` brings items and whole tensors to a GPU before they are needed."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Prefetch(OfThisProcess):
         return self._result
 
     def close(self) -> None:
-        """Gives up the result. Later prefetches on the same stream begin after the work that is now queued on the
+        """Releases the result. Later prefetches on the same stream begin after the work that is now queued on the
         current stream, so that they may write to the same memory. A second call does nothing."""
         if self._result is not None and self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._result.device))

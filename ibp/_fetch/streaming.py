@@ -293,7 +293,7 @@ class _DecodeJob(NamedTuple):
 
     @property
     def crosses(self) -> bool:
-        """Whether the stored bytes come over the link."""
+        """Whether the stored bytes have to cross the link."""
         return self.worker != self.table.device and self.table.original_bytes > 0
 
     @property
@@ -398,7 +398,7 @@ _idle_streamers: dict[tuple[int, int, bool], list[tuple[_core.Streamer, torch.Te
 
 
 class TensorStream:
-    """Brings tables from pinned host memory to one GPU, one after the other, through a ring of staging buffers.
+    """A stream of tables from pinned host memory to one GPU, one after the other, through a ring of staging buffers.
 
     While a table is decoded, the copy engine already copies the next one, whatever the current stream is waiting for.
     This also holds from one request to the next one on the same stream, because a ring of the usual size is kept for

@@ -1,4 +1,4 @@
-"""How a tensor is cut into rows, and how large the slots, the index and the overflow of a table of these rows are
+"""Divides a tensor into rows, and computes the sizes of the slots, the index and the overflow of a table of these rows
 (FORMAT.md sections 1 to 3). The second half of the file checks tensors, returns their bytes, and copies the bytes block
 by block to the device that works on them."""
 
@@ -82,7 +82,7 @@ _WAYS_BY_ATTRIBUTE = (
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a tensor of a shape and dtype is cut into rows. An item is x[i]; a 0-D tensor is one item.
+    """The division into rows of a tensor of some shape and dtype. An item is x[i]; a 0-D tensor is one item.
 
     Attributes:
         num_items, item_bytes, item_shape: the number of items, and the bytes and the shape of one item.

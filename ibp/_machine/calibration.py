@@ -213,7 +213,7 @@ def in_force(device: torch.device) -> Calibration:
 
 
 def keep(device: torch.device, calibration: Calibration) -> None:
-    """Puts a calibration in force, also for later processes."""
+    """Makes a calibration the one in force, also for later processes."""
     _write(device, calibration)
     _in_force[device] = calibration
 
@@ -289,7 +289,7 @@ def _of_json(kind: type, content: Any) -> Any:
 
 
 def _write(device: torch.device, calibration: Calibration) -> None:
-    """Keeps a calibration for later processes. A whole file replaces the previous one. If this fails, it warns."""
+    """Saves a calibration for later processes. A whole file replaces the previous one. If this fails, it warns."""
     path = cache_file(device)
     if path is None:
         return

@@ -44,7 +44,7 @@ def _warn(refused: PinningError, consequence: str) -> None:
 
 @contextlib.contextmanager
 def pinning(what: str) -> Iterator[None]:
-    """Turns an error of the core, which pins memory with this name, into a PinningError."""
+    """Converts an error of the core, which pins memory with this name, to a PinningError."""
     if torch.cuda.is_available():
         torch.cuda.init()  # before that, torch does not recognise memory as pinned
     try:
@@ -116,7 +116,7 @@ def pin_in_place(data: torch.Tensor) -> _core.PinnedRange | None:
 
 
 def release_pinned(limit_bytes: int | None = None) -> int:
-    """Gives pinned memory that no table uses any more back to the system.
+    """Returns pinned memory that no table uses to the system.
 
     Pinning memory takes longer than filling it. Therefore the memory that tables leave is kept, pinned, for the next
     ones: at most 4 GiB, or an eighth of the machine's memory if that is less. A new table takes kept memory if that is

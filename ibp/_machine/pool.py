@@ -51,7 +51,7 @@ class Pool:
         return part
 
     def give(self, part: torch.Tensor, used: torch.Event | None = None) -> None:
-        """Takes a part back. used: the event after the work that still uses it. None: no work uses it."""
+        """Returns a part to the pool. used: an event after the work that still uses the part. None: no work uses it."""
         self._free.setdefault(part.numel(), []).append((part, used))
 
     def release(self) -> None:

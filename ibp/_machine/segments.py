@@ -31,8 +31,8 @@ PART_DTYPES = {"slots": torch.uint8, "overflow": torch.uint8, "lengths": torch.u
 @wire.sent
 @dataclass(frozen=True)
 class SharedHandle:
-    """What another process needs to open a shared table. It consists of plain data, and can be pickled and sent in any
-    way. `CompressedTensor.share` makes it, for `ibp.distributed.open_shared`.
+    """The description by which another process opens a shared table. It consists of plain data, and can be pickled and
+    sent in any way. `CompressedTensor.share` makes it, for `ibp.distributed.open_shared`.
 
     Example:
         >>> table = ibp.compress(torch.ones(1000, 64), device="cpu", memory="host")

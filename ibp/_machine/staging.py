@@ -44,7 +44,7 @@ def _ring(device: torch.device, pageable: bool) -> tuple[Ring, torch.cuda.Stream
 
 
 class Outlet(contextlib.AbstractContextManager["Outlet"]):
-    """Brings bytes that a GPU makes to host memory, while work on the present stream goes on.
+    """A context that copies bytes which a GPU computes to host memory, while work on the current stream goes on.
 
     Leaving the context waits for all copies.
 

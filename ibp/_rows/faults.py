@@ -118,7 +118,7 @@ class Faults:
         return self._noted[device].reshape(-1).data
 
     def clear(self, device: torch.device) -> None:
-        """Forgets the faults that work on a device has noted."""
+        """Clears the faults that work on a device has recorded."""
         self._noted[device][:] = 0
 
     def taken(self, device: torch.device) -> Iterator[tuple[FaultWords, list[int]]]:

@@ -61,7 +61,7 @@ class Handle:
         self.table.parts = parts
 
     def __reduce__(self) -> tuple[type[Handle], tuple[Parts]]:
-        """Makes a copy describe its own copies of the parts."""
+        """Copies and pickles only the parts, so that a copy describes its own parts."""
         return Handle, (self.parts,)
 
     def encode(

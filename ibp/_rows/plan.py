@@ -41,7 +41,7 @@ NEVER = (1 << 63) - 1  # A number of ids that no call reaches.
 
 
 class Plan(NamedTuple):
-    """Holds when a GPU puts ids in order, and how. `describe_table` takes all numbers except the last.
+    """The rules by which a GPU sorts ids. `describe_table` takes all numbers except the last.
 
     Attributes:
         least_bucketed: the smallest number of ids that are put in order if they are on the GPU.

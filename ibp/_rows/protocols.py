@@ -53,7 +53,7 @@ class Decodable(Protocol):
 
 @runtime_checkable
 class CachedRows(Rows, Protocol):
-    """Rows of a table, some of which are held in memory nearer to the device that asks for them.
+    """A protocol of tables whose rows may be cached in memory nearer to the device that requests them.
 
     Attributes:
         view: the table, from which the other rows are read.

@@ -44,8 +44,8 @@ _FIELDS = ("shape", "dtype", "scheme", "row_bytes", "slot_bytes", "slots", "over
 
 
 class Table(TensorManners, Saves):
-    """Holds the parts of a table. The constructor checks parts that come from a file, a pickle or a caller; `of_parts`
-    takes parts that the library itself has made. Later only `update_`, `append` and `refit` change them."""
+    """A table of coded rows. The constructor checks parts that come from a file, a pickle or a caller; `of_parts` takes
+    parts that the library itself has made. Later only `update_`, `append` and `refit` change them."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -308,7 +308,7 @@ class Table(TensorManners, Saves):
             self._move(pinned)
 
     def _lie_in_file(self, rows: FileRows | None) -> None:
-        """Notes that the table's memory is a mapped file. The file is not written to: the first change of rows copies
+        """Records that the table's memory is a mapped file. The file is not written to: the first change of rows copies
         them to memory of the table's own.
 
         Args:
@@ -367,7 +367,7 @@ class Table(TensorManners, Saves):
         return room
 
     def _forget_handles(self, changing: torch.device) -> None:
-        """Forgets all that was derived from the rows, because a device is about to change them. The handle for that
+        """Drops all that was derived from the rows, because a device is about to change them. The handle for that
         device stays."""
         vars(self).update(_stored_bytes=None, _link_bytes=None, _escapes=None)
         for device in [device for device in self._handles if device != changing]:
@@ -378,8 +378,8 @@ class Table(TensorManners, Saves):
         vars(self)["version"] = self.version + 1
 
     def _become(self, other: Table) -> None:
-        """Takes the fields and the memory of another table of the same tensor, all at once. Nobody else may hold the
-        other table."""
+        """Replaces the fields and the memory by those of another table of the same tensor, all at once. Nobody else may
+        hold the other table."""
         self._handles.clear()
         fields = {name: vars(other)[name] for name in _FIELDS}
         vars(self).update(
@@ -432,7 +432,7 @@ class Table(TensorManners, Saves):
     # ---- handles for the operations ----
 
     def _refresh(self) -> None:
-        """Forgets what was derived from the tensors, and finds out whether they are pinned."""
+        """Drops what was derived from the tensors, and determines whether they are pinned."""
         self._handles.clear()
         slots, overflow, is_pinned = self.slots, self.overflow, False
         if self._segment is not None:
@@ -444,7 +444,7 @@ class Table(TensorManners, Saves):
         vars(self).update(_stored_bytes=None, _link_bytes=None, _is_pinned=is_pinned)
 
     def _keep_handle(self, device: torch.device, parts: Parts) -> Handle:
-        """Makes the table's handle for a device from parts that the device can read, and keeps the handle."""
+        """Makes the table's handle for a device from parts that the device can read. Stores and returns the handle."""
         # The record is made here so that compiled code and captured graphs find it.
         fault, plan, machine = self._faults.on(device), Plan(), None
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""How rows are coded, and how codebooks are learned.
+"""Encodes rows and learns codebooks.
 
 `codebook.py` has the base class of all codebooks. `masks.py` (scheme "ibp"), `planes.py` and `clusters.py` each have a
 class of codebooks and the mathematics that finds a codebook for given rows. `learning.py` decides which codebook a

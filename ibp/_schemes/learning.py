@@ -44,8 +44,8 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Options:
-    """Holds the arguments of `ibp.compress` other than x and inplace. The docstring of `ibp.compress` describes them.
-    All code that `ibp.compress` calls reads them from here. `checked` checks what can be checked without the tensor."""
+    """The arguments of `ibp.compress` other than x and inplace. The docstring of `ibp.compress` describes them. All
+    code that `ibp.compress` calls reads them from here. `checked` checks what can be checked without the tensor."""
 
     scheme: str = "auto"
     chunk_bytes: int | None = None
@@ -102,8 +102,8 @@ def checked(options: Options) -> Options:
 
 @dataclass(frozen=True)
 class Request:
-    """Holds the rows of a tensor that are to be coded, and the options. `of` makes a request from a tensor. Samples of
-    the rows are drawn when they are first asked for.
+    """The rows of a tensor to encode, and the options. `of` makes a request from a tensor. Samples of the rows are
+    drawn when they are first asked for.
 
     Attributes:
         data: the bytes of the tensor, uint8 [geometry.num_bytes].
@@ -208,8 +208,8 @@ class Request:
 
 @dataclass(frozen=True)
 class Scheme:
-    """How codebooks of a scheme are learned. A new scheme needs a file in this folder and a row in `SCHEMES`, besides
-    its entries in csrc/FORMAT.md and csrc/core/schemes.h.
+    """The functions by which codebooks of a scheme are learned. A new scheme needs a file in this folder and a row in
+    `SCHEMES`, besides its entries in csrc/FORMAT.md and csrc/core/schemes.h.
 
     Attributes:
         learn: a function of a request that returns a codebook, or None if raw rows are best.
@@ -608,7 +608,7 @@ def learned_from(
 
 @dataclass
 class Learner(Generic[_Found]):
-    """Keeps the codebook that was learned for a kind of data, and says when to learn it anew. If the data do not
+    """The codebook that was learned for a kind of data, with the decision when to learn it again. If the data do not
     compress, or keep changing, it is learned ever more rarely.
 
     Attributes:
@@ -617,7 +617,7 @@ class Learner(Generic[_Found]):
             `note` is next called for will be taken.
         learned_at: the number of the use that the codebook was learned for; uses count from 1. 0: nothing was learned
             yet.
-        times: how many times the codebook was learned anew.
+        times: number of times that the codebook was learned.
         has_drifted: whether later data take clearly more bytes, or do not fit the room that they have.
     """
 
@@ -642,7 +642,7 @@ class Learner(Generic[_Found]):
         return self.share is None or coded_bytes <= (self.share + CLEARLY_LESS) * raw_bytes
 
     def note(self, coded_bytes: float, raw_bytes: float) -> None:
-        """Notes the coded and the raw bytes of the newest data, and whether the codebook has drifted."""
+        """Records the coded and the raw size of the newest data, and whether the codebook has drifted."""
         if self.share is None:
             self.share = coded_bytes / raw_bytes
         self.has_drifted = coded_bytes > (self.share + _DRIFT) * raw_bytes
@@ -655,5 +655,5 @@ class Learner(Generic[_Found]):
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the codebook has drifted again although it was learned anew `_MOST_TIMES` times."""
+        """Whether the codebook has drifted again although it was learned `_MOST_TIMES` times."""
         return self.has_drifted and self.times >= _MOST_TIMES

@@ -78,7 +78,7 @@ def append(table: Table, rows: torch.Tensor) -> None:
 
 
 def reserve(table: Table, num_items: int) -> None:
-    """Makes room for `num_items` items, so that `append` does not move any row until the table has more items than
+    """Reserves room for `num_items` items, so that `append` does not move any row until the table has more items than
     that."""
     _make_room(table)
     geometry = Geometry(torch.Size((num_items, *table.shape[1:])), table.dtype, table.row_bytes)
@@ -206,7 +206,7 @@ def _decoded_rows(table: Table, numbers: torch.Tensor) -> torch.Tensor:
 
 
 class _Row:
-    """Keeps a copy of a row as it is stored, so that the row can be put back."""
+    """A copy of a stored row, with which the row can be restored."""
 
     def __init__(self, table: Table, room: Room, row: int, worker: torch.device) -> None:
         self._parts = []
@@ -245,7 +245,7 @@ def _room_of(table: Table) -> Room:
 
 
 def _make_room(table: Table) -> None:
-    """Gives the table a room, in which its rows can change, unless it already has one that no other table shares."""
+    """Gives the table a `Room`, in which its rows can change, unless it already has one that no other table shares."""
     if table._room is not None and not table._is_aliased:
         return
     if table.scheme == "raw" and table.slot_bytes < table.row_bytes:

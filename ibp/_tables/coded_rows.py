@@ -196,7 +196,7 @@ class CodedRows(OfThisProcess):
         self.handle = Handle(Parts(slots, overflow, *index, words, codebook.codec, *rows, self.rooms, self.used))
 
     def clear(self) -> None:
-        """Forgets all rows. Afterwards they read as default rows, and all of overflow is free."""
+        """Removes all rows. Afterwards they read as default rows, and all of the overflow is free."""
         self.lengths.view(torch.int16).fill_(signed(default_length(self.row_bytes), 16))
         self.bases.fill_(_NO_BASE)
         self.rooms.view(torch.int16).zero_()
@@ -360,7 +360,7 @@ class Buffers:
         self.addresses = torch.tensor(addresses, dtype=torch.int64, device=first.device)
 
     def __reduce__(self) -> tuple[type[Buffers], tuple[tuple[torch.Tensor, ...]]]:
-        """Makes a copy look up the addresses of its own tensors."""
+        """Copies and pickles only the tensors, so that a copy looks up the addresses of its own tensors."""
         return Buffers, (self.tensors,)
 
 

@@ -37,7 +37,7 @@ CHANGED = FaultWords(
 
 
 class Coding(NamedTuple):
-    """Holds the results of measuring all rows, before the table's memory is allocated.
+    """The results of measuring all rows, before the table's memory is allocated.
 
     Attributes:
         codebook: the codebook that the rows were measured with and are to be encoded with.

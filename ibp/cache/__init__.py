@@ -1,4 +1,4 @@
-"""Keeps rows of a table, as they are stored, in the memory of GPUs.
+"""Caches rows of a table, in compressed form, in the memory of GPUs.
 
     hotness = ibp.cache.count_accesses(batches, len(table))
     cache   = ibp.RowCache(table, 1 << 30, hotness)       # 1 GiB of the hottest rows

@@ -1,4 +1,4 @@
-"""Rows of a cache that change: they are forgotten, coded into their slots, or written back to the table."""
+"""Changes rows of a cache: removes them, encodes them into their slots, or writes them back to the table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written
 
 
 def forget(state: CacheState, generation: Generation, rows: torch.Tensor | None) -> None:
-    """Takes rows (None: all rows) out of every map, and out of every copy of a map."""
+    """Removes rows (None: all rows) from every map, and from every copy of a map."""
     for held in generation.all_maps():
         state.hold(generation, held.device, state.order.write(held.device))
         if rows is not None:
@@ -132,8 +132,8 @@ def _wide(rows: torch.Tensor) -> torch.Tensor:
 
 
 class _CodedChanges(NamedTuple):
-    """Rows as a cache stores them: bytes [rows, at most a slot], entries of lengths as int16, and whether each row
-    fits a slot."""
+    """Rows in the form in which a cache stores them: bytes [rows, at most a slot], entries of lengths as int16, and
+    whether each row fits a slot."""
 
     bytes: torch.Tensor
     lengths: torch.Tensor
@@ -141,7 +141,7 @@ class _CodedChanges(NamedTuple):
 
     @classmethod
     def of(cls, codebook: AnyCodebook | None, data: torch.Tensor, slot_bytes: int) -> _CodedChanges:
-        """Codes data, [rows, row_bytes]. Default rows, which have no bytes, count as not fitting a slot."""
+        """Encodes data, [rows, row_bytes]. Default rows, which have no bytes, count as not fitting a slot."""
         (num_rows, row_bytes), device = data.shape, data.device
         if codebook is None:
             fits = torch.full((num_rows,), slot_bytes >= row_bytes, dtype=torch.bool, device=device)

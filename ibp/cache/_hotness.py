@@ -1,4 +1,4 @@
-"""Which items are hot: counted, given as a number for each item, or given as a list."""
+"""Finds hot items by counted accesses, by a number for each item, or by a list."""
 
 from __future__ import annotations
 

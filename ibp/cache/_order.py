@@ -11,7 +11,7 @@ ON_CPU: Key = (-1, 0)
 
 
 class StreamOrder:
-    """Makes streams wait for each other: a reader waits for the last write, and a writer waits for everything before
+    """The order of work on several streams: a reader waits for the last write, and a writer waits for everything before
     it. The host does not wait, and streams that capture CUDA graphs are left out."""
 
     def __init__(self) -> None:
@@ -19,8 +19,8 @@ class StreamOrder:
         self._writer: torch.cuda.Stream | None = None
 
     def read(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Notes that the device's current stream is about to read, and returns the stream. Returns None on the CPU,
-        or while a graph is captured."""
+        """Called before the device's current stream reads. Returns the stream. Returns None on the CPU, or while a
+        graph is captured."""
         current = _stream_of(device)
         if current is None or key_of(current) in self._users:
             return current
@@ -30,8 +30,8 @@ class StreamOrder:
         return current
 
     def write(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Notes that the device's current stream is about to write, and returns the stream. Returns None on the CPU,
-        or while a graph is captured."""
+        """Called before the device's current stream writes. Returns the stream. Returns None on the CPU, or while a
+        graph is captured."""
         current = _stream_of(device)
         if current is None:
             return None

@@ -103,7 +103,7 @@ class Peers:
         return made
 
     def give_back(self) -> None:
-        """Makes memory that was lent before usable again, once no rank has it any more. A collective call."""
+        """Makes memory that was lent to other ranks usable again, after all ranks have closed it. A collective call."""
         self._group.together(_REFILL, lambda: None)
         if torch.cuda.is_initialized():
             torch.cuda.ipc_collect()

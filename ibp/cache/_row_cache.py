@@ -170,7 +170,7 @@ class RowCache(OfThisProcess, TensorManners):
         self._peers = None if group is None else Peers(group)
 
         def set_up() -> None:
-            """Makes a cache that holds nothing yet."""
+            """Sets up an empty cache."""
             self.table, self.view, self._is_of_place = table, _view_of(table), isinstance(table, CodedRows)
             self.budget_bytes = whole_number("budget_bytes", budget_bytes, 0, 2**40)
             self.devices = _checked_devices(devices, table, self.view)
@@ -217,7 +217,7 @@ class RowCache(OfThisProcess, TensorManners):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes that the cache takes on all its devices, maps and counters included."""
+        """Size in bytes of the cache on all its devices, including maps and counters."""
         return self._state.generation.nbytes + sum(8 * counts.numel() for counts in self._state.counts.values())
 
     @property
@@ -535,8 +535,8 @@ class RowCache(OfThisProcess, TensorManners):
         del old
 
     def invalidate(self, ids: Ids | None = None) -> None:
-        """Forgets the rows of items, and changes of theirs that have not been flushed. From now on the rows come from
-        the table. Call it when the rows of the table or the `ibp.CodedRows` have changed.
+        """Removes the rows of items from the cache, and discards changes of these rows that have not been flushed.
+        Afterwards the rows come from the table. Call it when the rows of the table or the `ibp.CodedRows` have changed.
 
         Args:
             ids: integers [K] in [0, N), on the CPU or a GPU. None: all items. On a GPU, ids out of range have no

@@ -1,4 +1,4 @@
-"""Slabs: how many rows a budget holds, and copies of these rows as they are stored (the paper's section 5).
+"""Slabs: copies of stored rows in device memory, as many as fit a budget (the paper's section 5).
 
 A slab belongs to one device. It consists of the rows' bytes, and of a map from row numbers to 64-bit entries. Rows that
 never change lie back to back. If rows change or replace each other, every row has a slot. The hash of a row's number
@@ -68,14 +68,14 @@ View = tuple[list[torch.Tensor], list[torch.Tensor]]
 
 @dataclass
 class Generation:
-    """What a cache holds between two refills."""
+    """The slabs and maps of a cache between two refills."""
 
     slabs: tuple[Slab, ...]
     ways: int  # ways of a set
     slot_bytes: int  # size in bytes of a row's slot; 0 if rows lie back to back
     codebook: AnyCodebook | None  # how the rows are coded
     version: int  # the version of the table's rows when they were copied
-    capacity: int  # how many rows there is room for
+    capacity: int  # number of rows for which there is room
     # Copies of slabs' maps on other devices: {device: {number of the slab: map}}.
     near_maps: dict[torch.device, dict[int, torch.Tensor]] = field(default_factory=dict)
     is_captured: bool = False  # whether a CUDA graph reads it
@@ -203,7 +203,7 @@ def plan_rows(rows: torch.Tensor, sizes: torch.Tensor, slot_bytes: int, budget_b
     Args:
         rows, sizes: int64; the numbers and the stored bytes of rows, of at least 1 byte each.
         slot_bytes: size in bytes of a row's slot. 0: rows lie back to back.
-        num_maps: how many maps of this size the device holds: its own, and copies of others.
+        num_maps: number of maps of this size on the device: its own, and copies of the maps of others.
     """
     taken = sizes if slot_bytes == 0 else torch.full_like(sizes, slot_bytes)
     ends = taken.cumsum(0)

@@ -36,7 +36,7 @@ _SMALLER, _AS_FAST = 0.8, 1.03
 _SPREAD = 1.08
 # Rows that take at most this many times what the link takes are bound by the link, not by the decoder.
 _LINK_BOUND = 1.1
-_NUM_MEASUREMENTS = 60  # how many measurements share the given time
+_NUM_MEASUREMENTS = 60  # number of measurements that share the given time
 _CPU = torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""Keeps KV-caches for serving coded: pages of a paged cache, and rows of tokens.
+"""Keeps KV-caches for serving compressed: pages of a paged cache, and rows of tokens.
 
     paged = ibp.kv.PagedTensors(caches)                    # a tensor [blocks, ...] for each layer
     pages = ibp.kv.KVStore(sample, num_pages=4096, page_bytes=paged.block_bytes, num_tensors=len(paged))

@@ -126,7 +126,7 @@ class Pending:
         return keys, values
 
     def take(self, sequences: torch.Tensor) -> None:
-        """Makes sequence b what sequence sequences[b] was."""
+        """Reorders the sequences: sequence b becomes the former sequence sequences[b]."""
         self.sequences = sequences.clone() if self.sequences is None else self.sequences[sequences]
 
 
@@ -221,7 +221,8 @@ class History:
         return slots.view(self.num_blocks, -1) if self.num_blocks else slots.view(0, 0)
 
     def take(self, sequences: torch.Tensor) -> None:
-        """Makes sequence b what sequence sequences[b] was, without decoding anything. sequences: int64 [B]."""
+        """Reorders the sequences without decoding: sequence b becomes the former sequence sequences[b]. sequences:
+        int64 [B]."""
         if self.num_blocks:
             self.order = TokenOrder(self._slots()[:, sequences], next(_stamps))
             self._batch_size = sequences.numel()

@@ -64,7 +64,7 @@ class RowOptimizer(torch.optim.Optimizer):
         super().add_param_group({**param_group, "params": list(stand_ins)})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients of all rows. set_to_none: as in torch; both values have the same effect here."""
+        """Clears the gradients of all rows. set_to_none: as in torch; both values have the same effect here."""
         for module in self._modules.values():
             module.drop_gradients()
 
@@ -102,7 +102,7 @@ class RowOptimizer(torch.optim.Optimizer):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes options and states that `state_dict()` returned, for the same number of modules in the same order.
+        """Loads options and states that `state_dict()` returned, for the same number of modules in the same order.
 
         Raises:
             ValueError: groups or states do not fit. Nothing has changed then.
@@ -276,8 +276,8 @@ class RowWiseAdagrad(RowOptimizer):
 
 
 def average_gradients(modules: Any, group: dist.ProcessGroup | None = None) -> None:
-    """Gives every process of a group the mean of the gradients of all processes, like DistributedDataParallel for
-    parameters. A collective call, between `backward()` and `step()`.
+    """Averages gradients over the processes of a group, like DistributedDataParallel for parameters. A collective call,
+    between `backward()` and `step()`.
 
     Each process has a module of its own with the same rows, so that steps change all of them alike. If several
     processes have a gradient of a row, these are added in the order of the ranks, so that all processes get the same

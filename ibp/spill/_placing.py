@@ -51,7 +51,7 @@ def place(
     Args:
         x: tensor [N, ...]; or a table, whose rows are moved without coding them again, unless target or slot_bytes is
             given.
-        target: how many times fewer bytes than x the slots take, at least 1; slots are rounded to sectors of 32 bytes.
+        target: the size of x divided by that of the slots, at least 1; slots are rounded to sectors of 32 bytes.
             math.inf: no slots. Or a tensor's profile, from `ibp.spill.profile`, whose codebook and slots are used.
             None: the largest of 1, 4/3, 2, 4, 16 and infinity at which at most `threshold` of the rows do not fit their
             slots.

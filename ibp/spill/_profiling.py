@@ -22,7 +22,7 @@ _SAMPLE_BYTES = 1 << 20  # bytes of rows of a tensor that are kept of a snapshot
 
 @dataclass(frozen=True)
 class Spill:
-    """What rows that do not fit their slots cost, if each row is read once.
+    """The cost of rows that do not fit their slots, if each row is read once.
 
     Attributes:
         rows: share of the rows that have a part in host memory.
@@ -37,7 +37,7 @@ class Spill:
 
 @dataclass(frozen=True)
 class TensorProfile:
-    """What the rows of a tensor took in each snapshot, and the slots chosen for them. `ibp.spill.place` takes it as a
+    """The sizes of a tensor's rows in each snapshot, and the slots chosen for them. `ibp.spill.place` takes it as a
     target.
 
     Attributes:
@@ -63,7 +63,7 @@ class TensorProfile:
 
     @property
     def target(self) -> float:
-        """How many times fewer bytes the slots take than the tensor."""
+        """The size of the tensor divided by that of the slots."""
         return self.row_bytes / self.slot_bytes if self.slot_bytes else math.inf
 
     @property
@@ -124,7 +124,7 @@ class Profile(Mapping[str, TensorProfile]):
 
     Attributes:
         threshold: the threshold for which the targets were chosen.
-        num_snapshots: how many snapshots were looked at.
+        num_snapshots: number of snapshots that were profiled.
         original_bytes: size in bytes of all tensors. device_bytes, host_bytes: bytes that their slots and index take,
             and bytes that their overflow takes at most.
         ratio: original_bytes / device_bytes.

@@ -1,4 +1,4 @@
-"""Targets: how many times fewer bytes a tensor should take on a GPU, and the slots that follow from this."""
+"""Targets: the factors by which tensors should become smaller on a GPU, and the slots that follow from them."""
 
 from __future__ import annotations
 
