@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 class ForwardPass:
-    """One forward pass and what it saved.
+    """One forward pass and the regions that it saved.
 
     Args:
-        order: numbers of regions in the order in which the pass before used them. Empty: the region saved last is used
-            first.
+        order: numbers of the regions in the order in which the backward pass before used them. Empty: the region that
+            was saved last is expected first.
         transfers: the transfers of each device.
-        faults: where decoders note damage.
-        note_outgrown: a function that is called with the bytes of regions or pieces that need more than their room.
+        faults: receives the faults that decoders find.
+        note_outgrown: a function that is called with the size of each region or piece that does not fit its room.
     """
 
     def __init__(
@@ -36,13 +36,14 @@ class ForwardPass:
     ) -> None:
         self.faults, self.note_outgrown = faults, note_outgrown
         self.numbers = 0  # number of regions so far, including regions that are not moved
-        self.is_used = False  # whether anything was asked for since the pass began
+        self.is_used = False  # whether a saved tensor was read since the pass began
         self.uses: list[int] = []  # numbers of regions in the order of their first use
         self._order, self._transfers = order, transfers
         self._positions = {number: position for position, number in enumerate(order)}
         self._regions: dict[int, weakref.ref[SavedRegion]] = {}
         self._ended: deque[int] = deque()
-        self._next: dict[PieceTransfers, int] = {}  # the position in the order from which regions are to be fetched
+        # For each device, the position in the order of the next region to fetch.
+        self._next: dict[PieceTransfers, int] = {}
 
     @property
     def alive(self) -> int:
@@ -65,8 +66,8 @@ class ForwardPass:
             self.uses.append(region.number)
 
     def prefetch(self, region: SavedRegion, first: int) -> None:
-        """Starts bringing back pieces of a region, beginning with number `first`, and the regions that are used
-        after it."""
+        """Starts to bring back the pieces of a region, beginning with piece number `first`, and then the regions that
+        are used after it."""
         transfers = region.transfers
         if transfers is None or not transfers.fetch_region(region, first):
             return
@@ -83,7 +84,7 @@ class ForwardPass:
             self._fetch_on(transfers)
 
     def _fetch_on(self, transfers: PieceTransfers) -> None:
-        """Starts bringing back regions of a device, as far as there is room."""
+        """Starts to bring back regions to a device, as long as there is room."""
         numbers, position = self._order or range(self.numbers - 1, -1, -1), self._next.get(transfers, 0)
         while position < len(numbers):
             found = self._regions.get(numbers[position])

@@ -1,5 +1,5 @@
-"""Decides which saved tensors leave, and how. Codebooks depend on the place in a pass at which a tensor is saved; a
-budget limits the bytes that may stay."""
+"""Decides which saved tensors are moved off the device, and in which form. There is a codebook for each position in a
+pass at which a tensor is saved; a budget limits the bytes that may stay."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .._schemes.learning import Learner
 from . import coding
 from .spans import SpanView
 
-KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"  # as it is, coded on the device; on the host: raw, coded
-_LEAST_SAVED = 0.05  # share of the bytes; saving less is not worth coding
+# Not moved; encoded on the device; raw on the host; encoded on the host.
+KEEP, DEVICE, RAW, CODED = "keep", "device", "raw", "coded"
+_LEAST_SAVED = 0.05  # least fraction of the bytes that encoding must save to be worth its time
 
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """Arguments of `offload_activations`."""
+    """The arguments of `offload_activations`."""
 
     memory: str
     coded: bool
@@ -31,10 +32,10 @@ class OffloadOptions:
 
 
 class _RegionSize(NamedTuple):
-    """A region of a pass.
+    """The sizes of a region of a pass.
 
-    share: the bytes that move or are coded, as a share of the region's bytes.
-    num_bytes, left_bytes: bytes on the device if it stays, and if it leaves.
+    share: the bytes that are moved or encoded, as a fraction of the region's bytes.
+    num_bytes, left_bytes: size in bytes on the device if the region stays, and if it is moved.
     """
 
     share: float
@@ -44,12 +45,13 @@ class _RegionSize(NamedTuple):
 
 
 class ActivationPolicy:
-    """Learns codebooks when a region is first saved. With a budget, all regions leave in the first pass. Later
-    passes keep on the device what fits the budget, by the sizes of the pass before."""
+    """The choice of the form in which each region is saved. A codebook is learned when a region is first saved. With a
+    budget, the first pass moves all regions; later passes keep on the device what fits the budget, by the sizes of the
+    pass before."""
 
     def __init__(self, options: OffloadOptions) -> None:
         self._options = options
-        # By number, dtype and device.
+        # By the region's number, dtype and device.
         self._learners: defaultdict[tuple[int, torch.dtype, torch.device], Learner[coding.ActivationRecipe]]
         self._learners = defaultdict(Learner)
         self._sizes: dict[torch.device, list[_RegionSize]] = {}
@@ -57,14 +59,14 @@ class ActivationPolicy:
         self.is_settled = False
 
     def begin_pass(self, was_used: bool) -> None:
-        """Begins a pass. was_used: whether everything that the pass before saved was asked for."""
+        """Begins a pass. was_used: whether all tensors that the pass before saved were read."""
         if was_used:
             self.is_settled = True
             self._staying = {(device, k) for device, sizes in self._sizes.items() for k in self._that_fit(sizes)}
         self._sizes = {}
 
     def _that_fit(self, sizes: list[_RegionSize]) -> list[int]:
-        """Returns the numbers of the regions that stay. Regions that shrink the most leave first, until the others
+        """Returns the numbers of the regions that stay. The most compressible regions are moved first, until the others
         fit the budget."""
         assert self._options.device_bytes is not None
         left, staying = sum(size.num_bytes for size in sizes), []
@@ -77,12 +79,12 @@ class ActivationPolicy:
     def choose(
         self, number: int, data: torch.Tensor, view: SpanView, passes: int
     ) -> tuple[str, coding.ActivationRecipe | None]:
-        """Returns (mode, recipe) of the region with a number in a pass.
+        """Returns (mode, recipe) for a region. number: the region's number in its pass.
 
         Args:
             data: uint8 [num_bytes].
-            view: how a tensor lies in the region.
-            passes: how many passes have begun.
+            view: describes a tensor in the region.
+            passes: number of passes that have begun.
         """
         recipe = self._recipe(number, data, view, passes) if self._options.coded else None
         mode = self._mode(recipe, data.device)
@@ -100,8 +102,8 @@ class ActivationPolicy:
         self._sizes.setdefault(data.device, []).append(_RegionSize(share, number, num_bytes, left))
 
     def _recipe(self, number: int, data: torch.Tensor, view: SpanView, passes: int) -> coding.ActivationRecipe | None:
-        """Returns the recipe for the number. It is learned when a region is first saved there, and, if it does not
-        serve, again after growing numbers of passes."""
+        """Returns the recipe for a region's number. It is learned when the first region with this number is saved. If
+        it saves too little, it is learned again after increasing numbers of passes."""
         learner = self._learners[number, view.dtype, data.device]
         if learner.found is not None:
             learner.note(learner.found.needed_share, 1)
@@ -112,8 +114,8 @@ class ActivationPolicy:
         return recipe if recipe is None or recipe.takes(data.numel()) else None
 
     def _mode(self, recipe: coding.ActivationRecipe | None, device: torch.device) -> str:
-        """Returns how a region leaves. It goes to the host coded if coding and decoding take less time than the link
-        would take for the bytes that they save."""
+        """Returns the mode of a region that is moved. It is moved to the host encoded if encoding and decoding take
+        less time than the link would take for the bytes that they save."""
         saved = 0.0 if recipe is None else 1 - recipe.coded_share
         if device.type == "cpu" or self._options.memory == "device":
             return DEVICE if saved > _LEAST_SAVED else KEEP

@@ -1,5 +1,4 @@
-"""Saved bytes, wherever they are: the memory of one or several saved tensors, in pieces that move one after the
-other."""
+"""Saved bytes of one or several tensors, wherever they are, in pieces that are moved one after the other."""
 
 from __future__ import annotations
 
@@ -21,28 +20,28 @@ class SavedPiece:
     """The bytes [start, end) of a region, and the memory that holds them."""
 
     def __init__(self, start: int, end: int, stream: torch.Stream | None) -> None:
-        # stream: the stream that memory, kept or coming belong to.
+        # stream: the stream that owns the tensors memory, kept or coming.
         self.start, self.end, self.num_bytes, self.stream = start, end, end - start, stream
-        # Coded bytes on the device, with room for any outcome. If bytes are not coded, they are in the region's own
+        # Encoded bytes on the device, with room for raw rows. If bytes are not encoded, they are in the region's own
         # memory.
         self.memory: torch.Tensor | None = None
-        self.kept: torch.Tensor | None = None  # coded bytes on the device, in the room that they are expected to need
-        self.host: torch.Tensor | None = None  # coded bytes in that room, or all bytes, in pinned memory
-        self.room_bytes = 0  # bytes of kept or host
-        # The pinned memory that host is in. If coded bytes stay on the device, it has only their counters.
+        self.kept: torch.Tensor | None = None  # encoded bytes on the device, in a buffer of the expected size
+        self.host: torch.Tensor | None = None  # encoded bytes in such a buffer, or all raw bytes, in pinned memory
+        self.room_bytes = 0  # size in bytes of `kept` or `host`
+        # The pinned memory that contains `host`. If encoded bytes stay on the device, it contains only their counters.
         self.buffer: torch.Tensor | None = None
         self.sent: torch.Event | None = None  # recorded after the copy to buffer
-        # coming, arrived: a copy of host on its way to the device, and the event after it.
+        # coming, arrived: the copy of `host` that is being made on the device, and the event after it.
         self.coming: torch.Tensor | None = None
         self.arrived: torch.Event | None = None
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns the bytes of the piece among all bytes of its region."""
+        """Returns the piece's part of data, which has all bytes of the region."""
         return data if self.num_bytes == data.numel() else data[self.start : self.end]
 
     def note_used(self, recipe: coding.ActivationRecipe, counters: torch.Tensor) -> int:
-        """Returns how many bytes of coded memory are in use, counted from its first byte, and notes it. counters:
-        the memory, or a copy of its counters, which the host may read only after `sent`."""
+        """Returns how many bytes of the encoded memory are in use, counted from its first byte, and tells the recipe.
+        counters: the memory, or a copy of its counters, which the host may read only after `sent`."""
         used = forms.used_bytes(counters)
         recipe.note(self.num_bytes, used)
         return coding.index_bytes(self.num_bytes) + used
@@ -52,10 +51,10 @@ class SavedRegion:
     """A range of bytes that was saved once, encoded or raw, on the device or on the host.
 
     Args:
-        of: the pass that saves them.
+        of: the pass that saves the bytes.
         number: number of the region in that pass.
-        num_bytes: bytes before coding.
-        recipe: how they are coded. None: they are not coded.
+        num_bytes: size in bytes before encoding.
+        recipe: the recipe by which the bytes are encoded. None: they are not encoded.
         transfers: the transfers of a GPU. None: the bytes are on the CPU.
     """
 
@@ -68,27 +67,27 @@ class SavedRegion:
         transfers: PieceTransfers | None,
     ) -> None:
         self.of, self.number, self.num_bytes, self.recipe, self.transfers = of, number, num_bytes, recipe, transfers
-        # The stream on which memory, coming or decoded bytes can be used.
+        # The stream on which the memory, the copies that come back, and decoded bytes can be used.
         self.stream = None if transfers is None else transfers.current()
         self._max_sms = 0 if transfers is None else transfers.max_sms
         self._piece_bytes = num_bytes // (1 if recipe is None else recipe.times_narrower)
-        # In order. They are pieces of the region's bytes, or of the narrower bytes that its recipe makes of them. Each
-        # piece is coded, sent and brought back alone.
+        # The pieces in order: of the region's bytes, or of the narrower bytes that its recipe makes. Each piece is
+        # encoded, sent and brought back separately.
         self.pieces = [SavedPiece(start, end, self.stream) for start, end in coding.pieces(self._piece_bytes)]
-        # The saved tensor's own bytes. If they are not coded, they are here until all have left. If they are made
-        # narrower, they are here until it is known that this loses nothing.
+        # The saved tensor's own bytes. If they are not encoded, they are kept until all of them have been copied. If
+        # they are narrowed, they are kept until the host knows that this lost nothing.
         self.memory: torch.Tensor | None = None
-        self.source: UnchangedTensor | None = None  # the saved tensor whose bytes are memory
-        self.coming: torch.Tensor | None = None  # the memory to which pieces that are not coded come back
-        self.misfits: torch.Tensor | None = None  # whether narrower bytes lose anything, on the device
-        self.saves = self.uses = 0  # how often tensors of the region were saved, and asked for
-        # the error if the source was changed before its copy was known to be done
+        self.source: UnchangedTensor | None = None  # the saved tensor whose bytes `memory` has
+        self.coming: torch.Tensor | None = None  # the memory to which raw pieces are copied back
+        self.misfits: torch.Tensor | None = None  # on the device: whether the narrower bytes lose anything
+        self.saves = self.uses = 0  # how often tensors of the region were saved, and read
+        # the error if the source was changed before its copy had ended
         self._changed: RuntimeError | None = None
         self._decoded: UnchangedTensor | None = None
         self._is_decoded_only = False
 
     def is_away(self, piece: SavedPiece) -> bool:
-        """Returns whether the bytes of a piece are on the host, and not on their way back."""
+        """Returns whether the bytes of a piece are on the host and are not being copied back."""
         return piece.host is not None and self.memory is piece.memory is piece.kept is piece.coming is None
 
     # ---- leaving ----
@@ -104,7 +103,7 @@ class SavedRegion:
         coding.encode(piece.of(data), self.recipe, piece.memory, self._max_sms)
 
     def to_send(self, piece: SavedPiece) -> torch.Tensor:
-        """Returns the bytes of a piece that leave."""
+        """Returns the bytes of a piece that are copied off the device."""
         if self.recipe is None:
             assert self.memory is not None
             return piece.of(self.memory)
@@ -112,7 +111,8 @@ class SavedRegion:
         return piece.memory[: coding.index_bytes(piece.num_bytes) + self.recipe.room(piece.num_bytes)]
 
     def trim(self, piece: SavedPiece) -> int:
-        """Frees the room that a piece, coded on the CPU, does not need. Returns the bytes that it needs."""
+        """Frees the memory that a piece, which was encoded on the CPU, does not need. Returns the size in bytes that it
+        needs."""
         assert piece.memory is not None and self.recipe is not None
         piece.memory = piece.memory[: piece.note_used(self.recipe, piece.memory)].clone()
         return piece.memory.numel()
@@ -131,7 +131,7 @@ class SavedRegion:
             self.of.note_outgrown(self.num_bytes)
 
     def leave(self, piece: SavedPiece) -> None:
-        """Frees the memory of a piece that has been copied elsewhere. Bytes that are not coded are freed together
+        """Frees the memory of a piece that has been copied elsewhere. Bytes that are not encoded are freed together,
         after the last piece."""
         if self.recipe is not None:
             piece.memory = None
@@ -146,9 +146,9 @@ class SavedRegion:
     # ---- coming back ----
 
     def data(self) -> torch.Tensor:
-        """Returns uint8 [num_bytes] on the device, for the current stream. They stay until every save was asked for,
-        so that bytes that two operations need are decoded once. After the last save they replace codes on the
-        device, for graphs that are retained."""
+        """Returns the bytes, uint8 [num_bytes], on the device, for the current stream. They are kept until every save
+        has been read, so that bytes that two operations need are decoded once. After the last read they replace encoded
+        bytes on the device, for graphs that are retained."""
         self._check()
         self.of.note_use(self)
         self.uses += 1
@@ -161,7 +161,7 @@ class SavedRegion:
         return data
 
     def _drop_codes(self) -> None:
-        """Frees codes that exist only on the device, once every save was asked for."""
+        """Frees encoded bytes that exist only on the device, after every save has been read."""
         if self.uses < self.saves or self.recipe is None or self.memory is not None:
             return
         if any(piece.host is not None or piece.memory is piece.kept is None for piece in self.pieces):
@@ -174,8 +174,8 @@ class SavedRegion:
         self._is_decoded_only = True
 
     def _again(self, decoded: UnchangedTensor, current: torch.Stream | None) -> torch.Tensor:
-        """Returns the bytes that one operation was given for another operation. If the first one has changed them,
-        they are read again."""
+        """Returns for another operation the bytes that one operation has been given. If that operation has changed
+        them, they are decoded again."""
         if decoded.is_changed and self.memory is None and not self._is_decoded_only:
             return self._read(current)
         data = self._usable(decoded.get(), current)
@@ -183,7 +183,7 @@ class SavedRegion:
         return data
 
     def _check(self) -> None:
-        """Raises RuntimeError if bytes that are not coded were changed before they were copied."""
+        """Raises RuntimeError if bytes that are not encoded were changed before they were copied."""
         if self._changed is not None:
             raise self._changed
         if self.misfits is not None and self.source is not None and self.source.is_changed:
@@ -207,14 +207,13 @@ class SavedRegion:
         return self._usable(data, current)
 
     def _usable(self, tensor: torch.Tensor, current: torch.Stream | None) -> torch.Tensor:
-        """Returns the region's bytes, which can be used on its stream, for the current stream. From then on this is
-        the region's stream."""
+        """Returns the region's bytes for the current stream, which becomes the region's stream."""
         _hand_over(tensor, self.stream, current)
         self.stream = current
         return tensor
 
     def _decode(self, recipe: coding.ActivationRecipe, current: torch.Stream | None) -> torch.Tensor:
-        """Returns the bytes, decoded piece by piece. The next pieces are copied meanwhile."""
+        """Decodes and returns the bytes, piece by piece, while the next pieces are copied."""
         device = torch.device("cpu") if self.transfers is None else self.transfers.device
         out = torch.empty(self._piece_bytes, dtype=torch.uint8, device=device)
         for k, piece in enumerate(self.pieces):

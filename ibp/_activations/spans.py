@@ -1,4 +1,4 @@
-"""Finds which bytes of memory a saved tensor has, so that bytes that are saved twice are coded once."""
+"""Finds which bytes of memory a saved tensor has, so that bytes that are saved twice are encoded once."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from .._layout import geometry
 
 T = TypeVar("T")
 
-_MOST_OF_A_STORAGE = 4  # a tensor with gaps is coded with its whole storage, of at most 4 times its own bytes
+_MOST_OF_A_STORAGE = 4  # a tensor with gaps is encoded with its whole storage if that is at most 4 times as large
 
 
 class ByteSpan(NamedTuple):
     """A range of bytes of a storage that are compressed together.
 
-    start, num_bytes: place and length in the storage, in bytes.
+    start, num_bytes: offset in the storage and size, in bytes.
     version: torch's counter of changes in place.
     """
 
@@ -36,13 +36,13 @@ class SpanView(NamedTuple):
     offset: int
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor over the bytes of its span, uint8 [num_bytes]."""
+        """Returns the tensor as a view of the bytes of its span, uint8 [num_bytes]."""
         rest = data.numel() % self.dtype.itemsize
         return (data[:-rest] if rest else data).view(self.dtype).as_strided(self.shape, self.strides, self.offset)
 
 
 class UnchangedTensor(NamedTuple):
-    """A saved tensor that stays as it is, and its version when it was saved."""
+    """A saved tensor that is not moved, and its version when it was saved."""
 
     tensor: torch.Tensor
     version: int
@@ -56,7 +56,8 @@ class UnchangedTensor(NamedTuple):
         return self.tensor._version != self.version
 
     def get(self) -> torch.Tensor:
-        """Returns the tensor. Raises RuntimeError, in autograd's words, if it was changed since."""
+        """Returns the tensor. Raises RuntimeError, with autograd's message, if it has been changed since it was
+        saved."""
         if self.is_changed:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -67,7 +68,7 @@ class UnchangedTensor(NamedTuple):
 
 
 def is_plain(x: torch.Tensor) -> bool:
-    """Returns whether a tensor is strided memory of elements that tables may hold, and not a subclass, a tensor of a
+    """Returns whether a tensor is a strided tensor of a dtype that tables can hold, and not a subclass, a tensor of a
     function transform or a conjugate view."""
     return (
         type(x) is torch.Tensor
@@ -80,7 +81,8 @@ def is_plain(x: torch.Tensor) -> bool:
 
 
 def is_of_parameter(x: torch.Tensor) -> bool:
-    """Returns whether a tensor is a parameter, a view of one, or one that was cast to another dtype, as by autocast."""
+    """Returns whether a tensor is a parameter, a view of a parameter, or a parameter that was cast to another dtype,
+    for example by autocast."""
     base = x if x._base is None else x._base
     if base.requires_grad and base.is_leaf:
         return True
@@ -91,8 +93,8 @@ def is_of_parameter(x: torch.Tensor) -> bool:
 
 
 def span_of(x: torch.Tensor) -> tuple[ByteSpan, SpanView] | None:
-    """Returns the span of a plain tensor, and how the tensor lies in it. The span has the tensor's own bytes if it
-    is dense, else its whole storage. Returns None if the storage is much larger."""
+    """Returns the span of a plain tensor, and the tensor's layout in it. The span has the tensor's own bytes if it is
+    dense, otherwise its whole storage. Returns None if the storage is much larger."""
     storage, size = x.untyped_storage(), x.dtype.itemsize
     num_bytes, start, offset = int(x.numel() * size), int(x.storage_offset() * size), 0
     if not (x.is_contiguous() or torch.ops.aten.is_non_overlapping_and_dense(x)):

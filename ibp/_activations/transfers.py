@@ -1,5 +1,5 @@
-"""Moves activations from a GPU and back. Each direction has a stream and a bounded window. Pinned memory is kept
-from step to step."""
+"""Moves activations off a GPU and back. Each direction has a stream and a bounded window. Pinned memory is kept from
+step to step."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ from .._machine.pool import Pool
 from . import coding
 from .region import SavedPiece, SavedRegion
 
-_LEAST_MOVING = 2  # pieces of any size that may always be on their way in each direction: one is copied and one is next
+# Number of pieces of any size that may always be in transit in each direction: one is copied and one waits.
+_LEAST_MOVING = 2
 
 
 class PieceTransfers:
-    """Moves pieces between a GPU and pinned memory, or to memory of their coded size on the GPU.
+    """The transfers of pieces between a GPU and pinned memory, or to memory of their encoded size on the GPU.
 
-    A piece is coded into memory that has room for any outcome. The bytes that it is expected to need are copied. The
-    memory is freed when the host knows that they were enough. `make_room` limits how much memory waits for that.
+    A piece is encoded into memory that has room for raw rows. As many bytes as it is expected to need are copied. The
+    memory is freed when the host knows that these bytes were enough. `make_room` limits how much memory waits for this.
 
     Args:
         device: the GPU.
-        window_bytes: number of bytes of device memory that may be on their way out at the same time, and as many on
-            their way in; two pieces always may. None: coded pieces stay on the GPU, and the memory of at most two
-            pieces waits for the host.
-        max_sms: how many multiprocessors coding and decoding may keep busy; 0: all.
+        window_bytes: number of bytes of device memory that copies to the host may use at the same time, and likewise
+            copies back; two pieces are always allowed. None: encoded pieces stay on the GPU, and the memory of at most
+            two pieces waits for the host.
+        max_sms: number of multiprocessors that encoding and decoding may keep busy; 0: all.
     """
 
     def __init__(self, device: torch.device, window_bytes: int | None, max_sms: int = 0) -> None:
         self.device, self.max_sms, self._keeps_codes = device, max_sms, window_bytes is None
         self.window_bytes = 2 * coding.memory_bytes(coding.PIECE_BYTES) if window_bytes is None else window_bytes
-        # Of torch's general class, because torch.cuda's class costs the host two or three more calls of Python
-        # functions.
+        # The streams have torch's general class, because torch.cuda's class costs the host two or three more calls of
+        # Python functions.
         self.out, self.back, self._notes = (torch.Stream(device) for _ in range(3))
         self.buffers = Pool()
         self.coming = self.coming_bytes = self.leaving_bytes = 0
-        # with the number of bytes coming back
+        # (piece, recipe, number of bytes that were being copied back)
         self._ended: deque[tuple[SavedPiece, coding.ActivationRecipe | None, int]] = deque()
         self._leaving: deque[tuple[weakref.ref[SavedRegion], weakref.ref[SavedPiece], int]] = deque()
         self._narrowed: deque[tuple[weakref.ref[SavedRegion], torch.Tensor, torch.Event]] = deque()
@@ -49,7 +50,7 @@ class PieceTransfers:
     # ---- out ----
 
     def send(self, region: SavedRegion, piece: SavedPiece) -> int:
-        """Starts moving a piece, which the current stream has just written. Returns how many bytes it takes at its
+        """Starts to move a piece, which the current stream has just written. Returns its size in bytes at the
         destination."""
         self.take_back()
         source = region.to_send(piece)
@@ -69,7 +70,7 @@ class PieceTransfers:
         return num_bytes
 
     def ask_for_misfits(self, region: SavedRegion) -> None:
-        """Makes the GPU tell the host whether a region's narrower elements lose nothing. This copy does not wait for
+        """Starts to copy to the host whether a region's narrower elements lose nothing. This copy does not wait for
         other copies."""
         assert region.misfits is not None and region.stream is not None
         buffer = self.buffers.take(1, self._notes)
@@ -88,15 +89,15 @@ class PieceTransfers:
             self.buffers.give(buffer, done)
 
     def make_room(self, num_bytes: int) -> None:
-        """Waits until num_bytes more fit the window, or until few pieces are on their way, and frees the memory of
-        pieces that have left."""
+        """Waits until num_bytes more bytes fit the window, or until few pieces are in transit, and frees the memory of
+        pieces that have been copied."""
         self._note_misfits(waits=self._keeps_codes)
         least = 0 if self._keeps_codes else _LEAST_MOVING
         while len(self._leaving) > least and self.leaving_bytes + num_bytes > self.window_bytes:
             self._pop()
 
     def free(self) -> None:
-        """Frees the memory of pieces that have left, without waiting."""
+        """Frees the memory of pieces that have been copied, without waiting."""
         self._note_misfits()
         while self._leaving:
             piece = self._leaving[0][1]()
@@ -105,7 +106,7 @@ class PieceTransfers:
             self._pop()
 
     def begin_backward(self) -> None:
-        """Frees all memory that waits for the host if codes stay on the GPU, because gradients are about to need
+        """If encoded pieces stay on the GPU, frees all memory that waits for the host, because gradients will soon need
         it."""
         if self._keeps_codes:
             self._note_misfits(waits=True)
@@ -120,8 +121,8 @@ class PieceTransfers:
             self._settle(region, piece)
 
     def _settle(self, region: SavedRegion, piece: SavedPiece) -> None:
-        """Frees the memory of a piece that has been copied elsewhere. A piece that needed more than its room there
-        stays."""
+        """Frees the memory of a piece that has been copied elsewhere. A piece that does not fit the destination keeps
+        its memory."""
         assert piece.sent is not None
         piece.sent.synchronize()
         assert piece.buffer is not None
@@ -135,8 +136,8 @@ class PieceTransfers:
     # ---- back ----
 
     def fetch_region(self, region: SavedRegion, first: int) -> bool:
-        """Starts bringing back the pieces of a region that are away, beginning with number `first`. Returns whether
-        the window had room for all of them."""
+        """Starts to bring back the pieces of a region that are on the host, beginning with piece number `first`.
+        Returns whether the window had room for all of them."""
         for piece in region.pieces[first:]:
             if region.is_away(piece):
                 if not self._has_room_for(piece):
@@ -151,8 +152,8 @@ class PieceTransfers:
         return self.coming < _LEAST_MOVING or self.coming_bytes + piece.host.numel() <= self.window_bytes
 
     def fetch(self, region: SavedRegion, piece: SavedPiece) -> None:
-        """Starts copying a piece back. Coded bytes go to memory of the current stream; other bytes go to their place
-        among the region's bytes."""
+        """Starts to copy a piece back. Encoded bytes are copied to memory of the current stream, raw bytes to their
+        position in the region's memory."""
         assert piece.host is not None
         current, num_bytes = self.current(), piece.host.numel()
         if region.recipe is not None:
@@ -168,7 +169,7 @@ class PieceTransfers:
         self.coming_bytes += num_bytes
 
     def receive(self, region: SavedRegion, piece: SavedPiece, current: torch.Stream) -> torch.Tensor:
-        """Returns the bytes of a piece on the GPU, for the current stream. They leave the window."""
+        """Returns the bytes of a piece on the GPU, for the current stream. They no longer count in the window."""
         if piece.coming is None:
             self.fetch(region, piece)
         assert piece.coming is not None and piece.arrived is not None
@@ -181,7 +182,7 @@ class PieceTransfers:
     # ---- regions that end ----
 
     def drop_codes(self, piece: SavedPiece) -> None:
-        """Frees what a piece has on the GPU. Copies to the host may still read its memory."""
+        """Frees the GPU memory of a piece. Copies to the host may still be reading it."""
         if piece.memory is not None and piece.sent is not None and not piece.sent.query():
             piece.memory.record_stream(self.out)
         piece.memory = piece.kept = None
@@ -198,7 +199,7 @@ class PieceTransfers:
             if piece.coming is not None:
                 coming_bytes = piece.coming.numel()
                 piece.coming.record_stream(self.back)
-            recipe = None if piece.memory is None else region.recipe  # the recipe has not noted the piece's size yet
+            recipe = None if piece.memory is None else region.recipe  # the recipe does not know the piece's size yet
             self.drop_codes(piece)
             piece.coming = None
             self._ended.append((piece, recipe, coming_bytes))
@@ -217,7 +218,7 @@ class PieceTransfers:
 
 
 def _copy(to: torch.Tensor, data: torch.Tensor, stream: torch.Stream, after: torch.Stream) -> torch.Event:
-    """Starts a copy on a stream, after the work that another stream has by now. Returns an event after the copy."""
+    """Starts a copy on a stream, after the work that is queued on another stream. Returns an event after the copy."""
     stream.wait_stream(after)
     with stream:
         to.copy_(data, non_blocking=True)

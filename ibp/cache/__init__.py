@@ -5,8 +5,8 @@
     rows    = cache.index_select(ids)                     # from the cache if it has them, else from the table
     print(cache.stats().hit_rate)
 
-`_hotness.py` counts what is hot, `_slabs.py` holds rows within a budget, `_peers.py` reads slabs of other processes,
-`_order.py` orders the streams that read and write them, and `_row_cache.py` is the cache itself.
+`_hotness.py` counts accesses of items, `_slabs.py` copies rows within a budget, `_peers.py` reads slabs of other
+processes, `_order.py` orders the streams that read and write slabs, and `_row_cache.py` has the cache itself.
 """
 
 from ._hotness import count_accesses

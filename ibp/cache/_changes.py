@@ -18,7 +18,7 @@ from .._tables.changes import put_rows
 from ._slabs import DIRTY, Entries, Generation, Slab
 from ._state import CacheState
 
-_BLOCK_BYTES = 256 << 20  # bytes of rows that are written back at once
+_BLOCK_BYTES = 256 << 20  # size in bytes of the rows that are written back at once
 _WORDS = FaultWords("a changed row of the cache is damaged: it cannot be written back")
 
 
@@ -38,7 +38,7 @@ def update(state: CacheState, ids: Ids, rows: torch.Tensor) -> None:
 
 
 def put_items(state: CacheState, ids: torch.Tensor, rows: torch.Tensor) -> None:
-    """Changes items by their ids: int64, all different and in range. rows: in the form that `check_rows` requires."""
+    """Changes items. ids: int64, all different and in range. rows: in the form that `check_rows` requires."""
     if ids.numel() == 0 or state.view.geometry.item_bytes == 0:
         return
     with state.change_lock, state.lock:
@@ -94,7 +94,7 @@ def _write(state: CacheState, generation: Generation, items: torch.Tensor, rows:
 def _put(
     slab: Slab, generation: Generation, numbers: torch.Tensor, entries: torch.Tensor, coded: _CodedChanges
 ) -> None:
-    """Copies coded rows to their slots in a slab, and notes that they have changed."""
+    """Copies coded rows to their slots in a slab, and marks them as changed."""
     if numbers.numel() == 0:
         return
     slot_bytes, num_bytes = generation.slot_bytes, coded.bytes.shape[1]
@@ -150,7 +150,8 @@ class _CodedChanges(NamedTuple):
         num_parts = num_rows if inner < row_bytes else 0
         slots = torch.empty(num_rows, inner, dtype=torch.uint8, device=device)
         lengths, rooms = (torch.empty(n, dtype=torch.uint16, device=device) for n in (num_rows, num_parts))
-        bases = torch.empty(num_parts, dtype=torch.int64, device=device)  # without an overflow any values will do
+        # There is no overflow, so the values do not matter.
+        bases = torch.empty(num_parts, dtype=torch.int64, device=device)
         used, counts, fault = torch.zeros(7, dtype=torch.int64, device=device).split((1, 2, 4))
         if num_rows:
             codec, words = coding_of(codebook, row_bytes, device)
@@ -186,8 +187,8 @@ def flush(state: CacheState) -> None:
 
 
 def _decoded(generation: Generation, entries: torch.Tensor, device: torch.device, row_bytes: int) -> torch.Tensor:
-    """Returns rows that are cached: uint8 [rows * row_bytes]. They are decoded with the codebook that coded them,
-    whatever the table has now."""
+    """Returns cached rows, uint8 [rows * row_bytes]. They are decoded with the codebook by which they were encoded,
+    even if the table has another one now."""
     codec, words = coding_of(generation.codebook, row_bytes, device)
     count = entries.numel()
     none = torch.empty(0, dtype=torch.uint8, device=device)

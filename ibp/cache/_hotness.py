@@ -18,7 +18,7 @@ Hotness = torch.Tensor | np.ndarray | Sequence[int]
 def count_accesses(
     batches: Iterable[Ids], num_items: int, *, device: torch.device | str | int | None = None
 ) -> torch.Tensor:
-    """Returns how often batches of ids ask for each item, which `ibp.RowCache` takes as hotness. Legion counts the
+    """Counts how often batches of ids contain each item. `ibp.RowCache` takes the result as hotness. Legion counts the
     accesses of a first epoch in this way (the paper's sections 5 and 6.2).
 
     Example:
@@ -48,11 +48,12 @@ def count_accesses(
 
 
 def hottest_first(hotness: Hotness, num_items: int) -> torch.Tensor:
-    """Returns ids of items, int64, the hottest first. If hotness is a number for each item, these are all ids, equally
-    hot ones in increasing order. If it is a list of ids, they are the ids of the list, each once.
+    """Returns ids of items, int64, the hottest first. If hotness is a number for each item, the result has all ids;
+    equally hot items are in increasing order. If hotness is a list of ids, the result has the ids of the list, each
+    once.
 
     Raises:
-        TypeError, ValueError: hotness is neither.
+        TypeError, ValueError: hotness is neither a number for each item nor a list of ids.
         IndexError: the list has an id that is out of range.
     """
     if isinstance(hotness, np.ndarray):

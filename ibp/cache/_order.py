@@ -1,4 +1,4 @@
-"""Orders a cache's work on streams, because rows are written while the cache is in use."""
+"""Orders the work of a cache on several streams, because rows are written while others read them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class StreamOrder:
     it. The host does not wait, and streams that capture CUDA graphs are left out."""
 
     def __init__(self) -> None:
-        self._users: dict[Key, torch.cuda.Stream] = {}  # streams used since the last write, the writer's included
+        self._users: dict[Key, torch.cuda.Stream] = {}  # streams used since the last write, including the writer's
         self._writer: torch.cuda.Stream | None = None
 
     def read(self, device: torch.device) -> torch.cuda.Stream | None:
@@ -42,7 +42,7 @@ class StreamOrder:
         return current
 
     def is_settled(self, key: Key, writes: bool) -> bool:
-        """Returns whether a stream has nothing to wait for before it reads, or writes."""
+        """Returns whether a stream need not wait for anything before it reads or, if `writes`, before it writes."""
         return key == ON_CPU or (key in self._users and (not writes or len(self._users) == 1))
 
 

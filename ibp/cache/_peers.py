@@ -1,4 +1,5 @@
-"""Slabs of other processes: a cache whose slabs belong to the ranks of a process group on one machine, one slab each.
+"""Shares a cache among the ranks of a process group on one machine. Each rank has one slab and reads the slabs of the
+others.
 
 Each rank fills its own slab and lends it to the others: memory of a GPU by CUDA IPC, as torch sends tensors, and host
 memory as shared segments. A rank opens a loan on its own device, so that kernels read it over NVLink without a context
@@ -31,8 +32,8 @@ _REFILL = "RowCache.refill"
 
 
 class Peers:
-    """The ranks whose slabs make up a cache. rank, size: the number of this process among them, and how many they
-    are. Slab r is that of rank r."""
+    """The ranks whose slabs make up a cache. Slab r belongs to rank r. rank, size: the number of this process, and the
+    number of processes."""
 
     def __init__(self, group: ProcessGroup) -> None:
         """Raises RuntimeError or ValueError if there is no such group, or if it is too large."""
@@ -71,8 +72,8 @@ class Peers:
         self._group.together("RowCache", lambda: _check_access(cache.devices[0], uuids))
 
     def made(self, state: CacheState, hotness: Hotness, budget_bytes: int) -> Generation:
-        """Returns what the cache holds from now on: the slabs of all ranks, which are all filled. A collective call.
-        If it fails on one rank, it raises on all ranks."""
+        """Fills the slabs of all ranks and returns them as a new generation. A collective call. If it fails on one
+        rank, it raises on all ranks."""
         device, own, slabs = state.devices[0], _Lender(self.rank, self.size), list[Slab]()
         plans: list[SlabPlan] = []
 
@@ -110,7 +111,7 @@ class Peers:
 
 
 def _uuid(device: torch.device | int) -> str:
-    """Returns an identifier of a GPU that does not depend on its number in a process; "" for the CPU."""
+    """Returns an identifier of a GPU that is the same in all processes, or "" for the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device != torch.device("cpu") else ""
 
 
@@ -127,7 +128,7 @@ def _check_access(device: torch.device, uuids: list[str]) -> None:
 
 
 def _fingerprint(items: torch.Tensor) -> tuple[int, int]:
-    """Returns numbers that differ, almost surely, for lists of ids that differ, also in their order."""
+    """Returns two numbers by which lists of ids, including their order, almost surely differ if they are not equal."""
     places = torch.arange(1, items.numel() + 1, device=items.device) * 0x5851F42D4C957F2D
     return items.numel(), int(((items + 1) * places ^ places >> 29).sum())
 
@@ -139,8 +140,8 @@ def _fingerprint(items: torch.Tensor) -> tuple[int, int]:
 class _Loan(NamedTuple):
     """A slab that one other process may open.
 
-    how: for host memory (a handle of the shared segment, bytes of the slab, words of its map). For a GPU's memory what
-    `ipc.lent` returns for its bytes and for its map, or None for an empty one.
+    how: for host memory (handle of the shared segment, size of the slab in bytes, number of words of its map). For GPU
+    memory, the results of `ipc.lent` for its bytes and for its map, or None if they are empty.
     """
 
     how: Any

@@ -1,4 +1,4 @@
-"""`RowCache`: keeps hot rows of a table in the memory of GPUs, as they are stored."""
+"""`RowCache` keeps hot rows of a table in the memory of GPUs, in compressed form."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 POLICIES = ("static", "lru")
-# An lru cache begins with rows in at least this many parts, because rows of one call do not replace each other.
+# Least number of parts into which an lru cache is divided at first, because rows of one call do not replace each other.
 _LEAST_PARTS = 16
 Device = torch.device | str | int
 
@@ -118,18 +118,18 @@ class RowCache(OfThisProcess, TensorManners):
 
     Args:
         table: an `ibp.CompressedTensor` whose items are whole rows, in pinned memory or on the cache's device; or an
-            `ibp.CodedRows`, whose rows are the items: [num_rows, row_bytes] of uint8. When `ibp.encode_into` has coded
-            rows of a place again, call `invalidate` for them.
+            `ibp.CodedRows`, whose rows are the items: [num_rows, row_bytes] of uint8. If `ibp.encode_into` has replaced
+            rows there, call `invalidate` for them.
         budget_bytes: size in bytes of the device memory of each slab, including its map and everything else that the
             cache keeps there; 0 or more. The index that the table keeps on a GPU is not counted. During `refill` the
             cache takes this much a second time.
-        hotness: which rows to hold. Either a number for each item, [num_items], larger for hotter items (degrees,
-            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: no rows until `refill`, which a
-            RuntimeWarning says, or, with "lru", until rows are asked for. An empty list: no rows, and no warning.
+        hotness: the rows to cache: a number for each item, [num_items], larger for hotter items (degrees,
+            `ibp.cache.count_accesses`), or a list of ids, the hottest first. None: no rows until `refill` (a
+            RuntimeWarning says so) or, with "lru", until rows are requested. An empty list: no rows, and no warning.
         devices: one device or several, at most 8, with one slab each; the hash of a row's number determines its slab.
             None: the current GPU, or the device of the `ibp.CodedRows`; the CPU if there is no GPU.
-        policy: "static": what `refill` puts there stays. "lru": rows that are asked for replace the rows used longest
-            ago; only on one device.
+        policy: "static": the rows change only by `refill`. "lru": requested rows replace the least recently used; only
+            on one device.
         writable: whether `update_` changes cached rows in their slots, and `flush` changes them in the table. Only for
             static caches.
         group: a process group of torch.distributed whose ranks are processes of one machine, at most 8. Each rank has a
@@ -143,7 +143,7 @@ class RowCache(OfThisProcess, TensorManners):
     Raises:
         TypeError: table, budget_bytes or hotness has another type.
         ValueError: an argument is out of range, or arguments contradict each other.
-        IndexError: hotness has an id that the table does not have.
+        IndexError: hotness has an id that is out of range.
         RuntimeError: another rank of the group has failed, or does not take part.
         torch.OutOfMemoryError: the device does not have enough memory.
     """
@@ -362,7 +362,7 @@ class RowCache(OfThisProcess, TensorManners):
             return generation
         if not generation.is_captured and is_capturing(worker):
             generation.is_captured = True
-            state.captured.append(generation)  # the graph goes on reading it, even after refills
+            state.captured.append(generation)  # the graph reads it even after refills
         state.hold(generation, worker, state.order.write(worker) if writes else state.order.read(worker))
         return generation
 
@@ -429,12 +429,12 @@ class RowCache(OfThisProcess, TensorManners):
         return self._state.serving[0] if is_asked else None
 
     def decompress(self, *, device: Device | None = None, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the whole tensor, from the table, which is flushed first."""
+        """Returns the whole tensor from the table, after a flush."""
         self.flush()
         return self.view.decompress(device=device, out=out)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
-        """Returns table[key], from the table, which is flushed first."""
+        """Returns table[key] from the table, after a flush."""
         self.flush()
         return self.view[key]
 
@@ -447,8 +447,8 @@ class RowCache(OfThisProcess, TensorManners):
     def refill(self, hotness: Hotness) -> RowCache:
         """Fills the cache again with the hottest rows. Returns the cache.
 
-        The new rows are copied beside the old ones, on a stream of their own. Readers use the old rows until all new
-        rows are there. Then the new rows replace the old ones, and the call returns. CUDA graphs that were captured
+        The new rows are copied beside the old ones, on a separate stream. Readers use the old rows until all new rows
+        have been copied. Then the new rows replace the old ones, and the call returns. CUDA graphs that were captured
         before still read the old rows, whose memory is kept for them: capture them again. A writable cache is flushed
         first.
 
@@ -478,7 +478,7 @@ class RowCache(OfThisProcess, TensorManners):
         return self.devices if self._peers is None else self.devices * self._peers.size
 
     def _made(self, items: torch.Tensor | None) -> Generation:
-        """Returns a generation that holds these items, the hottest first, or nothing yet if items is None. Waits
+        """Returns a generation with the rows of these items, the hottest first, or an empty one if items is None. Waits
         until it is filled."""
         if items is None or self.view.geometry.item_bytes == 0:
             items = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -513,8 +513,8 @@ class RowCache(OfThisProcess, TensorManners):
         return made
 
     def _replacing(self, slot_bytes: int, items: torch.Tensor) -> Generation:
-        """Returns a generation whose rows replace each other. It begins with the first items, as if the hottest had
-        been used last."""
+        """Returns a generation of an lru cache. It begins with the first items, as if the hottest one had been used
+        last."""
         slab = replacing_slab(slot_bytes, self.budget_bytes, self.view.num_rows, self.devices[0])
         made = self._state.generation_of((slab,), LRU_WAYS, slot_bytes, slab.map.shape[0])
         held = min(items.numel(), made.capacity // self._state.rows_per_item)
@@ -526,8 +526,8 @@ class RowCache(OfThisProcess, TensorManners):
         return made
 
     def _swap(self, made: Generation) -> None:
-        """Replaces the generation in use. The old one's memory is free once the streams that read it are done. When
-        this returns, memory lent by other processes is no longer read."""
+        """Replaces the generation in use. The memory of the old one is freed after the streams that read it. When the
+        call returns, no memory that other processes lent is read any more."""
         with self._state.lock:
             old, self._state.generation = self._state.generation, made
         if self._peers is not None:
@@ -567,9 +567,9 @@ class RowCache(OfThisProcess, TensorManners):
     def update_(self, ids: Ids, rows: torch.Tensor) -> RowCache:
         """Sets table[ids] = rows, like `CompressedTensor.update_`. Returns the cache.
 
-        A writable cache codes cached rows into their slots, with the table's codebook, and the table keeps the old rows
-        until `flush`. Rows that are not cached, or that no longer fit their slots, go to the table. Other caches write
-        all rows to the table and forget them. If ids are on a GPU, the call waits for them.
+        A writable cache encodes cached rows into their slots, with the table's codebook, and the table keeps the old
+        rows until `flush`. Rows that are not cached, or that no longer fit their slots, are written to the table. Other
+        caches write all rows to the table and remove them from the cache. If ids are on a GPU, the call waits for them.
 
         Args:
             ids: items to change, int32 or int64 [K]. If an id occurs several times, its last row counts.
