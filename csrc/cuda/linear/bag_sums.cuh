@@ -12,9 +12,9 @@ constexpr uint32_t kTeamWarps = 4, kTeamThreads = kTeamWarps * kWarp;
 
 // ---- which bags, and which rows ----
 
-constexpr uint32_t kNoOffset = ~0u; // marks an offset that is not the number of an id
+constexpr uint32_t kNoOffset = ~0u; // marks an offset that is not the position of an id
 
-// Returns the number of the first id of a bag; num_ids for a bag behind the last one.
+// Returns the position of a bag's first id, or num_ids for a bag after the last one.
 __device__ __forceinline__ uint32_t begin_of(const ibp_bags &bags, uint32_t bag, uint32_t num_ids)
 {
     if (bag == 0u) return 0;
@@ -25,8 +25,9 @@ __device__ __forceinline__ uint32_t begin_of(const ibp_bags &bags, uint32_t bag,
     return begin < 0 || begin > num_ids ? kNoOffset : static_cast<uint32_t>(begin);
 }
 
-// Returns the first bag before which there are at least `target` bags and ids together; num_bags if there is none. All
-// lanes of a warp call this together; either half of the warp may have its own target and get its own answer.
+// Returns the first bag for which the number of bags before it plus the number of ids before it is at least `target`,
+// or num_bags if there is no such bag. All lanes of a warp must call it; each half of the warp may have a different
+// target.
 __device__ __forceinline__ uint32_t first_bag_at(const ibp_bags &bags, uint32_t num_ids, uint64_t target)
 {
     constexpr uint32_t kProbes = kWarp / 2u;
@@ -44,13 +45,14 @@ __device__ __forceinline__ uint32_t first_bag_at(const ibp_bags &bags, uint32_t 
     return low;
 }
 
-// The bags of a team, and their rows.
+// The bags of a team, and the rows of these bags.
 struct Share {
-    uint32_t first_bag, last_bag, first, last; // last_bag and last are not included
+    uint32_t first_bag, last_bag, first, last; // last_bag and last are exclusive
 };
 
-// Returns the share of a team. Shares are equal in bags plus ids, so that many bags without ids are divided too. If
-// offsets change meanwhile, warps compute different shares; a team takes that of one warp.
+// Returns the share of a team. The number of bags plus ids is about the same in all shares, so that many bags without
+// ids are divided, too. If another process changes the offsets meanwhile, warps compute different shares; a team uses
+// that of one warp.
 static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num_ids, uint32_t team, uint32_t num_teams)
 {
     const uint64_t total = uint64_t{num_ids} + static_cast<uint64_t>(bags.num_bags);
@@ -66,17 +68,17 @@ static __device__ __noinline__ Share share_of(const ibp_bags &bags, uint32_t num
 
 // ---- rows ----
 
-// A row's weight, and whether the row is padding.
+// The weight of a row, and whether the row is padding.
 struct Note {
     float weight;
     uint32_t is_padding;
 };
 constexpr Note kNoNote{1.0f, 0};
 
-constexpr uint32_t kTogether = 4; // rows that a thread adds at a time
+constexpr uint32_t kTogether = 4; // number of rows that a thread adds together
 
-// The rows of a round in shared memory. Row j of a turn begins at byte first + j * pitch; the rows of a second turn lie
-// `next` bytes behind those of the first, and their numbers go on at TURN. The notes begin at byte `notes`.
+// The rows of a round in shared memory. Row j of the first turn begins at byte first + j * pitch. The rows of a second
+// turn are numbered from TURN and begin `next` bytes after those of the first turn. The notes begin at byte `notes`.
 template <uint32_t TURN, uint32_t TURNS> struct Rows {
     uint32_t first, pitch, next, notes;
     static constexpr bool kIsEven = TURNS == 1u; // all rows are pitch bytes apart
@@ -84,7 +86,7 @@ template <uint32_t TURN, uint32_t TURNS> struct Rows {
 
     __device__ __forceinline__ uint8_t *row(uint32_t j) const
     {
-        const uint32_t place = kIsEven ? j * pitch : j % TURN * pitch + j / TURN * next; // next may be below 0
+        const uint32_t place = kIsEven ? j * pitch : j % TURN * pitch + j / TURN * next; // next may be negative
         return shared_bytes() + (first + place);
     }
     __device__ __forceinline__ Note &note(uint32_t j) const
@@ -95,12 +97,12 @@ template <uint32_t TURN, uint32_t TURNS> struct Rows {
 
 // ---- sums ----
 
-constexpr uint32_t kUnitBytes = 16; // bytes of a row that a thread adds at a time
+constexpr uint32_t kUnitBytes = 16; // number of bytes of a row that a thread adds together
 
-// The ways in which a round reduces rows: it adds them, adds them by their notes, or takes their maximum.
+// The ways to reduce the rows of a round: their sum, their sum weighted by the notes, or their maximum.
 enum Way : uint32_t { kPlainSums, kNotedSums, kMaxima, kWays };
 
-// Returns a kind and a way as one number, so that a round tests only once.
+// Returns a kind and a way as one number, so that a round branches only once.
 __host__ __device__ constexpr uint32_t task_of(ibp_float_kind kind, Way way) { return kind * kWays + way; }
 __device__ __forceinline__ uint32_t task_of(const ibp_bags &bags)
 {
@@ -109,8 +111,8 @@ __device__ __forceinline__ uint32_t task_of(const ibp_bags &bags)
                                                                                 : kPlainSums);
 }
 
-// The elements of a unit, which have four bytes or two, in their order. They are floats; for a maximum they are the
-// elements' bits, and those of elements of two bytes are in the upper half.
+// The elements of a unit in order. In sums they are floats. In a maximum they are the elements' bits; elements of two
+// bytes are in the upper half of a word.
 struct Unit {
     static constexpr uint32_t kMost = kUnitBytes / 2u;
     float values[kMost];
@@ -136,7 +138,8 @@ struct Unit {
 #pragma unroll
         for (uint32_t e = 0; e < kSize<KIND>; e++) values[e] = fmaf(weight, element<KIND, false>(words, e), values[e]);
     }
-    // Takes the greater of each two elements. is_first: there is nothing to compare with.
+    // Replaces each element by the greater of itself and the corresponding element of `words`. is_first: whether there
+    // are no elements to compare with yet.
     template <ibp_float_kind KIND> __device__ __forceinline__ void take_greater(uint4 words, bool is_first)
     {
 #pragma unroll
@@ -151,7 +154,7 @@ struct Unit {
 #pragma unroll
         for (uint32_t e = 0; e < kMost; e++) values[e] /= divisor;
     }
-    // Returns the unit's elements as their kind.
+    // Returns the unit's elements converted to their kind.
     __device__ __forceinline__ uint4 result(ibp_float_kind kind, bool is_maximum) const
     {
         if (kind == IBP_FLOAT32)
@@ -170,7 +173,7 @@ struct Unit {
     }
 };
 
-// The rows of a bag: from begin to end - 1.
+// The rows of a bag: begin to end - 1.
 struct Bounds {
     uint32_t begin, end;
 };
@@ -181,10 +184,10 @@ struct Bounds {
 //     words                       what each thread keeps of its bag from round to round, 16 bytes at a time
 //     notes                       of the rows of a round
 struct TeamMemory {
-    uint32_t first; // the shared byte at which it begins
+    uint32_t first; // its offset in shared memory
 
     __device__ __forceinline__ Share &share() const { return *reinterpret_cast<Share *>(shared_bytes() + first); }
-    // Returns the thread's own i-th 16 bytes. Consecutive threads' lie side by side.
+    // Returns the i-th 16 bytes of this thread. Those of consecutive threads are adjacent.
     __device__ __forceinline__ uint4 &words(uint32_t i) const
     {
         const uint32_t place = 1u + i * kTeamThreads + threadIdx.x % kTeamThreads;
@@ -202,13 +205,14 @@ struct TeamMemory {
 };
 static_assert(sizeof(Share) == sizeof(uint4), "what comes first");
 
-// Computes the sums of a team's bags. A bag is shared by a power of two of threads: the least one that gives each unit
-// of a row a thread, or all threads of the team. Each thread takes one unit of the row, or UNITS. Bags are dealt to
-// these groups of threads in turn. Nothing stays in registers from one round to the next, so that the decoders have the
-// registers.
+// Computes the sums of a team's bags. The number of threads that share a bag is the smallest power of two with a thread
+// for each unit of a row, or all threads of the team. Each thread takes one unit of the row, or UNITS units. The bags
+// are distributed over these groups of threads in turn. No state stays in registers from one round to the next, so that
+// the decoders can use the registers.
 template <uint32_t UNITS> struct Reducer {
     static constexpr uint32_t kMostRowBytes = UNITS * kTeamThreads * kUnitBytes, kLeastLaneBits = 2;
-    static constexpr uint32_t kUnits = UNITS, kWords = 2u + 2u * UNITS; // kWords: words of a thread in TeamMemory
+    // KWords: number of words of a thread in TeamMemory.
+    static constexpr uint32_t kUnits = UNITS, kWords = 2u + 2u * UNITS;
 
     const ibp_bags &bags;
     const uint32_t num_ids, row_bytes;
@@ -219,8 +223,8 @@ template <uint32_t UNITS> struct Reducer {
     const uint32_t task, lane_bits; // 1 << lane_bits threads share a bag
 
     struct State {
-        uint32_t bag, count; // the open bag, and how many of its rows count
-        // bounds: those of the open bag, limited to the share. coming: those of the next bag, if there are offsets.
+        uint32_t bag, count; // the open bag, and the number of its rows that are not padding
+        // bounds: the open bag's, limited to the share. coming: the next bag's, if there are offsets.
         Bounds bounds, coming;
         Unit units[UNITS];
     };
@@ -240,9 +244,9 @@ template <uint32_t UNITS> struct Reducer {
         return ibp_min_u32(max(32u - static_cast<uint32_t>(__clz(num_units - 1)), kLeastLaneBits), kMostLaneBits);
     }
     static __device__ __forceinline__ uint32_t rank() { return threadIdx.x % kTeamThreads; }
-    // Returns the thread's number among those that share a bag.
+    // Returns the thread's number among the threads that share its bag.
     __device__ __forceinline__ uint32_t lane() const { return rank() & ((1u << lane_bits) - 1u); }
-    // Bags that are open at a time.
+    // Returns the number of bags that are open at the same time.
     __device__ __forceinline__ uint32_t num_open() const { return kTeamThreads >> lane_bits; }
     __device__ __forceinline__ uint32_t first_byte(uint32_t u) const
     {
@@ -253,14 +257,14 @@ template <uint32_t UNITS> struct Reducer {
 
     // ---- bags ----
 
-    // Returns a bag's bounds as the offsets say them, unchecked.
+    // Returns a bag's bounds as the offsets give them, unchecked.
     __device__ __forceinline__ Bounds bounds_of(uint32_t number) const
     {
         if (number >= share.last_bag) return {share.last, share.last};
         return {begin_of(bags, number, num_ids), begin_of(bags, number + 1u, num_ids)};
     }
-    // Opens the bag whose bounds have been loaded, and loads those of the next one. Whatever the offsets are, the bag's
-    // rows are limited to the share's.
+    // Opens the bag whose bounds have been loaded, and loads the bounds of the next bag. The bag's rows are limited to
+    // the share, whatever the offsets are.
     __device__ __forceinline__ void open(State &now) const
     {
         if (now.bag >= share.last_bag) return;
@@ -283,7 +287,7 @@ template <uint32_t UNITS> struct Reducer {
 #pragma unroll
             for (uint32_t e = 0; e < Unit::kMost; e++) now.units[u].values[e] = 0.0f;
     }
-    // Records an offset that is not the number of an id, or is less than the one before.
+    // Records a fault for an offset that is not the position of an id, or is less than the offset before it.
     __device__ __forceinline__ void note_offset(uint32_t position) const
     {
         if (lane() != 0u) return;

@@ -1,17 +1,15 @@
 // bags.cuh - the kernel of ibp_cuda_sum_bags, which decodes rows and reduces them at once, and its launch.
 //
-// A team of warps takes a contiguous range of bags that have about as many rows as every other team's. A round consists
+// A team of warps takes a contiguous range of bags. The ranges of all teams have about as many rows. A round consists
 // of these steps:
 //
-// 1. The groups of the team decode consecutive rows to shared memory, each group some rows of its own
-//    (decode/fetch.cuh), while the bytes of their next rows are loaded.
-// 2. The team meets at a barrier.
-// 3. Threads of the team add the rows to the sums of their bags, in the order of the rows (bag_sums.cuh), and write the
-//    bags that end.
-// 4. The team meets again, and the rows may be overwritten.
+// 1. The groups of the team decode consecutive rows to shared memory, each group different rows (decode/fetch.cuh),
+//    while the bytes of their next rows are loaded. 2. The team meets at a barrier. 3. Threads of the team add the rows
+//    to the sums of their bags, in the order of the rows (bag_sums.cuh), and write the sums of the bags that are
+//    complete. 4. The team meets again. After that the rows may be overwritten.
 //
-// So a sum is what one thread would compute that goes through the bag, and yet all warps of a team decode the rows of a
-// long bag.
+// So a sum is the same as that of a single thread that adds the bag's rows in order, although all warps of a team
+// decode the rows of a long bag.
 #ifndef IBP_BAGS_CUH
 #define IBP_BAGS_CUH
 
@@ -21,7 +19,7 @@
 
 namespace ibp {
 
-// The arguments of ibp_cuda_sum_bags, checked.
+// The checked arguments of ibp_cuda_sum_bags.
 struct BagsCall {
     const ibp_table &table;
     const Request &request;
@@ -48,7 +46,7 @@ static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, con
     if (number >= last) return sample;
     const bool is_padding = bags.padding_id >= 0 && load_ticket(request, number).id == bags.padding_id;
     if (!is_padding) sample.entry = look_up(table, request, number);
-    sample.entry.dst = nullptr; // rows go to shared memory of their groups
+    sample.entry.dst = nullptr; // rows are decoded to the shared memory of their groups
     if (bags.weights == nullptr) return sample;
     if (bags.kind == IBP_FLOAT32) {
         sample.weight = __ldg(static_cast<const float *>(bags.weights) + number);
@@ -59,25 +57,25 @@ static __device__ __noinline__ Sample look_up_sample(const ibp_table &table, con
     return sample;
 }
 
-// Returns the most threads of a block. A block consists of whole teams, and has so few that registers hardly spill to
-// local memory: shared memory leaves no L1 cache for spills.
+// Returns the largest number of threads of a block, which consists of whole teams. It is small enough that registers
+// hardly spill to local memory, because shared memory leaves no L1 cache for spills.
 template <class Decoder, class Sums> constexpr uint32_t most_bag_threads()
 {
     constexpr uint32_t kMost = Sums::kUnits == 1u ? 768 : 640;
     return (Decoder::kMostThreads < kMost ? Decoder::kMostThreads : kMost) / kTeamThreads * kTeamThreads;
 }
 
-// Rows of a group in a round. Two cost less a row than one. With more rows a round, bags of short rows would wait
-// longer to be closed, and shared memory would have room for fewer long rows.
+// Number of rows of a group in a round. With two rows, a row costs less than with one. With more, bags of short rows
+// would be completed later, and shared memory would have room for fewer long rows.
 template <class Decoder, class Sums>
 constexpr uint32_t kTurnsOfRound = Decoder::Group::kPerWarp == 1 && Sums::kUnits == 1u ? 2u : 1u;
 
-// The bytes of a group's shared memory at which the rows of a round lie. The last row lies in the scratch, so that more
-// teams find room, and the one before it behind the scratch.
+// The offsets in a group's shared memory of the rows of a round. The last row is in the scratch memory, so that more
+// teams fit, and the row before it follows the scratch memory.
 //
 //     | stage | scratch: kept bytes | last row | row before it |
 template <class Decoder, uint32_t TURNS> struct GroupRows {
-    // num_bytes: bytes of the group's shared memory.
+    // num_bytes: size in bytes of the group's shared memory.
     uint32_t last, before, num_bytes;
 
     explicit GroupRows(const ibp_codebook &cb)
@@ -102,14 +100,14 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
     using G = typename Decoder::Group;
     await_work_before();
     constexpr uint32_t kTurn = kTeamThreads / G::kThreads, kTurns = kTurnsOfRound<Decoder, Sums>,
-                       kRound = kTurn * kTurns; // rows of a round
+                       kRound = kTurn * kTurns; // number of rows of a round
     const uint32_t row_bytes = table.codebook.row_bytes, first_stage = Decoder::block_bytes(table.codebook),
                    mine = first_stage + G::in_block() * group.num_bytes;
-    // The shuffles tell the compiler that the lanes of a warp go through the loop together.
+    // The shuffles tell the compiler that all lanes of a warp run through the loop together.
     const auto of_first_lane = [](uint32_t v) { return __shfl_sync(kAllLanes, v, 0); };
     const uint32_t team = of_first_lane(threadIdx.x / kTeamThreads), teams = blockDim.x / kTeamThreads,
                    num_ids = static_cast<uint32_t>(request.ids.count);
-    const auto fetch_of = [&](uint32_t turn) { // for a turn of a round
+    const auto fetch_of = [&](uint32_t turn) { // starts the fetch of a turn of a round
         uint8_t *const row = shared_bytes() + mine + group.row(turn);
         return F{table, request, row, stage_at(mine, row_bytes), first_stage, group.num_bytes};
     };
@@ -129,7 +127,7 @@ __global__ void __launch_bounds__(most_bag_threads<Decoder, Sums>(), 1)
     const Sums sums(bags, of_first_lane(task_of(bags)), num_ids, row_bytes, out, fault, memory, share);
     sums.begin();
 
-    // The lanes of a warp look up its rows of as many turns as there are lanes for, which are whole rounds.
+    // The lanes of a warp look up its rows for as many turns as there are lanes for; these are whole rounds.
     const uint32_t of_warp = threadIdx.x % kTeamThreads / kWarp * G::kPerWarp, turn_of_lane = lane_id() / G::kPerWarp,
                    ahead = of_warp + turn_of_lane * kTurn + lane_id() % G::kPerWarp;
     static_assert(kWarp / G::kPerWarp % kTurns == 0u, "whole rounds");
@@ -185,7 +183,7 @@ template <class Decoder, class Sums> ibp_status launch_bags(const BagsCall &call
     return launch_kernel(kernel, launch, call.stream, call.table, call.request, call.bags, group, call.out, call.fault);
 }
 
-// Groups by the length of rows: 8 lanes decode a row of up to 512 bytes, a warp decodes a longer one.
+// The groups for each length of rows: 8 lanes decode a row of up to 512 bytes, and a whole warp decodes a longer one.
 constexpr uint32_t kShortRowBytes = 8u * kLaneBytes;
 template <template <class> class Decoder> using ShortRows = Decoder<Group<8, 1>>;
 template <template <class> class Decoder> using WarpRows = Decoder<Group<kWarp, 1>>;

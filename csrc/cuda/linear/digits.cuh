@@ -1,5 +1,5 @@
-// digits.cuh - shared by the kernels that multiply vectors with a coded matrix of BF16: how bytes are copied to shared
-// memory, how elements become operands of tensor cores, in which order products are added, and the products of escapes.
+// digits.cuh - shared by the kernels that multiply vectors with a coded matrix of BF16: copies to shared memory, the
+// decoding of elements to operands of tensor cores, the order in which products are added, and the products of escapes.
 //
 // A slot, which is a row as it is stored:
 //
@@ -17,21 +17,22 @@ namespace ibp {
 
 // ---- matrices and vectors ----
 
-// A coded matrix, the bias that is added to its products, and where these go.
+// A coded matrix, the bias that is added to its products, and the memory of the results.
 struct LinearMatrix {
     ibp_product product;
-    uint32_t first_tile; // the matrix's first tile among all matrices' tiles
+    uint32_t first_tile; // number of the matrix's first tile, counted over all matrices
 
     __host__ __device__ __forceinline__ const ibp_digit_matrix &coded() const { return product.matrix; }
     __host__ __device__ __forceinline__ uint32_t rows() const { return static_cast<uint32_t>(coded().num_rows); }
 };
 
-// Vectors [count, columns], one after the other. If `order` is not NULL, they are the vectors whose numbers it lists.
+// Vectors [count, columns], one after the other. If `order` is not NULL, it lists the numbers of the vectors.
 struct Vectors {
     const uint16_t *x;
     uint32_t count, columns;
     const int64_t *order = nullptr;
-    uint32_t most = 0, sharing = 1; // most: the largest number of a vector; sharing: how many vectors share a row of x
+    // Most: the largest number of a vector; sharing: number of vectors that share a row of x.
+    uint32_t most = 0, sharing = 1;
 
     // Returns the number under which the result of a vector is stored.
     __device__ __forceinline__ uint32_t place(uint32_t vector) const
@@ -45,8 +46,8 @@ struct Vectors {
     }
 };
 
-// Vectors that several matrices multiply. A kernel cuts the rows of each matrix into tiles, and counts the tiles of all
-// matrices together.
+// A job in which several matrices multiply the same vectors. A kernel divides the rows of each matrix into tiles, and
+// numbers the tiles over all matrices.
 struct LinearJob {
     LinearMatrix matrices[IBP_MOST_MATRICES];
     uint32_t num_matrices, num_tiles, num_columns, num_vectors;
@@ -74,7 +75,7 @@ struct LinearJob {
 
 // ---- what the hardware does ----
 
-// Begins to copy 16 bytes to shared memory, or zeros if the bytes are not wanted.
+// Starts to copy 16 bytes to shared memory, or fills them with zeros if `wanted` is false.
 __device__ __forceinline__ void copy_vector(uint32_t shared, const uint8_t *from, bool wanted)
 {
 #ifdef __CUDACC__
@@ -87,7 +88,7 @@ __device__ __forceinline__ void copy_vector(uint32_t shared, const uint8_t *from
     *reinterpret_cast<uint4 *>(shared_bytes() + shared) = vector;
 #endif
 }
-// end_copies ends a group of copies. await_copies waits until all groups except the last NUM_LEFT have arrived.
+// end_copies ends a group of copies. await_copies waits until all groups except the last NUM_LEFT are complete.
 __device__ __forceinline__ void end_copies()
 {
 #ifdef __CUDACC__
@@ -102,8 +103,8 @@ template <int NUM_LEFT> __device__ __forceinline__ void await_copies()
     __syncwarp();
 }
 
-// Adds to sums the product of 16 rows and 8 vectors over 16 columns (`mma.m16n8k16`). Lane 4 g + t holds, as halves of
-// words:
+// Adds to sums the products of 16 rows with 8 vectors over 16 columns (`mma.m16n8k16`). Lane 4 g + t holds, as halves
+// of words:
 //
 //     a[0], a[2]    row g, columns 2 t and 2 t + 1, and those 8 further on
 //     a[1], a[3]    row g + 8, the same columns
@@ -131,8 +132,8 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[4], const uint32_t (
 #endif
 }
 
-// Barrier ID of the block is for NUM_THREADS threads, which are whole warps. await_barrier waits until all of them have
-// arrived; arrive_at_barrier only arrives.
+// Named barrier ID of the block is for NUM_THREADS threads, which are whole warps. await_barrier arrives and waits
+// until all of them have arrived; arrive_at_barrier only arrives.
 template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void await_barrier()
 {
 #ifdef __CUDACC__
@@ -154,9 +155,10 @@ template <uint32_t ID, uint32_t NUM_THREADS> __device__ __forceinline__ void arr
 
 constexpr uint32_t kStripRows = 16, kStepColumns = 128;
 
-// Columns are cut into steps, and step s belongs to piece s % 16, so that warps that take neighbouring pieces read
-// whole stretches of a row at a time. The products of a piece are added one after the other; the sums of pieces are
-// added in pairs, pairs of pairs and so on. Every kernel adds in this order, however many blocks and vectors there are.
+// Columns are divided into steps, and step s belongs to piece s % 16, so that warps with neighbouring pieces read
+// adjacent bytes of a row at the same time. The products of a piece are added one after the other. The sums of pieces
+// are then added in pairs, pairs of pairs and so on. Every kernel adds in this order, for any number of blocks and
+// vectors.
 constexpr uint32_t kPieces = 16;
 
 __host__ __device__ __forceinline__ uint32_t num_steps(const LinearJob &job)
@@ -173,8 +175,8 @@ template <uint32_t COUNT> __device__ __forceinline__ float sum_in_pairs(float (&
     return sums[0];
 }
 
-// Returns the first row of a strip of a matrix. If the number of rows is no multiple of 16, the last strip shares rows
-// with the one before.
+// Returns the first row of a strip of a matrix. If the number of rows is not a multiple of 16, the last strip shares
+// rows with the strip before it.
 __device__ __forceinline__ uint32_t first_row(const LinearMatrix &matrix, uint32_t strip)
 {
     return ibp_min_u32(strip * kStripRows, matrix.rows() - kStripRows);
@@ -185,8 +187,8 @@ struct StripRows {
     const uint8_t *first;
     uint32_t pitch;
 
-    // Finds the strip that is `number` strips behind the first one of a tile. No load has an address that depends on
-    // the tile: the warp would wait for it.
+    // Finds strip `number` of a tile, counted from the tile's first strip. No load has an address that depends on the
+    // tile, because the warp would have to wait for it.
     __device__ __forceinline__ void find(const LinearJob &job, uint32_t tile, uint32_t strips, uint32_t number)
     {
         uint32_t first_tile = 0, last_row = 0;
@@ -204,7 +206,7 @@ struct StripRows {
 
 // ---- elements ----
 
-// 32 elements of a row. Each has a residual of 8 bits, sign and mantissa, and a digit of four bits.
+// 32 elements of a row. Each has a residual of 8 bits (sign and mantissa) and a digit of four bits.
 struct Elements {
     uint32_t residuals[8], digits[4];
 };
@@ -212,13 +214,13 @@ struct Elements {
 // A matrix's first_symbol times this constant has first_symbol in every byte.
 constexpr uint32_t kEveryByte = 0x01010101u;
 
-// Turns both elements of a word from residual and exponent, a byte each, into sign, exponent, mantissa.
+// Converts both elements of a word from residual and exponent, a byte each, to BF16: sign, exponent, mantissa.
 __device__ __forceinline__ uint32_t turned(uint32_t rotated)
 {
     return select_bits(0x7fff7fffu, rotated >> 1, rotated << 15);
 }
 
-// The exponents of 8 elements, one byte each; elements with even numbers apart from those with odd ones. firsts:
+// The exponents of 8 elements, one byte each, separated into elements with even and with odd numbers. firsts:
 // first_symbol in every byte.
 struct Exponents {
     uint32_t even, odd;
@@ -230,8 +232,8 @@ struct Exponents {
 };
 
 // Makes one of the 8 operands of 16 columns from a lane's elements of two rows. Of four consecutive elements, 0 and 2
-// make one word, and 1 and 3 the other, because their exponents are neighbours. number: which operand; a constant after
-// unrolling.
+// make one word, and 1 and 3 the other, because their exponents are neighbours. number: the operand's number, a
+// constant after unrolling.
 __device__ __forceinline__ void make_operand(uint32_t (&a)[4], const Elements (&rows)[2], uint32_t number,
                                              uint32_t firsts)
 {
@@ -251,8 +253,8 @@ struct StripStep {
     static constexpr uint32_t kDigitsStart = kStripRows * kStepColumns,
                               kBytes = kDigitsStart + kStripRows * kStepColumns / 2u;
 
-    // Begins to copy a step of a strip to byte `to` of shared memory. A warp calls this together. num_columns: columns
-    // of the strip. column: the first one of the step.
+    // Starts to copy a step of a strip to byte `to` of shared memory. All lanes of the warp must call it. num_columns:
+    // number of columns of the strip. column: first column of the step.
     static __device__ __forceinline__ void begin_copy(const StripRows &rows, uint32_t num_columns, uint32_t column,
                                                       uint32_t to)
     {
@@ -278,8 +280,8 @@ struct StripStep {
     }
 
   private:
-    // Copies the residuals. Vector v (16 bytes) of row r, which has 128 bytes, goes to place v ^ (r % 2), so that lanes
-    // that read together read from different banks.
+    // Copies the residuals. The v-th 16 bytes of row r, which has 128 bytes, are stored at position v ^ (r % 2), so
+    // that lanes that read together read from different banks.
     static __device__ __forceinline__ void copy_residuals(const StripRows &rows, uint32_t num_columns, uint32_t column,
                                                           uint32_t to)
     {
@@ -296,10 +298,10 @@ struct StripStep {
 
 // ---- escapes ----
 
-// The escapes of a row: the part of the list that has them, and the first of them. Their loads can be issued long
-// before they are used: `find` loads where they begin and end, and `load` the entries.
+// The escapes of a row: their range in the list, and the first entries. The loads can be issued long before their
+// results are used: `find` loads the range, and `load` the entries.
 struct RowEscapes {
-    static constexpr uint32_t kTogether = 4; // entries whose loads are issued together
+    static constexpr uint32_t kTogether = 4; // number of entries whose loads are issued together
 
     const ibp_escape *list = nullptr;
     uint32_t first = 0, end = 0;
@@ -333,17 +335,16 @@ struct RowEscapes {
     }
 };
 
-// The products of a row's escapes with the vectors first, first + APART, ... `taken`: products with the weights with
-// which they were multiplied, as if they were ordinary digits. `right`: products with the right weights.
+// The products of a row's escapes with the vectors first, first + APART, and so on. `taken`: products with the weights
+// that the multiplying warps used, as if escapes were ordinary digits. `right`: products with the right weights.
 template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
     static constexpr uint32_t kTogether = RowEscapes::kTogether;
 
     float taken[VECTORS] = {}, right[VECTORS] = {};
 
-    // Adds the products of the loaded entries. All loads are issued together; in place of vectors that do not exist
-    // others are loaded.
-    // If x is infinite or NaN, nothing is added to `taken`: both weights have the same sign, and the sum of the row is
-    // infinite or NaN already, as it should be.
+    // Adds the products of the loaded entries. All loads are issued together; instead of vectors that do not exist,
+    // others are loaded. If x is infinite or NaN, nothing is added to `taken`: both weights have the same sign, so the
+    // sum of the row already is infinite or NaN, as it should be.
     __device__ __forceinline__ void add_loaded(const Vectors &vectors, const RowEscapes &escapes, uint32_t first_vector)
     {
         const ibp_escape(&entries)[kTogether] = escapes.entries;
@@ -366,14 +367,14 @@ template <uint32_t VECTORS, uint32_t APART = 2> struct Corrections {
                 right[i] = fmaf(float_of_bfloat16(entries[j].weight), x[i][j], right[i]);
             }
     }
-    // Adds the products of all escapes of the row. escapes: with its first entries loaded.
+    // Adds the products of all escapes of the row. escapes: its first entries must have been loaded.
     __device__ __forceinline__ void add(const Vectors &vectors, RowEscapes &escapes, uint32_t first_vector)
     {
         for (; escapes.num_loaded() != 0u; escapes.load_next(vectors.columns))
             add_loaded(vectors, escapes, first_vector);
     }
-    // Returns the right sum of vector `number`, given the sum of its products. Because of this order, an element alone
-    // that is multiplied by one comes out exactly.
+    // Returns the corrected sum of vector `number`. sum: the sum of its products. Because of the order of these
+    // operations, the product of a single nonzero element with 1 is exact.
     __device__ __forceinline__ float corrected(float sum, uint32_t number) const
     {
         return (sum - taken[number]) + right[number];

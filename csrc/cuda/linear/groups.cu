@@ -1,6 +1,6 @@
-// groups.cu - two kernels for stacks of matrices. group_vectors puts vectors into the order of the matrices that
-// multiply them, and cuts them into groups, as ibp_cuda_linear_groups takes them: one block counts, scans and writes.
-// list_matrices lists which matrices are asked for. Bound by latency.
+// groups.cu - two kernels for stacks of matrices. group_vectors sorts vectors by the matrices that multiply them, and
+// divides them into the groups that ibp_cuda_linear_groups takes: one block counts, scans and writes. list_matrices
+// lists the matrices that are used. Both are bound by latency.
 #include "../../core/groups.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
@@ -11,8 +11,8 @@
 namespace ibp {
 
 constexpr uint32_t kGroupThreads = IBP_MOST_GROUPED; // one thread for each vector
-constexpr uint32_t kHalf = 16;                       // bits of a count; two counts share a word
-constexpr int64_t kMostListing = 132;                // most blocks that list rows; each lists few numbers
+constexpr uint32_t kHalf = 16;                       // number of bits of a count; two counts share a word
+constexpr int64_t kMostListing = 132;                // largest number of blocks that list rows; each lists few numbers
 
 // Packs the number of a matrix's vectors into the low 16 bits of a word and the number of its groups into the high 16
 // bits.
@@ -27,18 +27,19 @@ __global__ void __launch_bounds__(kGroupThreads)
     group_vectors(const Id *ids, uint32_t count, uint32_t num_matrices, int64_t *order, ibp_vector_group *groups,
                   uint32_t num_groups)
 {
-    __shared__ uint32_t starts[IBP_MOST_STACKED + 1]; // at first the number of vectors of each matrix
+    // First the number of vectors of each matrix, then the position of its first vector.
+    __shared__ uint32_t starts[IBP_MOST_STACKED + 1];
     const uint32_t number = threadIdx.x, warp = number / kWarp;
     const bool is_vector = number < count;
     const uint32_t matrix = is_vector ? ibp_matrix_of_id(ids[number], num_matrices) : ~0u;
     for (uint32_t i = number; i <= num_matrices; i += kGroupThreads) starts[i] = 0;
     __syncthreads();
     const uint32_t peers = __match_any_sync(kAllLanes, matrix), below = peers & ((1u << lane_id()) - 1u);
-    uint32_t rank = 0;                                      // the vector's number among those of its matrix
+    uint32_t rank = 0;                                      // the vector's number among the vectors of its matrix
     for (uint32_t turn = 0; turn * kWarp < count; turn++) { // warps count one after the other
         if (turn == warp) {
             if (is_vector) rank = starts[matrix] + ibp_popcount(below);
-            __syncwarp(); // before starts is changed
+            __syncwarp(); // all lanes have read starts before it changes
             if (is_vector && below == 0u) starts[matrix] += ibp_popcount(peers);
         }
         __syncthreads();
@@ -62,15 +63,15 @@ __global__ void __launch_bounds__(kGroupThreads)
     for (uint32_t g = (total >> kHalf) + number; g < num_groups; g += kGroupThreads) groups[g] = {};
 }
 
-// Lists the matrices that are asked for. Every block finds all of them, and writes its part of their rows; the first
-// block writes everything else.
+// Lists the matrices that are used. Every block finds all of them and writes a part of their rows; the first block
+// writes everything else.
 template <typename Id>
 __global__ void __launch_bounds__(kGroupThreads)
     list_matrices(const Id *ids, uint32_t count, uint32_t num_matrices, const __grid_constant__ ibp_listed listed)
 {
     constexpr uint32_t kWords = IBP_MOST_STACKED / kWarp + 1u;
     static_assert(kWords <= kGroupThreads && IBP_MOST_STACKED < 1 << 16);
-    // asked: a bit for each matrix. before: how many bits are set in the words before.
+    // asked: a bit for each matrix. before: number of set bits in the preceding words.
     __shared__ uint32_t asked[kWords], before[kWords];
     __shared__ uint16_t held[IBP_MOST_STACKED + 1];
     const uint32_t number = threadIdx.x, num_slots = static_cast<uint32_t>(listed.num_slots);

@@ -3,19 +3,19 @@
 //
 // A block takes strips of 16 rows, one after the other:
 //
-// 1. Each of its 8 multiplying warps has two neighbours of the 16 pieces of the columns (digits.cuh), and takes their
-//    steps of 128 columns from left to right. While it multiplies a step, bytes of coming steps, also of the next
-//    strip, are copied to shared memory.
-// 2. A lane holds 32 elements each of rows g and g + 8, for g = lane / 4. The tensor cores take them 4 + 4 at a time.
-//    Columns are permuted so that the digits unpack cheaply; the vectors are permuted in the same way.
-// 3. Escapes are multiplied like other digits, as if their symbols followed those of the digits.
-// 4. One more warp, the finisher, adds up the other warps' sums. It subtracts the products of escapes and adds the
-//    right ones, from a list that was made before, and stores the results while the other warps multiply the next
-//    strip.
+// 1. Each of its 8 multiplying warps has two neighbouring pieces of the 16 pieces into which the columns are divided
+//    (digits.cuh), and multiplies their steps of 128 columns from left to right. While it multiplies a step, the bytes
+//    of the following steps, including those of the next strip, are copied to shared memory. 2. A lane holds 32
+//    elements of row g and 32 elements of row g + 8, where g = lane / 4. An instruction of the tensor cores takes 4
+//    elements of each row. Columns are permuted so that the digits unpack cheaply; the vectors are permuted in the same
+//    way. 3. Escapes are multiplied like other digits, as if their symbols followed those of the digits. 4. A ninth
+//    warp, the finisher, adds up the other warps' sums. It subtracts the products of escapes and adds the products with
+//    the right weights, which it reads from a list that was made in advance. It stores the results while the other
+//    warps multiply the next strip.
 //
-// On GPUs of compute capability 9.0 and later a launch overlaps the one before it in the stream (programmatic dependent
-// launch): loads of the first bytes of the matrix are issued before the vectors are ready.
-// Bound by device memory.
+// On GPUs of compute capability 9.0 and later a launch overlaps the previous launch of the stream (programmatic
+// dependent launch): loads of the first bytes of the matrix are issued before the vectors are ready. The kernel is
+// bound by device memory.
 #ifndef IBP_LINEAR_CUH
 #define IBP_LINEAR_CUH
 
@@ -25,7 +25,7 @@ namespace ibp {
 
 constexpr uint32_t kMostVectors = 8;
 
-// Adds the products of a lane's elements of two rows with x, 32 elements of a vector.
+// Adds the products of a lane's elements of two rows with x. x: 32 elements of a vector.
 __device__ __forceinline__ void multiply_elements(float (&sums)[4], const Elements (&rows)[2], const uint32_t (&x)[16],
                                                   uint32_t firsts)
 {
@@ -48,26 +48,27 @@ struct LinearBlock {
     static constexpr uint32_t kWarps = 8, kStages = 3, kThreads = (kWarps + 1u) * kWarp;
     static constexpr uint32_t kBlocksAnSm = 2;
     static_assert(2u * kWarps == kPieces, "a warp has two pieces");
-    static constexpr uint32_t kSums = kWarps * kMostVectors * kStripRows; // sums of a strip
+    static constexpr uint32_t kSums = kWarps * kMostVectors * kStripRows; // number of sums of a strip
     static constexpr uint32_t kSumsStart = kWarps * kStages * StripStep::kBytes;
     static constexpr uint32_t kSharedBytes = kSumsStart + 2u * kSums * sizeof(float);
 
-    // Returns where a warp's sum is. Strips with even and odd turns of the block have places of their own.
+    // Returns a warp's sum in shared memory. The sums of even turns of the block and those of odd turns have separate
+    // memory.
     static __device__ __forceinline__ float &sum(uint32_t turn, uint32_t warp, uint32_t vector, uint32_t row)
     {
         float *const sums = reinterpret_cast<float *>(shared_bytes() + kSumsStart) + turn % 2u * kSums;
         return sums[(warp * kMostVectors + vector) * kStripRows + row];
     }
-    // "Written": the sums of a turn have been stored. "Read": the sums of a turn have been read, and their place is
-    // free for the turn after the next.
+    // "Written" means that the sums of a turn have been stored; "read" means that they have been read, so that their
+    // memory is free for the turn after the next.
     static __device__ __forceinline__ void say_written(uint32_t turn) { Turns<1>::arrive(turn); }
     static __device__ __forceinline__ void await_written(uint32_t turn) { Turns<1>::await(turn); }
     static __device__ __forceinline__ void say_read(uint32_t turn) { Turns<3>::arrive(turn); }
     static __device__ __forceinline__ void await_read(uint32_t turn) { Turns<3>::await(turn); }
 
   private:
-    // Two barriers of the block, for even and odd turns. Their numbers are constants, because otherwise the block would
-    // take all 16.
+    // Two barriers of the block, for even and for odd turns. Their numbers are constants, because otherwise the
+    // compiler would reserve all 16 barriers for the block.
     template <uint32_t ID> struct Turns {
         static __device__ __forceinline__ void await(uint32_t turn)
         {
@@ -82,15 +83,15 @@ struct LinearBlock {
 
 // ---- strips ----
 
-// The place of a strip's results, and its rows in the list of escapes, which begin with coded_row.
+// The rows of a strip: their results in y, and their entries in the list of escapes, which begin with row coded_row.
 struct StripResults {
     const LinearMatrix &matrix;
-    uint32_t row, num_rows; // row: the strip's first row of y; num_rows: rows of y
+    uint32_t row, num_rows; // row: the strip's first row of y; num_rows: number of rows of y
     uint32_t coded_row;
     uint16_t *y;
 };
 
-// The strips of matrices each of which multiplies all vectors.
+// The strips of a job in which each matrix multiplies all vectors.
 struct MatrixStrips {
     using Job = LinearJob;
     const LinearJob &job;
@@ -111,24 +112,24 @@ struct MatrixStrips {
     }
 };
 
-// The arguments for groups of vectors, each of which is multiplied by one matrix of a stack.
+// The arguments of a job in which each group of vectors is multiplied by one matrix of a stack.
 struct GroupsJob {
     LinearJob job; // has one matrix, the stack
     const ibp_vector_group *groups;
-    uint32_t num_groups, num_rows; // num_rows: rows of a matrix, whole strips
-    // order: the numbers of vectors, of which each group takes a stretch; NULL: groups take stretches of the vectors as
-    // they lie.
+    uint32_t num_groups, num_rows; // num_rows: number of rows of a matrix, a multiple of the strip's
+    // order: a list of numbers of vectors; each group consists of consecutive entries. NULL: each group consists of
+    // consecutive vectors.
     const int64_t *order;
-    uint32_t sharing; // vectors that share a row of x
+    uint32_t sharing; // number of vectors that share a row of x
 };
 
-// The strips of the matrices of all groups before the first group without vectors. Earlier work of the stream has
-// written the groups.
+// The strips of a job of groups: those of the matrices of all groups before the first group without vectors. Earlier
+// work of the stream has written the groups.
 struct GroupStrips {
     using Job = GroupsJob;
     const GroupsJob &groups;
     const LinearJob &job;
-    const uint32_t of_matrix; // strips of a matrix
+    const uint32_t of_matrix; // number of strips of a matrix
     uint32_t num_groups = 0;
 
     __device__ __forceinline__ explicit GroupStrips(const GroupsJob &given)
@@ -142,7 +143,7 @@ struct GroupStrips {
             num_groups += is_end ? static_cast<uint32_t>(__popc((empty & (0u - empty)) - 1u)) : kWarp;
         }
     }
-    // Returns how many vectors a group has; 0 if it is out of range.
+    // Returns the number of vectors of a group, or 0 if the group's number is out of range.
     __device__ __forceinline__ uint32_t num_vectors(uint32_t number) const
     {
         const ibp_vector_group group = groups.groups[number];
@@ -152,7 +153,7 @@ struct GroupStrips {
     }
     __device__ __forceinline__ uint32_t count() const { return num_groups * of_matrix; }
     __device__ __forceinline__ uint32_t first_symbol(uint32_t) const { return job.matrices[0].coded().first_symbol; }
-    // Returns the number in the stack of a strip's first row.
+    // Returns the number of a strip's first row, counted over all matrices of the stack.
     __device__ __forceinline__ uint32_t coded_row(uint32_t strip) const
     {
         return groups.groups[strip / of_matrix].matrix * groups.num_rows + strip % of_matrix * kStripRows;
@@ -185,10 +186,10 @@ template <class Strips> struct Multiplier {
     using Block = LinearBlock;
     const Strips &strips;
     const LinearJob &job;
-    // stages: the shared byte at which the warp's stages begin. piece: the first of the warp's two pieces.
+    // stages: offset in shared memory of the warp's stages. piece: number of the first of the warp's two pieces.
     const uint32_t warp, stages, piece;
-    const uint32_t end; // steps of a row
-    // The strip and step that are copied next, and the stage to which they go.
+    const uint32_t end; // number of steps of a row
+    // The strip and the step to copy next, and the stage that receives them.
     uint32_t copied_strip, copied_step, copied_stage;
     StripRows copied_rows;
 
@@ -198,7 +199,7 @@ template <class Strips> struct Multiplier {
     {
         strips.find_rows(copied_strip, copied_rows);
     }
-    // Begins to copy the next step.
+    // Starts to copy the next step.
     __device__ __forceinline__ void begin_copies()
     {
         if (copied_strip < strips.count() && copied_step < end)
@@ -211,7 +212,7 @@ template <class Strips> struct Multiplier {
         copied_step = piece, copied_strip += gridDim.x;
         strips.find_rows(copied_strip, copied_rows);
     }
-    // Loads the lane's elements of a vector; zeros behind its end, or if vector is NULL.
+    // Loads the lane's elements of a vector. Elements past the vector's end are zeros; all are zeros if vector is NULL.
     __device__ __forceinline__ void load_x(const uint16_t *vector, uint32_t step, uint32_t (&x)[16]) const
     {
         const uint32_t column = step * kStepColumns + 32u * (lane_id() % 4u);
@@ -223,8 +224,8 @@ template <class Strips> struct Multiplier {
             x[4u * i] = words.x, x[4u * i + 1u] = words.y, x[4u * i + 2u] = words.z, x[4u * i + 3u] = words.w;
         }
     }
-    // Adds the products of a step of a strip. vector: the lane's. stage: the stage that holds the step; moved on to the
-    // next one.
+    // Adds the products of a step of a strip. vector: the lane's vector. stage: the stage that holds the step; it is
+    // advanced to the next stage.
     __device__ __forceinline__ void multiply_step(const uint16_t *vector, uint32_t step, uint32_t firsts,
                                                   uint32_t &stage, float (&sums)[4])
     {
@@ -266,11 +267,12 @@ template <class Strips> struct Multiplier {
 
 // ---- the warp that finishes ----
 
-// Finishes the strips of a block. A lane has row lane % 16 of a strip, and the vectors lane / 16 + 2 i.
+// Finishes the strips of a block. A lane computes the results of row lane % 16 of a strip with the vectors lane / 16 +
+// 2 i.
 template <class Strips> __device__ __forceinline__ void finish_strips(const Strips &strips)
 {
     using Block = LinearBlock;
-    constexpr uint32_t kVectors = kMostVectors / 2u; // vectors of a lane
+    constexpr uint32_t kVectors = kMostVectors / 2u; // number of vectors of a lane
     const uint32_t row = lane_id() % kStripRows, first_vector = lane_id() / kStripRows;
     await_work_before();
     for (uint32_t strip = blockIdx.x, turn = 0; strip < strips.count(); strip += gridDim.x, turn++) {

@@ -11,7 +11,7 @@
 namespace ibp {
 
 constexpr uint32_t kMostSharedBytes = 226u << 10;
-constexpr uint32_t kMostPortable = 8; // most blocks of a cluster, unless a kernel is allowed more
+constexpr uint32_t kMostPortable = 8; // largest number of blocks of a cluster, unless a kernel is allowed more
 
 ibp_status KnownClusters::count(const void *kernel, uint32_t parts, uint32_t threads, uint32_t shared_bytes,
                                 uint32_t *clusters)
@@ -68,8 +68,8 @@ template <class Block> static ibp_status launch_if_fits(LinearJob job, ibp_strea
                : status;
 }
 
-// Launches with the number of blocks in a cluster that suits the columns. A tile costs a block the same whatever the
-// columns are, so that a cluster has few blocks if their parts would be short.
+// Launches the kernel with the number of blocks in a cluster that suits the columns. A tile has a fixed cost for each
+// block, so a cluster has few blocks if their parts of the columns would be short.
 template <uint32_t VECTORS> static ibp_status launch_parts(const LinearJob &job, ibp_stream stream, bool *launched)
 {
 #ifdef __CUDACC__

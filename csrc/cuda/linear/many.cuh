@@ -3,17 +3,16 @@
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other:
 //
-// 1. Each block has some neighbours of the 16 pieces of the columns (digits.cuh). It keeps the vectors' elements of
-//    them in shared memory, in the order in which the digits unpack cheaply, so that L2 brings only weights.
-// 2. Two groups of four warps multiply, each half of the block's pieces. If there are so many columns that each of 16
-//    blocks has one piece, tiles have 128 rows, and each group multiplies half of them. While a group multiplies a
-//    step, bytes of coming steps, also of the next tile, are copied to shared memory.
-// 3. The groups leave the sums of a tile in shared memory.
-// 4. Four more warps of each block, the finishers, read the sums from all blocks of the cluster, for their block's
-//    share of the vectors. They subtract and add the products of escapes as linear.cuh does.
+// 1. Each block has some neighbouring pieces of the 16 pieces into which the columns are divided (digits.cuh). It keeps
+//    the vectors' elements of these columns in shared memory, in the order in which digits unpack cheaply, so that only
+//    weights are read through L2. 2. Two groups of four warps multiply; each group takes half of the block's pieces. If
+//    there are so many columns that 16 blocks have one piece each, tiles have 128 rows, and each group takes half of
+//    the rows. While a group multiplies a step, the bytes of the following steps, including those of the next tile, are
+//    copied to shared memory. 3. The groups write the sums of a tile to shared memory. 4. Four more warps of each
+//    block, the finishers, read the sums of all blocks of the cluster for their block's share of the vectors. They
+//    correct the products of escapes as linear.cuh does.
 //
-// Sums are added in the order of linear.cuh, to the same bits.
-// Bound by device memory.
+// Sums are added in the order of linear.cuh, so the results have the same bits. The kernel is bound by device memory.
 #ifndef IBP_MANY_CUH
 #define IBP_MANY_CUH
 
@@ -21,44 +20,45 @@
 
 namespace ibp {
 
-// The sizes and the shared memory of a block. VECTORS: 16, 32 or 64. PARTS: parts of the columns, and blocks of a
-// cluster: 1 to 16. SHARES: shares of a tile's rows: with 2, each group that multiplies has half of the rows, and all
-// of the block's pieces.
+// The sizes and the shared memory of a block. VECTORS: 16, 32 or 64, the largest number of vectors. PARTS: number of
+// parts of the columns, which is the number of blocks of a cluster: 1 to 16. SHARES: number of shares of a tile's rows;
+// with 2, each group that multiplies has half of the rows and all of the block's pieces.
 template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBlock {
     static constexpr uint32_t kVectors = VECTORS, kParts = PARTS, kShares = SHARES, kTileRows = 64 * SHARES;
-    static constexpr uint32_t kStages = 3;               // stages of a warp, for bytes that are copied
-    static constexpr uint32_t kGroup = 128, kGroups = 2; // threads of a group that multiplies, and groups
+    static constexpr uint32_t kStages = 3;               // number of stages of a warp, which receive copied bytes
+    static constexpr uint32_t kGroup = 128, kGroups = 2; // number of threads of a group that multiplies, and of groups
     static constexpr uint32_t kMultipliers = kGroups * kGroup, kThreads = kMultipliers + kGroup;
-    static constexpr uint32_t kGroupPieces = kPieces * SHARES / PARTS / kGroups; // pieces of a group
-    // kPitch: floats from one vector's sums to the next one's; this pitch avoids bank conflicts.
+    static constexpr uint32_t kGroupPieces = kPieces * SHARES / PARTS / kGroups; // number of pieces of a group
+    // kPitch: distance in floats from one vector's sums to the next vector's; this pitch avoids bank conflicts.
     static constexpr uint32_t kPitch = kTileRows + 4u;
     static constexpr uint32_t kSumsStart = kMultipliers / kWarp * kStages * StripStep::kBytes;
     static constexpr uint32_t kBarriersStart = kSumsStart + VECTORS * kPitch * sizeof(float);
-    static constexpr uint32_t kVectorsStart = kBarriersStart + 128u; // a multiple of 128, as `wgmma` wants
+    static constexpr uint32_t kVectorsStart = kBarriersStart + 128u; // a multiple of 128, as `wgmma` requires
     static constexpr uint32_t kStepBytes = VECTORS * kStepColumns * 2u;
-    // A finishing thread has kFinished vectors: every one of the block's share, or every other one.
+    // kFinished: number of vectors of a finishing thread, which has all vectors of the block's share, or every other
+    // one.
     static constexpr uint32_t kVectorsApart = kGroup / kTileRows, kFinished = VECTORS / PARTS / kVectorsApart;
 
     static constexpr uint32_t kBlockPieces = kPieces / PARTS;
-    // kWriters: threads that write the sums of a tile first, and as many that write them last.
+    // kWriters: number of threads that write the sums of a tile first, and also of the threads that write them last.
     static constexpr uint32_t kWriters = SHARES * kGroup;
 
-    // Returns the steps of a block; it counts steps that only other blocks have.
+    // Returns the number of steps of a block. It is the same for all blocks of a cluster, although some have fewer.
     static __host__ __device__ __forceinline__ uint32_t block_steps(const LinearJob &job)
     {
         return (num_steps(job) + kPieces - 1u) / kPieces * kBlockPieces;
     }
     static uint32_t shared_bytes(const LinearJob &job) { return kVectorsStart + block_steps(job) * kStepBytes; }
-    // Returns where 16 bytes of a vector's elements begin: those of the block's step `step`, of columns 8 half to 8
-    // half + 7 of operand `operand`, one of 8.
+    // Returns the offset in shared memory of 16 bytes of a vector's elements: columns 8 half to 8 half + 7 of operand
+    // `operand` (0 to 7) in the block's step `step`.
     static __device__ __forceinline__ uint32_t vector_at(uint32_t step, uint32_t operand, uint32_t vector,
                                                          uint32_t half)
     {
         return kVectorsStart + step * kStepBytes + operand * (VECTORS * 32u) + vector / 8u * 256u + half * 128u +
                vector % 8u * 16u;
     }
-    // Barriers of the cluster. written: the sums of a tile have been written in all blocks. read: they have been read,
-    // and their place is free. A cluster of one block uses named barriers instead.
+    // Barriers of the cluster. written: all blocks have written the sums of a tile. read: the sums have been read, so
+    // that their memory is free. A cluster of one block uses named barriers instead.
     static __device__ __forceinline__ SharedBarrier written() { return {kBarriersStart}; }
     static __device__ __forceinline__ SharedBarrier read() { return {kBarriersStart + SharedBarrier::kBytes}; }
     static __device__ __forceinline__ uint32_t sum_at(uint32_t vector, uint32_t row)
@@ -69,17 +69,17 @@ template <uint32_t VECTORS, uint32_t PARTS, uint32_t SHARES = 1> struct ManyBloc
 
 // ---- a block ----
 
-// Named barriers. kBothGroups: both groups that multiply. kGroupsAndFinishers: the groups that write sums last, and the
-// finishers. kFinishers: the finishers. kFinishersAndGroups: the finishers and the groups that write sums first, in a
-// cluster of one block.
+// Numbers of the named barriers, by the threads that meet there. kBothGroups: both groups that multiply.
+// kGroupsAndFinishers: the groups that write sums last, and the finishers. kFinishers: the finishers.
+// kFinishersAndGroups: the finishers and the groups that write sums first, in a cluster of one block.
 constexpr uint32_t kBothGroups = 1, kGroupsAndFinishers = 2, kFinishers = 3, kFinishersAndGroups = 4;
 
 struct Place {
     uint32_t part, first_tile, tiles_apart;
 };
 
-// Copies the vectors' elements of the block's steps to shared memory. A thread copies, of one vector, the elements that
-// four lanes take for a pair of operands, and then the next ones.
+// Copies the vectors' elements in the block's steps to shared memory. In each turn a thread copies the elements of one
+// vector that four lanes use in a pair of operands.
 template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
 {
 #pragma unroll 2
@@ -112,7 +112,7 @@ template <class Block> __device__ __forceinline__ void bring_vectors(const Linea
     publish_vectors();
 }
 
-// Waits for earlier work of the stream, and copies the vectors. All threads of a block call this together.
+// Waits for earlier work of the stream, and copies the vectors. All threads of the block must call it.
 template <class Block> __device__ __forceinline__ void bring_all_vectors(const LinearJob &job, const Place &place)
 {
     await_work_before();
@@ -123,12 +123,12 @@ template <class Block> __device__ __forceinline__ void bring_all_vectors(const L
 
 // A group of warps that multiplies. Each warp has 16 rows of a tile.
 template <class Block> struct GroupMultiplier {
-    static constexpr uint32_t kSums = Block::kVectors / 2u; // sums of a thread
+    static constexpr uint32_t kSums = Block::kVectors / 2u; // number of sums of a thread
 
     const LinearJob &job;
     const Place &place;
-    // strip: the warp's strip of a tile. own_piece, piece: the group's first piece, counted among those of the block
-    // and among all. end: steps of a row.
+    // strip: the warp's strip of a tile. own_piece, piece: number of the group's first piece, counted in the block and
+    // in the row. end: number of steps of a row.
     const uint32_t warp, group, strip, stages, own_piece, piece, end;
     uint32_t copied_tile, copied_step, copied_stage;
     StripRows copied_rows;
@@ -158,15 +158,15 @@ template <class Block> struct GroupMultiplier {
         copied_step = piece, copied_tile += place.tiles_apart;
         find_rows();
     }
-    // Issues the first copies, before the vectors are ready.
+    // Starts the first copies, before the vectors are ready.
     __device__ __forceinline__ void begin()
     {
         find_rows();
 #pragma unroll
         for (uint32_t i = 0; i < Block::kStages - 1u; i++) begin_copies();
     }
-    // Adds the products of a step. Up to three batches of two operands are multiplied while the next one is decoded.
-    // of_block: the number of the step among those of the block.
+    // Adds the products of a step. Up to three batches of two operands are multiplied while the next batch is decoded.
+    // of_block: number of the step, counted in the block.
     __device__ __forceinline__ void multiply_step(uint32_t of_block, uint32_t firsts, uint32_t stage,
                                                   uint32_t (&operands)[4][2][4], float (&sums)[kSums])
     {
@@ -215,7 +215,8 @@ template <class Block> struct GroupMultiplier {
 #pragma unroll
                 for (uint32_t i = 0; i < kSums; i++) sums[p][i] += sums[p + apart][i];
     }
-    // Leaves the sums where the finishers read them. Groups that have the same rows add theirs one after the other.
+    // Writes the sums to shared memory for the finishers. Groups that have the same rows add theirs one after the
+    // other.
     __device__ __forceinline__ void leave_sums(uint32_t turn, const float (&sums)[kSums]) const
     {
         const uint32_t row = strip * kStripRows + lane_id() / 4u, vector = 2u * (lane_id() % 4u);
@@ -254,7 +255,7 @@ template <class Block> struct GroupMultiplier {
     }
 };
 
-// Finishes tiles, by four warps. A thread has a row of a tile, and all vectors of the block's share, or every other
+// The four warps that finish tiles. A thread has a row of a tile, and all vectors of the block's share, or every other
 // one.
 template <class Block> struct Finishers {
     using OwnCorrections = Corrections<Block::kFinished, Block::kVectorsApart>;
@@ -276,8 +277,8 @@ template <class Block> struct Finishers {
         __syncwarp();
         Block::written().await_cluster(turn);
     }
-    // Tells the groups that write sums that this block has read them. This is a release: no group writes before the
-    // loads of read_sums() are done.
+    // Signals to the groups that write sums that this block has read them. It is a release: no group writes before the
+    // loads of read_sums() are complete.
     __device__ __forceinline__ void say_read(bool is_last) const
     {
         if (Block::kParts == 1u) {
@@ -287,7 +288,7 @@ template <class Block> struct Finishers {
         await_barrier<kFinishers, Block::kGroup>();
         if (thread < Block::kParts) Block::read().arrive_in(thread);
     }
-    // Reads the sums of the thread's row from all blocks of the cluster, and adds up those of each vector.
+    // Reads the sums of the thread's row from all blocks of the cluster, and adds them up for each vector.
     __device__ __forceinline__ void read_sums(float (&sums)[Block::kFinished]) const
     {
         float parts[Block::kFinished][Block::kParts];
@@ -317,21 +318,21 @@ template <class Block> struct Finishers {
         const uint32_t strip = (tile - matrix.first_tile) * (Block::kTileRows / kStripRows);
         return first_row(matrix, strip + row / kStripRows) + row % kStripRows;
     }
-    // Finds the escapes of the thread's row of a tile; of the last tile if this one does not exist.
+    // Finds the escapes of the thread's row of a tile, or of the last tile if `tile` does not exist.
     __device__ __forceinline__ void find(uint32_t tile, RowEscapes &found) const
     {
         const uint32_t known = ibp_min_u32(tile, job.num_tiles - 1u);
         const LinearMatrix &matrix = job.matrix_of(known);
         found.find(matrix, row_of(matrix, known));
     }
-    // Loads the first escapes, before the vectors are ready.
+    // Starts to load the first escapes, before the vectors are ready.
     __device__ __forceinline__ void begin()
     {
         find(place.first_tile, escapes), find(place.first_tile + place.tiles_apart, next);
         escapes.load(job.num_columns);
     }
     // Finishes all tiles of the cluster. While a tile is multiplied, the escapes of the next tile are loaded, and the
-    // place at which the escapes of the tile after it begin.
+    // position in the list of the escapes of the tile after that.
     __device__ __forceinline__ void run()
     {
         uint32_t turn = 0;

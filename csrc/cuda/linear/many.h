@@ -1,4 +1,4 @@
-// many.h - the launches of the kernels of many.cuh and tiles.cuh. Host code.
+// many.h - launches the kernels of many.cuh and tiles.cuh. Host code.
 #ifndef IBP_MANY_H
 #define IBP_MANY_H
 
@@ -8,23 +8,25 @@
 
 namespace ibp {
 
-// How many clusters of a kernel each device runs at a time.
+// The number of clusters of a kernel that each device runs at the same time.
 struct KnownClusters {
     static constexpr int kMostDevices = 64;
-    std::atomic<uint32_t> known[kMostDevices]; // 1 more; 0: not known
+    std::atomic<uint32_t> known[kMostDevices]; // the number plus 1; 0: not known
 
-    // On the current device, for clusters of `parts` blocks with these threads and bytes of shared memory each. 0: it
-    // has no code for the device.
+    // Finds the number for the current device. parts: blocks of a cluster. threads, shared_bytes: threads and bytes of
+    // shared memory of a block. *clusters receives 0 if the kernel has no code for the device.
     ibp_status count(const void *kernel, uint32_t parts, uint32_t threads, uint32_t shared_bytes, uint32_t *clusters);
 };
 
-// y of up to 64 vectors. *launched: whether the current device has the kernel, and the vectors fit shared memory.
+// Multiplies up to 64 vectors. *launched receives whether the current device has the kernel and the vectors fit shared
+// memory; otherwise nothing was launched.
 ibp_status multiply_many(const LinearJob &job, ibp_stream stream, bool *launched);
 
-// y of 65 to 256 vectors. *launched: whether the current device has the kernel. image: image_bytes bytes.
+// Multiplies 65 to 256 vectors. *launched receives whether the current device has the kernel; otherwise nothing was
+// launched. image: image_bytes() bytes of device memory.
 ibp_status multiply_tiles(const LinearJob &job, uint8_t *image, ibp_stream stream, bool *launched);
 
-// Bytes of the image that multiply_tiles makes: as many as 128 or 256 vectors have, in whole steps.
+// Returns the size in bytes of the image that multiply_tiles makes: that of 128 or 256 vectors in whole steps.
 constexpr uint32_t kMostOfTiles = 256;
 inline int64_t image_bytes(uint32_t num_vectors, uint32_t num_columns)
 {

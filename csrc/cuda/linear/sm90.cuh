@@ -21,12 +21,12 @@ __device__ __forceinline__ uint32_t address_in(uint32_t block, uint32_t byte)
 }
 #endif
 
-// A barrier in shared memory (`mbarrier`). It turns when as many threads as it was begun with have arrived, and all
-// bytes that were expected have been copied. turn: how often it has turned before. Without a GPU these barriers do
-// nothing.
+// A barrier in shared memory (`mbarrier`). It completes a turn when as many threads have arrived as begin() was given,
+// and all expected bytes have been copied. The parameter `turn` of its functions is the number of turns before. Without
+// a GPU these barriers do nothing.
 struct SharedBarrier {
     static constexpr uint32_t kBytes = 8;
-    uint32_t byte; // the shared byte at which it lies
+    uint32_t byte; // its offset in shared memory
 
     __device__ __forceinline__ void begin(uint32_t num_threads) const
     {
@@ -35,7 +35,7 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Makes barriers that were begun visible to all blocks of the cluster, and to copies.
+    // Makes barriers that this thread has begun visible to all blocks of the cluster and to copies.
     static __device__ __forceinline__ void publish()
     {
 #ifdef __CUDACC__
@@ -56,9 +56,9 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Arrives at the barrier of a block of the cluster, as a release: threads there that call await_cluster() see what
-    // this thread has written, and what threads have written that it has met at a barrier; and they write only after
-    // these threads have read.
+    // Arrives at the barrier of a block of the cluster, as a release. Threads of that block that call await_cluster()
+    // afterwards see the writes of this thread and of the threads that it has met at a barrier, and their own writes
+    // come after the reads of these threads.
     __device__ __forceinline__ void arrive_in(uint32_t block) const
     {
 #ifdef __CUDACC__
@@ -76,7 +76,7 @@ struct SharedBarrier {
                      : "memory");
 #endif
     }
-    // Waits as `await` does, at a barrier at which other blocks of the cluster arrive.
+    // Waits like `await`, at a barrier at which threads of other blocks of the cluster arrive.
     __device__ __forceinline__ void await_cluster(uint32_t turn) const
     {
 #ifdef __CUDACC__
@@ -89,8 +89,9 @@ struct SharedBarrier {
     }
 };
 
-// Let all threads of a cluster meet, in two steps, before a block uses barriers of other blocks, which these have
-// published before. Between the two steps a block may use its own memory.
+// arrive_at_cluster and await_others_of_cluster are the two halves of a barrier of all threads of a cluster. A block
+// must pass it before it uses barriers of other blocks, which have published them. Between the two halves a block may
+// use its own memory.
 __device__ __forceinline__ void arrive_at_cluster()
 {
 #ifdef __CUDACC__
@@ -113,7 +114,7 @@ __device__ __forceinline__ float float_in(uint32_t block, uint32_t byte)
     return *reinterpret_cast<const float *>(shared_bytes() + byte);
 #endif
 }
-// Makes what this thread has written to shared memory visible to `wgmma` of threads behind a barrier.
+// Makes this thread's writes to shared memory visible to `wgmma` instructions that other threads issue after a barrier.
 __device__ __forceinline__ void publish_vectors()
 {
 #ifdef __CUDACC__
@@ -139,8 +140,9 @@ __device__ __forceinline__ void publish_vectors()
                  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"             \
                  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
                  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
-// Adds to d the product of 64 rows and VECTORS vectors over 16 columns. A warp has 16 of the rows, as in multiply_tile,
-// and its sums are four floats for each 8 vectors. b: the descriptor of the vectors' elements in shared memory.
+// Adds to d the products of 64 rows with VECTORS vectors over 16 columns. A warp has 16 of the rows, as in
+// multiply_tile, and four floats of sums for each 8 vectors. b: the descriptor of the vectors' elements in shared
+// memory.
 #define IBP_MULTIPLY_GROUP(VECTORS, FLOATS, A0, A1, A2, A3, B)                                             \
     __device__ __forceinline__ void multiply_group(float(&d)[FLOATS], const uint32_t(&a)[4], uint64_t b)   \
     {                                                                                                      \
@@ -168,8 +170,8 @@ IBP_MULTIPLY_GROUP(256, 128, 128, 129, 130, 131, 132)
 #undef IBP_FLOATS_4
 #endif
 
-// The vectors' elements for an operand of 16 columns, in shared memory: each vector has 16 bytes for each half of the
-// columns. Eight vectors follow each other, half by half:
+// The vectors' elements for an operand of 16 columns, in shared memory. Each vector has 16 bytes for each half of the
+// columns. The layout groups vectors by eight:
 //
 //     | vectors 0 to 7, half 0: 128 bytes | vectors 0 to 7, half 1 | vectors 8 to 15, half 0 | ...
 struct PackedVectors {
@@ -187,7 +189,7 @@ struct PackedVectors {
 #endif
 };
 // The same elements in another layout: each vector has a line of 128 bytes for four operands. The j-th 16 bytes of a
-// line lie at place j ^ (vector % 8). byte: where the lines begin, a multiple of 1,024.
+// line are at position j ^ (vector % 8). byte: offset of the lines in shared memory, a multiple of 1,024.
 struct LinedVectors {
     uint32_t byte, operand;
 
@@ -208,10 +210,10 @@ struct LinedVectors {
 #endif
 };
 
-// Products that a group of warps has begun. The compiler does not see that they read operands and write sums later;
-// therefore `await` has to stand between `begin` and any use of these registers.
+// Asynchronous products of a group of warps. The compiler does not know that they read operands and write sums after
+// `begin` has returned. So `await` must be called between `begin` and any other use of these registers.
 struct GroupProducts {
-    // Begins to add products to sums. vectors: PackedVectors or LinedVectors.
+    // Starts to add products to sums. vectors: PackedVectors or LinedVectors.
     template <uint32_t FLOATS, class Vectors>
     static __device__ __forceinline__ void begin(float (&sums)[FLOATS], const uint32_t (&a)[4], const Vectors &vectors)
     {

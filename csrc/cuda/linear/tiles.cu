@@ -1,5 +1,5 @@
-// tiles.cu - the launch of the kernels that multiply 65 to 256 vectors. Where the library is compiled for 9.0, this
-// file is compiled for the features that compute capability 9.0 has alone.
+// tiles.cu - launches the kernels that multiply 65 to 256 vectors. If the library is compiled for 9.0, this file is
+// compiled for the features that only compute capability 9.0 has.
 #include "many.h"
 
 #include "tiles.cuh"
@@ -19,7 +19,7 @@ namespace ibp {
 #ifdef __CUDACC__
 static ibp_status find_encoder(PFN_cuTensorMapEncodeTiled_v12000 *encoder)
 {
-    static void *found = nullptr; // threads find the same
+    static void *found = nullptr; // all threads find the same address
     if (found == nullptr) {
         cudaDriverEntryPointQueryResult result;
         const ibp_status status = check_cuda(
@@ -30,8 +30,8 @@ static ibp_status find_encoder(PFN_cuTensorMapEncodeTiled_v12000 *encoder)
     return IBP_OK;
 }
 
-// Makes the map of bytes [rows, columns], for tiles of box_rows rows and box_columns columns. Returns whether the
-// driver takes it.
+// Makes the tensor map of bytes [rows, columns], for tiles of box_rows rows and box_columns columns. Returns whether
+// the driver accepts it.
 static bool make_map(PFN_cuTensorMapEncodeTiled_v12000 encoder, const ibp_digit_matrix &matrix, const uint8_t *bytes,
                      uint32_t columns, uint32_t box_columns, uint32_t box_rows, CUtensorMapSwizzle swizzle,
                      CUtensorMap *map)
@@ -44,7 +44,7 @@ static bool make_map(PFN_cuTensorMapEncodeTiled_v12000 encoder, const ibp_digit_
 }
 #endif
 
-// *has_maps: whether the driver makes them.
+// Makes the tensor maps of all matrices. *has_maps receives whether the driver accepts them.
 template <class Block> static ibp_status make_maps(TilesJob *tiles, bool *has_maps)
 {
     *has_maps = true;
@@ -67,7 +67,7 @@ template <class Block> static ibp_status make_maps(TilesJob *tiles, bool *has_ma
 
 // ---- launches ----
 
-// Into how many parts the columns are cut, and how many clusters of as many blocks there are.
+// A division of the columns into parts, the number of clusters of as many blocks, and its cost.
 struct TilesPlan {
     uint64_t cost = UINT64_MAX;
     uint32_t parts = 0, clusters = 0;
@@ -89,8 +89,8 @@ static ibp_status launch_tiles(const LinearJob &job, const uint8_t *image, const
     return launch_kernel(tiles_kernel<Block>, launch, stream, tiles);
 }
 
-// Where the SMs are done first. A tile costs a block as long as kFixed steps besides its steps, and kOfCluster where
-// sums are exchanged.
+// Finds the plan with the shortest time. Besides its steps, a tile takes a block as long as kFixed steps, and
+// kOfCluster steps more if the blocks of a cluster exchange sums.
 template <class Block> static ibp_status plan_tiles(LinearJob job, TilesPlan *best)
 {
     constexpr uint32_t kFixed = 2, kOfCluster = Block::kVectors / 64u + 2u, kCounts[] = {1, 2, 3, 4, 8};

@@ -1,13 +1,12 @@
 // tiles.cuh - multiplies 65 to 256 vectors by coded matrices of BF16, on GPUs of compute capability 9.0. A warp decodes
 // each weight once, in registers, as an operand of `wgmma` for all vectors.
 //
-// A first kernel puts the vectors in the order of the operands: it makes their image. A block then takes tiles of 128
-// or 192 rows, one after the other; in a cluster each block takes a part of the columns. One warp copies the weights of
-// coming steps to shared memory, and another warp copies the image. Groups of four warps multiply 64 rows each: tensor
-// cores multiply half a step while the warps decode the next half. A warp meets an escaped weight in about one step of
-// three and puts it into the operand, so that sums need no correction. The blocks of a cluster add their sums through
-// shared memory.
-// Bound by tensor cores and by decoding.
+// A first kernel copies the vectors into an image, in which they have the order of the operands. A block of the second
+// kernel then takes tiles of 128 or 192 rows, one after the other; the blocks of a cluster divide the columns among
+// themselves. One warp copies the weights of the following steps to shared memory, and another warp copies the image.
+// Groups of four warps multiply 64 rows each: tensor cores multiply half a step while the warps decode the next half. A
+// warp finds an escaped weight in about one step of three and puts it into the operand, so sums need no correction. The
+// blocks of a cluster add up their sums through shared memory. The kernel is bound by tensor cores and by decoding.
 #ifndef IBP_TILES_CUH
 #define IBP_TILES_CUH
 
@@ -26,17 +25,20 @@ struct TilesJob {
 #endif
     LinearJob job;
     const uint8_t *image;
-    uint32_t parts; // of the columns, and blocks of a cluster: 1, 2, 3, 4 or 8
+    uint32_t parts; // number of parts of the columns, which is the number of blocks of a cluster: 1, 2, 3, 4 or 8
 };
 
-// VECTORS: 128 or 256. GROUPS that multiply: 2, or 3 of up to 128 vectors.
+// The sizes and the shared memory of a block. VECTORS: 128 or 256, the largest number of vectors. GROUPS: number of
+// groups that multiply: 2, or, with 128 vectors, 2 or 3.
 template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
     static constexpr uint32_t kVectors = VECTORS, kGroup = 128, kGroups = GROUPS, kTileRows = 64 * kGroups;
     static constexpr uint32_t kMultipliers = kGroup * kGroups, kWarps = kMultipliers / kWarp;
     static constexpr uint32_t kThreads = kMultipliers + kGroup;
-    // Registers of a thread that multiplies and of a thread that copies; together they take all of an SM.
+    // Numbers of registers of a thread that multiplies and of a thread that copies. Together the threads take all
+    // registers of an SM.
     static constexpr uint32_t kMultiplierRegisters = GROUPS == 2u ? 232 : 152, kCopierRegisters = 40;
-    // What a step takes, for plan_tiles: one of 192 rows about 1.2 times as long as one of 128 (H200).
+    // The time of a step in units of plan_tiles: a step of 192 rows takes about 1.2 times as long as one of 128
+    // (measured on an H200).
     static constexpr uint32_t kStepCost = GROUPS == 2u ? 13 : 16;
     static constexpr uint32_t kHalf = kStepColumns / 2u;
     static constexpr uint32_t kWeightStages = VECTORS == 256u ? 2 : 3, kHalfStages = 4;
@@ -44,13 +46,14 @@ template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
                               kHalfBytes = VECTORS * kHalf * 2u;
     static constexpr uint32_t kHalvesStart = kWeightStages * kWeightBytes,
                               kSumsStart = kHalvesStart + kHalfStages * kHalfBytes;
-    // Vectors whose sums lie in shared memory at a time; floats from one vector's sums to the next.
+    // kRound: number of vectors whose sums are in shared memory at the same time. kPitch: distance in floats from one
+    // vector's sums to the next vector's.
     static constexpr uint32_t kRound = 64, kPitch = kTileRows + 4u;
     static constexpr uint32_t kBarriersStart = kSumsStart + kRound * kPitch * sizeof(float);
     static constexpr uint32_t kNumBarriers = 2u * (kWeightStages + kHalfStages) + 2u;
     static constexpr uint32_t kSharedBytes = kBarriersStart + kNumBarriers * SharedBarrier::kBytes;
 
-    // The first row of a tile of a matrix.
+    // Returns the first row of a tile, counted in its matrix.
     static __device__ __forceinline__ uint32_t first_row(const LinearMatrix &matrix, uint32_t tile)
     {
         return (tile - matrix.first_tile) * kTileRows;
@@ -59,15 +62,16 @@ template <uint32_t VECTORS, uint32_t GROUPS> struct TileBlock {
     {
         return {kBarriersStart + number * SharedBarrier::kBytes};
     }
-    // All blocks of the cluster have written a tile's sums; all have read them, and the room is free.
+    // Barriers of the cluster. written: all blocks have written the sums of a round. read: all blocks have read them,
+    // so that their memory is free.
     static __device__ __forceinline__ SharedBarrier written() { return barrier(kNumBarriers - 2u); }
     static __device__ __forceinline__ SharedBarrier read() { return barrier(kNumBarriers - 1u); }
 };
 
-// Stages of shared memory. One warp fills them by copies, one after the other, and the warps that multiply empty them.
-// FIRST: number of its first barrier.
+// A ring of stages in shared memory. One warp fills the stages by copies, one after the other, and the warps that
+// multiply empty them. FIRST: number of the ring's first barrier.
 template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
-    static constexpr uint32_t kUsers = Block::kMultipliers + kWarp; // threads
+    static constexpr uint32_t kUsers = Block::kMultipliers + kWarp; // number of threads that meet
     uint32_t stage = 0, turn = 0;
 
     static __device__ __forceinline__ void begin()
@@ -81,7 +85,7 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
         if (stage == STAGES) stage = 0, turn++;
     }
     __device__ __forceinline__ SharedBarrier filled() const { return Block::barrier(FIRST + stage); }
-    // By the warp that copies.
+    // Waits until the stage is empty. Called by the warp that copies.
     __device__ __forceinline__ void await_room() const
     {
 #ifdef __CUDACC__
@@ -90,13 +94,14 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
         if (turn > 0u) named_barrier(FIRST + STAGES + stage + kFirstOfRings, kUsers);
 #endif
     }
-    __device__ __forceinline__ void say_filled() const // without a GPU: copies are done
+    // Without a GPU, the copies are done; on a GPU, they arrive at the barrier themselves.
+    __device__ __forceinline__ void say_filled() const
     {
 #ifndef __CUDACC__
         named_arrival(FIRST + stage + kFirstOfRings, kUsers);
 #endif
     }
-    // By all warps that multiply.
+    // Waits until the stage is filled. Called by all warps that multiply.
     __device__ __forceinline__ void await_filled() const
     {
 #ifdef __CUDACC__
@@ -116,14 +121,14 @@ template <class Block, uint32_t FIRST, uint32_t STAGES> struct Ring {
     }
 
   private:
-    static constexpr uint32_t kFirstOfRings = 2; // named barriers before
+    static constexpr uint32_t kFirstOfRings = 2; // number of named barriers before those of rings
 };
 template <class Block> using WeightRing = Ring<Block, 0, Block::kWeightStages>;
 template <class Block> using HalfRing = Ring<Block, 2u * Block::kWeightStages, Block::kHalfStages>;
 
-constexpr uint32_t kAllMultipliers = 1; // a named barrier
+constexpr uint32_t kAllMultipliers = 1; // number of a named barrier
 
-// A block's share of a job: the steps from begin to end of every tiles_apart-th tile.
+// A block's share of a job: steps begin to end - 1 of every tiles_apart-th tile, beginning with first_tile.
 struct TilesPlace {
     uint32_t part, begin, end, first_tile, tiles_apart;
 
@@ -137,10 +142,10 @@ struct TilesPlace {
 
 // ---- copies ----
 
-// Copies the weights of a step, the rows of a tile and 128 columns. Each row has a line of 128 bytes of residuals; its
-// 16 bytes j lie at j ^ row % 8. Behind all of these, each row has a line of 64 bytes of digits, whose 16 bytes j lie
-// at j ^ row / 2 % 4: lanes that read together read from different banks. Zeros stand for rows and columns outside the
-// matrix.
+// Copies the weights of a step: the rows of a tile in 128 columns. In shared memory each row has a line of 128 bytes of
+// residuals, whose j-th 16 bytes are at position j ^ (row % 8). After the lines of all rows, each row has a line of 64
+// bytes of digits, whose j-th 16 bytes are at position j ^ (row / 2 % 4). So lanes that read together read from
+// different banks. Rows and columns outside the matrix are filled with zeros.
 template <class Block>
 __device__ __forceinline__ void copy_weights(const TilesJob &tiles, uint32_t tile, uint32_t step, uint32_t to,
                                              const SharedBarrier &filled)
@@ -217,10 +222,10 @@ template <class Block> __device__ __forceinline__ void copy_all_halves(const Til
 
 // ---- products ----
 
-// The escapes of a row from a column on, one after the other.
+// A cursor over the escapes of a row, beginning with a given column.
 struct RowCursor {
-    const ibp_escape *at, *end; // at: behind `next`
-    uint2 entry, next;          // the next one is on its way while steps before it are multiplied
+    const ibp_escape *at, *end; // at: the entry after `next`
+    uint2 entry, next;          // next: is being loaded while earlier steps are multiplied
 
     __device__ __forceinline__ uint2 load(const ibp_escape *from) const
     {
@@ -244,20 +249,20 @@ struct RowCursor {
 
 // A group of warps that multiplies. Each warp has 16 rows of a tile, and each lane has rows `row` and `row + 8`.
 template <class Block> struct TileMultiplier {
-    static constexpr uint32_t kSums = Block::kVectors / 2u; // of a thread
-    static constexpr uint32_t kOperands = 4;                // of half a step
+    static constexpr uint32_t kSums = Block::kVectors / 2u; // number of sums of a thread
+    static constexpr uint32_t kOperands = 4;                // number of operands of half a step
 
     const LinearJob &job;
     const TilesPlace &place;
     const uint32_t t = lane_id() % 4u, row = threadIdx.x / kWarp * kStripRows + lane_id() / 4u;
-    uint32_t firsts; // of the tile's matrix
+    uint32_t firsts; // first_symbol of the tile's matrix in every byte
     WeightRing<Block> weights;
     HalfRing<Block> halves, emptied;
     RowCursor cursors[2];
-    uint32_t next_column; // of all escapes of the warp's rows
+    uint32_t next_column; // column of the next escape in any of the warp's rows
     uint32_t num_halves = 0;
 
-    Elements coded[2]; // half a step of rows `row` and `row + 8`: 16 elements each, in the lower half
+    Elements coded[2]; // half a step of rows `row` and `row + 8`: 16 elements each, in the lower half of `Elements`
 
     __device__ __forceinline__ TileMultiplier(const LinearJob &linear, const TilesPlace &of) : job(linear), place(of) {}
     __device__ __forceinline__ void load(uint32_t half)
@@ -285,13 +290,14 @@ template <class Block> struct TileMultiplier {
     {
         next_column = __reduce_min_sync(kAllLanes, ibp_min_u32(cursors[0].entry.x, cursors[1].entry.x));
     }
-    // Whether an escape is in the columns of a step's half, up to column `end` of the step, that this lane decodes.
+    // Returns whether an escape is in the columns that this lane decodes in half `half` of the step that ends before
+    // column `end`.
     __device__ __forceinline__ bool is_own(const uint2 &entry, uint32_t end, uint32_t half) const
     {
         return entry.x < end && entry.x % kStepColumns / 32u == t && entry.x / 16u % 2u == half;
     }
-    // Where the warp has escapes in a step: bit 2 half + r stands for rows `row + 8 r`, and bit 4 for more than one in
-    // a row.
+    // Returns the halves of a step in which the warp has escapes: bit 2 half + r is set if a lane has one in its row
+    // `row + 8 r`, and bit 4 if a row has more than one escape in the step.
     __device__ __forceinline__ uint32_t find_escapes(uint32_t end) const
     {
         uint32_t found = 0;
@@ -307,7 +313,7 @@ template <class Block> struct TileMultiplier {
     static __device__ __forceinline__ void put(uint32_t (&operands)[kOperands][4], uint32_t r, const uint2 &entry,
                                                bool is_here)
     {
-        // Of four elements 0 and 2 are halves of a word, and 1 and 3.
+        // Of four consecutive elements, 0 and 2 are the halves of one word, and 1 and 3 of the other.
         const uint32_t number = entry.x % 16u / 4u * 2u + entry.x % 2u, order = entry.x & 2u ? 0x5410u : 0x3254u;
 #pragma unroll
         for (uint32_t i = 0; i < kOperands; i++)
@@ -354,7 +360,7 @@ template <class Block> struct TileMultiplier {
         for (uint32_t half = 0; half < 2u; half++) {
             auto &own = operands[half];
             GroupProducts::await<1>(own);
-            if (num_halves++ >= 2u) emptied.say_emptied(), emptied.move_on(); // the half before the last one
+            if (num_halves++ >= 2u) emptied.say_emptied(), emptied.move_on(); // the half before the previous one
             decode(own);
             if (found != 0u) put_escapes(own, found, end, half);
             if (half == 0u) {
@@ -392,7 +398,7 @@ template <class Block> struct TileMultiplier {
 
 // ---- sums ----
 
-// Two rows of a vector, `row` and the next one.
+// The results of two consecutive rows, beginning with `row`, which are stored together.
 struct RowPair {
     const LinearMatrix &matrix;
     uint32_t num_vectors, row;
@@ -418,8 +424,8 @@ struct RowPair {
     }
 };
 
-// Stores the sums of a block that has all columns, from registers. Lanes with neighbouring rows exchange sums, so that
-// each has two rows of one vector.
+// Stores the sums of a block that has all columns, directly from registers. Lanes with neighbouring rows exchange sums,
+// so that each lane stores two rows of one vector.
 template <class Block>
 __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
                                            const float (&sums)[Block::kVectors / 2u])
@@ -442,8 +448,8 @@ __device__ __forceinline__ void store_sums(const LinearJob &job, uint32_t tile,
 // In a cluster every block has partial sums for all vectors. Each block takes a share of the vectors, adds up their
 // partial sums from all blocks, and stores the results.
 template <class Block> struct SharedSums {
-    static constexpr uint32_t kPairs = Block::kTileRows / 2u,
-                              kApart = Block::kMultipliers / kPairs; // vectors at a time
+    // kApart: number of vectors that are added at the same time.
+    static constexpr uint32_t kPairs = Block::kTileRows / 2u, kApart = Block::kMultipliers / kPairs;
 
     const TilesJob &tiles;
     const TilesPlace &place;
@@ -465,7 +471,7 @@ template <class Block> struct SharedSums {
         return *reinterpret_cast<const float2 *>(shared_bytes() + byte);
 #endif
     }
-    // vectors: the first one of the round.
+    // Adds up and stores the sums of a round. vectors: number of the round's first vector.
     template <uint32_t PARTS> __device__ __forceinline__ void add(uint32_t tile, uint32_t vectors) const
     {
         constexpr uint32_t kShare = (Block::kRound + PARTS - 1u) / PARTS, kTogether = 8u / PARTS;
@@ -497,7 +503,7 @@ template <class Block> struct SharedSums {
         if (tiles.parts == 4u) add<4>(tile, vectors);
         if (tiles.parts == 8u) add<8>(tile, vectors);
     }
-    // Until all blocks have read the sums that were stored last.
+    // Waits until all blocks have read the sums that were stored last.
     __device__ __forceinline__ void await_read() const
     {
         if (turn > 0u) Block::read().await_cluster(turn - 1u);
@@ -538,7 +544,7 @@ template <uint32_t REGISTERS, bool MORE> __device__ __forceinline__ void take_re
 template <class Block>
 __global__ void __launch_bounds__(Block::kThreads, 1) tiles_kernel(const __grid_constant__ TilesJob tiles)
 {
-#if !defined(__CUDACC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) // `wgmma` is there
+#if !defined(__CUDACC__) || defined(__CUDA_ARCH_FEAT_SM90_ALL) // this code has `wgmma`
     let_next_begin();
     const TilesPlace place(tiles);
     if (threadIdx.x == 0u) {
@@ -555,7 +561,7 @@ __global__ void __launch_bounds__(Block::kThreads, 1) tiles_kernel(const __grid_
         for (uint32_t tile = place.first_tile; tile < tiles.job.num_tiles; tile += place.tiles_apart) {
             float sums[Block::kVectors / 2u];
             multiplier.multiply_tile_rows(tile, sums);
-            if (tile == place.first_tile) await_work_before(); // which may still read what y holds
+            if (tile == place.first_tile) await_work_before(); // earlier work may still read y
             if (tiles.parts == 1u)
                 store_sums<Block>(tiles.job, tile, sums);
             else
@@ -571,13 +577,14 @@ __global__ void __launch_bounds__(Block::kThreads, 1) tiles_kernel(const __grid_
 #endif
 }
 
-// The image of vectors: halves of steps one after the other, of each a line of 128 bytes a vector (LinedVectors).
-// A thread brings an operand of a vector. Zeros stand for vectors and columns that are not there.
+// Writes the image of the vectors. It has the halves of all steps one after the other; in each half, every vector has a
+// line of 128 bytes (LinedVectors). A thread copies one operand of one vector. Vectors and columns that do not exist
+// are filled with zeros.
 template <uint32_t VECTORS> __global__ void image_kernel(const __grid_constant__ LinearJob job, uint8_t *image)
 {
     let_next_begin();
     await_work_before();
-    constexpr uint32_t kOperands = kStepColumns / 16u; // of a step
+    constexpr uint32_t kOperands = kStepColumns / 16u; // number of operands of a step
     const uint32_t item = blockIdx.x * blockDim.x + threadIdx.x, operand = item % kOperands,
                    vector = item / kOperands % VECTORS, step = item / (kOperands * VECTORS);
     if (step >= num_steps(job)) return;
