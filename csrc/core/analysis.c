@@ -1,5 +1,4 @@
-/* analysis.c - finds masks for rows in plain C: by the paper's threshold (section 4.1), and by a greedy choice beyond
- * it. */
+/* analysis.c - finds masks for rows in plain C, by the paper's threshold (section 4.1) or by a greedy choice. */
 #include "bits.h"
 #include "format.h"
 #include "greedy_gain.h"
@@ -85,13 +84,13 @@ ibp_status ibp_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t nu
     return IBP_OK;
 }
 
-/* A mask that grows by one bit at a time, and how many rows agree with it. */
+/* A mask that grows by one bit at a time, and the number of rows that match it. */
 typedef struct growing_mask {
     uint64_t mask, bitval, num_matching;
     uint32_t num_bits;
 } growing_mask;
 
-/* Counts in ones[b] the rows that agree with the mask so far and have bit b of their chunk set. */
+/* Counts in ones[b] the rows that match the present mask and whose chunk has bit b set. */
 static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_bytes, uint32_t valid_bytes,
                            const growing_mask *grown, uint64_t ones[IBP_CHUNK_BITS])
 {

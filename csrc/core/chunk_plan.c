@@ -15,7 +15,8 @@ static uint64_t align_up(uint64_t v) { return align_down(v + IBP_CHUNK_ALIGN - 1
 
 int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_bytes, bool ends)
 {
-    int64_t bytes = min_i64(most_bytes, done_bytes + FIRST_CHUNK_BYTES); /* so each is twice the one before */
+    /* So each chunk is twice as large as the one before. */
+    int64_t bytes = min_i64(most_bytes, done_bytes + FIRST_CHUNK_BYTES);
     if (ends) bytes = min_i64(bytes, max_i64(left_bytes / LAST_CHUNKS_SHARE, LAST_CHUNK_BYTES));
     if (left_bytes <= bytes) return left_bytes;
     const int64_t num_equal = (left_bytes - 1) / bytes + 1;

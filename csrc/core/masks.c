@@ -1,5 +1,5 @@
-/* masks.c - codes and decodes rows of scheme ibp in plain C (FORMAT.md section 5). It is the oracle that every other
- * encoder and decoder is compared to. A coded row consists of bits, the lowest of each byte first:
+/* masks.c - encodes and decodes rows of scheme ibp in plain C (FORMAT.md section 5). It is the reference to which every
+ * other encoder and decoder is compared. A coded row consists of bits, the lowest of each byte first:
  *
  *     num_flags participation bits | kept bits of the row, in the order of their positions | zeros up to a byte */
 #include "bits.h"

@@ -1,13 +1,14 @@
-// cache.cu - a cache of rows (ibp.h): its kernels find rows in maps, copy them into slabs, and claim, drop and change
-// rows. The gather that reads slabs is that of gather.cu.
+// cache.cu - a cache of rows: kernels that find rows in maps, copy rows into slabs, and claim, drop and change rows.
+// gather.cu has the gather that reads slabs.
 //
 // A map is an array of sets of ways, 16 bytes each; two ways share a sector:
 //
 //     set 0    | row, entry | row, entry | ...    set 1    | row, entry | row, entry | ...
 //
 // Finding is bound by latency and by the sectors of random reads. A lane looks up one row; in a cache of least recently
-// used rows a warp looks up one row, and each lane looks at one way. Copying is bound by where rows come from: a warp
-// fills a slab row by row, and copies all rows that it has claimed at once.
+// used rows a warp looks up one row, and each lane compares one way. Copying is bound by the memory that rows are read
+// from. A warp fills a slab row by row; in a cache of least recently used rows it copies all rows that it has claimed
+// together.
 #include "../../core/cache.h"
 #include "../../core/ids.h"
 #include "../cuda_checks.h"
@@ -20,7 +21,7 @@
 namespace ibp {
 
 constexpr uint32_t kThreads = 256, kWarps = kThreads / kWarp;
-constexpr int64_t kMostBlocks = 2048; // more blocks than any GPU of today holds at once
+constexpr int64_t kMostBlocks = 2048; // more blocks than today's GPUs can hold at the same time
 
 static Launch plan_rows(int64_t num_rows, int64_t a_block)
 {
@@ -28,9 +29,9 @@ static Launch plan_rows(int64_t num_rows, int64_t a_block)
 }
 __device__ __forceinline__ int64_t warp_number() { return int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarp; }
 
-// ---- rows that are asked for ----
+// ---- requested rows ----
 
-// The rows that are asked for. A job is one row of one item, in order.
+// The requested rows. A job is one row of one item; jobs are in the order of items and rows.
 struct Rows {
     const void *ids;
     uint32_t id_bytes, rows_per_item, num_jobs, row_bytes;
@@ -47,7 +48,7 @@ struct Rows {
         return id_bytes == 8u ? __ldg(static_cast<const long long *>(ids) + item)
                               : __ldg(static_cast<const int *>(ids) + item);
     }
-    // Returns the row of a job; -1 if there is no such item.
+    // Returns the row of a job, or -1 if the item does not exist.
     __device__ __forceinline__ int64_t row_of(uint32_t job) const
     {
         const uint32_t item = item_of(job);
@@ -57,7 +58,7 @@ struct Rows {
     __device__ __forceinline__ uint32_t length_of(int64_t row) const { return length_of_row(lengths, row); }
 };
 
-// Describes the rows that a query asks for. Returns false if the query is wrong or asks for too many.
+// Sets *rows to the rows that a query requests. Returns false if the query is invalid or requests too many rows.
 static bool ask_for_rows(const ibp_row_query &query, Rows *rows)
 {
     if (query.ids == nullptr || !ibp_is_query(&query) || !are_placed_ids(query.ids)) return false;
@@ -74,13 +75,13 @@ static bool ask_for_rows(const ibp_row_query &query, Rows *rows)
 
 // ---- counts ----
 
-// The counts of a warp. Lane i has the hits of slab i; all lanes have the other counts.
+// The counts of a warp. Lane i holds the hits of slab i; all lanes hold the other counts.
 struct Tally {
     uint64_t missed_bytes;
     uint32_t hits, misses;
 
-    // Counts one row of each lane. slab: the slab of a row that was found, below num_slabs. stored: the bytes of a row
-    // that was missed. All lanes of a warp call this together.
+    // Counts one row of each lane. slab: the slab of a row that was found, below num_slabs. stored: the size in bytes
+    // of a row that was missed. All lanes of the warp must call it.
     __device__ __forceinline__ void add(bool found, uint32_t slab, uint32_t num_slabs, bool missed, uint32_t stored)
     {
         for (uint32_t s = 0; s < num_slabs; s++) {
@@ -90,7 +91,7 @@ struct Tally {
         misses += ibp_popcount(__ballot_sync(kAllLanes, missed));
         missed_bytes += __reduce_add_sync(kAllLanes, missed ? ibp_sector_bytes(stored) : 0u);
     }
-    // Adds the block's counts to *counts. All threads of a block call this together, once.
+    // Adds the block's counts to *counts. All threads of the block must call it, once.
     __device__ __forceinline__ void put(ibp_cache_counts *counts) const
     {
         constexpr uint32_t kNumbers = sizeof(ibp_cache_counts) / sizeof(uint64_t);
@@ -110,8 +111,8 @@ struct Tally {
 
 // ---- maps ----
 
-// Loads a way: a row's number and its entry, by one access. CONSTANT: nothing writes to the map meanwhile, so that the
-// other way of a sector may come from the L1 cache.
+// Loads a way: a row's number and its entry, by one access. CONSTANT: whether nothing writes to the map meanwhile, so
+// that the other way of the sector may be read from the L1 cache.
 template <bool CONSTANT> __device__ __forceinline__ ulonglong2 load_way(const ibp_cached_row *way)
 {
     const auto *const words = reinterpret_cast<const ulonglong2 *>(way);
@@ -122,9 +123,10 @@ __device__ __forceinline__ bool is_row(const ulonglong2 &way, int64_t row)
     return static_cast<int64_t>(way.x) == row;
 }
 
-// Goes through the pairs of ways in which a row may lie, one after the other. A pair is a sector of memory.
+// An iterator over the pairs of ways that may hold a row. A pair is a sector of memory.
 struct Search {
-    uint32_t set, step, in_set, left; // in_set: ways of the set before the next pair; left: pairs still to be searched
+    // In_set: number of ways of the set before the next pair; left: number of pairs that remain.
+    uint32_t set, step, in_set, left;
 
     __device__ __forceinline__ Search(const ibp_cache_map &map, int64_t row) : in_set(0)
     {
@@ -151,8 +153,8 @@ template <bool CONSTANT> __device__ __forceinline__ int64_t load_row(const ibp_c
     return CONSTANT ? __ldg(row) : __ldcg(row);
 }
 
-// Returns the number of a row's way; -1 if the map does not have the row. Most rows lie in the first pair. Of the other
-// pairs, several are loaded at once, because a warp waits for the longest of its lanes' searches.
+// Returns the number of a row's way, or -1 if the map does not have the row. Most rows are in the first pair. The other
+// pairs are loaded several at once, because a warp waits for the longest search of its lanes.
 template <bool CONSTANT>
 __device__ __forceinline__ int64_t find_way(const ibp_cache_map &map, int64_t row, uint64_t *entry)
 {
@@ -243,17 +245,17 @@ __global__ void __launch_bounds__(kThreads)
         owners[i] = static_cast<uint8_t>(ibp_owner_of_row(rows[i], num_slabs));
 }
 
-// ---- rows as they are stored ----
+// ---- stored rows ----
 
-// Copies bytes between any two addresses. Whole words of dst are put together from two words of src. All lanes of a
-// warp call this together.
+// Copies bytes between any two addresses. Each aligned word of dst is assembled from two words of src. All lanes of the
+// warp must call it.
 __device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     const auto to = reinterpret_cast<uintptr_t>(dst), from = reinterpret_cast<uintptr_t>(src);
-    uint32_t head = static_cast<uint32_t>(-to % 4u); // bytes before the first word
+    uint32_t head = static_cast<uint32_t>(-to % 4u); // number of bytes before the first word
     if ((from + head) % 4u > head) head += 4u;       // the first word's source would begin before src
     const auto skew = static_cast<uint32_t>((from + head) % 4u);
-    // upper: bytes behind a word of the source that are read with it.
+    // upper: number of bytes that are read past a word of the source.
     const uint32_t upper = skew != 0u ? 4u - skew : 0u;
     const uint32_t words = num_bytes >= head + upper ? (num_bytes - head - upper) / 4u : 0u;
     const auto *const low = reinterpret_cast<const uint32_t *>(src + head - skew);
@@ -265,7 +267,7 @@ __device__ __forceinline__ void copy_shifted(uint8_t *dst, const uint8_t *src, u
         if (i < head || i >= head + 4u * words) dst[i] = src[i];
 }
 // Copies bytes by vectors of 16 bytes. Several loads are issued before the first vector is stored, because the bytes
-// may come over the link. All lanes of a warp call this together.
+// may have to cross the link. All lanes of the warp must call it.
 __device__ __forceinline__ void copy_vectors(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     constexpr uint32_t kAhead = 4;
@@ -291,21 +293,21 @@ __device__ __forceinline__ void copy_part(uint8_t *dst, const uint8_t *src, uint
 
 __device__ __forceinline__ uint32_t vectors_of(uint32_t num_bytes) { return (num_bytes + 15u) / 16u; }
 
-// A row to be copied, as it is stored in the table.
+// A stored row of the table that is to be copied.
 struct Stored {
     ibp_row_place place;
     ibp_status status;
     uint32_t length, num_bytes;
 
     __device__ __forceinline__ bool has_bytes() const { return status == IBP_OK && !place.is_default; }
-    // Returns the address of a byte of the stored row.
+    // Returns the address of byte `byte` of the stored row.
     __device__ __forceinline__ const uint8_t *address(const ibp_table &table, uint32_t byte) const
     {
         return byte < place.in_slot ? table.slots + place.slot_start + byte
                                     : table.overflow + place.overflow_start + (byte - place.in_slot);
     }
-    // Returns whether the row can be copied as vectors of 16 bytes: both parts begin with one, and the last one ends
-    // within the row's slot or room.
+    // Returns whether the row can be copied by vectors of 16 bytes: both parts begin at a vector, and the last vector
+    // ends within the row's slot or room.
     __device__ __forceinline__ bool is_vectors(const ibp_table &table) const
     {
         const bool spills = place.in_overflow != 0u;
@@ -316,8 +318,7 @@ struct Stored {
                ibp_part_in_bounds(spills ? place.overflow_start : place.slot_start, end,
                                   spills ? table.overflow_bytes : table.slots_bytes);
     }
-    // Copies both parts, one behind the other, with a function that copies bytes. All lanes of a warp call this
-    // together.
+    // Copies both parts, one after the other, with a function that copies bytes. All lanes of the warp must call it.
     template <void COPY(uint8_t *, const uint8_t *, uint32_t)>
     __device__ __forceinline__ void copy(const ibp_table &table, uint8_t *dst) const
     {
@@ -358,7 +359,7 @@ __global__ void __launch_bounds__(kThreads)
         if (way < 0) continue;
         stored.copy<copy_part>(table, slab.bytes + start);
         __threadfence();
-        __syncwarp(); // the row is in the slab before its entry says so
+        __syncwarp(); // the row must be in the slab before its entry is written
         if (is_mapped && lane_id() == 0u)
             *static_cast<volatile uint64_t *>(&slab.map.rows[way].entry) =
                 ibp_make_entry(slab.number, start, stored.length);
@@ -373,7 +374,7 @@ struct ClaimJob {
     uint64_t *entries;
     ibp_cache_counts *counts;
     ibp_fault *fault;
-    uint32_t per_warp; // jobs that a warp takes at a time, at most kWarp
+    uint32_t per_warp; // number of jobs that a warp takes together, at most kWarp
 };
 
 __device__ __forceinline__ uint32_t home_of(const ibp_lru &lru, int64_t row)
@@ -381,11 +382,11 @@ __device__ __forceinline__ uint32_t home_of(const ibp_lru &lru, int64_t row)
     return ibp_home_of_hash(ibp_hash_of_row(row), &lru.slab.map);
 }
 
-// Looks up all rows that the cache holds, and stamps them, so that none of them makes room for others later in this
-// call. Each lane works out the home set of one row, and the warp looks at the sets one after the other.
+// Looks up all requested rows and stamps those that are in the cache, so that this call does not replace them later.
+// Each lane computes the home set of one row, and the warp searches these sets one after the other.
 __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ ClaimJob job)
 {
-    constexpr uint32_t kAhead = 4; // sets that are loaded at once
+    constexpr uint32_t kAhead = 4; // number of sets that are loaded at once
     await_work_before();
     const Rows &rows = job.rows;
     const ibp_cached_row *const ways_of_lane = job.lru.slab.map.rows + lane_id();
@@ -394,7 +395,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
     const uint64_t call = job.lru.clock[0] + 1u;
     const auto now = static_cast<uint32_t>(call);
     if (blockIdx.x == 0u && threadIdx.x == 0u) job.lru.clock[1] = call;
-    uint32_t found = 0; // rows found in the ways that this lane has looked at
+    uint32_t found = 0; // a bit for each row that was found in a way that this lane has compared
     for (int64_t first = warp_number() * job.per_warp; first < rows.num_jobs;
          first += int64_t{gridDim.x} * kWarps * job.per_warp) {
         const auto number = static_cast<uint32_t>(first) + lane_id();
@@ -403,7 +404,7 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
         const uint32_t home = row >= 0 ? home_of(job.lru, row) : 0u;
         uint64_t *const entries = job.entries + first;
         if (active) entries[lane_id()] = 0;
-        __syncwarp(); // before the lane that finds a row writes its entry
+        __syncwarp(); // all lanes have read before the lane that finds a row writes its entry
         for (uint32_t j = 0; has_sets && j < job.per_warp; j += kAhead) {
             ulonglong2 ways[kAhead];
             int64_t asked[kAhead];
@@ -429,8 +430,9 @@ __global__ void __launch_bounds__(kThreads) touch_rows(const __grid_constant__ C
     tally.put(job.counts);
 }
 
-// A row that is not in its set, and what it has received: entry 0 if there is no room. is_new: the row has to be
-// copied. Each lane has one such row, in shared memory, where the other lanes read and write it.
+// A row that was not in its set, and the entry that it has received, which is 0 if there was no room. is_new: whether
+// the row has to be copied. Each lane has one such row, in shared memory, so that the other lanes can read and write
+// it.
 struct Missing {
     Stored stored;
     int64_t row;
@@ -439,8 +441,8 @@ struct Missing {
     bool is_new;
 };
 
-// Gives a row a way of its set, which is locked. Each lane has looked at one way of the set. All lanes of a warp call
-// this together.
+// Assigns a row a way of its set, which is locked. way: the way of the set that this lane has loaded. All lanes of the
+// warp must call it.
 __device__ __forceinline__ void claim_way(const ibp_lru &lru, Missing &missing, const ulonglong2 &way, uint32_t stamp,
                                           uint32_t now)
 {
@@ -462,10 +464,10 @@ __device__ __forceinline__ void claim_way(const ibp_lru &lru, Missing &missing, 
     lru.stamps[chosen] = now;
 }
 
-// Gives ways to the rows of some lanes, whose sets are locked and differ. All lanes of a warp call this together.
+// Assigns ways to the rows of some lanes, whose sets are locked and differ. All lanes of the warp must call it.
 __device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, uint32_t lanes, uint32_t now)
 {
-    // Sets that are loaded at once; more would take more than 64 registers.
+    // Number of sets that are loaded at once. With more sets the kernel would need more than 64 registers.
     constexpr uint32_t kAhead = 2;
     while (lanes != 0u) {
         ulonglong2 ways[kAhead];
@@ -484,10 +486,10 @@ __device__ __forceinline__ void claim_locked(const ibp_lru &lru, Missing *rows, 
     }
 }
 
-// Gives ways to the rows of all lanes. Each lane tries to lock its row's set. The rows whose sets are locked get their
-// ways, and these locks are released before the other lanes try again, so that no warp waits while it holds a lock. The
-// number of tries is limited, because the stamps, behind which the locks lie, may hold anything. All lanes of a warp
-// call this together.
+// Assigns ways to the rows of all lanes. Each lane tries to lock its row's set. The rows whose sets are locked get
+// their ways, and these locks are released before the other lanes try again, so that no warp waits while it holds a
+// lock. The number of tries is limited, because the memory of the locks, which follows the stamps, may hold anything.
+// All lanes of the warp must call it.
 __device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bool has_row, uint32_t now)
 {
     constexpr uint32_t kMostTries = 1u << 20;
@@ -497,22 +499,22 @@ __device__ __forceinline__ void claim_ways(const ibp_lru &lru, Missing *rows, bo
         const uint32_t locked = __ballot_sync(kAllLanes, is_locked);
         if (locked == 0u) continue;
         __threadfence();
-        __syncwarp(); // locks are held before any lane reads
+        __syncwarp(); // the locks are held before any lane reads
         claim_locked(lru, rows, locked, now);
-        __syncwarp(); // all lanes are done before locks are released
+        __syncwarp(); // all lanes have finished before locks are released
         __threadfence();
         if (is_locked) atomicExch(lock, 0u);
         has_row = has_row && !is_locked;
     }
 }
 
-// Copies rows to where their entries say; the row of lane i has num_vectors vectors. The vectors of all rows are
-// numbered together, so that every lane has work whatever the size of rows. Several loads are issued before the first
-// vector is stored. All lanes of a warp call this together.
+// Copies rows to the slots that their entries name. The row of lane i has num_vectors vectors of that lane. The vectors
+// of all rows are numbered consecutively, so that every lane has work for any size of rows. Several loads are issued
+// before the first vector is stored. All lanes of the warp must call it.
 __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab, const Missing *rows,
                                           uint32_t num_vectors)
 {
-    constexpr uint32_t kAhead = 3; // vectors that a lane loads at once
+    constexpr uint32_t kAhead = 3; // number of vectors that a lane loads at once
     uint32_t total;
     const uint32_t begin = exclusive_scan(num_vectors, total);
     for (uint32_t first = 0; first < total; first += kAhead * kWarp) {
@@ -520,7 +522,7 @@ __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab,
 #pragma unroll
         for (uint32_t a = 0; a < kAhead; a++) {
             const uint32_t number = first + a * kWarp + lane_id();
-            // The lane whose row the vector belongs to: the last one whose vectors begin no later.
+            // The lane to whose row the vector belongs: the last lane whose first vector is not after this one.
             int lane = 0;
             for (int step = kWarp / 2; step > 0; step /= 2)
                 if (__shfl_sync(kAllLanes, begin, lane + step) <= number) lane += step;
@@ -535,15 +537,15 @@ __device__ __forceinline__ void copy_rows(const ibp_table &table, uint8_t *slab,
     }
 }
 
-// Claims ways for the lanes' rows, of which each lane has one or none, and then copies the rows. All lanes of a warp
-// call this together.
+// Claims ways for the rows of the lanes, and then copies the rows. Each lane has one row or none. All lanes of the warp
+// must call it.
 __device__ __forceinline__ void claim_and_copy(const ibp_table &table, const ibp_lru &lru, Missing *rows, bool has_row,
                                                uint32_t now)
 {
     const Missing &row = rows[lane_id()];
     const bool fits = has_row && row.stored.num_bytes <= lru.slot_bytes && lru.slab.map.num_sets != 0;
     claim_ways(lru, rows, fits, now);
-    // The slots of the cache consist of aligned vectors if the first one is aligned.
+    // All slots of the cache are aligned to vectors if the first slot is.
     const bool is_vectors = aligned(lru.slab.bytes, 16) && row.stored.is_vectors(table);
     copy_rows(table, lru.slab.bytes, rows, row.is_new && is_vectors ? vectors_of(row.stored.num_bytes) : 0u);
     for (uint32_t left = __ballot_sync(kAllLanes, row.is_new && !is_vectors); left != 0u; left &= left - 1u) {
@@ -568,7 +570,7 @@ __global__ void __launch_bounds__(kThreads)
         if (!__any_sync(kAllLanes, is_missing)) continue;
         const int64_t row = is_missing ? job.rows.row_of(number) : -1;
         const uint32_t set = row >= 0 && job.lru.slab.map.num_sets != 0 ? home_of(job.lru, row) : 0u;
-        __syncwarp(); // the rows of the last step are copied before they are overwritten
+        __syncwarp(); // the rows of the previous step are copied before they are overwritten
         mine = {find_stored(table, row), row, 0, set, false};
         __syncwarp();
         const uint32_t item = job.rows.item_of(number);
@@ -637,7 +639,7 @@ ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map 
     }
     if (rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    // Resident blocks, because each adds to the counts once.
+    // Launch only as many blocks as are resident, because each block adds to the counts once.
     ibp::Launch launch{};
     const auto *const kernel = reinterpret_cast<const void *>(ibp::find_rows);
     ibp_status status = ibp::plan_resident(kernel, ibp::kThreads, 0, rows.num_jobs, ibp::kThreads, 0, &launch);
@@ -668,7 +670,7 @@ ibp_status ibp_cuda_claim_cached(const ibp_table *table, const ibp_ids *ids, con
     if (!ibp::ask_for_rows(query, &job.rows)) return IBP_INVALID_ARGUMENT;
     if (job.rows.num_jobs == 0) return IBP_OK;
     if (entries == nullptr) return IBP_INVALID_ARGUMENT;
-    constexpr int64_t kWarpsAtATime = 4096; // warps; a GPU of 132 SMs holds more
+    constexpr int64_t kWarpsAtATime = 4096; // number of warps; a GPU of 132 SMs holds more
     job.per_warp =
         static_cast<uint32_t>(std::min<int64_t>((job.rows.num_jobs + kWarpsAtATime - 1) / kWarpsAtATime, ibp::kWarp));
     ibp::Launch launch = ibp::plan_rows(job.rows.num_jobs, int64_t{job.per_warp} * ibp::kWarps);

@@ -1,4 +1,4 @@
-// kv_pages.cu - ibp_cuda_plan_pages and ibp_cuda_note_pages, two small kernels. Their cost is that of the two launches.
+// kv_pages.cu - ibp_cuda_plan_pages and ibp_cuda_note_pages, two small kernels whose time is that of a launch.
 #include "../../core/kv_pages.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kPageThreads) plan_pages(const __grid_constant
         ibp_plan_id(&transfer, stored, i, ids, addresses);
 }
 
-// Notes for each block of one tensor whether all its rows are stored. A warp takes one block at a time.
+// Records for each block of one tensor whether all of its rows are stored. A warp takes one block at a time.
 __global__ void __launch_bounds__(kPageThreads)
     note_pages(const int64_t *ids, const int64_t num_blocks, const uint32_t ids_per_block, const uint16_t *lengths,
                const uint16_t *rooms, const int64_t num_rows, uint8_t *stored, uint8_t *seen)

@@ -1,12 +1,13 @@
-// analysis.cu - counts over the rows of a tensor (the paper's section 4.1): how often each bit of a row is 1, and in
-// how many rows each chunk's invariant bits are as its mask and bitval say.
+// analysis.cu - counts over the rows of a tensor (the paper's section 4.1): for each bit of a row, the rows in which it
+// is 1; for each chunk, the rows whose invariant bits match the chunk's mask and bitval.
 //
 // 1. A block takes up to 256 columns of words of a row, and every k-th row; a thread takes one column.
 // 2. A thread loads the words of eight rows at a time, and counts in registers.
 // 3. The threads add their counts to the block's counters in shared memory.
 // 4. The block adds its counters to the result by atomics.
 //
-// Bound by memory: some 10 instructions a word, and one atomic for each counter and block.
+// The kernels are bound by memory: they take about 10 instructions for each word, and one atomic for each counter of
+// each block.
 #include "../../internal/ibp_coding.h"
 #include "../cuda_checks.h"
 #include "../launch.cuh"
@@ -17,8 +18,8 @@ namespace ibp {
 
 constexpr uint32_t kThreads = 256, kRowsAhead = 8;
 
-// Returns word w of a row at any address; bytes after the row count as zeros. is_inner: the result of is_inner_word for
-// w. If it is true, the row's memory is loaded by aligned words, otherwise byte by byte.
+// Returns word w of a row, which may begin at any address. Bytes past the end of the row are zeros. is_inner: the
+// result of is_inner_word for w. If it is true, the row is loaded by aligned words, otherwise byte by byte.
 __device__ __forceinline__ uint32_t load_row_word(const uint8_t *row, uint32_t row_bytes, uint32_t w, bool is_inner)
 {
     const uint8_t *const from = row + 4u * w;
@@ -41,7 +42,7 @@ __device__ __forceinline__ bool is_inner_word(const uint8_t *data, uint32_t row_
     return 4u * w + (are_aligned ? 4u : 7u) <= row_bytes;
 }
 
-// The column of units (words, or chunks of 8 bytes) that a thread counts, and its rows.
+// The column of units (words, or chunks of 8 bytes) and the rows that a thread counts.
 struct Columns {
     uint32_t first, count; // the block's columns
     uint32_t column;       // the thread's column, counted from the block's first
@@ -67,7 +68,7 @@ struct BitCounters {
     static constexpr uint32_t kPlanes = 8, kMost = (1u << kPlanes) - 1u;
     uint32_t plane[kPlanes] = {};
 
-    // Adds a, b and c at every bit. The lower bits of the sums replace a, and the upper ones, the carries, are
+    // Adds the bits of a, b and c at each position. The low bits of the sums replace a; the high bits, the carries, are
     // returned.
     static __device__ __forceinline__ uint32_t add3(uint32_t &a, uint32_t b, uint32_t c)
     {
@@ -129,8 +130,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (added != 0u) counters.flush(sums + own.column, own.count);
     __syncthreads();
-    // Counters in memory have eight bytes, and those of a word lie side by side: consecutive threads add to consecutive
-    // counters.
+    // Counters in memory have eight bytes, and the counters of a word are adjacent, so that consecutive threads add to
+    // consecutive counters.
     for (uint32_t i = threadIdx.x; i < 32u * own.count; i += kThreads) {
         const uint32_t sum = sums[i % 32u * own.count + i / 32u];
         if (sum != 0u) atomicAdd(counts + 32ull * own.first + i, static_cast<unsigned long long>(sum));
@@ -185,8 +186,9 @@ __global__ void __launch_bounds__(kThreads) count_hits(const __grid_constant__ i
     }
 }
 
-// Launches a kernel that counts. `what` is its first argument. The blocks for num_units columns are enough to fill the
-// device, but no more than have eight rows for each thread; their number is a multiple of the tiles of 256 columns.
+// Launches a kernel that counts. what: its first argument. num_units: number of columns. The blocks fill the device,
+// unless each thread would have fewer than eight rows; their number is a multiple of the number of tiles of 256
+// columns.
 template <class What>
 static ibp_status count(void (*kernel)(What, const uint8_t *, int64_t, unsigned long long *), const What &what,
                         uint32_t row_bytes, uint32_t num_units, const uint8_t *data, size_t rows, uint64_t *counts,

@@ -1,10 +1,11 @@
-// index.cu - works out the row index on the GPU: where overflow parts start, and how many bytes rows take (FORMAT.md
+// index.cu - computes the row index on the GPU: the offsets of overflow parts, and the sizes of rows (FORMAT.md
 // sections 2 and 3).
 //
 // 1. sum_rooms: a warp adds up the rooms of each group of 32 rows.
 // 2. scan_rooms: one block turns the sums into bases by a prefix sum.
 //
-// Bound by memory: two bytes a row. The scan over groups of rows, 16 bytes each, is done by one block.
+// The kernels are bound by memory: they read two bytes for each row. One block does the scan over groups of rows, which
+// have 16 bytes each.
 #include "../cuda_checks.h"
 #include "../group.cuh"
 #include "../launch.cuh"
@@ -13,7 +14,8 @@ namespace ibp {
 
 constexpr uint32_t kIndexThreads = 256, kScanThreads = 1024;
 
-// Writes into bases[g] the bytes of the overflow rooms of the rows of group g. A warp takes one group at a time.
+// Writes to bases[g] the sum of the sizes in bytes of the overflow rooms of the rows of group g. A warp takes one group
+// at a time.
 __global__ void __launch_bounds__(kIndexThreads)
     sum_rooms(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
               const uint32_t slot_bytes, unsigned long long *bases)
@@ -29,7 +31,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     }
 }
 
-// Turns each sum into the sum of those before it, and writes the total.
+// Replaces each sum by the sum of all preceding sums, and writes the total.
 __global__ void __launch_bounds__(kScanThreads)
     scan_rooms(const int64_t num_groups, unsigned long long *bases, int64_t *total)
 {
@@ -43,8 +45,8 @@ __global__ void __launch_bounds__(kScanThreads)
     if (threadIdx.x == 0) *total = static_cast<int64_t>(before);
 }
 
-// Adds up what ibp_survey_rows counts. A thread keeps its count as long as its rows take as many sectors as the row
-// before, so that few atomics are needed.
+// Computes the counts of ibp_survey_rows. A thread keeps its count in a register while consecutive rows take the same
+// number of sectors, so that few atomics are needed.
 __global__ void __launch_bounds__(kIndexThreads)
     survey_rows(const uint16_t *lengths, const int64_t num_bytes, const int64_t num_rows, const uint32_t row_bytes,
                 unsigned long long *survey)
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(kIndexThreads)
     if (threadIdx.x == 0) atomicAdd(survey, bytes);
 }
 
-// Copies overflow parts to where a table's index says. A warp takes the 32 rows that share a base.
+// Copies overflow parts to the positions that a table's index gives. A warp takes the 32 rows that share a base.
 static __global__ void move_parts(const __grid_constant__ ibp_table table, const __grid_constant__ ibp_place from,
                                   uint8_t *overflow)
 {

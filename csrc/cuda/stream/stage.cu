@@ -1,13 +1,14 @@
 // stage.cu - gathers items at ids that are in host memory, from a table whose slots are in pinned host memory: the
 // CPU's threads gather slots, the copy engine moves them to the GPU, and the GPU decodes them.
 //
-// Bound by the CPU's memory or the link. The items are cut into chunks, and these into blocks, which threads take one
-// after the other. Chunk k uses place k % kPlaces of two rings, one in pinned memory and one on the GPU. A place holds
+// The call is bound by the CPU's memory or by the link. The items are divided into chunks, and the chunks into blocks,
+// which threads take one after the other. Chunk k uses place k % kPlaces of two rings, one in pinned memory and one on
+// the GPU. A place holds
 //
 //     | slots of the chunk's items | up to a multiple of 16 bytes | ids of the items |
 //
-// The first thread also coordinates: it opens places to be filled, and queues the chunks whose blocks are done, in
-// order:
+// The first thread is also the coordinator: it opens places to be filled, and queues the chunks whose blocks are
+// complete, in order:
 //
 //     copy stream:         wait decoded[place]    copy the chunk      record copied[place]
 //     caller's stream:     wait copied[place]     decode the chunk    record decoded[place]
@@ -28,13 +29,14 @@
 namespace ibp {
 
 constexpr int kPlaces = 12;
-// A block has about this many bytes of slots, which a thread copies in some 10 microseconds.
+// A block has about this many bytes of slots, which a thread copies in about 10 microseconds.
 constexpr int64_t kBlockBytes = 64 << 10;
-// A call has at least this many chunks, if it can: with fewer, gathering, copying and decoding hardly overlap.
+// A call is divided into at least this many chunks if possible: with fewer, gathering, copying and decoding hardly
+// overlap.
 constexpr int64_t kLeastChunks = 16;
-// Calls that fill the ring at most this many times write past the caches. On 16 cores of a Xeon, 100,000 rows of 512
-// bytes are gathered at 60 GB/s past the caches and at 45 through them; 1,000,000 rows, which use each place 17 times
-// and more, at 60 and 70.
+// Calls that fill the ring at most this many times use stores that bypass the CPU's caches. On 16 cores of a Xeon,
+// 100,000 rows of 512 bytes are gathered at 60 GB/s with such stores and at 45 GB/s through the caches; 1,000,000 rows,
+// which use each place 17 times or more, at 60 and 70 GB/s.
 constexpr int64_t kStreamedRings = 3;
 
 static int64_t round_up(int64_t number, int64_t unit) { return (number + unit - 1) / unit * unit; }
@@ -51,7 +53,7 @@ struct ibp_stager {
 
 namespace ibp {
 
-// A call of ibp_cuda_stage_items, which its threads share.
+// The state of a call of ibp_cuda_stage_items, which its threads share.
 class Staging {
   public:
     Staging(ibp_stager *stager, const ibp_table *table, const uint8_t *slots, const ibp_ids *ids, uint8_t *out,
@@ -75,7 +77,7 @@ class Staging {
     // Returns whether a place has room for at least one item.
     bool fits() const { return chunk_items_ > 0; }
 
-    // Does the work of one thread of the call; all the work if it is the only one.
+    // Does the work of one thread of the call, which is all of the work if there is only one thread.
     void work()
     {
         if (!is_coordinated_.exchange(true)) {
@@ -90,7 +92,7 @@ class Staging {
 
   private:
     enum Taken { kBlock, kWait, kNone };
-    // The alignment of the ids behind the slots, in bytes.
+    // Alignment in bytes of the ids, which follow the slots.
     static constexpr int64_t kAlign = 16;
 
     int64_t items_in(int64_t chunk) const { return std::min(chunk_items_, ids_.count - chunk * chunk_items_); }
@@ -100,7 +102,7 @@ class Staging {
     }
     int64_t place_of(int64_t chunk) const { return (stager_->next_place + chunk) % kPlaces; }
 
-    // Takes the next block that no thread has taken, and copies its slots and ids.
+    // Takes the next block that no thread has taken yet, and copies its slots and ids.
     Taken fill_next()
     {
         const int64_t a_chunk = chunk_items_ / block_items_;
@@ -138,13 +140,13 @@ class Staging {
         if (device != stager_->device) cudaSetDevice(device);
     }
 
-    // Opens the places whose last chunks have been copied, so that threads may fill them.
+    // Opens the places whose latest chunks have been copied, so that threads may fill them again.
     void open_places(int64_t num_queued)
     {
         for (int64_t open = num_open_; open < num_chunks_ && open - kPlaces < num_queued; open++) {
             const cudaError_t query = cudaEventQuery(stager_->copied[place_of(open)]);
             if (query == cudaErrorNotReady) {
-                // Not ready is no error; clear it, so that no later call reports it.
+                // "Not ready" is not an error. Clear it, so that no later call reports it.
                 cudaGetLastError();
                 return;
             }
@@ -155,7 +157,7 @@ class Staging {
         }
     }
 
-    // Queues the copy and the decoding of a chunk that is filled.
+    // Queues the copy and the decoding of a filled chunk.
     void queue(int64_t chunk)
     {
         const int64_t place = place_of(chunk), count = items_in(chunk), first = chunk * chunk_items_;
@@ -185,7 +187,7 @@ class Staging {
     int64_t block_items_ = 0, chunk_items_ = 0, num_chunks_ = 0, num_blocks_ = 0;
     std::atomic<int64_t> next_block_{0}, num_open_{0}, num_filled_[kPlaces] = {};
     std::atomic<bool> is_coordinated_{false}, is_over_{false};
-    FirstError calls_; // the coordinator's CUDA calls
+    FirstError calls_; // the first error of the coordinator's CUDA calls
 };
 
 static ibp_status create(ibp_stager *stager)

@@ -1,15 +1,15 @@
-// stream.cu - decodes tables in pinned host memory: the copy engine brings them to the GPU chunk by chunk, and each
-// chunk is decoded while the next ones are copied.
+// stream.cu - decodes tables in pinned host memory: the copy engine copies them to the GPU chunk by chunk, and each
+// chunk is decoded while the following chunks are copied.
 //
-// Bound by the link. The ring on the GPU has as many places as there are pairs of events. Chunk k uses place k %
-// kPlaces:
+// The stream is bound by the link. The ring on the GPU has kPlaces places, each with a pair of events. Chunk k uses
+// place k % kPlaces:
 //
 //     copy stream:      wait freed[k - kPlaces]    copy chunk k      record filled[k]
 //     decode stream:    wait filled[k]             decode chunk k    record freed[k]
 //
-// So the copy engine runs ahead by up to kPlaces chunks, from one table into the next. The host waits for nothing, and
-// the caller's stream waits only for the last chunk of a table. The decode stream has the highest priority: its few
-// blocks get the next SMs that other kernels leave.
+// So the copy engine runs ahead by up to kPlaces chunks, also from one table into the next. The host does not wait, and
+// the caller's stream waits only for the last chunk of a table. The decode stream has the highest priority, so that its
+// few blocks get the next SMs that other kernels leave.
 #include "../../internal/ibp_stream.h"
 #include "../../core/chunk_plan.h"
 #include "../cuda_checks.h"
@@ -29,7 +29,7 @@ struct ibp_streamer {
     cudaEvent_t begun, ended, filled[ibp::kPlaces], freed[ibp::kPlaces];
     uint8_t *ring;
     int64_t place_bytes;
-    int64_t num_chunks, done_bytes; // counted since ibp_cuda_begin_stream
+    int64_t num_chunks, done_bytes; // since ibp_cuda_begin_stream
 };
 
 namespace ibp {
@@ -40,9 +40,9 @@ static ibp_status copy_part(uint8_t *to, const uint8_t *from, uint64_t num_bytes
     return check_cuda(cudaMemcpyAsync(to, from, num_bytes, cudaMemcpyDefault, stream));
 }
 
-// Makes the streamer's streams wait for the work that the caller's stream already has: the decode stream before every
-// table, whose output may still be in use by that work, and the copy stream before the first table, because the ring's
-// memory may be in use too.
+// Makes the streamer's streams wait for the work that is queued on the caller's stream: the decode stream before every
+// table, because that work may still use the output's memory, and the copy stream before the first table, because that
+// work may still use the ring's memory.
 static ibp_status fork(ibp_streamer *streamer, cudaStream_t stream)
 {
     FirstError calls;
@@ -57,15 +57,16 @@ static ibp_status join(ibp_streamer *streamer, cudaStream_t stream)
     return calls.status();
 }
 
-// Returns whether the streamer belongs to the current device. Streams and events of another device cannot be used.
+// Returns whether the streamer belongs to the current device, because streams and events of another device cannot be
+// used.
 static bool is_here(const ibp_streamer *streamer)
 {
     int device = 0;
     return streamer != nullptr && check_cuda(cudaGetDevice(&device)) == IBP_OK && device == streamer->device;
 }
 
-// Copies a chunk into its place of the ring. If rows have their own bases, their parts may lie anywhere in overflow;
-// then overflow is not copied, and the parts are read where they are.
+// Copies a chunk into its place of the ring. If rows have their own bases, their parts may be anywhere in overflow;
+// then overflow is not copied, and decoders read the parts from host memory.
 static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, ibp_table *block)
 {
     const int place = static_cast<int>(streamer->num_chunks % kPlaces);
@@ -86,13 +87,13 @@ static ibp_status fill_place(ibp_streamer *streamer, const ibp_table *table, con
         block->overflow_bytes = static_cast<int64_t>(chunk.overflow_bytes);
         calls << copy_part(overflow, table->overflow + chunk.overflow_start, chunk.overflow_bytes, copies);
     }
-    // The decode stream waits for whatever was copied, even after an error.
+    // The decode stream waits for the copies that were queued, even after an error.
     calls << cudaEventRecord(streamer->filled[place], copies)
           << cudaStreamWaitEvent(streamer->decodes, streamer->filled[place], 0);
     return calls.status();
 }
 
-// Copies and decodes one chunk. out: receives the bytes [start, end), which lie in the chunk's rows.
+// Copies and decodes one chunk. out: receives the bytes [start, end), which are in the chunk's rows.
 static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, const ibp_chunk &chunk, int64_t start,
                                int64_t end, uint8_t *out, ibp_fault *fault, int max_sms)
 {
@@ -108,8 +109,8 @@ static ibp_status stream_chunk(ibp_streamer *streamer, const ibp_table *table, c
     return status;
 }
 
-// Creates the streamer's streams and events in relaxed capture mode: a capture that may be going on in this thread
-// could forbid what their creation does inside.
+// Creates the streamer's streams and events in relaxed capture mode, because a capture in this thread could forbid
+// calls that their creation makes.
 static ibp_status create_events(ibp_streamer *streamer)
 {
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
@@ -172,7 +173,7 @@ extern "C" ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *rin
 extern "C" ibp_status ibp_cuda_continue_stream(ibp_streamer *streamer)
 {
     if (!ibp::is_here(streamer) || streamer->ring == nullptr) return IBP_INVALID_ARGUMENT;
-    streamer->done_bytes = 0; // the first chunks are small again
+    streamer->done_bytes = 0; // so that the first chunks are small again
     return IBP_OK;
 }
 
@@ -188,7 +189,8 @@ extern "C" ibp_status ibp_cuda_stream_bytes(ibp_streamer *streamer, const ibp_ta
     const bool reads_bases = table->bases != nullptr && !ibp_has_own_bases(table);
     if (out == nullptr || (reads_bases && bases == nullptr)) return IBP_INVALID_ARGUMENT;
     const int64_t row_bytes = table->codebook.row_bytes, num_rows = ibp_num_rows(table);
-    if (!table->lengths && table->slot_bytes == row_bytes && end <= table->slots_bytes) // raw and in place
+    // Raw rows, which lie one after the other.
+    if (!table->lengths && table->slot_bytes == row_bytes && end <= table->slots_bytes)
         return ibp::copy_part(out, table->slots + start, static_cast<uint64_t>(end - start), stream);
     const int64_t group = IBP_ROWS_PER_BASE, groups_end = ((end - 1) / row_bytes / group + 1) * group;
     const int64_t end_row = groups_end < num_rows ? groups_end : num_rows;
