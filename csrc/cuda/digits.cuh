@@ -7,6 +7,7 @@
 
 namespace ibp {
 
+// Returns the lowest num_bits bits of a value; the whole value if it has no more bits.
 template <typename Bits> __device__ __forceinline__ Bits low_bits(Bits value, uint32_t num_bits)
 {
 #ifdef __CUDACC__
@@ -19,6 +20,7 @@ template <typename Bits> __device__ __forceinline__ Bits low_bits(Bits value, ui
     return num_bits >= 8u * sizeof(Bits) ? value : value & ((Bits{1} << num_bits) - 1u);
 }
 
+// Rounds a number of bits up to whole bytes.
 __device__ __forceinline__ uint32_t to_byte(uint32_t bits) { return (bits + 7u) & ~7u; }
 
 // Spreads fields of num_bits bits, which lie side by side from bit 0 of `bits`, over a word of elements: one field to

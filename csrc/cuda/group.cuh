@@ -37,8 +37,8 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     // group is a whole warp this is a vote: it tells the compiler that the lanes stay together, so that it need not
     // check this before shuffles.
     static __device__ __forceinline__ bool any(bool is_so) { return __any_sync(kAllLanes, is_so); }
-    // Returns the sum of v over the group's lanes up to this one. v may hold several numbers side by side that do not
-    // overflow into each other.
+    // Returns the sum of v over the group's lanes up to this one, including it. v may hold several numbers side by side
+    // that do not overflow into each other.
     static __device__ __forceinline__ uint32_t inclusive_scan(uint32_t v)
     {
 #pragma unroll
@@ -59,7 +59,7 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
             return v;
         }
     }
-    // Returns one bit for each lane of the group.
+    // Returns the votes of the group's lanes, one bit for each.
     static __device__ __forceinline__ uint32_t ballot(bool vote)
     {
         const uint32_t votes = __ballot_sync(kAllLanes, vote);

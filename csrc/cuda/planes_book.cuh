@@ -1,5 +1,5 @@
 // planes_book.cuh - a codebook of scheme planes, the parts of a coded row, and the joining of symbols and residuals to
-// elements (FORMAT.md section 6). T is the element; everything else is a run-time value.
+// elements (FORMAT.md section 6). T is the type of an element; the other fields of a codebook are run-time values.
 //
 // The values of a dense row, each part padded to a byte:
 //

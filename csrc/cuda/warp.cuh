@@ -139,7 +139,7 @@ __device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t
     return of_three_bits<0xa8>(a, b, mask);
 }
 
-// Returns a constant that stays in a register.
+// Returns a constant that the compiler does not recognize as one, so that it stays in a register.
 __device__ __forceinline__ uint32_t in_register(uint32_t constant)
 {
 #ifdef __CUDACC__

@@ -168,7 +168,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // The names that the digits of one plane stand for.
     struct Names {
-        uint4 table; // 16 bytes, 0 at the escape
+        uint4 table; // a byte for each digit; 0 at the escape
         // above: as in DigitSpread. low, high: eight bytes, 0xff at the escape and 0 elsewhere.
         uint32_t above, low, high;
         uint32_t wide; // not 0 if digits may have four bits

@@ -217,8 +217,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // The shifts and masks that join residuals with entries, all elements of a word at a time. WordJoin does the same,
-    // but its masks and powers of two cost 4 % more instructions here.
+    // The shifts and masks that join residuals with entries, all elements of a word at a time. WordJoin would do the
+    // same, but its masks and powers of two cost 4 % more instructions here.
     struct ResidualJoin {
         static constexpr uint32_t kWordBits = kBits < 32u ? kBits : 32u, kEach = ~0u / (~0u >> (32u - kWordBits));
         // kept: a mask of the bits of every element that come from its residual in place. top: a mask of the highest
@@ -475,7 +475,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     {
 #ifdef __CUDACC__
         if (SIGNED) {
-            // In assembly, because the compiler would put the results into other registers and move them.
+            // This is in assembly, because the compiler would put the results into other registers and move them.
             asm("{.reg .pred p; setp.ne.u32 p, %2, 0; @p add.u32 %0, %0, %3; @!p shr.u32 %1, %1, 1;}"
                 : "+r"(next), "+r"(signs)
                 : "r"(listed), "n"(sizeof(T)));

@@ -73,14 +73,14 @@ struct Gather : Part {
 // at least one block.
 void share_blocks(const Gather *const *gathers, uint32_t num_gathers, uint32_t num_blocks, Parts *parts);
 
-// Returns a request for the items at ids, for a kernel that has an output of its own: addresses of positions are
-// counted from NULL. The items have at most kMostJobs rows together. table, ids: as in ibp_cuda_gather_items, already
-// checked.
+// Returns a request for the items at ids, for a kernel that has an output of its own. The addresses of positions in the
+// request are offsets from NULL. The items have at most kMostJobs rows together. table, ids: as in
+// ibp_cuda_gather_items, already checked.
 Request describe_items(const ibp_table &table, const ibp_ids &ids);
 
 // Does what ibp_cuda_gather_items does, for items of whole rows whose slots have been copied to `stage` in the order of
-// ids. The table's own memory is read only for what does not lie in slots. first_position: the number of the first id
-// among the ids of a larger call, for faults.
+// ids. The slots of regular rows are read from `stage`, and everything else from the table's own memory.
+// first_position: the number of the first id among the ids of a larger call, for faults.
 ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,
                          uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);
 

@@ -6,7 +6,7 @@
 // 1. The lanes look up the warp's next rows together, one row each (look_up).
 // 2. Each group issues loads of its next row's bytes into registers (prefetch): the bytes in the slot, and the bytes in
 //    overflow, which may lie in memory that is far away.
-// 3. The group decodes its current row meanwhile (finish).
+// 3. While these loads are under way, the group decodes its current row (finish).
 // 4. The group stores the loaded registers in its stage, or in the output if the row is raw (receive), and goes on with
 //    step 2.
 //
@@ -314,9 +314,9 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     }
 
     // If several groups share a warp, the warp loads the vectors of its rows row by row: consecutive lanes load
-    // consecutive vectors, whichever lanes will decode them, because the link is used best by wide requests. A lane's
-    // k-th loaded vector is vector vector_of(k) of the warp's row row_in_warp(k). The last kOwnVectors vectors of a
-    // lane belong to the row that it will decode itself.
+    // consecutive vectors, whichever lanes will decode them, because wide requests use the link best. A lane's k-th
+    // loaded vector is vector vector_of(k) of the warp's row row_in_warp(k). The last kOwnVectors vectors of a lane
+    // belong to the row that it will decode itself.
     static constexpr uint32_t kShared = Decoder::kVectors * G::kThreads, kRowVectors = kVectors * G::kThreads;
     static __device__ __forceinline__ uint32_t row_in_warp(uint32_t k)
     {

@@ -122,7 +122,7 @@ void share_blocks(const Gather *const *gathers, uint32_t num_gathers, uint32_t n
     }
 }
 
-// Launches at most kMostParts requests. Those that use the same kernel are launched together.
+// Launches at most kMostParts requests. Requests that use the same kernel are launched together.
 static ibp_status launch_together(Gather *gathers, uint32_t num_gathers)
 {
     LaunchParts launches[kMostParts]{};

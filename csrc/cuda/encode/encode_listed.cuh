@@ -35,7 +35,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     // about a quarter of all columns at most, because a bitmap is shorter than a longer list; so the elements and the
     // list fit together.
     //
-    //     | listed elements, rounded up to those of whole lanes | columns of a list of positions | bitmap | signs |
+    //     | listed elements, and behind them the columns of a list: a multiple of 64 bytes | bitmap | signs |
     static __host__ __device__ __forceinline__ uint32_t elements_bytes(uint32_t row_bytes)
     {
         return (row_bytes + (sizeof(T) == 1 ? row_bytes / 2u : 0u) + 63u) / 64u * 64u;

@@ -45,8 +45,9 @@
 //   - End the constructor with a barrier of the block if it fills the table.
 //   - Return from measure, in all lanes, a number of bits that gives the result of ibp_coded_row_bytes when it is
 //     rounded up to bytes.
-//   - Leave the row's bits in the stage from start_bit on, and return from encode, in all lanes, the byte at which they
-//     end. If this is more than most_bytes, or kNoCodedForm, the stage may hold anything: nothing is stored.
+//   - Leave the row's bits in the stage, beginning at bit start_bit, and return from encode, in all lanes, the byte at
+//     which they end. If this is more than most_bytes, or kNoCodedForm, the stage may hold anything: the row is not
+//     stored.
 //   - Write no shared memory except the group's stage and scratch, whatever the row and the codebook's arrays hold,
 //     even while another stream changes the row: BitStage puts bits that would lie past the stage into its spare words.
 //
@@ -213,9 +214,9 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 };
 
-// Returns the 16 bytes at `from`, which may be any address. Only num_bytes bytes are valid there; zeros replace the
-// others. It loads aligned words if none of them ends behind the valid bytes, and single bytes otherwise, because the
-// last row may end where its allocation ends. The first word may begin before `from`.
+// Returns the 16 bytes at `from`, which may have any alignment. num_bytes: the number of bytes that are valid there;
+// zeros replace the bytes behind them. It loads aligned words if none of them ends behind the valid bytes, and single
+// bytes otherwise, because the last row may end where its allocation ends. The first word may begin before `from`.
 static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num_bytes)
 {
     uint32_t words[4] = {};

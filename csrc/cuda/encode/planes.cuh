@@ -1,7 +1,7 @@
-// planes.cuh - encodes rows of scheme planes by a group of lanes, 16 bytes a lane and step (FORMAT.md section 6). T is
-// the element; everything else is a run-time value.
+// planes.cuh - encodes rows of scheme planes (FORMAT.md section 6). A group of lanes encodes a row, and in each step
+// every lane takes 16 bytes. T is the type of an element; the other fields of a codebook are run-time values.
 //
-//     | listed rows: header | positions | highest bits of unlisted elements |
+//     | header | positions | highest bits of unlisted elements |                            in listed rows only
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
@@ -9,7 +9,7 @@
 //    counts are all that measuring needs.
 // 2. Step by step, a lane loads its elements and looks up their codes (find_codes).
 // 3. A prefix sum says where the lane's digits of each plane and its raw symbols go (scan).
-// 4. The lane ORs them into the stage (write_positions, write_signs, write_values).
+// 4. The lane ORs all parts of its elements into the stage (write_positions, write_signs, write_values).
 //
 // A symbol's *code* says at once what becomes of it in all planes: bit 8p is set if the symbol escapes plane p, and
 // bits 8p + 4 to 8p + 7 are its digit there. A lane has at most 16 elements in a step, so the sum of their codes'

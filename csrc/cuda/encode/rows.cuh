@@ -10,8 +10,8 @@
 // 2. It finds the row's place, if the rows were measured before (target_of), and clears its stage in shared memory.
 // 3. It encodes the row into the stage; a row without a coded form is copied there raw (code_row).
 // 4. It adds zeros up to the end of the sector or slot.
-// 5. It copies the stage to the row's slot and overflow part: to the place found in 2 (store), or to a part of overflow
-//    that the row has or takes now (settle).
+// 5. It copies the stage to the row's slot and overflow part: to the place found in step 2 (store), or to a part of
+//    overflow that the row has or takes now (settle).
 #ifndef IBP_ENCODE_ROWS_CUH
 #define IBP_ENCODE_ROWS_CUH
 
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
-    // The least number of bytes that are written of a row, including zeros behind it.
+    // The least number of bytes that are written for a row, including zeros behind it.
     const uint32_t least_bytes = job.place.is_new != 0u ? table.slot_bytes : 0u;
     uint32_t dirty = stage_bytes; // number of the stage's first bytes that may hold bits of the last row
     Tally tally{0, 0, kNotSeen};
