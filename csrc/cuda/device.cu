@@ -16,7 +16,7 @@ ibp_status check_cuda(cudaError_t error)
 {
     if (error == cudaSuccess) return IBP_OK;
     strncpy(last_error, cudaGetErrorString(error), sizeof last_error - 1);
-    cudaGetLastError(); // a launch that was refused must not fail the caller's next call too
+    cudaGetLastError(); // a launch that was refused must not make the caller's next call fail, too
     return IBP_CUDA_ERROR;
 }
 
@@ -26,13 +26,14 @@ bool is_host_memory(const void *memory)
     return check_cuda(cudaPointerGetAttributes(&found, memory)) == IBP_OK && found.type == cudaMemoryTypeHost;
 }
 
-// Reads the sizes of the current device. Asks each device only once, because a question costs a tenth of a launch.
+// Reads the sizes of the current device. Asks CUDA about each device only once, because this takes a tenth of the time
+// of a launch.
 ibp_status read_device(DeviceSizes *sizes)
 {
-    // kStaticBytes: the most static shared memory of any kernel here.
+    // kStaticBytes: size in bytes of the largest static shared memory of any kernel here.
     constexpr int kMostDevices = 64, kStaticBytes = 1024;
-    // known: the number of SMs from bit 48 up, bytes of a block in bits 24 to 47, bytes of an SM in bits 0 to 23; 0 if
-    // the device has not been asked yet.
+    // known: for each device, the number of SMs in bits 48 to 63, block_bytes in bits 24 to 47, and sm_bytes in bits 0
+    // to 23; 0 if CUDA has not been asked yet.
     static std::atomic<uint64_t> known[kMostDevices];
     ibp_status status = check_cuda(cudaGetDevice(&sizes->number));
     if (status != IBP_OK) return status;
@@ -54,8 +55,8 @@ ibp_status read_device(DeviceSizes *sizes)
     return status;
 }
 
-// Prepares a kernel for the most shared memory, always: another thread may be about to launch the kernel with more than
-// this one's launch needs. A thread remembers the kernels that it has prepared.
+// Prepares a kernel, always for the largest shared memory, because another thread may be about to launch the kernel
+// with more than this thread's launch needs. A thread remembers the kernels that it has prepared.
 static ibp_status prepare(const void *kernel, const DeviceSizes &device, bool *is_of_90)
 {
     constexpr uintptr_t kMostKernels = 128;
@@ -93,7 +94,7 @@ ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block
     if (status == IBP_OK) status = prepare(kernel, device, &is_of_90);
     if (status != IBP_OK) return status;
     const int sms = max_sms > 0 ? std::min(max_sms, device.sms) : device.sms;
-    // Threads are added to a block by whole warps and whole groups.
+    // A block consists of units, each of which has whole warps and whole groups.
     const uint32_t unit = std::max(group_threads, kWarp), groups_a_unit = unit / group_threads;
     const uint32_t unit_bytes = groups_a_unit * group_bytes;
     const int64_t room = device.block_bytes - int64_t{block_bytes};
@@ -134,16 +135,16 @@ ibp_status ibp_cuda_enable_peer(int device, int peer)
     if (status != IBP_OK) return status;
     const cudaError_t enabled = cudaDeviceEnablePeerAccess(peer, 0);
     if (enabled == cudaErrorPeerAccessAlreadyEnabled)
-        cudaGetLastError(); // not an error, so that the caller must not find it
+        cudaGetLastError(); // this is not an error, so the caller must not find it
     else
         status = ibp::check_cuda(enabled);
     const ibp_status restored = ibp::check_cuda(cudaSetDevice(current));
     return status == IBP_OK ? restored : status;
 }
 
-// Allocates pinned memory: maps the system's own pages, as huge as it has them, writes to them by all processors, and
-// then registers them. It does so at 20 to 27 GB/s on the host of an H200 with 16 processors, where cudaHostAlloc does
-// 1.5 to 2.9.
+// Allocates pinned memory: maps ordinary pages, huge ones if the system has them, writes to them by several threads at
+// once, and then registers them. On the host of an H200 with 16 processors this runs at 20 to 27 GB/s; cudaHostAlloc
+// reaches 1.5 to 2.9 GB/s there.
 ibp_status ibp_cuda_alloc_pinned(size_t num_bytes, int node, void **host)
 {
     if (host == nullptr) return IBP_INVALID_ARGUMENT;

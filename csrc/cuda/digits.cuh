@@ -7,6 +7,7 @@
 
 namespace ibp {
 
+// Returns the lowest num_bits bits of a value; the whole value if it has no more bits.
 template <typename Bits> __device__ __forceinline__ Bits low_bits(Bits value, uint32_t num_bits)
 {
 #ifdef __CUDACC__
@@ -19,10 +20,11 @@ template <typename Bits> __device__ __forceinline__ Bits low_bits(Bits value, ui
     return num_bits >= 8u * sizeof(Bits) ? value : value & ((Bits{1} << num_bits) - 1u);
 }
 
+// Rounds a number of bits up to whole bytes.
 __device__ __forceinline__ uint32_t to_byte(uint32_t bits) { return (bits + 7u) & ~7u; }
 
-// Spreads fields of num_bits bits, which begin at bit 0 of `bits`: as many as a word has elements, each to the low bits
-// of its element.
+// Spreads fields of num_bits bits, which lie side by side from bit 0 of `bits`, over a word of elements: one field to
+// the low bits of each element.
 template <typename T> __device__ __forceinline__ uint32_t spread_fields(uint32_t bits, uint32_t num_bits)
 {
     if (sizeof(T) == 4) return low_bits(bits, num_bits);
@@ -34,7 +36,7 @@ template <typename T> __device__ __forceinline__ uint32_t spread_fields(uint32_t
 
 // ---- digits of two bits ----
 
-// Returns bit 0 of each of 16 digits that is an escape.
+// Returns a word in which bit 0 of each of 16 digits is set if the digit is an escape.
 __device__ __forceinline__ uint32_t escaped_pairs(uint32_t digits) { return digits & digits >> 1 & 0x55555555u; }
 
 // Spreads the low or the high eight of 16 digits, one to each nibble.
@@ -45,7 +47,7 @@ template <bool HIGH> __device__ __forceinline__ uint32_t spread_pairs(uint32_t d
     return either_bits(digits, digits << 2, 0x33333333u);
 }
 
-// Returns bit 0 of every nibble whose digit is an escape.
+// Returns a word in which bit 0 of every nibble is set if its digit is an escape.
 __device__ __forceinline__ uint32_t escaped_nibbles(uint32_t digits) { return digits & digits >> 1 & 0x11111111u; }
 
 // ---- digits of three bits ----
@@ -57,12 +59,13 @@ __device__ __forceinline__ uint32_t spread_triples(uint32_t bits)
     bits = select_bits(0x003f003fu, bits, bits << 2);
     return select_bits(0x07070707u, bits, bits << 1) & 0x77777777u;
 }
-// Returns bit 3 of every such nibble that is an escape.
+// Returns a word in which bit 3 of every nibble is set if its digit is an escape.
 __device__ __forceinline__ uint32_t escaped_triples(uint32_t nibbles) { return (nibbles + 0x11111111u) & 0x88888888u; }
 
 // ---- nibbles that have escaped ----
 
-// Returns, in each nibble, how many nibbles below it are escapes: the number of the escaped byte that it takes.
+// Returns, in each nibble, the number of escapes in lower nibbles, which is the number of the escaped byte that the
+// nibble takes. escaped: bit 0 is set in every nibble that is an escape.
 __device__ __forceinline__ uint32_t order_of(uint32_t escaped) { return escaped * 0x11111110u; }
 // Returns how many of eight nibbles are escapes. order: the result of order_of.
 __device__ __forceinline__ uint32_t count_of(uint32_t escaped, uint32_t order)
@@ -78,12 +81,14 @@ __device__ __forceinline__ uint32_t highest_bits(uint32_t bytes)
 
 // ---- unaligned reads of shared memory ----
 
+// A position in shared memory, at any byte or bit.
 struct Cursor {
     const uint32_t *words;
     uint32_t shift; // in bits; only its low five bits count
 
     static __device__ __forceinline__ Cursor at(uint32_t byte) { return {&shared_word(byte / 4u), 8u * byte}; }
-    // word: the 32 bits that begin i words further on. bits: the 32 bits that begin `further` bits further on.
+    // word returns the 32 bits that begin i words behind the cursor. bits returns the 32 bits that begin `further` bits
+    // behind it.
     __device__ __forceinline__ uint32_t word(uint32_t i) const
     {
         return __funnelshift_r(words[i], words[i + 1u], shift);
@@ -95,6 +100,7 @@ struct Cursor {
     }
 };
 
+// Returns the eight bytes of shared memory that begin at byte `first`.
 __device__ __forceinline__ uint2 eight_bytes(uint32_t first)
 {
     const Cursor cursor = Cursor::at(first);

@@ -6,10 +6,11 @@
 
 namespace ibp {
 
-// Records the current CUDA error, if any, for ibp_cuda_last_error.
+// Returns IBP_OK if a CUDA call succeeded. Otherwise records its error for ibp_cuda_last_error, and returns
+// IBP_CUDA_ERROR.
 ibp_status check_cuda(cudaError_t error);
 
-// Keeps the first error of several calls.
+// A status that keeps the first error of several calls.
 class FirstError {
   public:
     FirstError &operator<<(cudaError_t error) { return ok() ? *this << check_cuda(error) : *this; }

@@ -7,9 +7,9 @@
 
 namespace ibp {
 
-constexpr uint32_t kLaneBytes = 64;                    // bytes of a row for each lane, if there are enough lanes
-constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes; // bytes of a row for a warp
-constexpr uint32_t kMostWarps = 8;                     // warps of a group
+constexpr uint32_t kLaneBytes = 64;                    // bytes of a row that each lane takes, if there are enough lanes
+constexpr uint32_t kWarpRowBytes = kWarp * kLaneBytes; // bytes of a row that a warp then takes
+constexpr uint32_t kMostWarps = 8;                     // number of warps of a group for long rows
 
 // A group of LANES lanes of a warp (WARPS == 1), or of WARPS whole warps. All lanes of a warp call every function
 // together, whatever each group has to do. ANY_LENGTH: rows may have more than kLaneBytes bytes for each lane of the
@@ -37,8 +37,8 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     // group is a whole warp this is a vote: it tells the compiler that the lanes stay together, so that it need not
     // check this before shuffles.
     static __device__ __forceinline__ bool any(bool is_so) { return __any_sync(kAllLanes, is_so); }
-    // Returns the sum of v over the group's lanes up to this one. v may hold several numbers side by side that do not
-    // overflow into each other.
+    // Returns the sum of v over the group's lanes up to this one, including it. v may hold several numbers side by side
+    // that do not overflow into each other.
     static __device__ __forceinline__ uint32_t inclusive_scan(uint32_t v)
     {
 #pragma unroll
@@ -59,7 +59,7 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
             return v;
         }
     }
-    // Returns one bit for each lane of the group.
+    // Returns the votes of the group's lanes, one bit for each.
     static __device__ __forceinline__ uint32_t ballot(bool vote)
     {
         const uint32_t votes = __ballot_sync(kAllLanes, vote);
@@ -68,7 +68,7 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     static __device__ __forceinline__ uint32_t lanes_below() { return low_bits(~0u, lane()); }
 
     // Returns the sum of `mine` over the group's earlier warps. total: receives the sum over all its warps. counts: the
-    // shared word at which WARPS words begin that no other exchange uses at the same time.
+    // number of the shared word at which WARPS words begin, which no other exchange uses at the same time.
     static __device__ __forceinline__ uint32_t exchange(uint32_t counts, uint32_t mine, uint32_t &total)
     {
         if (WARPS == 1) {
@@ -83,7 +83,7 @@ template <uint32_t LANES, uint32_t WARPS, bool ANY_LENGTH = false> struct Group 
     }
 };
 
-// Copies bytes with the widest accesses that both addresses allow. No byte outside the ranges is accessed.
+// Copies bytes by accesses of type T, and the last bytes one by one. Both addresses must be aligned for T.
 template <class G, typename T>
 __device__ __forceinline__ void group_copy_as(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
@@ -93,6 +93,7 @@ __device__ __forceinline__ void group_copy_as(uint8_t *dst, const uint8_t *src, 
         reinterpret_cast<T *>(dst)[i] = reinterpret_cast<const T *>(src)[i];
     for (uint32_t i = whole * sizeof(T) + G::rank(); i < num_bytes; i += G::kThreads) dst[i] = src[i];
 }
+// Copies bytes with the widest accesses that both addresses allow. No byte outside the ranges is accessed.
 template <class G> __device__ __forceinline__ void group_copy(uint8_t *dst, const uint8_t *src, uint32_t num_bytes)
 {
     if (aligned(dst, 16) && aligned(src, 16))
@@ -103,7 +104,7 @@ template <class G> __device__ __forceinline__ void group_copy(uint8_t *dst, cons
         group_copy_as<G, uint8_t>(dst, src, num_bytes);
 }
 
-// Returns eight bytes that repeat, beginning with byte `first` of them.
+// Rotates eight bytes that repeat in memory, so that they begin with byte first % 8.
 __device__ __forceinline__ uint64_t turned_bytes(uint64_t bytes, uint32_t first)
 {
     const uint32_t by = 8u * (first % 8u);

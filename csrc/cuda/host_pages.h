@@ -1,5 +1,5 @@
-// host_pages.h - makes new pages of host memory: on a given NUMA node, as huge as the system has them, and written by
-// all processors. Nothing here needs CUDA.
+// host_pages.h - makes new pages of host memory: on a given NUMA node, huge if the system has huge pages, and written
+// by several threads at once. Nothing here needs CUDA.
 #ifndef IBP_HOST_PAGES_H
 #define IBP_HOST_PAGES_H
 
@@ -23,12 +23,12 @@ inline int node_of_caller()
     return syscall(SYS_getcpu, nullptr, &node, nullptr) == 0 ? static_cast<int>(node) : 0;
 }
 
-// Asks for pages of a node, whichever thread writes to them first, and for pages of other nodes only if it has none
-// left. If the system refuses, as in some containers, pages are where the system puts them.
+// Asks the system for pages of a node, whichever thread writes to them first. If the node has no pages left, the system
+// takes pages of other nodes. If the system refuses, as in some containers, it chooses the node of each page.
 inline void prefer_node(void *pages, size_t num_bytes, int node)
 {
     constexpr int kPreferred = 1; // MPOL_PREFERRED of numaif.h
-    // kMostNodes: the kernel's own bound.
+    // kMostNodes: the most nodes that a Linux kernel knows.
     constexpr size_t kWordBits = 8 * sizeof(unsigned long), kMostNodes = 1024;
     const size_t bit = static_cast<size_t>(node);
     if (bit >= kMostNodes) return;
@@ -38,7 +38,8 @@ inline void prefer_node(void *pages, size_t num_bytes, int node)
     syscall(SYS_mbind, pages, num_bytes, kPreferred, nodes, kMostNodes + 1, 0);
 }
 
-// Writes a 0 to each page, which makes the page. Several threads share the pages; each has at least 32 MiB.
+// Writes a 0 to each page, so that the system allocates it. Several threads share the pages; each thread takes at least
+// 32 MiB.
 inline void touch_pages(uint8_t *pages, size_t num_bytes)
 {
     const size_t page_bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE)), least_share = size_t{32} << 20;
@@ -52,14 +53,15 @@ inline void touch_pages(uint8_t *pages, size_t num_bytes)
     size_t from = share;
     try {
         for (; from < num_bytes; from += share) threads.emplace_back(touch, from);
-        // No more threads or memory: the other pages are made when they are first written.
+        // There are no more threads or there is no memory for them. The system allocates the other pages when they are
+        // first written.
     } catch (const std::exception &) {
     }
     touch(0);
     for (std::thread &thread : threads) thread.join();
 }
 
-// Makes the pages of a new mapping. node: where they should be; if negative, on the calling thread's node.
+// Makes the pages of a new mapping. node: the node on which they should lie; if negative, the calling thread's node.
 inline void make_pages(void *pages, size_t num_bytes, int node)
 {
     prefer_node(pages, num_bytes, node < 0 ? node_of_caller() : node);

@@ -1,4 +1,4 @@
-// kinds.h - the kinds of codebooks by which decoders and encoders are chosen.
+// kinds.h - the kinds of codebooks, by which decoders and encoders are chosen.
 #ifndef IBP_KINDS_H
 #define IBP_KINDS_H
 
@@ -8,8 +8,8 @@
 
 namespace ibp {
 
-// Fields of a codebook of scheme planes that not every kernel knows. A kernel names the fields that it knows, and takes
-// no rows of a codebook that uses others.
+// Fields of a codebook of scheme planes that not every kernel knows. A kernel names the fields that it knows, and is
+// not used for codebooks that use other fields.
 enum PlanesField : uint32_t {
     kInvariantBits = 1,
     kConsecutive = 2,
@@ -22,6 +22,7 @@ constexpr uint32_t kDenseFields = kInvariantBits | kConsecutive | kConstantColum
 // The fields that decoders of listed rows know.
 constexpr uint32_t kListedFields = kAllFields;
 
+// Returns whether a codebook uses no fields besides the known ones.
 IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
 {
     if (cb.scheme != IBP_SCHEME_PLANES) return true;
@@ -32,7 +33,7 @@ IBP_INLINE bool knows_fields(const ibp_codebook &cb, uint32_t known)
     return (fields & ~known) == 0u;
 }
 
-// Calls use with a 0 of the unsigned integer type that has the size of an element.
+// Calls use with a 0 of the unsigned integer type that has the size of an element. Returns what use returns.
 template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &use)
 {
     switch (cb.planes.element_bytes) {
@@ -44,15 +45,16 @@ template <class Use> ibp_status by_element(const ibp_codebook &cb, const Use &us
     }
 }
 
-// Returns how many codebooks the rows have. If there are several, a coded row begins with the number of its own.
+// Returns how many codebooks the rows have. If there are several, a coded row begins with the number of its codebook.
 IBP_INLINE uint32_t clusters_of(const ibp_codebook &cb) { return ibp_has_clusters(&cb) ? cb.num_clusters : 1u; }
 
-// Return whether a codebook is of a kind; the lists of decoders and encoders choose by these.
+// Return whether a codebook is of a kind. The lists of decoders and encoders use these functions.
 inline bool is_any(const ibp_codebook &) { return true; }
 inline bool is_listed(const ibp_codebook &cb) { return cb.planes.listed; }
 inline bool is_dense(const ibp_codebook &cb) { return !cb.planes.listed; }
 
-// Returns whether all digits have two bits, except plane 0's, which have first_bits, and all symbols have one byte.
+// Returns whether there are two planes or more, the digits of plane 0 have first_bits bits, the digits of all other
+// planes have two bits, and symbols have one byte.
 IBP_INLINE bool are_pairs(const ibp_planes &planes, uint32_t first_bits = 2)
 {
     bool pairs = planes.num_planes >= 2 && planes.symbol_bytes == 1;
@@ -60,8 +62,8 @@ IBP_INLINE bool are_pairs(const ibp_planes &planes, uint32_t first_bits = 2)
         pairs = pairs && planes.digit_bits[p] == (p == 0 ? first_bits : 2u);
     return pairs;
 }
-// Returns whether decode_pairs.cuh decodes dense rows of a codebook. It knows no constant columns, and no invariant
-// bits of elements of two bytes, because they would cost all rows registers.
+// Returns whether decode_pairs.cuh can decode the dense rows of a codebook. It knows neither constant columns nor
+// invariant bits of two-byte elements, because these would cost all rows registers.
 IBP_INLINE bool decodes_pairs(const ibp_planes &planes)
 {
     if (!are_pairs(planes) || planes.element_bytes > 4 || planes.num_constant != 0u) return false;
@@ -79,21 +81,23 @@ IBP_INLINE bool is_fast(const ibp_codebook &cb)
            planes.symbol_bytes == 1u && (planes.element_bytes == 2u || planes.element_bytes == 4u);
 }
 
-// Encoders look symbols up in a table of all symbols, 4 bytes each, in shared memory, if there are not more than this.
+// Encoders look codes up in a table in shared memory, which has 4 bytes for each possible symbol of each cluster.
+// kMostCodes: the largest number of codes in such a table. kMostCodeBits: the largest number of bits of a symbol.
 constexpr uint32_t kMostCodes = 4096, kMostCodeBits = 12;
 
 IBP_INLINE uint32_t bits_of_symbol(const ibp_planes &planes)
 {
     return 8u * planes.element_bytes - planes.invariant_bits - planes.residual_bits;
 }
-// Returns the entries of such a table, for all clusters.
+// Returns the number of codes in such a table, for all clusters.
 IBP_INLINE uint32_t codes_of_all(const ibp_codebook &cb) { return clusters_of(cb) << bits_of_symbol(cb.planes); }
 IBP_INLINE bool has_code_table(const ibp_codebook &cb)
 {
     return !cb.planes.per_column && bits_of_symbol(cb.planes) <= kMostCodeBits && codes_of_all(cb) <= kMostCodes;
 }
-// If every column has entries of its own, a table in shared memory holds the ranks of all symbols in all columns, one
-// byte each, if there are not more than this.
+// If every column has entries of its own, encoders look ranks up in a table in shared memory, which has one byte for
+// each possible symbol of each column. kMostRanks: the largest number of ranks in such a table. kMostRankEntries: the
+// largest number of entries of a column, so that a rank fits a byte.
 constexpr uint32_t kMostRanks = 48u << 10, kMostRankEntries = 255;
 IBP_INLINE bool has_column_ranks(const ibp_codebook &cb)
 {

@@ -9,8 +9,10 @@
 
 namespace ibp {
 
-// The configuration of a launch. cluster: blocks of a cluster. overlaps: the kernel may begin before the kernel before
-// it in the stream is done, and waits for that itself (programmatic dependent launch; from compute capability 9.0 on).
+// The configuration of a launch. blocks: number of blocks. threads: number of threads of a block. shared_bytes: size of
+// a block's dynamic shared memory. cluster: number of blocks of a cluster. overlaps: the kernel may begin before the
+// stream's previous kernel is done, and calls await_work_before() to wait for it (programmatic dependent launch, which
+// needs compute capability 9.0).
 struct Launch {
     uint32_t blocks, threads, shared_bytes, cluster;
     bool overlaps = false;
@@ -19,8 +21,8 @@ struct Launch {
 // Returns whether memory is pinned host memory, which a GPU reads over the link.
 bool is_host_memory(const void *memory);
 
-// Sizes of the current device. block_bytes: dynamic shared memory that a block can have. sm_bytes: shared memory of an
-// SM.
+// Sizes of the current device. number: the device's number. sms: number of SMs. block_bytes: size of the largest
+// dynamic shared memory that a block can have. sm_bytes: size of an SM's shared memory.
 struct DeviceSizes {
     int number, sms, block_bytes, sm_bytes;
 };
@@ -34,9 +36,9 @@ ibp_status prepare(const void *kernel, bool *is_of_90 = nullptr);
 // Plans a launch for groups of group_threads threads that take one job at a time. A block has up to most_threads
 // threads; there is one block on an SM, on at most max_sms SMs (0: all). Shared memory: group_bytes for each group, and
 // block_bytes for each block. Few jobs are spread over all SMs.
-// The launch overlaps the one before it, so that the kernel has to begin with await_work_before(). If max_sms leaves
-// SMs to other kernels, blocks come in clusters of two, which get neighbouring SMs: a matrix product in clusters of two
-// cannot use an SM whose neighbour is taken.
+// The launch overlaps the one before it, so the kernel must begin with await_work_before(). If max_sms leaves SMs to
+// other kernels, blocks come in clusters of two, which get neighbouring SMs: a matrix product in clusters of two cannot
+// use an SM whose neighbour is taken.
 ibp_status plan_groups(const void *kernel, uint32_t most_threads, uint32_t block_bytes, uint32_t group_bytes,
                        uint32_t group_threads, int64_t num_jobs, int max_sms, Launch *launch);
 
@@ -55,7 +57,7 @@ inline ibp_status plan_resident(const void *kernel, uint32_t num_threads, uint32
     int blocks_an_sm = 0;
     ibp_status status = read_device(&device);
     if (status == IBP_OK && shared_bytes != 0u) status = prepare(kernel);
-    // For fewer jobs one block for each SM is enough.
+    // If there are fewer jobs, one block for each SM is enough.
     if (status == IBP_OK && max_sms == 0 && num_jobs > a_block * device.sms)
         status = check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_an_sm, kernel,
                                                                           static_cast<int>(num_threads), shared_bytes));

@@ -1,5 +1,5 @@
 // planes_book.cuh - a codebook of scheme planes, the parts of a coded row, and the joining of symbols and residuals to
-// elements (FORMAT.md section 6). T is the element; everything else is a run-time value.
+// elements (FORMAT.md section 6). T is the type of an element; the other fields of a codebook are run-time values.
 //
 // The values of a dense row, each part padded to a byte:
 //
@@ -13,7 +13,7 @@
 
 namespace ibp {
 
-// Returns the lowest bit of each digit whose bits are all set. Digits have num_bits bits.
+// Returns a word in which the lowest bit of each digit is set if all bits of the digit are. Digits have num_bits bits.
 __device__ __forceinline__ uint64_t escapes_in(uint64_t digits, uint32_t num_bits)
 {
     switch (num_bits) {
@@ -24,13 +24,14 @@ __device__ __forceinline__ uint64_t escapes_in(uint64_t digits, uint32_t num_bit
     }
 }
 
-// Numbers of the digits of a plane that a warp looks at: from `from` to `to` - 1.
+// The digits of a plane that a warp looks at: digits `from` to `to` - 1.
 struct DigitRange {
     uint32_t from, to;
 };
 
-// The bits of shared memory at which the parts of the values begin. An absent plane has no bits and only escapes, so
-// that digits[IBP_MAX_PLANES] is always the beginning of the raw symbols. mine[p]: the warp's own digits of plane p.
+// The bit positions in shared memory at which the parts of a row's values begin. An absent plane has no bits, and all
+// its digits count as escapes, so digits[IBP_MAX_PLANES] is always where the raw symbols begin. mine[p]: the digits of
+// plane p that this warp looks at; mine[IBP_MAX_PLANES]: its raw symbols.
 struct ValueParts {
     uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
     DigitRange mine[IBP_MAX_PLANES + 1];
@@ -51,7 +52,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     static constexpr uint32_t kElementBits = 8u * sizeof(T);
     const ibp_planes &planes;
     const uint8_t *entries;              // entries of the row's cluster
-    const uint32_t columns, symbol_bits; // columns: live columns
+    const uint32_t columns, symbol_bits; // columns: number of live columns
 
     __device__ __forceinline__ PlanesBook(const ibp_codebook &cb, uint32_t cluster)
         : planes(cb.planes),
@@ -63,7 +64,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     {
         return cb.row_bytes / static_cast<uint32_t>(sizeof(T)) - num_constant(cb.planes);
     }
-    // Return a field of the codebook; a constant if the codebook cannot have this field.
+    // Return a field of the codebook, or a constant if FIELDS says that the codebook does not use the field.
     static __host__ __device__ __forceinline__ uint32_t invariant_bits(const ibp_planes &planes)
     {
         return (FIELDS & kInvariantBits) != 0u ? planes.invariant_bits : 0u;
@@ -85,7 +86,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return (FIELDS & kConstantColumns) != 0u ? planes.num_constant : 0u;
     }
 
-    // Returns the bytes of an entry, which are at most those of an element.
+    // Returns the size of an entry in bytes, which is at most the size of an element.
     static __host__ __device__ __forceinline__ uint32_t symbol_bytes(const ibp_planes &planes)
     {
         return sizeof(T) == 1 ? 1u : planes.symbol_bytes;
@@ -95,7 +96,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         if (consecutive(planes)) return static_cast<T>(low_bits(planes.first_symbol + i, symbol_bits));
         return entry_at(entries, planes, i);
     }
-    // Returns entry i if entries are not consecutive. Bits above a symbol's, which a wrong codebook may have, are
+    // Returns entry i if entries are not consecutive. Bits above the symbol, which a wrong codebook may have, are
     // dropped.
     static __device__ __forceinline__ T entry_at(const uint8_t *entries, const ibp_planes &planes, uint32_t i)
     {
@@ -111,7 +112,7 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         const uint32_t symbol_bits = kElementBits - invariant_bits(planes) - planes.residual_bits;
         return static_cast<T>(low_bits(uint64_t{entry}, symbol_bits));
     }
-    // Returns the bits of a digit of a plane; 0 if the plane is absent.
+    // Returns the number of bits of a plane's digits; 0 if the plane is absent.
     __device__ __forceinline__ uint32_t width_of(uint32_t plane) const
     {
         return plane < planes.num_planes ? planes.digit_bits[plane] : 0u;
@@ -144,7 +145,8 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return static_cast<T>(low_bits(shared_bits64(position), num_bits));
     }
 
-    // Returns how many of a warp's digits are escapes.
+    // Returns how many of the digits in a range are escapes. start: the bit at which the plane's digits begin. All
+    // lanes of a warp call this together.
     template <class G>
     static __device__ __forceinline__ uint32_t count_escapes(uint32_t start, DigitRange range, uint32_t num_bits)
     {
@@ -170,11 +172,12 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
         return G::sum(count);
     }
 
-    // Finds the parts of n values, which lie in the shared bits from start to end. Each plane has a digit for every
-    // escape of the plane before. If a part lies past the end, parts.end does too.
-    // FIRST_BITS: if not 0, the bits of plane 0's digits, and all other planes are known to have digits of two bits.
-    // mine: the elements of the warp. exchanged: the shared word at which IBP_MAX_PLANES * G::kWarps words begin.
-    // count(plane, start, range, num_bits): counts the warp's escapes.
+    // Finds the parts of n values, which lie in the bits `start` to `end` - 1 of shared memory. Each plane has a digit
+    // for every escape of the plane before. If a part lies past the end, so does parts.end.
+    // FIRST_BITS: if not 0, plane 0 is known to have digits of so many bits, and all other planes, of which there is at
+    // least one, digits of two bits. mine: the warp's elements. exchanged: the number of the shared word at which
+    // IBP_MAX_PLANES * G::kWarps words begin, by which the warps exchange counts. count(plane, start, range, num_bits):
+    // returns the number of escapes among the warp's digits.
     template <class G, uint32_t FIRST_BITS, class Count>
     __device__ __forceinline__ ValueParts find_parts(uint32_t start, uint32_t end, uint32_t n, DigitRange mine,
                                                      uint32_t exchanged, const Count &count) const
@@ -201,14 +204,17 @@ template <typename T, uint32_t FIELDS = kAllFields> struct PlanesBook {
     }
 };
 
-// Joins the symbols and residuals of elements that lie side by side in a word, each in the low bits of its element.
+// The constants that join symbols and residuals to the elements of a word. Symbols lie in one word and residuals in
+// another, each in the low bits of its element.
 template <typename T> struct WordJoin {
     static_assert(sizeof(T) <= 4, "elements of a word");
     static constexpr uint32_t kBits = 8u * sizeof(T), kOnes = ~0u >> (32u - kBits);
     static constexpr uint32_t kEach = ~0u / kOnes; // the lowest bit of every element
-    // of_symbol, of_residual, to_top: powers of two with which fields are multiplied. rotate: a shift.
+    // of_symbol, of_residual, to_top: powers of two by which symbols, residuals and elements are multiplied to shift
+    // them left. rotate: number of bits by which elements are shifted right.
     uint32_t of_symbol, of_residual, to_top, rotate;
-    // kept, top, invariant: bits of every element of a word.
+    // kept, top: masks, for every element of a word, of the bits that come from the right shift, and of the highest bit
+    // if elements are rotated. invariant: the invariant bits of every element.
     uint32_t kept, top, invariant;
 
     __device__ __forceinline__ explicit WordJoin(const ibp_planes &planes)
@@ -221,8 +227,8 @@ template <typename T> struct WordJoin {
         kept = (kept >> rotate & kept) * kEach;
         invariant = static_cast<uint32_t>(low_bits(planes.invariant_value, inv)) * kEach;
     }
-    // Returns a power of two, which the compiler must not recognize: multiplications run beside the other instructions,
-    // shifts do not.
+    // Returns a power of two that the compiler does not recognize as one, so that it keeps the multiplication:
+    // multiplications run beside the other instructions, and shifts do not.
     static __device__ __forceinline__ uint32_t power(uint32_t shift)
     {
         uint32_t factor = 1u << ibp_min_u32(shift, 31u);
@@ -235,27 +241,28 @@ template <typename T> struct WordJoin {
     {
         return turned(rotated(symbols, residuals));
     }
-    // Returns elements that are still rotated, without invariant bits.
+    // Returns elements that are still rotated, and whose invariant bits are 0.
     __device__ __forceinline__ uint32_t rotated(uint32_t symbols, uint32_t residuals) const
     {
         return symbols * of_symbol + residuals * of_residual;
     }
-    // Adds residuals to elements whose residuals are 0. The residuals lie above the places of the invariant bits.
+    // Adds residuals to elements in their final form whose residuals are 0. The residuals have been multiplied by
+    // of_residual.
     __device__ __forceinline__ uint32_t beside(uint32_t elements, uint32_t residuals) const
     {
         return elements | (residuals >> rotate & kept) | (residuals * to_top & top);
     }
-    // Returns whether `turned` changes elements: they are more than a symbol above a residual.
+    // Returns whether `turned` changes elements: they are rotated or have invariant bits.
     __device__ __forceinline__ bool turns() const { return kept != ~0u; }
-    // Rotates elements back, and sets their invariant bits, the lowest ones, which are 0 before the call.
+    // Rotates elements back, and sets their invariant bits, which are the lowest ones.
     __device__ __forceinline__ uint32_t turned(uint32_t elements) const
     {
         return select_bits(kept, elements >> rotate, (elements * to_top & top) | invariant);
     }
 };
 
-// Joins a vector of elements of two or four bytes without invariant bits. A symbol is one byte, and a residual all the
-// others; the residuals begin at a word of a cursor.
+// Joins a vector of elements of two or four bytes without invariant bits. A symbol is one byte, and a residual is all
+// other bytes of its element. The residuals begin `word` words behind the cursor.
 template <typename T>
 __device__ __forceinline__ void join_bytes(uint32_t rotate, uint2 symbols, const Cursor &residuals, uint32_t word,
                                            uint32_t (&words)[4])
@@ -293,13 +300,14 @@ __device__ __forceinline__ void put_element(const ibp_planes &planes, const Wind
         if (first + b >= window.low && first + b < window.high)
             dst[b] = static_cast<uint8_t>(static_cast<uint64_t>(element) >> (8u * b));
 }
-// The bits of shared memory at which a row's residuals and raw symbols begin, and how many raw symbols came before.
+// residuals, raw: the bits of shared memory at which a row's residuals and raw symbols begin. before: the number of raw
+// symbols that the row's earlier elements have.
 struct RawPlace {
     uint32_t residuals, raw, before;
 };
-// Stores those elements of a lane's vector whose symbols are raw: bit STRIDE * e of `raws` is set if element first + e
-// has a raw symbol. Returns how many raw symbols the row has up to those of the last lane. All lanes of a warp call
-// this together.
+// Stores the elements of a lane's vector that have raw symbols. Bit STRIDE * e of `raws` is set if element first + e
+// has one. Returns the number of raw symbols of the row up to the group's last lane, for the next RawPlace. All lanes
+// of a warp call this together.
 template <typename T, class G, uint32_t STRIDE>
 static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb, Window window, RawPlace place,
                                                          uint32_t first, uint32_t raws)
@@ -315,7 +323,7 @@ static __device__ __noinline__ uint32_t put_raw_elements(const ibp_codebook &cb,
     }
     return place.before + G::last_lane(sums);
 }
-// Copies the row's part of a template. Not inlined, so that a kernel contains the copy once.
+// Copies the wanted bytes of a codebook's template. Not inlined, so that a kernel contains the copy once.
 template <class G> static __device__ __noinline__ void copy_template(const uint8_t *from, Window window)
 {
     group_copy<G>(window.dst, from + window.low, window.high - window.low);
@@ -329,8 +337,8 @@ __device__ __forceinline__ void put_template(const ibp_planes &planes, bool acti
     if (active) copy_template<G>(planes.row_template, window);
     G::sync();
 }
-// Stores 16 bytes of elements, the first of which is live element `first`; one element at a time if there are constant
-// columns.
+// Stores 16 bytes of elements, beginning with live element `first`. If there are constant columns, stores one element
+// at a time.
 template <typename T>
 static __device__ __noinline__ void store_slowly(const ibp_codebook &cb, Window window, uint32_t first, uint4 words)
 {

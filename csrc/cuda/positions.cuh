@@ -17,8 +17,8 @@ __device__ __forceinline__ ibp_position_form position_form_at(uint32_t i, uint32
     return ibp_list_form(k, columns, complement, i - 1u - complement * kListForms);
 }
 
-// Chooses the form like ibp_choose_position_form: each lane looks at one form. All lanes of a warp call this together,
-// with the same arguments.
+// Chooses the form as ibp_choose_position_form does. Each lane looks at one form. All lanes of a warp call this
+// together, with the same arguments.
 __device__ __forceinline__ ibp_position_form choose_position_form(uint32_t k, uint32_t columns)
 {
     if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);

@@ -1,4 +1,5 @@
-// warp.cuh - shared by all kernels: lanes, shared memory and the rows staged there, faults, launches.
+// warp.cuh - what all kernels share: lanes, bits, shared memory and the rows staged there, faults, and waiting for
+// earlier kernels.
 #ifndef IBP_WARP_CUH
 #define IBP_WARP_CUH
 
@@ -12,7 +13,7 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 static_assert(IBP_ROWS_PER_BASE == kWarp, "a warp adds up the rooms of the rows that share a base");
 
 __device__ __forceinline__ uint32_t lane_id() { return threadIdx.x % kWarp; }
-// Returns the lowest of some lanes, or the lowest set bit of any word.
+// Returns the number of the lowest set bit of a word, such as a mask of lanes. The word must not be 0.
 __device__ __forceinline__ uint32_t lowest_of(uint32_t lanes)
 {
     return static_cast<uint32_t>(__ffs(static_cast<int>(lanes)) - 1);
@@ -50,8 +51,8 @@ __device__ __forceinline__ bool aligned(const void *p, uint32_t bytes)
 }
 
 // let_next_begin lets the next kernel of the stream begin, if it is launched to overlap this one. await_work_before
-// waits until the stream's earlier work is done and its results can be read. What that work writes must be read after
-// the wait only, in compiled code too.
+// waits until the stream's earlier work is done and its results can be read. The results must not be read before the
+// wait, and the compiler must not move a read before it.
 __device__ __forceinline__ void let_next_begin()
 {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -65,7 +66,7 @@ __device__ __forceinline__ void await_work_before()
 #endif
 }
 
-// Waits at barrier `id` of the block, 1 to 15, for num_threads threads, which are whole warps.
+// Waits at barrier `id` of the block, 1 to 15, until num_threads threads have arrived. The threads are whole warps.
 #ifdef __CUDACC__
 __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t num_threads)
 {
@@ -73,8 +74,8 @@ __device__ __forceinline__ void named_barrier(uint32_t id, uint32_t num_threads)
 }
 #endif
 
-// Returns the sum of v and that of the lane `step` below, if that lane belongs to the same group of LANES lanes;
-// otherwise v. mask: the lanes that call this together.
+// Returns v, plus the v of the lane `step` lanes below if that lane belongs to the same group of LANES lanes. mask: the
+// lanes that call this together.
 template <uint32_t LANES>
 __device__ __forceinline__ uint32_t add_from_below(uint32_t v, uint32_t step, uint32_t mask = kAllLanes)
 {
@@ -89,8 +90,8 @@ __device__ __forceinline__ uint32_t add_from_below(uint32_t v, uint32_t step, ui
 #endif
 }
 
-// Returns four of the eight bytes low, high: byte i of the result is the one that nibble i of order names. No nibble of
-// order may be above 7.
+// Returns four of the eight bytes of low and high. Nibble i of order is the number of the byte that becomes byte i of
+// the result. No nibble of order may be above 7.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t order)
 {
 #ifdef __CUDACC__ // __byte_perm clears the highest bits of the nibbles first
@@ -114,8 +115,8 @@ template <uint32_t ORDER> __device__ __forceinline__ uint32_t replicate_signs(ui
 #endif
 }
 
-// Computes a function of three bits, bit by bit (`lop3`). It is given by a table of eight bits, whose bit 4 * a + 2 * b
-// + c is the result.
+// Computes any function of three bits, bit by bit (`lop3`). TABLE: the results of the function; bit 4 * a + 2 * b + c
+// is the result for the bits a, b and c.
 template <uint32_t TABLE> __device__ __forceinline__ uint32_t of_three_bits(uint32_t a, uint32_t b, uint32_t c)
 {
     uint32_t bits = 0;
@@ -138,7 +139,7 @@ __device__ __forceinline__ uint32_t either_bits(uint32_t a, uint32_t b, uint32_t
     return of_three_bits<0xa8>(a, b, mask);
 }
 
-// Returns a constant that stays in a register.
+// Returns a constant that the compiler does not recognize as one, so that it stays in a register.
 __device__ __forceinline__ uint32_t in_register(uint32_t constant)
 {
 #ifdef __CUDACC__
@@ -175,7 +176,7 @@ __device__ __forceinline__ uint64_t shared_bits64(uint32_t position)
     return shared_bits(position) | static_cast<uint64_t>(shared_bits(position + 32u)) << 32;
 }
 
-// A group's stage in dynamic shared memory: a row as coded.
+// A group's stage in dynamic shared memory, which holds a coded row.
 struct Stage {
     // first: the byte at which the stage begins, a multiple of 16. last_word: the word that is read if a corrupt row
     // asks for a later one.
@@ -189,8 +190,8 @@ struct Stage {
     }
 };
 
-// Returns the bytes of a stage: room for a row of row_bytes bytes that starts anywhere in its first 16 bytes, and 16 to
-// 31 bytes that may be read behind it.
+// Returns the size of a stage in bytes: room for a row of row_bytes bytes that starts anywhere in its first 16 bytes,
+// and at least 16 bytes behind the row that may be read.
 __host__ __device__ __forceinline__ uint32_t row_stage_bytes(uint32_t row_bytes)
 {
     return (row_bytes + 15u) / 16u * 16u + 32u;
@@ -213,8 +214,8 @@ struct Window {
     }
 };
 
-// Writes the bytes of up to four words that lie in the window: word w of the row and those behind it. They are stored
-// as words if dst is aligned.
+// Writes up to four words of a row, beginning with word w: only their bytes that lie in the window. A word that lies in
+// the window as a whole is stored at once if its address is aligned.
 static __device__ __noinline__ void store_part(Window window, uint32_t w, uint32_t num_words, uint4 words)
 {
     const uint32_t values[4] = {words.x, words.y, words.z, words.w};

@@ -1,23 +1,23 @@
 // decode_dense.cuh - decodes dense rows of scheme planes (FORMAT.md section 6) of all kinds that decode_fast.cuh and
-// decode_pairs.cuh do not take.
+// decode_pairs.cuh cannot decode.
 //
 // It works as decode_pairs.cuh does, with digits of any width. The bytes of a row, and the levels of names in shared
 // memory, are drawn in tiles.cuh.
 //
-// 1. Down the planes. A lane spreads its digits of planes 0 and 1 to nibbles, which it keeps, and counts escapes,
-//    because their number says where the next plane begins. Elements that reach planes 2, 3 or raw symbols are named
-//    one at a time: level 2 receives the names of all elements of plane 2, and a list says which of them are still
-//    open.
-// 2. Plane 1 upward, 16 digits a lane at a time. Nibbles select bytes of the plane's names (`prmt`). Escaped elements
-//    take bytes of level 2 instead; a prefix sum over the nibbles says which ones.
-// 3. Plane 0 upward in the same way, 16 bytes of output a lane and step; the symbols are joined with their residuals
-//    and stored.
+// 1. The warp goes down the planes. A lane spreads its digits of planes 0 and 1 to nibbles, which it keeps, and counts
+//    escapes, because their number says where the next plane begins. Elements that reach plane 2, plane 3 or raw
+//    symbols get their names one at a time: level 2 receives the names of all elements of plane 2, and a list holds the
+//    elements that have no name yet.
+// 2. It goes up through plane 1. A lane takes 16 digits at a time, whose nibbles select bytes of the plane's names
+//    (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says which bytes.
+// 3. It goes up through plane 0 in the same way. In each step a lane makes 16 bytes of output: symbols are joined with
+//    their residuals and stored.
 //
-// A name is a symbol if all columns share entries of a byte. Otherwise it is a rank, the number of the symbol's entry,
-// or kRaw. In that case the symbols of ranks are looked up, and the elements of raw symbols are stored last, one at a
-// time.
+// A name is a symbol if all columns share entries of up to a byte. Otherwise it is a rank, which is the number of the
+// symbol's entry, or kRaw if the symbol is raw. If names are ranks, their symbols are looked up, and the elements with
+// raw symbols are stored last, one at a time.
 //
-// Bound by integer instructions.
+// Integer instructions limit the decoder.
 #ifndef IBP_DECODE_DENSE_CUH
 #define IBP_DECODE_DENSE_CUH
 
@@ -25,13 +25,14 @@
 
 namespace ibp {
 
-// Spreads digits of up to four bits to nibbles. A multiplication moves the upper half of eight digits up, then the
-// upper half of each four, then that of each two. The digits of an absent plane have no bits; all of them are escapes,
-// of four bits.
+// The constants that spread digits of up to four bits to nibbles. A multiplication moves the upper half of eight digits
+// up, a second one the upper half of each four digits, and a third one the upper digit of each two. The digits of an
+// absent plane have no bits; they become nibbles of four ones, which are escapes.
 struct DigitSpread {
-    // width: bits of a digit. fours, twos, ones: the bits of eight digits that each step moves.
+    // width: number of bits of a digit. fours, twos, ones: masks of the bits that the three multiplications move.
     uint32_t width, fours, twos, ones;
-    // above: the bits of nibbles that digits do not have. absent: all bits if the plane is absent, otherwise 0.
+    // above: a mask of the bits of nibbles that lie above the digits. absent: all bits if the plane is absent,
+    // otherwise 0.
     uint32_t above, absent;
 
     __device__ __forceinline__ explicit DigitSpread(uint32_t num_bits)
@@ -54,7 +55,7 @@ struct DigitSpread {
     }
 };
 
-// Returns bit 3 of every nibble whose digit is an escape. above: DigitSpread::above.
+// Returns a word in which bit 3 of every nibble is set if its digit is an escape. above: DigitSpread::above.
 __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t above)
 {
     digits |= above;
@@ -62,12 +63,12 @@ __device__ __forceinline__ uint32_t escaped_digits(uint32_t digits, uint32_t abo
     return digits & digits << 2 & 0x88888888u;
 }
 
-// Decodes rows as described above. BLOCK: the block has shared memory for the entries of all columns.
+// A decoder of rows as described above. BLOCK: the block may have a table of all columns' entries in shared memory.
 template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Group = G;
     static constexpr uint32_t kFirstBits = 0; // digits of any width
-    // Groups that are parts of a warp keep the vectors that are loaded ahead in registers: if these were spilled, the
-    // warp would wait for the loads.
+    // Groups that are parts of a warp have more registers for each thread, so that the vectors that are loaded ahead
+    // stay in registers. If they were spilled, the warp would wait for the loads.
     static constexpr uint32_t kMostThreads = G::kAnyLength     ? 512
                                              : G::kPerWarp > 1 ? 640
                                                                : 768,
@@ -78,11 +79,11 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     using Counts = StepCounts<G, Levels::kStep, Levels::kSteps>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kSteps = Levels::kSteps, kStep = Levels::kStep,
                               kTile = Levels::kTile, kPerLane = Levels::kPerLane, kChunk = Levels::kChunk;
-    static constexpr uint32_t kNibbles = (kPerVector + 7u) / 8u; // words of the digits of a vector of 16 bytes
-    static constexpr uint32_t kNames = (kPerVector + 3u) / 4u;   // words of a vector's names
+    static constexpr uint32_t kNibbles = (kPerVector + 7u) / 8u; // number of words of a vector's digits
+    static constexpr uint32_t kNames = (kPerVector + 3u) / 4u;   // number of words of a vector's names
     static constexpr uint32_t kTables = 16u * IBP_MAX_PLANES, kDigits = 4u * kSteps * G::kLanes * kNibbles;
-    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank that marks a raw symbol, and four of them
-    static constexpr uint32_t kMostTable = 32u << 10;          // most bytes of all columns' entries in shared memory
+    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank that marks a raw symbol, and four such ranks
+    static constexpr uint32_t kMostTable = 32u << 10;          // largest size in bytes of a block's table
 
     const ibp_codebook &cb;
     const uint32_t scratch; // the shared byte at which the group's scratch begins
@@ -92,8 +93,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     {
         return sizeof(T) < 8 && !planes.per_column && bits_of_symbol(planes) <= 8u;
     }
-    // Returns the bytes of the block's table: the entries of each rank of all columns, and some bytes that are read
-    // behind them; 0 if there is no room.
+    // Returns the size in bytes of the block's table: for each rank the entries of all columns, and some bytes behind
+    // them that may be read. Returns 0 if there is no such table.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t entries = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries,
@@ -102,8 +103,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                    ? (num_bytes + 15u) / 16u * 16u
                    : 0u;
     }
-    // The scratch of a group, in shared memory. After the warps come the words that they exchange. The entries are
-    // needed only if ranks are looked up in entries that all columns share.
+    // The scratch of a group in shared memory: a part for each warp, and behind them the words that the warps exchange.
+    // The entries are there only if names are ranks of entries that all columns share.
     //
     //     of each warp    | names of each plane, 16 bytes, 0 at the escape | digits of plane 0 | levels | entries |
     static __host__ __device__ __forceinline__ uint32_t entries_at(const ibp_codebook &cb)
@@ -123,7 +124,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     __device__ __forceinline__ uint32_t exchanged() const { return (scratch + G::kWarps * warp_bytes(cb)) / 4u; }
     __device__ __forceinline__ uint32_t tables() const { return scratch + G::warp() * warp_bytes(cb); }
     __device__ __forceinline__ Levels levels() const { return {tables() + kTables + kDigits, Levels::most_of(cb)}; }
-    // Returns where the lane keeps its digits of the first step, a nibble each.
+    // Returns the address of the lane's digits of the first step, which are kept in a nibble each.
     __device__ __forceinline__ uint32_t *kept_digits() const
     {
         return &shared_word((tables() + kTables) / 4u + G::lane() * kNibbles);
@@ -167,13 +168,13 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // The names that the digits of one plane stand for.
     struct Names {
-        uint4 table; // 16 bytes, 0 at the escape
+        uint4 table; // a byte for each digit; 0 at the escape
         // above: as in DigitSpread. low, high: eight bytes, 0xff at the escape and 0 elsewhere.
         uint32_t above, low, high;
         uint32_t wide; // not 0 if digits may have four bits
 
         // Returns the names of eight digits, one byte each; some may be escapes. from: the shared byte at which the
-        // names of the escaped digits begin; the function moves it on to the next ones.
+        // names of the escaped digits begin; the function moves it on behind them.
         __device__ __forceinline__ uint2 of(uint32_t digits, uint32_t &from) const
         {
             const uint32_t escaped = escaped_digits(digits, above), order = escaped * 0x22222222u;
@@ -200,8 +201,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                 escape < 4u ? 0xffu << 8u * escape : 0u, escape == 7u ? 0xff000000u : 0u, width % 4u == 0u ? 1u : 0u};
     }
 
-    // Loads COUNT digits, beginning with number i of n, as nibbles; nibbles behind the n-th digit are 0. start: the bit
-    // of digit 0.
+    // Loads COUNT of a plane's n digits, beginning with digit i, as nibbles. Nibbles behind the last digit are 0.
+    // start: the bit at which digit 0 begins.
     template <uint32_t COUNT>
     static __device__ __forceinline__ void load_digits(const DigitSpread &spread, uint32_t start, uint32_t i,
                                                        uint32_t n, uint32_t (&digits)[(COUNT + 7u) / 8u])
@@ -227,7 +228,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     // ---- plane 1 ----
 
     using Chunk = PlaneChunk<G, 2>;
-    // Loads the lane's part of the next n digits. position: the bit of the first of them.
+    // Loads the lane's part of the next n digits. position: the bit at which the first of these digits begins.
     static __device__ __forceinline__ Chunk load_chunk(const DigitSpread &spread, uint32_t position, uint32_t n)
     {
         Chunk chunk;
@@ -238,15 +239,15 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // ---- plane 0 ----
 
-    // num_escaped: how many elements of the tile escape plane 0. lower: how many of those of each step belong to lower
-    // lanes.
+    // num_escaped: number of the tile's elements that escape plane 0. lower: for each step, the number of such elements
+    // in lower lanes.
     struct Tile {
         Counts lower;
         uint32_t num_escaped, num_steps;
         Chunk chunk; // the first digits of plane 1
     };
-    // Goes down plane p of a tile, whose digits there are range.from to range.to - 1. start: the bit of the plane's
-    // first digit. Returns how many of them are escapes.
+    // Goes down plane p of a tile. start: the bit at which the plane begins. range: the numbers of the tile's digits in
+    // this plane. Returns how many of these digits are escapes.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {
@@ -255,7 +256,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         if (p == 0u) {
             Counts counts;
             uint32_t escaped = 0, *const kept = kept_digits();
-            // If a warp has several rows, all of them take as many steps as a whole row does.
+            // If a warp has several rows, all its groups take the steps of a whole row, even a group without a row.
             tile.num_steps = ((G::kPerWarp > 1 ? book.columns : n) + kStep - 1u) / kStep;
 #pragma unroll 1
             for (uint32_t s = tile.num_steps; s-- > 0u;) {
@@ -294,7 +295,7 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
 
     // ---- symbols and residuals ----
 
-    // Spreads the names of a vector, if they are symbols, to words: each in the low bits of its element.
+    // Spreads the names of a vector, which are symbols, to words: each name to the low bits of its element.
     static __device__ __forceinline__ void spread_names(const uint32_t (&names)[kNames], uint32_t (&words)[4])
     {
 #pragma unroll
@@ -303,8 +304,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
                        : sizeof(T) == 2 ? permute_bytes(names[k / 2u % kNames], 0, k % 2u ? 0x4342 : 0x4140)
                                         : permute_bytes(names[0], 0, 0x4440u + k);
     }
-    // Looks up the symbols of a vector by their ranks, and returns them in the same form. The symbol of a raw one may
-    // be anything.
+    // Looks up the symbols of a vector by their ranks, and returns each symbol in the low bits of its element. Where a
+    // rank marks a raw symbol, the result may be anything. entry(e, rank): returns the entry of element e.
     template <class Entry> static __device__ __forceinline__ uint4 look_up(uint4 ranks, const Entry &entry)
     {
         const uint32_t all[4] = {ranks.x, ranks.y, ranks.z, ranks.w};
@@ -333,8 +334,8 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
     }
 
     using Joined = WordJoin<std::conditional_t<sizeof(T) == 8, uint32_t, T>>; // not used for elements of 8 bytes
-    // Joins the symbols of a vector with their residuals, of which the first begins at bit `position`. NIBBLES:
-    // elements have one byte, and residuals four bits.
+    // Joins the symbols of a vector with their residuals. position: the bit at which the first residual begins.
+    // NIBBLES: elements have one byte, and residuals four bits.
     template <bool NIBBLES>
     __device__ __forceinline__ void join(const PlanesBook<T> &book, const Joined &with, uint32_t position,
                                          uint32_t (&words)[4]) const
@@ -372,9 +373,9 @@ template <typename T, class G, bool BLOCK> struct DenseDecoder {
         for (uint32_t k = 0; k < kNames; k++) mask |= highest_bits(ranks[k]) << 4u * k;
         return mask;
     }
-    // The cases for which store_vectors is compiled. Rows are stored in units, except with kNothing. kSymbols: names
-    // are symbols. kHalves: in addition, residuals of bytes have four bits. kEntries: names are ranks of entries that
-    // all columns share.
+    // What is known when store_vectors is compiled. With all but kNothing, rows are stored in units. kSymbols: names
+    // are symbols. kHalves: names are symbols, and elements of one byte have residuals of four bits. kEntries: names
+    // are ranks of entries that all columns share.
     enum Known { kNothing, kSymbols, kHalves, kEntries };
 
     // Goes up plane 0 and stores the vectors of a tile. units: the result of window.is_units; false if there are

@@ -7,7 +7,7 @@ namespace ibp {
 template <class G> using Fast2 = FastDecoder<uint16_t, G>;
 template <class G> using Fast4 = FastDecoder<uint32_t, G>;
 
-// Launches with a group of 32 warps if rows are very long, so that a block decodes one row at a time: this keeps SMs
+// Launches with a group of 32 warps if rows are very long. A block then decodes one row at a time, which keeps the SMs
 // busier if they are few.
 template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
 {

@@ -1,5 +1,5 @@
 // decode_fast.cuh - decodes dense rows of scheme planes with one plane of four-bit digits and consecutive entries
-// (FORMAT.md section 6), which level="fast" makes.
+// (FORMAT.md section 6), as level="fast" makes them.
 //
 // A coded row in shared memory, each part padded to a byte:
 //
@@ -8,11 +8,11 @@
 // 1. A lane loads the digits of its vectors of 16 bytes, for a tile of kSteps vectors, and counts escapes (load_tile).
 // 2. The number of escapes in the row says where the row ends, which is checked.
 // 3. A digit plus first_symbol is a symbol, and residuals lie at fixed places. So a lane makes 16 bytes of the row from
-//    a word of digits, or half of one, by shifts and permutes alone (store_tile).
+//    a word or half a word of digits, by shifts and permutes alone (store_tile).
 // 4. Escapes are rare. If a warp has any, it stores their elements once more, one at a time, over what step 3 has
 //    stored.
 //
-// Bound by device memory, or by the link.
+// Device memory or the link limits the decoder.
 #ifndef IBP_DECODE_FAST_CUH
 #define IBP_DECODE_FAST_CUH
 
@@ -26,16 +26,17 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     using Group = G;
     static constexpr uint32_t kMostThreads = G::kAnyLength ? 512 : G::kWarps > 8 ? 1024 : 768;
     static constexpr uint32_t kVectors = G::kAnyLength ? 8 : 4;
-    // Elements of a vector of 16 bytes, and of a word.
+    // Number of elements in a vector of 16 bytes, and in a word.
     static constexpr uint32_t kPerVector = 16u / sizeof(T), kPerWord = 4u / sizeof(T);
-    static constexpr uint32_t kSteps = 4; // vectors of 16 bytes that a lane has in a tile
+    static constexpr uint32_t kSteps = 4; // number of vectors of 16 bytes that a lane has in a tile
     static constexpr uint32_t kStep = G::kLanes * kPerVector, kTile = kSteps * kStep;
     static constexpr uint32_t kDigitBits = 4;
 
     const ibp_codebook &cb;
     const uint32_t scratch; // the shared byte at which the group's scratch begins
 
-    // Returns the bytes of the group's scratch: a word that each of its warps exchanges.
+    // Returns the size in bytes of a group's scratch: if it has several warps, one word for each, in which they
+    // exchange counts.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &)
     {
         return G::kWarps > 1 ? 4u * G::kWarps : 0u;
@@ -46,7 +47,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
     {
     }
 
-    // The bits of shared memory at which the parts of a row begin.
+    // The bit positions in shared memory at which the parts of a row begin.
     struct Parts {
         uint32_t residuals, digits, raw;
     };
@@ -55,7 +56,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
 
     // The digits of a lane's vectors in a tile, one in each nibble. Nibbles of elements behind the row's end are 0.
     struct Tile {
-        uint32_t digits[kSteps], num_escaped; // num_escaped: escapes of the lane
+        uint32_t digits[kSteps], num_escaped; // num_escaped: number of the lane's escapes
     };
     static __device__ __forceinline__ uint32_t first_element(uint32_t tile_start, uint32_t step)
     {
@@ -84,7 +85,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
         return tile;
     }
     static_assert(kStep % 8 == 0 && kSteps == kDigitBits, "steps are whole words of digits, and a nibble's bits");
-    // Returns bit 0 of every nibble whose digit is an escape.
+    // Returns a word in which bit 0 of every nibble is set if its digit is an escape.
     static __device__ __forceinline__ uint32_t escaped(uint32_t digits)
     {
         digits &= digits >> 1;
@@ -93,10 +94,10 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // Computes the symbols of the elements of one word, each in the low bits of its element.
+    // The constants that turn digits into the symbols of one word, each in the low bits of its element.
     struct Symbols {
-        // low: first_symbol without an element's highest bit, in every element; high: that bit alone. A sum with `low`
-        // cannot carry into the next element. mask: the bits of the symbols.
+        // low: first_symbol without the highest bit of an element, repeated in every element. high: that highest bit
+        // alone. A digit plus `low` cannot carry into the next element. mask: the bits of the symbols.
         uint32_t low, high, mask;
 
         __device__ __forceinline__ Symbols(const PlanesBook<T> &book)
@@ -117,7 +118,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
             return ((word + low) ^ high) & mask;
         }
     };
-    // Returns the symbols of a vector of 16 bytes, for symbols of a byte: one symbol in each byte.
+    // Returns the symbols of a vector of 16 bytes, one in each byte. Used if symbols have one byte.
     __device__ __forceinline__ uint2 symbol_bytes(uint32_t digits) const
     {
         const uint32_t first = (static_cast<uint32_t>(cb.planes.first_symbol) & 0xffu) * 0x01010101u;
@@ -128,22 +129,23 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
         return make_uint2(symbols(0x5140), sizeof(T) == 2 ? symbols(0x7362) : 0u);
     }
 
-    // Returns the residuals of the elements of word k of the vector whose first element is i. n: elements of the row.
+    // Returns the residuals of word k of the vector whose first element is i, each in the low bits of its element. n:
+    // number of elements of the row.
     __device__ __forceinline__ uint32_t residuals_of(uint32_t start, uint32_t i, uint32_t k, uint32_t n) const
     {
         const uint32_t r = cb.planes.residual_bits;
         return spread_fields<T>(shared_bits(start + ibp_min_u32(i + k * kPerWord, n) * r), r);
     }
 
-    // Stores a lane's vectors of a tile. BYTES: a symbol is one byte and a residual all the others. UNITS: the result
-    // of window.is_units.
+    // Stores a lane's vectors of a tile. BYTES: a symbol is one byte, and a residual is all other bytes of its element.
+    // UNITS: the result of window.is_units.
     template <bool BYTES, bool UNITS>
     __device__ __forceinline__ void store_tile(const PlanesBook<T> &book, const Parts &parts, const Tile &tile,
                                                uint32_t tile_start, uint32_t n, const Window &window) const
     {
         const Symbols symbols(book);
         const WordJoin<T> join(cb.planes);
-        constexpr uint32_t kBytes = sizeof(T) - 1u; // bytes of a residual
+        constexpr uint32_t kBytes = sizeof(T) - 1u; // size of a residual in bytes
         const Cursor residuals = Cursor::at(parts.residuals / 8u + kBytes * first_element(tile_start, 0));
 #pragma unroll
         for (uint32_t s = 0; s < kSteps; s++) {
@@ -162,7 +164,7 @@ template <typename T, class G> struct FastDecoder : NoBlockMemory {
         }
     }
 
-    // Counts the escapes among the digits from `from` to `to`, for a warp that has several tiles.
+    // Counts the escapes among the digits `from` to `to` - 1, for a warp that has several tiles.
     static __device__ __forceinline__ uint32_t count_escapes(uint32_t digits, uint32_t from, uint32_t to)
     {
         return PlanesBook<T>::template count_escapes<G>(digits, {from, to}, kDigitBits);

@@ -5,16 +5,16 @@
 //     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |
 //     | values of the listed elements: residuals | plane 0 | plane 1 | plane 2 | plane 3 | raw symbols |
 //
-// 1. Ranks. The listed elements are decoded as if they were a row of their own, one batch at a time. The digits of each
-//    plane say which entry an element has, one byte each: a lane takes eight digits of plane 0 at a time, and one of
-//    the other planes, whose elements are in a list.
-// 2. Elements. Entries, raw symbols and residuals are joined, eight elements a lane.
+// 1. Ranks. The listed elements are decoded as if they were a row of their own, one batch at a time. The digits give
+//    each element a rank of one byte, the number of its entry. A lane takes eight digits of plane 0 at a time. Elements
+//    whose digits are escapes go to a list, from which a lane takes one element at a time in the other planes.
+// 2. Elements. Entries and raw symbols are joined with residuals. A lane takes eight elements at a time.
 // 3. Positions. A list of positions is turned into a bitmap.
-// 4. Columns. A lane makes 16 bytes of output at a time. Its bits of the bitmap, and a prefix sum of their counts, say
-//    which elements it takes; all other columns get the default.
+// 4. Columns. A lane makes 16 bytes of output at a time. Its bits of the bitmap say which columns are listed, and a
+//    prefix sum of the counts of these bits says which elements belong to them. All other columns get the default.
 //
-// If few elements are listed, the default is written to all columns in place of 3 and 4, and each element is stored
-// over it.
+// If few elements are listed, another step replaces steps 3 and 4: the default is written to all columns, and then each
+// listed element is stored in its column.
 #ifndef IBP_DECODE_LISTED_CUH
 #define IBP_DECODE_LISTED_CUH
 
@@ -24,40 +24,43 @@
 
 namespace ibp {
 
-// Decodes rows as described above. FIELDS: the PlanesFields that the codebook may have. Registers are few, so that
-// every field costs all rows speed.
+// A decoder of rows as described above. FIELDS: the PlanesFields that the codebook may have. Registers are scarce, so
+// every field slows all rows down.
 template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     using Book = PlanesBook<T, FIELDS>;
     using Group = ibp::Group<kWarp, 1>;
     using G = Group;
     using Word = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>; // the integer in which an element is computed
     static constexpr uint32_t kMostThreads = sizeof(T) <= 2 ? 896 : 768, kVectors = 4;
-    // kBatch: most elements of a batch, and columns of a tile: one word of the bitmap for each lane.
+    // kBatch: the largest number of elements in a batch, and of columns in a tile. Each lane then has one word of the
+    // bitmap.
     static constexpr uint32_t kBatch = 1024;
-    // Rows with more bytes than kLongRow have batches of kBatchOfLong elements, because their stage leaves less room.
+    // Rows with more bytes than kLongRow have batches of kBatchOfLong elements, because their stage leaves less shared
+    // memory.
     static constexpr uint32_t kLongRow = 8192, kBatchOfLong = 256;
-    static constexpr uint32_t kOctet = 8; // elements that a lane names and joins at a time
+    static constexpr uint32_t kOctet = 8; // number of elements that a lane takes at a time
     // If a row has this many columns or more for each listed element, the elements are stored one by one.
     static constexpr uint32_t kSparse = 8;
     static constexpr uint64_t kSign = uint64_t{1} << (8u * sizeof(T) - 1u);
-    static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // elements of a vector of 16 bytes
+    static constexpr uint32_t kBits = 8u * sizeof(T), kPerVector = 16u / sizeof(T); // number of elements in a vector
     static constexpr uint32_t kEntries = 64, kMostEntries = IBP_MAX_PLANES * ((1u << IBP_MAX_DIGIT_BITS) - 1u);
     static_assert(kMostEntries < kEntries, "the entries and the rank behind them, of raw symbols");
-    // kDigits, kRanks: the bytes of the scratch at which the places of the next digits, and the ranks, begin.
+    // kDigits: the byte of the scratch at which the positions of the next digits begin. kRanks: the byte at which the
+    // ranks begin.
     static constexpr uint32_t kDigits = kEntries * static_cast<uint32_t>(sizeof(T)), kRanks = kDigits + 16u;
     static_assert(4u * IBP_MAX_PLANES <= 16u, "a word a plane");
 
     const ibp_codebook &cb;
     const uint32_t scratch; // the shared byte at which the warp's scratch begins
-    const uint32_t most;    // elements of a batch
+    const uint32_t most;    // the largest number of elements in a batch
 
     // The scratch of a warp, in shared memory:
     //
-    //     kEntries elements    those of the entries, and of raw symbols, with residuals that are 0
-    //     16 bytes             the bit at which each plane's digits go on, in a row of several batches
-    //     ranks                of a batch, a byte each
-    //     elements             of a batch; until they are joined, a list of 16-bit numbers of open elements
-    //     bitmap               of all positions
+    //     kEntries elements    an element for each entry, and for some raw symbols, with residuals that are 0
+    //     16 bytes             for each plane, the bit at which the digits of the next batch begin
+    //     ranks                the ranks of a batch's elements, one byte each
+    //     elements             the elements of a batch; at first, a list of the 16-bit numbers of escaped elements
+    //     positions            a bitmap of all positions; or, if elements are stored one by one, their columns
     static __host__ __device__ __forceinline__ uint32_t batch_of(const ibp_codebook &codebook)
     {
         const uint32_t columns = codebook.row_bytes / static_cast<uint32_t>(sizeof(T));
@@ -67,8 +70,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
     {
         return (columns + 127u) / 128u * 4u + 4u;
     }
-    // Returns the bytes of a bitmap of all positions or, for rows whose elements are stored one by one, of the few
-    // positions, 16 bits each; the larger of both.
+    // Returns the size in bytes of the memory for positions: a bitmap of all positions or, for rows whose elements are
+    // stored one by one, 16 bits for each position, whichever is larger.
     static __host__ __device__ __forceinline__ uint32_t positions_bytes(uint32_t columns)
     {
         const uint32_t bytes = 4u * bitmap_words(columns), of_few = (2u * (columns / kSparse) + 15u) / 16u * 16u;
@@ -84,7 +87,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                positions_bytes(codebook.row_bytes / static_cast<uint32_t>(sizeof(T)));
     }
     __device__ __forceinline__ uint8_t *ranks() const { return shared_bytes() + scratch + kRanks; }
-    __device__ __forceinline__ uint32_t &next_digits(uint32_t plane) const // a bit of shared memory
+    __device__ __forceinline__ uint32_t &next_digits(uint32_t plane) const // a bit position in shared memory
     {
         return shared_word((scratch + kDigits) / 4u + plane);
     }
@@ -95,7 +98,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return static_cast<uint32_t>(static_cast<const uint8_t *>(p) - shared_bytes());
     }
     __device__ __forceinline__ uint16_t *numbers() const { return reinterpret_cast<uint16_t *>(elements()); }
-    __device__ __forceinline__ uint32_t bitmap() const // a shared word
+    __device__ __forceinline__ uint32_t bitmap() const // the number of a shared word
     {
         return (scratch + kRanks + most + element_bytes_of(cb)) / 4u;
     }
@@ -114,8 +117,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- ranks ----
 
-    // Writes the ranks of n elements by their digits of plane 0, and lists the escapes. plane: the bit of the first
-    // element's digit. Returns how many are escapes.
+    // Writes the ranks of n elements by their digits of plane 0, and lists the elements whose digits are escapes.
+    // plane: the bit at which the first element's digit begins. Returns the number of escapes.
     __device__ __forceinline__ uint32_t name_first(uint32_t plane, uint32_t n, uint32_t num_bits) const
     {
         const DigitSpread spread(num_bits);
@@ -136,7 +139,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             for (uint32_t e = 0; e < kOctet; e++) {
                 if (escaped >> (4u * e + 3u) & 1u)
                     *reinterpret_cast<uint16_t *>(shared_bytes() + to) = static_cast<uint16_t>(i + e);
-                // A second test, because the compiler then adds in place.
+                // The test is repeated, because the compiler then adds in place.
                 if (escaped >> (4u * e + 3u) & 1u) to += 2u;
             }
             num_escaped += G::last_lane(sums);
@@ -172,13 +175,13 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return p == 0u ? name_first(plane, n, num_bits) : name_next(plane, n, num_bits, first);
     }
 
-    // The bits at which the residuals and raw symbols of the next elements begin, and how many raw symbols the batch
-    // has.
+    // residuals, raws: the bits at which the residuals and the raw symbols of the next elements begin. num_raws: the
+    // number of raw symbols of the batch.
     struct Values {
         uint32_t residuals, raws, num_raws;
     };
-    // Finds the values of k elements, which lie in the shared bits from start to end. If the elements are one batch,
-    // finds their ranks too. Returns false if the values do not end at `end`.
+    // Finds the values of k elements, which begin at bit `start` of shared memory. If the elements are a single batch,
+    // also writes their ranks. Returns false if the values do not end at bit `end`.
     __device__ __forceinline__ bool find_values(uint32_t start, uint32_t end, uint32_t k, uint32_t symbol_bits,
                                                 bool is_batch, Values &values) const
     {
@@ -214,11 +217,12 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- elements ----
 
-    // Joins residuals with entries, all elements of a word at a time. WordJoin does the same, but its masks and powers
-    // of two cost 4 % more instructions here.
+    // The shifts and masks that join residuals with entries, all elements of a word at a time. WordJoin would do the
+    // same, but its masks and powers of two cost 4 % more instructions here.
     struct ResidualJoin {
         static constexpr uint32_t kWordBits = kBits < 32u ? kBits : 32u, kEach = ~0u / (~0u >> (32u - kWordBits));
-        // kept, top: the bits of every element that come from a residual.
+        // kept: a mask of the bits of every element that come from its residual in place. top: a mask of the highest
+        // bits, if the rotation moves a bit of the residual there.
         uint32_t num_bits, invariant, rotate, kept, top;
 
         __device__ __forceinline__ explicit ResidualJoin(const ibp_planes &planes)
@@ -228,8 +232,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
               top(num_bits != 0u && rotate ? kEach << (kWordBits - 1u) : 0u)
         {
         }
-        // Returns the entries with their residuals. fields: the residuals one after the other, which begin at bit 0;
-        // the bits behind them may be anything.
+        // Returns a word of elements: entries, whose residuals are 0, with their residuals added. fields: the
+        // residuals, side by side from bit 0; the bits behind them may be anything.
         __device__ __forceinline__ uint32_t beside(uint32_t entries, uint32_t fields) const
         {
             if (sizeof(T) == 1) fields = select_bits(0xffffu, fields, fields << (16u - 2u * num_bits));
@@ -240,8 +244,9 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     };
 
-    // Joins the n elements of a batch, eight a lane. Raw symbols become entries if there is room for them among these;
-    // otherwise their elements are joined once more, one by one. All lanes call this together.
+    // Joins the n elements of a batch. A lane takes eight elements at a time. If the entries leave room for all raw
+    // symbols, raw symbols become entries. Otherwise their elements are joined once more, one by one. All lanes call
+    // this together.
     __device__ __forceinline__ void join_batch(const Book &book, const Values &values, uint32_t n) const
     {
         const uint32_t r = cb.planes.residual_bits, raw_ranks = cb.planes.num_entries * 0x01010101u;
@@ -266,7 +271,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             if (j < n) join_octet(with, octet, residuals, j);
             if (few) continue;
             const auto equal = [&](uint32_t ranks) { return highest_bits(~((ranks ^ raw_ranks) + 0x7f7f7f7fu)); };
-            // No rank is above 127, so that the sum in `equal` does not carry.
+            // No rank is above 127, so the sum in `equal` does not carry from byte to byte.
             uint32_t mine = low_bits(equal(octet.x) | equal(octet.y) << 4u, n - ibp_min_u32(j, n));
             const uint32_t count = ibp_popcount(mine), sums = G::inclusive_scan(count);
             for (uint32_t i = raw + sums - count; mine != 0u; mine &= mine - 1u, i++) {
@@ -283,8 +288,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         const uint32_t r = cb.planes.residual_bits, at = values.raws + i * book.symbol_bits;
         return element_of(r < kBits ? low_bits(field(at), book.symbol_bits) << r : Word{0});
     }
-    // Joins elements j to j + 7 of a batch, whose residuals begin at bit `residuals`. For those behind the batch's end,
-    // bits of the stage are read, or of the entries behind it.
+    // Joins elements j to j + 7 of a batch, whose residuals begin at bit `residuals`. octet: their ranks. For elements
+    // behind the batch's end, it joins any bits of the stage, or of the entries behind the stage.
     __device__ __forceinline__ void join_octet(const ResidualJoin &with, uint2 octet, uint32_t residuals,
                                                uint32_t j) const
     {
@@ -320,7 +325,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         for (uint32_t i = 0; i < kOctet * sizeof(T) / 4u; i += 2u)
             *reinterpret_cast<uint2 *>(to + i) = make_uint2(words[i], words[i + 1u]);
     }
-    // Returns the bits from `position` on, as many as a Word has.
+    // Returns the bits of shared memory that begin at bit `position`, as many as a Word has.
     static __device__ __forceinline__ Word field(uint32_t position)
     {
         if constexpr (sizeof(T) == 8)
@@ -338,17 +343,18 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // ---- positions ----
 
-    // Calls take(rank, position) for every position of a list. A lane takes the positions of consecutive upper bits,
-    // one after the other. Returns whether the list has as many positions as it should, and these are increasing and
-    // below columns. start: the bit at which the list begins; it lies in the stage. All lanes call this together.
+    // Calls take(rank, position) for every position of a list. Each lane takes the positions of a run of upper bits,
+    // one after the other. Returns whether the list has form.num_positions positions, and they are increasing and below
+    // `columns`. start: the bit of shared memory at which the list begins; the list lies in the stage. All lanes call
+    // this together.
     template <class Take>
     __device__ __forceinline__ bool walk_list(const ibp_position_form &form, uint32_t columns, uint32_t start,
                                               const Take &take) const
     {
-        // each: upper bits that a lane takes at a time.
+        // each: number of upper bits that a lane takes at a time.
         const uint32_t lows = start + to_byte(form.upper_bits),
                        each = ibp_min_u32((form.upper_bits + kWarp - 1u) / kWarp, 32u);
-        // edge: the least position that may follow those of earlier upper bits.
+        // edge: the least position that may follow the positions of earlier upper bits.
         uint32_t found = 0, edge = 0;
         bool good = true;
 #pragma unroll 1
@@ -364,8 +370,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             for (uint32_t low = lows + rank * form.low_bits; G::any(ones != 0u);
                  ones &= ones - 1u, low += form.low_bits) {
                 if (ones == 0u)
-                    // All lanes stay in the loop: if only some did, the compiler would make an atomic in it look for
-                    // the others.
+                    // All lanes stay in the loop. If only some did, the compiler would add code to an atomic in it that
+                    // finds out which lanes are there.
                     continue;
                 const uint32_t bit = from + ibp_popcount(~ones & (ones - 1u)),
                                position = (bit - rank) << form.low_bits | low_bits(shared_bits(low), form.low_bits);
@@ -374,8 +380,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
                 first = ibp_min_u32(first, position);
                 next = follows ? position + 1u : ~0u, rank++; // no position follows a wrong one
             }
-            // A lane without positions passes on 0. This is enough, because the upper bits of later lanes make their
-            // positions greater.
+            // A lane without positions passes on 0, so the next lane is compared with no earlier position. This is
+            // right, because its upper bits alone make its positions greater than all earlier ones.
             const uint32_t below = __shfl_up_sync(kAllLanes, next, 1);
             good = good && next != ~0u && first >= (lane_id() == 0u ? edge : below);
             edge = __shfl_sync(kAllLanes, next, kWarp - 1u);
@@ -384,7 +390,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return __all_sync(kAllLanes, good) && found == form.num_positions;
     }
 
-    // A bitmap of the listed positions, or of the others if `inverted` is all ones.
+    // A bitmap of the listed positions or, if `inverted` is all ones, of the positions that are not listed.
     struct Bitmap {
         Stage stage;
         uint32_t start, columns, inverted;
@@ -395,8 +401,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             return low_bits(stage.bits_at(start + first) ^ inverted, ibp_min_u32(columns - first, 32u));
         }
     };
-    // Finds or makes the bitmap of a row's listed positions. start: the bit at which the positions begin. Returns false
-    // if they are wrong.
+    // Finds the bitmap of a row's listed positions in the stage, or makes it from a list. start: the bit at which the
+    // positions begin. Returns false if the list is wrong.
     __device__ __forceinline__ bool find_bitmap(Stage stage, const ibp_position_form &form, uint32_t columns,
                                                 uint32_t start, Bitmap &map) const
     {
@@ -452,24 +458,24 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // A tile of columns of a row. Each lane has the bits of 32 of them.
+    // A tile of a row's columns. Each lane has the bits of 32 columns.
     struct Tile {
-        uint32_t first, held; // first column, and number of columns
-        // listed: a bit for each of the lane's own columns.
+        uint32_t first, held; // the number of the first column, and the number of columns
+        // listed: a bit for each of the lane's own columns, set if the column is listed.
         uint32_t listed;
-        // before: listed elements of the batch in columns before the lane's.
+        // before: the number of the batch's listed elements in columns before the lane's.
         uint32_t before;
-        // earlier: listed elements of the row before the batch.
+        // earlier: the number of the row's listed elements before the batch.
         uint32_t earlier;
     };
-    // Moves on behind an element: to the next listed element's shared byte if it was listed; otherwise, with SIGNED, to
-    // the next sign.
+    // Advances behind an element. If the element was listed, `next` moves to the shared byte of the next listed
+    // element; otherwise, with SIGNED, `signs` moves to the next sign.
     template <bool SIGNED>
     static __device__ __forceinline__ void go_on(uint32_t listed, uint32_t &next, uint32_t &signs)
     {
 #ifdef __CUDACC__
         if (SIGNED) {
-            // In assembly, because the compiler would put the results into other registers and move them.
+            // This is in assembly, because the compiler would put the results into other registers and move them.
             asm("{.reg .pred p; setp.ne.u32 p, %2, 0; @p add.u32 %0, %0, %3; @!p shr.u32 %1, %1, 1;}"
                 : "+r"(next), "+r"(signs)
                 : "r"(listed), "n"(sizeof(T)));
@@ -481,8 +487,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         else if (SIGNED)
             signs >>= 1;
     }
-    // Picks the elements of 16 bytes. mask: which of them are listed. rank: the number in the batch of the first listed
-    // one. signs: the highest bits of those not listed; used with SIGNED.
+    // Puts together 16 bytes of elements. mask: a bit for each element, set if it is listed. rank: the number of the
+    // first listed element in the batch. signs: the highest bits of the unlisted elements; used with SIGNED.
     template <bool SIGNED>
     __device__ __forceinline__ void pick(uint32_t mask, uint32_t rank, uint32_t signs, uint32_t (&words)[4]) const
     {
@@ -525,13 +531,15 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
 
     // A row as its header describes it.
     struct Listed {
-        // positions, signs: the bits at which the positions begin, and the highest bits of elements not listed.
+        // positions, signs: the bits of shared memory at which the positions, and the highest bits of the unlisted
+        // elements, begin.
         uint32_t num_listed, columns, positions, signs;
-        bool closed, is_batch, is_sparse; // is_batch: its listed elements are a single batch
+        bool closed, is_batch, is_sparse; // is_batch: the listed elements are one batch
         ibp_position_form form;
     };
 
-    // Returns where the columns of the listed elements are, for a row whose elements are stored one by one.
+    // Returns the address of the listed elements' columns in shared memory, for a row whose elements are stored one by
+    // one.
     __device__ __forceinline__ uint16_t *listed_columns() const
     {
         return reinterpret_cast<uint16_t *>(&shared_word(bitmap()));
@@ -543,7 +551,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         return walk_list(row.form, row.columns, row.positions,
                          [&](uint32_t rank, uint32_t position) { columns[rank] = static_cast<uint16_t>(position); });
     }
-    // Joins the next n elements, which are a batch, and moves `values` on.
+    // Joins the next n elements, which are a batch, and moves `values` on behind them.
     __device__ __forceinline__ void take_batch(const Book &book, const Listed &row, uint32_t n, Values &values) const
     {
         if (!row.is_batch) values.num_raws = name_batch(n);
@@ -578,7 +586,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         }
     }
 
-    // Stores all columns of a row. values: those of the listed elements, if they have any.
+    // Stores all columns of a row. values: the values of the listed elements; unused if the row is closed. Returns
+    // false if the positions are wrong.
     __device__ __forceinline__ bool store_row(const Book &book, const Listed &row, Values &values, Stage stage,
                                               const Window &window) const
     {
@@ -624,7 +633,7 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
         const uint32_t columns = book.columns, header_bytes = ibp_header_bytes(columns),
                        end = start_bit + 8u * coded_bytes;
         ibp_listed_header header;
-        // The reduction puts the header into a uniform register, and everything that follows from it too. So the
+        // The reduction puts the header, and everything that is computed from it, into uniform registers. So the
         // compiler knows that the lanes stay together.
         const uint32_t bits = __reduce_or_sync(kAllLanes, low_bits(stage.bits_at(start_bit), 8u * header_bytes));
         if (G::any(!ibp_split_header(bits, coded_bytes, columns, &header))) return false;

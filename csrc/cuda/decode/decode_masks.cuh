@@ -4,7 +4,7 @@
 //
 //     | participation bits, num_flags of them | kept bits of word 0 | of word 1 | ... | zero bits up to a byte |
 //
-// In a group this happens for each tile of kSteps * WORDS words a lane:
+// A group does the following for each tile, of which a lane has kSteps * WORDS words:
 //
 // 1. A lane reads the masks of its words and the participation bits of their chunks, which say which bits each word
 //    keeps (kept_bits).
@@ -20,17 +20,17 @@
 
 namespace ibp {
 
-// Decodes rows as described above. A lane has kSteps * WORDS words of a tile. MOVES: a word's kept bits are moved in
-// five steps; each step moves some of them by 1, 2, 4, 8 or 16 places (Warren, Hacker's Delight, section 7-5). The
-// block works out once for every word which bits each step moves. Without MOVES, gaps are inserted into a word one
-// after the other.
+// A decoder of rows as described above. MOVES: a word's kept bits are moved in five steps; each step moves some of them
+// by 1, 2, 4, 8 or 16 places (Warren, Hacker's Delight, section 7-5). The block computes once, for every word, which
+// bits each step moves. Without MOVES, gaps are inserted into a word one after the other.
 template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
     static_assert(!MOVES || WORDS == 4, "moves are read by vectors");
     using Group = G;
     static constexpr uint32_t kMostThreads = 768, kVectors = 4;
     static constexpr uint32_t kSteps = 2, kStepWords = G::kLanes * WORDS, kTileWords = kSteps * kStepWords;
 
-    static constexpr uint32_t kMoves = 5, kMostTable = 24u << 10; // kMostTable: most bytes of a block's table of moves
+    // kMostTable: largest size in bytes of a block's table of moves.
+    static constexpr uint32_t kMoves = 5, kMostTable = 24u << 10;
 
     const ibp_codebook &cb;
     const uint32_t exchanged; // the shared word at which the words begin that the group's warps exchange
@@ -40,14 +40,14 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
     {
         return (cb.row_bytes + 15u) / 16u * 4u;
     }
-    // Returns whether moves can be used: every word keeps either all bits or those outside its mask, since no chunk is
-    // shorter than a word, and there is room for the moves of all words.
+    // Returns whether moves can be used: no chunk is shorter than a word, so every word keeps either all its bits or
+    // the bits outside its mask; and there is room for the moves of all words of the only cluster.
     static __host__ __device__ __forceinline__ bool has_moves(const ibp_codebook &cb)
     {
         return cb.chunk_bytes >= 4u && cb.num_clusters <= 1u && 4u * kMoves * entries_of(cb) <= kMostTable;
     }
-    // Returns the bytes of the block's table of moves: for each step, the bits of every word to which that step moves a
-    // bit.
+    // Returns the size in bytes of the block's table of moves, which has a mask for each step and word: the bits to
+    // which the step moves a bit.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         return MOVES ? 4u * kMoves * entries_of(cb) : 0u;
@@ -68,8 +68,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
             uint32_t keep = ~__ldg(cb.mask + w), removed = ~keep << 1;
 #pragma unroll
             for (uint32_t i = 0; i < kMoves; i++) {
-                // A bit of `odd` is set if an odd number of bits were removed below it, among the removed bits not yet
-                // dealt with.
+                // A bit of `odd` is set if an odd number of bits were removed below it, among the removed bits that are
+                // left.
                 uint32_t odd = removed;
 #pragma unroll
                 for (uint32_t step = 1; step < 32u; step *= 2) odd ^= odd << step;
@@ -108,7 +108,8 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         }
     }
 
-    // The bits that a lane's words keep, and how many of them lie in the row.
+    // keep: masks of the bits that a lane's words keep. flags: the words' entries of the codebook's flags. count:
+    // number of kept bits that lie in the row.
     struct Kept {
         uint32_t keep[WORDS], flags[WORDS], count;
     };
@@ -138,7 +139,7 @@ template <int WORDS, bool MOVES, class G> struct MasksDecoder : FourLanes {
         return kept;
     }
 
-    // Moves the kept bits of a lane's words to their places.
+    // Moves the kept bits of a lane's words to their places, and fills in the invariant bits.
     __device__ __forceinline__ void move(const Book &book, uint32_t w, const Kept &kept, uint32_t (&word)[WORDS]) const
     {
         const uint32_t first = ibp_min_u32(w, entries_of(cb) - WORDS);

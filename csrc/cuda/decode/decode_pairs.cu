@@ -10,8 +10,8 @@ template <class G> using Pairs4 = PairsDecoder<uint32_t, G, false>;
 template <class G> using Columns2 = PairsDecoder<uint16_t, G, true>;
 template <class G> using Columns4 = PairsDecoder<uint32_t, G, true>;
 
-// If each of its warps gets at most one tile of a row, launches with a group whose lanes each have a part of one tile:
-// it is faster than the group for rows of any length.
+// Launches with a group of kMostWarps warps that take one tile of a row each, if rows fit such a group and no smaller
+// one. It is faster than the group for rows of any length.
 template <template <class> class Decoder> static ibp_status launch_by_tiles(const Gather &gather)
 {
     const uint32_t row_bytes = gather.table.codebook.row_bytes;
@@ -19,7 +19,7 @@ template <template <class> class Decoder> static ibp_status launch_by_tiles(cons
         return launch_gather<Decoder<Group<kWarp, kMostWarps>>>(gather);
     return launch_by_group<Decoder>(gather);
 }
-// Launches with a group of 32 warps if rows are very long, so that a block decodes one row at a time: this keeps SMs
+// Launches with a group of 32 warps if rows are very long. A block then decodes one row at a time, which keeps the SMs
 // busier if they are few.
 template <template <class> class Decoder> static ibp_status launch_by_block(const Gather &gather)
 {

@@ -1,23 +1,26 @@
 // decode_pairs.cuh - decodes dense rows of scheme planes with digits of two bits and symbols of a byte (FORMAT.md
-// section 6), which most tables of floats get. Elements of one byte may have digits of three bits in plane 0, as
+// section 6). Most tables of floats have such rows. Elements of one byte may have digits of three bits in plane 0, as
 // integers do.
 //
 // The bytes of a row, and the levels of names in shared memory, are drawn in tiles.cuh.
 //
-// 1. Down the planes. Escapes are counted, because their number says where the next plane begins. A lane keeps its
-//    digits of planes 0 and 1, two bits each. The few elements that reach planes 2, 3 or raw symbols are named one at a
-//    time: level 2 receives the symbols of all elements of plane 2, and a list says which of them are still open.
-// 2. Plane 1 upward, 16 digits a lane at a time. Digits are spread to nibbles, which select bytes of the plane's
-//    entries (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says which ones.
-// 3. Plane 0 upward in the same way, 16 bytes of output a lane and step; the symbols are joined with their residuals
-//    and stored.
+// 1. The warp goes down the planes and counts escapes, because their number says where the next plane begins. A lane
+//    keeps its digits of planes 0 and 1, two bits each. The few elements that reach plane 2, plane 3 or raw symbols get
+//    their names one at a time: level 2 receives the names of all elements of plane 2, and a list holds the elements
+//    that have no name yet.
+// 2. It goes up through plane 1. A lane takes 16 digits at a time, and spreads them to nibbles, which select bytes of
+//    the plane's entries (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says
+//    which bytes.
+// 3. It goes up through plane 0 in the same way. In each step a lane makes 16 bytes of output: symbols are joined with
+//    their residuals and stored.
 //
-// If every column has entries of its own, all this is done with ranks of entries. At the end the ranks' symbols are
+// If every column has entries of its own, names are the ranks of entries. At the end, the symbols of these ranks are
 // looked up, and raw symbols are put in.
 //
-// Bound by integer instructions: counters of an H200 showed 710 for a warp that decodes 2 KiB of BF16, which is 22 for
-// each of a lane's elements, before it joined bytes, which takes 5 % fewer; an SM issues 3.0 a cycle and can issue 4.
-// On all SMs together it is bound by device memory.
+// Integer instructions limit the decoder. Without the joining of bytes (symbols_turn), counters of an H200 showed 710
+// instructions for a warp that decodes 2 KiB of BF16, which is 22 for each of a lane's elements. Joining bytes saves
+// one in twenty. An SM issues 3.0 instructions in a cycle and can issue 4. On all SMs together, device memory limits
+// the decoder.
 #ifndef IBP_DECODE_PAIRS_CUH
 #define IBP_DECODE_PAIRS_CUH
 
@@ -25,14 +28,16 @@
 
 namespace ibp {
 
-// Decodes rows as described above. COLUMNS: every column has entries of its own. FIRST: bits of a digit of plane 0.
+// A decoder of rows as described above. COLUMNS: every column has entries of its own. FIRST: number of bits of a digit
+// of plane 0.
 template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDecoder {
     static_assert(sizeof(T) <= 4 && (sizeof(T) > 1 || !COLUMNS), "the joins that there are");
     static_assert(FIRST == 2 || (FIRST == 3 && sizeof(T) == 1), "the digits that there are");
     using Group = G;
     static constexpr uint32_t kFirstBits = FIRST;
-    // Shared memory has room for two groups that decode rows of any length, so that these can have more registers. It
-    // has room for one group that is a whole block. Decoders that fit 72 registers get more warps.
+    // Shared memory has room for only two groups that decode rows of any length, so their threads can have more
+    // registers. It has room for one group that is a whole block. Decoders that need at most 72 registers get blocks of
+    // more threads.
     static constexpr uint32_t kMostThreads = G::kAnyLength                ? 512
                                              : G::kWarps > 8              ? 1024
                                              : sizeof(T) == 2 && !COLUMNS ? 896
@@ -42,31 +47,32 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
                                          : sizeof(T) == 2 && G::kPerWarp == 1 ? 3
                                          : G::kWarps > 8                      ? 3
                                                                               : 4;
-    // Elements of one byte, and elements with entries for each column, come in rows of many lengths, such as heads and
-    // tokens of KV-caches.
+    // Elements of one byte, and elements of two bytes with entries for each column, come in rows of many lengths, such
+    // as heads and tokens of KV-caches. A lane of a part of a warp takes up to six vectors of such rows.
     static constexpr uint32_t
         kLaneVectors = G::kPerWarp > 1 && (sizeof(T) == 1 || (sizeof(T) == 2 && COLUMNS)) ? 6 : 4,
         kLeastLanes = sizeof(T) == 2 && !COLUMNS ? 2 : 4, kOwnVectors = FIRST == 3 && G::kPerWarp > 1 ? 1 : 0;
-    // Words of a lane's digits of plane 1. If elements are bytes and digits have two bits, a quarter of the elements
-    // reach plane 1, so that a lane takes two words.
+    // Number of words of a lane's digits of plane 1. If elements are bytes and digits have two bits, about a quarter of
+    // the elements reach plane 1, so a lane takes two words.
     static constexpr uint32_t kChunkWords = sizeof(T) == 1 && FIRST == 2 && G::kPerWarp > 1 ? 2 : 1;
     using Levels = TileLevels<T, G, kLaneVectors, kChunkWords>;
     static constexpr uint32_t kPerVector = Levels::kPerVector, kPerWord = 4u / sizeof(T), kSteps = Levels::kSteps,
                               kStep = Levels::kStep, kTile = Levels::kTile, kPerLane = Levels::kPerLane,
                               kChunk = Levels::kChunk;
-    // kDigitWords: words of a vector's digits, which are stored in pairs of bits or, if plane 0 has three bits, in
-    // nibbles. kEntryWords: words of entries; with three bits the last one is plane 0's second.
+    // kDigitWords: number of words of a vector's digits, which are kept in pairs of bits or, if digits of plane 0 have
+    // three bits, in nibbles. kEntryWords: number of words of entries, one for each plane; with digits of three bits,
+    // the last word is the second one of plane 0.
     static constexpr uint32_t kDigitWords = FIRST - 1u, kDigitBits = 2u * kDigitWords,
                               kEntryWords = IBP_MAX_PLANES + FIRST - 2u;
     static constexpr uint32_t kEntries = (4u * kEntryWords + 15u) / 16u * 16u;
-    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank that marks a raw symbol, and four of them
-    static constexpr uint32_t kMostTable = 32u << 10;          // most bytes of all columns' entries in shared memory
+    static constexpr uint32_t kRaw = 0x80, kRaws = 0x80808080; // the rank that marks a raw symbol, and four such ranks
+    static constexpr uint32_t kMostTable = 32u << 10;          // largest size in bytes of a block's table
 
     const ibp_codebook &cb;
     const uint32_t scratch; // the shared byte at which the group's scratch begins
 
-    // Returns whether residuals can be joined by a fixed pattern of bytes: they are one byte of rotated elements of two
-    // bytes (BF16), three bytes of elements of four, or half of elements of one.
+    // Returns whether residuals can be joined by a fixed pattern of bytes: a residual is one byte of a rotated element
+    // of two bytes (BF16), three bytes of an element of four bytes, or half of an element of one byte.
     static __host__ __device__ __forceinline__ bool is_simple(const ibp_planes &planes)
     {
         if (sizeof(T) != 2 && planes.invariant_bits != 0u) return false;
@@ -74,14 +80,14 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return planes.residual_bits == 8u * (sizeof(T) - 1u) && (sizeof(T) == 4 || planes.rotate != 0u);
     }
 
-    // Returns the bytes of the block's table: the columns' entries of each rank, if there is room for them, and some
-    // bytes that are read behind them; otherwise 0.
+    // Returns the size in bytes of the block's table: for each rank the entries of all columns, and some bytes behind
+    // them that may be read. Returns 0 if there is no such table.
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &cb)
     {
         const uint32_t num_bytes = PlanesBook<T>::live_columns(cb) * cb.planes.num_entries + 16u;
         return COLUMNS && cb.num_clusters <= 1u && num_bytes <= kMostTable ? num_bytes / 16u * 16u + 16u : 0u;
     }
-    // The scratch of a group, in shared memory. After the warps come the words that they exchange.
+    // The scratch of a group in shared memory: a part for each warp, and behind them the words that the warps exchange.
     //
     //     of each warp    | entries of each plane, a word each, 0 at the escape | levels (tiles.cuh) |
     static __host__ __device__ __forceinline__ uint32_t warp_bytes(const ibp_codebook &cb)
@@ -113,15 +119,16 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
             for (uint32_t rank = 0; rank < cb.planes.num_entries; rank++)
                 shared_bytes()[rank * book.columns + column] = book.entries[column * cb.planes.num_entries + rank];
     }
-    // Returns the name of a symbol: its low byte, rotated if symbols_turn. If elements are bytes, returns the element
-    // of this symbol whose residual is 0.
+    // Returns the name of a symbol: its low byte, rotated back if symbols_turn. If elements are bytes, the name is the
+    // element that has this symbol and a residual of 0.
     static __device__ __forceinline__ uint32_t name_of(const ibp_planes &planes, uint32_t symbol)
     {
         if (sizeof(T) > 1 && symbols_turn(planes)) symbol = (symbol & 0xffu) * 0x101u >> 1;
         return (sizeof(T) == 1 ? WordJoin<T>(planes).word(symbol, 0) : symbol) & 0xffu;
     }
-    // Returns whether names are rotated back, as elements of BF16 are. If so, the lower and the upper bytes of four
-    // elements are first joined from symbols and residuals, and then paired to elements.
+    // Returns whether names are symbols that have been rotated back, as for elements of BF16. If so, symbols and
+    // residuals are first joined to the lower bytes and the upper bytes of four elements, and these bytes are then
+    // paired to elements.
     static __device__ __forceinline__ bool symbols_turn(const ibp_planes &planes)
     {
         return sizeof(T) == 2 && !COLUMNS && is_simple(planes);
@@ -148,10 +155,10 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     // The entries of one plane. `symbols` returns the names of eight digits, one byte each. from: the shared byte at
     // which the names of the escaped digits begin. order: which of these bytes each digit takes if it is an escape.
     struct Entries {
-        uint32_t named, then; // the bytes that digits 0 to 3 stand for, and digits 4 to 7
+        uint32_t named, then; // the names of digits 0 to 3, and of digits 4 to 7, one byte each
 
-        // For digits of two bits. escaped: bit 0 of every nibble that is an escape. The nibble of an escape then
-        // selects the byte at its own place among those of the level below.
+        // For digits of two bits. escaped: bit 0 is set in every nibble that is an escape. Such a nibble selects the
+        // byte at its own place among the bytes of the level below.
         __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t escaped, uint32_t order, uint32_t from) const
         {
             const uint2 x = eight_bytes(from);
@@ -188,7 +195,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     // ---- plane 1 ----
 
     using Chunk = PlaneChunk<G, kChunkWords>;
-    // Loads the lane's part of the next n digits. position: the bit of the first of them.
+    // Loads the lane's part of the next n digits. position: the bit at which the first of these digits begins.
     static __device__ __forceinline__ Chunk load_chunk(uint32_t position, uint32_t n)
     {
         const uint32_t first = ibp_min_u32(kPerLane * G::lane(), n);
@@ -204,7 +211,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return chunk;
     }
     // Returns the names of 16 digits. from: the shared byte at which the names of the escaped digits begin; the
-    // function moves it on to the next ones.
+    // function moves it on behind them.
     static __device__ __forceinline__ uint4 symbols_of(const Entries &entries, uint32_t digits, uint32_t &from)
     {
         const uint32_t low = spread_pairs<false>(digits), high = spread_pairs<true>(digits),
@@ -225,8 +232,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         uint32_t digits[kSteps][kDigitWords], before[kSteps], num_escaped;
         Chunk chunk; // the first digits of plane 1
     };
-    // Loads a lane's digits of a tile. plane: the bit of the row's first digit. n: where the row's elements end, or the
-    // tile's.
+    // Loads a lane's digits of a tile, which has the elements tile_start to n - 1. plane: the bit at which plane 0
+    // begins.
     __device__ __forceinline__ void load_tile(uint32_t plane, uint32_t columns, uint32_t tile_start, uint32_t n,
                                               Tile &tile) const
     {
@@ -236,7 +243,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
             const Cursor cursor = Cursor::at(plane / 8u + first / 4u);
 #pragma unroll
             for (uint32_t s = 0; s < kSteps; s++) tile.digits[s][0] = cursor.word(s * kStep / 16u);
-            // At the row's end a lane reads up to a step of digits behind it: these lie in the stage or the scratch.
+            // At the row's end a lane reads up to one step of digits too many; these bits lie in the stage or the
+            // scratch.
         } else {
             const uint32_t position = plane + FIRST * first, left = n > first ? n - first : 0u;
 #pragma unroll
@@ -275,8 +283,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     }
     static_assert(kStep * FIRST % 32 == 0, "vectors of a lane are whole words of digits apart");
 
-    // Goes down plane p of a tile, whose digits there are range.from to range.to - 1. start: the bit of the plane's
-    // first digit. Returns how many of them are escapes.
+    // Goes down plane p of a tile. start: the bit at which the plane begins. range: the numbers of the tile's digits in
+    // this plane. Returns how many of these digits are escapes.
     __device__ __forceinline__ uint32_t visit(const PlanesBook<T> &book, uint32_t p, uint32_t start, DigitRange range,
                                               Tile &tile) const
     {
@@ -328,15 +336,15 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         const uint2 low = entries.symbols(digits, escaped, order_of(escaped), from);
         return make_uint4(low.x, low.y, 0, 0);
     }
-    // The ranks of a lane's elements in a tile and, if the warp has any raw symbols, the number of the first one in
-    // each step.
+    // bytes: the ranks of a lane's elements in each step of a tile. any_raw: whether the warp has any raw symbols. If
+    // so, raw_before[s] is the number of the lane's first raw symbol in step s.
     struct Ranks {
         uint2 bytes[kSteps];
         uint32_t raw_before[kSteps];
         bool any_raw;
     };
-    // Returns the ranks of a lane's elements. raw: which of the row's raw symbols are the tile's. All lanes of a warp
-    // call this together.
+    // Returns the ranks of a lane's elements. raw: the range of the row's raw symbols that the tile has. All lanes of a
+    // warp call this together.
     __device__ __forceinline__ Ranks ranks_of(uint32_t columns, const Tile &tile, DigitRange raw) const
     {
         const Entries entries = entries_at(0);
@@ -355,7 +363,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return ranks;
     }
 
-    // Returns the symbols of four columns, by their ranks. The symbol of a raw one may be anything.
+    // Returns the symbols of four columns by their ranks. Where a rank marks a raw symbol, the result may be anything.
     __device__ __forceinline__ uint32_t look_up(const PlanesBook<T> &book, uint32_t ranks, uint32_t column) const
     {
         uint32_t symbols[4];
@@ -375,7 +383,8 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return permute_bytes(permute_bytes(symbols[0], symbols[1], 0x4040),
                              permute_bytes(symbols[2], symbols[3], 0x4040), 0x5410);
     }
-    // Puts raw symbols in the places whose ranks say so. position: the bit at which the next raw symbol begins.
+    // Puts raw symbols into those bytes of `symbols` whose ranks mark a raw symbol. position: the bit at which the next
+    // raw symbol begins; the function moves it on.
     __device__ __forceinline__ void put_raw(uint32_t ranks, uint32_t &position, uint32_t &symbols) const
     {
         for (uint32_t raw = ranks & kRaws; raw != 0u; raw &= raw - 1u, position += symbol_bits()) {
@@ -405,13 +414,14 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         return select_bits(0x7fff7fffu, pair >> 1, pair << 15);
     }
 
-    // Spreads eight residuals of r <= 4 bits, which begin at bit 0 of `bits`: two of them to the low bits of each byte.
+    // Spreads eight residuals of r <= 4 bits, which lie side by side from bit 0 of `bits`: two residuals to the low
+    // bits of each byte.
     static __device__ __forceinline__ uint32_t twos_of(uint32_t bits, uint32_t r)
     {
         bits = select_bits(0xffffu, bits, bits << (16u - 4u * r));
         return select_bits(0x00ff00ffu, bits, bits << (8u - 2u * r));
     }
-    // Returns the bits of four one-byte elements that belong to residuals of up to four bits.
+    // Returns a mask of the bits of four one-byte elements that come from residuals of r bits, at most four.
     static __device__ __forceinline__ uint32_t nibbles_in(const WordJoin<T> &with, uint32_t r)
     {
         return sizeof(T) == 1 ? in_register(with.beside(0, low_bits(0xffu, r) * 0x01010101u)) : 0u;
@@ -425,7 +435,7 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
         const uint32_t r = SIMPLE ? 4u : cb.planes.residual_bits, rotate = cb.planes.rotate, low = residuals.word(word),
                        high = residuals.word(word + 1u);
 #pragma unroll
-        for (uint32_t k = 0; k < 4u; k += 2) { // residuals of even columns and of odd ones
+        for (uint32_t k = 0; k < 4u; k += 2) { // even, odd: the residuals of even and of odd columns
             const uint32_t eight = SIMPLE ? k == 0u ? low : high
                                           : twos_of(k == 0u ? low : permute_bytes(low, high, 0x3210u + 0x1111u * r), r);
             const uint32_t even = select_bits(0x0f0f0f0fu, eight >> rotate, eight << 7),

@@ -7,7 +7,7 @@
 
 namespace ibp {
 
-constexpr int64_t kMostJobs = 1ll << 31; // jobs of one launch, because job numbers have 32 bits
+constexpr int64_t kMostJobs = 1ll << 31; // the most jobs of one launch, because job numbers have 32 bits
 
 // A request for items by their ids or, if by_id is false, for the bytes [start, end). In the second case every row that
 // these bytes touch counts as an item, in order. A job is one row of one item.
@@ -22,8 +22,8 @@ struct Request {
     // which begin in `rows`.
     int64_t first_regular;
     uint64_t num_regular;
-    // most_stored: how many bytes of a stored row lie in one piece: those of its slot, or the whole row in a packed
-    // table.
+    // out_items: number of positions in the output. most_stored: the largest number of a stored row's bytes that lie in
+    // one piece: the size of a slot or, in a packed table, of a row.
     uint32_t out_items, most_stored;
     uint8_t *dst;        // the address to which the row of item 0 would go
     const uint8_t *rows; // slots or overflow
@@ -34,10 +34,10 @@ struct Request {
     int64_t stage_bytes;
     int64_t first_position; // added to positions in faults, if this request is a part of a larger one
     bool staged;
-    // packed: the table has no slots. copies_vectors: raw rows that begin at multiples of 16 bytes are copied by
+    // packed: the table has no slots. copies_vectors: raw rows that begin at multiples of 16 bytes are copied in
     // vectors of 16 bytes, because their places in the output are aligned in the same way.
     bool packed, copies_vectors;
-    // uneven: slots are in device memory but overflow is in host memory, so that rows take unequal time.
+    // uneven: slots are in device memory but overflow is in host memory, so rows take unequal time.
     bool uneven;
     // If cache.entries is not NULL, it has an entry for every job, and rows that are present are read from their slabs.
     ibp_cache cache;
@@ -50,7 +50,7 @@ struct Part {
     uint8_t *out;
     ibp_fault *fault;
 };
-constexpr uint32_t kMostParts = 32; // requests of one launch
+constexpr uint32_t kMostParts = 32; // the most requests of one launch
 
 // The requests of one launch. Each has blocks of its own; their number is proportional to the bytes of its rows.
 struct Parts {
@@ -73,14 +73,14 @@ struct Gather : Part {
 // at least one block.
 void share_blocks(const Gather *const *gathers, uint32_t num_gathers, uint32_t num_blocks, Parts *parts);
 
-// Returns a request for the items at ids, for a kernel that has an output of its own: addresses of positions are
-// counted from NULL. The items have at most kMostJobs rows together. table, ids: as in ibp_cuda_gather_items, already
-// checked.
+// Returns a request for the items at ids, for a kernel that has an output of its own. The addresses of positions in the
+// request are offsets from NULL. The items have at most kMostJobs rows together. table, ids: as in
+// ibp_cuda_gather_items, already checked.
 Request describe_items(const ibp_table &table, const ibp_ids &ids);
 
 // Does what ibp_cuda_gather_items does, for items of whole rows whose slots have been copied to `stage` in the order of
-// ids. The table's own memory is read only for what does not lie in slots. first_position: the number of the first id
-// among the ids of a larger call, for faults.
+// ids. The slots of regular rows are read from `stage`, and everything else from the table's own memory.
+// first_position: the number of the first id among the ids of a larger call, for faults.
 ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8_t *stage, int64_t first_position,
                          uint8_t *out, ibp_fault *fault, int max_sms, ibp_stream stream);
 
@@ -88,8 +88,8 @@ ibp_status gather_staged(const ibp_table *table, const ibp_ids *ids, const uint8
 // stores the cache in the request; slabs behind the cache's last one are left empty there.
 bool use_cache(const ibp_cache *cache, Request *request);
 
-// Launch the gather of one decoder each. Every decoder is a translation unit of its own under decode/. gather.cu says
-// which codebooks each one takes.
+// Launch a gather with one decoder each. Every decoder is a translation unit of its own in this folder. gather.cu says
+// which codebooks each decoder takes.
 ibp_status gather_raw(const Gather &gather);
 ibp_status gather_masks(const Gather &gather);
 ibp_status gather_fast(const Gather &gather);

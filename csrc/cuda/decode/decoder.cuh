@@ -14,12 +14,13 @@
 //     };
 //
 //     Group          the threads that decode one row together
-//     kMostThreads   threads of a block that the decoder's registers allow; a multiple of kWarp
-//     kVectors       vectors of 16 bytes of the next row that a thread loads into registers while it decodes this row
-//     kOwnVectors    how many vectors more a lane loads if its group is a part of a warp, for rows whose coded form is
-//                    nearly as long as the row
-//     block_bytes    bytes of shared memory of a block, which begin at byte 0; a multiple of 16
-//     scratch_bytes  bytes of shared memory of a group, besides its stage
+//     kMostThreads   the most threads of a block that the decoder's registers allow; a multiple of kWarp
+//     kVectors       number of vectors of 16 bytes of the next row that a thread loads into registers while it decodes
+//                    this row
+//     kOwnVectors    number of further vectors that a lane loads if its group is a part of a warp, for rows whose coded
+//                    form is nearly as long as the row
+//     block_bytes    size in bytes of the block's own shared memory, which begins at byte 0; a multiple of 16
+//     scratch_bytes  size in bytes of a group's scratch: the shared memory that it needs besides its stage
 //     scratch        the byte of shared memory at which the group's scratch begins, which is where its stage ends; a
 //                    multiple of 4
 //
@@ -63,7 +64,7 @@ struct FourLanes {
     static constexpr uint32_t kLaneVectors = 4, kLeastLanes = 4, kOwnVectors = 0;
 };
 
-// The base of decoders that need no shared memory of the block, only that of each group.
+// The base of decoders that need shared memory for each group only, and none for the block.
 struct NoBlockMemory : FourLanes {
     static __host__ __device__ __forceinline__ uint32_t block_bytes(const ibp_codebook &) { return 0; }
 };

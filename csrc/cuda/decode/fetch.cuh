@@ -4,19 +4,19 @@
 // A job is one row, which one group of threads fetches and decodes. In a warp this happens in the following order:
 //
 // 1. The lanes look up the warp's next rows together, one row each (look_up).
-// 2. Each group issues loads of its next row's bytes into registers (prefetch): the bytes in the slot, and those in
-//    overflow, which may be in memory that is far away.
-// 3. The group decodes its current row meanwhile (finish).
-// 4. The group stores the loaded registers in its stage, or in the output if the row is raw (receive), and goes on at
-//    2.
+// 2. Each group issues loads of its next row's bytes into registers (prefetch): the bytes in the slot, and the bytes in
+//    overflow, which may lie in memory that is far away.
+// 3. While these loads are under way, the group decodes its current row (finish).
+// 4. The group stores the loaded registers in its stage, or in the output if the row is raw (receive), and goes on with
+//    step 2.
 //
 // A regular row takes this path; its bytes are loaded as vectors of 16 bytes, whatever its alignment:
 //
 //     | ... shift | stored bytes of the row            | ... |      vectors as loaded, and as they lie in the stage
 //     ^ multiple of 16                                       ^ multiple of 16
 //
-// Irregular rows (wanted in part, default rows, parts that do not lie in whole vectors) are fetched when their turn
-// comes, by functions of their own.
+// Irregular rows are fetched when their turn comes, by functions of their own. These are default rows, rows of which
+// only a part is wanted, and rows whose parts do not lie in whole vectors.
 #ifndef IBP_FETCH_CUH
 #define IBP_FETCH_CUH
 
@@ -28,7 +28,7 @@
 
 namespace ibp {
 
-// The row of one job: row `part` of the item `id`, and the position of the output to which it goes.
+// The row of one job: row `part` of the item with the id `id`, and the position in the output to which the item goes.
 struct Ticket {
     int64_t id;
     uint32_t position, part;
@@ -48,7 +48,7 @@ __device__ __forceinline__ Ticket load_ticket(const Request &request, uint32_t n
 }
 
 // Returns the byte of a strided output at which a position begins, like ibp_offset_of_position. The divisions have 32
-// bits. The function is not inlined because it would take registers in the loop over rows, and others would be spilled.
+// bits. Not inlined, because it would take registers in the loop over rows, so that others would be spilled.
 static __device__ __noinline__ int64_t offset_in_strides(const ibp_ids &ids, uint32_t position)
 {
     int64_t offset = 0;
@@ -79,11 +79,14 @@ __device__ __forceinline__ uint64_t packed_start(const ibp_table &table, int64_t
 
 // ---- irregular rows ----
 
-// The kinds of rows. The vectors of kCoded and kStagedRaw, which are odd, go to the stage; kRefused has no vectors.
+// The kinds of rows. kNothing: there is no row, or it has been written to the output. kCoded: the row is coded, and its
+// vectors go to the stage. kRaw: the row is raw, and its vectors go to the output. kStagedRaw: the row is raw, and its
+// vectors go to the stage first. kIrregular: the row has to be fetched as an irregular one. kRefused: the id is out of
+// range or the row is corrupt. Kinds whose vectors go to the stage are odd; kRefused has no vectors.
 enum Kind : uint32_t { kNothing, kCoded, kRaw, kStagedRaw, kIrregular, kRefused };
 
-// A row that has been fetched. Only a coded row is in the stage; any other has been written to the output, or is
-// refused. Its bytes [low, high) are wanted.
+// A row that has been fetched. A coded row lies in the stage, and `window` says which of its bytes are wanted. Any
+// other row has been written to the output (kNothing), or is refused.
 struct Fetched {
     Window window;
     uint32_t num_bytes; // bytes of the row as stored
@@ -148,8 +151,8 @@ __device__ __forceinline__ uint64_t entry_of_job(const Request &request, uint32_
     return request.cache.entries != nullptr ? __ldg(request.cache.entries + number) : 0u;
 }
 
-// Finds the bytes of a job's row. *slots: set to the table's slots or, for a cached row, which has no overflow part, to
-// its slab. Returns false if the row is corrupt.
+// Finds the bytes of a job's row. slots: receives the table's slots or, if the row is cached, its slab. A cached row
+// has no overflow part. Returns false if the row is corrupt.
 static __device__ bool find_source(const ibp_table &table, const Request &request, uint32_t number, int64_t row,
                                    ibp_row_place *place, const uint8_t **slots)
 {
@@ -193,9 +196,9 @@ static __device__ __noinline__ Fetched fetch_irregular(const ibp_table &table, c
 
 // A row that a lane has looked up. `what` packs these fields:
 //
-//     bits 0 to 15    number of vectors of 16 bytes that hold the row; 0 if the row is irregular, or there is none
-//     bits 16 to 19   shift: bytes of the first vector before the row
-//     bits 20 to 23   bytes of the last vector behind the row
+//     bits 0 to 15    number of vectors of 16 bytes that hold the row; 0 if the row is irregular, or there is no row
+//     bits 16 to 19   shift: number of bytes of the first vector that lie before the row
+//     bits 20 to 23   number of bytes of the last vector that lie behind the row
 //     bits 24 to 26   Kind
 //     bit  27         kHasRest
 //
@@ -271,7 +274,7 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     const int64_t before = static_cast<int64_t>(start) - shift;
     if (before < 0 || before > rows_bytes - 16 * static_cast<int64_t>(num_vectors)) return entry;
     entry.from = entry.behind = reinterpret_cast<const uint4 *>(rows + before);
-    if (stored > in_slot) { // the slot is full, so that it ends with a whole vector
+    if (stored > in_slot) { // the slot is full, so it ends with a whole vector
         const uint8_t *const rest =
             in_slot == table.slot_bytes && shift == 0u ? find_rest(table, row, length) : nullptr;
         if (rest == nullptr) return entry;
@@ -285,17 +288,18 @@ __device__ __forceinline__ Entry look_up(const ibp_table &table, const Request &
     return entry;
 }
 
-// Fetches the rows of one group and has them decoded. TO_OUT: every row of the group goes to `out`, as a whole.
+// What a group needs to fetch rows and to have them decoded. TO_OUT: every row of the group goes to `out`, as a whole.
 template <class Decoder, bool TO_OUT = false> struct Fetch {
     using G = typename Decoder::Group;
-    static constexpr uint32_t kVectors = Decoder::kVectors + Decoder::kOwnVectors; // vectors that a thread loads ahead
+    // Number of vectors that a thread loads ahead.
+    static constexpr uint32_t kVectors = Decoder::kVectors + Decoder::kOwnVectors;
 
     const ibp_table &table;
     const Request &request;
     uint8_t *const out;
     const Stage stage;
-    // first_stage: the shared byte at which the first group's memory begins. group_bytes: the shared bytes of each
-    // group.
+    // first_stage: the shared byte at which the first group's memory begins. group_bytes: size in bytes of each group's
+    // shared memory.
     const uint32_t first_stage, group_bytes;
 
     // Returns the row that lane i has looked up. All lanes of a warp call this together.
@@ -310,9 +314,9 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     }
 
     // If several groups share a warp, the warp loads the vectors of its rows row by row: consecutive lanes load
-    // consecutive vectors, whichever lanes will decode them, because the link is used best by wide requests. A lane's
-    // k-th loaded vector is vector vector_of(k) of the warp's row row_in_warp(k). The last kOwnVectors vectors of a
-    // lane belong to the row that it will decode itself.
+    // consecutive vectors, whichever lanes will decode them, because wide requests use the link best. A lane's k-th
+    // loaded vector is vector vector_of(k) of the warp's row row_in_warp(k). The last kOwnVectors vectors of a lane
+    // belong to the row that it will decode itself.
     static constexpr uint32_t kShared = Decoder::kVectors * G::kThreads, kRowVectors = kVectors * G::kThreads;
     static __device__ __forceinline__ uint32_t row_in_warp(uint32_t k)
     {
@@ -323,13 +327,14 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         return G::kPerWarp == 1 || k >= Decoder::kVectors ? k * G::kThreads + G::rank()
                                                           : (k * kWarp + lane_id()) % kShared;
     }
-    // The vectors of a row, in its slot and in overflow, in the order in which they are fetched. This is their order in
-    // the row if all of them can be loaded ahead. Otherwise those in overflow come first, because they may have to come
-    // from far away.
+    // The vectors of a row, in its slot and in overflow, in the order in which they are fetched. If all of them can be
+    // loaded ahead, this is their order in the row. Otherwise the vectors in overflow come first, because they may have
+    // to come from far away.
     struct Pieces {
         const uint4 *first, *then;
-        uint32_t num_first, skipped; // skipped: vectors of the row before `first`
+        uint32_t num_first, skipped; // skipped: number of the row's vectors before `first`
 
+        // Return the address of the k-th vector to fetch, and its number in the row.
         __device__ __forceinline__ const uint4 *place_of(uint32_t k) const
         {
             return (k < num_first ? first : then) + k;
@@ -360,7 +365,7 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         Pieces pieces{};
 #pragma unroll
         for (uint32_t k = 0; k < kVectors; k++) {
-            // The vector may belong to another row than the one before.
+            // This vector may belong to another row than the vector before it.
             if (k * kWarp % kShared == 0u || kShared < kWarp || k >= Decoder::kVectors) {
                 if (k != 0u) what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(k));
                 if (BEHIND)
@@ -378,8 +383,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
     __device__ __forceinline__ void prefetch(const Entry &entry, uint32_t i, uint4 (&vectors)[kVectors]) const
     {
         const uint32_t what = __shfl_sync(kAllLanes, entry.what, i + row_in_warp(0));
-        // When a whole warp decodes one row, gathers skip this test: the branch made them 10 % slower when bound by
-        // device memory.
+        // If a group is a warp or several, gathers skip this test, because the branch makes them 10 % slower where
+        // device memory limits them.
         if ((G::kPerWarp == 1 && !TO_OUT) || G::any(((G::kPerWarp == 1 ? what : entry.what) & kHasRest) != 0u))
             load<true>(entry, i, what, vectors);
         else
@@ -431,8 +436,8 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = kRowVectors + G::rank(); k < num_vectors; k += G::kThreads)
             to[pieces.place(k)] = *pieces.place_of(k);
     }
-    // Stores the loaded vectors of a row that is too long to be loaded ahead as a whole, and fetches the others. Only
-    // for groups that are a warp or several.
+    // Stores the loaded vectors of a row that is too long to be loaded ahead as a whole, and fetches its other vectors.
+    // Used only if a group is a warp or several.
     __device__ __forceinline__ void receive_long(const Row &row, const Entry &entry, uint32_t i,
                                                  const uint4 (&vectors)[kVectors]) const
     {
@@ -442,12 +447,12 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         for (uint32_t k = 0; k < kVectors; k++) to[pieces.place(vector_of(k))] = vectors[k];
         receive_rest(row, entry, i);
     }
-    // Returns which of the warp's rows is this group's.
+    // Returns the number of this group, and of its row, in the warp.
     static __device__ __forceinline__ uint32_t in_warp() { return G::kPerWarp > 1 ? G::in_block() % G::kPerWarp : 0; }
 
-    // Makes the warps that decode a row together agree on it. Each warp has looked the row up by itself, and they may
-    // have read different ids and lengths if these change meanwhile; all go by what the first warp has read. All warps
-    // of the group meet here, and have to meet once more before the next call.
+    // Makes the warps that decode a row together agree on it. Each warp has looked up the row on its own. If ids or
+    // lengths change meanwhile, the warps may have read different ones; all of them then use what the first warp has
+    // read. The call is a barrier of the group, and another barrier must follow before the next call.
     static __device__ __forceinline__ void agree(Row &row, Window &window)
     {
         struct Seen {
@@ -501,14 +506,15 @@ template <class Decoder, bool TO_OUT = false> struct Fetch {
         }
         if (G::any(coded))
             good = decoder.decode(cluster, G::kPerWarp == 1 || coded, stage, 8u * start, num_bytes, window) && good;
-        // Before the next row is staged, and before zeros are written over what was stored of a corrupt row.
+        // This comes before the next row is staged, and before zeros are written over the bytes that were stored of a
+        // corrupt row.
         G::sync();
         if (G::any(!good)) refuse<G>(table, request, out, number, !good, fault);
     }
 };
 
-// Returns the shared bytes of a group: its stage and scratch, and at_least or more. Padding makes groups of one warp
-// begin in different banks.
+// Returns the size in bytes of a group's shared memory, which holds its stage and scratch, but no less than at_least.
+// Padding makes groups of one warp begin in different banks.
 template <class Decoder>
 __host__ __device__ __forceinline__ uint32_t group_bytes_of(const ibp_codebook &cb, uint32_t at_least = 0)
 {

@@ -13,11 +13,13 @@ __device__ __forceinline__ uint32_t length_of_row(const uint16_t *lengths, int64
     return lengths != nullptr ? __ldg(lengths + row) : 0u;
 }
 
-// Returns the bytes that the rows before this one that share its base take in overflow. All of these are whole rows.
+// Returns how many bytes of overflow are taken by the rows before this one that share its base. All of them are whole
+// rows.
 __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t row)
 {
     const int64_t first = ibp_first_of_base(&table, row);
-    // unit: rooms are multiples of it. `room` computes what ibp_room_of returns, in fewer instructions.
+    // unit: all rooms are multiples of this number of bytes. `room` computes what ibp_room_of returns, in fewer
+    // instructions.
     const uint32_t num_before = static_cast<uint32_t>(row - first), row_bytes = table.codebook.row_bytes,
                    unit = ibp_overflow_room(1u, table.slot_bytes);
     const auto room = [&](uint32_t length) {
@@ -32,8 +34,8 @@ __device__ __forceinline__ uint32_t rooms_before(const ibp_table &table, int64_t
     return rooms;
 }
 
-// Finds the parts of a row. Returns false if the row is corrupt. 0 <= row < rows of the table; length: the row's entry
-// of lengths.
+// Finds the parts of a row. Returns false if the row is corrupt. row: at least 0, and less than the number of the
+// table's rows. length: the row's entry of lengths.
 __device__ __forceinline__ bool find_row(const ibp_table &table, int64_t row, uint32_t length, ibp_row_place *place)
 {
     *place = ibp_split_row(&table, row, length);

@@ -1,6 +1,6 @@
 // gather.cu - the entry points of gathers, ibp_cuda_gather_items, ibp_cuda_decode_bytes and others: they check the
 // arguments, describe the jobs in a Request, and choose the decoder (the paper's sections 4.3 and 4.4). The kernels are
-// in decode/.
+// in gather.cuh.
 #include "../../internal/ibp_gathers.h"
 #include "../../core/ids.h"
 #include "../cuda_checks.h"
@@ -13,7 +13,7 @@
 
 namespace ibp {
 
-// Returns how many rows an item can touch at most.
+// Returns the largest number of rows that an item can touch.
 static int64_t rows_an_item(int64_t item_bytes, int64_t row_bytes)
 {
     if (row_bytes % item_bytes == 0) return 1;
@@ -32,8 +32,8 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
     request->rows_bytes = request->packed ? table.overflow_bytes : table.slots_bytes;
     if (request->staged) request->rows = request->stage, request->rows_bytes = request->stage_bytes;
     const int64_t pitch = row_bytes * request->rows_per_item;
-    // True if all items go to addresses that are the first item's plus a multiple of 16 bytes. If this is not known,
-    // raw rows are not copied by vectors.
+    // is_even: all items go to addresses that differ from the first item's by multiples of 16 bytes. If this is not
+    // known, raw rows are not copied in vectors.
     bool is_even = pitch % 16 == 0 && request->ids.addresses == nullptr;
     for (uint32_t d = 0; d < request->ids.num_dims; d++) is_even = is_even && request->ids.strides[d] % 16 == 0;
     if (request->by_id) {
@@ -55,7 +55,7 @@ static void describe_rows(const ibp_table &table, uint8_t *out, Request *request
 // warps wait for them.
 static bool spills_far(const ibp_table &table)
 {
-    constexpr int64_t kShare = 100; // overflow matters from 1 / kShare of the slots' bytes on
+    constexpr int64_t kShare = 100; // overflow matters if it has more than 1 / kShare of the slots' bytes
     return table.slot_bytes != 0u && table.overflow_bytes > table.slots_bytes / kShare &&
            is_host_memory(table.overflow) && !is_host_memory(table.slots);
 }
@@ -63,8 +63,8 @@ static bool spills_far(const ibp_table &table)
 // ---- the decoders ----
 
 static bool is_of_pairs(const ibp_codebook &cb) { return is_dense(cb) && decodes_pairs(cb.planes); }
-// Returns whether elements are bytes whose digits of plane 0 have three bits, such as integers get, in rows that a warp
-// or a part of one decodes.
+// Returns whether decode_triples.cu decodes a codebook's rows: their elements are bytes whose digits of plane 0 have
+// three bits, as integers have them, and a warp or a part of a warp can decode a row.
 static bool is_of_triples(const ibp_codebook &cb)
 {
     const ibp_planes &planes = cb.planes;
@@ -72,7 +72,8 @@ static bool is_of_triples(const ibp_codebook &cb)
            !planes.per_column && cb.row_bytes <= kWarpRowBytes;
 }
 
-// The decoders. A codebook goes to the first decoder of its scheme that takes it and knows its fields.
+// The decoders and the codebooks that they take. A codebook gets the first decoder in the list that has its scheme,
+// takes it and knows its fields.
 static const struct {
     ibp_scheme scheme;
     bool (*takes)(const ibp_codebook &codebook);
@@ -121,7 +122,7 @@ void share_blocks(const Gather *const *gathers, uint32_t num_gathers, uint32_t n
     }
 }
 
-// Launches at most kMostParts requests. Those that use the same kernel are launched together.
+// Launches at most kMostParts requests. Requests that use the same kernel are launched together.
 static ibp_status launch_together(Gather *gathers, uint32_t num_gathers)
 {
     LaunchParts launches[kMostParts]{};

@@ -4,10 +4,11 @@
 // In the kernel a warp, or a group of several warps, does the following:
 //
 // 1. It waits for earlier work of the stream, and the block fills the decoder's shared memory.
-// 2. It takes turns of jobs, in equal shares (EvenTurns) or as it gets done (ClaimedTurns), and its lanes look up the
-//    rows of several turns at once.
+// 2. It takes turns, which have one job for each group of the warp: an equal share of all turns (EvenTurns), or the
+//    next turns whenever it is done with the last ones (ClaimedTurns). Its lanes look up the rows of several turns at
+//    once.
 // 3. For each turn it stores the row that was loaded (receive), issues the loads of the next turn's row (prefetch), and
-//    decodes the stored row while these are under way (finish). See fetch.cuh.
+//    decodes the stored row while these loads are under way (finish). See fetch.cuh.
 #ifndef IBP_GATHER_CUH
 #define IBP_GATHER_CUH
 
@@ -16,8 +17,8 @@
 
 namespace ibp {
 
-// The share of a block: the part of the launch (one request) that it works on, its number among that part's blocks, and
-// how many these are.
+// A block's share of a launch. part: the number of the request on which the block works. block: the block's number
+// among the blocks of this request. num_blocks: the number of these blocks.
 struct Share {
     uint32_t part, block, num_blocks;
 };
@@ -29,12 +30,12 @@ __device__ __forceinline__ Share share_of_block(const Parts &parts)
     return {part, blockIdx.x - first, parts.ends[part] - first};
 }
 
-// Shares jobs equally. A turn is G::kPerWarp consecutive jobs, one for each group of a warp. Turns go to warps (or to
-// groups of several warps) round by round: in each round every one takes one turn, and consecutive turns go to
-// different blocks, so that few jobs spread over all blocks. The lanes of a warp look up the jobs of as many of its
-// turns as there are lanes for.
+// Turns that are shared out equally. A turn is G::kPerWarp consecutive jobs, one for each group of a warp. Turns go to
+// warps (or to groups of several warps) in rounds: in each round every warp or group takes one turn, and consecutive
+// turns go to different blocks, so that few jobs spread over all blocks. The lanes of a warp look up the jobs of its
+// next turns, one job for each lane.
 template <class G> struct EvenTurns {
-    // i: the lane that has looked up job `first`.
+    // round: number of jobs in a round. first: the first job of this turn. i: the lane that has looked up job `first`.
     uint32_t round, first, i = 0;
 
     static __device__ __forceinline__ void begin() {}
@@ -51,8 +52,8 @@ template <class G> struct EvenTurns {
     {
         return first + lane_id() / G::kPerWarp * round + lane_id() % G::kPerWarp;
     }
-    // Goes on to the next turn. Returns whether its jobs still have to be looked up, because all that had been are
-    // done.
+    // Goes on to the next turn. Returns whether its jobs still have to be looked up, because all jobs that were looked
+    // up are done.
     __device__ __forceinline__ bool step()
     {
         first += round, i += G::kPerWarp;
@@ -62,19 +63,19 @@ template <class G> struct EvenTurns {
     }
 };
 
-// Shares jobs on demand, for slow rows such as those that come over the link. A warp claims its next turns from its
-// block when it has done the last ones. It claims consecutive turns of the block: about half of an equal share of those
-// left, so that all warps end together. The launch has one request.
+// Turns that are claimed on demand, for slow rows such as rows that come over the link. A warp claims its next turns
+// from its block when it is done with the last ones. It claims consecutive turns of the block: about half of an equal
+// share of the turns that are left, so that all warps end at about the same time. The launch has one request.
 template <class G> struct ClaimedTurns {
     static constexpr uint32_t kLeast = 2, kMost = kWarp / G::kPerWarp;
-    uint32_t num_turns, num_claimed, first, i; // num_turns: turns of the block
+    uint32_t num_turns, num_claimed, first, i; // num_turns: number of the block's turns
 
     static __device__ __forceinline__ uint32_t *taken()
     {
         __shared__ uint32_t turns;
         return &turns;
     }
-    // A barrier of the block has to follow.
+    // A barrier of the block must follow.
     static __device__ __forceinline__ void begin()
     {
         if (threadIdx.x == 0u) *taken() = 0;
@@ -111,9 +112,9 @@ template <class G> struct ClaimedTurns {
 };
 
 // Does a block's share of a request.
-// This is bound by the link if rows are in pinned memory, by instruction issue on few SMs, and otherwise by device
-// memory or instruction issue; and by address translation if the rows that are fetched at the same time lie far apart.
-// Therefore consecutive jobs are done at the same time, by different warps.
+// If rows are in pinned memory, the link limits it; if the SMs are few, instruction issue; otherwise device memory or
+// instruction issue. Address translation limits it if the rows that are fetched at the same time lie far apart.
+// Therefore different warps do consecutive jobs at the same time.
 template <class Decoder, template <class> class Turns>
 __device__ __forceinline__ void do_share(const ibp_table &table, const Request &request, const Share &share,
                                          uint32_t group_bytes, uint8_t *out, ibp_fault *fault)
@@ -121,8 +122,8 @@ __device__ __forceinline__ void do_share(const ibp_table &table, const Request &
     using F = Fetch<Decoder>;
     using G = typename Decoder::Group;
     await_work_before();
-    // If groups are whole warps, a reduction puts the number into a uniform register, and the addresses that follow
-    // from it too.
+    // If groups are whole warps, a reduction puts the group's number, and the addresses that are computed from it, into
+    // uniform registers.
     const uint32_t group = G::kPerWarp == 1 ? __reduce_max_sync(kAllLanes, G::in_block()) : G::in_block(),
                    first_stage = Decoder::block_bytes(table.codebook), mine = first_stage + group * group_bytes;
     const F fetch{table, request, out, stage_at(mine, table.codebook.row_bytes), first_stage, group_bytes};
@@ -163,7 +164,7 @@ __global__ void __launch_bounds__(Decoder::kMostThreads, 1)
     do_share<Decoder, EvenTurns>(part.table, part.request, share, group_bytes, part.out, part.fault);
 }
 
-// Plans one launch of several requests. group_bytes: receives the shared bytes of a group.
+// Plans one launch of one or several requests. group_bytes: receives the size in bytes of a group's shared memory.
 template <class Decoder>
 ibp_status plan(const void *kernel, const Gather *const *gathers, uint32_t num_gathers, Launch *launch,
                 uint32_t *group_bytes)
@@ -209,8 +210,8 @@ template <class Decoder> ibp_status launch_parts(const Gather *const *gathers, u
     return launch_kernel(kernel, launch, gathers[0]->stream, parts, group_bytes);
 }
 
-// Launches a gather, or defers it (see Gather). Groups of several warps are not compiled for several requests: rows
-// that are so long give each request enough to do.
+// Launches a gather, or defers it (see Gather). Groups of several warps are not compiled for several requests, because
+// rows that are so long give each request enough to do.
 template <class Decoder> ibp_status launch_gather(const Gather &gather)
 {
     if constexpr (Decoder::Group::kWarps == 1) {

@@ -5,9 +5,9 @@
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
-// A warp decodes one tile of elements at a time. It goes down the planes (visit), since a plane begins where the digits
-// before it end, and up again (store). The escaped elements of a plane take their names from the level below. A name is
-// one byte: a symbol, or the rank of an entry.
+// A warp decodes one tile of elements at a time. It goes down the planes (visit), because each plane begins where the
+// digits of the plane before end, and then up again (store). The escaped elements of a plane take their names from the
+// level below. A name is one byte: a symbol, or the rank of an entry.
 //
 //     level 1    the names of the elements that escaped plane 0
 //     level 2    the names of the elements that escaped plane 1; planes 2 and 3 and raw symbols fill them in
@@ -19,8 +19,8 @@
 
 namespace ibp {
 
-// Counts, packed in words, of a lane's elements (such as escapes) in each of the STEPS steps of a tile. A step is STEP
-// elements of the group.
+// Counts of elements of a lane (such as escapes), one count for each of the STEPS steps of a tile, packed in words. In
+// a step the group takes STEP elements.
 template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     static constexpr uint32_t kField = STEP <= 256u ? 8 : 16; // bits of one step's count
     static constexpr uint32_t kFields = 32u / kField, kWords = (STEPS + kFields - 1u) / kFields;
@@ -30,8 +30,8 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     {
         words[s / kFields] += count << s % kFields * kField;
     }
-    // push moves all counts up by a step and puts one before them. pop takes the first count away, moves the others
-    // down, and returns it.
+    // push moves all counts up by a step, and puts a new count before them. pop removes the first count, moves the
+    // others down, and returns the removed count.
     __device__ __forceinline__ void push(uint32_t count)
     {
 #pragma unroll
@@ -51,8 +51,8 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
         return permute_bytes(counts, 0, kField == 8u ? 0x4440u + f : 0x4410u + 0x22u * f);
     }
     // Numbers the counted elements, beginning with `first`, step by step and in a step lane by lane. before: receives
-    // the number of the lane's first element in each step. columns: the table's columns, behind which there are no
-    // steps. Returns how many elements there are.
+    // the number of the lane's first counted element in each step. columns: the number of a row's columns; steps behind
+    // them are left out. Returns the number of counted elements of the group.
     __device__ __forceinline__ uint32_t number(uint32_t first, uint32_t columns, uint32_t (&before)[STEPS]) const
     {
         uint32_t total = 0;
@@ -60,7 +60,7 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
         for (uint32_t k = 0; k < kWords; k++) {
             if (k != 0u && k * kFields * STEP >= columns) break;
             // The sum over a step's lanes may not fit its field. The sum over all lanes except the last one does, so
-            // that the last lane's count is added apart.
+            // the last lane's count is added separately.
             constexpr bool kFits = STEP >> kField == 0u;
             const uint32_t sums = G::inclusive_scan(words[k]), lower = sums - words[k],
                            to_last = G::last_lane(kFits ? sums : lower), last = kFits ? 0u : G::last_lane(words[k]);
@@ -74,8 +74,8 @@ template <class G, uint32_t STEP, uint32_t STEPS> struct StepCounts {
     }
 };
 
-// A lane's digits of plane 1, in WORDS words; digits behind the last one are 0. before: how many digits of lower lanes
-// are escapes. num_escaped: how many of all lanes are.
+// A chunk of plane 1. digits: a lane's digits, in WORDS words; digits behind the plane's last one are 0. before: number
+// of escapes among the digits of lower lanes. num_escaped: number of escapes among the digits of all lanes.
 template <class G, uint32_t WORDS> struct PlaneChunk {
     uint32_t digits[WORDS], before, num_escaped;
 
@@ -94,22 +94,23 @@ struct NamedDigit {
 };
 
 // The levels of a warp's tile in shared memory. The list holds the numbers, 16 bits each, of the elements of level 2
-// that are still open; once these are named, its memory becomes level 1.
+// that have no name yet. Once all of them have names, the memory of the list becomes level 1.
 //
 //     | list, 2 * most bytes; later level 1, most bytes | 16 bytes | level 2, most bytes | 16 bytes |
 //
-// STEPS: vectors of 16 bytes that a lane has in a tile. PARTS: vectors of names of plane 1 that a lane makes at a time.
+// STEPS: number of vectors of 16 bytes that a lane has in a tile. PARTS: number of vectors of names of plane 1 that a
+// lane makes at a time.
 template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLevels {
-    static constexpr uint32_t kPerVector = 16u / sizeof(T); // elements of a vector of 16 bytes
-    // kStep, kTile: elements of the group in a step and in a tile.
+    static constexpr uint32_t kPerVector = 16u / sizeof(T); // number of elements in a vector of 16 bytes
+    // kStep, kTile: number of elements that the group takes in a step and in a tile.
     static constexpr uint32_t kSteps = STEPS, kStep = G::kLanes * kPerVector, kTile = kSteps * kStep;
-    // kPerLane, kChunk: digits of plane 1 that a lane and the group take at a time.
+    // kPerLane, kChunk: number of digits of plane 1 that a lane and the group take at a time.
     static constexpr uint32_t kPerLane = 16u * PARTS, kChunk = G::kLanes * kPerLane;
-    // level1: the shared byte at which the levels begin. most: elements of a tile.
+    // level1: the shared byte at which the levels begin. most: the largest number of elements of a tile.
     uint32_t level1, most;
 
-    // Returns the most elements of a tile. For groups that are parts of a warp, these are the elements of a row,
-    // rounded up to vectors, so that shared memory has room for more warps.
+    // Returns the largest number of elements of a tile. For groups that are parts of a warp it is the number of
+    // elements of a row, rounded up to a multiple of 16, so that shared memory has room for more warps.
     static __host__ __device__ __forceinline__ uint32_t most_of(const ibp_codebook &cb)
     {
         if (G::kPerWarp == 1) return kTile;
@@ -119,7 +120,7 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     {
         return 3u * most_of(cb) + 32u; // up to 16 bytes behind each level may be read
     }
-    // Returns the bytes of level 1 alone, which are read while elements are stored.
+    // Returns the size in bytes of level 1 alone, which is read while elements are stored.
     static __host__ __device__ __forceinline__ uint32_t kept_bytes(const ibp_codebook &cb) { return most_of(cb) + 16u; }
     __device__ __forceinline__ uint32_t level2() const { return level1 + 2u * most + 16u; }
     __device__ __forceinline__ uint16_t &listed(uint32_t i) const
@@ -128,8 +129,8 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     }
 
     // Writes the names of n elements of plane 2 or 3 into level 2, and lists the elements whose digits are escapes.
-    // FIRST: names the first n elements of level 2; otherwise the n listed ones. digit(base): returns the lane's digit,
-    // where lane 0 has the digit of element number `base`. Returns how many digits are escapes.
+    // FIRST: the elements are the first n of level 2; otherwise they are the n elements in the list. digit(base):
+    // returns the lane's digit, where lane 0 has digit `base`. Returns how many digits are escapes.
     template <bool FIRST, class Digit> __device__ __forceinline__ uint32_t name(uint32_t n, const Digit &digit) const
     {
         uint32_t num_escaped = 0;
@@ -147,9 +148,9 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
         }
         return num_escaped;
     }
-    // Does the same for the first n elements, those of plane 2, whose digits have two bits. A lane takes four digits at
-    // a time, which suits groups of few lanes. four(i, left): returns four digits, beginning with the i-th;
-    // name(digits): returns the names of four digits, which are a nibble each.
+    // Does the same for the n elements of plane 2, if its digits have two bits. A lane takes four digits at a time,
+    // which suits groups of few lanes. four(i, left): returns four digits, beginning with digit i; digits behind the
+    // next `left` are 0. name(digits): returns the names of four digits, which are in a nibble each.
     template <class Four, class Name>
     __device__ __forceinline__ uint32_t name_fours(uint32_t n, const Four &four, const Name &name) const
     {
@@ -170,8 +171,8 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
         }
         return num_escaped;
     }
-    // Does the same for n elements whose symbols are raw. in_list: they are listed; otherwise they are all elements of
-    // level 2.
+    // Writes the names of n elements whose symbols are raw into level 2. in_list: the elements are those in the list;
+    // otherwise they are all elements of level 2. name(i): returns the name of raw symbol i.
     template <class Name> __device__ __forceinline__ void name_raw(uint32_t n, bool in_list, const Name &name) const
     {
         __syncwarp(); // before the list is read
@@ -179,10 +180,10 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
             shared_bytes()[level2() + (in_list ? listed(i) : i)] = static_cast<uint8_t>(name(i));
         __syncwarp(); // before level 2 is read
     }
-    // Writes the names of the n elements of a tile that escaped plane 0 into level 1. chunk: their first digits.
-    // load(base, left): loads the next `left` digits, beginning with number `base`. names(chunk, part, from): returns
-    // 16 names; from: the shared byte at which the names of the lane's escaped digits begin, which the function moves
-    // on to the next ones.
+    // Writes the names of the n elements of a tile that escaped plane 0 into level 1. chunk: the first chunk of their
+    // digits. load(base, left): loads the chunk that begins with digit `base`, when `left` digits are left.
+    // names(chunk, part, from): returns 16 names. from: the shared byte at which the names of the lane's escaped digits
+    // begin; the function moves it on behind them.
     template <class Chunk, class Load, class Names>
     __device__ __forceinline__ void name_plane1(uint32_t n, Chunk chunk, const Load &load, const Names &names) const
     {
@@ -204,10 +205,11 @@ template <typename T, class G, uint32_t STEPS, uint32_t PARTS = 1> struct TileLe
     }
 };
 
-// Rebuilds a dense row, as Decoder::decode of decoder.cuh, with a decoder that has two functions:
+// Rebuilds a dense row as the contract of decoder.cuh asks of decode, by two functions of a decoder:
 //
-// visit(book, plane, start, range, tile): goes down one plane of a tile; returns how many digits are escapes.
-// store(book, parts, tile, tile_start, n, window): goes up again and stores the tile. parts.mine: the tile's digits.
+// visit(book, plane, start, range, tile): goes down one plane of a tile, and returns how many digits are escapes.
+// store(book, parts, tile, tile_start, n, window): goes up again and stores the tile. parts.mine: the ranges of the
+// tile's digits.
 //
 // If a warp has a single tile, it visits the tile while the parts are found; otherwise it counts escapes first.
 template <class Decoder, typename T>
@@ -230,7 +232,7 @@ __device__ __forceinline__ bool decode_tiles(const Decoder &decoder, const Plane
             return one_tile ? decoder.visit(book, p, start, range, tile)
                             : Decoder::count_escapes(start, range, num_bits);
         });
-    // If `good`, every position that is read from here on lies in the row, or up to 16 bytes behind a part of it.
+    // If `good`, every position that is read below lies in the row, or up to 16 bytes behind a part of it.
     const bool good = !active || parts.end == end;
     if (G::kPerWarp == 1 && G::any(!good)) return false;
     if (G::kPerWarp > 1 && !good) n = 0;

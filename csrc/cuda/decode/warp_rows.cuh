@@ -20,8 +20,8 @@ namespace ibp {
 // kinds that it will meet is smaller and compiles faster.
 enum RowKinds : uint32_t { kMaskRows = 1, kDenseRows = 2, kListedRows = 4, kAllRows = 7 };
 
-// Calls use.with<Decoder>() with the decoder of a codebook, and returns what it returns; false if the codebook's rows
-// are of none of the kinds.
+// Calls use.with<Decoder>() with the decoder of a codebook, and returns what this returns. Returns false if KINDS does
+// not include the kind of the codebook's rows.
 template <uint32_t KINDS, class Use>
 __host__ __device__ __forceinline__ bool use_warp_decoder(const ibp_codebook &cb, Use &use)
 {
@@ -69,7 +69,8 @@ struct ScratchOf {
     }
 };
 
-// Returns the bytes of dynamic shared memory that a warp needs to decode rows of a codebook: a multiple of 16.
+// Returns the size in bytes of the dynamic shared memory that a warp needs to decode rows of a codebook. It is a
+// multiple of 16.
 template <uint32_t KINDS = kAllRows>
 __host__ __device__ __forceinline__ uint32_t warp_scratch_bytes(const ibp_codebook &cb)
 {
@@ -103,7 +104,7 @@ static __device__ __noinline__ void copy_staged(uint8_t *dst, const uint8_t *src
     group_copy<OneWarp>(dst, src, num_bytes);
 }
 
-// Rebuilds the row whose coded bytes lie at the start of the scratch. Writes zeros if it is corrupt.
+// Rebuilds the row whose coded bytes lie at the start of the scratch. Writes zeros if the row is corrupt.
 template <uint32_t KINDS>
 __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint32_t num_bytes, const Window &window,
                                                     uint32_t scratch)
@@ -131,15 +132,15 @@ __device__ __forceinline__ ibp_status decode_staged(const ibp_codebook &cb, uint
 // stores are vectors of 16 bytes if row is a multiple of 16 and the whole row is wanted.
 // scratch: the byte of the block's dynamic shared memory at which the warp's own warp_scratch_bytes(cb) bytes begin; a
 // multiple of 16. Bytes are counted from where `extern __shared__` arrays begin.
-// @return in all lanes: IBP_OK; or IBP_CORRUPT_ROW, with zeros in row, if the bytes are no coded row, or one of none of
-// KINDS. All lanes of the warp see what has been stored. Whatever the bytes are, nothing outside coded, row and the
-// scratch is touched.
+// @return in all lanes: IBP_OK; or IBP_CORRUPT_ROW, with zeros in row, if the bytes are not a coded row, or if KINDS
+// does not include its kind. All lanes of the warp see what has been stored. Whatever the bytes are, nothing outside
+// coded, row and the scratch is touched.
 template <uint32_t KINDS = kAllRows>
 __device__ __forceinline__ ibp_status warp_decode_coded(const ibp_codebook &cb, const uint8_t *coded,
                                                         uint32_t coded_bytes, uint8_t *row, uint32_t num_bytes,
                                                         uint32_t scratch)
 {
-    // A coded row that is longer is corrupt.
+    // A coded row with more bytes than the row itself is corrupt.
     const uint32_t staged = coded_bytes <= cb.row_bytes ? coded_bytes : 0u;
     __syncwarp(); // before the scratch is overwritten
     copy_staged(shared_bytes() + scratch, coded, staged);

@@ -1,16 +1,18 @@
-// encode.cu - the entry points that measure rows and encode them, in two passes or one: they check the arguments and
-// choose the encoder (the paper's section 4.2). The kernels are in encode/.
+// encode.cu - the entry points that measure rows and encode them, in two passes or one (the paper's section 4.2). They
+// check the arguments and choose the encoder. The kernels are in rows.cuh.
 #include "../cuda_checks.h"
 #include "encode_request.h"
 #include "../kinds.h"
 
 namespace ibp {
 
-// Returns whether encode_fast.cuh takes a codebook: symbols are exponents of 8 bits, and rows are whole vectors.
+// Returns whether encode_fast.cuh can encode with a codebook: symbols are exponents of 8 bits, and rows consist of
+// whole vectors of 16 bytes.
 static bool encodes_fast(const ibp_codebook &cb)
 {
     return is_fast(cb) && cb.planes.rotate == 1u && bits_of_symbol(cb.planes) == 8u && cb.row_bytes % 16u == 0u;
 }
+// Returns whether values.cuh can encode with a codebook.
 static bool has_values(const ibp_codebook &cb)
 {
     const uint32_t size = cb.planes.element_bytes;
@@ -18,8 +20,8 @@ static bool has_values(const ibp_codebook &cb)
     return is_dense(cb) && size <= 4u && (has_code_table(cb) || has_ranks);
 }
 
-// The encoders. A codebook goes to the first encoder of its scheme that takes it and knows its fields. Rows of scheme
-// raw are stored as they are, which any encoder can do.
+// An encoder and the codebooks that it takes. A codebook gets the first encoder in the list that has its scheme, takes
+// it and knows its fields. Rows of scheme raw are stored as they are, which any encoder can do.
 struct Encoder {
     ibp_scheme scheme;
     bool (*takes)(const ibp_codebook &codebook);

@@ -1,4 +1,5 @@
-// encode_dense.cu - measures dense rows of scheme planes, and encodes those that values.cu does not take.
+// encode_dense.cu - measures dense rows of scheme planes, also for values.cu, and encodes the rows that neither
+// encode_fast.cu nor values.cu takes.
 #include "planes.cuh"
 #include "rows.cuh"
 

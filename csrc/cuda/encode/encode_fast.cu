@@ -1,5 +1,5 @@
-// encode_fast.cu - measures and encodes the dense rows of scheme planes that encode_fast.cuh takes: one plane of digits
-// of four bits over consecutive exponents.
+// encode_fast.cu - measures and encodes the dense rows of scheme planes that encode_fast.cuh describes: one plane of
+// digits of four bits over consecutive exponents.
 #include "encode_fast.cuh"
 #include "rows.cuh"
 

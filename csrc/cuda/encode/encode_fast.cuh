@@ -1,14 +1,14 @@
 // encode_fast.cuh - encodes dense rows of scheme planes with one plane of digits of four bits over consecutive symbols
-// (FORMAT.md section 6), which level="fast" makes of most floats. Elements are rotated, their symbol is an exponent of
-// 8 bits, and rows are whole vectors.
+// (FORMAT.md section 6), as level="fast" makes them of most floats. Elements are rotated, their symbol is an exponent
+// of 8 bits, and rows consist of whole vectors of 16 bytes.
 //
 //     | residuals: 1 or 3 bytes for each element | digits: 4 bits for each element | escaped symbols: 1 byte each |
 //
-// 1. A lane loads 16 bytes a step, and splits elements into symbols and residuals (split).
-// 2. Digits are made by a subtraction and a comparison, of four symbols at once (digits_of).
-// 3. A lane's residuals and digits are whole bytes at places that are known; they are stored in the stage (put).
-// 4. Escapes are rare: a vote finds whether there are any, and only then they are counted and appended
-//    (append_escaped).
+// 1. A lane loads vectors of 16 bytes, and splits their elements into symbols and residuals (split).
+// 2. A subtraction and a comparison make the digits of four symbols at once (digits_of).
+// 3. A lane's residuals and digits are whole bytes, and their places in the stage follow from the column alone. They
+//    are stored there (put).
+// 4. Escapes are rare. A vote says whether there are any, and only then are they counted and appended (append_escaped).
 #ifndef IBP_ENCODE_FAST_CUH
 #define IBP_ENCODE_FAST_CUH
 
@@ -24,9 +24,9 @@ template <typename T, uint32_t LANES> struct FastEncoder {
     using G = Group;
     static constexpr uint32_t kBlocks = 1;
     static constexpr bool kFillsStage = true;
-    // Words that hold one byte of each of a lane's elements.
+    // Number of words that hold one byte of each element of a vector.
     static constexpr uint32_t kWords = kVector / sizeof(T) / 4u;
-    static constexpr uint32_t kResidualBytes = sizeof(T) - 1u; // bytes of an element's residual
+    static constexpr uint32_t kResidualBytes = sizeof(T) - 1u; // size of a residual in bytes
     static constexpr uint32_t kSteps = 2, kStepBytes = kVector * LANES, kEscape = 15;
     static constexpr uint32_t kHigh = 0x80808080u, kBytes = 0x01010101u;
     const uint32_t row_bytes, columns, first_symbol; // first_symbol: repeated in each byte
@@ -40,26 +40,26 @@ template <typename T, uint32_t LANES> struct FastEncoder {
     }
     __device__ __forceinline__ void select(const ibp_codebook &, uint32_t) {}
 
-    // Returns the digits of four symbols, one in each byte. escaped: receives the highest bit of every byte whose
-    // symbol is an escape.
+    // Returns the digits of four symbols, one in each byte. escaped: receives a word in which the highest bit of a byte
+    // is set if its symbol escapes.
     __device__ __forceinline__ uint32_t digits_of(uint32_t symbols, uint32_t &escaped) const
     {
-        // The distance of each symbol behind first_symbol: a subtraction that does not borrow from one byte to the
-        // next.
+        // ahead: how far each symbol lies behind first_symbol, modulo 256. The subtraction does not borrow from one
+        // byte to the next.
         const uint32_t difference = (symbols | kHigh) - (first_symbol & ~kHigh);
         const uint32_t ahead = difference ^ ((symbols ^ ~first_symbol) & kHigh);
         escaped = (((ahead & ~kHigh) + (0x80u - kEscape) * kBytes) | ahead) & kHigh;
         return (ahead | (escaped >> 7u) * kEscape) & kEscape * kBytes;
     }
-    // Splits a lane's elements into symbols and residuals, each side by side.
+    // Splits the elements of a vector into symbols and residuals, and packs both side by side.
     static __device__ __forceinline__ void split(const uint32_t (&word)[4], uint32_t (&symbols)[kWords],
                                                  uint32_t (&residuals)[3])
     {
         if constexpr (sizeof(T) == 2) {
 #pragma unroll
             for (uint32_t w = 0; w < 2u; w++) {
-                // The shift carries a bit from one element to the next, in the place of a sign. It is left out when the
-                // true signs are selected.
+                // The shift moves the highest bit of one element to the lowest bit of the next, where that element's
+                // own sign belongs. The true signs replace these bits.
                 const uint32_t low = word[2 * w] << 1, high = word[2 * w + 1] << 1,
                                signs = replicate_signs<0xfdb9>(word[2 * w], word[2 * w + 1]);
                 symbols[w] = permute_bytes(low, high, 0x7531);
@@ -77,7 +77,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
         }
     }
     __device__ __forceinline__ uint32_t default_bytes() const { return ~0u; }
-    // Returns the bits of the coded row.
+    // Returns the size of the coded row in bits.
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         uint32_t num_escaped[1] = {0};
@@ -107,14 +107,15 @@ template <typename T, uint32_t LANES> struct FastEncoder {
             *reinterpret_cast<uint16_t *>(to_digits) = static_cast<uint16_t>(digits);
         }
     }
-    // Appends those of four symbols that are escapes.
+    // Appends the escaped ones of four symbols, and advances `to`.
     static __device__ __forceinline__ void append(uint8_t *&to, uint32_t symbols, uint32_t escaped)
     {
 #pragma unroll
         for (uint32_t e = 0; e < 4; e++)
             if ((escaped >> 8u * e & 0xffu) != 0u) *to++ = static_cast<uint8_t>(symbols >> 8u * e);
     }
-    // Appends the escaped symbols of a step at `to`, if there is room for all of them. Returns how many there are.
+    // Appends the escaped symbols of a step at `to`, if `room` bytes are enough for all of them. Returns how many there
+    // are.
     static __device__ __noinline__ uint32_t append_escaped(uint4 symbols, uint4 escaped, uint8_t *to, uint32_t room)
     {
         static_assert(kSteps * kWords <= 4u, "a vector holds them");
@@ -141,7 +142,7 @@ template <typename T, uint32_t LANES> struct FastEncoder {
     {
         uint8_t *const residuals = reinterpret_cast<uint8_t *>(stage.words), *const digits =
                                                                                  residuals + columns * kResidualBytes;
-        uint32_t end = columns * kResidualBytes + columns / 2u; // the byte at which the coded row ends, so far
+        uint32_t end = columns * kResidualBytes + columns / 2u; // the byte at which the coded row ends so far
         if (end > most_bytes || start_bit != 0u) return kNoCodedForm;
         const bool is_whole = row.is_whole(row_bytes);
 #pragma unroll 1

@@ -1,5 +1,5 @@
-// encode_listed.cu - measures and encodes listed rows of scheme planes. Codebooks without further fields are compiled
-// here; listed_fields.cu compiles all others.
+// encode_listed.cu - measures and encodes listed rows of scheme planes. This file compiles the encoders for codebooks
+// that use no PlanesField; listed_fields.cu compiles the encoders for all others.
 #include "listed_encoders.cuh"
 
 namespace ibp {

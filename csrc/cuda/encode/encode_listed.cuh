@@ -1,13 +1,13 @@
-// encode_listed.cuh - encodes listed rows of scheme planes with elements of up to four bytes and a table of all
-// symbols' codes (FORMAT.md section 6).
+// encode_listed.cuh - encodes listed rows of scheme planes (FORMAT.md section 6), if elements have up to four bytes and
+// a table has the codes of all symbols.
 //
 //     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |
 //     | values of the listed elements: residuals | plane 0 | plane 1 | plane 2 | plane 3 | raw symbols |
 //
-// 1. The listed elements are put side by side in shared memory, and the bitmap of their columns is made
+// 1. The listed elements are stored side by side in shared memory, and the bitmap of their columns is made
 //    (gather_listed).
 // 2. The header, the positions and the highest bits of the other elements are written into the stage.
-// 3. The elements are encoded as a dense row of their own (values.cuh).
+// 3. The values of the listed elements are encoded like those of a dense row (values.cuh).
 #ifndef IBP_ENCODE_LISTED_CUH
 #define IBP_ENCODE_LISTED_CUH
 
@@ -24,17 +24,18 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     using Base::columns, Base::planes, Base::row_bytes;
     static constexpr uint32_t kBits = Base::kBits, kPerLane = Base::kPerLane;
 
-    // A lane takes vectors that lie side by side, so that its bits of the bitmaps lie side by side too. `Bits` holds
-    // them.
+    // kVectors: number of vectors that a lane takes in each step. They lie side by side, and so do the lane's bits in
+    // the bitmaps. `Bits` holds these bits.
     static constexpr uint32_t kVectors = sizeof(T) == 1 ? 2 : 4, kPerStep = kVectors * kPerLane;
     using Bits = std::conditional_t<kPerStep == 32u, uint32_t, uint16_t>;
 
     using Base::Base;
 
-    // The scratch of a group, in shared memory behind its stage. The columns have two bytes each; they are a quarter of
-    // all columns at most, or as many as are not listed.
+    // The scratch of a group, in shared memory behind its stage. A list has two bytes for each of its columns. It names
+    // about a quarter of all columns at most, because a bitmap is shorter than a longer list; so the elements and the
+    // list fit together.
     //
-    //     | listed elements, rounded up to those of whole lanes | columns of a list of positions | bitmap | signs |
+    //     | listed elements, and behind them the columns of a list: a multiple of 64 bytes | bitmap | signs |
     static __host__ __device__ __forceinline__ uint32_t elements_bytes(uint32_t row_bytes)
     {
         return (row_bytes + (sizeof(T) == 1 ? row_bytes / 2u : 0u) + 63u) / 64u * 64u;
@@ -44,8 +45,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         const uint32_t words = (cb.row_bytes / static_cast<uint32_t>(sizeof(T)) + 127u) / 128u * 4u;
         return elements_bytes(cb.row_bytes) + (Book::signed_default(cb.planes) ? 12u : 4u) * words;
     }
-    // The highest bits of a lane's elements that are not listed, the first one lowest, and how many elements before the
-    // lane's are not listed.
+    // bits: the highest bits of a lane's unlisted elements, the first one lowest. before: number of unlisted elements
+    // before the lane's.
     struct alignas(2u * sizeof(Bits)) Signs {
         Bits bits, before;
     };
@@ -53,7 +54,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
     // A row being encoded.
     struct Work {
         const BitStage &stage;
-        T *elements;  // as they are in the row; later the symbols of the list
+        T *elements;  // listed elements as they are in the row; later the list of values.cuh
         Bits *bitmap; // one bit for each column
         Signs *signs; // used with signed_default
         uint32_t num_listed;
@@ -68,7 +69,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 
     // ---- listed elements ----
 
-    // Puts the listed elements side by side, and makes the bitmaps.
+    // Stores the listed elements side by side, and makes the bitmap and, with signed_default, the signs.
     __device__ __forceinline__ void gather_listed(const PlainRow &row, Work &work) const
     {
         const bool is_whole = row.is_whole(row_bytes), has_signs = Book::signed_default(planes);
@@ -98,7 +99,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         }
         G::sync(); // before elements and bitmaps are read
     }
-    // Stores the listed elements of a lane's words. Returns the highest bits of the others, the last one lowest.
+    // Stores the listed elements of a lane's words. If HAS_SIGNS, returns the highest bits of the unlisted elements,
+    // the last one lowest.
     template <bool HAS_SIGNS>
     static __device__ __forceinline__ uint32_t put_listed(T *to, const uint32_t (&words)[kVectors][4], uint32_t listed)
     {
@@ -131,8 +133,8 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
 
     // ---- positions ----
 
-    // Writes the positions. Those of a list are first put side by side, behind the elements, so that all lanes get
-    // equal numbers of them.
+    // Writes the positions. The positions of a list are first stored side by side behind the elements, so that every
+    // lane gets the same number of them.
     __device__ __forceinline__ void put_positions(const Work &work, const ibp_position_form &form, uint32_t start) const
     {
         const BitStage &stage = work.stage;
@@ -167,7 +169,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
             stage.or_bits(low + i * num_bits, low_bits(column, num_bits));
         }
     }
-    // Writes the highest bits of the elements that are not listed, which begin at bit `start`.
+    // Writes the highest bits of the unlisted elements, beginning at bit `start`.
     __device__ __forceinline__ void put_signs(const Work &work, uint32_t start) const
     {
         const BitStage &stage = work.stage;
@@ -188,7 +190,7 @@ template <typename T, uint32_t LANES, uint32_t FIELDS> struct ListedEncoder : Va
         gather_listed(row, work);
         const uint32_t k = work.num_listed, positions = start_bit + this->header_bits();
         const bool closed = is_closed(work);
-        // The header lies in the stage's first word: at most a cluster's number comes before it.
+        // The header lies in the stage's first word, because at most a cluster's number comes before it.
         if (G::lane() == 0u) stage.or_word(0, (k | (closed ? ibp_closed_bit(columns) : 0u)) << start_bit);
         ibp_position_form form{};
         if (k != 0u) form = this->choose_form(k);

@@ -1,5 +1,5 @@
-// encode_masks.cuh - encodes rows of scheme ibp by a group of lanes, 16 bytes a lane and step (FORMAT.md section 5; the
-// paper's section 4.2).
+// encode_masks.cuh - encodes rows of scheme ibp (FORMAT.md section 5; the paper's section 4.2). A group of lanes
+// encodes a row, and in each step every lane takes 16 bytes.
 //
 //     | participation bits, num_flags of them | kept bits of word 0 | of word 1 | ... | zero bits up to a byte |
 //
@@ -9,8 +9,8 @@
 // 3. A lane ORs its participation bits into the stage, extracts the kept bits of each word, and writes them behind one
 //    another.
 //
-// Bound by the issue of instructions: some 250 a step of 512 bytes, most of them parallel bit extracts; measuring takes
-// about 80.
+// The rate at which instructions issue limits the encoder. A warp takes about 250 instructions for each step of 512
+// bytes, most of them for parallel bit extracts; measuring takes about 80.
 #ifndef IBP_ENCODE_MASKS_CUH
 #define IBP_ENCODE_MASKS_CUH
 
@@ -37,11 +37,12 @@ template <uint32_t LANES> struct MasksEncoder {
     {
         const uint64_t offset = uint64_t{k} * cb.cluster_stride;
         mask += offset, bitval += offset, flags += offset;
-        // The number in memory may be any; it is limited because no row has more participation bits than bytes.
+        // The number in memory is not trusted; it is limited because no row has more participation bits than bytes.
         if (cb.num_clusters > 1u) num_flags = ibp_min_u32(__ldg(cb.cluster_flags + offset), cb.row_bytes);
     }
 
-    // A lane's four words, the bits that are kept of them, and their participation bits with the position of the first.
+    // word: a lane's four words. keep: masks of their kept bits. participation: their participation bits, side by side.
+    // flag_position: the position of the first participation bit. num_kept: number of kept bits.
     struct Lane {
         uint32_t word[4], keep[4];
         uint32_t participation, flag_position, num_kept;
@@ -79,7 +80,7 @@ template <uint32_t LANES> struct MasksEncoder {
     }
 
     __device__ __forceinline__ uint32_t default_bytes() const { return ~0u; }
-    // Returns the exact bits of the coded row.
+    // Returns the exact size of the coded row in bits.
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         uint32_t kept[1] = {0};

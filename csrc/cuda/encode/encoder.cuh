@@ -1,7 +1,8 @@
-// encoder.cuh - the contract of encoders, and the functions that they share. A group of lanes loads a row by vectors of
-// 16 bytes, at any address, and puts the coded row's bits together in its stage, which is a part of shared memory:
+// encoder.cuh - the contract of encoders, and the functions that they share. A group of lanes loads a row, which may
+// lie at any address, in vectors of 16 bytes. It assembles the coded row in its stage, which is a part of shared
+// memory:
 //
-//     | number of the cluster, if there are several: 1 byte | coded row | zeros: padding | words that are no row's |
+//     | number of the cluster, if there are several: 1 byte | coded row | zeros: padding | spare words |
 //
 // An encoder is a struct for one kind of codebook and a number of lanes:
 //
@@ -19,14 +20,16 @@
 //     };
 //
 //     Group          the threads that encode one row together
-//     kBlocks        blocks for which an SM has registers; a block has kMostEncodeThreads or, if rows are measured,
-//                    Group::kThreads
+//     kBlocks        number of blocks for which an SM has registers; a block has kMostEncodeThreads threads or, if rows
+//                    are measured, Group::kThreads
 //     kFillsStage    whether encode writes every byte of the coded row, and reads none
-//     table_bytes    bytes of shared memory of a block, which begin at byte 0, where `table` points; a multiple of 16
-//     scratch_bytes  bytes of shared memory of a group, behind its stage; a multiple of 16
-//     select         makes the struct the encoder for rows of cluster k; k is 0 if there is one cluster
-//     measure        returns the bits of the coded row
-//     default_bytes  returns the most bytes, including a cluster's number, that a whole default row would have if coded
+//     table_bytes    size in bytes of a block's table, which begins at byte 0 of shared memory, where `table` points; a
+//                    multiple of 16
+//     scratch_bytes  size in bytes of a group's scratch, which lies behind its stage in shared memory; a multiple of 16
+//     select         turns the struct into the encoder for rows of cluster k; k is 0 if there is one cluster
+//     measure        returns the size of the coded row in bits
+//     default_bytes  returns the largest size in bytes, including a cluster's number, that a whole default row would
+//                    have if coded; ~0u if any size is possible
 //     encode         writes the coded row into the stage; returns the byte of the stage at which its bits end
 //
 // An encoder may rely on this:
@@ -40,12 +43,13 @@
 // An encoder must do this:
 //
 //   - End the constructor with a barrier of the block if it fills the table.
-//   - Return from measure, in all lanes, bits that, rounded up to bytes, are what ibp_coded_row_bytes returns.
-//   - Leave the row's bits in the stage from start_bit on, and return from encode, in all lanes, the byte at which they
-//     end. If this is more than most_bytes, or kNoCodedForm, the stage may hold anything: nothing is stored.
+//   - Return from measure, in all lanes, a number of bits that gives the result of ibp_coded_row_bytes when it is
+//     rounded up to bytes.
+//   - Leave the row's bits in the stage, beginning at bit start_bit, and return from encode, in all lanes, the byte at
+//     which they end. If this is more than most_bytes, or kNoCodedForm, the stage may hold anything: the row is not
+//     stored.
 //   - Write no shared memory except the group's stage and scratch, whatever the row and the codebook's arrays hold,
-//     even while another stream changes the row: BitStage puts bits that would lie past the stage into the words behind
-//     the row.
+//     even while another stream changes the row: BitStage puts bits that would lie past the stage into its spare words.
 //
 // To add an encoder, write a .cuh with the struct and a .cu that instantiates it with the kernels of rows.cuh; then add
 // functions to encode_request.h, and a line to the list of encode.cu.
@@ -61,25 +65,26 @@
 
 namespace ibp {
 
-// kEncodeThreads: threads of a block if an SM holds several blocks. kMostEncodeThreads: threads of a larger block,
-// which is used if the SMs are limited or a block encodes one row. kVector: bytes.
+// kEncodeThreads: number of threads of a block if an SM holds several blocks. kMostEncodeThreads: number of threads of
+// a larger block, which is used if the caller limits the SMs, if the block's table is large, or if a block encodes one
+// row. kVector: size of a vector in bytes.
 constexpr uint32_t kEncodeThreads = 256, kMostEncodeThreads = 512, kVector = 16;
 
 constexpr uint32_t kNoCodedForm = static_cast<uint32_t>(IBP_NO_CODED_FORM);
 
-// kPartLanes: lanes that encode one short row; more lanes would be idle. kLongestOfPart, kLongestOfWarp: the most bytes
-// of a row that a part of a warp encodes, and that a warp encodes.
+// kPartLanes: number of lanes that encode one short row; more lanes would be idle. kLongestOfPart, kLongestOfWarp: size
+// in bytes of the longest row that a part of a warp encodes, and that a warp encodes.
 constexpr uint32_t kPartLanes = 8, kLongestOfPart = 1024, kLongestOfWarp = 8192;
 
-// The LANES threads that encode one row: a part of a warp for short rows, a warp, or a whole block for long ones.
-// Encoding a dense row waits at few barriers, and an SM has room for few stages of dense rows, so that more threads
-// share one. Unlike the groups of group.cuh, the groups of one warp diverge: collectives name only the lanes of the
-// group.
+// The LANES threads that encode one row: a part of a warp if rows are short, a warp, or several warps if rows are long.
+// Many threads can share the stage of a long row, because encoding waits at few barriers; and they must, because an SM
+// has room for few such stages. Unlike the groups of group.cuh, the groups of one warp diverge: collectives name only
+// the lanes of the group.
 template <uint32_t LANES> struct EncodeGroup {
-    // kWidth: lanes of the group in one warp.
+    // kWidth: number of the group's lanes in one warp.
     static constexpr uint32_t kLanes = LANES, kWidth = LANES < kWarp ? LANES : kWarp;
     static constexpr bool kIsBlock = LANES > kWarp;
-    // kThreads: threads of a block if SMs are not limited.
+    // kMostGroups: largest number of groups in a block. kThreads: number of threads of a block if SMs are not limited.
     static constexpr uint32_t kMostGroups = kMostEncodeThreads / LANES, kThreads = kIsBlock ? LANES : kEncodeThreads;
     static_assert(!kIsBlock || LANES % kEncodeThreads == 0, "more than a warp is a block");
 
@@ -158,7 +163,7 @@ template <uint32_t LANES> struct EncodeGroup {
             return __shfl_sync(mask(), v, 0, kWidth);
         }
     }
-    // Returns the least number of the lanes of this warp that belong to the group.
+    // Returns the minimum of v over the group's lanes in this warp.
     static __device__ __forceinline__ uint32_t min_in_warp(uint32_t v)
     {
         if constexpr (kWidth == kWarp) {
@@ -182,7 +187,8 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 
   private:
-    // Adds up the warps' sums: those of the warps below this one, and those of all warps.
+    // Adds up sums of single warps. before: receives the sums over the group's warps below this one. total: receives
+    // the sums over all warps of the group.
     template <int N>
     static __device__ __forceinline__ void join_warps(const uint32_t (&of_warp)[N], uint32_t (&before)[N],
                                                       uint32_t (&total)[N])
@@ -208,9 +214,9 @@ template <uint32_t LANES> struct EncodeGroup {
     }
 };
 
-// Returns the 16 bytes that start at any address: num_bytes valid ones, then zeros. It loads whole words, even one that
-// begins before `from`, but none that ends behind the valid bytes, because the last row may end where its allocation
-// ends.
+// Returns the 16 bytes at `from`, which may have any alignment. num_bytes: the number of bytes that are valid there;
+// zeros replace the bytes behind them. It loads aligned words if none of them ends behind the valid bytes, and single
+// bytes otherwise, because the last row may end where its allocation ends. The first word may begin before `from`.
 static __device__ __noinline__ uint4 load_part(const uint8_t *from, uint32_t num_bytes)
 {
     uint32_t words[4] = {};
@@ -242,8 +248,8 @@ struct PlainRow {
     {
         load(first, has_whole(first), words);
     }
-    // has_whole returns whether the 16 bytes from `first` on are valid and aligned. is_whole returns this for all
-    // vectors of a row of row_bytes bytes at once.
+    // has_whole returns whether the vector that begins at byte `first` is aligned and consists of valid bytes. is_whole
+    // returns whether this is so for all vectors of a row of row_bytes bytes.
     __device__ __forceinline__ bool has_whole(uint32_t first) const
     {
         return first + kVector <= valid && aligned(bytes, kVector);
@@ -252,7 +258,7 @@ struct PlainRow {
     {
         return row_bytes % kVector == 0u && valid >= row_bytes && aligned(bytes, kVector);
     }
-    // Does the same; is_vector: the result of has_whole.
+    // Loads 16 bytes like the first load. is_vector: the result of has_whole.
     __device__ __forceinline__ void load(uint32_t first, bool is_vector, uint32_t (&words)[4]) const
     {
         const uint8_t *const from = bytes + first;
@@ -265,8 +271,8 @@ struct PlainRow {
     }
 };
 
-// The bytes of a default row (FORMAT.md section 2): eight bytes that repeat or, if there are constant columns, those of
-// a template.
+// The bytes of a default row (FORMAT.md section 2): eight bytes that repeat or, if there are constant columns, the
+// bytes of the codebook's template.
 struct DefaultRow {
     PlainRow whole;
     uint32_t word[2];
@@ -289,8 +295,8 @@ struct DefaultRow {
     }
 };
 
-// Returns whether the first num_bytes bytes of a row are those of a default row. Stops at the first step that differs.
-// Not inlined, because few rows begin like a default row.
+// Returns whether the first num_bytes bytes of a row are those of a default row. Stops after the first step in which a
+// byte differs. Not inlined, because few rows begin like a default row.
 template <class G>
 static __device__ __noinline__ bool is_default_throughout(const ibp_codebook &cb, PlainRow row, uint32_t num_bytes)
 {
@@ -328,9 +334,9 @@ template <class G> __device__ __forceinline__ void prefetch(const PlainRow &row)
 // because testing for zero costs more than the atomic.
 constexpr bool kLikely = true;
 
-// The stage of a row being coded, whose words are zero at first: bits are ORed into them. Bits that would lie past the
-// end go to the last words, which belong to no row. This happens only if a row has changed since it was measured, or
-// has no coded form.
+// The stage of a row that is being coded. Its words are zero at first, and bits are ORed into them. Bits that would lie
+// past the end go to the spare words at the end of the stage. This happens only if a row has changed since it was
+// measured, or has no coded form.
 struct BitStage {
     uint32_t *words;
     uint32_t num_words; // one more word lies behind these
@@ -349,14 +355,15 @@ struct BitStage {
         const uint32_t words_of[2] = {static_cast<uint32_t>(bits), static_cast<uint32_t>(bits >> 32)};
         or_words(position, words_of);
     }
-    // Returns the word that holds bit `position`, at which N words of bits begin. They may reach into one word more.
+    // Returns the word that holds bit `position`, at which N words of bits begin. These bits may reach into one word
+    // more.
     template <uint32_t N> __device__ __forceinline__ uint32_t *at(uint32_t position) const
     {
         constexpr uint32_t kMost = 6;
         static_assert(N <= kMost, "words that a stage has behind a row");
         return words + ibp_min_u32(position / 32u, num_words - kMost);
     }
-    // ORs N words of bits into the stage. Words that are zero are left out, except with LIKELY.
+    // ORs N words of bits into the stage, beginning at bit `position`. Words that are zero are skipped, unless LIKELY.
     template <bool LIKELY = false, uint32_t N>
     __device__ __forceinline__ void or_words(uint32_t position, const uint32_t (&bits)[N]) const
     {
@@ -370,8 +377,8 @@ struct BitStage {
     }
 };
 
-// Writes a run of consecutive bits of one lane. Whole words are stored. The first and the last word may be shared with
-// other lanes and are ORed.
+// A writer of a run of consecutive bits by one lane. It stores whole words. It ORs the first and the last word, which
+// other lanes may share.
 struct BitWriter {
     const BitStage &stage;
     uint64_t bits = 0;
@@ -382,7 +389,7 @@ struct BitWriter {
         : stage(to), word(position / 32u), filled(position % 32u), is_shared(filled != 0u)
     {
     }
-    // Appends num_bits bits, at most 32. No bits of `more` above them are set.
+    // Appends the lowest num_bits bits of `more`, at most 32. All bits above them must be 0.
     __device__ __forceinline__ void push(uint32_t more, uint32_t num_bits)
     {
         bits |= static_cast<uint64_t>(more) << filled;
@@ -405,7 +412,7 @@ struct BitWriter {
     __device__ __forceinline__ void finish() const { stage.or_word(word, static_cast<uint32_t>(bits)); }
 };
 
-// Writes zeros from byte `from` of a stage to byte `to`.
+// Writes zeros to the bytes `from` to `to` - 1 of a stage, and to the rest of the last word.
 template <class G> __device__ __forceinline__ void pad(const BitStage &stage, uint32_t from, uint32_t to)
 {
     uint8_t *const bytes = reinterpret_cast<uint8_t *>(stage.words);
@@ -421,7 +428,7 @@ template <class G> __device__ __forceinline__ void clear(const BitStage &stage, 
         reinterpret_cast<uint4 *>(stage.words)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// Returns the bytes of a stage: a coded row, the padding of its overflow part, and the word behind it.
+// Returns the size of a stage in bytes: a coded row, the padding of its overflow part, and spare words.
 __host__ __device__ __forceinline__ uint32_t bit_stage_bytes(uint32_t row_bytes)
 {
     return (row_bytes + 15u) / 16u * 16u + 48u;
@@ -463,7 +470,7 @@ __device__ __forceinline__ Encoder of_cluster(const Encoder &encoder, const ibp_
     return one;
 }
 
-// The cluster that codes a row in the fewest bytes (of equal ones, the first), and the bytes of the coded row,
+// cluster: the first of the clusters that code a row in the fewest bytes. bytes: the size of the coded row in bytes,
 // including the cluster's number.
 struct Choice {
     uint32_t cluster, bytes;

@@ -8,10 +8,10 @@
 
 namespace ibp {
 
-// The fields that ListedEncoder knows, which puts a row's listed elements side by side.
+// The fields that ListedEncoder knows. ListedEncoder gathers a row's listed elements side by side.
 constexpr uint32_t kGatheredFields = kConsecutive | kSignedDefault;
 
-// The encoders for codebooks that may have FIELDS.
+// The encoders for codebooks that use no fields besides FIELDS.
 template <uint32_t FIELDS> struct ListedEncoders {
     template <typename T> struct Of {
         template <uint32_t LANES> using Any = PlanesEncoder<T, true, LANES, FIELDS>;
@@ -23,10 +23,10 @@ template <uint32_t FIELDS> struct ListedEncoders {
     {
         return knows_fields(cb, FIELDS) && (FIELDS == kAllFields || cb.planes.element_bytes < 8u);
     }
-    // Elements of eight bytes are rare, so that one set of encoders serves all their codebooks.
+    // Elements of eight bytes are rare, so the encoders for kAllFields serve all their codebooks.
     template <typename T> static constexpr bool kHasAny = FIELDS == kAllFields || sizeof(T) < 8;
-    // Encodes with ListedEncoder, which keeps listed elements in shared memory. A block of eight warps has room for
-    // those of short rows.
+    // Encodes with ListedEncoder, which keeps listed elements in shared memory. Short rows are encoded by parts of a
+    // warp: the shared memory of a block of eight warps has room for the elements of so many short rows.
     template <template <uint32_t> class Encoder> static ibp_status launch_gathered(const Encode &encode)
     {
         const bool is_short = codebook_of(encode).row_bytes <= kLongestOfPart;

@@ -1,4 +1,4 @@
-// listed_fields.cu - measures and encodes listed rows of scheme planes whose codebooks may have any fields.
+// listed_fields.cu - measures and encodes listed rows of scheme planes for codebooks that use any PlanesField.
 #include "listed_encoders.cuh"
 
 namespace ibp {

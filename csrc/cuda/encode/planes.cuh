@@ -1,7 +1,7 @@
-// planes.cuh - encodes rows of scheme planes by a group of lanes, 16 bytes a lane and step (FORMAT.md section 6). T is
-// the element; everything else is a run-time value.
+// planes.cuh - encodes rows of scheme planes (FORMAT.md section 6). A group of lanes encodes a row, and in each step
+// every lane takes 16 bytes. T is the type of an element; the other fields of a codebook are run-time values.
 //
-//     | listed rows: header | positions | highest bits of unlisted elements |
+//     | header | positions | highest bits of unlisted elements |                            in listed rows only
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
@@ -9,13 +9,14 @@
 //    counts are all that measuring needs.
 // 2. Step by step, a lane loads its elements and looks up their codes (find_codes).
 // 3. A prefix sum says where the lane's digits of each plane and its raw symbols go (scan).
-// 4. The lane ORs them into the stage (write_positions, write_signs, write_values).
+// 4. The lane ORs all parts of its elements into the stage (write_positions, write_signs, write_values).
 //
 // A symbol's *code* says at once what becomes of it in all planes: bit 8p is set if the symbol escapes plane p, and
-// bits 8p + 4 to 8p + 7 are its digit there. The codes of up to 16 elements are added up byte by byte to the escapes of
-// a lane; sums over lanes take 16 bits each.
-// Measuring takes some 55 instructions a step of 512 bytes of 16-bit elements if a table has the codes of all symbols.
-// Encoding counts first, and is bound by issue: some 350.
+// bits 8p + 4 to 8p + 7 are its digit there. A lane has at most 16 elements in a step, so the sum of their codes'
+// escape bits counts the escapes of each plane in a byte of its own. Sums over lanes take 16 bits for each plane.
+//
+// If a table has the codes of all symbols, a warp takes about 55 instructions to measure a step of 512 bytes of 16-bit
+// elements. Encoding counts first, too, and takes about 350; the rate at which instructions issue limits it.
 #ifndef IBP_ENCODE_PLANES_CUH
 #define IBP_ENCODE_PLANES_CUH
 
@@ -28,10 +29,10 @@
 
 namespace ibp {
 
-constexpr uint32_t kEscapes = 0x01010101; // the bits of a code that count escapes
+constexpr uint32_t kEscapes = 0x01010101; // the bits of a code that mark escapes
 
-// Encodes rows as described above. FIELDS: the PlanesFields that the codebook may have. MEASURES: the encoder only
-// measures, and codes have no digits.
+// An encoder of rows as described above. FIELDS: the PlanesFields that the codebook may have. MEASURES: the encoder
+// only measures, so its codes have no digits.
 template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS = kAllFields, bool MEASURES = false>
 struct PlanesEncoder : PlanesBook<T, FIELDS> {
     using Book = PlanesBook<T, FIELDS>;
@@ -44,22 +45,25 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
                               kPerWord = sizeof(T) < 4 ? 4u / sizeof(T) : 1u;
     static constexpr uint32_t kAll = (1u << kPerLane) - 1u, kStepBytes = kVector * LANES;
     using Digits = std::conditional_t<sizeof(T) == 1, uint64_t, uint32_t>; // holds a lane's digits of one plane
-    const uint32_t row_bytes, live_bytes;                                  // live_bytes: bytes of the live columns
-    // The codes of all symbols; or of those in the hash table; or of all ranks, which a table of columns or a
-    // comparison with the entries then gives.
+    const uint32_t row_bytes, live_bytes; // live_bytes: size of the live columns in bytes
+    // The block's table of codes. Its index is a symbol if has_all, and a slot of the hash table if is_hashed.
+    // Otherwise it is the rank of a symbol, which `ranks` or a comparison with the entries gives.
     const uint32_t *codes;
-    uint32_t own_codes; // the first code of the cluster
-    const T *keys;      // the symbols in the hash table
-    // The ranks of all symbols in all columns, if every column has entries of its own.
+    uint32_t own_codes; // the index of the cluster's first code
+    const T *keys;      // the symbol in each slot of the hash table
+    // The rank of every symbol in every column. Used if has_ranks: every column has entries of its own, and the table
+    // is not too large.
     const uint8_t *ranks;
     const uint32_t free; // the code of symbols without an entry
     bool has_all, is_hashed, has_ranks;
-    // The escapes of all elements are counted by the table, and those of elements that are not coded are subtracted.
+    // Whether take_census looks up the codes of all elements, and then subtracts the escapes of the elements that are
+    // not coded.
     bool counts_all;
 
     // ---- the codebook ----
 
-    // If there are too many symbols for a table of all, the entries are in a hash table with open addresses.
+    // If there are too many symbols for a table of all their codes, the entries are in a hash table with open
+    // addressing.
     static constexpr uint32_t kSlotBits = 8, kSlots = 1u << kSlotBits;
     static __host__ __device__ __forceinline__ bool has_hash_table(const ibp_codebook &cb)
     {
@@ -69,9 +73,9 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     {
         return has_column_ranks(cb) ? ((Book::live_columns(cb) << bits_of_symbol(cb.planes)) + 15u) / 16u * 16u : 0u;
     }
-    // Returns where the table holds the rank of a column's symbol, which has num_bits bits. Lanes read different
-    // columns at the same time, and mostly the same symbols. Therefore the ranks of each lane's columns are rotated by
-    // a different number of words, so that the reads do not conflict in a bank.
+    // Returns the index in `ranks` of a column's symbol, which has num_bits bits. At the same time, lanes read
+    // different columns, but mostly the same symbols. Therefore the ranks of each lane's columns are rotated by a
+    // different number of words, so that the reads do not conflict in a bank.
     static __device__ __forceinline__ uint32_t place_of_rank(uint32_t column, uint32_t symbol, uint32_t num_bits)
     {
         return (column << num_bits) + low_bits(symbol + column / kPerLane * 4u, num_bits);
@@ -139,8 +143,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         __syncthreads();
     }
-    // Enters a symbol into the hash table. No other thread enters the same symbol. A slot is free if it holds the code
-    // of symbols that escape all planes.
+    // Enters a symbol into the hash table. No other thread enters the same symbol. A slot is empty if it holds `free`,
+    // the code of symbols that escape all planes.
     __device__ __forceinline__ void enter(T *to, uint32_t *all, T symbol, uint32_t code) const
     {
         uint32_t slot = slot_of(symbol);
@@ -173,17 +177,18 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         return code;
     }
-    // Returns the bytes of the group's scratch besides its stage.
+    // Returns the size in bytes of the scratch that a group needs besides its stage.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &) { return 0; }
 
     // ---- the elements of a lane ----
 
-    // A lane's elements of a step: in `word` as they are in the row, later without invariant bits and rotated. present:
-    // a bit for each that is coded. signs: the highest bit of each.
+    // The elements that a lane takes in one step. word: the elements, without their invariant bits and rotated.
+    // present: a bit for each element, set if the element is coded. column: the live column of the first element.
+    // signs: the highest bit of each element as it is in the row.
     struct Lane {
         uint32_t word[4], present, column, signs;
         bool open;    // an element that is coded differs from the closed value
-        bool differs; // an element that is coded has other invariant bits
+        bool differs; // an element that is coded has other invariant bits than the codebook
     };
     // kLowest: the lowest bit of each element of a word. kAllBits: all bits of one element.
     static constexpr uint32_t kLowest = sizeof(T) == 1   ? 0x01010101u
@@ -195,7 +200,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         if (sizeof(T) == 8) return static_cast<T>(word[2 * e % 4] | static_cast<uint64_t>(word[(2 * e + 1) % 4]) << 32);
         return static_cast<T>(word[e / kPerWord] >> (e % kPerWord * kBits % 32u));
     }
-    // Returns the bits that decide whether an element is listed: it is if one of them differs from the default's.
+    // Returns a mask of the bits that decide whether an element is listed. It is listed if one of these bits differs
+    // from the default's.
     __device__ __forceinline__ T listing_bits() const
     {
         return static_cast<T>(Book::signed_default(planes) ? ~uint64_t{0} >> (65u - kBits) : ~uint64_t{0});
@@ -216,7 +222,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
             }
         }
     }
-    // Shifts the invariant bits out of a lane's elements.
+    // Shifts the invariant bits out of a lane's elements, and sets `differs`.
     __device__ __forceinline__ void drop_invariant(Lane &lane) const
     {
         const uint32_t num_bits = Book::invariant_bits(planes);
@@ -238,7 +244,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
             }
         }
     }
-    // Returns the element of a live column. The number that the codebook gives for the column may be any.
+    // Returns the element of a live column. The number in the codebook is not trusted: it is limited to the columns of
+    // the row.
     __device__ __forceinline__ T live_element(const PlainRow &row, uint32_t column) const
     {
         return column_of(row, ibp_min_u32(__ldg(planes.live_columns + column), row_bytes / sizeof(T) - 1u));
@@ -288,13 +295,14 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         rotate(lane.word);
         return lane;
     }
-    // Returns a bit for each of a lane's elements that lies in the row.
+    // Returns a mask of a lane's elements that lie in the row. column: the live column of the lane's first element.
     __device__ __forceinline__ uint32_t held_at(uint32_t column) const
     {
         const uint32_t left = columns - ibp_min_u32(column, columns);
         return left >= kPerLane ? kAll : (1u << left) - 1u;
     }
-    // Returns whether constant columns have their values, which is so if only live columns differ from the default row.
+    // Returns whether all constant columns have their values. All elements that differ from the template are counted,
+    // and those in live columns are subtracted.
     __device__ __forceinline__ bool keeps_constants(const PlainRow &row) const
     {
         const PlainRow wanted{planes.row_template, row_bytes};
@@ -320,7 +328,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return static_cast<T>(planes.residual_bits >= kBits ? ~uint64_t{0}
                                                             : (uint64_t{1} << planes.residual_bits) - 1u);
     }
-    // Finds the codes of a lane's elements; 0 for elements that are not coded. Returns the escapes of the codes' sum.
+    // Finds the codes of a lane's elements. Elements that are not coded get 0. Returns the sum of the codes' escape
+    // bits: the number of escapes of each plane, one byte each.
     __device__ __forceinline__ uint32_t find_codes(const Lane &lane, uint32_t (&code)[kPerLane]) const
     {
         if (has_all) {
@@ -346,7 +355,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t e = 0; e < kPerLane; e++) escapes += code[e] & kEscapes;
         return escapes;
     }
-    // Compares the elements with one entry after the other, until every element has met its own.
+    // Finds the codes by comparing the elements with one entry after the other, until every element has found its
+    // entry.
     __device__ __forceinline__ void compare_entries(const Lane &lane, uint32_t (&code)[kPerLane]) const
     {
         uint32_t open = lane.present;
@@ -367,7 +377,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 
     // ---- measuring ----
 
-    // Returns a 1 in every element of a word that is not 0.
+    // Returns a word in which each element is 1 if that element of `word` is not 0, and otherwise 0.
     static __device__ __forceinline__ uint32_t ones_of(uint32_t word)
     {
         if (sizeof(T) == 4) return ibp_min_u32(word, 1u);
@@ -377,7 +387,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         constexpr uint32_t kBelow = ~(kLowest << (kBits - 1u));
         return (((word & kBelow) + kBelow) | word) >> (kBits - 1u) & kLowest;
     }
-    // Returns the lowest bits of the elements of N words side by side. All other bits of the elements are 0.
+    // Returns the lowest bits of the elements of N words, packed side by side. All other bits of the elements must be
+    // 0.
     template <uint32_t N> static __device__ __forceinline__ uint32_t bits_of(const uint32_t (&ones)[N])
     {
         static_assert(N * kPerWord <= 32u, "a word holds them");
@@ -398,8 +409,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         return bits;
     }
-    // Returns a bit for each element of some words that differs from a value in the bits of a mask. Both are repeated
-    // for all elements of a word.
+    // Returns one bit for each element of N words, set if the element differs from a value in a bit of a mask. value
+    // and mask repeat the same bits in every element of the word.
     template <uint32_t N>
     static __device__ __forceinline__ uint32_t different_from(uint32_t value, uint32_t mask, const uint32_t (&words)[N])
     {
@@ -408,26 +419,28 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t i = 0; i < N; i++) ones[i] = ones_of((words[i] ^ value) & mask);
         return bits_of(ones);
     }
-    // Returns the symbol of element e of some words, beginning at bit `bit` of the result, with other bits around it.
+    // Returns a word in which the symbol of element e begins at bit `bit`. The other bits of the word may be anything.
     template <uint32_t WORDS>
     __device__ __forceinline__ uint32_t symbol_at(const uint32_t (&words)[WORDS], uint32_t e, uint32_t bit) const
     {
         const uint32_t word = words[e / kPerWord];
         return __funnelshift_r(word, word, e % kPerWord * kBits + planes.residual_bits - bit);
     }
-    // Returns the entry that a table has for the symbol of element e. The symbol lies `skipped` bits below the place to
-    // which it is rotated.
+    // Returns the entry that a table has for the symbol of element e. skipped: the number of bits by which the element
+    // is still to be rotated; its symbol lies that many bits lower.
     template <uint32_t WORDS>
     __device__ __forceinline__ uint32_t entry_for(const uint32_t *table, const uint32_t (&words)[WORDS], uint32_t e,
                                                   uint32_t skipped = 0) const
     {
-        // The symbol is rotated to the place where it counts bytes of the table.
+        // Moved to bit 2, the symbol is an offset in bytes into the table. The cluster's first index fills the bits
+        // above it.
         const uint32_t byte =
             select_bits(low_bits(~0u, symbol_bits) << 2, symbol_at(words, e, 2u + skipped), 4u * own_codes);
         return *reinterpret_cast<const uint32_t *>(reinterpret_cast<const uint8_t *>(table) + byte);
     }
-    // Adds the escapes of the first NUM elements of some words, which are as in the row. If elements are rotated and
-    // have a residual, it contains the sign, so that the symbol is looked up where it lies, without a rotation.
+    // Adds the escapes of the first NUM elements of `words`, which hold elements as they are in the row. If elements
+    // are rotated and have a residual, the residual contains the sign; so the symbol is looked up where it lies,
+    // without a rotation.
     template <uint32_t NUM, uint32_t WORDS>
     __device__ __forceinline__ void add_escapes(uint32_t (&words)[WORDS], uint32_t &escapes) const
     {
@@ -436,14 +449,14 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         for (uint32_t e = 0; e < NUM; e++)
             escapes += entry_for(codes, words, e, sizeof(T) == 1 ? 0u : planes.rotate) & (MEASURES ? ~0u : kEscapes);
     }
-    // Returns a word of elements like the default, with highest bits of 0 if signed_default; for dense rows, which have
-    // no default, 0.
+    // Returns a word whose elements are all the default value; if signed_default, their highest bits are 0. For dense
+    // rows, which have no default, it returns 0.
     __device__ __forceinline__ uint32_t normal_word() const
     {
         return LISTED ? static_cast<T>(static_cast<T>(planes.default_value) & listing_bits()) * kLowest : 0u;
     }
-    // Loads N vectors of a row, beginning at byte `first`, each `stride` bytes behind the last. Behind the row come
-    // elements like the default.
+    // Loads N vectors of a row. The first one begins at byte `first`, and each of the others `stride` bytes behind the
+    // one before. is_whole: the result of row.is_whole. Words behind the end of the row become normal_word().
     template <uint32_t N>
     __device__ __forceinline__ void load_vectors(const PlainRow &row, uint32_t first, uint32_t stride, bool is_whole,
                                                  uint32_t (&words)[N][4]) const
@@ -473,14 +486,16 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return make_uint4(words[0], words[1], words[2], words[3]);
     }
 
-    // The number of a lane's listed elements, and whether any of the group's differs from the closed value.
+    // count: the number of the lane's listed elements. open: whether any listed element of the group differs from the
+    // closed value.
     struct Listed {
         uint32_t count;
         bool open;
     };
-    // Vectors of a lane in a step. Groups of eight lanes have short rows, which take few steps.
+    // Number of vectors that a lane loads in each step. Groups of eight lanes have short rows, which take few steps.
     static constexpr uint32_t kSteps = LANES < kWarp ? 2 : 4;
-    // Calls add with the escapes of every lane's elements, including those behind the row. Used if counts_all.
+    // Counts the listed elements and, in each step, calls add with the escapes of the lane's elements, including the
+    // elements behind the row. Used if counts_all.
     template <class Add> __device__ __forceinline__ Listed count_escapes(const PlainRow &row, const Add &add) const
     {
         const uint32_t normal = normal_word(), bits = listing_bits() * kLowest,
@@ -497,7 +512,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
                     uint32_t open = 0;
 #pragma unroll
                     for (uint32_t i = 0; i < 4u; i++) listed.count += ones_of((words[s][i] ^ normal) & bits);
-                    if (!listed.open) { // in most rows the first elements decide it
+                    if (!listed.open) { // in most rows the first elements decide this
 #pragma unroll
                         for (uint32_t i = 0; i < 4u; i++)
                             open |= ones_of((words[s][i] ^ normal) & bits) & ones_of(words[s][i] ^ closed);
@@ -513,8 +528,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return listed;
     }
 
-    // The counts of a row. reaching[p]: elements with a digit in plane p; reaching[num_planes]: elements with a raw
-    // symbol.
+    // The counts of a row. reaching[p]: number of elements with a digit in plane p; reaching[num_planes]: number of
+    // elements with a raw symbol. closed: all listed elements equal the closed value.
     struct Census {
         uint32_t reaching[IBP_MAX_PLANES + 1];
         bool closed;
@@ -522,7 +537,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     };
     __device__ __forceinline__ Census take_census(const PlainRow &row) const
     {
-        // even, odd: escapes of planes 0 and 2, and of planes 1 and 3: 16 bits each.
+        // even: the numbers of escapes of planes 0 and 2, in 16 bits each. odd: those of planes 1 and 3.
         uint32_t even = 0, odd = 0, listed = 0;
         const bool constants = Book::num_constant(planes) == 0u || keeps_constants(row);
         bool open = false, differs = false;
@@ -559,7 +574,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         }
         const uint32_t k = LISTED ? sums[1] : columns;
         if constexpr (sizeof(T) <= 4) {
-            if (counts_all) { // subtracts the escapes of all other elements
+            if (counts_all) { // subtracts the escapes of the elements that are not coded
                 constexpr uint32_t kCounted = kSteps * LANES * kPerLane;
                 const uint32_t others = (columns + kCounted - 1u) / kCounted * kCounted - k;
                 uint32_t word[1] = {normal_word()}, escapes = 0;
@@ -572,8 +587,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return {{k, sums[2], sums[3], sums[4], sums[5]}, closed, constants && (closed || sums[0] % kOpen == 0u)};
     }
 
-    // Chooses the form of positions like ibp_choose_position_form: every lane looks at a few forms, and the first of
-    // the shortest is taken.
+    // Chooses the form of the positions as ibp_choose_position_form does. Each lane looks at a few forms; among the
+    // shortest forms, the first one is taken.
     __device__ __forceinline__ ibp_position_form choose_form(uint32_t k) const
     {
         if (ibp_is_bitmap_shortest(k, columns)) return ibp_bitmap_form(k, columns);
@@ -583,7 +598,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         return position_form_at(G::min_in_warp(least) % kWarp, k, columns);
     }
 
-    // The bits of the stage at which the parts begin. digits[num_planes]: that of the raw symbols.
+    // The bit positions in the stage at which the parts of the values begin. digits[p]: the digits of plane p;
+    // digits[num_planes]: the raw symbols. end: where the last part ends.
     struct Parts {
         uint32_t residuals, digits[IBP_MAX_PLANES + 1], end;
     };
@@ -605,19 +621,20 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     }
     __device__ __forceinline__ uint32_t header_bits() const { return LISTED ? 8u * ibp_header_bytes(columns) : 0u; }
 
-    // Returns the bits that the highest bits of unlisted elements take, if k elements are listed.
+    // Returns how many bits the highest bits of the unlisted elements take, including padding, if k elements are
+    // listed.
     __device__ __forceinline__ uint32_t sign_bits(uint32_t k) const
     {
         return LISTED && Book::signed_default(planes) ? to_byte(columns - k) : 0u;
     }
 
-    // Returns the most bytes of a coded default row: a listed one has no listed elements, and perhaps a cluster's
-    // number.
+    // Returns the largest size in bytes that a default row would have if coded. A listed default row has no listed
+    // elements, and perhaps a cluster's number. A dense one may have any size.
     __device__ __forceinline__ uint32_t default_bytes() const
     {
         return LISTED ? (header_bits() + sign_bits(0)) / 8u + 1u : ~0u;
     }
-    // Returns the exact bits of the coded row.
+    // Returns the exact size of the coded row in bits, or kNoCodedForm.
     __device__ __forceinline__ uint32_t measure(const PlainRow &row) const
     {
         const Census census = take_census(row);
@@ -630,7 +647,8 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
 
     // ---- encoding ----
 
-    // Counts of elements before a lane, or in all lanes: values, and the escapes of each plane.
+    // Counts of the elements before a lane, or of the elements of all lanes: the number of values, and the number of
+    // escapes of each plane.
     struct Running {
         uint32_t values, escapes[IBP_MAX_PLANES];
     };
@@ -669,7 +687,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         low.finish();
     }
 
-    // Writes the highest bits of a lane's elements that are not listed. listed_before: listed elements before the
+    // Writes the highest bits of a lane's unlisted elements. listed_before: number of listed elements before the
     // lane's.
     __device__ __forceinline__ void write_signs(const Lane &lane, uint32_t start, uint32_t listed_before,
                                                 const BitStage &stage) const
@@ -703,7 +721,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
         writer.finish();
     }
 
-    // Returns a lane's digits of plane p, the first one lowest.
+    // Returns the digits that a lane's elements have in plane p, packed side by side, the first one lowest.
     __device__ __forceinline__ Digits digits_of(const Lane &lane, const uint32_t (&code)[kPerLane], uint32_t p) const
     {
         const uint32_t num_bits = planes.digit_bits[p];
@@ -747,7 +765,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     }
 
     // Encodes a row into a stage whose bits are zeros, beginning at bit start_bit, the first bit of a byte. Returns the
-    // byte at which the coded row ends; if this is more than most_bytes, the stage may hold anything.
+    // byte at which the coded row ends, or kNoCodedForm; if this is more than most_bytes, the stage may hold anything.
     __device__ __forceinline__ uint32_t encode(const PlainRow &row, const BitStage &stage, uint32_t start_bit,
                                                uint32_t most_bytes) const
     {

@@ -1,8 +1,8 @@
 // rows.cuh - the kernels that measure and encode rows, and their launches. The .cu of each encoder includes this file
 // once and instantiates the kernels with its encoder.
 //
-// In measure_rows a group of lanes measures each of its rows with the cluster that codes it shortest, and writes the
-// row's entry of lengths.
+// In measure_rows a group of lanes measures each of its rows with the cluster that codes it in the fewest bytes, and
+// writes the row's entry of lengths.
 //
 // In encode_rows a group of lanes does the following for each of its rows:
 //
@@ -10,8 +10,8 @@
 // 2. It finds the row's place, if the rows were measured before (target_of), and clears its stage in shared memory.
 // 3. It encodes the row into the stage; a row without a coded form is copied there raw (code_row).
 // 4. It adds zeros up to the end of the sector or slot.
-// 5. It copies the stage to the row's slot and overflow part: to the place found in 2 (store), or to a part of overflow
-//    that the row has or takes now (settle).
+// 5. It copies the stage to the row's slot and overflow part: to the place found in step 2 (store), or to a part of
+//    overflow that the row has or takes now (settle).
 #ifndef IBP_ENCODE_ROWS_CUH
 #define IBP_ENCODE_ROWS_CUH
 
@@ -26,8 +26,8 @@
 
 namespace ibp {
 
-// Returns whether a row may be a default row: its coded form takes `bytes` bytes, which is no more than a default
-// row's, or the row is short.
+// Returns whether a row may be a default row: its coded form has no more bytes than that of a default row, or the row
+// is short. bytes: size of the row's coded form.
 template <class Encoder>
 __device__ __forceinline__ bool may_be_default(const ibp_codebook &cb, const Encoder &encoder, uint32_t bytes,
                                                uint32_t valid)
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(Encoder::Group::kThreads, Encoder::kBlocks)
     }
 }
 
-// A kernel's view of an Encode.
+// The parameters of encode_rows: what the kernel needs of an Encode.
 struct RowsJob {
     ibp_place place;
     RowSource source;
@@ -76,9 +76,9 @@ __device__ __forceinline__ void stage_raw(const PlainRow &row, uint32_t num_byte
     }
 }
 
-// Puts a row of `valid` bytes into a stage in the form in which it is stored. expected: its entry of lengths, or
-// kAnyLength. Returns the entry that the row has. The test for a default row comes last, when the row's bytes are in a
-// cache; few rows get there.
+// Puts a row of `valid` bytes into a stage in the form in which it is stored. expected: the row's entry of lengths if
+// it has been measured, else kAnyLength. Returns the entry of lengths for the stored form. The test for a default row
+// comes last, when the row's bytes are in a cache; few rows get there.
 template <class Encoder>
 __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encoder &encoder, const PlainRow &row,
                                              uint32_t valid, uint32_t expected, const BitStage &stage)
@@ -103,14 +103,16 @@ __device__ __forceinline__ uint32_t code_row(const ibp_codebook &cb, const Encod
     return length;
 }
 
-// Counts of what became of a group's rows. seen: the counter of overflow as the group's first lane last saw it.
+// Counts over a group's rows. spilled: number of rows with an overflow part. lost: number of rows for whose part there
+// was no room. seen: the value of the overflow counter that the group's first lane saw last.
 struct Tally {
     uint32_t spilled, lost;
     uint64_t seen;
 };
 
-// Stores a coded row where there is room for it, and writes down its place. If `claims`, other groups may have the same
-// row. All lanes of a group call this together.
+// Stores a coded row in its slot and in a part of overflow, and writes the row's entries of the index. If the row's own
+// part is too small, it takes another one. If rows have ids, other groups may have the same row, so the row is claimed
+// first. All lanes of a group call this together.
 template <class G>
 __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t row, uint32_t length, uint32_t valid,
                                        const BitStage &stage, Tally &tally)
@@ -137,7 +139,7 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
         if (G::lane() == 0u && job.fault != nullptr) record_fault(job.fault, IBP_INVALID_ARGUMENT, i, row);
         return;
     }
-    // If there is no room for its overflow part, a new row is kept as far as its slot holds it.
+    // If there is no room for its overflow part, the slot and the length of a new row are written nevertheless.
     const bool has_part = part.base != IBP_NO_BASE, lost = spills && !has_part, is_kept = !lost || is_new;
     if (is_kept) {
         const uint64_t slot = static_cast<uint64_t>(row) * table.slot_bytes;
@@ -157,8 +159,8 @@ __device__ __forceinline__ void settle(const RowsJob &job, int64_t i, int64_t ro
     tally.spilled += spills && !lost, tally.lost += lost;
 }
 
-// Stores a row where the table's index says, if it is as long as the index says; otherwise records a fault. All lanes
-// of a group call this together.
+// Stores a row where the table's index says, if the row has the length that the index says; otherwise records a fault.
+// All lanes of a group call this together.
 template <class G>
 __device__ __forceinline__ void store(const RowsJob &job, int64_t row, const RowTarget &target, uint32_t length,
                                       const BitStage &stage)
@@ -172,8 +174,8 @@ __device__ __forceinline__ void store(const RowsJob &job, int64_t row, const Row
     }
 }
 
-// Returns which row of the table row i of the source becomes; the table may have no such row. All lanes of a group get
-// the same number, even if ids change while they are read.
+// Returns the number of the table's row that row i of the source becomes. The number may be out of range. All lanes of
+// a group get the same number, even if ids change while they are read.
 template <class G> __device__ __forceinline__ int64_t row_of(const RowsJob &job, int64_t i)
 {
     if (job.row_ids == nullptr) return job.first_row + i;
@@ -195,9 +197,9 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
     const Encoder encoder(cb, reinterpret_cast<uint32_t *>(shared));
     const uint32_t groups = blockDim.x / G::kLanes;
     const int64_t step = int64_t{gridDim.x} * groups, first = blockIdx.x * int64_t{groups} + G::in_block();
-    // Bytes written of a row at least, including zeros behind it.
+    // The least number of bytes that are written for a row, including zeros behind it.
     const uint32_t least_bytes = job.place.is_new != 0u ? table.slot_bytes : 0u;
-    uint32_t dirty = stage_bytes; // bytes of the stage that may hold bits of the last row
+    uint32_t dirty = stage_bytes; // number of the stage's first bytes that may hold bits of the last row
     Tally tally{0, 0, kNotSeen};
     PlainRow next{};
     if (first < job.source.num_rows) next = job.source.row(first);
@@ -211,8 +213,8 @@ __global__ void __launch_bounds__(kMostEncodeThreads, Encoder::kBlocks) encode_r
         if (r >= 0 && r < num_rows) {
             RowTarget target{};
             if (IS_MEASURED) target = target_of<G>(table, r);
-            // If rows were measured, the whole slot is copied from the stage, including zeros behind the row, and
-            // nothing behind it.
+            // If rows were measured, the row's whole slot and room are copied from the stage, including zeros behind
+            // the row, and nothing more.
             if (!Encoder::kFillsStage || IS_MEASURED) {
                 if (IS_MEASURED) dirty = ibp_min_u32(target.slot_room + target.room, stage_bytes);
                 clear<G>(stage, (dirty + kVector - 1u) / kVector * kVector);
@@ -259,18 +261,18 @@ template <class Encoder> ibp_status launch_rows(const Measure &measure)
                          measure.lengths);
 }
 
-// Returns the bytes of shared memory of a group: its stage and its encoder's scratch.
+// Returns the size in bytes of a group's shared memory: its stage and its encoder's scratch.
 template <class Encoder> uint32_t group_bytes_of(const ibp_codebook &cb)
 {
     return bit_stage_bytes(cb.row_bytes) + Encoder::scratch_bytes(cb);
 }
 
-// Reduces the groups of a block to those for which there is shared memory if an SM has num_blocks blocks. The groups of
-// a block fill whole warps.
+// Reduces the number of groups of a block until num_blocks blocks fit the shared memory of an SM, but not below one
+// warp's groups. The groups of a block fill whole warps.
 inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_t lanes, uint32_t num_blocks,
                              uint32_t *groups)
 {
-    constexpr int kReserved = 1024; // bytes of an SM's shared memory that each block takes besides its own
+    constexpr int kReserved = 1024; // bytes of an SM's shared memory that CUDA reserves for each block
     DeviceSizes device{};
     const ibp_status status = read_device(&device);
     const int of_block = std::min(device.block_bytes, device.sm_bytes / static_cast<int>(num_blocks) - kReserved);
@@ -280,7 +282,8 @@ inline ibp_status fit_groups(uint32_t table_bytes, uint32_t group_bytes, uint32_
     return status;
 }
 
-// Blocks are larger if their tables have this many bytes, which a block needs whatever its size.
+// Blocks are larger if their tables have at least this many bytes, because every block has a table of its own, however
+// many threads it has.
 constexpr uint32_t kLargeTable = 16u << 10;
 
 template <class Encoder> ibp_status launch_rows(const Encode &encode)
@@ -304,7 +307,7 @@ template <class Encoder> ibp_status launch_rows(const Encode &encode)
     return launch_kernel(kernel, launch, encode.stream, job);
 }
 
-// Launches with as many lanes for a row as rows of this length keep busy.
+// Launches the kernel with as many lanes for each row as a row of this length keeps busy.
 template <template <uint32_t> class Encoder, class Call> ibp_status launch_by_lanes(const Call &call)
 {
     const uint32_t row_bytes = codebook_of(call).row_bytes;

@@ -1,5 +1,5 @@
-// source.cuh - the rows before coding, as a kernel receives them: their addresses are computed by multiplications
-// (ibp_row_source of ibp.h).
+// source.cuh - the rows before coding, as a kernel receives them (ibp_row_source of ibp_place.h). Their addresses are
+// computed by multiplications instead of divisions.
 #ifndef IBP_ENCODE_SOURCE_CUH
 #define IBP_ENCODE_SOURCE_CUH
 
@@ -7,7 +7,7 @@
 
 namespace ibp {
 
-// Divides numbers below 2^31 by a fixed number of that range.
+// A divisor from 1 to 2^31 - 1, by which numbers below 2^31 are divided with a multiplication and a shift.
 struct Divider {
     uint32_t divisor, magic, shift;
 

@@ -7,7 +7,7 @@
 
 namespace ibp {
 
-// Returns how many bytes of a room that begins at `start` lie in an array.
+// Returns how many bytes of a room of `room` bytes that begins at byte `start` of an array lie in the array.
 __device__ __forceinline__ uint32_t room_in(uint32_t room, int64_t array_bytes, uint64_t start)
 {
     return static_cast<uint32_t>(min(uint64_t{room}, static_cast<uint64_t>(array_bytes) - start));
@@ -15,15 +15,16 @@ __device__ __forceinline__ uint32_t room_in(uint32_t room, int64_t array_bytes, 
 
 // ---- rows whose places are known ----
 
-// The place of a row, which is known before the row is coded. slot_room, room: bytes of the slot and of the overflow
-// part, padding included; 0 if the row has nothing there. length: its entry of lengths.
+// The place of a row, which is known before the row is coded. slot_room, room: sizes in bytes of the slot and of the
+// overflow part, padding included; 0 if the row has no bytes there. length: the row's entry of lengths. in_bounds: the
+// place lies inside the table's arrays.
 struct RowTarget {
     uint64_t slot_start, overflow_start;
     uint32_t length, slot_room, room;
     bool in_bounds;
 };
 
-// Returns where a row goes according to the table's index. Whole slots are written, those of default rows too, so that
+// Returns where a row goes according to the table's index. Whole slots are written, even those of default rows, so that
 // equal tables have equal bytes.
 template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_table &table, int64_t row)
 {
@@ -56,13 +57,14 @@ template <class G> __device__ __forceinline__ RowTarget target_of(const ibp_tabl
 constexpr uint64_t kClaimed = IBP_NO_BASE - 1u; // the base of a row that another group is coding
 constexpr uint64_t kNotSeen = UINT64_MAX;
 
-// The part of overflow that a row owns.
+// The part of overflow that a row owns. base: the byte of overflow at which the part begins; IBP_NO_BASE: there is no
+// part. sectors: its size in units of IBP_OVERFLOW_ALIGN bytes.
 struct Part {
     uint64_t base;
     uint32_t sectors;
 };
 
-// Returns the part that a row's base points to, if it lies in overflow; otherwise none.
+// Returns the part that a row's base points to, or no part if it does not lie in overflow.
 __device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uint64_t base, uint32_t valid)
 {
     const ibp_table &table = place.table;
@@ -75,8 +77,8 @@ __device__ __forceinline__ Part part_of(const ibp_place &place, int64_t row, uin
     return {base, sectors};
 }
 
-// Does the same for a row that other groups may be encoding at the same time, and claims it: the others find kClaimed
-// until the row's base is written.
+// Claims a row that other groups may want to store as well, and returns its part as part_of does. The other groups get
+// kClaimed as its base, until the row's base is written.
 __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, uint32_t valid)
 {
     const uint64_t base = atomicExch(reinterpret_cast<unsigned long long *>(place.bases + row), kClaimed);
@@ -84,11 +86,11 @@ __device__ __forceinline__ Part claim_part(const ibp_place &place, int64_t row, 
     return base == kClaimed ? Part{kClaimed, 0} : part_of(place, row, base, valid);
 }
 
-// Takes a part that no other row has. Returns none if there is no room. seen: the counter of overflow as this lane last
-// saw it; at first kNotSeen.
-// If the part does not fit by `seen`, the counter is read before anything is added to it, so that it stays near the
-// size of overflow however many rows are refused. Otherwise it is not read first, because a second access to a counter
-// that all rows use would hold the row up.
+// Takes a part that no other row has. Returns no part if there is no room. seen: the value of the counter place.used
+// that this lane saw last; kNotSeen at first.
+// If the part does not fit behind `seen`, the counter is read before anything is added to it. So the counter stays near
+// the size of overflow, however many rows are refused. Otherwise it is not read first, because a second access to a
+// counter that all rows use would delay the row.
 __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t sectors, uint64_t &seen)
 {
     const auto there_are = static_cast<uint64_t>(place.table.overflow_bytes);
@@ -103,7 +105,8 @@ __device__ __forceinline__ Part take_part(const ibp_place &place, uint32_t secto
 }
 
 // Takes a part for a row whose own part is too small. If the row had a part, and `rooms` remembers its size, the new
-// part has room for the raw row, provided that there is so much room. Otherwise it has room for the coded row.
+// part has room for the raw row, provided that overflow has that much room. Otherwise the new part has room for the
+// coded row. own: the part that the row had. in_overflow: size in bytes of the coded row's overflow part.
 __device__ __forceinline__ Part take_part_for(const ibp_place &place, Part own, uint32_t in_overflow, uint32_t valid,
                                               uint64_t &seen)
 {

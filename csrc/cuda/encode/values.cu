@@ -1,4 +1,4 @@
-// values.cu - encodes dense rows of scheme planes whose symbols have a table of codes. encode_dense.cu measures them.
+// values.cu - encodes the dense rows of scheme planes that values.cuh describes. encode_dense.cu measures them.
 #include "rows.cuh"
 #include "values.cuh"
 
@@ -8,8 +8,8 @@ template <typename T, bool COLUMNS> struct ValuesEncoders {
     template <uint32_t LANES> using Of = DenseValuesEncoder<T, LANES, COLUMNS>;
 };
 
-// Rows of up to kLongestOfFew bytes have elements for only kFewLanes lanes, and a step of more rows at once costs no
-// more.
+// kLongestOfFew: size in bytes of the longest row that kFewLanes lanes encode. With few lanes for each row, a warp
+// encodes more rows in each step, and the step costs no more.
 constexpr uint32_t kFewLanes = 4, kLongestOfFew = 256;
 
 // Encodes rows if shared memory has room. On some GPUs the list of a long row does not fit beside its stage; then

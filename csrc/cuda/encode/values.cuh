@@ -1,15 +1,16 @@
-// values.cuh - encodes the values of elements of scheme planes that lie side by side (FORMAT.md section 6), for
-// codebooks with a table of the codes of all symbols, or of their ranks in each column.
+// values.cuh - encodes the values of consecutive elements of scheme planes (FORMAT.md section 6). The codebook has a
+// table of the codes of all symbols, or of the ranks of all symbols in each column.
 //
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
-// 1. A lane loads one or two octets of elements a step and writes their residuals.
+// 1. In each step, a lane loads one or two octets (eight elements each) and writes their residuals.
 // 2. It looks up the *path* of each symbol, which says all that planes 0 and 1 need: the symbol's digits there, whether
-//    it reaches plane 1, and whether it goes on to the list. Each digit is pushed into a lane's words by one funnel
-//    shift. The digits of plane 0 are the lowest bits of paths and are pushed first element first; those of plane 1 are
-//    the highest bits and are pushed last element first.
-// 3. One prefix sum serves both planes: it says where the lane's digits of plane 1 go, and its entries of the list.
+//    it reaches plane 1, and whether it goes on to the *list* of symbols that have no entry in planes 0 and 1. One
+//    funnel shift pushes a digit into a lane's words. The digits of plane 0 are the lowest bits of the paths, and the
+//    first element's digit is pushed first. The digits of plane 1 are the highest bits, and the last element's digit is
+//    pushed first.
+// 3. One prefix sum says both where the lane's digits of plane 1 go and where its entries of the list go.
 // 4. Planes 2 and 3 and the raw symbols are encoded from the list (put_list).
 #ifndef IBP_ENCODE_VALUES_CUH
 #define IBP_ENCODE_VALUES_CUH
@@ -18,7 +19,8 @@
 
 namespace ibp {
 
-// Encodes values as described above. COLUMNS: every column has entries of its own, and a symbol's rank gives its path.
+// An encoder of values as described above. COLUMNS: every column has entries of its own, and a symbol's rank gives its
+// path.
 template <typename T, bool LISTED, uint32_t LANES, uint32_t FIELDS, bool COLUMNS = false>
 struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     static_assert(sizeof(T) <= 4 && (!COLUMNS || (sizeof(T) >= 2 && !LISTED)), "elements that a word holds");
@@ -29,10 +31,10 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     using Base::codes, Base::own_codes, Base::columns, Base::kBits, Base::kPerWord, Base::planes, Base::ranks,
         Base::symbol_bits;
     static constexpr uint32_t kBlocks = 2;
-    // A lane takes two octets of elements a step, or one if rows are listed or elements have four bytes. Their words
-    // are in registers.
+    // kOctets: number of octets that a lane takes in each step: two, or one if rows are listed or elements have four
+    // bytes. Their words are in registers.
     static constexpr uint32_t kOctet = 8, kOctets = LISTED || sizeof(T) == 4 ? 1 : 2, kOfLane = kOctet * kOctets;
-    static constexpr uint32_t kWords = kOctet * sizeof(T) / 4u;           // words of an octet
+    static constexpr uint32_t kWords = kOctet * sizeof(T) / 4u;           // number of words of an octet
     using Symbol = std::conditional_t<sizeof(T) == 1, uint8_t, uint16_t>; // an entry of the list
 
     // The bits of a path:
@@ -42,17 +44,17 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     //     bit  21         kGoesOn: the symbol goes on to the list
     //     highest bits    the digit of plane 1
     //
-    // An entry of the list is the digit of plane 0 and the symbol above it. If elements are bytes, an entry has no room
-    // for both: the digit of plane 0 is above the symbol and is shifted down. If every column has entries of its own,
-    // an entry of the list is a rank above a symbol of up to a byte, which takes the digit's place once the digit has
-    // been used.
+    // An entry of the list is the digit of plane 0 with the symbol above it. If elements are bytes, an entry is the
+    // symbol alone, because it has no room for the digit. The digit then lies above the symbol in the path, and is
+    // shifted down. If every column has entries of its own, the digit lies below a rank. Once the digit has been used,
+    // the symbol, of up to a byte, replaces it: an entry of the list is a symbol with its rank above it.
     static constexpr uint32_t kReaches = 1u << 16, kGoesOn = 1u << 21,
                               kKeyAt = COLUMNS          ? 8
                                        : sizeof(T) == 1 ? 0
                                                         : 4,
                               kDigitAt = sizeof(T) == 1 ? 8 : 0;
     static_assert(kMostCodeBits + 4u <= 16u && kMostRankEntries <= 255u, "an entry has two bytes");
-    const uint32_t *paths; // the paths of all symbols, or ranks; behind the tables of codes
+    const uint32_t *paths; // the paths of all symbols, or of all ranks; behind the tables of Base
 
     // ---- the codebook ----
 
@@ -82,8 +84,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- the elements of a lane ----
 
-    // Returns the path of element e of an octet, which is in a column. For elements behind the last column it may be
-    // any.
+    // Returns the path of element e of an octet. column: the element's column. An element behind the last column may
+    // get any path.
     __device__ __forceinline__ uint32_t path_in(uint32_t column, const uint32_t (&words)[kWords], uint32_t e) const
     {
         const uint32_t place =
@@ -91,12 +93,15 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         return paths[ranks[place]];
     }
 
-    // The digits of an octet in planes 0 and 1, the first one lowest, and the sum of the third bytes of its paths.
+    // first, second: the digits of an octet in planes 0 and 1, packed side by side, the first one lowest. counts: the
+    // sum of the third bytes of its paths, which counts the elements that reach plane 1 in bits 0 to 4, and the
+    // elements that go on to the list in the bits above.
     struct Octet {
         uint32_t first, second, counts;
     };
-    // Looks up the paths of an octet and collects its digits. path: receives the paths of the first num elements, which
-    // begin with number `first`, and zeros behind them; with COLUMNS, entries of the list.
+    // Looks up the paths of an octet of num elements and collects its digits. first: the number of its first element,
+    // which is its column if COLUMNS. path: receives the elements' paths, whose lowest 16 bits are entries of the list,
+    // and zeros behind them.
     __device__ __forceinline__ Octet push(const uint32_t (&words)[kWords], uint32_t first, uint32_t num,
                                           uint32_t (&path)[kOctet]) const
     {
@@ -134,8 +139,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- residuals ----
 
-    // Writes the residuals of a lane's `held` elements into a stage, at a position that begins a byte; zeros follow
-    // them. There is room for them.
+    // Writes the residuals of a lane's first `held` elements into a stage, beginning at bit `position`, the first bit
+    // of a byte. The bits behind them stay zeros. The stage must have room for them.
     __device__ __forceinline__ void put_residuals(const BitStage &stage, uint32_t position,
                                                   const uint32_t (&words)[kOctets][kWords], uint32_t held) const
     {
@@ -158,7 +163,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                            held - ibp_min_u32(held, o * kOctet), r);
         }
     }
-    // Writes the lower halves of a lane's elements.
+    // Writes the residuals if they are the lower halves of the elements.
     static __device__ __forceinline__ void put_halves(const BitStage &stage, uint32_t position,
                                                       const uint32_t (&words)[kOctets][kWords], uint32_t held)
     {
@@ -173,7 +178,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             run[i] = permute_bytes(low, high, 0x6420);
         }
         uint32_t *const to = stage.words + position / 32u;
-        if (held < kOfLane) { // what lies behind them is no residual
+        if (held < kOfLane) { // clears the bits behind these elements
             const uint32_t num_bits = held * kBits / 2u;
 #pragma unroll
             for (uint32_t i = 0; i < kRun; i++) run[i] = low_bits(run[i], num_bits - ibp_min_u32(num_bits, 32u * i));
@@ -187,7 +192,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         else
             *to = run[0];
     }
-    // 128 bits.
+    // 128 bits: the residuals of an octet.
     struct Packed {
         uint64_t low, high;
     };
@@ -202,7 +207,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         stage.or_words<kLikely>(position, low);
         if (sizeof(T) == 2 && r > 8u) stage.or_bits(position + 64u, bits.high);
     }
-    // Writes the low R bits of each of eight words, side by side. They take six words, of which the last may be filled
+    // Writes the low R bits of each of eight words, side by side. They take six words; the last word may be filled only
     // in part.
     template <uint32_t R>
     static __device__ __forceinline__ void put_fields(const BitStage &stage, uint32_t position,
@@ -217,8 +222,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         }
         put_run<6, R * kOctet / 32u>(stage, position, run);
     }
-    // Writes N words into a stage, at any bit. The first WHOLE of them are full. Those in the middle are stored,
-    // because no other lane has bits in them.
+    // Writes N words into a stage, beginning at any bit. The first WHOLE words are full. Words in the middle are stored
+    // instead of ORed, because no other lane has bits in them.
     template <uint32_t N, uint32_t WHOLE = N>
     static __device__ __forceinline__ void put_run(const BitStage &stage, uint32_t position, const uint32_t (&run)[N])
     {
@@ -241,8 +246,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         }
         atomicOr(to + N, run[N - 1u] >> (32u - shift));
     }
-    // Returns the low r bits of each element, side by side. If a word holds two fields, one multiplication takes the
-    // upper one off where it is and adds it where it goes.
+    // Returns the low r bits of an octet's elements, packed side by side. If a word holds two fields, one
+    // multiplication subtracts the upper field from where it is and adds it where it belongs.
     static __device__ __forceinline__ Packed pack_fields(const uint32_t (&words)[kWords], uint32_t r)
     {
         const uint32_t ones = low_bits(0xffffffffu >> (32u - kBits), r) * Base::kLowest;
@@ -264,7 +269,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
                        second = packed[2 % kWords] | uint64_t{packed[3 % kWords]} << of_word;
         return {first | (r < 16u ? second << 4u * r : 0u), second >> (64u - 4u * r)};
     }
-    // Writes the low r bits, at most 32, of each of the first num words.
+    // Writes the low r bits, at most 32, of each of the first num words, side by side.
     static __device__ __forceinline__ void put_pairs(const BitStage &stage, uint32_t position,
                                                      const uint32_t (&words)[kWords], uint32_t num, uint32_t r)
     {
@@ -280,9 +285,10 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
 
     // ---- planes ----
 
-    // Encodes n elements, which are rotated already, into at most most_bits bits of a stage, beginning at bit `start`,
-    // the first bit of a byte. load(first, words): gives a lane its elements, and anything behind the last one. list:
-    // room for n symbols, which may be where the elements are. Returns the bit at which the values end.
+    // Encodes the values of n elements into a stage, beginning at bit `start`, the first bit of a byte. load(first,
+    // words): loads a lane's elements, already rotated; words behind the last element may hold anything. list: room for
+    // n symbols; with LISTED, it may be the memory that load reads. Returns the bit at which the values end. If they
+    // would go past bit most_bits, it stops, and returns any bit behind most_bits.
     template <class Load>
     __device__ __forceinline__ uint32_t put_values(const BitStage &stage, uint32_t n, uint32_t start,
                                                    uint32_t most_bits, Symbol *list, const Load &load) const
@@ -317,7 +323,8 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
         G::sync(); // before the list is read
         return put_list(stage, listed, plane1 + to_byte(reached * next_width), most_bits, list);
     }
-    // Writes the digits of a lane's octets. The last octet's digits begin num_bits bits behind the first's.
+    // Writes the digits of a lane's one or two octets. first, last: the digits of the first and of the last octet. The
+    // last octet's digits begin num_bits bits behind the first's.
     static __device__ __forceinline__ void put_digits(const BitStage &stage, uint32_t position, uint32_t first,
                                                       uint32_t last, uint32_t num_bits)
     {
@@ -338,16 +345,16 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
             }
     }
 
-    // Encodes the n symbols of a list, four a lane: their digits of planes 2 and 3, which begin at bit `at`, and then
-    // the remaining symbols as they are. Returns the bit at which they end.
+    // Encodes the n symbols of a list, of which a lane takes four in each step: first their digits of planes 2 and 3,
+    // beginning at bit `at`, then the remaining symbols as they are. Returns a bit as put_values does.
     __device__ __forceinline__ uint32_t put_list(const BitStage &stage, uint32_t n, uint32_t at, uint32_t most_bits,
                                                  Symbol *list) const
     {
         constexpr uint32_t kFour = 4;
         const uint32_t width = this->width_of(2), next_width = this->width_of(3), plane3 = at + to_byte(n * width);
         if (plane3 > most_bits) return plane3;
-        // The bit of a code's upper half, whose bits 0 and 8 are the escapes of planes 2 and 3, that marks a raw
-        // symbol.
+        // Bits 0 and 8 of a code's upper half are the escapes of planes 2 and 3. is_raw: the one of the two bits that
+        // marks a raw symbol, which is the escape of the last plane.
         const bool has_fourth = planes.num_planes > 3u;
         const uint32_t is_raw = has_fourth ? 1u << 8 : 1u;
         uint32_t reached = 0, left = planes.num_planes > 2u ? 0u : n;
@@ -391,7 +398,7 @@ struct ValuesEncoder : PlanesEncoder<T, LISTED, LANES, FIELDS> {
     }
 };
 
-// Encodes dense rows without constant columns and invariant bits.
+// An encoder of dense rows without constant columns and invariant bits.
 template <typename T, uint32_t LANES, bool COLUMNS>
 struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS> {
     using Base = ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS>;
@@ -402,7 +409,7 @@ struct DenseValuesEncoder : ValuesEncoder<T, false, LANES, kConsecutive, COLUMNS
     using Symbol = typename Base::Symbol;
 
     using Base::Base;
-    // Returns the bytes of the group's scratch behind its stage: the list.
+    // Returns the size in bytes of a group's scratch, which holds the list.
     static __host__ __device__ __forceinline__ uint32_t scratch_bytes(const ibp_codebook &cb)
     {
         return (cb.row_bytes / static_cast<uint32_t>(sizeof(T) * 16u / sizeof(Symbol)) + 1u) * 16u;

@@ -7,21 +7,22 @@
 
 namespace ibp {
 
-// Returns the bytes of dynamic shared memory that a warp needs to encode rows of a codebook: a multiple of 16.
+// Returns the size in bytes of the dynamic shared memory that a warp needs to encode rows with a codebook. It is a
+// multiple of 16.
 __host__ __device__ __forceinline__ uint32_t warp_encode_scratch_bytes(const ibp_codebook &cb)
 {
     return bit_stage_bytes(cb.row_bytes);
 }
 
-// Encodes a row by a codebook of scheme ibp, to the same bytes as ibp_encode_row. All 32 lanes of a warp call this
+// Encodes a row with a codebook of scheme ibp, to the same bytes as ibp_encode_row. All 32 lanes of a warp call this
 // together, with the same arguments.
 //
 // cb, scratch: as in warp_decode_coded, with warp_encode_scratch_bytes(cb) bytes.
-// row: cb.row_bytes bytes at any address that the device can read. No other thread changes them meanwhile.
+// row: cb.row_bytes bytes at any address that the device can read. No other thread may change them meanwhile.
 // coded: room for cb.row_bytes - 1 bytes at any address that the device can write; it does not overlap the row.
-// @return in all lanes: how many bytes of coded are written, fewer than cb.row_bytes. Returns 0, and writes none, if
-// coding saves no byte, so that the row is kept as it is, or if the codebook is of another scheme. All lanes of the
-// warp see what has been stored. Nothing except coded and the scratch is written.
+// @return in all lanes: the size of the coded row in bytes, which is less than cb.row_bytes. It is 0, and coded is
+// unchanged, if coding saves no byte, so that the row is best kept as it is, or if the codebook has another scheme. All
+// lanes of the warp see what has been stored. Nothing except coded and the scratch is written.
 __device__ __forceinline__ uint32_t warp_encode_row(const ibp_codebook &cb, const uint8_t *row, uint8_t *coded,
                                                     uint32_t scratch)
 {
