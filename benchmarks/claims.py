@@ -1456,7 +1456,30 @@ def savings_text(savings):
     return text if text.endswith("x") else f"{text} %"
 
 
+def slower_links(results):
+    """Returns a table of rates that slower links would give, reckoned from measured ones. Empty without these."""
+    sizes = (512, 2048)
+    arms = {"raw": "raw rows", "compressed": "planes slots"}
+    normal = {"case": "normal 0.02", "dtype": "bfloat16"}
+    measured = [
+        max((row["gbps"] for row in results.rows("gather", arm=arm, row_bytes=size, **normal)), default=None)
+        for size in sizes
+        for arm in arms.values()
+    ]
+    if None in measured:
+        return ""
+    heads = ["link", *(f"{size_name(size)}, {arm}" for size in sizes for arm in arms)]
+    links = {"PCIe 5 x16, measured": 1, "PCIe 4 x16, reckoned": 2, "PCIe 3 x16, reckoned": 4}
+    lines = [[link, *(fine_number(gbps / divisor) for gbps in measured)] for link, divisor in links.items()]
+    return (
+        "Random BF16 rows that a GPU fetches from pinned host memory, normal values, GB/s before compression. The "
+        "rates of PCIe 4 and 3 are a half and a quarter of those measured, as their links are; decompression is not "
+        f"what binds {source(results, 'gather')}:\n\n{markdown(heads, lines)}"
+    )
+
+
 FIGURES: dict[str, str | Callable[[Results], str]] = {
+    "slower links": slower_links,
     "headline": headline,
     "graphs": "An epoch of 200 batches of GraphSAGE on Cora's features takes {gnn|epoch_s|cora, batch 1024|ibp} s with "
     "compressed rows, {gnn|epoch_s|cora, batch 1024|raw rows} s with raw rows fetched by the GPU, and "

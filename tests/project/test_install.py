@@ -353,6 +353,24 @@ def test_architectures(gencode):
         gencode("8.0 Hopper")
 
 
+# These files have all code that differs between compute capabilities, and one decoder.
+FILES_OF_EACH_GPU = ("linear/linear", "linear/many", "linear/tiles", "encode/encode_fast", "cache/cache", "rows/index")
+
+
+@needs_nvcc
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 86, 89, 100, 120])
+def test_kernels_compile_for_gpus_that_are_not_here(arch, tmp_path):
+    """To PTX, which shows what the compiler of device code refuses, but not what the assembler does."""
+    flags = ["-std=c++17", "-Werror", "all-warnings", f"-arch=compute_{arch}", "-Xcicc", "-O0", "--ptx"]
+    for name in FILES_OF_EACH_GPU:
+        ptx = tmp_path / "kernels.ptx"
+        command = ["nvcc", *flags, f"-I{ROOT}/csrc/include", "-o", ptx, f"{ROOT}/csrc/cuda/{name}.cu"]
+        result = subprocess.run(command, capture_output=True, text=True)
+        assert result.returncode == 0, (name, result.stdout + result.stderr)
+        assert f".target sm_{arch}" in ptx.read_text()
+
+
 @needs_nvcc
 @pytest.mark.parametrize(
     "printed, meant",
