@@ -10,8 +10,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _WIDTH = 80  # the width of sentences in pipes, and the least width of a terminal, because narrower terminals fold lines
 _UNLIMITED = 1 << 20  # the width of tables in pipes
@@ -105,11 +104,6 @@ def _folded(text: str, width: int) -> list[str]:
     return found
 
 
-def table_of(items: Iterable[Any], columns: Mapping[str, Callable[[Any], object]]) -> Table:
-    """Returns a table with a row for each item. columns: by name, a function that returns the cell of an item."""
-    return table(list(columns), ([say(item) for say in columns.values()] for item in items))
-
-
 def shown(name: str) -> str:
     """Returns text of a file, such as a tensor's name, in a form that is safe for a terminal: control characters are
     escaped."""
@@ -150,13 +144,6 @@ def show_size(num_bytes: float) -> str:
     while abs(num_bytes) >= 999.5 and unit < len(_UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
     return f"{num_bytes:,.0f} {_UNITS[unit]}" if abs(num_bytes) >= 99.95 else f"{num_bytes:.1f} {_UNITS[unit]}"
-
-
-def show_dtype(tensor: Any) -> str:
-    """Returns the short name of a tensor's dtype, as in headers of safetensors."""
-    from ibp._files.fields import dtype_name
-
-    return dtype_name(tensor.dtype)
 
 
 def show_share(share: float) -> str:
