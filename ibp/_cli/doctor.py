@@ -32,11 +32,12 @@ from . import output, work
 TEST_SECONDS = 2.0
 # Times as fast. Smaller differences are within the variation of measurements, unless something else uses the machine.
 PAYS = 1.05
-_BUSY = 0.5  # a higher load for each core of the CPU disturbs measurements
-_BUSY_PERCENT = 10  # a GPU that works for a larger part of the last second has other work
-_MOST_SHOWN = 8  # failed tests that are printed; --json has all
-_ROW_BYTES = (128, 512, 2048)  # rates, which have no size beside them, are those of the last
-_CPU_CALLS, _GPU_CALLS = 6, 40  # about how many calls share the time for a kind of data
+_BUSY_LOAD = 0.5  # A higher load for each core of the CPU disturbs measurements.
+_BUSY_PERCENT = 10  # A GPU that has worked for more percent of the last second has other work.
+_MOST_SHOWN = 8  # More failed tests are not printed; --json has all of them.
+_ROW_BYTES = (128, 512, 2048)  # Rates in GB/s are those of the last.
+# About how many measurements, and other work of the same time, share the time for a kind of data.
+_CPU_CALLS, _GPU_CALLS = 6, 40
 _KINDS = {
     "BF16 weights": torch.bfloat16,
     "FP16 weights": torch.float16,
@@ -45,7 +46,7 @@ _KINDS = {
     "BF16 half zeros": torch.bfloat16,
 }
 _TESTED_KINDS = {**_KINDS, "INT64 numbers": torch.int64, "UINT8 noise": torch.uint8}
-_TEST_BYTES = 48 << 10  # bytes of a tensor of the self-test
+_TEST_BYTES = 48 << 10  # Bytes of a tensor of the self-test, so that a test takes some milliseconds.
 _CPU_COLUMNS = {
     "copy": "copy",
     "compress": "code",
@@ -138,11 +139,11 @@ def use_of_machine(device: torch.device) -> tuple[dict[str, str], list[str]]:
     else uses it."""
     load, cores, busy = os.getloadavg()[0], os.cpu_count() or 1, []
     lines = {"load": f"{load:.1f} on {output.show_count(cores, 'core')}"}
-    if load > _BUSY * cores:
+    if load > _BUSY_LOAD * cores:
         busy.append(f"Other work uses the CPU: the load of the last minute is {lines['load']}.")
     if device.type == "cpu":
         return lines, busy
-    said = _ask(device, "gpu=driver_version,utilization.gpu,memory.used")
+    said = _ask(device, "gpu", "driver_version", "utilization.gpu", "memory.used")
     if not said:
         lines["GPU in use"] = "nvidia-smi does not say"
         return lines, busy
@@ -150,22 +151,24 @@ def use_of_machine(device: torch.device) -> tuple[dict[str, str], list[str]]:
     lines["driver"], lines["GPU in use"] = driver, f"{percent} % of the time, {used_mib} MiB of its memory"
     if percent.isdecimal() and int(percent) > _BUSY_PERCENT:
         busy.append(f"Other work uses the GPU: it was at work for {percent} % of the last second.")
-    others = [(pid, mib) for pid, mib in _ask(device, "compute-apps=pid,used_memory") if pid != str(os.getpid())]
+    others = [(pid, mib) for pid, mib in _ask(device, "compute-apps", "pid", "used_memory") if pid != str(os.getpid())]
     if others:
         named = ", ".join(f"{pid} ({mib} MiB)" for pid, mib in others)
         busy.append(f"The GPU has {len(others)} other process{'es' * (len(others) > 1)}: {named}.")
     return lines, busy
 
 
-def _ask(device: torch.device, query: str) -> list[list[str]]:
+def _ask(device: torch.device, of: str, *columns: str) -> list[list[str]]:
     """Returns the lines of nvidia-smi's answer to a query about a GPU, as cells. Empty if it cannot be asked."""
     found: Any = torch.cuda.get_device_properties(device)
-    command = ["nvidia-smi", f"--id=GPU-{found.uuid}", f"--query-{query}", "--format=csv,noheader,nounits"]
+    query = f"--query-{of}={','.join(columns)}"
+    command = ["nvidia-smi", f"--id=GPU-{found.uuid}", query, "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line]
+    lines = ([cell.strip() for cell in line.split(",")] for line in said.splitlines())
+    return [cells for cells in lines if len(cells) == len(columns)]
 
 
 # ---- the self-test ----
@@ -197,22 +200,22 @@ def _test_table(device: torch.device, kind: str, scheme: str, layout: str, seed:
     whole = made(kind, _TEST_BYTES, seed).view(-1)
     width = (256, 33, 1000)[seed % 3]
     x = whole[: len(whole) // width * width].view(-1, width)
-    ids = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
+    ids = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed), device="cpu")
     table = ibp.compress(x, scheme=scheme, layout=layout, device=device)
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        "decompress": lambda: ibp.decompress(table, device=device)[ids],
+        "decompress": lambda: ibp.decompress(table, device=device).cpu()[ids],
         "index_select": lambda: ibp.index_select(table, ids, device=device),
     }
     if device.type == "cuda":
         near = table.to(device)
-        calls["decompress in device memory"] = lambda: ibp.decompress(near)[ids]
-        calls["index_select in device memory"] = lambda: ibp.index_select(near, ids)
+        calls["decompress in device memory"] = lambda: ibp.decompress(near).cpu()[ids]
+        calls["index_select in device memory"] = lambda: ibp.index_select(near, ids, device=device)
         calls["decompress on the CPU"] = lambda: ibp.decompress(table, device="cpu")[ids]
     for name, call in calls.items():
         if not same_bits(call(), x[ids]):
             yield f"{name} returns other bits"
     half = ids[: len(ids) // 2]
-    table.update_(half, x[half].flip(0))
+    table.update_(half, x[half].flip(0).to(device))
     x[half] = x[half].flip(0)
     if not same_bits(ibp.decompress(table, device=device), x):
         yield "update_ leaves other bits"

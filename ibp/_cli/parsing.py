@@ -403,7 +403,8 @@ Say what is installed, test it, and say whether compression pays here.
 Lists versions, the GPU, the kernels and the rates in use; codes and decodes for
 two seconds and compares every bit; then measures. With a GPU: the link, random
 rows and whole tensors, raw and compressed, from pinned memory. Without one: how
-fast the CPU codes and decodes. Exits with 1 if bits differ or a call fails.""",
+fast the CPU codes and decodes. Says so if something else uses the machine.
+Exits with 1 if bits differ or a call fails.""",
         """\
 examples:
   ibp doctor

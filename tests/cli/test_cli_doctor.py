@@ -173,7 +173,7 @@ def test_an_idle_gpu(smi):
 @pytest.mark.parametrize(
     "compute, said",
     [
-        ("71, 9000\n", "The GPU has 1 other process: 71 (9000 MiB)."),
+        ("No running processes found\n71, 9000\n", "The GPU has 1 other process: 71 (9000 MiB)."),
         ("71, 9000\n72, [N/A]\n", "The GPU has 2 other processes: 71 (9000 MiB), 72 ([N/A] MiB)."),
     ],
 )
@@ -214,6 +214,18 @@ def test_tables_are_coded_again_by_their_own_codebooks(monkeypatch):
         x = doctor.made(kind, 1 << 16)
         doctor.code_again(compress(x, device="cpu", memory="host"), x)
     assert asked[0]["codebook"] is not None and asked[1]["scheme"] == "raw" and "codebook" not in asked[1]
+
+
+def test_measurements_with_a_gpu_are_made_of_all_calls(monkeypatch):
+    """The CPU takes the GPU's part."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    clock = timing.Clock(CPU, 0.01)
+    monkeypatch.setattr(clock, "gpu_s", clock.wall_s, raising=False)
+    found = doctor._with_gpu(clock, "BF16 weights", doctor.made("BF16 weights", 1 << 20))
+    assert found.lossless and set(found.gbps) == set(doctor._GPU_COLUMNS) and min(found.gbps.values()) > 0
+    assert set(found.rows) == set(doctor._ROW_BYTES) and 0.3 < found.saved < 0.35
+    assert found.rows[2048] == found.gbps["rows"] / found.gbps["raw_rows"]
+    assert found.whole == found.gbps["whole"] / found.gbps["copy"]
 
 
 def measured(kind, rows, whole, uncertainty=0.0):
