@@ -68,9 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = work.device_of(arguments)
     with work.threads(arguments.jobs):
         threads = torch.get_num_threads()
-        use, busy = use_of_machine(device)
-        facts = {"Python": f"{platform.python_version()}, {platform.platform()}", **config(device), **use}
-        facts["pinned memory"] = _pinned_memory(device)
+        facts, busy = facts_of(device)
         num_tests, failed = self_test(device, TEST_SECONDS)
         link: ibp.calibration.Calibration | None = None
         found: list[Measured] = []
@@ -122,40 +120,32 @@ def _why_no_gpu(device: torch.device) -> str | None:
     return "The GPU was left out" if _core.cuda_is_built() else "This build of ibp has no CUDA kernels"
 
 
-def _pinned_memory(device: torch.device) -> str:
-    """Returns whether memory can be pinned, and how much the library keeps of what it has pinned."""
-    if device.type == "cpu":
-        return "not used, since no GPU reads it"
-    try:
-        memory.empty(1 << 20, torch.device("cpu"), pin=True)
-    except memory.PinningError as refused:
-        return output.one_line(str(refused))
-    kept = output.show_size(_core.pinned_limit())
-    return f"can be pinned; up to {kept} of what tables leave stay pinned for the next ones"
-
-
-def use_of_machine(device: torch.device) -> tuple[dict[str, str], list[str]]:
-    """Returns lines about the load of the machine, by their first words, and a sentence for each sign that something
-    else uses it."""
+def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
+    """Returns what is installed and built, and how busy the machine is, by the first words of lines; and a sentence for
+    each sign that something else uses the machine."""
     load, cores, busy = os.getloadavg()[0], os.cpu_count() or 1, []
-    lines = {"load": f"{load:.1f} on {output.show_count(cores, 'core')}"}
+    facts = {"Python": f"{platform.python_version()}, {platform.platform()}", **config(device)}
+    facts["load"] = f"{load:.1f} on {output.show_count(cores, 'core')}"
     if load > _BUSY_LOAD * cores:
-        busy.append(f"Other work uses the CPU: the load of the last minute is {lines['load']}.")
+        busy.append(f"Other work uses the CPU: the load of the last minute is {facts['load']}.")
     if device.type == "cpu":
-        return lines, busy
-    said = _ask(device, "gpu", "driver_version", "utilization.gpu", "memory.used")
-    if not said:
-        lines["GPU in use"] = "nvidia-smi does not say"
-        return lines, busy
-    (driver, percent, used_mib), *_ = said
-    lines["driver"], lines["GPU in use"] = driver, f"{percent} % of the time, {used_mib} MiB of its memory"
-    if percent.isdecimal() and int(percent) > _BUSY_PERCENT:
-        busy.append(f"Other work uses the GPU: it was at work for {percent} % of the last second.")
+        return {**facts, "pinned memory": "not used, since no GPU reads it"}, busy
+    facts["GPU in use"] = "nvidia-smi does not say"
+    for driver, percent, used_mib in _ask(device, "gpu", "driver_version", "utilization.gpu", "memory.used"):
+        facts |= {"driver": driver, "GPU in use": f"{percent} % of the time, {used_mib} MiB of its memory"}
+        if percent.isdecimal() and int(percent) > _BUSY_PERCENT:
+            busy.append(f"Other work uses the GPU: it was at work for {percent} % of the last second.")
     others = [(pid, mib) for pid, mib in _ask(device, "compute-apps", "pid", "used_memory") if pid != str(os.getpid())]
     if others:
         named = ", ".join(f"{pid} ({mib} MiB)" for pid, mib in others)
         busy.append(f"The GPU has {len(others)} other process{'es' * (len(others) > 1)}: {named}.")
-    return lines, busy
+    try:
+        memory.empty(1 << 20, torch.device("cpu"), pin=True)
+        kept = output.show_size(_core.pinned_limit())
+        facts["pinned memory"] = f"can be pinned; up to {kept} of what tables leave stay pinned for the next ones"
+    except memory.PinningError as refused:
+        facts["pinned memory"] = output.one_line(str(refused))
+    return facts, busy
 
 
 def _ask(device: torch.device, of: str, *columns: str) -> list[list[str]]:

@@ -23,21 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
         is_named = not arguments.tensor or name in arguments.tensor
         return is_named and is_chosen(name, arguments.include or None, arguments.exclude)
 
-    for option, suffix in (("plot", ".png"), ("html", ".html")):
-        picture = getattr(arguments, option)
-        if picture is not None:
-            _check_picture(f"--{option}", picture, suffix)
-            if not work.may_write(arguments, picture):
-                setattr(arguments, option, None)
-    status = 0
-    if arguments.plot:
-        try:
-            drawing.require_matplotlib()
-        except ImportError as error:
-            if not arguments.html:
-                raise
-            output.warn(arguments, f"{arguments.plot} is not drawn: {error}")
-            arguments.plot, status = None, 2
+    status = _check_pictures(arguments)
     bars = output.show_bars(arguments)
     with work.local(arguments.inputs) as given:
         files = [report.inspect_path(path, wanted=wanted, progress=bars) for path in expand(given)]
@@ -55,13 +41,31 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
-def _check_picture(option: str, path: str, suffix: str) -> None:
-    """Raises Failure or OSError if a plot or a page cannot be written to a path."""
-    if not Path(path).absolute().parent.is_dir():
-        raise output.Failure(f"{path}: there is no such directory")
-    if not path.lower().endswith(suffix):
-        raise output.Failure(f"{option} is {path}; wanted a name that ends in {suffix}")
-    check_replaceable(Path(path))
+def _check_pictures(arguments: argparse.Namespace) -> int:
+    """Takes pictures that exist and are kept out of the arguments. If there is no matplotlib and a page is written, it
+    takes the plot out, too. Returns the exit status that follows: 2 in the latter case, otherwise 0. Raises Failure,
+    OSError or ImportError if a picture cannot be made."""
+    for option, suffix in (("plot", ".png"), ("html", ".html")):
+        picture = getattr(arguments, option)
+        if picture is None:
+            continue
+        if not Path(picture).absolute().parent.is_dir():
+            raise output.Failure(f"{picture}: there is no such directory")
+        if not picture.lower().endswith(suffix):
+            raise output.Failure(f"--{option} is {picture}; wanted a name that ends in {suffix}")
+        check_replaceable(Path(picture))
+        if not work.may_write(arguments, picture):
+            setattr(arguments, option, None)
+    try:
+        if arguments.plot:
+            drawing.require_matplotlib()
+    except ImportError as error:
+        if not arguments.html:
+            raise
+        output.warn(arguments, f"{arguments.plot} is not drawn: {error}")
+        arguments.plot = None
+        return 2
+    return 0
 
 
 # ---- what is printed ----

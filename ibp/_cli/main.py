@@ -70,16 +70,9 @@ def _run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:
         raise
     except (OSError, ValueError, TypeError, RuntimeError, MemoryError, ImportError) as error:
-        return _complain(f"{prefix}: {output.sentence(error)}", WRONG if _is_damage(error) else USAGE)
-
-
-def _is_damage(error: BaseException) -> bool:
-    """Returns whether an error is about wrong data, and not about what the user asked for. ibp is imported by then,
-    if possible."""
-    ibp = sys.modules.get("ibp")
-    return ibp is not None and isinstance(
-        error, (ibp.ChecksumError, ibp.CorruptTableError, ibp.deltas.DeltaMismatchError)
-    )
+        ibp = sys.modules.get("ibp")  # None if it cannot be imported
+        of_damage = () if ibp is None else (ibp.ChecksumError, ibp.CorruptTableError, ibp.deltas.DeltaMismatchError)
+        return _complain(f"{prefix}: {output.sentence(error)}", WRONG if isinstance(error, of_damage) else USAGE)
 
 
 def _complain(line: str, status: int) -> int:

@@ -48,12 +48,6 @@ def report(arguments: argparse.Namespace, document: object, *parts: Part) -> Non
             sys.stdout.writelines(f"{line.rstrip()}\n" for line in lines)
 
 
-def note(arguments: argparse.Namespace, sentence: str) -> None:
-    """Prints on stderr what a user may want to know in addition to the result."""
-    if not arguments.quiet:
-        warn(arguments, sentence)
-
-
 def warn(arguments: argparse.Namespace, sentence: str) -> None:
     """Prints on stderr what went wrong while the command goes on, even with --quiet."""
     print(f"ibp {arguments.command}: {one_line(sentence)}", file=sys.stderr)
@@ -71,8 +65,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
         widths[0] = max(1, min(widths[0], width - others))
         for row in cells if any(heads) else cells[1:]:
             first, *more = _folded(row[0], widths[0])
-            filled = zip((first, *row[1:]), widths, columns)
-            yield _GAP.join(_padded(text, room, name.startswith(">")) for text, room, name in filled)
+            filled = []
+            for text, room, name in zip((first, *row[1:]), widths, columns):
+                blanks = " " * (room - _cells_of(text))
+                filled.append(blanks + text if name.startswith(">") else text + blanks)
+            yield _GAP.join(filled)
             yield from more
             if row is heads:
                 yield (_RULE if shown(_RULE) == _RULE else "-") * (widths[0] + others)
@@ -85,11 +82,6 @@ def _cells_of(text: str) -> int:
     if text.isascii():
         return len(text)
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text)
-
-
-def _padded(text: str, width: int, stands_right: bool) -> str:
-    blanks = " " * (width - _cells_of(text))
-    return blanks + text if stands_right else text + blanks
 
 
 def _folded(text: str, width: int) -> list[str]:

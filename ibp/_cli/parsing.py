@@ -162,7 +162,7 @@ def _add_force(parser: argparse.ArgumentParser) -> None:
 
 # ---- commands ----
 
-_Commands = argparse._SubParsersAction  # of the parser: it makes the parsers of commands
+_Commands = argparse._SubParsersAction  # the class of the object that makes the parsers of commands
 
 
 def make_parser() -> Parser:
@@ -185,17 +185,11 @@ def version() -> str:
     return found[1]
 
 
-def _command(commands: _Commands, name: str, line: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """Adds a command. line: what the list of commands says of it. The first line of its description is a sentence."""
-    return commands.add_parser(name, help=line, description=description, epilog=epilog)
-
-
 def _compress(commands: _Commands) -> None:
-    parser = _command(
-        commands,
+    parser = commands.add_parser(
         "compress",
-        "compress checkpoints and arrays",
-        """\
+        help="compress checkpoints and arrays",
+        description="""\
 Compress checkpoints and arrays into files whose tensors decode alone.
 
 Reads safetensors, .npy, .npz, torch checkpoints and files of ibp, of any size,
@@ -204,7 +198,7 @@ every bit are kept. Several inputs become one file or one set of files. From a
 directory to a directory, each file of tensors becomes one of its own
 (model.ibp.safetensors, optimizer.pt.ibp.safetensors), all other files are
 copied, and config.json says that the weights are coded.""",
-        """\
+        epilog="""\
 examples:
   ibp compress model.safetensors -o model.ibp.safetensors
   ibp compress model/ -o small/
@@ -241,18 +235,17 @@ An interrupted run goes on where it ended when it is started again.""",
 
 
 def _decompress(commands: _Commands) -> None:
-    parser = _command(
-        commands,
+    parser = commands.add_parser(
         "decompress",
-        "write the tensors of compressed files as they were",
-        """\
+        help="write the tensors of compressed files as they were",
+        description="""\
 Write the tensors of compressed files as they were, bit for bit.
 
 The format is told by the suffix of OUT: .safetensors, .npy, .npz, .pt; a
 directory gets model.safetensors, and a set of files becomes a set again. From
 a directory to a directory, each file comes back under its name and in its
 format, and all other files are copied. Checksums are compared first.""",
-        """\
+        epilog="""\
 examples:
   ibp decompress model.ibp.safetensors -o model.safetensors
   ibp decompress compressed/ -o checkpoint/
@@ -268,11 +261,10 @@ examples:
 
 
 def _verify(commands: _Commands) -> None:
-    parser = _command(
-        commands,
+    parser = commands.add_parser(
         "verify",
-        "compare the checksums of files",
-        """\
+        help="compare the checksums of files",
+        description="""\
 Compare the checksums of files with their bytes.
 
 Exits with 1 if bytes are damaged, and names every tensor that is; also if a
@@ -280,7 +272,7 @@ file has no checksums, as those that ibp did not write. Checksums are those of
 blocks of 1 MiB: what else lies in a damaged block is named as perhaps damaged.
 With --content all tables are decoded as well, and compared with the
 fingerprints of what was compressed.""",
-        """\
+        epilog="""\
 examples:
   ibp verify model.safetensors
   ibp verify --content checkpoints/*.safetensors""",
@@ -291,16 +283,15 @@ examples:
 
 
 def _inspect(commands: _Commands) -> None:
-    parser = _command(
-        commands,
+    parser = commands.add_parser(
         "inspect",
-        "say what is in files: tensors, savings, what the bytes are",
-        """\
+        help="say what is in files: tensors, savings, what the bytes are",
+        description="""\
 Say what is in files: tensors, schemes, savings, and what the bytes are.
 
 Files of ibp are described as they are. Of other files of tensors, what
 compressing them would give is estimated from a sample of rows.""",
-        """\
+        epilog="""\
 examples:
   ibp inspect model.safetensors
   ibp inspect model.safetensors --tensor lm_head.weight
@@ -321,16 +312,15 @@ nothing else; plots need matplotlib.""",
 
 
 def _estimate(commands: _Commands) -> None:
-    parser = _command(
-        commands,
+    parser = commands.add_parser(
         "estimate",
-        "say what each scheme would save, without writing anything",
-        """\
+        help="say what each scheme would save, without writing anything",
+        description="""\
 Say what each scheme would save, tensor by tensor, without writing anything.
 
 Savings are measured on a sample of rows. The last column is the scheme that
 saves most; "plain" tensors stay as they are.""",
-        """\
+        epilog="""\
 examples:
   ibp estimate model.safetensors
   ibp estimate features.npy --json
@@ -343,17 +333,16 @@ examples:
 
 
 def _diff(commands: _Commands) -> None:
-    parser = _command(
-        commands,
+    parser = commands.add_parser(
         "diff",
-        "say what changed from one version of a checkpoint to another",
-        """\
+        help="say what changed from one version of a checkpoint to another",
+        description="""\
 Say what changed from one version of a checkpoint to another.
 
 Counts the elements of each tensor whose bits differ, and what a delta would
 weigh: a file from which `ibp apply` makes the new version out of the old one.
 -o writes that delta.""",
-        """\
+        epilog="""\
 examples:
   ibp diff step-1000 step-1100
   ibp diff step-1000 step-1100 -o step-1100.delta
@@ -371,17 +360,16 @@ examples:
 
 
 def _apply(commands: _Commands) -> None:
-    parser = _command(
-        commands,
+    parser = commands.add_parser(
         "apply",
-        "make the new version of a checkpoint out of the old one and a delta",
-        """\
+        help="make the new version of a checkpoint out of the old one and a delta",
+        description="""\
 Make the new version of a checkpoint out of the old one and a delta.
 
 The delta is a file that `ibp diff -o` or ibp.save wrote. It is refused where a
 tensor of OLD is not, bit for bit, what it was made for. OLD stays as it is. A
 set of files becomes a set again.""",
-        """\
+        epilog="""\
 examples:
   ibp apply step-1000.safetensors step-1100.delta -o step-1100.safetensors""",
     )
@@ -393,11 +381,10 @@ examples:
 
 
 def _doctor(commands: _Commands) -> None:
-    parser = _command(
-        commands,
+    parser = commands.add_parser(
         "doctor",
-        "say what is installed, test it, and whether compression pays here",
-        """\
+        help="say what is installed, test it, and whether compression pays here",
+        description="""\
 Say what is installed, test it, and say whether compression pays here.
 
 Lists versions, the GPU, the kernels and the rates in use; codes and decodes for
@@ -405,7 +392,7 @@ two seconds and compares every bit; then measures. With a GPU: the link, random
 rows and whole tensors, raw and compressed, from pinned memory. Without one: how
 fast the CPU codes and decodes. Says so if something else uses the machine.
 Exits with 1 if bits differ or a call fails.""",
-        """\
+        epilog="""\
 examples:
   ibp doctor
   ibp doctor --device cpu --seconds 2 --json

@@ -107,7 +107,8 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
     if there is None or (to_coded and unfinished_files(target)):  # the call goes on, or reports what exists
         return True
     if arguments.keep:
-        output.note(arguments, f"{there} is there already, and is kept")
+        if not arguments.quiet:
+            output.warn(arguments, f"{there} is there already, and is kept")
         return False
     raise output.Failure(f"{there} is there already: --force replaces it, --keep leaves it as it is")
 

@@ -173,7 +173,14 @@ def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
         codebooks.prepare([source.tensors[name]])
         of[name] = codebooks.of(source.tensors[name])
     users = Counter(id(codebook) for codebook in of.values())
-    reports = [_of_plain(source.tensors[name], of[name], users) for name in _bar(filter(wanted, of), progress)]
+    reports = []
+    for name in _bar(filter(wanted, of), progress):
+        tensor, codebook = source.tensors[name], of[name]
+        reports.append(
+            report_plain(tensor)
+            if codebook is None
+            else report_estimate(tensor, codebook, codebook_share=1 / users[id(codebook)])
+        )
     size, other = sum(os.path.getsize(path) for path in source.files), 0
     if len(reports) == len(of):
         stored = {report.name: _bytes_in_file(report) for report in reports}
@@ -186,12 +193,6 @@ def _bytes_in_file(report: TensorContents) -> int:
     if report.kind != "estimate":
         return report.stored_bytes
     return table_bytes(report.stored_bytes - report.parts.get("codebook", 0), report.num_rows)
-
-
-def _of_plain(tensor: SourceTensor, codebook: AnyCodebook | None, users: Counter[int]) -> TensorContents:
-    if codebook is None:
-        return report_plain(tensor)
-    return report_estimate(tensor, codebook, codebook_share=1 / users[id(codebook)])
 
 
 def _of_ibp(file: File, wanted: _Wanted, progress: bool) -> FileReport:

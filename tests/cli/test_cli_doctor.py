@@ -16,6 +16,7 @@ from ibp._cli import doctor
 from ibp._cli.main import main
 from ibp._inspect.config import config
 from ibp._machine import timing
+from ibp._machine.memory import PinningError
 
 H200 = ibp.calibration.H200
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -155,6 +156,9 @@ def smi(monkeypatch):
 
     monkeypatch.setattr(doctor.subprocess, "run", run)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12ab"))
+    monkeypatch.setattr(doctor, "config", lambda device: {"ibp": ibp.__version__})
+    monkeypatch.setattr(doctor.memory, "empty", lambda num_bytes, device, pin: None)
+    monkeypatch.setattr(_core, "pinned_limit", lambda: 3 << 30)
     monkeypatch.setattr(os, "getloadavg", lambda: (1.0, 9.0, 9.0))
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     return answers
@@ -162,12 +166,22 @@ def smi(monkeypatch):
 
 def test_an_idle_gpu(smi):
     smi["compute"] = f"{os.getpid()}, 500\n"
-    lines, busy = doctor.use_of_machine(GPU)
-    assert busy == [] and lines == {
+    facts, busy = doctor.facts_of(GPU)
+    assert busy == [] and {name: facts[name] for name in ("load", "driver", "GPU in use", "pinned memory")} == {
         "load": "1.0 on 16 cores",
         "driver": "580.65.06",
         "GPU in use": "0 % of the time, 4 MiB of its memory",
+        "pinned memory": "can be pinned; up to 3.0 GiB of what tables leave stay pinned for the next ones",
     }
+
+
+def test_memory_that_cannot_be_pinned(smi, monkeypatch):
+    def refuse(*_, **__):
+        raise PinningError("1,048,576 bytes of memory cannot be pinned\n(no room)")
+
+    monkeypatch.setattr(doctor.memory, "empty", refuse)
+    facts, _ = doctor.facts_of(GPU)
+    assert facts["pinned memory"] == "1,048,576 bytes of memory cannot be pinned (no room)"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +193,7 @@ def test_an_idle_gpu(smi):
 )
 def test_a_busy_gpu(compute, said, smi):
     smi.update(gpu="580.65.06, 55, 9004\n", compute=compute)
-    _, busy = doctor.use_of_machine(GPU)
+    _, busy = doctor.facts_of(GPU)
     assert busy == ["Other work uses the GPU: it was at work for 55 % of the last second.", said]
 
 
@@ -188,8 +202,8 @@ def test_a_busy_gpu(compute, said, smi):
 )
 def test_what_is_not_known_is_not_busy(gpu, smi):
     smi["gpu"] = gpu
-    lines, busy = doctor.use_of_machine(GPU)
-    assert busy == [] and lines["GPU in use"] == (
+    facts, busy = doctor.facts_of(GPU)
+    assert busy == [] and facts["GPU in use"] == (
         "[N/A] % of the time, 0 MiB of its memory" if isinstance(gpu, str) else "nvidia-smi does not say"
     )
 
@@ -197,7 +211,7 @@ def test_what_is_not_known_is_not_busy(gpu, smi):
 @pytest.mark.parametrize("load, is_busy", [(8.0, False), (8.1, True)])
 def test_a_busy_cpu(load, is_busy, smi, monkeypatch):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    _, busy = doctor.use_of_machine(CPU)
+    _, busy = doctor.facts_of(CPU)
     said = f"Other work uses the CPU: the load of the last minute is {load} on 16 cores."
     assert busy == ([said] if is_busy else [])
 
@@ -281,10 +295,8 @@ def test_no_verdict_follows_from_noise():
 def test_a_report_of_a_gpu_fits(small, capsys, monkeypatch):
     """The command with a GPU whose measurements are made up."""
     monkeypatch.setattr(doctor.work, "device_of", lambda arguments: GPU)
-    monkeypatch.setattr(doctor, "use_of_machine", lambda device: ({"load": "0"}, ["The GPU has 1 other process: 7."]))
-    monkeypatch.setattr(doctor, "config", lambda device: {"GPUs": "cuda:0"})
+    monkeypatch.setattr(doctor, "facts_of", lambda device: ({"load": "0"}, ["The GPU has 1 other process: 7."]))
     monkeypatch.setattr(doctor, "self_test", lambda device, seconds: (3, []))
-    monkeypatch.setattr(doctor, "_pinned_memory", lambda device: "can be pinned")
     asked = []
     monkeypatch.setattr(ibp.calibration, "calibrate", lambda *device, **options: asked.append(options) or H200)
     found = [measured(kind, (0.9, 1.2, 1.46), 1.45) for kind in doctor._KINDS]
@@ -292,7 +304,7 @@ def test_a_report_of_a_gpu_fits(small, capsys, monkeypatch):
     assert main(["doctor", "--refresh", "--seconds", "4"]) == 0
     assert asked == [{"refresh": True, "seconds": 2.0}]
     shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines()[4:])) <= 80
+    assert max(map(len, shown.splitlines())) <= 80
     assert "Self-test by cuda:0: 3 tests, and every bit came back." in shown and "The GPU has 1 other process" in shown
     assert re.search(r"^kernels, pinned memory +51\.4$", shown, re.MULTILINE)
     assert re.search(r"^BF16 weights +0\.90 +1\.20 +1\.46 +1\.45$", shown, re.MULTILINE)
