@@ -29,15 +29,17 @@ from ibp._machine.timing import Clock
 
 from . import output, work
 
-TEST_SECONDS = 2.0
-# Times as fast. Smaller differences are within the variation of measurements, unless something else uses the machine.
+TEST_SECONDS = 2.0  # The self-test begins again with other data until this time is over.
+# How many times as fast something has to be to pay. Smaller differences are within the variation of measurements.
 PAYS = 1.05
+_DRIVER = Path("/proc/driver/nvidia")
 _BUSY_LOAD = 0.5  # A higher load for each core of the CPU disturbs measurements.
 _BUSY_PERCENT = 10  # A GPU that has worked for more percent of the last second has other work.
 _MOST_SHOWN = 8  # More failed tests are not printed; --json has all of them.
-_ROW_BYTES = (128, 512, 2048)  # Rates in GB/s are those of the last.
-# About how many measurements, and other work of the same time, share the time for a kind of data.
-_CPU_CALLS, _GPU_CALLS = 6, 40
+_ROW_BYTES = (128, 512, 2048)  # bytes of the rows whose speed-ups are measured; rates in GB/s are those of the last
+# The time for a kind of data is divided by this, and each measurement takes one part. There are fewer measurements; the
+# rest of the time goes to making tables.
+_CPU_PARTS, _GPU_PARTS = 6, 40
 _KINDS = {
     "BF16 weights": torch.bfloat16,
     "FP16 weights": torch.float16,
@@ -82,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         except (RuntimeError, OSError, ValueError, MemoryError) as error:
             failed.append(f"measuring: {output.sentence(error)}")
     failed += [f"measuring {measured.kind}: bits differ" for measured in found if not measured.lossless]
-    sentence = verdict(found, threads, _why_no_gpu(device)) if found else None
+    sentence = verdict(found, threads, why_no_gpu(device)) if found else None
     document = {
         "ibp": ibp.__version__,
         "torch": torch.__version__,
@@ -111,13 +113,13 @@ def run(arguments: argparse.Namespace) -> int:
 # ---- what is there, and what else uses it ----
 
 
-def _why_no_gpu(device: torch.device) -> str | None:
+def why_no_gpu(device: torch.device) -> str | None:
     """Returns why the CPU does the work, or None if a GPU does."""
     if device.type == "cuda":
         return None
-    if not torch.cuda.is_available():
-        return "There is no GPU here"
-    return "The GPU was left out" if _core.cuda_is_built() else "This build of ibp has no CUDA kernels"
+    if torch.cuda.is_available():
+        return "The GPU was left out" if _core.cuda_is_built() else "This build of ibp has no CUDA kernels"
+    return "Torch sees no GPU, though NVIDIA's driver is installed" if _DRIVER.exists() else "There is no GPU here"
 
 
 def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
@@ -263,7 +265,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def measured_on_cpu(seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
     """Measures every kind on the CPU. kinds: wraps the list of their names, to show progress."""
-    clock = Clock(torch.device("cpu"), seconds / (_CPU_CALLS * len(_KINDS)))
+    clock = Clock(torch.device("cpu"), seconds / (_CPU_PARTS * len(_KINDS)))
     return [_on_cpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
 
 
@@ -299,7 +301,7 @@ def code_again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
 def measured_with_gpu(device: torch.device, seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
     """Measures every kind with a GPU, from pinned memory. kinds: wraps the list of their names, to show progress."""
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        clock = Clock(device, seconds / (_GPU_CALLS * len(_KINDS)))
+        clock = Clock(device, seconds / (_GPU_PARTS * len(_KINDS)))
         found = [_with_gpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
     ibp.release_pinned()
     return found
@@ -334,9 +336,9 @@ def _with_gpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
 # ---- what follows ----
 
 
-def verdict(found: Sequence[Measured], threads: int, why_no_gpu: str | None) -> str:
+def verdict(found: Sequence[Measured], threads: int, no_gpu: str | None) -> str:
     """Returns which data gains by compression on this machine, or that repetitions differ too much to tell.
-    why_no_gpu: why there are no measurements of a GPU; None if there are."""
+    no_gpu: why there are no measurements of a GPU; None if there are."""
     noise = max(measured.uncertainty for measured in found)
     warning = (
         f" Repetitions of a measurement differ so much that its rate may be off by {100 * noise:.0f} %: something else "
@@ -345,10 +347,10 @@ def verdict(found: Sequence[Measured], threads: int, why_no_gpu: str | None) -> 
         else ""
     )
     saved = ", ".join(f"{measured.kind} {100 * measured.saved:.0f} %" for measured in found)
-    if why_no_gpu:
+    if no_gpu:
         slowest, fastest = (of(measured.gbps["decompress"] for measured in found) for of in (min, max))
         return (
-            f"{why_no_gpu}: the CPU codes and decodes. Memory and storage that are saved: {saved}. "
+            f"{no_gpu}: the CPU codes and decodes. Memory and storage that are saved: {saved}. "
             f"{output.show_count(threads, 'thread')} decode{'s' * (threads == 1)} {slowest:.1f} to {fastest:.1f} GB/s: "
             f"compression pays where data comes from storage, or over a network, that is slower than that.{warning}"
         )

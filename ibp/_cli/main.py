@@ -51,7 +51,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if words and words[0] in _OLD_WORDS:
         old, words[0] = words[0], _OLD_WORDS[words[0]]
         if not {"-q", "--quiet"} & set(words):
-            _complain(f"ibp: `ibp {old}` is called `ibp {words[0]}` now, and runs it", 0)
+            _complain(f"ibp: `ibp {old}` is now `ibp {words[0]}`, which runs", 0)
     arguments, unknown = make_parser().parse_known_args(words)
     if unknown:
         prog = f"ibp {arguments.command}"

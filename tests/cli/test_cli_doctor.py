@@ -36,15 +36,30 @@ def small(monkeypatch):
 def test_on_a_cpu(word, small, capsys):
     assert main([word, "--device", "cpu", "--seconds", "1", "--jobs", "1", "--json"]) == 0
     shown = capsys.readouterr()
-    assert shown.err == ("" if word == "doctor" else "ibp: `ibp bench` is called `ibp doctor` now, and runs it\n")
+    assert shown.err == ("" if word == "doctor" else "ibp: `ibp bench` is now `ibp doctor`, which runs\n")
     document = json.loads(shown.out)
     assert document["threads"] == 1 and document["link"] is None and document["failed"] == []
     assert document["tests"] == 43 and document["facts"]["ibp"].startswith(ibp.__version__)
     weights = document["data"][0]
     assert weights["lossless"] and 0.3 < weights["saved"] < 0.35 and all(rate > 0 for rate in weights["gbps"].values())
     assert "BF16 weights 33 %" in document["verdict"] and "1 thread decodes" in document["verdict"]
-    if not torch.cuda.is_available():
-        assert document["verdict"].startswith("There is no GPU here: the CPU codes and decodes.")
+    assert document["verdict"].startswith(f"{doctor.why_no_gpu(CPU)}: the CPU codes and decodes.")
+
+
+@pytest.mark.parametrize(
+    "sees, is_built, has_driver, why",
+    [
+        (False, False, False, "There is no GPU here"),
+        (False, True, True, "Torch sees no GPU, though NVIDIA's driver is installed"),
+        (True, False, True, "This build of ibp has no CUDA kernels"),
+        (True, True, True, "The GPU was left out"),
+    ],
+)
+def test_why_the_cpu_does_the_work(sees, is_built, has_driver, why, monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
+    monkeypatch.setattr(_core, "cuda_is_built", lambda: is_built)
+    monkeypatch.setattr(doctor, "_DRIVER", tmp_path if has_driver else tmp_path / "none")
+    assert doctor.why_no_gpu(CPU) == why and doctor.why_no_gpu(GPU) is None
 
 
 def test_the_old_word_is_quiet(small, capsys):
