@@ -25,8 +25,8 @@ IBP_API uint32_t ibp_cpu_features(void);
  * @return the features in use. */
 IBP_API uint32_t ibp_set_cpu_features(uint32_t features);
 
-/* Returns the compute capabilities that the kernels of this build were compiled for, each times 100, with commas between
- * them, such as "800,900"; "" if the build has no kernels. */
+/* Returns the compute capabilities that the kernels of this build were compiled for, each times 100, with commas
+ * between them, such as "800,900"; "" if the build has no kernels. */
 IBP_API const char *ibp_cuda_architectures(void);
 
 /* Lets kernels of `device` read the memory of `peer` until the process ends. Further calls do no harm.
