@@ -236,6 +236,8 @@ PYBIND11_MODULE(_core, m)
           "Makes all threads use those of the given features that the processor has, and returns these. For tests "
           "and benchmarks.");
     m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
+    m.def("cuda_architectures", &ibp_cuda_architectures,
+          "The compute capabilities that kernels were compiled for, each times 100, with commas between them.");
 
     m.def("choose_slots", &choose_slots, py::arg("sectors"), py::arg("row_bytes"), py::arg("least"),
           py::arg("overflow_cost"), py::arg("part_cost"), py::arg("most_spilled"), py::arg("near"), py::arg("sizes"),

@@ -326,7 +326,7 @@ void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, 
                  const std::optional<Out> &counts, const std::optional<Out> &fault, bool is_new)
 {
     ibp_place place = handle.place;
-    require(place.used != nullptr, "table is not described as a place");
+    require(place.used != nullptr, "rows cannot be written: table is described for reading alone");
     require(!row_ids || !(is_new || ibp_is_packed(&place)), "rows that are new or packed have no row_ids");
     if (counts) place.counts = data_of<ibp_place_counts>(*counts, ScalarType::Long, 2, "counts");
     place.is_new = is_new;
@@ -488,7 +488,7 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
 void stage_items(const Device &device, const Table &handle, const OnCpu &host_slots, const OnCpu &ids, int64_t stager,
                  int64_t max_sms, const Out &out, const Out &fault)
 {
-    require(stager != 0, "no stager");
+    require(stager != 0, "stager is 0; wanted the address of a Stager");
     const ibp_table &table = handle.table();
     const ibp_ids items = ids_of(ids);
     uint8_t *const to = room_of(out, total_bytes(items.count, table.item_bytes, "items"), "out");
@@ -628,7 +628,7 @@ void stream_bytes(const Device &device, const Table &handle, const OnCpu &host_b
 {
     const int64_t num_bases = handle.parts[ibp::kBases].num_bytes / int64_t{sizeof(uint64_t)};
     require(host_bases.numel() == num_bases, "host_bases has ", host_bases.numel(), " elements, bases ", num_bases);
-    require(streamer != 0, "no streamer");
+    require(streamer != 0, "streamer is 0; wanted the address of a Streamer");
     const ibp_table &table = handle.table();
     const uint64_t *const starts = unsigned_longs_of(host_bases, 0, "host_bases");
     check_span(table, start, end);

@@ -115,6 +115,12 @@ extern "C" {
 
 bool ibp_cuda_is_built(void) { return true; }
 
+// The text of a macro's value, which may have commas.
+#define IBP_TEXT(...) #__VA_ARGS__
+#define IBP_TEXT_OF(...) IBP_TEXT(__VA_ARGS__)
+
+const char *ibp_cuda_architectures(void) { return IBP_TEXT_OF(__CUDA_ARCH_LIST__); }
+
 int ibp_cuda_device_count(void)
 {
     int count = 0;

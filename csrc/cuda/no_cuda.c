@@ -6,6 +6,7 @@
     ibp_status name(__VA_ARGS__) { return IBP_NO_CUDA; }
 
 bool ibp_cuda_is_built(void) { return false; }
+const char *ibp_cuda_architectures(void) { return ""; }
 int ibp_cuda_device_count(void) { return 0; }
 const char *ibp_cuda_last_error(void) { return ""; }
 int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors) { return 0; }

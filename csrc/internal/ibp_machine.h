@@ -1,4 +1,5 @@
-/* ibp_machine.h - features of the processor, GPUs that read each other's memory, and memory that a GPU only reads. */
+/* ibp_machine.h - features of the processor, architectures of kernels, GPUs that read each other's memory, and memory
+ * that a GPU only reads. */
 #ifndef IBP_MACHINE_H
 #define IBP_MACHINE_H
 
@@ -23,6 +24,10 @@ IBP_API uint32_t ibp_cpu_features(void);
  *
  * @return the features in use. */
 IBP_API uint32_t ibp_set_cpu_features(uint32_t features);
+
+/* Returns the compute capabilities that the kernels of this build were compiled for, each times 100, with commas
+ * between them, such as "800,900"; "" if the build has no kernels. */
+IBP_API const char *ibp_cuda_architectures(void);
 
 /* Lets kernels of `device` read the memory of `peer` until the process ends. Further calls do no harm.
  *

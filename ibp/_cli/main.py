@@ -6,55 +6,18 @@ import argparse
 import contextlib
 import importlib
 import os
-import re
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from . import output, parsing
-from .commands import COMMANDS
+from . import output
+from .parsing import make_parser
 
 # exit statuses other than 0, which means success
 WRONG, USAGE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 1, 2, 130, 141, 143
-
-_DESCRIPTION = """\
-Lossless compression of tensors.
-
-Checkpoints and arrays become smaller files, which are safetensors, and every
-bit comes back: weights are checked, read row by row, or decoded as a whole."""
-_EPILOG = """\
-exit status:
-  0    done
-  1    data is wrong: a checksum differs, a file is damaged, or diff --exit-code
-       found a difference
-  2    wrong usage, or an input that cannot be read
-  130  interrupted
-
-ibp COMMAND --help says more about a command."""
-
-
-def make_parser() -> parsing.Parser:
-    """Returns the parser of the whole command line."""
-    parser = parsing.Parser(prog="ibp", description=_DESCRIPTION, epilog=_EPILOG)
-    parser.add_argument("--version", action="version", version=f"ibp {version()}", help="print the version")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands", required=True)
-    for name in COMMANDS:
-        module = _module(name)
-        command = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION, epilog=module.EPILOG)
-        module.add(command)
-        parsing.add_common(command)
-    return parser
-
-
-def version() -> str:
-    """Returns the version of this library, from its installed header."""
-    header = Path(__file__).parent.parent / "include" / "ibp.h"
-    found = re.search(r'#define IBP_VERSION "([^"]+)"', header.read_text(encoding="utf-8"))
-    assert found is not None
-    return found[1]
+_OLD_WORDS = {"bench": "doctor"}  # commands of earlier versions, and what they are called now
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,8 +47,12 @@ def program() -> NoReturn:
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Returns the arguments. An argument that a command does not know is an error of that command."""
-    parser = make_parser()
-    arguments, unknown = parser.parse_known_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in _OLD_WORDS:
+        old, words[0] = words[0], _OLD_WORDS[words[0]]
+        if not {"-q", "--quiet"} & set(words):
+            _complain(f"ibp: `ibp {old}` is now `ibp {words[0]}`, which runs", 0)
+    arguments, unknown = make_parser().parse_known_args(words)
     if unknown:
         prog = f"ibp {arguments.command}"
         line = f"{prog}: unrecognized arguments: {output.one_line(' '.join(unknown))}; see {prog} --help"
@@ -93,30 +60,19 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f".commands.{name}", __package__)
-
-
 def _run(arguments: argparse.Namespace) -> int:
     prefix = f"ibp {arguments.command}"
     try:
-        status: int = _module(arguments.command).run(arguments)
+        status: int = importlib.import_module(f".{arguments.command}", __package__).run(arguments)
         return status
     except output.Failure as failure:
         return _complain(f"{prefix}: {failure}", failure.status)
     except BrokenPipeError:
         raise
     except (OSError, ValueError, TypeError, RuntimeError, MemoryError, ImportError) as error:
-        return _complain(f"{prefix}: {output.sentence(error)}", WRONG if _is_damage(error) else USAGE)
-
-
-def _is_damage(error: BaseException) -> bool:
-    """Returns whether an error is about wrong data, and not about what the user asked for. ibp is imported by then,
-    if possible."""
-    ibp = sys.modules.get("ibp")
-    return ibp is not None and isinstance(
-        error, (ibp.ChecksumError, ibp.CorruptTableError, ibp.deltas.DeltaMismatchError)
-    )
+        ibp = sys.modules.get("ibp")  # None if it cannot be imported
+        of_damage = () if ibp is None else (ibp.ChecksumError, ibp.CorruptTableError, ibp.deltas.DeltaMismatchError)
+        return _complain(f"{prefix}: {output.sentence(error)}", WRONG if isinstance(error, of_damage) else USAGE)
 
 
 def _complain(line: str, status: int) -> int:

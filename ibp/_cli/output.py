@@ -10,8 +10,7 @@ import shutil
 import sys
 import textwrap
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 _WIDTH = 80  # the width of sentences in pipes, and the least width of a terminal, because narrower terminals fold lines
 _UNLIMITED = 1 << 20  # the width of tables in pipes
@@ -49,12 +48,6 @@ def report(arguments: argparse.Namespace, document: object, *parts: Part) -> Non
             sys.stdout.writelines(f"{line.rstrip()}\n" for line in lines)
 
 
-def note(arguments: argparse.Namespace, sentence: str) -> None:
-    """Prints on stderr what a user may want to know in addition to the result."""
-    if not arguments.quiet:
-        warn(arguments, sentence)
-
-
 def warn(arguments: argparse.Namespace, sentence: str) -> None:
     """Prints on stderr what went wrong while the command goes on, even with --quiet."""
     print(f"ibp {arguments.command}: {one_line(sentence)}", file=sys.stderr)
@@ -72,8 +65,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Table:
         widths[0] = max(1, min(widths[0], width - others))
         for row in cells if any(heads) else cells[1:]:
             first, *more = _folded(row[0], widths[0])
-            filled = zip((first, *row[1:]), widths, columns)
-            yield _GAP.join(_padded(text, room, name.startswith(">")) for text, room, name in filled)
+            filled = []
+            for text, room, name in zip((first, *row[1:]), widths, columns):
+                blanks = " " * (room - _cells_of(text))
+                filled.append(blanks + text if name.startswith(">") else text + blanks)
+            yield _GAP.join(filled)
             yield from more
             if row is heads:
                 yield (_RULE if shown(_RULE) == _RULE else "-") * (widths[0] + others)
@@ -88,11 +84,6 @@ def _cells_of(text: str) -> int:
     return sum(2 if unicodedata.east_asian_width(c) in "WF" else not unicodedata.combining(c) for c in text)
 
 
-def _padded(text: str, width: int, stands_right: bool) -> str:
-    blanks = " " * (width - _cells_of(text))
-    return blanks + text if stands_right else text + blanks
-
-
 def _folded(text: str, width: int) -> list[str]:
     """Returns a text in lines of at most `width` cells."""
     if _cells_of(text) <= width:
@@ -103,11 +94,6 @@ def _folded(text: str, width: int) -> list[str]:
             found.append("")
         found[-1] += c
     return found
-
-
-def table_of(items: Iterable[Any], columns: Mapping[str, Callable[[Any], object]]) -> Table:
-    """Returns a table with a row for each item. columns: by name, a function that returns the cell of an item."""
-    return table(list(columns), ([say(item) for say in columns.values()] for item in items))
 
 
 def shown(name: str) -> str:
@@ -150,13 +136,6 @@ def show_size(num_bytes: float) -> str:
     while abs(num_bytes) >= 999.5 and unit < len(_UNITS) - 1:
         num_bytes, unit = num_bytes / 1024, unit + 1
     return f"{num_bytes:,.0f} {_UNITS[unit]}" if abs(num_bytes) >= 99.95 else f"{num_bytes:.1f} {_UNITS[unit]}"
-
-
-def show_dtype(tensor: Any) -> str:
-    """Returns the short name of a tensor's dtype, as in headers of safetensors."""
-    from ibp._files.fields import dtype_name
-
-    return dtype_name(tensor.dtype)
 
 
 def show_share(share: float) -> str:

@@ -1,27 +1,30 @@
-"""What commands share while they work: device, threads, bars. It imports torch, so commands import it only when they
-run."""
+"""What commands share while they work: device, threads, bars, inputs and outputs. "-" as an input is stdin, and "-" as
+an output is stdout."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-import ibp
 from ibp._common.progress import tqdm
 from ibp._files import paths
 from ibp._files.paths import file_system, is_url, path_text
 from ibp._files.sets import INDEX_SUFFIX
 from ibp._machine import memory
-from ibp.checkpoints import _journal, _model_files, _sources
-from ibp.checkpoints import _source as source_names
+from ibp.checkpoints import _journal, _model_files, _source, _sources
 
-from . import inputs, output
+from . import output
 
+STREAM = "-"
 T = TypeVar("T")
 
 
@@ -53,12 +56,46 @@ def bar(arguments: argparse.Namespace, what: str, items: Iterable[T]) -> Iterabl
 # ---- inputs and outputs ----
 
 
+@contextlib.contextmanager
+def local(paths: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the paths, with a temporary file that holds stdin in place of "-"."""
+    if STREAM not in paths:
+        yield list(paths)
+        return
+    if paths.count(STREAM) > 1:
+        raise output.Failure("stdin (-) is given twice; wanted one input from there at most")
+    if sys.stdin.isatty():
+        raise output.Failure("stdin (-) is a terminal; wanted a file or a pipe")
+    with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
+        held = Path(folder) / "stdin"
+        with open(held, "wb") as file:
+            shutil.copyfileobj(sys.stdin.buffer, file, 1 << 20)
+        yield [str(held) if path == STREAM else path for path in paths]
+
+
+@contextlib.contextmanager
+def written(target: str, suffix: str) -> Iterator[str]:
+    """Yields a path to write to. For "-" it is a temporary file, which is copied to stdout when the work is done."""
+    if target != STREAM:
+        yield target
+        return
+    if sys.stdout.isatty():
+        raise output.Failure("stdout (-) is a terminal; wanted a file or a pipe")
+    with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
+        held = os.path.join(folder, f"stdout{suffix}")
+        yield held
+        if not os.path.exists(held):
+            raise output.Failure("the output is a set of files, which stdout (-) cannot hold; wanted a directory")
+        with open(held, "rb") as file:
+            shutil.copyfileobj(file, sys.stdout.buffer, 1 << 20)
+
+
 def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None = None) -> bool:
     """Returns whether to write the output: not if it exists and is to be kept. Raises Failure if it exists and no
     option says what to do with it. to_coded: whether directories are compressed or decompressed. None: neither."""
-    if target == inputs.STREAM and arguments.json:
+    if target == STREAM and arguments.json:
         raise output.Failure("--json and -o - both write to stdout; wanted one of them")
-    if target == inputs.STREAM or arguments.force:
+    if target == STREAM or arguments.force:
         return True
     with contextlib.ExitStack() as stack:
         conversion = None
@@ -70,14 +107,15 @@ def may_write(arguments: argparse.Namespace, target: str, to_coded: bool | None 
     if there is None or (to_coded and unfinished_files(target)):  # the call goes on, or reports what exists
         return True
     if arguments.keep:
-        output.note(arguments, f"{there} is there already, and is kept")
+        if not arguments.quiet:
+            output.warn(arguments, f"{there} is there already, and is kept")
         return False
     raise output.Failure(f"{there} is there already: --force replaces it, --keep leaves it as it is")
 
 
 def output_of(arguments: argparse.Namespace, given: Sequence[str]) -> str:
     """Returns the output for these inputs, with a slash if a directory becomes a directory."""
-    return arguments.output if arguments.output == inputs.STREAM else paths.output_of(list(given), arguments.output)
+    return arguments.output if arguments.output == STREAM else paths.output_of(list(given), arguments.output)
 
 
 def unfinished_files(target: str) -> int:
@@ -108,20 +146,9 @@ def files_to_verify(paths: Sequence[str]) -> list[str]:
     return [file for path in found for file in (_model_files.files_to_verify(path) if os.path.isdir(path) else [path])]
 
 
-def verify_inputs(paths: Sequence[str], bars: bool) -> int:
-    """Compares the checksums of those inputs that are files of ibp on this machine. Returns the bytes that were
-    compared."""
-    total = 0
-    for path in files_to_verify(paths):
-        if not is_url(path) and not has_other_format(path):
-            with ibp.open(path) as file:
-                total += file.verify(progress=bars)
-    return total
-
-
 def report_files(arguments: argparse.Namespace, document: dict[str, Any], files: list[str], *more: str) -> None:
     """Reports files that were written, here or at URLs, and further sentences, unless the files went to stdout."""
-    if arguments.output == inputs.STREAM:
+    if arguments.output == STREAM:
         return
     sizes = [size_of(file) for file in files]
     parts = [f"{output.shown(file)}: {output.show_size(size)}" for file, size in zip(files, sizes)]
@@ -139,9 +166,4 @@ def size_of(path: str) -> int:
 def chosen(arguments: argparse.Namespace, names: Iterable[str]) -> list[str]:
     """Returns the names that --include and --exclude leave. Raises ValueError if a pattern of --include matches no
     name."""
-    return source_names.chosen(names, arguments.include or None, arguments.exclude)
-
-
-def is_chosen(arguments: argparse.Namespace, name: str) -> bool:
-    """Returns whether --include and --exclude leave a name."""
-    return source_names.is_chosen(name, arguments.include or None, arguments.exclude)
+    return _source.chosen(names, arguments.include or None, arguments.exclude)

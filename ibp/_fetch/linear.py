@@ -351,7 +351,7 @@ def linear_groups(
     if groups.device != x.device:
         raise ValueError(f"groups is on {groups.device}; wanted x's device, {x.device}")
     if rows < 1 or table.shape[0] % rows:
-        raise ValueError(f"a matrix has {rows} rows; wanted a part of the table's {table.shape[0]}")
+        raise ValueError(f"a matrix has {rows} rows; wanted a divisor of the table's {table.shape[0]}")
     num_vectors = len(x) * sharing
     _check_order(order, sharing, num_vectors, x.device)
     if out is not None:

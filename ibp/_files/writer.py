@@ -186,7 +186,10 @@ class FileWriter:
         if taken or (kind is self._plain and table in self._tables and part in parts):
             raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
         if kind is self._tables and not self._plain.isdisjoint(f"{name}:{part}" for part in parts):
-            raise ValueError(f"a tensor in the file has the name of a part of the table {name!r}; wanted another name")
+            raise ValueError(
+                f"a tensor in the file has a name that the table {name!r} needs, such as '{name}:slots'; wanted "
+                "another name"
+            )
 
     def _add_line(self, key: str, text: str) -> None:
         self._claim_header(repr(key), _json_bytes(key) + _json_bytes(text) + 4)

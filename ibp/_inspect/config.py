@@ -1,4 +1,4 @@
-"""`show_config`: prints what this installation is and can do."""
+"""What this installation is and can do: `show_config`, and the first lines of `ibp doctor`."""
 
 from __future__ import annotations
 
@@ -21,22 +21,28 @@ def show_config() -> None:
         ibp           ..., format version 1, in ...
         torch         ...
     """
-    print(config_text())
+    lines = config(memory.usual(None))
+    width = max(map(len, lines))
+    print("\n".join(f"{name:<{width}}  {text}" for name, text in lines.items()))
 
 
-def config_text() -> str:
-    """Returns what `show_config` prints."""
+def config(device: torch.device) -> dict[str, str]:
+    """Returns what `show_config` prints, by the first word of a line. device: the device whose rates and paths are
+    listed."""
     features = _core.cpu_features()
     coders = [name for bit, name in _CPU_FEATURES.items() if features & bit] or ["plain C"]
+    kernels = "not built (without nvcc, or with IBP_NO_CUDA=1)"
+    if _core.cuda_is_built():
+        built_for = map(int, _core.cuda_architectures().split(","))
+        kernels = f"built for compute capability {', '.join(f'{arch // 100}.{arch // 10 % 10}' for arch in built_for)}"
     lines = {
         "ibp": f"{_core.version()}, format version {_core.FORMAT_VERSION}, in {FilePath(__file__).parent.parent}",
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
-        "CUDA kernels": "built" if _core.cuda_is_built() else "not built (without nvcc, or with IBP_NO_CUDA=1)",
+        "CUDA kernels": kernels,
         "CPU coders": f"{', '.join(coders)}; {torch.get_num_threads()} threads",
         "GPUs": "; ".join(map(_gpu_text, range(torch.cuda.device_count()))) or "none that torch sees",
         "calibration": f"of an {calibration.H200.gpu}; ibp.calibration.calibrate() measures this machine",
     }
-    device = memory.usual(None)
     if calibration.is_measured(device):
         known = calibration.in_force(device)
         lines["calibration"] = f"measured on {known.gpu}, kept in {calibration.cache_file(device)}"
@@ -45,10 +51,11 @@ def config_text() -> str:
         lines["decompress"] = f"paths {', '.join(map(repr, streaming.PATHS))}, or decoded by the CPU"
     else:
         lines["index_select"] = lines["decompress"] = "decoded by the CPU"
-    width = max(map(len, lines))
-    return "\n".join(f"{name:<{width}}  {text}" for name, text in lines.items())
+    return lines
 
 
 def _gpu_text(index: int) -> str:
     found = torch.cuda.get_device_properties(index)
-    return f"cuda:{index} {found.name}, {found.total_memory / 2**30:.0f} GiB, {found.multi_processor_count} SMs"
+    memory_gib, capability = found.total_memory / 2**30, f"{found.major}.{found.minor}"
+    sms = found.multi_processor_count
+    return f"cuda:{index} {found.name}, {memory_gib:.0f} GiB, {sms} SMs, compute capability {capability}"

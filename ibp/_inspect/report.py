@@ -1,33 +1,45 @@
-"""Reports of tensors: how large they are, of which parts they consist, and what their bits do."""
+"""Reports of files and tensors: how large they are, of which parts they consist, and what their bits do. Files of ibp
+are reported as they are, other files of tensors with what compressing them would save."""
 
 from __future__ import annotations
 
-import math
+import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from .._common.progress import tqdm
 from .._common.statistics import Saves
 from .._core import ROWS_PER_BASE
-from .._layout.geometry import Geometry, default_length, stored_sizes
+from .._files.fields import ChecksumError, FileFormatError
+from .._files.header import find_files, read_header
+from .._files.opened import File
+from .._files.opened import open as open_file
+from .._files.paths import is_url
+from .._layout.geometry import Geometry
 from .._rows.plan import spread_bytes
-from .._schemes import AnyCodebook, ClusteredCodebook, PlanesCodebook
+from .._schemes import AnyCodebook, ClusteredCodebook, Options
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from ..checkpoints._source import SourceTensor
+from ..checkpoints._learning import CheckpointLearning, Codebooks
+from ..checkpoints._planning import compressed_bytes, table_bytes
+from ..checkpoints._source import Source, SourceTensor
+from ..checkpoints._sources import local_path, open_source
+from ..checkpoints._torch_files import loaded_tensor
 from ..codecs._whole import WholeTensor
-from .splitting import Split, scaled, split_rows
+from ..deltas import Delta
+from .splitting import bit_entropy, count_rows, element_bytes, rounded, scaled, split_table
 
 SAMPLE_BYTES = 1 << 20  # bytes of a tensor that are decoded and counted
 _RUNS = 32  # places of a tensor from which a sample is taken
-_BINS = 32  # bins of the histogram of lengths
-_BLOCK_ROWS = 1 << 22  # rows whose lengths are counted at once
 
-Read = Callable[[int, int], np.ndarray]  # returns bytes [start, end) of a tensor, uint8
+_Read = Callable[[int, int], np.ndarray]  # returns bytes [start, end) of a tensor, uint8
+_Wanted = Callable[[str], bool]  # whether to look into a tensor with a name
 
 
 @dataclass(frozen=True)
@@ -111,6 +123,119 @@ class FileReport(Saves):
         }
 
 
+# ---- files ----
+
+
+def inspect_path(
+    path: str | os.PathLike[str], *, wanted: _Wanted = lambda name: True, progress: bool = False
+) -> FileReport:
+    """Looks into a file of tensors, or a set of files. It reads a few rows of each tensor.
+
+    Args:
+        path: a file of ibp, or any other file that `ibp.checkpoints.compress` takes.
+        wanted: whether to look into a tensor with a name. Other tensors are left out.
+        progress: whether to show a progress bar.
+
+    Raises:
+        FileFormatError, SourceFormatError, OSError: the file cannot be read.
+        CorruptTableError: rows that were looked at are damaged.
+    """
+    path = os.fspath(path)
+    if is_url(path):
+        with local_path(path) as near:
+            found = inspect_path(near, wanted=wanted, progress=progress)
+        return replace(found, path=path)
+    if _is_ibp(path):
+        with open_file(path, memory="host") as file:
+            return _of_ibp(file, wanted, progress)
+    with open_source(path) as source:
+        return _of_source(source, wanted, progress)
+
+
+def _is_ibp(path: str) -> bool:
+    """Returns whether a file, or one of a set, is ibp's. If a file is not a safetensors file, `open_source` reports
+    what it is."""
+    try:
+        return any(not read_header(file).is_plain for file in find_files(Path(path)).files.values())
+    except (FileFormatError, FileNotFoundError):
+        return False
+
+
+def _bar(names: Iterable[str], progress: bool) -> Iterable[str]:
+    return tqdm(list(names), desc="inspect", unit="tensor", leave=False, disable=not progress)
+
+
+def _of_source(source: Source, wanted: _Wanted, progress: bool) -> FileReport:
+    """Reports tensors as `ibp.checkpoints.compress` would code them: those of a kind share a codebook."""
+    codebooks = Codebooks(CheckpointLearning(Options()), list(source.tensors.values()))
+    of: dict[str, AnyCodebook | None] = {}
+    for name in _bar(source.tensors, progress):
+        codebooks.prepare([source.tensors[name]])
+        of[name] = codebooks.of(source.tensors[name])
+    users = Counter(id(codebook) for codebook in of.values())
+    reports = []
+    for name in _bar(filter(wanted, of), progress):
+        tensor, codebook = source.tensors[name], of[name]
+        reports.append(
+            report_plain(tensor)
+            if codebook is None
+            else report_estimate(tensor, codebook, codebook_share=1 / users[id(codebook)])
+        )
+    size, other = sum(os.path.getsize(path) for path in source.files), 0
+    if len(reports) == len(of):
+        stored = {report.name: _bytes_in_file(report) for report in reports}
+        other = compressed_bytes(source, stored, of) - sum(report.stored_bytes for report in reports)
+    return FileReport(source.path, source.format, True, size, dict(source.metadata), reports, other)
+
+
+def _bytes_in_file(report: TensorContents) -> int:
+    """Returns the bytes that a file would have for a tensor, without its codebook."""
+    if report.kind != "estimate":
+        return report.stored_bytes
+    return table_bytes(report.stored_bytes - report.parts.get("codebook", 0), report.num_rows)
+
+
+def _of_ibp(file: File, wanted: _Wanted, progress: bool) -> FileReport:
+    users = Counter(_codebook_of(file, name) for name in file.tables)
+    reports = [_of_tensor(file, name, users) for name in _bar(filter(wanted, file), progress)]
+    size = sum(os.path.getsize(path) for path in find_files(file.path).files.values())
+    other = size - sum(report.stored_bytes for report in reports) if len(reports) == len(file) else 0
+    return FileReport(str(file.path), "ibp", False, size, dict(file.metadata), reports, other)
+
+
+def _codebook_of(file: File, name: str) -> int:
+    """Returns a number that is different for different codebooks of a file; 0 if there is no codebook."""
+    try:
+        codebook = file.info(name).codebook
+    except FileFormatError:
+        return 0
+    return 0 if codebook is None else id(codebook)
+
+
+def _of_tensor(file: File, name: str, users: Counter[int]) -> TensorContents:
+    try:
+        value = file[name]
+    except ChecksumError:
+        raise
+    except FileFormatError as error:
+        why = str(error)
+        try:
+            info = file.info(name)
+        except FileFormatError:
+            return TensorContents(name, "?", (), "unknown", "?", 0, 0, {}, note=why)
+        dtype, scheme = str(info.dtype or "?").removeprefix("torch."), info.codec or info.scheme or "?"
+        sizes = info.num_bytes or 0, info.stored_bytes
+        return TensorContents(name, dtype, info.shape, "unknown", scheme, *sizes, {"coded rows": sizes[1]}, note=why)
+    if isinstance(value, torch.Tensor):
+        return report_plain(loaded_tensor(name, value, file.path))
+    if isinstance(value, WholeTensor):
+        return report_whole(name, value)
+    table = value.table if isinstance(value, Delta) else value
+    assert isinstance(table, CompressedTensor)
+    kind = "delta" if isinstance(value, Delta) else "table"
+    return report_table(name, table, kind=kind, codebook_share=1 / max(1, users[_codebook_of(file, name)]))
+
+
 # ---- samples of rows ----
 
 
@@ -126,7 +251,7 @@ def sample_runs(num_rows: int, row_bytes: int) -> list[tuple[int, int]]:
     return [(start, start + size) for start in starts]
 
 
-def read_rows(read: Read, geometry: Geometry) -> np.ndarray:
+def read_rows(read: _Read, geometry: Geometry) -> np.ndarray:
     """Returns a sample of the rows of a tensor, uint8 [n, row_bytes]. A short last row is extended with zeros."""
     row_bytes, runs = geometry.row_bytes, sample_runs(geometry.num_rows, geometry.row_bytes)
     parts = [read(first * row_bytes, min(last * row_bytes, geometry.num_bytes)) for first, last in runs]
@@ -134,7 +259,7 @@ def read_rows(read: Read, geometry: Geometry) -> np.ndarray:
     return np.concatenate([*parts, np.zeros(missing, np.uint8)]).reshape(-1, row_bytes)
 
 
-# ---- reports ----
+# ---- tensors ----
 
 
 def report_table(
@@ -142,17 +267,17 @@ def report_table(
 ) -> TensorContents:
     """Returns the report of a table on any device. codebook_share: the share of the codebook's bytes that counts for
     this table; less than 1 if other tables have the same codebook."""
-    geometry, found = table.geometry, _count_rows(table)
+    geometry, found = table.geometry, count_rows(table)
     rows = read_rows(lambda start, end: decoded_bytes(table, start, end, table.device).cpu().numpy(), geometry)
     runs = sample_runs(geometry.num_rows, geometry.row_bytes)
     numbers = np.concatenate([np.arange(*run) for run in runs]) if runs else np.empty(0, np.int64)
-    split = _split_table(table, rows, numbers)
+    split = split_table(table, rows, numbers)
     codebook_bytes = round(codebook_share * table.codebook.nbytes) if table.codebook else 0
     parts = scaled(split.parts if split else Counter(), found.coded_bytes)
     parts |= {"raw rows": found.raw_bytes, "index": table.index_bytes, "codebook": codebook_bytes}
     parts["unused room"] = max(0, spread_bytes(table) - found.raw_bytes - found.coded_bytes)
     parts = {part: size for part, size in parts.items() if size}
-    width = split.left_out.size if split else 8 * _element_bytes(geometry)
+    width = split.left_out.size if split else 8 * element_bytes(geometry)
     left_out, ranked = (split.left_out, split.ranked) if split else (np.zeros(width), np.zeros(width))
     num_rows = max(1, geometry.num_rows)
     default_share, coded_share = found.default_rows / num_rows, found.coded_rows / num_rows
@@ -168,10 +293,10 @@ def report_table(
         clusters=len(table.codebook) if isinstance(table.codebook, ClusteredCodebook) else int(bool(table.codebook)),
         codebook=repr(table.codebook) if table.codebook else "",
         entropy=bit_entropy(rows, width // 8),
-        left_out=_rounded(coded_share * left_out + default_share),
-        ranked=_rounded(coded_share * ranked),
+        left_out=rounded(coded_share * left_out + default_share),
+        ranked=rounded(coded_share * ranked),
         lengths=found.histogram,
-        entries=_with_powers(split.entries, table) if split else [],
+        entries=split.entries if split else [],
     )
 
 
@@ -196,7 +321,7 @@ def report_plain(tensor: SourceTensor) -> TensorContents:
         row_bytes=geometry.row_bytes,
         num_rows=geometry.num_rows,
         sampled_rows=len(rows),
-        entropy=bit_entropy(rows, _element_bytes(geometry)),
+        entropy=bit_entropy(rows, element_bytes(geometry)),
     )
 
 
@@ -236,134 +361,3 @@ def _identity(name: str, geometry: Geometry, kind: str, scheme: str) -> dict[str
         "scheme": scheme,
         "original_bytes": geometry.num_bytes,
     }
-
-
-def _element_bytes(geometry: Geometry) -> int:
-    """Returns the bytes of the elements whose bits are distinguished: a part of a complex number, or what rows
-    consist of."""
-    own_bytes = geometry.dtype.itemsize // (2 if geometry.dtype.is_complex else 1)
-    return math.gcd(own_bytes, geometry.row_bytes)
-
-
-# ---- rows ----
-
-
-class _ReportRows(NamedTuple):
-    """How many rows of each kind a table has, how many bytes they take, and their distribution
-    (`TensorContents.lengths`)."""
-
-    raw_rows: int
-    default_rows: int
-    coded_rows: int
-    raw_bytes: int
-    coded_bytes: int
-    histogram: list[int]
-
-
-def _count_rows(table: CompressedTensor) -> _ReportRows:
-    geometry, lengths = table.geometry, table.lengths.cpu().numpy()
-    counts = np.zeros(1 << 16, np.int64)
-    for start in range(0, len(lengths), _BLOCK_ROWS):
-        counts += np.bincount(lengths[start : start + _BLOCK_ROWS], minlength=len(counts))
-    if not len(lengths):
-        counts[0] = geometry.num_rows
-    default = default_length(geometry.row_bytes)
-    raw_rows, default_rows = int(counts[0]), int(counts[default])
-    rest = geometry.num_rows * geometry.row_bytes - geometry.num_bytes  # bytes that a short last row does not have
-    is_short_raw = bool(rest) and (not len(lengths) or not lengths[-1])
-    sizes = np.arange(len(counts))
-    sizes[0], sizes[default] = geometry.row_bytes, 0
-    stored = int((sizes * counts).sum()) - raw_rows * geometry.row_bytes
-    return _ReportRows(
-        raw_rows,
-        default_rows,
-        geometry.num_rows - raw_rows - default_rows,
-        raw_rows * geometry.row_bytes - is_short_raw * rest,
-        stored,
-        np.histogram(sizes, _BINS, (0, geometry.row_bytes), weights=counts)[0].tolist(),
-    )
-
-
-def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
-    """Returns the entries of the index for some rows, int64; zeros if the table has no index."""
-    if not table.lengths.numel():
-        return np.zeros(numbers.shape, np.int64)
-    return table.lengths.cpu().numpy()[numbers].astype(np.int64)
-
-
-def _split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split | None:
-    """Returns the parts of those of some rows that are coded, or None if no row is. numbers: the numbers of the
-    rows."""
-    lengths = _lengths(table, numbers)
-    coded = (lengths != 0) & (lengths != default_length(table.row_bytes))
-    rows, numbers = rows[coded], numbers[coded]
-    if table.codebook is None or not len(rows):
-        return None
-    element_bytes = _element_bytes(table.geometry)
-    if not isinstance(table.codebook, ClusteredCodebook):
-        return split_rows(rows, table.codebook, element_bytes)
-    clusters = _first_bytes(table, numbers)
-    splits = []
-    for cluster in np.unique(clusters):
-        own = rows[clusters == cluster]
-        splits.append((len(own), split_rows(own, table.codebook.codebooks[cluster], element_bytes)))
-    # The split of the rows of all clusters.
-    num_rows = sum(count for count, _ in splits)
-    parts = sum((split.parts for _, split in splits), Counter({"cluster numbers": num_rows}))
-    left_out, ranked = (
-        sum(count / num_rows * getattr(split, name) for count, split in splits) for name in ("left_out", "ranked")
-    )
-    largest = max(splits, key=lambda split: split[0])[1]
-    return Split(parts, np.asarray(left_out), np.asarray(ranked), largest.entries)
-
-
-def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
-    """Returns the first stored byte of each of some coded rows: the cluster's number, in scheme planes and in scheme
-    ibp."""
-    if table.slot_bytes:
-        return table.slots.cpu().numpy()[numbers * table.slot_bytes]
-    overflow, bases = table.overflow.cpu().numpy(), table.bases.cpu().numpy()
-    if table._has_own_bases:
-        return overflow[bases[numbers]]
-    of_group = numbers[:, None] // ROWS_PER_BASE * ROWS_PER_BASE + np.arange(ROWS_PER_BASE)
-    lengths = torch.from_numpy(_lengths(table, np.minimum(of_group, table.num_rows - 1)))
-    stored = stored_sizes(lengths, table.row_bytes, table.row_bytes).numpy()
-    before = np.where(of_group < numbers[:, None], stored, 0).sum(1)
-    return overflow[bases[numbers // ROWS_PER_BASE] + before]
-
-
-def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor) -> list[tuple[str, str, float]]:
-    """Returns the entries. If symbols are the exponents of floats, each has the power of two that its symbol stands
-    for."""
-    codebook, dtype = table.codebook, table.dtype
-    first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
-    if not isinstance(first, PlanesCodebook) or not (dtype.is_floating_point or dtype.is_complex):
-        return entries
-    info = torch.finfo(dtype)
-    mantissa_bits = -round(math.log2(info.eps))
-    is_split = first.rotate and first.residual_bits == mantissa_bits + 1 and not first.invariant_bits
-    if not is_split or first.width != info.bits:
-        return entries
-    bias = 2 ** (first.symbol_bits - 1) - 1
-    special = {0: "zero or subnormal", 2**first.symbol_bits - 1: "infinite or NaN"}
-    return [
-        (name, f"{meaning}: {special.get(int(name, 16), f'2^{int(name, 16) - bias}')}", share)
-        for name, meaning, share in entries
-    ]
-
-
-# ---- bits ----
-
-
-def bit_entropy(rows: np.ndarray, element_bytes: int) -> list[float]:
-    """Returns Shannon's entropy of each bit of the elements of rows, in bits, from the most significant bit."""
-    if not rows.size or rows.shape[1] % element_bytes:
-        return []
-    p = np.unpackbits(rows.reshape(-1, element_bytes)[:, ::-1], axis=1).mean(0)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
-    return _rounded(np.nan_to_num(entropy))
-
-
-def _rounded(values: np.ndarray) -> list[float]:
-    return [round(float(value), 3) + 0.0 for value in values]

@@ -1,16 +1,24 @@
-"""Finds what the bytes of coded rows are. They are counted from the rows and their codebook, by the rules of
-FORMAT.md."""
+"""Finds what the bytes and bits of tables are: how many rows are coded, and the parts of coded rows, which are counted
+from the rows and their codebook by the rules of FORMAT.md."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from .._schemes import AnyCodebook, Codebook, PlanesCodebook
+from .._core import ROWS_PER_BASE
+from .._layout.geometry import Geometry, default_length, stored_sizes
+from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
+from .._tables.compressed_tensor import CompressedTensor
 
 _MOST_ENTRIES = 16  # entries of a codebook that a report lists
+_BINS = 32  # bins of the histogram of lengths
+_BLOCK_ROWS = 1 << 22  # rows whose lengths are counted at once
 
 
 @dataclass
@@ -227,3 +235,135 @@ def _named_by(symbol: np.generic, codebook: PlanesCodebook) -> str:
         if len(found) and found[0] < first:
             return f"plane {plane}"
     return "raw symbol"
+
+
+# ---- rows of tables ----
+
+
+class CountedRows(NamedTuple):
+    """How many rows of each kind a table has, how many bytes they take, and their distribution
+    (`TensorContents.lengths`)."""
+
+    raw_rows: int
+    default_rows: int
+    coded_rows: int
+    raw_bytes: int
+    coded_bytes: int
+    histogram: list[int]
+
+
+def count_rows(table: CompressedTensor) -> CountedRows:
+    geometry, lengths = table.geometry, table.lengths.cpu().numpy()
+    counts = np.zeros(1 << 16, np.int64)
+    for start in range(0, len(lengths), _BLOCK_ROWS):
+        counts += np.bincount(lengths[start : start + _BLOCK_ROWS], minlength=len(counts))
+    if not len(lengths):
+        counts[0] = geometry.num_rows
+    default = default_length(geometry.row_bytes)
+    raw_rows, default_rows = int(counts[0]), int(counts[default])
+    rest = geometry.num_rows * geometry.row_bytes - geometry.num_bytes  # bytes that a short last row does not have
+    is_short_raw = bool(rest) and (not len(lengths) or not lengths[-1])
+    sizes = np.arange(len(counts))
+    sizes[0], sizes[default] = geometry.row_bytes, 0
+    stored = int((sizes * counts).sum()) - raw_rows * geometry.row_bytes
+    return CountedRows(
+        raw_rows,
+        default_rows,
+        geometry.num_rows - raw_rows - default_rows,
+        raw_rows * geometry.row_bytes - is_short_raw * rest,
+        stored,
+        np.histogram(sizes, _BINS, (0, geometry.row_bytes), weights=counts)[0].tolist(),
+    )
+
+
+def _lengths(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
+    """Returns the entries of the index for some rows, int64; zeros if the table has no index."""
+    if not table.lengths.numel():
+        return np.zeros(numbers.shape, np.int64)
+    return table.lengths.cpu().numpy()[numbers].astype(np.int64)
+
+
+def split_table(table: CompressedTensor, rows: np.ndarray, numbers: np.ndarray) -> Split | None:
+    """Returns the parts of those of some rows that are coded, or None if no row is. numbers: the numbers of the
+    rows."""
+    lengths = _lengths(table, numbers)
+    coded = (lengths != 0) & (lengths != default_length(table.row_bytes))
+    rows, numbers = rows[coded], numbers[coded]
+    if table.codebook is None or not len(rows):
+        return None
+    own_bytes = element_bytes(table.geometry)
+    if not isinstance(table.codebook, ClusteredCodebook):
+        split = split_rows(rows, table.codebook, own_bytes)
+        return replace(split, entries=_with_powers(split.entries, table))
+    clusters = _first_bytes(table, numbers)
+    splits = []
+    for cluster in np.unique(clusters):
+        own = rows[clusters == cluster]
+        splits.append((len(own), split_rows(own, table.codebook.codebooks[cluster], own_bytes)))
+    # The split of the rows of all clusters.
+    num_rows = sum(count for count, _ in splits)
+    parts = sum((split.parts for _, split in splits), Counter({"cluster numbers": num_rows}))
+    left_out, ranked = (
+        sum(count / num_rows * getattr(split, name) for count, split in splits) for name in ("left_out", "ranked")
+    )
+    largest = max(splits, key=lambda split: split[0])[1]
+    return Split(parts, np.asarray(left_out), np.asarray(ranked), _with_powers(largest.entries, table))
+
+
+def _first_bytes(table: CompressedTensor, numbers: np.ndarray) -> np.ndarray:
+    """Returns the first stored byte of each of some coded rows: the cluster's number, in scheme planes and in scheme
+    ibp."""
+    if table.slot_bytes:
+        return table.slots.cpu().numpy()[numbers * table.slot_bytes]
+    overflow, bases = table.overflow.cpu().numpy(), table.bases.cpu().numpy()
+    if table._has_own_bases:
+        return overflow[bases[numbers]]
+    of_group = numbers[:, None] // ROWS_PER_BASE * ROWS_PER_BASE + np.arange(ROWS_PER_BASE)
+    lengths = torch.from_numpy(_lengths(table, np.minimum(of_group, table.num_rows - 1)))
+    stored = stored_sizes(lengths, table.row_bytes, table.row_bytes).numpy()
+    before = np.where(of_group < numbers[:, None], stored, 0).sum(1)
+    return overflow[bases[numbers // ROWS_PER_BASE] + before]
+
+
+def _with_powers(entries: list[tuple[str, str, float]], table: CompressedTensor) -> list[tuple[str, str, float]]:
+    """Returns the entries. If symbols are the exponents of floats, each has the power of two that its symbol stands
+    for."""
+    codebook, dtype = table.codebook, table.dtype
+    first = codebook.codebooks[0] if isinstance(codebook, ClusteredCodebook) else codebook
+    if not isinstance(first, PlanesCodebook) or not (dtype.is_floating_point or dtype.is_complex):
+        return entries
+    info = torch.finfo(dtype)
+    mantissa_bits = -round(math.log2(info.eps))
+    is_split = first.rotate and first.residual_bits == mantissa_bits + 1 and not first.invariant_bits
+    if not is_split or first.width != info.bits:
+        return entries
+    bias = 2 ** (first.symbol_bits - 1) - 1
+    special = {0: "zero or subnormal", 2**first.symbol_bits - 1: "infinite or NaN"}
+    return [
+        (name, f"{meaning}: {special.get(int(name, 16), f'2^{int(name, 16) - bias}')}", share)
+        for name, meaning, share in entries
+    ]
+
+
+# ---- bits ----
+
+
+def bit_entropy(rows: np.ndarray, element_bytes: int) -> list[float]:
+    """Returns Shannon's entropy of each bit of the elements of rows, in bits, from the most significant bit."""
+    if not rows.size or rows.shape[1] % element_bytes:
+        return []
+    p = np.unpackbits(rows.reshape(-1, element_bytes)[:, ::-1], axis=1).mean(0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
+    return rounded(np.nan_to_num(entropy))
+
+
+def rounded(values: np.ndarray) -> list[float]:
+    return [round(float(value), 3) + 0.0 for value in values]
+
+
+def element_bytes(geometry: Geometry) -> int:
+    """Returns the bytes of the elements whose bits are distinguished: a part of a complex number, or what rows
+    consist of."""
+    own_bytes = geometry.dtype.itemsize // (2 if geometry.dtype.is_complex else 1)
+    return math.gcd(own_bytes, geometry.row_bytes)

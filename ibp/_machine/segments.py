@@ -176,7 +176,7 @@ def _file_of(handle: SharedHandle) -> int:
     except OSError as error:
         raise RuntimeError(
             f"process {handle.process} does not share the table with this one ({error.strerror}): it must live until "
-            "the handle is opened, as the same user in the same container, and still have the table"
+            "this one has opened the table, as the same user in the same container, and still have the table"
         ) from error
 
 

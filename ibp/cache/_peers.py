@@ -40,7 +40,7 @@ class Peers:
         self._group = RankGroup(group)
         self.rank, self.size = self._group.rank, self._group.size
         if self.size > MAX_SLABS:
-            raise ValueError(f"the group has {self.size} ranks; a cache has at most {MAX_SLABS} slabs")
+            raise ValueError(f"the group has {self.size} ranks; a cache has at most {MAX_SLABS}")
 
     def agree(self, cache: RowCache, set_up: Callable[[], None], has_hotness: bool) -> None:
         """Sets a cache up on each rank; a collective call. It raises what set_up() raises. It also raises ValueError

@@ -582,7 +582,9 @@ class RowCache(OfThisProcess, TensorManners):
         """
         self._check_alone()
         if isinstance(self.table, CodedRows):
-            raise ValueError("rows of a place are changed by ibp.encode_into: invalidate them in the cache then")
+            raise ValueError(
+                "rows of an ibp.CodedRows are changed by ibp.encode_into: invalidate them in the cache then"
+            )
         _changes.update(self._state, ids, rows)
         return self
 
@@ -680,11 +682,13 @@ def _check_policy(cache: RowCache) -> None:
             f"writable {cache.writable}, and there are {len(cache.devices)} devices"
         )
     if cache._peers is not None and isinstance(cache.table, CodedRows):
-        raise ValueError("a cache with a group is one of a table, not of a place")
+        raise ValueError("a cache with a group is one of a table, not of an ibp.CodedRows")
     if cache.writable and cache.policy != "static":
         raise ValueError(f"a writable cache has policy 'static'; this one has {cache.policy!r}")
     if cache.writable and isinstance(cache.table, CodedRows):
-        raise ValueError("a cache of a place cannot be writable: code rows by ibp.encode_into, and invalidate them")
+        raise ValueError(
+            "a cache of an ibp.CodedRows cannot be writable: code rows by ibp.encode_into, and invalidate them"
+        )
     if cache.writable:
         check_can_change(cache.view)
         for device in cache.devices:

@@ -103,7 +103,7 @@ def opened(heads: Sequence[ChangeHead], data: torch.Tensor) -> list[Change]:
     """Returns the changes whose parts are in data, which they share. CorruptTableError: a head is not that of its
     parts."""
     if any(len(head.sizes) != (1 if head.fields is None else len(_PARTS)) or min(head.sizes) < 0 for head in heads):
-        raise CorruptTableError("the message has a change whose head does not say how large its parts are")
+        raise CorruptTableError("the message has a change whose head does not say how large it is")
     places, end = places_of(heads)
     if end != data.numel():
         raise CorruptTableError(f"the message has {data.numel()} bytes of changes; its head says {end}")

@@ -171,9 +171,9 @@ def test_a_first_row_past_all():
 
 
 def test_a_table_is_no_place():
-    with pytest.raises(RuntimeError, match="not described as a place"):
+    with pytest.raises(RuntimeError, match="table is described for reading alone"):
         OPS.encode_into(handle_of(*raw_table()), zeros(128), None, None, 0, 0, zeros(2, I64), fault())
-    with pytest.raises(RuntimeError, match="not described as a place"):
+    with pytest.raises(RuntimeError, match="table is described for reading alone"):
         OPS.encode_into(handle_of(*raw_table()), zeros(128), None, None, 0, 0, None, None, True)
 
 

@@ -15,7 +15,7 @@ import torch
 
 import ibp
 from helpers import bytes_of
-from ibp._inspect.collecting import inspect_path
+from ibp._inspect.report import inspect_path
 from ibp.checkpoints import _coding, _compressing
 from ibp.checkpoints._report import PeakMemory
 from ibp.checkpoints._sources import open_source, open_sources

@@ -15,10 +15,9 @@ import torch
 import ibp
 from ibp._cli import main as frame
 from ibp._cli import output, parsing
-from ibp._cli.commands import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-PARSER = frame.make_parser()
+COMMANDS = ("compress", "decompress", "verify", "inspect", "estimate", "diff", "apply", "doctor")
 LIMIT_S = 60
 
 
@@ -39,7 +38,7 @@ def program(*arguments, **options):
 def test_help_and_version_do_not_import_torch():
     look = (
         "import sys, ibp_command\n"
-        "for sys.argv in (['ibp', '--help'], ['ibp', '--version'], ['ibp', 'bench', '--help']):\n"
+        "for sys.argv in (['ibp', '--help'], ['ibp', '--version'], ['ibp', 'doctor', '--help']):\n"
         "    try: ibp_command.program()\n"
         "    except SystemExit as ended: assert not ended.code\n"
         "assert 'torch' not in sys.modules and 'ibp' not in sys.modules"
@@ -74,7 +73,14 @@ def test_help_fits_a_terminal(arguments, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["nothing"], ["verify"], ["decompress", "x", "-o", "y", "--format", "zip"], ["bench", "--wrong"]],
+    [
+        [],
+        ["nothing"],
+        ["verify"],
+        ["decompress", "x", "-o", "y", "--format", "zip"],
+        ["doctor", "--wrong"],
+        ["bench", "--wrong", "-q"],
+    ],
     ids=str,
 )
 def test_wrong_usage_is_one_line(arguments, capsys):
@@ -191,25 +197,25 @@ def test_markup_in_names_is_text(capsys):
 
 
 def failing(monkeypatch, raised):
-    """Runs `ibp bench`, which raises an exception."""
-    from ibp._cli.commands import bench
+    """Runs `ibp doctor`, which raises an exception."""
+    from ibp._cli import doctor
 
     def run_it(arguments):
         raise raised
 
-    monkeypatch.setattr(bench, "run", run_it)
-    return run("bench")
+    monkeypatch.setattr(doctor, "run", run_it)
+    return run("doctor")
 
 
 @pytest.mark.parametrize(
     "raised, status, said",
     [
-        (output.Failure("it is so"), 2, "ibp bench: it is so"),
-        (output.Failure("it is wrong", 1), 1, "ibp bench: it is wrong"),
-        (FileNotFoundError(2, "No such file", "x.npy"), 2, "ibp bench: x.npy: No such file"),
-        (ValueError("two\nlines"), 2, "ibp bench: two lines"),
-        (MemoryError(), 2, "ibp bench: there is not enough memory"),
-        (ibp.CorruptTableError("row 3 is damaged"), 1, "ibp bench: row 3 is damaged"),
+        (output.Failure("it is so"), 2, "ibp doctor: it is so"),
+        (output.Failure("it is wrong", 1), 1, "ibp doctor: it is wrong"),
+        (FileNotFoundError(2, "No such file", "x.npy"), 2, "ibp doctor: x.npy: No such file"),
+        (ValueError("two\nlines"), 2, "ibp doctor: two lines"),
+        (MemoryError(), 2, "ibp doctor: there is not enough memory"),
+        (ibp.CorruptTableError("row 3 is damaged"), 1, "ibp doctor: row 3 is damaged"),
         (KeyboardInterrupt(), 130, "ibp: interrupted"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
@@ -221,14 +227,14 @@ def test_errors_are_one_line(raised, status, said, monkeypatch, capsys):
 
 
 def test_warnings_are_one_line(monkeypatch, capsys):
-    from ibp._cli.commands import bench
+    from ibp._cli import doctor
 
     def run_it(arguments):
         frame.warnings.warn("memory is\npageable", RuntimeWarning, stacklevel=1)
         return 0
 
-    monkeypatch.setattr(bench, "run", run_it)
-    assert run("bench") == 0
+    monkeypatch.setattr(doctor, "run", run_it)
+    assert run("doctor") == 0
     assert capsys.readouterr().err == "ibp: warning: memory is pageable\n"
 
 

@@ -12,7 +12,7 @@ import torch
 
 import ibp
 from helpers import bytes_of
-from ibp._cli import inputs
+from ibp._cli import doctor, work
 from ibp._cli.main import main
 from ibp._files.header import read_header
 from ibp._machine import timing
@@ -516,7 +516,7 @@ def test_stdin_is_known_by_its_first_bytes(kind, tmp_path, monkeypatch):
     else:
         (np.save if kind == "npy" else np.savez)(held, np.ones(3))
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(held.getvalue())))
-    with inputs.local(["-"]) as (path,), open_source(path) as source:
+    with work.local(["-"]) as (path,), open_source(path) as source:
         assert source.format == {"pt": "torch", "safetensors": "ibp"}.get(kind, kind)
         assert os.path.getsize(path) == len(held.getvalue())
     assert not os.path.exists(path)
@@ -527,6 +527,7 @@ def test_stdin_is_known_by_its_first_bytes(kind, tmp_path, monkeypatch):
 
 def test_documents_have_the_members_that_the_page_lists(versions, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(timing._TABLE_BYTES, "cpu", (1 << 20, 16))
+    monkeypatch.setattr(doctor, "TEST_SECONDS", 0.0)
     rows = re.findall(r"^\| (\w+) \| (`.*) \|$", (ROOT / "docs" / "cli.md").read_text(), re.MULTILINE)
     old, new, *_ = versions
     commands = {
@@ -537,7 +538,7 @@ def test_documents_have_the_members_that_the_page_lists(versions, tmp_path, caps
         "estimate": [old],
         "diff": [old, new, "-o", "x.delta"],
         "apply": [old, "x.delta", "-o", "z.safetensors"],
-        "bench": ["--device", "cpu", "--seconds", "1"],
+        "doctor": ["--device", "cpu", "--seconds", "1"],
     }
     assert [command for command, _ in rows] == list(commands)
     for command, members in rows:

@@ -12,9 +12,9 @@ import torch
 import ibp
 from helpers import embedding, one_hot_rows, spiky_rows
 from ibp._cli import main as frame
-from ibp._inspect import collecting, report
-from ibp._inspect.collecting import inspect_path
-from ibp._inspect.page import make_page
+from ibp._inspect import report
+from ibp._inspect.drawing import make_page
+from ibp._inspect.report import inspect_path
 from native import ROOT
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\x1b[31m"
@@ -184,7 +184,7 @@ def test_a_missing_matplotlib_is_said_before_the_work(file, tmp_path, capsys, mo
         said.append(capsys.readouterr().err)
         return inspect_path(*arguments, **options)
 
-    monkeypatch.setattr(collecting, "inspect_path", inspected)
+    monkeypatch.setattr(report, "inspect_path", inspected)
     plot, page = tmp_path / "out.png", tmp_path / "out.html"
     assert run("inspect", file, "--plot", plot) == 2 and said == []
     assert "pip install matplotlib" in capsys.readouterr().err

@@ -312,9 +312,9 @@ def test_heads_are_read_as_they_are_written():
     ("change_sizes", "match"),
     [
         (lambda sizes: [sizes[2], sizes[3], sizes[1], sizes[0]], "a change of the message is not what its head says"),
-        (lambda sizes: [sum(sizes)], "does not say how large its parts are"),
-        (lambda sizes: [*sizes, 0], "does not say how large its parts are"),
-        (lambda sizes: [sizes[0], -sizes[1], *sizes[2:]], "does not say how large its parts are"),
+        (lambda sizes: [sum(sizes)], "does not say how large it is"),
+        (lambda sizes: [*sizes, 0], "does not say how large it is"),
+        (lambda sizes: [sizes[0], -sizes[1], *sizes[2:]], "does not say how large it is"),
         (lambda sizes: [*sizes[:3], sizes[3] + 16], "bytes of changes; its head says"),
         (lambda sizes: [sizes[0] + 1, sizes[1] - 1, *sizes[2:]], "a change of the message is not what its head says"),
     ],

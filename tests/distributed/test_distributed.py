@@ -420,7 +420,7 @@ def refuse_caches(rank):
 
 def test_caches_that_ranks_cannot_have(ranks):
     wanted = ["budget_bytes is 1000 on rank 0", "hotness is", "codebook of the table|stored_bytes of the table"]
-    wanted += ["is static"] * 3 + ["not of a place", "table is a NoneType"]
+    wanted += ["is static"] * 3 + ["not of an ibp.CodedRows", "table is a NoneType"]
     for rank, failures in enumerate(ranks(refuse_caches)):
         for (name, message), text in zip(failures, wanted):
             assert re.search(text, message)

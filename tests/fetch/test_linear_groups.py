@@ -133,7 +133,7 @@ def test_refusals():
         ((x[0], table, groups, ROWS), ValueError, r"x has shape \[128\] and groups \[2, 3\]; wanted \[V, K\] and"),
         ((x, table, groups[:, :2], ROWS), ValueError, r"groups \[2, 2\]; wanted"),
         ((x[:, 1:], table, groups, ROWS), ValueError, r"x has shape \[2, 127\]; wanted \[..., 128\]"),
-        ((x, table, groups, 33), ValueError, "a matrix has 33 rows; wanted a part of the table's 160"),
+        ((x, table, groups, 33), ValueError, "a matrix has 33 rows; wanted a divisor of the table's 160"),
         ((x, table, groups, 0), ValueError, "a matrix has 0 rows"),
         ((x, table, groups.to("meta"), ROWS), ValueError, "groups is on meta; wanted x's device, cpu"),
     ):

@@ -13,7 +13,7 @@ import torch
 
 import ibp
 from helpers import embedding, make_tensor, one_hot_rows
-from ibp._inspect import drawing, page, report
+from ibp._inspect import drawing, report
 from native import ROOT
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\">\u2028 $x_{ & {{data}}"
@@ -44,11 +44,11 @@ def report_of(reports, path="a<b>.safetensors"):
 
 
 def page_of(reports):
-    return page.make_page([report_of(reports)])
+    return drawing.make_page([report_of(reports)])
 
 
 def data_text(value):
-    return page._inline(value)
+    return drawing._inline(value)
 
 
 def data_of(text):
@@ -90,7 +90,7 @@ def test_a_page_of_a_large_model_is_small():
 
 def test_every_part_has_a_colour_of_its_own():
     """In light and in dark, so that the legend tells them apart."""
-    script, style = page._resource("page.js"), page._resource("page.css")
+    script, style = drawing._resource("page.js"), drawing._resource("page.css")
     kinds = dict(re.findall(r'^  "?([\w ]+)"?: "(\w+)",$', script, re.MULTILINE))
     table = (ROOT / "docs" / "cli.md").read_text().partition("| part | what it is |")[2].partition("\n\n")[0]
     named = set(re.findall(r"^\| ([^|]+) \| ", table, re.MULTILINE))

@@ -83,7 +83,7 @@ def test_parts_of_clusters_are_of_their_own_codebooks():
     x, options = TABLES["clusters"]
     table = ibp.compress(x, memory="host", **options)
     found = report.report_table("x", table)
-    split = report._split_table(table, rows_of(x), np.arange(len(x)))
+    split = splitting.split_table(table, rows_of(x), np.arange(len(x)))
     lengths = table.lengths.numpy().astype(np.int64)
     assert found.clusters == len(table.codebook) and (lengths > 0).all()
     assert sum(split.parts.values()) == lengths.sum()
@@ -100,7 +100,7 @@ def test_reports_of_tables_on_a_gpu(cuda, name):
 def test_rows_are_counted_in_blocks(monkeypatch):
     table = ibp.compress(spiky_rows(200, 250), memory="host")
     found = report.report_table("x", table)
-    monkeypatch.setattr(report, "_BLOCK_ROWS", 7)
+    monkeypatch.setattr(splitting, "_BLOCK_ROWS", 7)
     assert report.report_table("x", table) == found
 
 
@@ -167,9 +167,9 @@ def test_plain_tensors_are_reported(x):
 
 def test_entropy_of_bits_begins_with_the_most_significant():
     rows = rows_of(torch.tensor([[0], [-1], [1], [-2]], dtype=torch.int16))
-    assert report.bit_entropy(rows, 2) == [1.0] * 16
+    assert splitting.bit_entropy(rows, 2) == [1.0] * 16
     halves = rows_of(torch.tensor([[0x4000], [0]], dtype=torch.int16))
-    assert report.bit_entropy(halves, 2) == [0.0, 1.0, *[0.0] * 14]
+    assert splitting.bit_entropy(halves, 2) == [0.0, 1.0, *[0.0] * 14]
 
 
 def test_bits_of_bfloat16_are_ranked_exponents():

@@ -1,36 +1,47 @@
-"""Applies deltas of checkpoints from file to file, tensor by tensor: the work of `ibp apply`."""
+"""`ibp apply`: applies the deltas of a checkpoint from file to file, tensor by tensor."""
 
 from __future__ import annotations
 
+import argparse
+import functools
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
 import ibp
+from ibp._common.whole_files import replaced
 from ibp._layout.geometry import bytes_of
+from ibp.checkpoints._decompressing import write_source
 from ibp.checkpoints._source import Source, SourceTensor
+from ibp.checkpoints._sources import local_path, open_sources
 
-from .output import Failure
-
-
-def _made_tensor(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], torch.Tensor]
-) -> SourceTensor:
-    """Returns a tensor that `make` makes on the CPU, as a whole, when its first bytes are read. It is freed when its
-    last bytes have been read."""
-    made: list[np.ndarray] = []
-
-    def read(start_byte: int, end_byte: int) -> np.ndarray:
-        kept = made[:]
-        data = kept[0] if kept else bytes_of(make()).numpy()
-        made[:] = [data] if end_byte < data.size else []
-        return data[start_byte:end_byte]
-
-    return SourceTensor(name, dtype, shape, read)
+from . import output, work
 
 
-def changes_in(path: str) -> ibp.deltas.CheckpointDelta:
+def run(arguments: argparse.Namespace) -> int:
+    arguments.output = work.output_of(arguments, [arguments.base])
+    if not work.may_write(arguments, arguments.output):
+        return 0
+    device = work.device_of(arguments)
+    with (
+        work.local([arguments.base, arguments.delta]) as (old, delta),
+        work.written(arguments.output, ".safetensors") as target,
+        work.threads(arguments.jobs),
+        open_sources(old) as base,
+    ):
+        with local_path(delta) as near:
+            changes = _changes_in(near)
+        made = _new_version(base, changes, device)
+        begin = functools.partial(replaced, like=base.files, alone=True, replace=arguments.force)
+        files = write_source(made, target, None, "apply", output.show_bars(arguments), begin)
+    names = {kind: list(getattr(changes, kind)) for kind in ("changed", "new", "removed")}
+    counts = ", ".join(f"{len(of_kind):,} {kind}" for kind, of_kind in names.items())
+    work.report_files(arguments, {"old": arguments.base, "delta": arguments.delta, **names}, files, f"{counts}.")
+    return 0
+
+
+def _changes_in(path: str) -> ibp.deltas.CheckpointDelta:
     """Returns the changes in a file, mapped. Raises ibp.ChecksumError if the file is damaged, and
     ibp.FileFormatError if it does not hold changes."""
     with ibp.open(path, verify=True) as file:
@@ -41,7 +52,7 @@ def changes_in(path: str) -> ibp.deltas.CheckpointDelta:
         return ibp.deltas.CheckpointDelta({**changes, **whole}, file.removed)
 
 
-def new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
+def _new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torch.device) -> Source:
     """Returns the checkpoint that changes make of another one. Deltas are applied on the device when tensors are read.
     Files of a set stay files of their own; new tensors are in the last file.
 
@@ -52,10 +63,12 @@ def new_version(base: Source, changes: ibp.deltas.CheckpointDelta, device: torch
     for name in changes.new:
         older, newer = base.tensors.get(name), changes[name]
         if older is not None and (older.dtype, older.shape) == (newer.dtype, tuple(newer.shape)):
-            raise Failure(f"that is no delta of {base.path}: it holds {name!r} whole, with the dtype and shape of old")
+            raise output.Failure(
+                f"that is no delta of {base.path}: it holds {name!r} whole, with the dtype and shape of old"
+            )
     missing = [name for name in (*changes.changed, *changes.removed) if name not in base.tensors]
     if missing:
-        raise Failure(f"{base.path} has no tensor {missing[0]!r}, which the delta changes or removes", 1)
+        raise output.Failure(f"{base.path} has no tensor {missing[0]!r}, which the delta changes or removes", 1)
     parts = [_changed(part, changes, device) for part in base.parts]
     last = parts[-1]
     added = {name: _whole(name, change) for name, change in changes.items() if not isinstance(change, ibp.deltas.Delta)}
@@ -93,3 +106,19 @@ def _whole(name: str, change: torch.Tensor | ibp.CompressedTensor) -> SourceTens
         return change if isinstance(change, torch.Tensor) else ibp.decompress(change, device="cpu")
 
     return _made_tensor(name, change.dtype, tuple(change.shape), make)
+
+
+def _made_tensor(
+    name: str, dtype: torch.dtype, shape: tuple[int, ...], make: Callable[[], torch.Tensor]
+) -> SourceTensor:
+    """Returns a tensor that `make` makes on the CPU, as a whole, when its first bytes are read. It is freed when its
+    last bytes have been read."""
+    made: list[np.ndarray] = []
+
+    def read(start_byte: int, end_byte: int) -> np.ndarray:
+        kept = made[:]
+        data = kept[0] if kept else bytes_of(make()).numpy()
+        made[:] = [data] if end_byte < data.size else []
+        return data[start_byte:end_byte]
+
+    return SourceTensor(name, dtype, shape, read)

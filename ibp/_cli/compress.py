@@ -4,74 +4,25 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from .. import inputs, output, parsing
+import ibp
+from ibp._files.fields import dtype_name
+from ibp.checkpoints import CheckpointReport
+from ibp.checkpoints._model_files import lines_that_load
+from ibp.checkpoints._sources import local_path
 
-if TYPE_CHECKING:
-    from ibp.checkpoints import CheckpointReport, TensorReport
+from . import output, work
 
 INTERRUPTED = 130  # the exit status of an interrupted run
-HELP = "compress checkpoints and arrays"
-DESCRIPTION = """\
-Compress checkpoints and arrays into files whose tensors decode alone.
-
-Reads safetensors, .npy, .npz, torch checkpoints and files of ibp, of any size,
-block by block. What does not become smaller stays as it is; names, metadata and
-every bit are kept. Several inputs become one file or one set of files. From a
-directory to a directory, each file of tensors becomes one of its own
-(model.ibp.safetensors, optimizer.pt.ibp.safetensors), all other files are
-copied, and config.json says that the weights are coded."""
-EPILOG = """\
-examples:
-  ibp compress model.safetensors -o model.ibp.safetensors
-  ibp compress model/ -o small/
-  ibp compress checkpoint/ -o compressed/ --shard-bytes 2G
-  ibp compress 'shards/*.npy' -o features.safetensors --verify
-  cat x.npy | ibp compress - -o - > x.safetensors
-
-An interrupted run goes on where it ended when it is started again."""
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    parsing.add_inputs(parser)
-    parsing.add_output(parser, "the file or directory to write, a URL, or -")
-    parser.add_argument(
-        "--scheme", choices=("auto", "planes", "ibp", "raw"), default="auto", help="how rows are coded (default: auto)"
-    )
-    parsing.add_level(parser)
-    parser.add_argument(
-        "--shard-bytes",
-        type=parsing.size,
-        default=5 << 30,
-        metavar="SIZE",
-        help="the most bytes of tensors of a file, such as 500M; more become a set of files (default: 5G)",
-    )
-    parsing.add_names(parser, "compress")
-    parsing.add_work(parser)
-    parser.add_argument(
-        "--verify",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="read what was written, decode it, and compare every tensor (default: no)",
-    )
-    parser.add_argument("--no-restart", action="store_true", help="begin anew, though a run was interrupted")
-    parsing.add_force(parser)
-    parser.add_argument("-v", "--verbose", action="store_true", help="list every tensor")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    import ibp
-
-    from .. import work
-
     arguments.output = work.output_of(arguments, arguments.inputs)
     if not work.may_write(arguments, arguments.output, to_coded=True):
         return 0
     with (
-        inputs.local(arguments.inputs) as given,
-        inputs.written(arguments.output, ".safetensors") as target,
+        work.local(arguments.inputs) as given,
+        work.written(arguments.output, ".safetensors") as target,
         work.threads(arguments.jobs),
     ):
         try:
@@ -80,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
                 target,
                 scheme=arguments.scheme,
                 level=arguments.level,
-                shard_bytes=None if arguments.output == inputs.STREAM else arguments.shard_bytes,
+                shard_bytes=None if arguments.output == work.STREAM else arguments.shard_bytes,
                 include=arguments.include or None,
                 exclude=arguments.exclude,
                 restart=not arguments.no_restart,
@@ -92,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             raise output.Failure(_how_to_go_on(arguments, work.unfinished_files(target)), INTERRUPTED) from None
         verified = _verified(report.path, arguments) if arguments.verify else None
-    if arguments.output != inputs.STREAM:
+    if arguments.output != work.STREAM:
         output.report(arguments, {**report.as_dict(), "verified_bytes": verified}, *_parts(arguments, report, verified))
     return 0
 
@@ -112,11 +63,6 @@ def _how_to_go_on(arguments: argparse.Namespace, num_files: int) -> str:
 def _verified(path: str, arguments: argparse.Namespace) -> int:
     """Verifies the written files against their checksums, and their tensors against the fingerprints. Returns the
     bytes that were checked."""
-    import ibp
-    from ibp.checkpoints._sources import local_path
-
-    from .. import work
-
     checked = 0
     for each in work.files_to_verify([path]):
         with local_path(each) as near, ibp.open(near) as file:
@@ -125,17 +71,21 @@ def _verified(path: str, arguments: argparse.Namespace) -> int:
 
 
 def _parts(arguments: argparse.Namespace, report: CheckpointReport, verified: int | None) -> list[output.Part]:
-    from ibp.checkpoints._model_files import lines_that_load
-
-    columns: dict[str, Callable[[TensorReport], object]] = {
-        "tensor": lambda tensor: tensor.name,
-        "dtype": output.show_dtype,
-        "scheme": lambda tensor: tensor.scheme or "plain",
-        ">before": lambda tensor: output.show_size(tensor.num_bytes),
-        ">after": lambda tensor: output.show_size(tensor.stored_bytes),
-        ">saved": lambda tensor: output.show_share(tensor.savings),
-    }
-    parts: list[output.Part] = [output.table_of(report.tensors, columns), ""] if arguments.verbose else []
+    parts: list[output.Part] = []
+    if arguments.verbose:
+        names = ["tensor", "dtype", "scheme", ">before", ">after", ">saved"]
+        rows = (
+            [
+                tensor.name,
+                dtype_name(tensor.dtype),
+                tensor.scheme or "plain",
+                output.show_size(tensor.num_bytes),
+                output.show_size(tensor.stored_bytes),
+                output.show_share(tensor.savings),
+            ]
+            for tensor in report.tensors
+        )
+        parts += [output.table(names, rows), ""]
     coded = sum(tensor.scheme is not None for tensor in report.tensors)
     parts.append(
         f"{output.shown(report.path)}: {output.show_count(len(report.tensors), 'tensor')}, {coded:,} compressed; "

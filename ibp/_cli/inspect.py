@@ -3,102 +3,69 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .. import inputs, output, parsing
+from ibp._common.whole_files import check_replaceable, write_whole
+from ibp._files.fields import dtype_name
+from ibp._inspect import drawing, report
+from ibp._inspect.report import FileReport, TensorContents
+from ibp.checkpoints._source import is_chosen
+from ibp.checkpoints._sources import expand
 
-if TYPE_CHECKING:
-    from ibp._inspect.report import FileReport, TensorContents
+from . import output, work
 
-HELP = "say what is in files: tensors, savings, what the bytes are"
-DESCRIPTION = """\
-Say what is in files: tensors, schemes, savings, and what the bytes are.
-
-Files of ibp are described as they are. Of other files of tensors, what
-compressing them would give is estimated from a sample of rows."""
-EPILOG = """\
-examples:
-  ibp inspect model.safetensors
-  ibp inspect model.safetensors --tensor lm_head.weight
-  ibp inspect checkpoint/ --plot bits.png --html model.html
-
-"before" is the size of a tensor, "after" that of all the file has for it: rows,
-index, unused room of slots and its share of the codebook. Parts of coded rows
-are counted on a sample of a large tensor's rows. The page needs a browser and
-nothing else; plots need matplotlib."""
 _BAR = 24  # width in characters
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parsing.add_inputs(parser)
-    parser.add_argument("--tensor", action="append", default=[], metavar="NAME", help="all about one tensor; repeats")
-    parser.add_argument("--planes", action="store_true", help="what the bytes of every tensor are, by part")
-    parser.add_argument("--plot", metavar="OUT.png", help="draw bits and savings")
-    parser.add_argument("--html", metavar="OUT.html", help="write a page to click through the tensors")
-    parsing.add_names(parser)
-    parsing.add_force(parser)
-
-
 def run(arguments: argparse.Namespace) -> int:
-    from ibp._inspect import drawing
-    from ibp._inspect.collecting import inspect_path
-    from ibp.checkpoints._sources import expand
-
-    from .. import work
-
     def wanted(name: str) -> bool:
-        return (not arguments.tensor or name in arguments.tensor) and work.is_chosen(arguments, name)
+        is_named = not arguments.tensor or name in arguments.tensor
+        return is_named and is_chosen(name, arguments.include or None, arguments.exclude)
 
-    for option, suffix in (("plot", ".png"), ("html", ".html")):
-        picture = getattr(arguments, option)
-        if picture is not None:
-            _check_picture(f"--{option}", picture, suffix)
-            if not work.may_write(arguments, picture):
-                setattr(arguments, option, None)
-    status = 0
-    if arguments.plot:
-        try:
-            drawing.require_matplotlib()
-        except ImportError as error:
-            if not arguments.html:
-                raise
-            output.warn(arguments, f"{arguments.plot} is not drawn: {error}")
-            arguments.plot, status = None, 2
+    status = _check_pictures(arguments)
     bars = output.show_bars(arguments)
-    with inputs.local(arguments.inputs) as given:
-        files = [inspect_path(path, wanted=wanted, progress=bars) for path in expand(given)]
+    with work.local(arguments.inputs) as given:
+        files = [report.inspect_path(path, wanted=wanted, progress=bars) for path in expand(given)]
     found = {tensor.name for file in files for tensor in file.tensors}
     missing = [name for name in arguments.tensor if name not in found]
     if missing:
         raise output.Failure(f"there is no tensor {missing[0]!r} in {', '.join(file.path for file in files)}")
     if arguments.include and not found:
         raise output.Failure(f"no tensor's name is one that --include {' '.join(arguments.include)} leaves")
-    _write_pictures(arguments, files)
+    if arguments.html:
+        write_whole(Path(arguments.html), drawing.make_page(files).encode("utf-8", "backslashreplace"))
+    if arguments.plot:
+        write_whole(Path(arguments.plot), drawing.draw(files))
     output.report(arguments, {"files": [file.as_dict() for file in files]}, *_parts(arguments, files))
     return status
 
 
-def _check_picture(option: str, path: str, suffix: str) -> None:
-    """Raises Failure or OSError if a plot or a page cannot be written to a path."""
-    from ibp._common.whole_files import check_replaceable
-
-    if not Path(path).absolute().parent.is_dir():
-        raise output.Failure(f"{path}: there is no such directory")
-    if not path.lower().endswith(suffix):
-        raise output.Failure(f"{option} is {path}; wanted a name that ends in {suffix}")
-    check_replaceable(Path(path))
-
-
-def _write_pictures(arguments: argparse.Namespace, files: list[FileReport]) -> None:
-    from ibp._common.whole_files import write_whole
-    from ibp._inspect import drawing, page
-
-    if arguments.html:
-        write_whole(Path(arguments.html), page.make_page(files).encode("utf-8", "backslashreplace"))
-    if arguments.plot:
-        write_whole(Path(arguments.plot), drawing.draw(files))
+def _check_pictures(arguments: argparse.Namespace) -> int:
+    """Takes pictures that exist and are kept out of the arguments. If there is no matplotlib and a page is written, it
+    takes the plot out, too. Returns the exit status that follows: 2 in the latter case, otherwise 0. Raises Failure,
+    OSError or ImportError if a picture cannot be made."""
+    for option, suffix in (("plot", ".png"), ("html", ".html")):
+        picture = getattr(arguments, option)
+        if picture is None:
+            continue
+        if not Path(picture).absolute().parent.is_dir():
+            raise output.Failure(f"{picture}: there is no such directory")
+        if not picture.lower().endswith(suffix):
+            raise output.Failure(f"--{option} is {picture}; wanted a name that ends in {suffix}")
+        check_replaceable(Path(picture))
+        if not work.may_write(arguments, picture):
+            setattr(arguments, option, None)
+    try:
+        if arguments.plot:
+            drawing.require_matplotlib()
+    except ImportError as error:
+        if not arguments.html:
+            raise
+        output.warn(arguments, f"{arguments.plot} is not drawn: {error}")
+        arguments.plot = None
+        return 2
+    return 0
 
 
 # ---- what is printed ----
@@ -128,16 +95,19 @@ def _parts(arguments: argparse.Namespace, files: list[FileReport]) -> Iterator[o
 
 
 def _list(file: FileReport) -> output.Table:
-    columns: dict[str, Callable[[TensorContents], object]] = {
-        "tensor": lambda tensor: tensor.name,
-        "dtype": output.show_dtype,
-        "shape": lambda tensor: "x".join(map(str, tensor.shape)) or "scalar",
-        "scheme": lambda tensor: "delta" if tensor.kind == "delta" else tensor.scheme,
-        ">before": lambda tensor: output.show_size(tensor.original_bytes),
-        ">after": lambda tensor: output.show_size(tensor.stored_bytes),
-        ">saved": lambda tensor: output.show_share(tensor.savings),
-    }
-    return output.table_of(file.tensors, columns)
+    rows = (
+        [
+            tensor.name,
+            dtype_name(tensor.dtype),
+            "x".join(map(str, tensor.shape)) or "scalar",
+            "delta" if tensor.kind == "delta" else tensor.scheme,
+            output.show_size(tensor.original_bytes),
+            output.show_size(tensor.stored_bytes),
+            output.show_share(tensor.savings),
+        ]
+        for tensor in file.tensors
+    )
+    return output.table(["tensor", "dtype", "shape", "scheme", ">before", ">after", ">saved"], rows)
 
 
 def _all_parts(file: FileReport) -> output.Table:

@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-from .. import inputs, output, parsing
+import ibp
+from ibp.checkpoints._sources import local_path, open_source
 
-if TYPE_CHECKING:
-    import ibp
+from . import output, work
 
-HELP = "compare the checksums of files"
-DESCRIPTION = """\
-Compare the checksums of files with their bytes.
-
-Exits with 1 if bytes are damaged, and names every tensor that is; also if a
-file has no checksums, as those that ibp did not write. Checksums are those of
-blocks of 1 MiB: what else lies in a damaged block is named as perhaps damaged.
-With --content all tables are decoded as well, and compared with the
-fingerprints of what was compressed."""
-EPILOG = """\
-examples:
-  ibp verify model.safetensors
-  ibp verify --content checkpoints/*.safetensors"""
 GOOD, DAMAGED, UNCHECKED = "good", "damaged", "no checksums"
 
 
-def add(parser: argparse.ArgumentParser) -> None:
-    parsing.add_inputs(parser)
-    parser.add_argument("--content", action="store_true", help="decode tables, and compare what comes out")
-    parsing.add_jobs(parser)
-
-
 def run(arguments: argparse.Namespace) -> int:
-    from .. import work
-
-    with inputs.local(arguments.inputs) as given, work.threads(arguments.jobs):
+    with work.local(arguments.inputs) as given, work.threads(arguments.jobs):
         found = [_checked(path, arguments) for path in work.files_to_verify(given)]
     document = {"files": found, "good": all(one["status"] == GOOD for one in found)}
     output.report(arguments, document, *_parts(found))
@@ -44,11 +23,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns what the command reports on one file."""
-    import ibp
-    from ibp.checkpoints._sources import local_path, open_source
-
-    from .. import work
-
     told: dict[str, Any] = {"path": path, "status": GOOD, "bytes": 0, "tensors": 0, "tables": 0}
     told.update(error=None, damaged=[], suspect=[])
     if work.has_other_format(path):
@@ -71,8 +45,6 @@ def _checked(path: str, arguments: argparse.Namespace) -> dict[str, Any]:
 def _damage(file: ibp.File, content: bool) -> dict[str, list[str]]:
     """Returns the names of damaged tensors, and of tensors that may be damaged because they share a block with
     damaged bytes. A table that decodes to what was compressed is in neither list."""
-    import ibp
-
     found: dict[str, list[str]] = {"damaged": [], "suspect": []}
     for name in file:
         try:
@@ -86,12 +58,10 @@ def _damage(file: ibp.File, content: bool) -> dict[str, list[str]]:
 
 def _is_what_it_was(file: ibp.File, name: str) -> bool | None:
     """Returns whether a tensor has its fingerprint, or None if the file has no fingerprint of it."""
-    import ibp
-
     if name not in file.tables or file.fields(name).content is None:
         return None
     try:
-        return ibp.deltas.fingerprint(cast("ibp.CompressedTensor", file[name])) == file.fields(name).content
+        return ibp.deltas.fingerprint(cast(ibp.CompressedTensor, file[name])) == file.fields(name).content
     except (ibp.FileFormatError, ibp.CorruptTableError):
         return False
 

@@ -1,0 +1,409 @@
+"""`ibp doctor`: says what is installed, tests it, and measures what compression gains on this machine.
+
+The data is made; the savings of made weights are those of trained ones. Rates are GB/s (10^9) of original bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import os
+import platform
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+import ibp
+from ibp import _core
+from ibp._inspect.config import config
+from ibp._machine import memory
+from ibp._machine.timing import Clock
+
+from . import output, work
+
+TEST_SECONDS = 2.0  # The self-test begins again with other data until this time is over.
+# How many times as fast something has to be to pay. Smaller differences are within the variation of measurements.
+PAYS = 1.05
+_DRIVER = Path("/proc/driver/nvidia")
+_BUSY_LOAD = 0.5  # A higher load for each core of the CPU disturbs measurements.
+_BUSY_PERCENT = 10  # A GPU that has worked for more percent of the last second has other work.
+_MOST_SHOWN = 8  # More failed tests are not printed; --json has all of them.
+_ROW_BYTES = (128, 512, 2048)  # bytes of the rows whose speed-ups are measured; rates in GB/s are those of the last
+# The time for a kind of data is divided by this, and each measurement takes one part. There are fewer measurements; the
+# rest of the time goes to making tables.
+_CPU_PARTS, _GPU_PARTS = 6, 40
+_KINDS = {
+    "BF16 weights": torch.bfloat16,
+    "FP16 weights": torch.float16,
+    "FP32 weights": torch.float32,
+    "FP8 weights": torch.float8_e4m3fn,
+    "BF16 half zeros": torch.bfloat16,
+}
+_TESTED_KINDS = {**_KINDS, "INT64 numbers": torch.int64, "UINT8 noise": torch.uint8}
+_TEST_BYTES = 48 << 10  # Bytes of a tensor of the self-test, so that a test takes some milliseconds.
+_CPU_COLUMNS = {
+    "copy": "copy",
+    "compress": "code",
+    "decompress": "decode",
+    "raw_rows": "raw rows",
+    "rows": "coded rows",
+}
+_GPU_COLUMNS = {
+    "torch_rows": "x[ids]",
+    "raw_rows": "raw rows",
+    "rows": "coded rows",
+    "copy": "copy",
+    "whole": "coded whole",
+    "decode": "decode",
+}
+
+
+def run(arguments: argparse.Namespace) -> int:
+    device = work.device_of(arguments)
+    with work.threads(arguments.jobs):
+        threads = torch.get_num_threads()
+        facts, busy = facts_of(device)
+        num_tests, failed = self_test(device, TEST_SECONDS)
+        link: ibp.calibration.Calibration | None = None
+        found: list[Measured] = []
+        kinds = functools.partial(work.bar, arguments, "measuring")
+        try:
+            if not failed and device.type == "cuda":
+                link = ibp.calibration.calibrate(device, refresh=arguments.refresh, seconds=arguments.seconds / 2)
+                found = measured_with_gpu(device, arguments.seconds / 2, kinds)
+            elif not failed:
+                found = measured_on_cpu(arguments.seconds, kinds)
+        except (RuntimeError, OSError, ValueError, MemoryError) as error:
+            failed.append(f"measuring: {output.sentence(error)}")
+    failed += [f"measuring {measured.kind}: bits differ" for measured in found if not measured.lossless]
+    sentence = verdict(found, threads, why_no_gpu(device)) if found else None
+    document = {
+        "ibp": ibp.__version__,
+        "torch": torch.__version__,
+        "device": str(device),
+        "gpu": None if link is None else link.gpu,
+        "threads": threads,
+        "facts": facts,
+        "busy": busy,
+        "tests": num_tests,
+        "failed": failed,
+        "link": None if link is None else dataclasses.asdict(link),
+        "data": [dataclasses.asdict(measured) for measured in found],
+        "verdict": sentence,
+    }
+    tested = f"Self-test by {'the CPU' if device.type == 'cpu' else device}: {output.show_count(num_tests, 'test')}"
+    parts: list[output.Part] = [output.table(["", ""], list(facts.items())), ""]
+    parts.append(f"{tested}, {len(failed):,} failed." if failed else f"{tested}, and every bit came back.")
+    parts += [f"  failed: {each}" for each in failed[:_MOST_SHOWN]]
+    parts += ["", *_tables(link, found), *busy, sentence or "Nothing was measured."]
+    output.report(arguments, document, *parts)
+    if failed:
+        raise output.Failure(f"{output.show_count(len(failed), 'fault')}; the first: {failed[0]}", 1)
+    return 0
+
+
+# ---- what is there, and what else uses it ----
+
+
+def why_no_gpu(device: torch.device) -> str | None:
+    """Returns why the CPU does the work, or None if a GPU does."""
+    if device.type == "cuda":
+        return None
+    if torch.cuda.is_available():
+        return "The GPU was left out" if _core.cuda_is_built() else "This build of ibp has no CUDA kernels"
+    return "Torch sees no GPU, though NVIDIA's driver is installed" if _DRIVER.exists() else "There is no GPU here"
+
+
+def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
+    """Returns what is installed and built, and how busy the machine is, by the first words of lines; and a sentence for
+    each sign that something else uses the machine."""
+    load, cores, busy = os.getloadavg()[0], os.cpu_count() or 1, []
+    facts = {"Python": f"{platform.python_version()}, {platform.platform()}", **config(device)}
+    facts["load"] = f"{load:.1f} on {output.show_count(cores, 'core')}"
+    if load > _BUSY_LOAD * cores:
+        busy.append(f"Other work uses the CPU: the load of the last minute is {facts['load']}.")
+    if device.type == "cpu":
+        return {**facts, "pinned memory": "not used, since no GPU reads it"}, busy
+    facts["GPU in use"] = "nvidia-smi does not say"
+    for driver, percent, used_mib in _ask(device, "gpu", "driver_version", "utilization.gpu", "memory.used"):
+        facts |= {"driver": driver, "GPU in use": f"{percent} % of the time, {used_mib} MiB of its memory"}
+        if percent.isdecimal() and int(percent) > _BUSY_PERCENT:
+            busy.append(f"Other work uses the GPU: it was at work for {percent} % of the last second.")
+    others = [(pid, mib) for pid, mib in _ask(device, "compute-apps", "pid", "used_memory") if pid != str(os.getpid())]
+    if others:
+        named = ", ".join(f"{pid} ({mib} MiB)" for pid, mib in others)
+        busy.append(f"The GPU has {len(others)} other process{'es' * (len(others) > 1)}: {named}.")
+    try:
+        memory.empty(1 << 20, torch.device("cpu"), pin=True)
+        kept = output.show_size(_core.pinned_limit())
+        facts["pinned memory"] = f"can be pinned; up to {kept} of what tables leave stay pinned for the next ones"
+    except memory.PinningError as refused:
+        facts["pinned memory"] = output.one_line(str(refused))
+    return facts, busy
+
+
+def _ask(device: torch.device, of: str, *columns: str) -> list[list[str]]:
+    """Returns the lines of nvidia-smi's answer to a query about a GPU, as cells. Empty if it cannot be asked."""
+    found: Any = torch.cuda.get_device_properties(device)
+    query = f"--query-{of}={','.join(columns)}"
+    command = ["nvidia-smi", f"--id=GPU-{found.uuid}", query, "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    lines = ([cell.strip() for cell in line.split(",")] for line in said.splitlines())
+    return [cells for cells in lines if len(cells) == len(columns)]
+
+
+# ---- the self-test ----
+
+
+def self_test(device: torch.device, seconds: float) -> tuple[int, list[str]]:
+    """Tests tables of every kind, scheme and layout, and a file, on a device. Begins again with other data until the
+    time is over, unless a test failed. Returns the number of tests, and a line for each that failed."""
+    end = time.monotonic() + seconds
+    failed: list[str] = []
+    tests: dict[str, Callable[[int], Iterator[str]]] = {
+        f"{kind}, scheme {scheme}, layout {layout}": functools.partial(_test_table, device, kind, scheme, layout)
+        for kind, scheme, layout in itertools.product(_TESTED_KINDS, ("auto", "planes", "ibp"), ("slots", "packed"))
+    }
+    tests["a file"] = functools.partial(_test_file, device)
+    seed = 0
+    while not seed or (not failed and time.monotonic() < end):
+        for name, test in tests.items():
+            try:
+                failed += [f"{name}: {wrong}" for wrong in test(seed)]
+            except Exception as error:  # whatever a call raises here is a fault
+                failed.append(f"{name}: {output.sentence(error)}")
+        seed += 1
+    return seed * len(tests), failed
+
+
+def _test_table(device: torch.device, kind: str, scheme: str, layout: str, seed: int) -> Iterator[str]:
+    """Yields what a table of a kind does wrong: calls whose results have other bits than the tensor."""
+    whole = made(kind, _TEST_BYTES, seed).view(-1)
+    width = (256, 33, 1000)[seed % 3]
+    x = whole[: len(whole) // width * width].view(-1, width)
+    ids = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed), device="cpu")
+    table = ibp.compress(x, scheme=scheme, layout=layout, device=device)
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "decompress": lambda: ibp.decompress(table, device=device).cpu()[ids],
+        "index_select": lambda: ibp.index_select(table, ids, device=device),
+    }
+    if device.type == "cuda":
+        near = table.to(device)
+        calls["decompress in device memory"] = lambda: ibp.decompress(near).cpu()[ids]
+        calls["index_select in device memory"] = lambda: ibp.index_select(near, ids, device=device)
+        calls["decompress on the CPU"] = lambda: ibp.decompress(table, device="cpu")[ids]
+    for name, call in calls.items():
+        if not same_bits(call(), x[ids]):
+            yield f"{name} returns other bits"
+    half = ids[: len(ids) // 2]
+    table.update_(half, x[half].flip(0).to(device))
+    x[half] = x[half].flip(0)
+    if not same_bits(ibp.decompress(table, device=device), x):
+        yield "update_ leaves other bits"
+
+
+def _test_file(device: torch.device, seed: int) -> Iterator[str]:
+    """Yields what a file does wrong: tensors that come back with other bits, and damage that is not noticed."""
+    x = made("BF16 weights", _TEST_BYTES, seed)
+    with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
+        path = Path(folder) / "x.safetensors"
+        ibp.save(path, {"x": ibp.compress(x, device=device)})
+        with ibp.open(path) as file:
+            if not same_bits(ibp.decompress(cast(ibp.CompressedTensor, file["x"]), device=device), x):
+                yield "other bits come back"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+        try:
+            ibp.load(path, verify=True)
+        except ibp.ChecksumError:
+            return
+        yield "damaged bytes are not noticed"
+
+
+# ---- measurements ----
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of one kind of data."""
+
+    kind: str  # the name of the kind
+    saved: float  # the share of the rows' bytes that is saved
+    lossless: bool  # whether every bit came back
+    gbps: dict[str, float]  # GB/s by name
+    # rows: by their bytes, how many times as fast as raw rows compressed ones come to the GPU. Empty without a GPU.
+    rows: dict[int, float] = field(default_factory=dict)
+    whole: float | None = None  # the same of whole tensors; None without a GPU
+    uncertainty: float = 0.0  # the largest share by which a rate may be wrong, because its repetitions differ
+
+
+def made(kind: str, num_bytes: int, seed: int = 0) -> torch.Tensor:
+    """Returns data of one kind on the CPU, in rows of 2 KiB."""
+    dtype, generator = _TESTED_KINDS[kind], torch.Generator().manual_seed(seed)
+    shape = (num_bytes // _ROW_BYTES[-1], _ROW_BYTES[-1] // dtype.itemsize)
+    if not dtype.is_floating_point:
+        return torch.randint(256, shape, generator=generator, dtype=dtype, device="cpu")
+    values = 0.02 * torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    return (values.clamp_(min=0) if "zeros" in kind else values).to(dtype)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8))
+
+
+def measured_on_cpu(seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
+    """Measures every kind on the CPU. kinds: wraps the list of their names, to show progress."""
+    clock = Clock(torch.device("cpu"), seconds / (_CPU_PARTS * len(_KINDS)))
+    return [_on_cpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
+
+
+def _on_cpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
+    clock.uncertainty = 0.0
+    out = torch.empty_like(x)
+    table = ibp.compress(x, device="cpu", memory="host", layout="packed")
+    ids = torch.randint(len(x), (len(x) // 4,), device="cpu")
+    rows = torch.empty_like(x[: len(ids)])
+
+    def rate(call: Callable[[], object], num_bytes: int = x.nbytes) -> float:
+        return num_bytes / clock.wall_s(call) / 1e9
+
+    gbps = {
+        "copy": rate(lambda: out.copy_(x)),
+        "compress": rate(lambda: code_again(table, x)),
+        "decompress": rate(lambda: ibp.decompress(table, out=out)),
+        "raw_rows": rate(
+            lambda: torch.index_select(x.view(torch.uint8), 0, ids, out=rows.view(torch.uint8)), rows.nbytes
+        ),
+        "rows": rate(lambda: ibp.index_select(table, ids, out=rows), rows.nbytes),
+    }
+    lossless = same_bits(ibp.decompress(table), x) and same_bits(rows, x.view(torch.uint8)[ids])
+    return Measured(kind, table.savings, lossless, gbps, uncertainty=clock.uncertainty)
+
+
+def code_again(table: ibp.CompressedTensor, x: torch.Tensor) -> None:
+    """Codes x with the codebook of its table, so that nothing is learned."""
+    how: Any = {"scheme": "raw"} if table.codebook is None else {"codebook": table.codebook}
+    ibp.compress(x, **how, device="cpu", memory="host", layout="packed")
+
+
+def measured_with_gpu(device: torch.device, seconds: float, kinds: Callable[[list[str]], Any]) -> list[Measured]:
+    """Measures every kind with a GPU, from pinned memory. kinds: wraps the list of their names, to show progress."""
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        clock = Clock(device, seconds / (_GPU_PARTS * len(_KINDS)))
+        found = [_with_gpu(clock, kind, made(kind, clock.table_bytes)) for kind in kinds(list(_KINDS))]
+    ibp.release_pinned()
+    return found
+
+
+def _with_gpu(clock: Clock, kind: str, x: torch.Tensor) -> Measured:
+    clock.uncertainty = 0.0
+    device, lossless = clock.device, True
+    gbps: dict[str, float] = {}
+    speeds: dict[int, float] = {}
+    for row_bytes in _ROW_BYTES:
+        rows = x.view(-1, row_bytes // x.itemsize)
+        tables = {"raw_rows": ibp.compress(rows, scheme="raw", device=device)}
+        tables["rows"] = ibp.compress(rows, device=device)
+        host_ids = torch.randint(len(rows), (len(rows) // 2,), device="cpu")
+        ids, out = host_ids.to(device), torch.empty_like(rows[: len(rows) // 2], device=device)
+        for name, table in tables.items():
+            fetch = functools.partial(ibp.index_select, table, ids, out=out)
+            gbps[name] = out.nbytes / clock.gpu_s(fetch) / 1e9
+        speeds[row_bytes] = gbps["rows"] / gbps["raw_rows"]
+        lossless &= same_bits(out, rows.view(torch.uint8)[host_ids])
+    gbps["torch_rows"] = out.nbytes / clock.wall_s(lambda: x.view(torch.uint8)[host_ids].to(device)) / 1e9
+    packed = ibp.compress(x, layout="packed", device=device)
+    near, pinned, out = packed.to(device), x.pin_memory(), torch.empty_like(x, device=device)
+    gbps["copy"] = x.nbytes / clock.wall_s(lambda: out.copy_(pinned, non_blocking=True)) / 1e9
+    gbps["decode"] = x.nbytes / clock.gpu_s(lambda: ibp.decompress(near, out=out)) / 1e9
+    gbps["whole"] = x.nbytes / clock.wall_s(lambda: ibp.decompress(packed, out=out)) / 1e9
+    lossless &= same_bits(out, x)
+    return Measured(kind, packed.savings, lossless, gbps, speeds, gbps["whole"] / gbps["copy"], clock.uncertainty)
+
+
+# ---- what follows ----
+
+
+def verdict(found: Sequence[Measured], threads: int, no_gpu: str | None) -> str:
+    """Returns which data gains by compression on this machine, or that repetitions differ too much to tell.
+    no_gpu: why there are no measurements of a GPU; None if there are."""
+    noise = max(measured.uncertainty for measured in found)
+    warning = (
+        f" Repetitions of a measurement differ so much that its rate may be off by {100 * noise:.0f} %: something else "
+        "uses this machine. Measure again without it, or longer (--seconds)."
+        if noise > PAYS - 1
+        else ""
+    )
+    saved = ", ".join(f"{measured.kind} {100 * measured.saved:.0f} %" for measured in found)
+    if no_gpu:
+        slowest, fastest = (of(measured.gbps["decompress"] for measured in found) for of in (min, max))
+        return (
+            f"{no_gpu}: the CPU codes and decodes. Memory and storage that are saved: {saved}. "
+            f"{output.show_count(threads, 'thread')} decode{'s' * (threads == 1)} {slowest:.1f} to {fastest:.1f} GB/s: "
+            f"compression pays where data comes from storage, or over a network, that is slower than that.{warning}"
+        )
+    rows = [
+        f"{measured.kind}{_sizes_that_pay(measured.rows)}" for measured in found if max(measured.rows.values()) > PAYS
+    ]
+    speeds = [measured.whole or 0.0 for measured in found]
+    whole = [measured.kind for measured, speed in zip(found, speeds) if speed > PAYS]
+    gains = []
+    if rows:
+        fastest = max(speed for measured in found for speed in measured.rows.values())
+        gains.append(f"rows of {', '.join(rows)} come up to {fastest:.2f} times as fast as raw ones")
+    if whole:
+        gains.append(f"whole tensors of {', '.join(whole)} come up to {max(speeds):.2f} times as fast as raw ones")
+    if warning:
+        return f"Whether compression pays here is not certain: {'; '.join(gains) or 'nothing comes faster'}.{warning}"
+    if gains:
+        return f"Compression pays here: {'; '.join(gains)}."
+    return f"Compression gains no speed here. Memory that is saved: {saved}."
+
+
+def _sizes_that_pay(rows: dict[int, float]) -> str:
+    """Returns the bytes of rows that come faster, in brackets. "" if all do."""
+    pay = [f"{row_bytes:,}" for row_bytes, speed in rows.items() if speed > PAYS]
+    return "" if len(pay) == len(rows) else f" (of {' or '.join(pay)} bytes)"
+
+
+def _tables(link: ibp.calibration.Calibration | None, found: Sequence[Measured]) -> Iterator[output.Part]:
+    """Yields tables of what was measured, with a line without text after each."""
+    if not found:
+        return
+    if link is not None:
+        facts = [
+            ["copy engine, to the GPU", _rate(link.copy_in_gbps)],
+            ["copy engine, to the host", _rate(link.copy_out_gbps)],
+            ["kernels, pinned memory", _rate(link.read_gbps)],
+            ["copy in device memory", _rate(link.device_copy_gbps)],
+        ]
+        yield from (output.table(["link", ">GB/s"], facts), "")
+    columns = _CPU_COLUMNS if link is None else _GPU_COLUMNS
+    rates = [
+        [measured.kind, output.show_share(measured.saved), *(_rate(measured.gbps[name]) for name in columns)]
+        for measured in found
+    ]
+    yield from (output.table(["GB/s", ">saved", *(f">{name}" for name in columns.values())], rates), "")
+    if link is not None:
+        names = ["times as fast", *(f">rows of {row_bytes:,} B" for row_bytes in _ROW_BYTES), ">whole tensors"]
+        speeds = [
+            [measured.kind, *(f"{speed:.2f}" for speed in (*measured.rows.values(), measured.whole or 0.0))]
+            for measured in found
+        ]
+        yield from (output.table(names, speeds), "")
+
+
+def _rate(gbps: float) -> str:
+    return f"{gbps:,.0f}" if gbps >= 100 else f"{gbps:.1f}"
