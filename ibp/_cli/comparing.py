@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import ibp
-from ibp._files.fields import as_json
+from ibp._files import as_json
 from ibp.checkpoints._source import SourceTensor
 
 SAME, CHANGED, NEW, REMOVED, REPLACED = "same", "changed", "new", "removed", "replaced"

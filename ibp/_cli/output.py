@@ -154,7 +154,7 @@ def show_size(num_bytes: float) -> str:
 
 def show_dtype(tensor: Any) -> str:
     """Returns the short name of a tensor's dtype, as in headers of safetensors."""
-    from ibp._files.fields import dtype_name
+    from ibp._files import dtype_name
 
     return dtype_name(tensor.dtype)
 

@@ -1,45 +1,71 @@
-"""Writes a file of tables and tensors as a stream: first the data, as they come, and last the header, into room that
-was left for it. The file appears under its name when it is whole."""
+"""Writes files of tables and tensors, and `ibp.save`. A file is written as a stream: first the data, as they come, and
+last the header, into room that was left for it. The file appears under its name when it is whole."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 
 from .. import _core
+from .._common.arguments import whole_number
+from .._common.progress import tqdm
+from .._common.sequences import cut
 from .._common.whole_files import NewFile, errors_of
-from .._layout.geometry import KEPT_DTYPES, bytes_of, check_tensor
+from .._layout.geometry import KEPT_DTYPES, bytes_of, check_tensor, given_tensor
 from .._machine import staging
-from .._schemes import AnyCodebook
+from .._rows.protocols import CachedRows
+from .._schemes import AnyCodebook, with_clusters
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
-from . import checks
-from .fields import (
+from ..deltas import CheckpointDelta, Delta
+from ..deltas._fingerprint import fingerprint
+from .format import (
     ALIGNMENT,
-    CODEC_PARTS,
+    BLOCK_BYTES,
+    CHECKS,
+    CODEBOOK_KEY,
+    FORMAT,
+    HASH,
+    MAX_HEADER_BYTES,
+    PADDING,
     PLAIN_ITEM_BYTES,
-    TABLE_PARTS,
+    PREFIX,
+    REMOVED_KEY,
+    TABLE_KEY,
     TableFields,
+    checksum_bytes,
     codebook_record,
     dtype_name,
     entry_of,
+    part_names,
+    rounded_up,
     write_fields,
 )
+from .opened import Value
+from .paths import (
+    PathLike,
+    check_names_safetensors,
+    check_other_files,
+    names_directory,
+    outputs_of,
+    replacing,
+    write_index,
+    written_to,
+)
 
-MAX_HEADER_BYTES = 100_000_000  # bytes of the JSON; readers of safetensors refuse more
-PREFIX = "ibp."  # the beginning of the metadata's keys that are not the user's
-FORMAT = "ibp.format"  # the key whose value is the format's version
-CHECKS = "ibp.checks"  # the key of the fields of the checksums, and the tensor that holds them
-_RESERVED = (CHECKS, "ibp.padding.", "ibp.codebook.")  # beginnings of the tensors' names that are reserved
+_RESERVED = (CHECKS, PADDING, CODEBOOK_KEY)  # beginnings of the tensors' names that are reserved
 _BUFFER_BYTES = 1 << 20
 _ENTRY_BYTES = 128  # bytes of a tensor's entry in the header, without its name and shape
 _SIZE_BYTES = 21  # bytes of a size in a shape
@@ -47,32 +73,153 @@ _FIXED_BYTES = 1024  # bytes of the rest of the header: format, release, checksu
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
-def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None, num_codebooks: int = 0) -> int:
-    """Returns the largest number of header bytes that a file of tables or tensors with these names can need.
+def save(
+    path: PathLike,
+    tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    shard_bytes: int | None = None,
+    content: bool = False,
+    progress: bool = False,
+) -> None:
+    """Writes tables and tensors to a file. `ibp.load` and `ibp.open` read it, and readers of safetensors list its
+    contents.
+
+    The file appears under its name only when it is whole and on disk. Only then does it replace an earlier file or set
+    of that name; it keeps the earlier permissions. Bytes on a GPU are copied from it block by block.
+
+    Example:
+        >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16())
+        >>> ibp.save("model.safetensors", {"weight": table, "bias": torch.ones(1000)}, metadata={"step": "500"})
+        >>> ibp.open("model.safetensors").metadata
+        {'step': '500'}
 
     Args:
-        names: the names of the tables and tensors, of at most 8 dimensions each.
-        metadata: the user's metadata.
-        num_codebooks: how many different codebooks the tables have. With clusters, count each cluster's and the whole.
+        path: path of the file; a directory, for "model.safetensors" in it; or a URL that fsspec knows ("s3://...",
+            "memory://..."). A directory is made if its name ends in a slash and it does not exist.
+        tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name; a single one
+            without a name gets the name "tensor". Tensors are kept as they are, and may have any dtype that safetensors
+            has. Arrays are stored as tensors. For an `ibp.deltas.CheckpointDelta` the file also keeps the names of
+            tensors that no longer exist (`File.removed`).
+        metadata: texts by keys, kept in the file; no key begins with "ibp.".
+        shard_bytes: the largest number of bytes of data in a file, unless one table is larger. Larger data become a set
+            of files, `<stem>-00001-of-00003.safetensors` and so on, with the index `<stem>.safetensors.index.json`.
+            None: one file.
+        content: whether to keep the fingerprint of each table's tensor, too, for which tables are decoded once.
+        progress: whether to show a progress bar.
+
+    Raises:
+        TypeError, ValueError: a name, a tensor, metadata or shard_bytes is not one that a file can have, or path ends
+            like files of another format (.pt, .npz, .gguf).
+        OSError: the file cannot be written; no new file exists then. The message names the file, and if the disk is
+            full it says how many bytes are needed.
     """
-    room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata)) + 2048 * num_codebooks
-    room += sum(5 * _json_bytes(name) + 4 * (_ENTRY_BYTES + _SIZE_BYTES) + 8 * _SIZE_BYTES + 512 for name in names)
-    return rounded_up(room)
+    if isinstance(tensors, (str, os.PathLike)):
+        raise TypeError(f"tensors is the path {os.fspath(tensors)!r}; wanted ibp.save(path, tensors), the path first")
+    items = _checked(tensors)
+    removed = tensors.removed if isinstance(tensors, CheckpointDelta) else ()
+    checked_metadata(metadata)
+    check_names_safetensors(path)
+    most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
+    with written_to(path) as target:
+        if names_directory(path):
+            check_other_files(target)
+        shards = [dict(shard) for shard in cut(items.items(), lambda item: _stored(item[1]), most)]
+        total = sum(map(_stored, items.values()))
+        with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=not progress) as bar:
+            _write_files(target, shards, removed, metadata, content, bar.update)
 
 
-def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
-    """Returns the bytes of each part of codebooks in a file."""
-    written: dict[AnyCodebook, int] = {}
-    sizes: list[int] = []
+def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> dict[str, Value]:
+    items: dict[str, Value] = {}
+    for name, given in (tensors if isinstance(tensors, Mapping) else {"tensor": tensors}).items():
+        if not isinstance(name, str):
+            raise TypeError(f"tensors has the key {name!r}; wanted names as text")
+        value: Any = given_tensor(given, repr(name))
+        if isinstance(value, CachedRows):
+            value.flush()
+            value = value.view
+        items[name] = value
+        if not isinstance(value, (CompressedTensor, WholeTensor, torch.Tensor, Delta)):
+            got = type(value).__name__
+            raise TypeError(
+                f"{name!r} is a {got}; wanted a table (ibp.compress), a torch.Tensor, an array of numpy or a delta "
+                "(ibp.deltas.make)"
+            )
+        if isinstance(value, torch.Tensor):
+            check_tensor(value, repr(name), KEPT_DTYPES)
+    return items
 
-    def number_of(codebook: AnyCodebook) -> int:
-        if codebook not in written:
-            sizes.extend(part.nbytes for part in codebook_record(codebook, number_of).parts.values())
-        return written.setdefault(codebook, len(written))
 
-    for codebook in codebooks:
-        number_of(codebook)
-    return sizes
+def _write_files(
+    path: Path,
+    shards: list[dict[str, Value]],
+    removed: Sequence[str],
+    metadata: Mapping[str, str] | None,
+    content: bool,
+    on_write: Callable[[int], object],
+) -> None:
+    """Writes a file for each shard, and names them when all are whole. If there are several, the index is named
+    last."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    names = outputs_of(path, len(shards))
+    with replacing(path, names):
+        with contextlib.ExitStack() as stack:
+            for name, items in zip(names, shards):
+                gone = () if weight_map else removed  # only the first file says it
+                writer = stack.enter_context(_writer_of(path.with_name(name), items, gone, metadata, on_write))
+                for each in gone:
+                    writer.removed(each)
+                for each, value in items.items():
+                    _write_value(writer, each, value, content)
+                writer.finish()
+                weight_map.update(dict.fromkeys(writer.names, name))
+                total += writer.data_bytes
+        if len(shards) > 1:
+            write_index(path, weight_map, total)
+
+
+def _writer_of(
+    path: Path,
+    items: Mapping[str, Value],
+    removed: Sequence[str],
+    metadata: Mapping[str, str] | None,
+    on_write: Callable[[int], object],
+) -> FileWriter:
+    """Returns a writer of a file whose header has room for these items."""
+    tables = [value.table if isinstance(value, Delta) else value for value in items.values()]
+    books = [with_clusters(table.codebook) for table in tables if isinstance(table, CompressedTensor)]
+    dimensions = sum(len(table.shape) for table in tables)
+    room = header_room([*items, *removed], metadata, len(set(itertools.chain(*books)))) + 32 * dimensions
+    return FileWriter(
+        path,
+        metadata=metadata,
+        header_bytes=room,
+        data_bytes=sum(map(_stored, items.values())),
+        on_write=on_write,
+    )
+
+
+def _write_value(writer: FileWriter, name: str, value: Value, content: bool) -> None:
+    if isinstance(value, torch.Tensor):
+        write_plain(writer, name, value)
+    elif isinstance(value, Delta):
+        write_table(writer, name, value.table, base=value.base, result=value.result)
+    elif isinstance(value, WholeTensor):
+        write_whole_tensor(writer, name, value, fingerprint(value) if content else None)
+    else:
+        write_table(writer, name, value, content=fingerprint(value) if content else None)
+
+
+def _stored(value: Value) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    table = value.table if isinstance(value, Delta) else value
+    return sum(tensor.nbytes for tensor in table._tensors().values())
+
+
+# ---- one file ----
 
 
 class FileWriter:
@@ -146,11 +293,11 @@ class FileWriter:
         """Returns the number of a codebook in the file. Equal codebooks are written once."""
         if codebook in self._codebooks:
             return self._codebooks[codebook]
-        record = codebook_record(codebook, self.codebook)
+        line, parts = codebook_record(codebook, self.codebook)
         number = len(self._codebooks)
-        key = f"{PREFIX}codebook.{number}"
-        self._add_line(key, record.text)
-        for name, array in record.parts.items():
+        key = f"{CODEBOOK_KEY}{number}"
+        self._add_line(key, line)
+        for name, array in parts.items():
             with self.part(f"{key}:{name}", f"U{8 * array.itemsize}") as part:
                 part.write(array)
         self._codebooks[codebook] = number
@@ -160,12 +307,12 @@ class FileWriter:
         """Declares a table whose parts are written before or afterwards, as `<name>:slots` and so on. The number of
         its codebook comes from `codebook`."""
         self._check_name(name, self._tables)
-        self._add_line(f"{PREFIX}table.{name}", fields.text())
+        self._add_line(f"{TABLE_KEY}{name}", fields.text())
         self._tables.add(name)
 
     def removed(self, name: str) -> None:
         """Notes, in a delta of checkpoints, that a tensor no longer exists."""
-        self._add_line(f"{PREFIX}removed.{name}", "")
+        self._add_line(f"{REMOVED_KEY}{name}", "")
 
     @property
     def names(self) -> list[str]:
@@ -180,12 +327,11 @@ class FileWriter:
         """Raises ValueError if a new table, or a new plain tensor, cannot have the name."""
         if name == "__metadata__" or name.startswith(_RESERVED):
             raise ValueError(f"the name {name!r} is reserved; wanted one that does not begin with 'ibp.'")
-        table, _, part = name.rpartition(":")
-        parts = (*TABLE_PARTS, *CODEC_PARTS)
-        taken = name in self._plain or name in self._tables or name in self._entries
-        if taken or (kind is self._plain and table in self._tables and part in parts):
+        table = name.rpartition(":")[0]
+        is_taken = name in self._plain or name in self._tables or name in self._entries
+        if is_taken or (kind is self._plain and table in self._tables and name in part_names(table)):
             raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
-        if kind is self._tables and not self._plain.isdisjoint(f"{name}:{part}" for part in parts):
+        if kind is self._tables and not self._plain.isdisjoint(part_names(name)):
             raise ValueError(f"a tensor in the file has the name of a part of the table {name!r}; wanted another name")
 
     def _add_line(self, key: str, text: str) -> None:
@@ -235,7 +381,7 @@ class FileWriter:
             self._enter(sink.name, sink.dtype, sink.shape, sink.start)
             if missing:
                 self._output.write(_ZEROS[:missing])
-                self._enter(f"ibp.padding.{len(self._entries)}", "U8", (missing,), end)
+                self._enter(f"{PADDING}{len(self._entries)}", "U8", (missing,), end)
         self._open = None
 
     def _enter(self, name: str, dtype: str, shape: tuple[int, ...], start: int) -> None:
@@ -245,7 +391,7 @@ class FileWriter:
     def _header(self, check_bytes: int) -> bytes:
         """Returns the bytes before the data."""
         assert self._output is not None
-        hashed = write_fields({"block_bytes": checks.BLOCK_BYTES, "hash": checks.HASH})
+        hashed = write_fields({"block_bytes": BLOCK_BYTES, "hash": HASH})
         own = {FORMAT: str(_core.FORMAT_VERSION), "ibp.release": _core.version(), CHECKS: hashed}
         self._enter(CHECKS, "U64", (check_bytes // 8,), self.data_bytes)
         self._entries[CHECKS]["data_offsets"][1] += check_bytes
@@ -277,7 +423,7 @@ class FileWriter:
             return
         if self._open is not None:
             raise ValueError(f"the tensor {self._open.name!r} was not closed")
-        header = self._header(checks.num_bytes(self._output.data_bytes))
+        header = self._header(checksum_bytes(self._output.data_bytes))
         self._output.write(memoryview(self._output.hasher.entries(header)))
         self._output.finish(header)
 
@@ -317,7 +463,7 @@ class _FileOutput:
         self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes
         assert new.file is not None
         self._file = new.file.fileno()
-        self.hasher, self._buffer = checks.BlockHasher(), bytearray()
+        self.hasher, self._buffer = _BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
         self._end = room  # the end of what is in the file
@@ -370,6 +516,41 @@ class _FileOutput:
             self._hashers.shutdown()
         finally:
             self._new.discard()
+
+
+class _BlockHasher:
+    """Computes the hashes of consecutive blocks of bytes that come in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._hashes: list[int] = []
+        self._open, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
+
+    def update(self, data: memoryview) -> None:
+        start = 0
+        while start < len(data):
+            piece = data[start : start + self._missing]
+            start += len(piece)
+            if len(piece) == BLOCK_BYTES:
+                self._hashes.append(xxhash.xxh3_64_intdigest(piece))
+                continue
+            self._open.update(piece)
+            self._missing -= len(piece)
+            if self._missing == 0:
+                self._close()
+
+    def _close(self) -> None:
+        self._hashes.append(self._open.intdigest())
+        self._open, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
+
+    def entries(self, header: bytes) -> bytes:
+        """Returns the tensor `ibp.checks`: hashes of the blocks, of the header, and of the entries before it."""
+        if self._missing < BLOCK_BYTES:
+            self._close()
+        hashed = np.array([*self._hashes, xxhash.xxh3_64_intdigest(header)], "<u8").tobytes()
+        return hashed + np.array([xxhash.xxh3_64_intdigest(hashed)], "<u8").tobytes()
+
+
+# ---- tables and tensors ----
 
 
 def write_table(
@@ -434,6 +615,37 @@ def _write_tensor(sink: Sink, tensor: torch.Tensor) -> None:
         sink.write(staging.to_host(block))
 
 
+# ---- room ----
+
+
+def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None, num_codebooks: int = 0) -> int:
+    """Returns the largest number of header bytes that a file of tables or tensors with these names can need.
+
+    Args:
+        names: the names of the tables and tensors, of at most 8 dimensions each.
+        metadata: the user's metadata.
+        num_codebooks: how many different codebooks the tables have. With clusters, count each cluster's and the whole.
+    """
+    room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata)) + 2048 * num_codebooks
+    room += sum(5 * _json_bytes(name) + 4 * (_ENTRY_BYTES + _SIZE_BYTES) + 8 * _SIZE_BYTES + 512 for name in names)
+    return rounded_up(room)
+
+
+def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
+    """Returns the bytes of each part of codebooks in a file."""
+    written: dict[AnyCodebook, int] = {}
+    sizes: list[int] = []
+
+    def number_of(codebook: AnyCodebook) -> int:
+        if codebook not in written:
+            sizes.extend(part.nbytes for part in codebook_record(codebook, number_of)[1].values())
+        return written.setdefault(codebook, len(written))
+
+    for codebook in codebooks:
+        number_of(codebook)
+    return sizes
+
+
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
     """Returns a copy. Raises TypeError unless keys and values are texts, and ValueError for keys that are reserved
     for ibp."""
@@ -455,8 +667,3 @@ def _json_bytes(text: str) -> int:
         return len(json.dumps(text, ensure_ascii=False).encode())
     except UnicodeEncodeError:
         raise ValueError(f"the name or text {text!r} has half of a surrogate pair; wanted Unicode") from None
-
-
-def rounded_up(num_bytes: int) -> int:
-    """Returns the bytes that a tensor takes in a file, with its padding."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

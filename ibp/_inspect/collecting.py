@@ -12,11 +12,8 @@ from pathlib import Path
 import torch
 
 from .._common.progress import tqdm
-from .._files.fields import ChecksumError, FileFormatError
-from .._files.header import find_files, read_header
-from .._files.opened import File
-from .._files.opened import open as open_file
-from .._files.paths import is_url
+from .._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header
+from .._files import open as open_file
 from .._schemes import AnyCodebook, Options
 from .._tables.compressed_tensor import CompressedTensor
 from ..checkpoints._learning import CheckpointLearning, Codebooks

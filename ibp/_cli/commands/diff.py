@@ -40,7 +40,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from ibp._files.paths import file_of
+    from ibp._files import file_of
     from ibp.checkpoints._sources import open_sources
 
     from .. import comparing, work
