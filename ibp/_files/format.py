@@ -278,7 +278,7 @@ def read_codebook(
         is_cluster: whether the codebook is one of several clusters.
 
     Raises:
-        FileFormatError: the lines or the parts are not those of a codebook.
+        FileFormatError: a line is wrong, or a part does not fit it.
     """
     what, line = line_of(number)
     with refused(what):

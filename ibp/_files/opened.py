@@ -41,7 +41,6 @@ from .format import (
 )
 from .paths import INDEX_SUFFIX, SUFFIX, FileSet, PathLike, find_files, is_url, path_text, read_here
 from .reader import (
-    SHOWN_NAMES,
     Checks,
     OpenFile,
     TensorPlace,
@@ -52,6 +51,7 @@ from .reader import (
     read_table,
     read_whole,
     segment_of,
+    shown_names,
 )
 
 _COMPARED_NAMES = 4096  # the most names that an unknown name is compared with; each takes 0.1 ms
@@ -183,21 +183,20 @@ class File(Mapping[str, Value], Closing):
         return self._made[name]
 
     def _check_name(self, name: str) -> None:
+        """Raises KeyError if there is no tensor with a name, and ValueError if the file is closed."""
         self._check_open()
         if name not in self._names:
             raise self._unknown(name)
 
     def _unknown(self, name: object) -> KeyError:
         """Returns the error that says which names there are."""
-        names = ", ".join(map(repr, itertools.islice(self._names, SHOWN_NAMES)))
-        more = f" and {len(self._names) - SHOWN_NAMES} more" if len(self._names) > SHOWN_NAMES else ""
-        there = f"it has {names}{more}" if names else "it has no tensors"
+        there = f"it has {shown_names(self._names)}" if self._names else "it has no tensors"
         alike = itertools.islice(self._names, _COMPARED_NAMES)
         return KeyError(f"{self.path} has no tensor {name!r}{near(name, alike)}; {there}")
 
     def _map(self, name: str) -> Value:
-        """Returns the table or tensor with a name, over the mapped file. Its checksums are compared first, except
-        that those of an external codec's table are compared while it is read."""
+        """Returns the table or tensor with a name, over the mapped file. Its checksums are compared first; checksums
+        of an external codec's table are compared while it is read."""
         if name in self._views:
             return _viewed(self._views[name], self._value(self._views[name].base))
         if name in self._owners and self.fields(name).codec is not None:
@@ -316,7 +315,7 @@ class File(Mapping[str, Value], Closing):
         return self._owners[name].fields(name)
 
     def _parts(self, name: str) -> list[TensorPlace]:
-        """Returns where the bytes of a tensor are, without those of its codebook."""
+        """Returns where the bytes of a tensor are. The parts of its codebook are left out."""
         if name in self._views:
             name = self._views[name].base
         elif name not in self._names and name not in self._stored:
@@ -404,6 +403,7 @@ class File(Mapping[str, Value], Closing):
             file.close()
 
     def _check_open(self) -> None:
+        """Raises ValueError if the file is closed."""
         if self._is_closed:
             raise ValueError(f"{self.path} is closed")
 
@@ -555,5 +555,6 @@ def load(
 
 
 def _check_names(names: Iterable[str] | None) -> None:
+    """Raises TypeError if one text is given in place of a list of names."""
     if isinstance(names, str):
         raise TypeError(f"names is the text {names!r}; wanted a list of names")

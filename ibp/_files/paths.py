@@ -130,8 +130,7 @@ def _split_name(path: Path) -> tuple[str, str]:
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Returns a descriptor for reading of a regular file, or of the one that a symbolic link names. The call never
-    blocks.
+    """Returns a descriptor for reading of a regular file. A symbolic link to one is followed. The call never blocks.
 
     Raises:
         OSError: the path names something else, such as a pipe, or cannot be opened.
@@ -196,6 +195,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a dict of pairs. Raises ValueError if a key occurs twice or cannot be printed."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key is there twice")
@@ -246,7 +246,7 @@ def find_files(path: Path) -> FileSet:
 
 
 def _of_weights(paths: Iterable[Path]) -> list[Path]:
-    """Returns those of the safetensors files that hold weights, sorted, or all files if none of them does."""
+    """Returns the safetensors files that hold weights, sorted. If no file holds weights, returns all files."""
     found = sorted(paths)
     return [path for path in found if is_of_weights(path.name)] or found
 
@@ -278,6 +278,7 @@ def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
 
 
 def _fetched(url: str, folder: Path, suffixes: tuple[str, ...]) -> Path:
+    """Copies the file, set of files or directory of a URL to a folder. Returns the path of the copy."""
     system, remote = file_system(url)
     remote = remote.rstrip("/")
     near = folder / (os.path.basename(remote) or "input")
@@ -369,8 +370,8 @@ def check_other_sets(folder: Path, own: Iterable[Path]) -> None:
 
 
 def check_other_files(path: Path) -> None:
-    """Raises FileExistsError if readers of a directory would find other weights than those of a file that is written
-    there: another set, or the other form, plain or coded, of the file."""
+    """Raises FileExistsError if readers of a directory would find other weights beside a file that is written there:
+    another set, or the other form, plain or coded, of the file."""
     check_other_sets(path.parent, [index_of(path)])
     (other,) = {coded_name(path.name), plain_name(path.name)} - {path.name}
     if os.path.lexists(path.with_name(other)):
@@ -469,7 +470,7 @@ def replacing(path: Path, names: Collection[str]) -> Iterator[None]:
 
 
 def shards_of_index(path: Path) -> list[Path]:
-    """Returns the files that the index of `path` names, if their names are those of its set."""
+    """Returns the files that the index of `path` names. Files whose names do not belong to its set are left out."""
     stem, suffix = map(re.escape, _split_name(path))
     own = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}{suffix}")
     with contextlib.suppress(OSError, FileFormatError):  # a damaged index is ignored, because nobody can read its set

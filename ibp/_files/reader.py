@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import mmap
@@ -14,7 +15,7 @@ import stat
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -57,9 +58,9 @@ from .paths import open_locked, open_regular
 
 _ROWS = ("slots", "overflow")
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons does not have
-SHOWN_NAMES = 6  # names of tensors that a message shows
+_SHOWN_NAMES = 6  # A message shows at most this many names of tensors.
 _PIECE_BYTES = 8 << 20  # bytes that a thread reads at once
-THREADS = min(16, os.cpu_count() or 1)  # threads that read at once
+_THREADS = min(16, os.cpu_count() or 1)  # threads that read at once
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -85,8 +86,14 @@ def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     if len(items) <= 1:
         yield from map(function, items)
         return
-    with ThreadPoolExecutor(min(THREADS, len(items))) as threads:
+    with ThreadPoolExecutor(min(_THREADS, len(items))) as threads:
         yield from threads.map(function, items)
+
+
+def shown_names(names: Collection[str]) -> str:
+    """Returns the first names for a message, and how many more there are."""
+    shown = ", ".join(map(repr, itertools.islice(names, _SHOWN_NAMES)))
+    return f"{shown} and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else shown
 
 
 class TensorPlace(NamedTuple):
@@ -97,8 +104,8 @@ class TensorPlace(NamedTuple):
 
 
 class OpenFile:
-    """One file, open until `close`. Its bytes stay those that its header describes, even if another file takes its
-    name.
+    """One file, open until `close`. If another file takes its name, it still reads the bytes that its header
+    describes.
 
     Args:
         path: path of the file.
@@ -124,6 +131,7 @@ class OpenFile:
         self._shared_map: _core.FilePages | None = None
 
     def fields(self, name: str) -> TableFields:
+        """Returns the checked fields of a table. Raises FileFormatError if they are wrong or unknown."""
         return table_fields(f"{self.path}: table {name!r}", self.tables[name])
 
     def is_own(self, name: str) -> bool:
@@ -131,6 +139,7 @@ class OpenFile:
         return not self.header.is_plain and (name == CHECKS or name.startswith((PADDING, CODEBOOK_KEY)))
 
     def codebook_entries(self) -> list[Entry]:
+        """Returns the entries of the parts of all codebooks."""
         return [entry for name, entry in self.header.tensors.items() if name.startswith(CODEBOOK_KEY)]
 
     # ---- bytes ----
@@ -159,7 +168,7 @@ class OpenFile:
         return target
 
     def read_into(self, start: int, data: memoryview) -> None:
-        """Fills memory from the file."""
+        """Fills memory from the file. Raises FileFormatError if the file ends before."""
         while data:
             count = os.preadv(self.fileno(), [data], start)
             if count == 0:
@@ -167,7 +176,7 @@ class OpenFile:
             data, start = data[count:], start + count
 
     def hash_of(self, start: int, num_bytes: int) -> int:
-        """Returns the hash of any number of bytes of the file. It needs little memory."""
+        """Returns the hash of bytes of the file, of which it reads one block after the other."""
         if not hasattr(_buffers, "block"):  # one buffer for each thread: new memory would cost more than the hash
             _buffers.block = memoryview(bytearray(BLOCK_BYTES))
         hasher, data = xxhash.xxh3_64(), _buffers.block
@@ -195,8 +204,8 @@ class OpenFile:
         return _part_of(pages, start, num_bytes)
 
     def mapped_read_only(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Returns bytes of the file, uint8 [num_bytes], mapped, that must not be written to. They stay those of the
-        page cache."""
+        """Returns bytes of the file, uint8 [num_bytes], mapped, that must not be written to. They lie in the page
+        cache."""
         pages = self._shared_map
         if pages is None:
             pages = self._shared_map = self.pages(0, self._whole_size())
@@ -264,20 +273,26 @@ class OpenFile:
 
     @property
     def checks(self) -> Checks | None:
-        """The checksums. None for a file that has none."""
+        """The checksums of the file, or None if it is an ordinary safetensors file."""
         if self._checks is None and not self.header.is_plain:
             self._checks = Checks(self)
         return self._checks
 
 
 def _part_of(pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> torch.Tensor:
+    """Returns mapped bytes as a tensor that keeps the map alive."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 class Checks:
-    """The checksums of a file. They are themselves checked. It also notes which blocks have been checked."""
+    """The checksums of a file, which are themselves checked first. Notes which blocks have been compared.
+
+    Raises:
+        ChecksumError: the header or the checksums are damaged.
+        FileFormatError: the file's description of its checksums is wrong.
+    """
 
     def __init__(self, file: OpenFile) -> None:
         found, entry = file.header.checks, file.header.tensors[CHECKS]
@@ -346,9 +361,7 @@ class Checks:
         entries = self._file.header.tensors.items()
         inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
         names = [name for name in inside if not name.startswith(PADDING)] or inside
-        shown = ", ".join(map(repr, names[:SHOWN_NAMES]))
-        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-        return f"one of {shown}{more}" if len(names) > 1 else shown
+        return f"one of {shown_names(names)}" if len(names) > 1 else shown_names(names)
 
 
 # ---- parts of tables ----
@@ -403,7 +416,7 @@ def read_table(
         take: returns the bytes of a part.
 
     Raises:
-        FileFormatError: fields or parts are not those of a table.
+        FileFormatError: the fields are wrong, or a part does not fit them.
     """
     what, fields = f"{file.path}: table {name!r}", file.fields(name)
     dtype = dtype_of(fields.dtype)
@@ -434,7 +447,7 @@ def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin
     file, places: as in `read_table`; pin: as in `read_parts`.
 
     Raises:
-        FileFormatError: fields or parts are not those of such a table, or the codec is not available.
+        FileFormatError: the fields are wrong, a part does not fit them, or the codec is not available.
         ChecksumError: blocks are damaged, and the codec is not safe with damaged bytes.
     """
     what, fields = f"{file.path}: table {name!r}", file.fields(name)
@@ -482,6 +495,8 @@ def _taken(
 
 
 def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
+    """Returns how a table's tensor is cut into rows. Raises FileFormatError if tables cannot have its dtype. what:
+    names the table in the message."""
     if dtype not in DTYPES:
         raise FileFormatError(f"{what} has {fields.dtype}, which tables cannot have")
     return Geometry(torch.Size(fields.shape), dtype, fields.row_bytes)

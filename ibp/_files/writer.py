@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -66,7 +65,7 @@ from .paths import (
 )
 
 _RESERVED = (CHECKS, PADDING, CODEBOOK_KEY)  # beginnings of the tensors' names that are reserved
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 20  # Smaller pieces of data are collected and written together up to this many bytes.
 _ENTRY_BYTES = 128  # bytes of a tensor's entry in the header, without its name and shape
 _SIZE_BYTES = 21  # bytes of a size in a shape
 _FIXED_BYTES = 1024  # bytes of the rest of the header: format, release, checksums
@@ -131,6 +130,8 @@ def save(
 
 
 def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> dict[str, Value]:
+    """Returns the values to write, by name. Raises TypeError and ValueError for names and values that a file cannot
+    have."""
     items: dict[str, Value] = {}
     for name, given in (tensors if isinstance(tensors, Mapping) else {"tensor": tensors}).items():
         if not isinstance(name, str):
@@ -172,7 +173,12 @@ def _write_files(
                 for each in gone:
                     writer.removed(each)
                 for each, value in items.items():
-                    _write_value(writer, each, value, content)
+                    if isinstance(value, torch.Tensor):
+                        write_plain(writer, each, value)
+                    elif isinstance(value, Delta):
+                        write_table(writer, each, value.table, base=value.base, result=value.result)
+                    else:
+                        write_table(writer, each, value, content=fingerprint(value) if content else None)
                 writer.finish()
                 weight_map.update(dict.fromkeys(writer.names, name))
                 total += writer.data_bytes
@@ -189,30 +195,19 @@ def _writer_of(
 ) -> FileWriter:
     """Returns a writer of a file whose header has room for these items."""
     tables = [value.table if isinstance(value, Delta) else value for value in items.values()]
-    books = [with_clusters(table.codebook) for table in tables if isinstance(table, CompressedTensor)]
-    dimensions = sum(len(table.shape) for table in tables)
-    room = header_room([*items, *removed], metadata, len(set(itertools.chain(*books)))) + 32 * dimensions
+    books = [table.codebook for table in tables if isinstance(table, CompressedTensor)]
+    room = header_room([*items, *removed], metadata, len({one for book in books for one in with_clusters(book)}))
     return FileWriter(
         path,
         metadata=metadata,
-        header_bytes=room,
+        header_bytes=room + 32 * sum(len(table.shape) for table in tables),
         data_bytes=sum(map(_stored, items.values())),
         on_write=on_write,
     )
 
 
-def _write_value(writer: FileWriter, name: str, value: Value, content: bool) -> None:
-    if isinstance(value, torch.Tensor):
-        write_plain(writer, name, value)
-    elif isinstance(value, Delta):
-        write_table(writer, name, value.table, base=value.base, result=value.result)
-    elif isinstance(value, WholeTensor):
-        write_whole_tensor(writer, name, value, fingerprint(value) if content else None)
-    else:
-        write_table(writer, name, value, content=fingerprint(value) if content else None)
-
-
 def _stored(value: Value) -> int:
+    """Returns the bytes of a value's data, without its codebook."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     table = value.table if isinstance(value, Delta) else value
@@ -321,6 +316,7 @@ class FileWriter:
 
     @property
     def data_bytes(self) -> int:
+        """Bytes of data that have been written so far, padding included."""
         return self._output.data_bytes if self._output is not None else 0
 
     def _check_name(self, name: str, kind: set[str]) -> None:
@@ -335,10 +331,12 @@ class FileWriter:
             raise ValueError(f"a tensor in the file has the name of a part of the table {name!r}; wanted another name")
 
     def _add_line(self, key: str, text: str) -> None:
+        """Adds an entry of the metadata."""
         self._claim_header(repr(key), _json_bytes(key) + _json_bytes(text) + 4)
         self._lines[key] = text
 
     def _claim_header(self, what: str, num_bytes: int) -> None:
+        """Takes bytes of the header's room. Raises ValueError if there are fewer. what: what they are for."""
         if self._header_bytes + num_bytes > self._room:
             raise ValueError(
                 f"the header of {self.path.name} has no room for {what}: wanted header_bytes above {self._room}, "
@@ -349,6 +347,7 @@ class FileWriter:
     # ---- its bytes ----
 
     def _begin(self, sink: Sink) -> Sink:
+        """Notes that a tensor is being written. Raises ValueError unless the file is written and no other tensor is."""
         if self._output is None:
             raise ValueError("the file is not being written; wanted `with FileWriter(...) as writer:`")
         if self._open is not None:
@@ -357,6 +356,7 @@ class FileWriter:
         return sink
 
     def _write(self, sink: Sink, data: memoryview) -> None:
+        """Adds bytes to the tensor that is being written. Raises ValueError if `sink` is another one."""
         if self._open is not sink or self._output is None:
             raise ValueError(f"{sink.name!r} is closed")
         self._output.write(data)
@@ -385,6 +385,7 @@ class FileWriter:
         self._open = None
 
     def _enter(self, name: str, dtype: str, shape: tuple[int, ...], start: int) -> None:
+        """Adds the header's entry of a tensor whose data begin at `start` and end where the data end now."""
         offsets = [start, self.data_bytes]
         self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
 
@@ -429,8 +430,8 @@ class FileWriter:
 
 
 class Sink:
-    """A tensor of a file that is being written. As a context manager it closes itself unless there is an exception.
-    shape: None for a part of a table or codebook."""
+    """A tensor of a file that is being written. If it is used as a context manager, it is closed unless there is an
+    exception. shape: None for a part of a table or codebook."""
 
     def __init__(self, writer: FileWriter, name: str, dtype: str, shape: tuple[int, ...] | None) -> None:
         self.name, self.dtype, self.shape = name, dtype, shape
@@ -446,6 +447,7 @@ class Sink:
             self._writer._write(self, view if view.format == "B" and view.ndim == 1 else view.cast("B"))
 
     def close(self) -> None:
+        """Ends the tensor. Raises ValueError if its data have another size than its shape says."""
         self._writer._close(self)
 
     def __enter__(self) -> Sink:
@@ -457,7 +459,7 @@ class Sink:
 
 
 class _FileOutput:
-    """The file while it is written. Data are written behind the room for the header; they are buffered and hashed."""
+    """A file while it is written. Data are buffered, hashed, and written behind the room for the header."""
 
     def __init__(self, new: NewFile, path: Path, room: int, expected_bytes: int) -> None:
         self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes
@@ -469,6 +471,7 @@ class _FileOutput:
         self._end = room  # the end of what is in the file
 
     def write(self, data: memoryview) -> None:
+        """Adds data. Raises OSError if they cannot be written."""
         self.data_bytes += len(data)
         if len(self._buffer) + len(data) < _BUFFER_BYTES:
             self.hasher.update(data)
@@ -526,16 +529,12 @@ class _BlockHasher:
         self._open, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
 
     def update(self, data: memoryview) -> None:
-        start = 0
-        while start < len(data):
-            piece = data[start : start + self._missing]
-            start += len(piece)
-            if len(piece) == BLOCK_BYTES:
-                self._hashes.append(xxhash.xxh3_64_intdigest(piece))
-                continue
+        """Adds bytes."""
+        while data:
+            piece, data = data[: self._missing], data[self._missing :]
             self._open.update(piece)
             self._missing -= len(piece)
-            if self._missing == 0:
+            if not self._missing:
                 self._close()
 
     def _close(self) -> None:
@@ -556,43 +555,38 @@ class _BlockHasher:
 def write_table(
     writer: FileWriter,
     name: str,
-    table: CompressedTensor,
+    table: CompressedTensor | WholeTensor,
     content: int | None = None,
     base: int | None = None,
     result: int | None = None,
 ) -> None:
-    """Writes a whole table from any device, block by block. content, base, result: fingerprints, see `TableFields`."""
-    fields = TableFields(
-        dtype_name(table.dtype),
-        tuple(table.shape),
-        table.scheme,
-        table.row_bytes,
-        table.slot_bytes,
-        None if table.codebook is None else writer.codebook(table.codebook),
-        1 if table._has_own_bases else _core.ROWS_PER_BASE,
-        content,
-        base,
-        result,
-    )
-    _write_parts(writer, name, fields, table._tensors())
-
-
-def write_whole_tensor(writer: FileWriter, name: str, whole: WholeTensor, content: int | None = None) -> None:
-    """Writes a tensor of a general codec from any device, block by block. content: its fingerprint."""
-    fields = TableFields(
-        dtype_name(whole.dtype),
-        tuple(whole.shape),
-        content=content,
-        codec=whole.codec,
-        block_bytes=whole.block_bytes,
-        codec_fields=whole.options,
-    )
-    _write_parts(writer, name, fields, whole._tensors())
-
-
-def _write_parts(writer: FileWriter, name: str, fields: TableFields, parts: Mapping[str, torch.Tensor]) -> None:
+    """Writes a whole table, or a tensor of a general codec, from any device, block by block. content, base, result:
+    fingerprints, see `TableFields`."""
+    dtype, shape = dtype_name(table.dtype), tuple(table.shape)
+    if isinstance(table, WholeTensor):
+        fields = TableFields(
+            dtype,
+            shape,
+            content=content,
+            codec=table.codec,
+            block_bytes=table.block_bytes,
+            codec_fields=table.options,
+        )
+    else:
+        fields = TableFields(
+            dtype,
+            shape,
+            scheme=table.scheme,
+            row_bytes=table.row_bytes,
+            slot_bytes=table.slot_bytes,
+            codebook=None if table.codebook is None else writer.codebook(table.codebook),
+            rows_per_base=1 if table._has_own_bases else _core.ROWS_PER_BASE,
+            content=content,
+            base=base,
+            result=result,
+        )
     writer.table(name, fields)
-    for part, tensor in parts.items():
+    for part, tensor in table._tensors().items():
         with writer.part(f"{name}:{part}", fields.parts[part]) as sink:
             _write_tensor(sink, tensor)
 
@@ -615,7 +609,7 @@ def _write_tensor(sink: Sink, tensor: torch.Tensor) -> None:
         sink.write(staging.to_host(block))
 
 
-# ---- room ----
+# ---- sizes ----
 
 
 def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None, num_codebooks: int = 0) -> int:
@@ -647,8 +641,8 @@ def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
 
 
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns a copy. Raises TypeError unless keys and values are texts, and ValueError for keys that are reserved
-    for ibp."""
+    """Returns a copy of the user's metadata. Raises TypeError unless keys and values are texts, and ValueError for keys
+    that are reserved for ibp."""
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"metadata has {key!r}: {type(text).__name__}; wanted text for text")
@@ -658,6 +652,7 @@ def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _metadata_bytes(metadata: Mapping[str, str]) -> int:
+    """Returns the bytes of metadata in the header."""
     return sum(_json_bytes(key) + _json_bytes(text) + 4 for key, text in metadata.items())
 
 
