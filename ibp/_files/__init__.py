@@ -9,7 +9,6 @@ reads one file, and `opened.py` has `ibp.open`, `ibp.load` and `ibp.File`, which
 # ruff: noqa: F401
 
 from .format import (
-    ALIGNMENT,
     FORMAT,
     MAX_HEADER_BYTES,
     MOST_TIMES,
@@ -30,15 +29,7 @@ from .format import (
     part_names,
     rounded_up,
 )
-from .opened import (
-    File,
-    TensorInfo,
-    Value,
-    load,
-    open,
-    stored_in,
-    views_in,
-)
+from .opened import File, TensorInfo, load, open, stored_in, views_in
 from .paths import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -72,16 +63,5 @@ from .paths import (
     write_index,
     written_to,
 )
-from .reader import (
-    read_header,
-)
-from .writer import (
-    FileWriter,
-    Sink,
-    checked_metadata,
-    codebook_bytes,
-    header_room,
-    save,
-    write_plain,
-    write_table,
-)
+from .reader import read_header
+from .writer import FileWriter, Sink, checked_metadata, codebook_bytes, header_room, save, write_plain, write_table
