@@ -2,9 +2,9 @@
  *
  * A file is a safetensors file whose metadata says which of its tensors are parts of tables (FORMAT.md section 9):
  *
- *     8 bytes   N, the length of the header, as uint64
- *     N bytes   the header: JSON with the metadata and the name, dtype, shape and place of each tensor
- *     the rest  the data of all tensors, one after the other
+ *   8 bytes   N, the length of the header, as uint64
+ *   N bytes   the header: JSON with the metadata and the name, dtype, shape and place of each tensor
+ *   the rest  the data of all tensors, one after the other
  *
  * The functions return pointers into the caller's bytes. Only codebooks are copied, into memory that the caller
  * provides. The rules of ibp.h hold: no function allocates memory, threads may share a file, and pointers are not NULL.
