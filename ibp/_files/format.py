@@ -145,6 +145,7 @@ def write_fields(fields: Mapping[str, object]) -> str:
 
 
 def _written(value: object) -> str:
+    """Returns the text of a field's value."""
     if isinstance(value, (tuple, list)):
         return ",".join(map(_written, value))
     if isinstance(value, (bool, int)):
@@ -264,35 +265,40 @@ def codebook_record(
 
 
 def read_codebook(
+    file: str,
+    metadata: Mapping[str, str],
     number: int,
-    line_of: Callable[[int], tuple[str, str]],
     part: Callable[[int, str, str, int], np.ndarray],
     is_cluster: bool = False,
 ) -> AnyCodebook:
     """Reads the codebook with a number.
 
     Args:
-        line_of: a function of a number that returns (what it is, its line).
+        file: the file's name, for messages.
+        metadata: the file's metadata, in which the codebook has a line.
         part: a function of (number, part, name of the dtype, number of entries) that returns the entries of a
             codebook's part.
         is_cluster: whether the codebook is one of several clusters.
 
     Raises:
-        FileFormatError: a line is wrong, or a part does not fit it.
+        FileFormatError: a line is missing or wrong, or a part does not fit it.
     """
-    what, line = line_of(number)
-    with refused(what):
+    line = metadata.get(f"{CODEBOOK_KEY}{number}")
+    if line is None:
+        raise FileFormatError(f"{file} has no codebook {number}")
+    with refused(f"{file}: codebook {number}"):
         fields = _core.read_codebook(_in_json(line))
         if "clusters" in fields:
             if is_cluster:
                 raise ValueError("it has clusters of its own; wanted a codebook of one cluster")
-            members = [read_codebook(member, line_of, part, True) for member in fields["clusters"]]
+            members = [read_codebook(file, metadata, member, part, True) for member in fields["clusters"]]
             return ClusteredCodebook(members, fields.get("expected_savings"))
         read = _read_masks if fields.pop("scheme") == Codebook.scheme else _read_planes
         return read(fields, lambda *wanted: part(number, *wanted))
 
 
 def _read_masks(fields: dict[str, Any], part: Parts) -> Codebook:
+    """Returns the codebook of scheme "ibp" with these fields and parts."""
     pairs, chunk_bytes = fields.pop("pairs"), fields["chunk_bytes"]
     palette = part("palette", "U8", 2 * pairs * chunk_bytes).reshape(pairs, 2, chunk_bytes)
     num_chunks = -(-fields["row_bytes"] // chunk_bytes) if pairs > 1 else 0
@@ -301,6 +307,7 @@ def _read_masks(fields: dict[str, Any], part: Parts) -> Codebook:
 
 
 def _read_planes(values: dict[str, Any], part: Parts) -> PlanesCodebook:
+    """Returns the codebook of scheme "planes" with these values of fields, and these parts."""
     live, is_consecutive = values.pop("live", None), "first_symbol" in values
     values.update((name, bool(values[name])) for name in _PLANES_FLAGS)
     if live is not None:

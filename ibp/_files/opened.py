@@ -28,6 +28,7 @@ from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from ..deltas._fingerprint import fingerprint
 from .format import (
+    CODEBOOK_KEY,
     STORAGE,
     VIEW_KEY,
     ChecksumError,
@@ -377,7 +378,8 @@ class File(Mapping[str, Value], Closing):
             places = self._parts(name)
             if name in self._owners:
                 owner = self._owners[name]
-                places += [TensorPlace(owner, entry) for entry in owner.codebook_entries()]
+                tensors = owner.header.tensors.items()
+                places += [TensorPlace(owner, entry) for part, entry in tensors if part.startswith(CODEBOOK_KEY)]
             for place in places:
                 checks = place.file.checks
                 if checks is not None:

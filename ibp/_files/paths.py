@@ -150,6 +150,7 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 
 
 def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
+    """Raises OSError if what was found at a path is not a regular file."""
     kind = stat.S_IFMT(found.st_mode)
     if kind != stat.S_IFREG:
         raise OSError(f"{os.fspath(path)} is {KINDS.get(kind, 'no file')}; wanted a regular file")

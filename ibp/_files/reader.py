@@ -138,10 +138,6 @@ class OpenFile:
         """Returns whether a tensor belongs to the file itself: padding, checksums, codebooks."""
         return not self.header.is_plain and (name == CHECKS or name.startswith((PADDING, CODEBOOK_KEY)))
 
-    def codebook_entries(self) -> list[Entry]:
-        """Returns the entries of the parts of all codebooks."""
-        return [entry for name, entry in self.header.tensors.items() if name.startswith(CODEBOOK_KEY)]
-
     # ---- bytes ----
 
     def fileno(self) -> int:
@@ -251,16 +247,12 @@ class OpenFile:
     def codebook(self, number: int) -> AnyCodebook:
         """Returns the codebook with a number, and reads it only once."""
         if number not in self._codebooks:
-            self._codebooks[number] = read_codebook(number, self._codebook_line, self._codebook_part)
+            metadata = self.header.metadata
+            self._codebooks[number] = read_codebook(str(self.path), metadata, number, self._codebook_part)
         return self._codebooks[number]
 
-    def _codebook_line(self, number: int) -> tuple[str, str]:
-        line = self.header.metadata.get(f"{CODEBOOK_KEY}{number}")
-        if line is None:
-            raise FileFormatError(f"{self.path} has no codebook {number}")
-        return f"{self.path}: codebook {number}", line
-
     def _codebook_part(self, number: int, part: str, dtype: str, count: int) -> np.ndarray:
+        """Returns `count` entries of a codebook's part. dtype: the name in the file of their dtype."""
         name = f"{CODEBOOK_KEY}{number}:{part}"
         numpy_dtype = np.dtype(f"<u{int(dtype[1:]) // 8}")
         entry = self.header.tensors.get(name)
@@ -350,18 +342,14 @@ class Checks:
         """Notes that a block is right. Raises ChecksumError unless `found` is its hash."""
         if found != int(self._hashes[block]):
             start, end = self._bounds(block)
+            entries = self._file.header.tensors.items()
+            inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
+            names = [name for name in inside if not name.startswith(PADDING)] or inside
             raise ChecksumError(
                 f"{self._file.path}: block {block}, bytes {start} to {end - 1} of the file, has another checksum: "
-                f"{self._names_in(start, end)} is damaged"
+                f"{'one of ' if len(names) > 1 else ''}{shown_names(names)} is damaged"
             )
         self._is_right[block] = True
-
-    def _names_in(self, start: int, end: int) -> str:
-        """Returns the names of the tensors that have bytes between start and end, for a message."""
-        entries = self._file.header.tensors.items()
-        inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
-        names = [name for name in inside if not name.startswith(PADDING)] or inside
-        return f"one of {shown_names(names)}" if len(names) > 1 else shown_names(names)
 
 
 # ---- parts of tables ----
@@ -590,15 +578,12 @@ class _Record(NamedTuple):
 
     def living(self) -> list[tuple[int, int]]:
         """Returns the holders that still have the memory."""
-        return [holder for holder in self.holders if _has(holder, self.name)]
-
-
-def _has(holder: tuple[int, int], name: str) -> bool:
-    """Returns whether a process has the memory of that name under that descriptor."""
-    process, file = holder
-    with contextlib.suppress(OSError):
-        return os.readlink(f"/proc/{process}/fd/{file}") == f"/memfd:{name} (deleted)"
-    return False
+        living = []
+        for process, file in self.holders:
+            with contextlib.suppress(OSError):  # there is no such process or descriptor
+                if os.readlink(f"/proc/{process}/fd/{file}") == f"/memfd:{self.name} (deleted)":
+                    living.append((process, file))
+        return living
 
 
 @contextlib.contextmanager
