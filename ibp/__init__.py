@@ -42,9 +42,7 @@ from ._fetch.gather import index_select
 from ._fetch.linear import linear
 from ._fetch.prefetch import Prefetch
 from ._fetch.streaming import decompress
-from ._files.fields import ChecksumError, FileFormatError
-from ._files.opened import File, TensorInfo, load, open
-from ._files.saving import save
+from ._files import ChecksumError, File, FileFormatError, TensorInfo, load, open, save
 from ._inspect.config import show_config
 from ._machine.memory import release_pinned
 from ._offload import Offloaded, OffloadStats, offload

@@ -323,37 +323,6 @@ bool ibp_is_part(const ibp_file *file, const ibp_file_tensor *tensor)
     return false;
 }
 
-/* ---- dtypes ---- */
-
-uint32_t ibp_bits_of_dtype(ibp_text dtype)
-{
-    /* The dtypes of safetensors come first, then those of torch that safetensors does not have. */
-    static const struct {
-        const char *name;
-        uint32_t bits;
-    } dtypes[] = {
-        {"BOOL", 8},    {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6},     {"U8", 8},          {"I8", 8},
-        {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"I16", 16},
-        {"U16", 16},    {"F16", 16},    {"BF16", 16},   {"I32", 32},        {"U32", 32},        {"F32", 32},
-        {"F64", 64},    {"I64", 64},    {"U64", 64},    {"C64", 64},        {"COMPLEX32", 32},  {"COMPLEX128", 128},
-    };
-    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
-        if (ibp_is_text(dtype, dtypes[i].name)) return dtypes[i].bits;
-    return 0;
-}
-
-bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes)
-{
-    int64_t num_bits = bits;
-    bool is_empty = false;
-    for (uint32_t d = 0; d < num_dims; d++) {
-        if (__builtin_mul_overflow(num_bits, shape[d] != 0 ? shape[d] : 1, &num_bits)) return false;
-        is_empty |= shape[d] == 0;
-    }
-    *num_bytes = is_empty ? 0 : num_bits / 8;
-    return is_empty || num_bits % 8 == 0;
-}
-
 /* ---- checksums ---- */
 
 ibp_status ibp_find_checks(const ibp_file *file, ibp_file_checks *checks, ibp_refusal *refusal)

@@ -1,4 +1,5 @@
-/* file.h - declarations that the parts of the reader of files share. */
+/* file.h - declarations that the parts of the reader of files share. A part needs only the parts before it: json.c reads
+ * texts, file_fields.c the fields in them, file.c the header of a file, and file_tables.c the tables of files. */
 #ifndef IBP_CORE_FILE_H
 #define IBP_CORE_FILE_H
 
@@ -8,12 +9,9 @@
 #define IBP_FILE_ALIGN 128u                                    /* the writer pads tensors to a multiple of this */
 #define IBP_SHAPE_BITS "2^63 - 1 bits, each size 0 taken as 1" /* the limit on the size of a tensor, for messages */
 
-/* Notes a refusal. Returns IBP_BAD_FILE. */
-ibp_status ibp_refuse(ibp_refusal *refusal, ibp_text found, const char *wanted);
+/* ---- file_fields.c ----------------------------------------------------------------------------------------------- */
 
-/* ---- fields: "key=value key=value" ---- */
-
-/* The fields of a codebook. Those from IBP_C_ROW on are the same in all clusters of a codebook. */
+/* The fields of a codebook. IBP_C_ROW and the fields after it are the same in all clusters of a codebook. */
 enum {
     IBP_C_SCHEME,
     IBP_C_CLUSTERS,
@@ -39,8 +37,10 @@ enum {
     IBP_C_COUNT
 };
 
-/* Reads all fields of a line. Returns IBP_UNSUPPORTED_TABLE if a key is none of `fields`, after the other fields have
- * been read. */
+/* Notes a refusal. Returns IBP_BAD_FILE. */
+ibp_status ibp_refuse(ibp_refusal *refusal, ibp_text found, const char *wanted);
+/* Reads all fields of a line, "key=value key=value". If the line also has keys that are not in `fields`, it reads the
+ * other fields and returns IBP_UNSUPPORTED_TABLE. */
 ibp_status ibp_read_fields(ibp_text line, ibp_field *fields, size_t num_fields, ibp_refusal *refusal);
 /* Checks that all needed fields are given, and no others but the optional ones. needed, optional: bit i stands for
  * fields[i]. Returns IBP_BAD_FILE if a field is missing, IBP_UNSUPPORTED_TABLE if there are others. */
@@ -51,14 +51,16 @@ ibp_status ibp_refuse_field(ibp_refusal *refusal, const ibp_field *of);
 /* Takes a number of a list. Unless it is the first, a comma comes before it. */
 bool ibp_take_listed(ibp_text *list, bool is_first, uint64_t *number);
 
+/* Returns the bits of an element of a dtype; 0 if the dtype is not known. */
+uint32_t ibp_bits_of_dtype(ibp_text dtype);
+/* Computes the bytes of a tensor of num_dims dimensions whose elements have `bits` bits. Returns false if the bytes
+ * are not a whole number, or if the bits, with each size 0 taken as 1, do not fit an int64_t. */
+bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes);
+
+/* ---- file.c ------------------------------------------------------------------------------------------------------ */
+
 /* Finds the value of the metadata's key whose name is `prefix` followed by `name`. Returns IBP_NOT_IN_FILE if there is
  * no such key, IBP_BAD_FILE if there are two. */
 ibp_status ibp_find_metadata(const ibp_file *file, const char *prefix, const char *name, ibp_text *value);
-
-/* Returns the bits of an element of a dtype; 0 if the dtype is not known. */
-uint32_t ibp_bits_of_dtype(ibp_text dtype);
-/* Computes the bytes of a tensor of num_dims dimensions whose elements have `bits` bits. Returns false if they are no
- * whole number, or if the bits, with each size 0 taken as 1, do not fit an int64_t. */
-bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes);
 
 #endif

@@ -1,4 +1,5 @@
-/* file_fields.c - reads the fields of tables, codebooks and checksums: "key=value key=value" (FORMAT.md section 9). */
+/* file_fields.c - reads the lines of a header's metadata, "key=value key=value", which have the fields of tables and
+ * codebooks (FORMAT.md section 9), and knows the sizes of dtypes. It reads texts alone, and needs no file. */
 #include "checks.h"
 #include "file.h"
 
@@ -15,6 +16,37 @@ ibp_status ibp_refuse_field(ibp_refusal *refusal, const ibp_field *of)
     *refusal = (ibp_refusal){.key = of->key, .wanted = of->wanted};
     if (of->is_given) refusal->found = of->text;
     return IBP_BAD_FILE;
+}
+
+/* ---- dtypes ------------------------------------------------------------------------------------------------------ */
+
+uint32_t ibp_bits_of_dtype(ibp_text dtype)
+{
+    /* The dtypes of safetensors come first, then torch's dtypes that safetensors does not have. */
+    static const struct {
+        const char *name;
+        uint32_t bits;
+    } dtypes[] = {
+        {"BOOL", 8},    {"F4", 4},      {"F6_E2M3", 6}, {"F6_E3M2", 6},     {"U8", 8},          {"I8", 8},
+        {"F8_E5M2", 8}, {"F8_E4M3", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"I16", 16},
+        {"U16", 16},    {"F16", 16},    {"BF16", 16},   {"I32", 32},        {"U32", 32},        {"F32", 32},
+        {"F64", 64},    {"I64", 64},    {"U64", 64},    {"C64", 64},        {"COMPLEX32", 32},  {"COMPLEX128", 128},
+    };
+    for (size_t i = 0; i < sizeof dtypes / sizeof *dtypes; i++)
+        if (ibp_is_text(dtype, dtypes[i].name)) return dtypes[i].bits;
+    return 0;
+}
+
+bool ibp_bytes_of_shape(const int64_t *shape, uint32_t num_dims, uint32_t bits, int64_t *num_bytes)
+{
+    int64_t num_bits = bits;
+    bool is_empty = false;
+    for (uint32_t d = 0; d < num_dims; d++) {
+        if (__builtin_mul_overflow(num_bits, shape[d] != 0 ? shape[d] : 1, &num_bits)) return false;
+        is_empty |= shape[d] == 0;
+    }
+    *num_bytes = is_empty ? 0 : num_bits / 8;
+    return is_empty || num_bits % 8 == 0;
 }
 
 /* ---- one field --------------------------------------------------------------------------------------------------- */
@@ -98,8 +130,8 @@ static bool read_value(ibp_field *of)
 }
 
 /* Takes the key and the "=" of one of the fields; for a field of kind IBP_FIELD_OTHERS only the beginning of the key.
- * Returns NULL if the text begins with none of them. */
-static ibp_field *take_key(ibp_text *text, ibp_field *fields, size_t num_fields)
+ * Returns NULL if the text does not begin with a key of the fields. */
+static ibp_field *take_field(ibp_text *text, ibp_field *fields, size_t num_fields)
 {
     for (size_t i = 0; i < num_fields; i++) {
         ibp_text rest = *text;
@@ -120,7 +152,7 @@ ibp_status ibp_read_fields(ibp_text line, ibp_field *fields, size_t num_fields, 
         const ibp_text rest = line;
         if (!take_pair(&line, &pair)) return ibp_refuse(refusal, rest, "a text");
         ibp_text value = pair;
-        ibp_field *const of = take_key(&value, fields, num_fields);
+        ibp_field *const of = take_field(&value, fields, num_fields);
         if (!of && (pair.num_bytes == 0 || !memchr(pair.data, '=', pair.num_bytes)))
             return ibp_refuse(refusal, pair, "key=value, and one space between fields");
         if (!of) {

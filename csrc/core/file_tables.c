@@ -35,7 +35,7 @@ typedef struct codebook_plan {
 
 /* A part of a codebook, as it stands in the file. */
 typedef struct file_part {
-    const uint8_t *data; /* NULL if there is none */
+    const uint8_t *data; /* NULL if the file does not have the part */
     size_t num_bytes;
     uint32_t element_bytes;
 } file_part;

@@ -6,7 +6,7 @@ import argparse
 import shlex
 
 import ibp
-from ibp._files.fields import dtype_name
+from ibp._files import dtype_name
 from ibp.checkpoints import CheckpointReport
 from ibp.checkpoints._model_files import lines_that_load
 from ibp.checkpoints._sources import local_path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import ibp
-from ibp._files.paths import is_url
+from ibp._files import is_url
 
 from . import output, work
 from .parsing import SUFFIXES

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 import ibp
-from ibp._files.fields import as_json, dtype_name
-from ibp._files.paths import file_of
+from ibp._files import as_json, dtype_name, file_of
 from ibp.checkpoints._source import SourceTensor
 from ibp.checkpoints._sources import open_sources
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 import ibp
-from ibp._files.fields import dtype_name
+from ibp._files import dtype_name
 from ibp.checkpoints import CheckpointEstimate
 
 from . import output, work

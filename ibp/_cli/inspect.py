@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ibp._common.whole_files import check_replaceable, write_whole
-from ibp._files.fields import dtype_name
+from ibp._files import dtype_name
 from ibp._inspect import drawing, report
 from ibp._inspect.report import FileReport, TensorContents
 from ibp.checkpoints._source import is_chosen

@@ -16,9 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from ibp._common.progress import tqdm
-from ibp._files import paths
-from ibp._files.paths import file_system, is_url, path_text
-from ibp._files.sets import INDEX_SUFFIX
+from ibp._files import INDEX_SUFFIX, file_system, is_url, path_text, paths
 from ibp._machine import memory
 from ibp.checkpoints import _journal, _model_files, _source, _sources
 

@@ -1,2 +1,67 @@
-"""Files of tables: safetensors files whose tensors are the parts of tables, and everything else that such a file
-holds (FORMAT.md section 9). `reader.py` and `opened.py` read them; `writer.py` and `saving.py` write them."""
+"""Files of tables: safetensors files whose tensors are the parts of tables, and everything else that such a file holds
+(FORMAT.md section 9).
+
+`format.py` says what the bytes of a file mean, and `paths.py` where files are and what they are called. `reader.py`
+reads one file, and `opened.py` has `ibp.open`, `ibp.load` and `ibp.File`, which may be a set of files. `writer.py` has
+`ibp.save` and the writer of one file. Each of them imports only from the files named before it.
+"""
+
+# ruff: noqa: F401
+
+from .format import (
+    FORMAT,
+    MAX_HEADER_BYTES,
+    MOST_TIMES,
+    STORAGE,
+    VIEW_KEY,
+    ChecksumError,
+    FileFormatError,
+    Header,
+    TableFields,
+    View,
+    as_json,
+    checksum_bytes,
+    dtype_name,
+    dtype_of,
+    entry_of,
+    form_of,
+    other_format,
+    part_names,
+    rounded_up,
+)
+from .opened import File, TensorInfo, load, open, stored_in, views_in
+from .paths import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    SUFFIXES,
+    TENSOR_SUFFIXES,
+    WEIGHTS,
+    PathLike,
+    check_names_safetensors,
+    check_other_files,
+    check_other_sets,
+    coded_name,
+    file_of,
+    file_system,
+    find_files,
+    format_of_name,
+    index_of,
+    is_of_weights,
+    is_there,
+    is_url,
+    names_of_set,
+    open_locked,
+    open_regular,
+    output_of,
+    outputs_of,
+    path_text,
+    plain_name,
+    read_here,
+    read_index,
+    replacing,
+    target_of,
+    write_index,
+    written_to,
+)
+from .reader import read_header
+from .writer import FileWriter, Sink, checked_metadata, codebook_bytes, header_room, save, write_plain, write_table

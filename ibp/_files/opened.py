@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import os
@@ -26,26 +27,33 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from ..deltas._fingerprint import fingerprint
-from .fields import ChecksumError, FileFormatError, TableFields, dtype_of, form_of
-from .header import FileSet, find_files
-from .paths import SUFFIX, PathLike, is_url, path_text, read_here
+from .format import (
+    CODEBOOK_KEY,
+    STORAGE,
+    VIEW_KEY,
+    ChecksumError,
+    FileFormatError,
+    TableFields,
+    View,
+    dtype_of,
+    form_of,
+    part_names,
+    views_of,
+)
+from .paths import INDEX_SUFFIX, SUFFIX, FileSet, PathLike, find_files, is_url, path_text, read_here
 from .reader import (
-    SHOWN_NAMES,
-    BlockPlace,
     Checks,
     OpenFile,
-    Take,
+    TensorPlace,
+    can_pin,
     in_threads,
     mapped_parts,
-    part_names,
-    read_new,
     read_parts,
     read_table,
     read_whole,
+    segment_of,
+    shown_names,
 )
-from .sets import INDEX_SUFFIX
-from .shared import can_pin, segment_of
-from .views import STORAGE, VIEW_KEY, View, views_of
 
 _COMPARED_NAMES = 4096  # the most names that an unknown name is compared with; each takes 0.1 ms
 
@@ -176,32 +184,31 @@ class File(Mapping[str, Value], Closing):
         return self._made[name]
 
     def _check_name(self, name: str) -> None:
+        """Raises KeyError if there is no tensor with a name, and ValueError if the file is closed."""
         self._check_open()
         if name not in self._names:
             raise self._unknown(name)
 
     def _unknown(self, name: object) -> KeyError:
         """Returns the error that says which names there are."""
-        names = ", ".join(map(repr, itertools.islice(self._names, SHOWN_NAMES)))
-        more = f" and {len(self._names) - SHOWN_NAMES} more" if len(self._names) > SHOWN_NAMES else ""
-        there = f"it has {names}{more}" if names else "it has no tensors"
+        there = f"it has {shown_names(self._names)}" if self._names else "it has no tensors"
         alike = itertools.islice(self._names, _COMPARED_NAMES)
         return KeyError(f"{self.path} has no tensor {name!r}{near(name, alike)}; {there}")
 
     def _map(self, name: str) -> Value:
-        """Returns the table or tensor with a name, over the mapped file. Its checksums are compared first, except
-        that those of an external codec's table are compared while it is read."""
+        """Returns the table or tensor with a name, over the mapped file. Its checksums are compared first; checksums
+        of an external codec's table are compared while it is read."""
         if name in self._views:
             return _viewed(self._views[name], self._value(self._views[name].base))
         if name in self._owners and self.fields(name).codec is not None:
-            return self._whole(name, self._memory == "pinned")
+            return read_whole(self._owners[name], name, self._places, self._memory == "pinned")
         if self._verify:
             self.verify([name])
         if name not in self._owners:
             place = self._places[name]
             return place.file.tensor(name, place.file.mapped)
         pages: list[_core.FilePages] | None = [] if _ops.cuda_is_available() else None
-        table, fields = self._table(name, mapped_parts(pages))
+        table, fields = read_table(self._owners[name], name, self._places, mapped_parts(pages))
         table._lie_in_file(None if pages is None else FileRows(pages, pin=self._pins))
         if self._share and self._pins and not can_pin(self._owners[name]):
             self._share_between_processes(name, table)
@@ -230,18 +237,12 @@ class File(Mapping[str, Value], Closing):
             return to_device(value, device) if isinstance(value, torch.Tensor) else value.to(device)
         if name not in self._owners:
             file = self._places[name].file
-            return file.tensor(name, lambda start, num_bytes: read_new(file, start, num_bytes, bool(pin)))
+            return file.tensor(name, lambda start, num_bytes: file.read(start, num_bytes, bool(pin)))
         if self.fields(name).codec is not None:
-            return self._whole(name, pin)
-        table, fields = self._table(name, read_parts(pin))
+            return read_whole(self._owners[name], name, self._places, pin)
+        table, fields = read_table(self._owners[name], name, self._places, read_parts(pin))
         table._is_refused = pin is None and not table.is_pinned()
         return _with_fields(table, fields)
-
-    def _whole(self, name: str, pin: bool | None) -> WholeTensor:
-        return read_whole(self._owners[name], name, self._places.get, pin)
-
-    def _table(self, name: str, take: Take) -> tuple[CompressedTensor, TableFields]:
-        return read_table(self._owners[name], name, self._places.get, take)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
@@ -294,7 +295,9 @@ class File(Mapping[str, Value], Closing):
             dtype, shape = form_of(*parts[0].entry[:2], stored)
             return TensorInfo(name, dtype, shape, None, None, None, stored, stored, {}, files)
         owner, fields = self._owners[name], self.fields(name)
-        table_dtype = _dtype_or_none(fields.dtype)
+        table_dtype: torch.dtype | None = None
+        with contextlib.suppress(FileFormatError):  # this torch does not have the dtype
+            table_dtype = dtype_of(fields.dtype)
         return TensorInfo(
             name,
             table_dtype,
@@ -312,8 +315,8 @@ class File(Mapping[str, Value], Closing):
         """Returns the checked fields of a table. Raises KeyError and FileFormatError like `info`."""
         return self._owners[name].fields(name)
 
-    def _parts(self, name: str) -> list[BlockPlace]:
-        """Returns where the bytes of a tensor are, without those of its codebook."""
+    def _parts(self, name: str) -> list[TensorPlace]:
+        """Returns where the bytes of a tensor are. The parts of its codebook are left out."""
         if name in self._views:
             name = self._views[name].base
         elif name not in self._names and name not in self._stored:
@@ -375,7 +378,8 @@ class File(Mapping[str, Value], Closing):
             places = self._parts(name)
             if name in self._owners:
                 owner = self._owners[name]
-                places += [BlockPlace(owner, entry) for entry in owner.codebook_entries()]
+                tensors = owner.header.tensors.items()
+                places += [TensorPlace(owner, entry) for part, entry in tensors if part.startswith(CODEBOOK_KEY)]
             for place in places:
                 checks = place.file.checks
                 if checks is not None:
@@ -401,6 +405,7 @@ class File(Mapping[str, Value], Closing):
             file.close()
 
     def _check_open(self) -> None:
+        """Raises ValueError if the file is closed."""
         if self._is_closed:
             raise ValueError(f"{self.path} is closed")
 
@@ -420,16 +425,16 @@ def _with_fields(table: CompressedTensor, fields: TableFields) -> CompressedTens
     return table if fields.base is None or fields.result is None else Delta(table, fields.base, fields.result)
 
 
-def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, BlockPlace]:
+def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, TensorPlace]:
     """Returns the place of each tensor in the files, except tensors that belong to a file itself."""
-    places: dict[str, BlockPlace] = {}
+    places: dict[str, TensorPlace] = {}
     for file_name, file in files.items():
         for name, entry in file.header.tensors.items():
             if file.is_own(name) or found.places.get(name, file_name) != file_name:
                 continue
             if name in places:
                 raise FileFormatError(f"{places[name].file.path} and {file.path} both have a tensor {name!r}")
-            places[name] = BlockPlace(file, entry)
+            places[name] = TensorPlace(file, entry)
     for name, file_name in found.places.items():
         if name not in files[file_name].header.tensors:
             raise FileFormatError(f"{files[file_name].path} has no tensor {name!r}, which the index says it has")
@@ -552,12 +557,6 @@ def load(
 
 
 def _check_names(names: Iterable[str] | None) -> None:
+    """Raises TypeError if one text is given in place of a list of names."""
     if isinstance(names, str):
         raise TypeError(f"names is the text {names!r}; wanted a list of names")
-
-
-def _dtype_or_none(name: str) -> torch.dtype | None:
-    try:
-        return dtype_of(name)
-    except FileFormatError:
-        return None

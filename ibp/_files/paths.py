@@ -1,4 +1,12 @@
-"""Paths and URLs of inputs and outputs. Files that fsspec reads and writes pass through files of this machine.
+"""Where files are: paths, URLs, and the names of files. Files that fsspec reads and writes pass through files of this
+machine.
+
+A set of files has an index, which says which file each tensor is in. In a directory a coded file has a name of its own,
+so that a loader that does not know ibp finds no weights there instead of weights that it cannot read. The name says
+which file the coded file was made from:
+
+    model.safetensors    model.ibp.safetensors
+    optimizer.pt         optimizer.pt.ibp.safetensors
 
 One policy holds for the outputs of `ibp.save`, `ibp.checkpoints` and the command line:
 
@@ -15,24 +23,37 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import re
+import stat
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Union
 
-from .sets import INDEX_SUFFIX, SUFFIX, coded_name, index_of, plain_name, read_index, shards_of_index
+from .._common.whole_files import KINDS, check_replaceable, write_whole
+from .format import MAX_HEADER_BYTES, FileFormatError
 
 PathLike = Union[str, "os.PathLike[str]"]
-# the formats of files, by their suffixes
-SUFFIXES = {SUFFIX: "safetensors", ".ibp": "safetensors", ".npy": "npy", ".npz": "npz"}
-SUFFIXES.update(dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"))
-SUFFIXES.update({suffix: suffix[1:] for suffix in (  # suffixes of other formats, which are not written
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".index.json"
+_CODED_SUFFIX = f".ibp{SUFFIX}"
+WEIGHTS = f"model{SUFFIX}"  # the file that a directory of a model has
+# The formats of files of tensors, by the suffixes of their names. Files of the other formats are not written.
+_TENSOR_FORMATS = {SUFFIX: "safetensors", ".ibp": "safetensors", ".npy": "npy", ".npz": "npz"}
+_TENSOR_FORMATS.update(dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"))
+_OTHER_SUFFIXES = (
     ".csv", ".gguf", ".ggml", ".h5", ".hdf5", ".json", ".msgpack", ".onnx", ".onnx_data", ".ot", ".parquet", ".pb",
     ".pdparams", ".pickle", ".pkl", ".tflite", ".txt", ".yaml", ".zip",
-)})  # fmt: skip
-WEIGHTS = f"model{SUFFIX}"  # the file that a directory of a model has
+)  # fmt: skip
+TENSOR_SUFFIXES = tuple(_TENSOR_FORMATS)
+SUFFIXES = {**_TENSOR_FORMATS, **{suffix: suffix[1:] for suffix in _OTHER_SUFFIXES}}
 _HERE = ("file", "local")  # protocols of fsspec for files of this machine
+
+
+# ---- paths and URLs ----
 
 
 def path_text(path: PathLike) -> str:
@@ -57,9 +78,225 @@ def file_system(url: str) -> tuple[Any, str]:
     return fsspec.core.url_to_fs(url)
 
 
+# ---- names of files ----
+
+
 def format_of_name(path: PathLike) -> str | None:
     """Returns the format that the suffix of a name stands for, or None."""
     return SUFFIXES.get(os.path.splitext(path_text(path))[1].lower())
+
+
+def coded_name(name: str) -> str:
+    """Returns the name of the coded form of a file of tensors; for a coded file, its own name."""
+    if name.endswith(_CODED_SUFFIX):
+        return name
+    stem = name.removesuffix(SUFFIX)
+    return f"{name if stem.endswith(TENSOR_SUFFIXES) else stem}{_CODED_SUFFIX}"
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of the file that a coded file was made from; for any other file, its own name."""
+    if not name.endswith(_CODED_SUFFIX):
+        return name
+    stem = name.removesuffix(_CODED_SUFFIX)
+    return stem if stem.endswith(TENSOR_SUFFIXES) else stem + SUFFIX
+
+
+def is_of_weights(name: str) -> bool:
+    """Returns whether a file, or an index, is one of safetensors, or the coded form of one."""
+    return plain_name(name.removesuffix(INDEX_SUFFIX)).endswith(SUFFIX)
+
+
+def names_of_set(path: Path, count: int) -> list[str]:
+    """Returns the names of the files of a set whose index belongs to `path`; for one file, its own name."""
+    if count == 1:
+        return [path.name]
+    stem, suffix = _split_name(path)
+    return [f"{stem}-{number:05d}-of-{count:05d}{suffix}" for number in range(1, count + 1)]
+
+
+def index_of(path: Path) -> Path:
+    """Returns the path of the index of the set that is named after `path`."""
+    return path.with_name("".join((*_split_name(path), INDEX_SUFFIX)))
+
+
+def _split_name(path: Path) -> tuple[str, str]:
+    """Returns the beginning and the end of the names of a set's files. The end of a name like "llama-3.1" is not a
+    suffix: its files are "llama-3.1-00001-of-00002.safetensors" and so on, which readers of a directory find."""
+    return (path.stem, path.suffix) if path.suffix in TENSOR_SUFFIXES else (path.name, SUFFIX)
+
+
+# ---- files that are read ----
+
+
+def open_regular(path: str | os.PathLike[str]) -> int:
+    """Returns a descriptor for reading of a regular file. A symbolic link to one is followed. The call never blocks.
+
+    Raises:
+        OSError: the path names something else, such as a pipe, or cannot be opened.
+    """
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno == errno.ENXIO:  # raised for a socket, and for a device without a driver
+            _check_regular(path, os.stat(path))
+        raise
+    try:
+        _check_regular(path, os.fstat(file))
+        return file
+    except BaseException:
+        os.close(file)
+        raise
+
+
+def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
+    """Raises OSError if what was found at a path is not a regular file."""
+    kind = stat.S_IFMT(found.st_mode)
+    if kind != stat.S_IFREG:
+        raise OSError(f"{os.fspath(path)} is {KINDS.get(kind, 'no file')}; wanted a regular file")
+
+
+def open_locked(path: str | os.PathLike[str], mode: int, lock: Callable[[int], None]) -> int:
+    """Returns a descriptor of a file that `lock` has locked and that still has this name. If another process removed
+    the file in between, a new file is made and locked."""
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        try:
+            lock(file)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file), os.lstat(path)):
+                    return file
+        except BaseException:
+            os.close(file)
+            raise
+        os.close(file)
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Returns the name of each tensor's file.
+
+    Raises:
+        FileFormatError: the file is not an index.
+        OSError: it cannot be read.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > MAX_HEADER_BYTES:
+            raise FileFormatError(f"{path} has {size} bytes; wanted an index of at most {MAX_HEADER_BYTES}")
+        try:
+            places = json.loads(file.read(), object_pairs_hook=_unique, parse_int=float)["weight_map"]
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            raise FileFormatError(f"{path} is no index of shards: {str(error)[:200]}") from None
+    if not isinstance(places, dict) or not places:
+        raise FileFormatError(f"{path} has no weight_map; wanted one from tensors to files")
+    for tensor, name in places.items():
+        if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\0" in name:
+            raise FileFormatError(f"{path}: {tensor!r} is in {str(name)[:80]!r}; wanted the name of a file beside it")
+    return places
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a dict of pairs. Raises ValueError if a key occurs twice or cannot be printed."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key is there twice")
+    for key in found:
+        key.encode()  # raises for half of a surrogate pair, which cannot be printed
+    return found
+
+
+@dataclass(frozen=True)
+class FileSet:
+    """The files that are opened as one.
+
+    Attributes:
+        files: their paths, by name.
+        places: the name of each tensor's file, if an index says it; otherwise empty.
+    """
+
+    files: Mapping[str, Path]
+    places: Mapping[str, str]
+
+
+def find_files(path: Path) -> FileSet:
+    """Finds the files of a path: a file, an index of shards, or a directory of either. In a directory, the coded forms
+    of other kinds of files (`optimizer.pt.ibp.safetensors`) are left out if they are beside a model.
+
+    Raises:
+        FileNotFoundError: there is no file, or an index names a file that does not exist.
+        FileFormatError: the index is not an index, or a directory has several.
+    """
+    if path.is_dir():
+        indices = _of_weights(path.glob(f"*{SUFFIX}{INDEX_SUFFIX}"))
+        if len(indices) > 1:
+            raise FileFormatError(f"{path} has {len(indices)} indexes of shards; wanted the path of one of them")
+        if not indices:
+            files = {file.name: file for file in _of_weights(path.glob(f"*{SUFFIX}"))}
+            if not files:
+                raise FileNotFoundError(f"{path} has no files *.safetensors")
+            return FileSet(files, {})
+        path = indices[0]
+    if not path.name.endswith(INDEX_SUFFIX):
+        return FileSet({path.name: path}, {})
+    places = read_index(path)
+    files = {name: path.parent / name for name in sorted(set(places.values()))}
+    for name, file in files.items():
+        if not file.exists():
+            raise FileNotFoundError(f"{path.name} names the file {name!r}, which is not beside it")
+    return FileSet(files, places)
+
+
+def _of_weights(paths: Iterable[Path]) -> list[Path]:
+    """Returns the safetensors files that hold weights, sorted. If no file holds weights, returns all files."""
+    found = sorted(paths)
+    return [path for path in found if is_of_weights(path.name)] or found
+
+
+@contextlib.contextmanager
+def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
+    """Yields the path to open on this machine: a path itself, or, for a URL, a copy of the file, set of files or
+    directory, which exists as long as the context lasts.
+
+    suffixes: of the files of a directory that are copied.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        OSError: the file system has failed.
+    """
+    if not is_url(url):
+        yield url
+        return
+    with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
+        try:
+            near = _fetched(url, Path(folder), suffixes)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{url}: there is no such file") from None
+        except (ImportError, OSError, ValueError):
+            raise
+        except Exception as error:  # errors of the file system's own kinds
+            raise OSError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
+        yield os.fspath(near)
+
+
+def _fetched(url: str, folder: Path, suffixes: tuple[str, ...]) -> Path:
+    """Copies the file, set of files or directory of a URL to a folder. Returns the path of the copy."""
+    system, remote = file_system(url)
+    remote = remote.rstrip("/")
+    near = folder / (os.path.basename(remote) or "input")
+    if system.isdir(remote):
+        near.mkdir()
+        for each in system.ls(remote, detail=False):
+            if each.endswith(suffixes):
+                system.get_file(each, os.fspath(near / os.path.basename(each)))
+        return near
+    system.get_file(remote, os.fspath(near))
+    if near.name.endswith(INDEX_SUFFIX):
+        for name in set(read_index(near).values()):
+            system.get_file(f"{remote.rpartition('/')[0]}/{name}", os.fspath(folder / name))
+    return near
+
+
+# ---- outputs ----
 
 
 def check_names_safetensors(output: PathLike) -> None:
@@ -87,14 +324,13 @@ def output_of(inputs: PathLike | Iterable[PathLike], output: PathLike) -> str:
     given = [inputs] if isinstance(inputs, (str, os.PathLike)) else inputs
     if names_directory(text) or format_of_name(text) or not isinstance(given, (list, tuple)) or len(given) != 1:
         return text
-    return f"{text}/" if _is_directory(path_text(given[0])) else text
-
-
-def _is_directory(path: str) -> bool:
-    if not is_url(path):
-        return os.path.isdir(path)
-    system, remote = file_system(path)
-    return bool(system.isdir(remote))
+    source = path_text(given[0])
+    if is_url(source):
+        system, remote = file_system(source)
+        is_directory = bool(system.isdir(remote))
+    else:
+        is_directory = os.path.isdir(source)
+    return f"{text}/" if is_directory else text
 
 
 def target_of(output: PathLike, name: str = WEIGHTS) -> Path:
@@ -135,8 +371,8 @@ def check_other_sets(folder: Path, own: Iterable[Path]) -> None:
 
 
 def check_other_files(path: Path) -> None:
-    """Raises FileExistsError if readers of a directory would find other weights than those of a file that is written
-    there: another set, or the other form, plain or coded, of the file."""
+    """Raises FileExistsError if readers of a directory would find other weights beside a file that is written there:
+    another set, or the other form, plain or coded, of the file."""
     check_other_sets(path.parent, [index_of(path)])
     (other,) = {coded_name(path.name), plain_name(path.name)} - {path.name}
     if os.path.lexists(path.with_name(other)):
@@ -171,49 +407,6 @@ def _made_directory(output: str, folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Yields the path to open on this machine: a path itself, or, for a URL, a copy of the file, set of files or
-    directory, which exists as long as the context lasts.
-
-    suffixes: of the files of a directory that are copied.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        OSError: the file system has failed.
-    """
-    if not is_url(url):
-        yield url
-        return
-    with tempfile.TemporaryDirectory(prefix="ibp-") as folder:
-        try:
-            near = _fetched(url, Path(folder), suffixes)
-        except FileNotFoundError:
-            raise FileNotFoundError(f"{url}: there is no such file") from None
-        except (ImportError, OSError, ValueError):
-            raise
-        except Exception as error:  # errors of the file system's own kinds
-            raise OSError(f"{url} cannot be read: {type(error).__name__}: {error}") from error
-        yield os.fspath(near)
-
-
-def _fetched(url: str, folder: Path, suffixes: tuple[str, ...]) -> Path:
-    system, remote = file_system(url)
-    remote = remote.rstrip("/")
-    near = folder / (os.path.basename(remote) or "input")
-    if system.isdir(remote):
-        near.mkdir()
-        for each in system.ls(remote, detail=False):
-            if each.endswith(suffixes):
-                system.get_file(each, os.fspath(near / os.path.basename(each)))
-        return near
-    system.get_file(remote, os.fspath(near))
-    if near.name.endswith(INDEX_SUFFIX):
-        for name in set(read_index(near).values()):
-            system.get_file(f"{remote.rpartition('/')[0]}/{name}", os.fspath(folder / name))
-    return near
-
-
-@contextlib.contextmanager
 def written_to(output: PathLike, name: str = WEIGHTS) -> Iterator[Path]:
     """Yields the path where to write an output. In a directory the file has the given name.
 
@@ -242,3 +435,46 @@ def written_to(output: PathLike, name: str = WEIGHTS) -> Iterator[Path]:
         for file in earlier:
             if file not in files and system.exists(away + file):
                 system.rm_file(away + file)
+
+
+def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
+    """Writes the index of a set.
+
+    Args:
+        path: the path that the set is named after.
+        weight_map: the name of each tensor's file.
+        total_bytes: bytes of the tensors.
+    """
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
+    write_whole(index_of(path), json.dumps(index, ensure_ascii=False, indent=2).encode())
+
+
+def outputs_of(path: Path, count: int) -> list[str]:
+    """Returns the names of all files of an output; the index of a set is the last. Raises OSError if something that
+    must not be replaced, such as a device, has one of the names."""
+    names = [*names_of_set(path, count), *([index_of(path).name] if count > 1 else [])]
+    for name in names:
+        check_replaceable(path.with_name(name))
+    return names
+
+
+@contextlib.contextmanager
+def replacing(path: Path, names: Collection[str]) -> Iterator[None]:
+    """Removes, when the context is left normally, what is left of the earlier output of `path`: a file, or the index
+    of a set and the files that it names. Otherwise readers of the directory would find the old tensors. names: the
+    files of the new output, which stay."""
+    earlier = [index_of(path), path, *shards_of_index(path)]
+    yield
+    for file in earlier:  # the index goes first: a set without an index is not read as a set
+        if file.name not in names:
+            file.unlink(missing_ok=True)
+
+
+def shards_of_index(path: Path) -> list[Path]:
+    """Returns the files that the index of `path` names. Files whose names do not belong to its set are left out."""
+    stem, suffix = map(re.escape, _split_name(path))
+    own = re.compile(rf"{stem}-\d{{5,}}-of-\d{{5,}}{suffix}")
+    with contextlib.suppress(OSError, FileFormatError):  # a damaged index is ignored, because nobody can read its set
+        names = dict.fromkeys(read_index(index_of(path)).values())
+        return [path.with_name(name) for name in names if own.fullmatch(name)]
+    return []

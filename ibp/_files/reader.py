@@ -1,17 +1,24 @@
-"""Reads what is in a file: its mapped bytes, as tables and tensors."""
+"""Reads one file: its header, its bytes, mapped or copied, its checksums, and the tables and tensors in it. The
+processes of a machine can share one copy of a table."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
 import math
 import mmap
 import os
+import stat
+import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -20,40 +27,57 @@ import xxhash
 from .. import _core
 from .._layout.geometry import DTYPES, Geometry
 from .._machine import memory
-from .._machine.segments import PART_DTYPES
+from .._machine.segments import PART_DTYPES, Segment, SharedHandle
 from .._schemes import AnyCodebook
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import CODECS, WholeTensor
-from . import checks
-from .fields import (
+from .format import (
     ALIGNMENT,
+    BLOCK_BYTES,
+    CHECKS,
+    CODEBOOK_KEY,
     CODEC_PARTS,
+    PADDING,
+    REMOVED_KEY,
+    TABLE_KEY,
     TABLE_PARTS,
     ChecksumError,
+    Entry,
     FileFormatError,
+    Header,
     TableFields,
     dtype_of,
     form_of,
+    header_of,
     read_codebook,
     refused,
+    rounded_up,
     table_fields,
 )
-from .header import Entry, header_of
-from .regular import open_regular
-from .writer import CHECKS, PREFIX
+from .paths import open_locked, open_regular
 
-_TABLE, _CODEBOOK, _REMOVED = f"{PREFIX}table.", f"{PREFIX}codebook.", f"{PREFIX}removed."
 _ROWS = ("slots", "overflow")
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons does not have
-SHOWN_NAMES = 6  # names of tensors that a message shows
+_SHOWN_NAMES = 6  # A message shows at most this many names of tensors.
 _PIECE_BYTES = 8 << 20  # bytes that a thread reads at once
-THREADS = min(16, os.cpu_count() or 1)  # threads that read at once
+_THREADS = min(16, os.cpu_count() or 1)  # threads that read at once
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-
 _buffers = threading.local()
+
+
+def read_header(path: Path) -> Header:
+    """Reads the header of a file.
+
+    Raises:
+        FileFormatError: the file is not a safetensors file, is cut short, has a newer format than this ibp reads, or
+            has lost one of the names that mark it as ibp's.
+        OSError: the file cannot be read.
+    """
+    with os.fdopen(open_regular(path), "rb") as file:
+        return header_of(file, str(path))
 
 
 def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
@@ -62,21 +86,26 @@ def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
     if len(items) <= 1:
         yield from map(function, items)
         return
-    with ThreadPoolExecutor(min(THREADS, len(items))) as threads:
+    with ThreadPoolExecutor(min(_THREADS, len(items))) as threads:
         yield from threads.map(function, items)
 
 
-@dataclass(frozen=True)
-class BlockPlace:
-    """The file and the entry of a tensor: where its bytes are."""
+def shown_names(names: Collection[str]) -> str:
+    """Returns the first names for a message, and how many more there are."""
+    shown = ", ".join(map(repr, itertools.islice(names, _SHOWN_NAMES)))
+    return f"{shown} and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else shown
+
+
+class TensorPlace(NamedTuple):
+    """The file that a tensor is in, and its entry there."""
 
     file: OpenFile
     entry: Entry
 
 
 class OpenFile:
-    """One file, open until `close`. Its bytes stay those that its header describes, even if another file takes its
-    name.
+    """One file, open until `close`. If another file takes its name, it still reads the bytes that its header
+    describes.
 
     Args:
         path: path of the file.
@@ -93,8 +122,8 @@ class OpenFile:
         self._checks = Checks(self) if verify and not self.header.is_plain else None
         metadata = {} if self.header.is_plain else self.header.metadata
         # Lines of the tables by their names, and names of tensors that the delta of a checkpoint removes.
-        self.tables = {key[len(_TABLE) :]: text for key, text in metadata.items() if key.startswith(_TABLE)}
-        self.removed = [key[len(_REMOVED) :] for key in metadata if key.startswith(_REMOVED)]
+        self.tables = {key[len(TABLE_KEY) :]: text for key, text in metadata.items() if key.startswith(TABLE_KEY)}
+        self.removed = [key[len(REMOVED_KEY) :] for key in metadata if key.startswith(REMOVED_KEY)]
         self._codebooks: dict[int, AnyCodebook] = {}
         # The whole file, mapped when it is first needed. One map serves all tensors, however many there are, because a
         # process can have only few descriptors and maps. The tensors keep the map alive.
@@ -102,14 +131,12 @@ class OpenFile:
         self._shared_map: _core.FilePages | None = None
 
     def fields(self, name: str) -> TableFields:
+        """Returns the checked fields of a table. Raises FileFormatError if they are wrong or unknown."""
         return table_fields(f"{self.path}: table {name!r}", self.tables[name])
 
     def is_own(self, name: str) -> bool:
         """Returns whether a tensor belongs to the file itself: padding, checksums, codebooks."""
-        return not self.header.is_plain and (name == CHECKS or name.startswith((f"{PREFIX}padding.", _CODEBOOK)))
-
-    def codebook_entries(self) -> list[Entry]:
-        return [entry for name, entry in self.header.tensors.items() if name.startswith(_CODEBOOK)]
+        return not self.header.is_plain and (name == CHECKS or name.startswith((PADDING, CODEBOOK_KEY)))
 
     # ---- bytes ----
 
@@ -119,12 +146,14 @@ class OpenFile:
             raise ValueError(f"{self.path} is closed")
         return self._file
 
-    def read(self, start: int, target: torch.Tensor) -> torch.Tensor:
-        """Fills a tensor of bytes on the CPU from the file, and returns it. A large one is read by several threads.
+    def read(self, start: int, num_bytes: int, pin: bool | None = False) -> torch.Tensor:
+        """Returns bytes of the file, uint8 [num_bytes], in new memory. Many bytes are read by several threads. pin:
+        whether the memory is pinned. None: if the system allows.
 
         Raises:
             ChecksumError: with `verify`, bytes are damaged.
         """
+        (target,), _ = memory.empty_parts([num_bytes], torch.device("cpu"), pin)
         data = memoryview(target.numpy().data)
         read_into = self._checks.read_into if self._verify and self._checks is not None else self.read_into
         first_end = -(start - self.header.num_bytes) % _PIECE_BYTES or _PIECE_BYTES  # pieces end at the ends of blocks
@@ -135,7 +164,7 @@ class OpenFile:
         return target
 
     def read_into(self, start: int, data: memoryview) -> None:
-        """Fills memory from the file."""
+        """Fills memory from the file. Raises FileFormatError if the file ends before."""
         while data:
             count = os.preadv(self.fileno(), [data], start)
             if count == 0:
@@ -143,12 +172,12 @@ class OpenFile:
             data, start = data[count:], start + count
 
     def hash_of(self, start: int, num_bytes: int) -> int:
-        """Returns the hash of any number of bytes of the file. It needs little memory."""
+        """Returns the hash of bytes of the file, of which it reads one block after the other."""
         if not hasattr(_buffers, "block"):  # one buffer for each thread: new memory would cost more than the hash
-            _buffers.block = memoryview(bytearray(checks.BLOCK_BYTES))
+            _buffers.block = memoryview(bytearray(BLOCK_BYTES))
         hasher, data = xxhash.xxh3_64(), _buffers.block
-        for first in range(start, start + num_bytes, checks.BLOCK_BYTES):
-            piece = data[: min(checks.BLOCK_BYTES, start + num_bytes - first)]
+        for first in range(start, start + num_bytes, BLOCK_BYTES):
+            piece = data[: min(BLOCK_BYTES, start + num_bytes - first)]
             self.read_into(first, piece)
             hasher.update(piece)
         return hasher.intdigest()
@@ -171,8 +200,8 @@ class OpenFile:
         return _part_of(pages, start, num_bytes)
 
     def mapped_read_only(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Returns bytes of the file, uint8 [num_bytes], mapped, that must not be written to. They stay those of the
-        page cache."""
+        """Returns bytes of the file, uint8 [num_bytes], mapped, that must not be written to. They lie in the page
+        cache."""
         pages = self._shared_map
         if pages is None:
             pages = self._shared_map = self.pages(0, self._whole_size())
@@ -218,43 +247,44 @@ class OpenFile:
     def codebook(self, number: int) -> AnyCodebook:
         """Returns the codebook with a number, and reads it only once."""
         if number not in self._codebooks:
-            self._codebooks[number] = read_codebook(number, self._codebook_line, self._codebook_part)
+            metadata = self.header.metadata
+            self._codebooks[number] = read_codebook(str(self.path), metadata, number, self._codebook_part)
         return self._codebooks[number]
 
-    def _codebook_line(self, number: int) -> tuple[str, str]:
-        line = self.header.metadata.get(f"{_CODEBOOK}{number}")
-        if line is None:
-            raise FileFormatError(f"{self.path} has no codebook {number}")
-        return f"{self.path}: codebook {number}", line
-
     def _codebook_part(self, number: int, part: str, dtype: str, count: int) -> np.ndarray:
-        name = f"{_CODEBOOK}{number}:{part}"
+        """Returns `count` entries of a codebook's part. dtype: the name in the file of their dtype."""
+        name = f"{CODEBOOK_KEY}{number}:{part}"
         numpy_dtype = np.dtype(f"<u{int(dtype[1:]) // 8}")
         entry = self.header.tensors.get(name)
         if entry is None and count == 0:
             return np.empty(0, numpy_dtype)
         start = start_of_part(self, name, entry, dtype, count * numpy_dtype.itemsize)
-        data = self.read(start, torch.empty(count * numpy_dtype.itemsize, dtype=torch.uint8, device="cpu"))
-        return data.numpy().view(numpy_dtype)
+        return self.read(start, count * numpy_dtype.itemsize).numpy().view(numpy_dtype)
 
     # ---- checksums ----
 
     @property
     def checks(self) -> Checks | None:
-        """The checksums. None for a file that has none."""
+        """The checksums of the file, or None if it is an ordinary safetensors file."""
         if self._checks is None and not self.header.is_plain:
             self._checks = Checks(self)
         return self._checks
 
 
 def _part_of(pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> torch.Tensor:
+    """Returns mapped bytes as a tensor that keeps the map alive."""
     if num_bytes == 0:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(pages, dtype=torch.uint8, count=num_bytes, offset=start)
 
 
 class Checks:
-    """The checksums of a file. They are themselves checked. It also notes which blocks have been checked."""
+    """The checksums of a file, which are themselves checked first. Notes which blocks have been compared.
+
+    Raises:
+        ChecksumError: the header or the checksums are damaged.
+        FileFormatError: the file's description of its checksums is wrong.
+    """
 
     def __init__(self, file: OpenFile) -> None:
         found, entry = file.header.checks, file.header.tensors[CHECKS]
@@ -267,7 +297,7 @@ class Checks:
         file.read_into(entry.start, memoryview(data))
         self._hashes = np.frombuffer(data, "<u8")
         self._is_right = np.zeros(self.num_blocks, bool)
-        own = checks.hash_of(self._hashes[:-1].tobytes())
+        own = xxhash.xxh3_64_intdigest(self._hashes[:-1].tobytes())
         if own != int(self._hashes[-1]):
             raise ChecksumError(f"{self._file.path}: the checksums have another checksum: they are damaged")
         if self._file.hash_of(0, self.start) != int(self._hashes[-2]):
@@ -299,7 +329,7 @@ class Checks:
             piece = data[max(first, start) - start : min(last, end) - start]
             self._file.read_into(max(first, start), piece)
             if len(piece) == last - first:
-                self._compare(block, checks.hash_of(piece))
+                self._compare(block, xxhash.xxh3_64_intdigest(piece))
             else:
                 self.check(block)
 
@@ -312,20 +342,14 @@ class Checks:
         """Notes that a block is right. Raises ChecksumError unless `found` is its hash."""
         if found != int(self._hashes[block]):
             start, end = self._bounds(block)
+            entries = self._file.header.tensors.items()
+            inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
+            names = [name for name in inside if not name.startswith(PADDING)] or inside
             raise ChecksumError(
                 f"{self._file.path}: block {block}, bytes {start} to {end - 1} of the file, has another checksum: "
-                f"{self._names_in(start, end)} is damaged"
+                f"{'one of ' if len(names) > 1 else ''}{shown_names(names)} is damaged"
             )
         self._is_right[block] = True
-
-    def _names_in(self, start: int, end: int) -> str:
-        """Returns the names of the tensors that have bytes between start and end, for a message."""
-        entries = self._file.header.tensors.items()
-        inside = [name for name, entry in entries if max(start, entry.start) < min(end, entry.end)]
-        names = [name for name in inside if not name.startswith(f"{PREFIX}padding.")] or inside
-        shown = ", ".join(map(repr, names[:SHOWN_NAMES]))
-        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-        return f"one of {shown}{more}" if len(names) > 1 else shown
 
 
 # ---- parts of tables ----
@@ -334,7 +358,7 @@ class Checks:
 def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, num_bytes: int) -> int:
     """Returns where the bytes of a part begin in the file. Raises FileFormatError unless the part exists, has the
     dtype, is aligned, and is as long as it must be."""
-    padded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    padded = rounded_up(num_bytes)
     if entry is None:
         raise FileFormatError(f"{file.path}: {name!r}, of {num_bytes} bytes, is missing")
     if entry.dtype != dtype or len(entry.shape) != 1 or entry.start % ALIGNMENT or entry.num_bytes != padded:
@@ -366,41 +390,28 @@ def read_parts(pin: bool | None) -> Take:
     """Returns a function that returns parts in memory of their own. pin: whether rows and blocks are in pinned
     memory. None: if the system allows."""
     pinned = (*_ROWS, "blocks")
-    return lambda file, start, num_bytes, part: read_new(file, start, num_bytes, pin if part in pinned else False)
-
-
-def read_new(file: OpenFile, start: int, num_bytes: int, pin: bool | None) -> torch.Tensor:
-    """Reads bytes of the file into new memory. pin: as in `read_parts`."""
-    if pin is False:
-        return file.read(start, memory.empty_tensor(num_bytes))
-    (target,), _ = memory.empty_parts([num_bytes], torch.device("cpu"), pin)
-    return file.read(start, target)
-
-
-def part_names(table: str) -> list[str]:
-    """Returns the names that the parts of a table can have."""
-    return [f"{table}:{part}" for part in (*TABLE_PARTS, *CODEC_PARTS)]
+    return lambda file, start, num_bytes, part: file.read(start, num_bytes, pin if part in pinned else False)
 
 
 def read_table(
-    file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], take: Take
+    file: OpenFile, name: str, places: Mapping[str, TensorPlace], take: Take
 ) -> tuple[CompressedTensor, TableFields]:
     """Reads a table, and returns it with its fields.
 
     Args:
         file: the file that has the table's line.
-        find: returns where a part is.
+        places: the places of all tensors, by name; parts of a table may be in other files of a set.
         take: returns the bytes of a part.
 
     Raises:
-        FileFormatError: fields or parts are not those of a table.
+        FileFormatError: the fields are wrong, or a part does not fit them.
     """
     what, fields = f"{file.path}: table {name!r}", file.fields(name)
     dtype = dtype_of(fields.dtype)
     geometry = _geometry(fields, dtype, what)
     tensors = {}
     for part in TABLE_PARTS:
-        place = find(f"{name}:{part}")
+        place = places.get(f"{name}:{part}")
         num_bytes = _part_bytes(part, fields, geometry, None if place is None else place.entry)
         if place is not None and not num_bytes:
             raise FileFormatError(f"{what} has {part!r}, which such a table lacks")
@@ -419,12 +430,12 @@ def read_table(
     return table, fields
 
 
-def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | None], pin: bool | None) -> WholeTensor:
+def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin: bool | None) -> WholeTensor:
     """Reads a table of an external codec. Its blocks are read now, because tensors of such a codec are used as a whole.
-    file, find: as in `read_table`; pin: as in `read_parts`.
+    file, places: as in `read_table`; pin: as in `read_parts`.
 
     Raises:
-        FileFormatError: fields or parts are not those of such a table, or the codec is not available.
+        FileFormatError: the fields are wrong, a part does not fit them, or the codec is not available.
         ChecksumError: blocks are damaged, and the codec is not safe with damaged bytes.
     """
     what, fields = f"{file.path}: table {name!r}", file.fields(name)
@@ -439,7 +450,7 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
     parts: dict[str, torch.Tensor] = {}
     num_bytes = 8 * (-(-geometry.num_bytes // fields.block_bytes) + 1)
     for part in ("offsets", "blocks"):
-        place = find(f"{name}:{part}")
+        place = places.get(f"{name}:{part}")
         if place is not None and not codec.is_safe:  # its decoder may do anything if the bytes are damaged
             checksums = place.file.checks
             if checksums is None:
@@ -460,7 +471,9 @@ def read_whole(file: OpenFile, name: str, find: Callable[[str], BlockPlace | Non
         )
 
 
-def _taken(file: OpenFile, place: BlockPlace | None, name: str, dtype: str, num_bytes: int, take: Take) -> torch.Tensor:
+def _taken(
+    file: OpenFile, place: TensorPlace | None, name: str, dtype: str, num_bytes: int, take: Take
+) -> torch.Tensor:
     """Returns the bytes of a part, without padding. file: the file that it belongs to, wherever the part itself is."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -470,6 +483,8 @@ def _taken(file: OpenFile, place: BlockPlace | None, name: str, dtype: str, num_
 
 
 def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
+    """Returns how a table's tensor is cut into rows. Raises FileFormatError if tables cannot have its dtype. what:
+    names the table in the message."""
     if dtype not in DTYPES:
         raise FileFormatError(f"{what} has {fields.dtype}, which tables cannot have")
     return Geometry(torch.Size(fields.shape), dtype, fields.row_bytes)
@@ -487,3 +502,127 @@ def _part_bytes(part: str, fields: TableFields, geometry: Geometry, entry: Entry
     if part == "overflow":
         return raw_overflow if is_raw or entry is None else entry.num_bytes
     return 8 * -(-geometry.num_rows // fields.rows_per_base) if raw_overflow or (entry and not is_raw) else 0
+
+
+# ---- one copy of a table for all processes of a machine ----
+
+_can_pin: dict[int, bool] = {}  # by the number of the device that a file is on
+
+
+def can_pin(file: OpenFile) -> bool:
+    """Returns whether GPUs can read the mapping of a file, judged by its first page. It tries once for each file
+    system."""
+    device = os.fstat(file.fileno()).st_dev
+    if device not in _can_pin:
+        torch.cuda.init()
+        try:
+            file.pages(0, 1).pin()
+            _can_pin[device] = True
+        except RuntimeError:
+            _can_pin[device] = False
+    return _can_pin[device]
+
+
+def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, dict[str, torch.Tensor]]:
+    """Returns the shared memory with a key, and the tensors in it. The first process makes the memory from the given
+    tensors, and the others open it. This serves systems on which GPUs cannot read mapped files themselves.
+
+    The processes meet at a small file in a directory of the user's own. The file is locked while it is used, and names
+    the processes that have the memory. The last of them removes it. The file of processes that were killed is removed
+    by the next process that makes such memory. The memory itself has no name: it ends with the last process that has
+    it, however that process ends.
+
+    Args:
+        key: the same for the same tensors.
+        tensors: the tensors of a table.
+
+    Raises:
+        RuntimeError: the directory where processes meet does not belong to this user alone.
+    """
+    path = _folder() / hashlib.sha256(f"{_core.version()} {key}".encode()).hexdigest()[:32]
+    with _locked(path) as (record, write):
+        living = record.living()
+        for process, file in living:
+            with contextlib.suppress(RuntimeError):  # it may have ended meanwhile
+                handle = SharedHandle(process, record.num_bytes, file, record.name, False, b"", b"")
+                segment = Segment.opened(handle)
+                own = os.getpid(), segment.file
+                write(_Record(record.name, record.num_bytes, [*living, own]))
+                weakref.finalize(segment, _leave, path, own)
+                return segment, segment.tensors({part: tensor.numel() for part, tensor in tensors.items()})
+        segment, copies = Segment.of(tensors, -1)
+        own = os.getpid(), segment.file
+        write(_Record(segment.name, segment.num_bytes, [own]))
+        weakref.finalize(segment, _leave, path, own)
+    for other in path.parent.iterdir():
+        _leave(other)
+    return segment, copies
+
+
+class _Record(NamedTuple):
+    """What processes write to the file: the memory's name and size, and its holders, each a process and its
+    descriptor."""
+
+    name: str
+    num_bytes: int
+    holders: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, text: bytes) -> _Record:
+        """Reads a record. It is empty if the file is new, or if its writer was killed."""
+        try:
+            name, num_bytes, holders = json.loads(text)
+            return cls(str(name), int(num_bytes), [(int(process), int(file)) for process, file in holders])
+        except (ValueError, TypeError):
+            return cls("", 0, [])
+
+    def living(self) -> list[tuple[int, int]]:
+        """Returns the holders that still have the memory."""
+        living = []
+        for process, file in self.holders:
+            with contextlib.suppress(OSError):  # there is no such process or descriptor
+                if os.readlink(f"/proc/{process}/fd/{file}") == f"/memfd:{self.name} (deleted)":
+                    living.append((process, file))
+        return living
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
+    """Yields the record in a file, and a function that writes a new one. The file is locked until the context is
+    left."""
+    file = open_locked(path, 0o600, lambda file: fcntl.flock(file, fcntl.LOCK_EX))
+    try:
+
+        def write(new: _Record) -> None:
+            os.ftruncate(file, 0)
+            os.pwrite(file, json.dumps(new).encode(), 0)
+
+        yield _Record.of(os.pread(file, 1 << 20, 0)), write
+    finally:
+        os.close(file)
+
+
+def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
+    """Removes the file if no process needs it and none has locked it. own: this process and its descriptor, which
+    are not counted."""
+    if own is not None and own[0] != os.getpid():  # in a forked child the holder is its parent
+        return
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if all(holder == own for holder in _Record.of(file.read(1 << 20)).living()):
+            path.unlink()
+
+
+def _folder() -> Path:
+    """Returns a directory that belongs to this user alone."""
+    own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
+    folder = (own if own.is_absolute() and own.is_dir() else Path(tempfile.gettempdir())) / f"ibp-{os.geteuid()}"
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    except OSError as error:
+        raise RuntimeError(f"{folder}, where processes meet, cannot be made: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise RuntimeError(f"{folder} is not a directory of this user alone, where processes meet to share tables")
+    return folder

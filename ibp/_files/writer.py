@@ -1,5 +1,5 @@
-"""Writes a file of tables and tensors as a stream: first the data, as they come, and last the header, into room that
-was left for it. The file appears under its name when it is whole."""
+"""Writes files of tables and tensors, and `ibp.save`. A file is written as a stream: first the data, as they come, and
+last the header, into room that was left for it. The file appears under its name when it is whole."""
 
 from __future__ import annotations
 
@@ -8,71 +8,213 @@ import functools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 
 from .. import _core
+from .._common.arguments import whole_number
+from .._common.progress import tqdm
+from .._common.sequences import cut
 from .._common.whole_files import NewFile, errors_of
-from .._layout.geometry import KEPT_DTYPES, bytes_of, check_tensor
+from .._layout.geometry import KEPT_DTYPES, bytes_of, check_tensor, given_tensor
 from .._machine import staging
-from .._schemes import AnyCodebook
+from .._rows.protocols import CachedRows
+from .._schemes import AnyCodebook, with_clusters
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
-from . import checks
-from .fields import (
+from ..deltas import CheckpointDelta, Delta
+from ..deltas._fingerprint import fingerprint
+from .format import (
     ALIGNMENT,
-    CODEC_PARTS,
+    BLOCK_BYTES,
+    CHECKS,
+    CODEBOOK_KEY,
+    FORMAT,
+    HASH,
+    MAX_HEADER_BYTES,
+    PADDING,
     PLAIN_ITEM_BYTES,
-    TABLE_PARTS,
+    PREFIX,
+    REMOVED_KEY,
+    TABLE_KEY,
     TableFields,
+    checksum_bytes,
     codebook_record,
     dtype_name,
     entry_of,
+    part_names,
+    rounded_up,
     write_fields,
 )
+from .opened import Value
+from .paths import (
+    PathLike,
+    check_names_safetensors,
+    check_other_files,
+    names_directory,
+    outputs_of,
+    replacing,
+    write_index,
+    written_to,
+)
 
-MAX_HEADER_BYTES = 100_000_000  # bytes of the JSON; readers of safetensors refuse more
-PREFIX = "ibp."  # the beginning of the metadata's keys that are not the user's
-FORMAT = "ibp.format"  # the key whose value is the format's version
-CHECKS = "ibp.checks"  # the key of the fields of the checksums, and the tensor that holds them
-_RESERVED = (CHECKS, "ibp.padding.", "ibp.codebook.")  # beginnings of the tensors' names that are reserved
-_BUFFER_BYTES = 1 << 20
+_RESERVED = (CHECKS, PADDING, CODEBOOK_KEY)  # beginnings of the tensors' names that are reserved
+_BUFFER_BYTES = 1 << 20  # Smaller pieces of data are collected and written together up to this many bytes.
 _ENTRY_BYTES = 128  # bytes of a tensor's entry in the header, without its name and shape
 _SIZE_BYTES = 21  # bytes of a size in a shape
 _FIXED_BYTES = 1024  # bytes of the rest of the header: format, release, checksums
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
-def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None, num_codebooks: int = 0) -> int:
-    """Returns the largest number of header bytes that a file of tables or tensors with these names can need.
+def save(
+    path: PathLike,
+    tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    shard_bytes: int | None = None,
+    content: bool = False,
+    progress: bool = False,
+) -> None:
+    """Writes tables and tensors to a file. `ibp.load` and `ibp.open` read it, and readers of safetensors list its
+    contents.
+
+    The file appears under its name only when it is whole and on disk. Only then does it replace an earlier file or set
+    of that name; it keeps the earlier permissions. Bytes on a GPU are copied from it block by block.
+
+    Example:
+        >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16())
+        >>> ibp.save("model.safetensors", {"weight": table, "bias": torch.ones(1000)}, metadata={"step": "500"})
+        >>> ibp.open("model.safetensors").metadata
+        {'step': '500'}
 
     Args:
-        names: the names of the tables and tensors, of at most 8 dimensions each.
-        metadata: the user's metadata.
-        num_codebooks: how many different codebooks the tables have. With clusters, count each cluster's and the whole.
+        path: path of the file; a directory, for "model.safetensors" in it; or a URL that fsspec knows ("s3://...",
+            "memory://..."). A directory is made if its name ends in a slash and it does not exist.
+        tensors: tables (`ibp.compress`), tensors, arrays of numpy and deltas (`ibp.deltas.make`) by name; a single one
+            without a name gets the name "tensor". Tensors are kept as they are, and may have any dtype that safetensors
+            has. Arrays are stored as tensors. For an `ibp.deltas.CheckpointDelta` the file also keeps the names of
+            tensors that no longer exist (`File.removed`).
+        metadata: texts by keys, kept in the file; no key begins with "ibp.".
+        shard_bytes: the largest number of bytes of data in a file, unless one table is larger. Larger data become a set
+            of files, `<stem>-00001-of-00003.safetensors` and so on, with the index `<stem>.safetensors.index.json`.
+            None: one file.
+        content: whether to keep the fingerprint of each table's tensor, too, for which tables are decoded once.
+        progress: whether to show a progress bar.
+
+    Raises:
+        TypeError, ValueError: a name, a tensor, metadata or shard_bytes is not one that a file can have, or path ends
+            like files of another format (.pt, .npz, .gguf).
+        OSError: the file cannot be written; no new file exists then. The message names the file, and if the disk is
+            full it says how many bytes are needed.
     """
-    room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata)) + 2048 * num_codebooks
-    room += sum(5 * _json_bytes(name) + 4 * (_ENTRY_BYTES + _SIZE_BYTES) + 8 * _SIZE_BYTES + 512 for name in names)
-    return rounded_up(room)
+    if isinstance(tensors, (str, os.PathLike)):
+        raise TypeError(f"tensors is the path {os.fspath(tensors)!r}; wanted ibp.save(path, tensors), the path first")
+    items = _checked(tensors)
+    removed = tensors.removed if isinstance(tensors, CheckpointDelta) else ()
+    checked_metadata(metadata)
+    check_names_safetensors(path)
+    most = None if shard_bytes is None else whole_number("shard_bytes", shard_bytes, 1)
+    with written_to(path) as target:
+        if names_directory(path):
+            check_other_files(target)
+        shards = [dict(shard) for shard in cut(items.items(), lambda item: _stored(item[1]), most)]
+        total = sum(map(_stored, items.values()))
+        with tqdm(total=total, desc="save", unit="B", unit_scale=True, disable=not progress) as bar:
+            _write_files(target, shards, removed, metadata, content, bar.update)
 
 
-def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
-    """Returns the bytes of each part of codebooks in a file."""
-    written: dict[AnyCodebook, int] = {}
-    sizes: list[int] = []
+def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> dict[str, Value]:
+    """Returns the values to write, by name. Raises TypeError and ValueError for names and values that a file cannot
+    have."""
+    items: dict[str, Value] = {}
+    for name, given in (tensors if isinstance(tensors, Mapping) else {"tensor": tensors}).items():
+        if not isinstance(name, str):
+            raise TypeError(f"tensors has the key {name!r}; wanted names as text")
+        value: Any = given_tensor(given, repr(name))
+        if isinstance(value, CachedRows):
+            value.flush()
+            value = value.view
+        items[name] = value
+        if not isinstance(value, (CompressedTensor, WholeTensor, torch.Tensor, Delta)):
+            got = type(value).__name__
+            raise TypeError(
+                f"{name!r} is a {got}; wanted a table (ibp.compress), a torch.Tensor, an array of numpy or a delta "
+                "(ibp.deltas.make)"
+            )
+        if isinstance(value, torch.Tensor):
+            check_tensor(value, repr(name), KEPT_DTYPES)
+    return items
 
-    def number_of(codebook: AnyCodebook) -> int:
-        if codebook not in written:
-            sizes.extend(part.nbytes for part in codebook_record(codebook, number_of).parts.values())
-        return written.setdefault(codebook, len(written))
 
-    for codebook in codebooks:
-        number_of(codebook)
-    return sizes
+def _write_files(
+    path: Path,
+    shards: list[dict[str, Value]],
+    removed: Sequence[str],
+    metadata: Mapping[str, str] | None,
+    content: bool,
+    on_write: Callable[[int], object],
+) -> None:
+    """Writes a file for each shard, and names them when all are whole. If there are several, the index is named
+    last."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    names = outputs_of(path, len(shards))
+    with replacing(path, names):
+        with contextlib.ExitStack() as stack:
+            for name, items in zip(names, shards):
+                gone = () if weight_map else removed  # only the first file says it
+                writer = stack.enter_context(_writer_of(path.with_name(name), items, gone, metadata, on_write))
+                for each in gone:
+                    writer.removed(each)
+                for each, value in items.items():
+                    if isinstance(value, torch.Tensor):
+                        write_plain(writer, each, value)
+                    elif isinstance(value, Delta):
+                        write_table(writer, each, value.table, base=value.base, result=value.result)
+                    else:
+                        write_table(writer, each, value, content=fingerprint(value) if content else None)
+                writer.finish()
+                weight_map.update(dict.fromkeys(writer.names, name))
+                total += writer.data_bytes
+        if len(shards) > 1:
+            write_index(path, weight_map, total)
+
+
+def _writer_of(
+    path: Path,
+    items: Mapping[str, Value],
+    removed: Sequence[str],
+    metadata: Mapping[str, str] | None,
+    on_write: Callable[[int], object],
+) -> FileWriter:
+    """Returns a writer of a file whose header has room for these items."""
+    tables = [value.table if isinstance(value, Delta) else value for value in items.values()]
+    books = [table.codebook for table in tables if isinstance(table, CompressedTensor)]
+    room = header_room([*items, *removed], metadata, len({one for book in books for one in with_clusters(book)}))
+    return FileWriter(
+        path,
+        metadata=metadata,
+        header_bytes=room + 32 * sum(len(table.shape) for table in tables),
+        data_bytes=sum(map(_stored, items.values())),
+        on_write=on_write,
+    )
+
+
+def _stored(value: Value) -> int:
+    """Returns the bytes of a value's data, without its codebook."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    table = value.table if isinstance(value, Delta) else value
+    return sum(tensor.nbytes for tensor in table._tensors().values())
+
+
+# ---- one file ----
 
 
 class FileWriter:
@@ -146,11 +288,11 @@ class FileWriter:
         """Returns the number of a codebook in the file. Equal codebooks are written once."""
         if codebook in self._codebooks:
             return self._codebooks[codebook]
-        record = codebook_record(codebook, self.codebook)
+        line, parts = codebook_record(codebook, self.codebook)
         number = len(self._codebooks)
-        key = f"{PREFIX}codebook.{number}"
-        self._add_line(key, record.text)
-        for name, array in record.parts.items():
+        key = f"{CODEBOOK_KEY}{number}"
+        self._add_line(key, line)
+        for name, array in parts.items():
             with self.part(f"{key}:{name}", f"U{8 * array.itemsize}") as part:
                 part.write(array)
         self._codebooks[codebook] = number
@@ -160,12 +302,12 @@ class FileWriter:
         """Declares a table whose parts are written before or afterwards, as `<name>:slots` and so on. The number of
         its codebook comes from `codebook`."""
         self._check_name(name, self._tables)
-        self._add_line(f"{PREFIX}table.{name}", fields.text())
+        self._add_line(f"{TABLE_KEY}{name}", fields.text())
         self._tables.add(name)
 
     def removed(self, name: str) -> None:
         """Notes, in a delta of checkpoints, that a tensor no longer exists."""
-        self._add_line(f"{PREFIX}removed.{name}", "")
+        self._add_line(f"{REMOVED_KEY}{name}", "")
 
     @property
     def names(self) -> list[str]:
@@ -174,28 +316,30 @@ class FileWriter:
 
     @property
     def data_bytes(self) -> int:
+        """Bytes of data that have been written so far, padding included."""
         return self._output.data_bytes if self._output is not None else 0
 
     def _check_name(self, name: str, kind: set[str]) -> None:
         """Raises ValueError if a new table, or a new plain tensor, cannot have the name."""
         if name == "__metadata__" or name.startswith(_RESERVED):
             raise ValueError(f"the name {name!r} is reserved; wanted one that does not begin with 'ibp.'")
-        table, _, part = name.rpartition(":")
-        parts = (*TABLE_PARTS, *CODEC_PARTS)
-        taken = name in self._plain or name in self._tables or name in self._entries
-        if taken or (kind is self._plain and table in self._tables and part in parts):
+        table = name.rpartition(":")[0]
+        is_taken = name in self._plain or name in self._tables or name in self._entries
+        if is_taken or (kind is self._plain and table in self._tables and name in part_names(table)):
             raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
-        if kind is self._tables and not self._plain.isdisjoint(f"{name}:{part}" for part in parts):
+        if kind is self._tables and not self._plain.isdisjoint(part_names(name)):
             raise ValueError(
                 f"a tensor in the file has a name that the table {name!r} needs, such as '{name}:slots'; wanted "
                 "another name"
             )
 
     def _add_line(self, key: str, text: str) -> None:
+        """Adds an entry of the metadata."""
         self._claim_header(repr(key), _json_bytes(key) + _json_bytes(text) + 4)
         self._lines[key] = text
 
     def _claim_header(self, what: str, num_bytes: int) -> None:
+        """Takes bytes of the header's room. Raises ValueError if there are fewer. what: what they are for."""
         if self._header_bytes + num_bytes > self._room:
             raise ValueError(
                 f"the header of {self.path.name} has no room for {what}: wanted header_bytes above {self._room}, "
@@ -206,6 +350,7 @@ class FileWriter:
     # ---- its bytes ----
 
     def _begin(self, sink: Sink) -> Sink:
+        """Notes that a tensor is being written. Raises ValueError unless the file is written and no other tensor is."""
         if self._output is None:
             raise ValueError("the file is not being written; wanted `with FileWriter(...) as writer:`")
         if self._open is not None:
@@ -214,6 +359,7 @@ class FileWriter:
         return sink
 
     def _write(self, sink: Sink, data: memoryview) -> None:
+        """Adds bytes to the tensor that is being written. Raises ValueError if `sink` is another one."""
         if self._open is not sink or self._output is None:
             raise ValueError(f"{sink.name!r} is closed")
         self._output.write(data)
@@ -238,17 +384,18 @@ class FileWriter:
             self._enter(sink.name, sink.dtype, sink.shape, sink.start)
             if missing:
                 self._output.write(_ZEROS[:missing])
-                self._enter(f"ibp.padding.{len(self._entries)}", "U8", (missing,), end)
+                self._enter(f"{PADDING}{len(self._entries)}", "U8", (missing,), end)
         self._open = None
 
     def _enter(self, name: str, dtype: str, shape: tuple[int, ...], start: int) -> None:
+        """Adds the header's entry of a tensor whose data begin at `start` and end where the data end now."""
         offsets = [start, self.data_bytes]
         self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
 
     def _header(self, check_bytes: int) -> bytes:
         """Returns the bytes before the data."""
         assert self._output is not None
-        hashed = write_fields({"block_bytes": checks.BLOCK_BYTES, "hash": checks.HASH})
+        hashed = write_fields({"block_bytes": BLOCK_BYTES, "hash": HASH})
         own = {FORMAT: str(_core.FORMAT_VERSION), "ibp.release": _core.version(), CHECKS: hashed}
         self._enter(CHECKS, "U64", (check_bytes // 8,), self.data_bytes)
         self._entries[CHECKS]["data_offsets"][1] += check_bytes
@@ -280,14 +427,14 @@ class FileWriter:
             return
         if self._open is not None:
             raise ValueError(f"the tensor {self._open.name!r} was not closed")
-        header = self._header(checks.num_bytes(self._output.data_bytes))
+        header = self._header(checksum_bytes(self._output.data_bytes))
         self._output.write(memoryview(self._output.hasher.entries(header)))
         self._output.finish(header)
 
 
 class Sink:
-    """A tensor of a file that is being written. As a context manager it closes itself unless there is an exception.
-    shape: None for a part of a table or codebook."""
+    """A tensor of a file that is being written. If it is used as a context manager, it is closed unless there is an
+    exception. shape: None for a part of a table or codebook."""
 
     def __init__(self, writer: FileWriter, name: str, dtype: str, shape: tuple[int, ...] | None) -> None:
         self.name, self.dtype, self.shape = name, dtype, shape
@@ -303,6 +450,7 @@ class Sink:
             self._writer._write(self, view if view.format == "B" and view.ndim == 1 else view.cast("B"))
 
     def close(self) -> None:
+        """Ends the tensor. Raises ValueError if its data have another size than its shape says."""
         self._writer._close(self)
 
     def __enter__(self) -> Sink:
@@ -314,18 +462,19 @@ class Sink:
 
 
 class _FileOutput:
-    """The file while it is written. Data are written behind the room for the header; they are buffered and hashed."""
+    """A file while it is written. Data are buffered, hashed, and written behind the room for the header."""
 
     def __init__(self, new: NewFile, path: Path, room: int, expected_bytes: int) -> None:
         self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes
         assert new.file is not None
         self._file = new.file.fileno()
-        self.hasher, self._buffer = checks.BlockHasher(), bytearray()
+        self.hasher, self._buffer = _BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
         self._end = room  # the end of what is in the file
 
     def write(self, data: memoryview) -> None:
+        """Adds data. Raises OSError if they cannot be written."""
         self.data_bytes += len(data)
         if len(self._buffer) + len(data) < _BUFFER_BYTES:
             self.hasher.update(data)
@@ -375,46 +524,72 @@ class _FileOutput:
             self._new.discard()
 
 
+class _BlockHasher:
+    """Computes the hashes of consecutive blocks of bytes that come in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._hashes: list[int] = []
+        self._open, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
+
+    def update(self, data: memoryview) -> None:
+        """Adds bytes."""
+        while data:
+            piece, data = data[: self._missing], data[self._missing :]
+            self._open.update(piece)
+            self._missing -= len(piece)
+            if not self._missing:
+                self._close()
+
+    def _close(self) -> None:
+        self._hashes.append(self._open.intdigest())
+        self._open, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
+
+    def entries(self, header: bytes) -> bytes:
+        """Returns the tensor `ibp.checks`: hashes of the blocks, of the header, and of the entries before it."""
+        if self._missing < BLOCK_BYTES:
+            self._close()
+        hashed = np.array([*self._hashes, xxhash.xxh3_64_intdigest(header)], "<u8").tobytes()
+        return hashed + np.array([xxhash.xxh3_64_intdigest(hashed)], "<u8").tobytes()
+
+
+# ---- tables and tensors ----
+
+
 def write_table(
     writer: FileWriter,
     name: str,
-    table: CompressedTensor,
+    table: CompressedTensor | WholeTensor,
     content: int | None = None,
     base: int | None = None,
     result: int | None = None,
 ) -> None:
-    """Writes a whole table from any device, block by block. content, base, result: fingerprints, see `TableFields`."""
-    fields = TableFields(
-        dtype_name(table.dtype),
-        tuple(table.shape),
-        table.scheme,
-        table.row_bytes,
-        table.slot_bytes,
-        None if table.codebook is None else writer.codebook(table.codebook),
-        1 if table._has_own_bases else _core.ROWS_PER_BASE,
-        content,
-        base,
-        result,
-    )
-    _write_parts(writer, name, fields, table._tensors())
-
-
-def write_whole_tensor(writer: FileWriter, name: str, whole: WholeTensor, content: int | None = None) -> None:
-    """Writes a tensor of a general codec from any device, block by block. content: its fingerprint."""
-    fields = TableFields(
-        dtype_name(whole.dtype),
-        tuple(whole.shape),
-        content=content,
-        codec=whole.codec,
-        block_bytes=whole.block_bytes,
-        codec_fields=whole.options,
-    )
-    _write_parts(writer, name, fields, whole._tensors())
-
-
-def _write_parts(writer: FileWriter, name: str, fields: TableFields, parts: Mapping[str, torch.Tensor]) -> None:
+    """Writes a whole table, or a tensor of a general codec, from any device, block by block. content, base, result:
+    fingerprints, see `TableFields`."""
+    dtype, shape = dtype_name(table.dtype), tuple(table.shape)
+    if isinstance(table, WholeTensor):
+        fields = TableFields(
+            dtype,
+            shape,
+            content=content,
+            codec=table.codec,
+            block_bytes=table.block_bytes,
+            codec_fields=table.options,
+        )
+    else:
+        fields = TableFields(
+            dtype,
+            shape,
+            scheme=table.scheme,
+            row_bytes=table.row_bytes,
+            slot_bytes=table.slot_bytes,
+            codebook=None if table.codebook is None else writer.codebook(table.codebook),
+            rows_per_base=1 if table._has_own_bases else _core.ROWS_PER_BASE,
+            content=content,
+            base=base,
+            result=result,
+        )
     writer.table(name, fields)
-    for part, tensor in parts.items():
+    for part, tensor in table._tensors().items():
         with writer.part(f"{name}:{part}", fields.parts[part]) as sink:
             _write_tensor(sink, tensor)
 
@@ -437,9 +612,40 @@ def _write_tensor(sink: Sink, tensor: torch.Tensor) -> None:
         sink.write(staging.to_host(block))
 
 
+# ---- sizes ----
+
+
+def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None, num_codebooks: int = 0) -> int:
+    """Returns the largest number of header bytes that a file of tables or tensors with these names can need.
+
+    Args:
+        names: the names of the tables and tensors, of at most 8 dimensions each.
+        metadata: the user's metadata.
+        num_codebooks: how many different codebooks the tables have. With clusters, count each cluster's and the whole.
+    """
+    room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata)) + 2048 * num_codebooks
+    room += sum(5 * _json_bytes(name) + 4 * (_ENTRY_BYTES + _SIZE_BYTES) + 8 * _SIZE_BYTES + 512 for name in names)
+    return rounded_up(room)
+
+
+def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
+    """Returns the bytes of each part of codebooks in a file."""
+    written: dict[AnyCodebook, int] = {}
+    sizes: list[int] = []
+
+    def number_of(codebook: AnyCodebook) -> int:
+        if codebook not in written:
+            sizes.extend(part.nbytes for part in codebook_record(codebook, number_of)[1].values())
+        return written.setdefault(codebook, len(written))
+
+    for codebook in codebooks:
+        number_of(codebook)
+    return sizes
+
+
 def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
-    """Returns a copy. Raises TypeError unless keys and values are texts, and ValueError for keys that are reserved
-    for ibp."""
+    """Returns a copy of the user's metadata. Raises TypeError unless keys and values are texts, and ValueError for keys
+    that are reserved for ibp."""
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise TypeError(f"metadata has {key!r}: {type(text).__name__}; wanted text for text")
@@ -449,6 +655,7 @@ def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _metadata_bytes(metadata: Mapping[str, str]) -> int:
+    """Returns the bytes of metadata in the header."""
     return sum(_json_bytes(key) + _json_bytes(text) + 4 for key, text in metadata.items())
 
 
@@ -458,8 +665,3 @@ def _json_bytes(text: str) -> int:
         return len(json.dumps(text, ensure_ascii=False).encode())
     except UnicodeEncodeError:
         raise ValueError(f"the name or text {text!r} has half of a surrogate pair; wanted Unicode") from None
-
-
-def rounded_up(num_bytes: int) -> int:
-    """Returns the bytes that a tensor takes in a file, with its padding."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

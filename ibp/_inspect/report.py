@@ -16,11 +16,8 @@ import torch
 from .._common.progress import tqdm
 from .._common.statistics import Saves
 from .._core import ROWS_PER_BASE
-from .._files.fields import ChecksumError, FileFormatError
-from .._files.header import find_files, read_header
-from .._files.opened import File
-from .._files.opened import open as open_file
-from .._files.paths import is_url
+from .._files import ChecksumError, File, FileFormatError, find_files, is_url, read_header
+from .._files import open as open_file
 from .._layout.geometry import Geometry
 from .._rows.plan import spread_bytes
 from .._schemes import AnyCodebook, ClusteredCodebook, Options

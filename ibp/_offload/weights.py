@@ -10,7 +10,7 @@ import torch
 
 from .._common.modes import outside_of_modes
 from .._common.states import SavedTensor
-from .._files.opened import open as open_file
+from .._files import open as open_file
 from .._layout.geometry import DTYPES
 from .._schemes.learning import ROW_BYTES
 from .._tables.compressed_tensor import CompressedTensor

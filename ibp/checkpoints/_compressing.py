@@ -18,10 +18,25 @@ from .._common.arguments import whole_number
 from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
 from .._common.whole_files import sync_directory
-from .._files.fields import TableFields, dtype_name
-from .._files.paths import PathLike, check_names_safetensors, is_there, is_url, output_of, target_of, written_to
-from .._files.sets import index_of, is_of_weights, outputs_of, replacing, write_index
-from .._files.writer import FileWriter, Sink, checked_metadata
+from .._files import (
+    FileWriter,
+    PathLike,
+    Sink,
+    TableFields,
+    check_names_safetensors,
+    checked_metadata,
+    dtype_name,
+    index_of,
+    is_of_weights,
+    is_there,
+    is_url,
+    output_of,
+    outputs_of,
+    replacing,
+    target_of,
+    write_index,
+    written_to,
+)
 from .._schemes import AnyCodebook, Options
 from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for

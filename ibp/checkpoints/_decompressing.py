@@ -13,8 +13,7 @@ import numpy as np
 from .._common.progress import tqdm
 from .._common.sequences import ahead
 from .._common.whole_files import replaced
-from .._files.paths import WEIGHTS, PathLike, file_of, output_of, written_to
-from .._files.sets import outputs_of, replacing, write_index
+from .._files import WEIGHTS, PathLike, file_of, output_of, outputs_of, replacing, write_index, written_to
 from ._model_files import check_output, conversion_of, is_coded
 from ._outputs import FORMATS, Begin, format_of_output
 from ._source import Source, SourceTensor, chosen

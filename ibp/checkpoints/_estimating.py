@@ -10,8 +10,7 @@ import torch
 
 from .._common.progress import tqdm
 from .._common.statistics import share_saved
-from .._files.fields import as_json
-from .._files.paths import PathLike
+from .._files import PathLike, as_json
 from .._layout.geometry import as_tensor
 from .._schemes import SCHEMES, AnyCodebook, Options
 from ._learning import TRIED_BYTES, CheckpointLearning, Codebooks, sample_of, savings_of

@@ -11,11 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .._files.fields import FileFormatError
-from .._files.header import find_files, read_header
-from .._files.opened import File, stored_in, views_in
-from .._files.opened import open as open_file
-from .._files.views import STORAGE, View
+from .._files import STORAGE, File, FileFormatError, View, find_files, read_header, stored_in, views_in
+from .._files import open as open_file
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor

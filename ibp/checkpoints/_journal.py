@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .._common.whole_files import NO_LOCKS, write_whole
-from .._files.regular import open_locked
+from .._files import open_locked
 from ._report import TensorReport
 
 _PLAN, RECORD, _LOCK = "plan.json", ".done.json", "lock"

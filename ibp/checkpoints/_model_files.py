@@ -16,19 +16,25 @@ from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 from .._common.whole_files import check_replaceable, replaced, write_whole
-from .._files.paths import (
+from .._files import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    TENSOR_SUFFIXES,
     WEIGHTS,
     PathLike,
     check_other_files,
     check_other_sets,
+    coded_name,
     file_of,
+    index_of,
     is_there,
     is_url,
+    open_regular,
     path_text,
+    plain_name,
+    read_index,
     target_of,
 )
-from .._files.regular import open_regular
-from .._files.sets import INDEX_SUFFIX, SUFFIX, TENSOR_SUFFIXES, coded_name, index_of, plain_name, read_index
 from ._source import NotTensorsError, Source
 from ._sources import open_source
 

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 
 from .._common.rounding import rounded_up
-from .._files.paths import SUFFIXES, format_of_name
-from .._files.writer import MAX_HEADER_BYTES
+from .._files import MAX_HEADER_BYTES, SUFFIXES, format_of_name
 from ._nested import nested
 from ._source import SourceTensor
 

@@ -10,10 +10,7 @@ from typing import Any
 
 from .. import _core
 from .._common.sequences import cut
-from .._files import checks
-from .._files.paths import SUFFIX
-from .._files.sets import names_of_set
-from .._files.writer import codebook_bytes, header_room, rounded_up
+from .._files import SUFFIX, checksum_bytes, codebook_bytes, header_room, names_of_set, rounded_up
 from .._schemes import AnyCodebook, with_clusters
 from ._source import Source, SourceTensor
 
@@ -60,7 +57,7 @@ def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mappi
         books = {book for tensor in shard.tensors if (book := codebooks[tensor.name]) is not None}
         data = sum(rounded_up(stored[tensor.name]) for tensor in shard.tensors)
         data += sum(rounded_up(part) for part in codebook_bytes(books))
-        total += shard.header_bytes(books) + data + checks.num_bytes(data)
+        total += shard.header_bytes(books) + data + checksum_bytes(data)
     return total
 
 

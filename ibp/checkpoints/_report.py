@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .._common.statistics import share_saved
-from .._files.fields import as_json, dtype_of
+from .._files import as_json, dtype_of
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,7 @@ import torch
 
 from .. import _core
 from .._common.closing import Closing
-from .._files.fields import entry_of
-from .._files.regular import open_regular
-from .._files.views import VIEW_KEY, View
+from .._files import VIEW_KEY, View, entry_of, open_regular
 from .._tables.compressed_tensor import CompressedTensor
 
 _BLOCK_BYTES = 16 << 20  # bytes that `tensor` reads at once

@@ -11,11 +11,24 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import MappingProxyType
 
-from .._files.fields import FileFormatError, form_of
-from .._files.header import Header, find_files, other_format, read_header
-from .._files.paths import PathLike, file_system, is_url, path_text, read_here
-from .._files.regular import open_regular
-from .._files.sets import INDEX_SUFFIX, SUFFIX, TENSOR_SUFFIXES, is_of_weights
+from .._files import (
+    INDEX_SUFFIX,
+    SUFFIX,
+    TENSOR_SUFFIXES,
+    FileFormatError,
+    Header,
+    PathLike,
+    file_system,
+    find_files,
+    form_of,
+    is_of_weights,
+    is_url,
+    open_regular,
+    other_format,
+    path_text,
+    read_header,
+    read_here,
+)
 from ._ibp_files import open_ibp
 from ._numpy_files import open_npy, open_npz
 from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor, map_file, mapped_tensor, with_entry

@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._files.regular import open_regular
-from .._files.views import MOST_TIMES, STORAGE, View
-from .._files.writer import MAX_HEADER_BYTES
+from .._files import MAX_HEADER_BYTES, MOST_TIMES, STORAGE, View, open_regular
 from .._layout import geometry
 from ._nested import flattened
 from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor

@@ -16,8 +16,7 @@ from diffusers.quantizers import auto
 from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 
-from .._files.reader import part_names
-from .._files.sets import INDEX_SUFFIX, coded_name
+from .._files import INDEX_SUFFIX, coded_name, part_names
 from ..checkpoints._ibp_files import open_ibp
 from ..checkpoints._model_files import METHOD
 from ..checkpoints._source import SourceTensor

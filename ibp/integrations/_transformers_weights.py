@@ -22,9 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .._common.locks import ForkLock
 from .._common.rounding import rounded_up
-from .._files.fields import dtype_name
-from .._files.saving import save
-from .._files.sets import INDEX_SUFFIX, coded_name, index_of
+from .._files import INDEX_SUFFIX, coded_name, dtype_name, index_of, save
 from .._offload.offloaded import Offloaded, offload
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from ..checkpoints._ibp_files import open_ibp

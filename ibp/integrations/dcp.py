@@ -40,11 +40,8 @@ from torch.futures import Future
 
 from .._common.sequences import ahead
 from .._fetch.streaming import decompress
-from .._files.fields import FileFormatError, entry_of
-from .._files.opened import File
-from .._files.opened import open as open_file
-from .._files.paths import is_url
-from .._files.writer import FileWriter, header_room, write_plain, write_table
+from .._files import File, FileFormatError, FileWriter, entry_of, header_room, is_url, write_plain, write_table
+from .._files import open as open_file
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor, is_worth_coding
 

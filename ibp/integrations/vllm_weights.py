@@ -18,7 +18,7 @@ import torch
 
 from .._fetch.escapes import takes
 from .._fetch.linear import linear
-from .._files.sets import INDEX_SUFFIX
+from .._files import INDEX_SUFFIX
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.torch_functions import embedding_of
 from ..checkpoints._ibp_files import open_ibp

@@ -11,7 +11,7 @@ import torch
 
 import ibp
 from ibp._cli.main import main
-from ibp._files.writer import FileWriter
+from ibp._files import FileWriter
 from ibp.checkpoints import _compressing
 
 OLD = {f"w{number}": torch.zeros(64, 256).bfloat16() for number in range(4)}

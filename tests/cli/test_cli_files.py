@@ -14,7 +14,7 @@ import ibp
 from helpers import bytes_of
 from ibp._cli import doctor, work
 from ibp._cli.main import main
-from ibp._files.header import read_header
+from ibp._files import read_header
 from ibp._machine import timing
 from ibp.checkpoints import _compressing
 from ibp.checkpoints._sources import open_source

@@ -17,7 +17,7 @@ import ibp
 import reference_files
 from helpers import assert_same_bits, bytes_of
 from ibp._cli.main import main
-from ibp._files.writer import FileWriter
+from ibp._files import FileWriter
 from ibp.codecs import _nvcomp
 
 PACKAGES = {"zstd": "zstandard", "lz4": "lz4"}

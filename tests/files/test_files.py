@@ -9,7 +9,7 @@ import torch
 
 import ibp
 from helpers import DTYPES, assert_same_bits, make_tensor, one_hot_rows, spiky_rows
-from ibp._files.header import read_header
+from ibp._files import read_header
 from ibp._layout.geometry import given_tensor
 
 PAGEABLE = {"device": "cpu", "memory": "host"}

@@ -17,8 +17,7 @@ import ibp
 from golden.make_files import FILES
 from helpers import assert_same_bits, bytes_of, spiky_rows
 from ibp._common import once
-from ibp._files import opened, shared
-from ibp._files.writer import FileWriter, header_room, write_plain, write_table
+from ibp._files import FileWriter, header_room, opened, reader, write_plain, write_table
 from ibp._machine.memory import PinningError
 from ibp._machine.segments import FileRows
 from kinds_of_paths import few_descriptors
@@ -532,7 +531,7 @@ SHARED = {
 
 def hold(pipe):
     """Has the shared memory until the pipe says something."""
-    segment, same = shared.segment_of("a key", SHARED)
+    segment, same = reader.segment_of("a key", SHARED)
     assert all(torch.equal(bytes_of(same[name]), bytes_of(SHARED[name])) for name in SHARED)
     pipe.send(segment.name)
     pipe.recv()
@@ -592,12 +591,12 @@ def test_the_place_where_processes_meet(tmp_path, monkeypatch, table):
     folder.mkdir()
     os.chmod(folder, 0o777)
     with pytest.raises(RuntimeError, match="is not a directory of this user alone"):
-        shared.segment_of("key", table._tensors())
+        reader.segment_of("key", table._tensors())
     os.chmod(folder, 0o700)
-    segment, same = shared.segment_of("key", table._tensors())
-    again, _ = shared.segment_of("key", table._tensors())
+    segment, same = reader.segment_of("key", table._tensors())
+    again, _ = reader.segment_of("key", table._tensors())
     assert again is segment and torch.equal(same["slots"], table.slots)
-    assert shared.segment_of("another key", table._tensors())[0] is not segment
+    assert reader.segment_of("another key", table._tensors())[0] is not segment
 
 
 def test_processes_meet_in_the_directory_for_temporary_files(tmp_path, monkeypatch):
@@ -608,8 +607,8 @@ def test_processes_meet_in_the_directory_for_temporary_files(tmp_path, monkeypat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     for said, chosen in (("", "temporary"), ("own", "temporary"), ("/no/such", "temporary"), (tmp_path / "own", "own")):
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(said))
-        assert shared._folder() == tmp_path / chosen / f"ibp-{os.geteuid()}"
-        assert shared._folder().stat().st_mode & 0o777 == 0o700
+        assert reader._folder() == tmp_path / chosen / f"ibp-{os.geteuid()}"
+        assert reader._folder().stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("can_meet", [True, False])
@@ -714,7 +713,7 @@ def test_changed_rows_of_a_mapped_table(cuda, path):
 
 def test_shared_where_files_cannot_be_pinned(cuda, path, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(shared, "_can_pin", {path.stat().st_dev: False})
+    monkeypatch.setattr(reader, "_can_pin", {path.stat().st_dev: False})
     first, second = (ibp.open(path, share=True)["t"] for _ in range(2))
     assert first.is_shared() and first._segment is second._segment and first.is_pinned()
     ids = torch.randint(300, (1000,), device=cuda)

@@ -19,8 +19,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "support"), str(HERE.parent.
 import ibp  # noqa: E402
 from golden import make_clusters, make_planes  # noqa: E402
 from helpers import bytes_of, make_tensor, planes_codebook, spiky_rows  # noqa: E402
-from ibp._files.fields import TableFields, dtype_name  # noqa: E402
-from ibp._files.writer import FileWriter, write_plain, write_table  # noqa: E402
+from ibp._files import FileWriter, TableFields, dtype_name, write_plain, write_table  # noqa: E402
 
 FILES = HERE / "files"
 PAGEABLE = {"device": "cpu", "memory": "host"}

@@ -1,0 +1,493 @@
+"""What the bytes of a file say (FORMAT.md section 9): its names, the fields of its tables and codebooks, views, and the
+header. Nothing here opens a file: `reader.py` does, and `writer.py` writes one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+
+from .. import _core
+from .._common import rounding
+from .._layout.geometry import PAIRS_DTYPE
+from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
+from .._schemes.planes import num_entries, symbol_bytes
+
+ALIGNMENT = 128  # bytes: every tensor's data in a file begin at a multiple of this
+MAX_HEADER_BYTES = 100_000_000  # bytes of the JSON; readers of safetensors refuse more
+
+PREFIX = "ibp."  # the beginning of the metadata's keys, and of the tensors' names, that are not the user's
+FORMAT = "ibp.format"  # the key whose value is the format's version
+CHECKS = "ibp.checks"  # the key of the fields of the checksums, and the tensor that holds them
+PADDING = "ibp.padding."  # the beginning of the names of tensors of zeros between others
+# Beginnings of keys. A table's name, a codebook's number and a removed tensor's name follow.
+TABLE_KEY, CODEBOOK_KEY, REMOVED_KEY = "ibp.table.", "ibp.codebook.", "ibp.removed."
+
+TABLE_PARTS = {"slots": "U8", "overflow": "U8", "lengths": "U16", "bases": "U64"}
+CODEC_PARTS = {"blocks": "U8", "offsets": "U64"}
+
+
+class FileFormatError(ValueError):
+    """A file is not a file of ibp or of safetensors, contradicts itself, or has a newer format."""
+
+
+class ChecksumError(FileFormatError):
+    """Bytes of a file differ from the bytes that were written."""
+
+
+@contextlib.contextmanager
+def refused(what: str) -> Iterator[None]:
+    """Turns a ValueError or TypeError that is raised inside into a FileFormatError that shows the refused text."""
+    try:
+        yield
+    except FileFormatError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise FileFormatError(f"{what}: {error}") from error
+
+
+def part_names(table: str) -> list[str]:
+    """Returns the names that the parts of a table can have."""
+    return [f"{table}:{part}" for part in (*TABLE_PARTS, *CODEC_PARTS)]
+
+
+def rounded_up(num_bytes: int) -> int:
+    """Returns the bytes that a tensor takes in a file, with its padding."""
+    return rounding.rounded_up(num_bytes, ALIGNMENT)
+
+
+# ---- dtypes ----
+
+# Names of dtypes in headers of safetensors. Other dtypes have torch's name in capitals.
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+_NAMES = {name: text for text, name in _DTYPES.items()}
+PLAIN_ITEM_BYTES = {text: getattr(torch, name).itemsize for text, name in _DTYPES.items() if hasattr(torch, name)}
+_PAIRS = "F4"  # an item of torch's tensors of this dtype has two values
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """Returns the name in a file of a dtype, or of torch's name for one."""
+    name = str(dtype).removeprefix("torch.")
+    return _NAMES.get(name, name.upper())
+
+
+def as_json(record: Any) -> dict[str, Any]:
+    """Returns the fields of a dataclass that has a dtype and a shape, in the form for JSON."""
+    return {**vars(record), "dtype": dtype_name(record.dtype), "shape": list(record.shape)}
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Returns the dtype with a name in a file. Raises FileFormatError if this torch does not have it."""
+    dtype = getattr(torch, _DTYPES.get(name, name.lower()), None)
+    if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name:
+        raise FileFormatError(f"the dtype {name!r} is none of torch {torch.__version__}")
+    return dtype
+
+
+def entry_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]] | None:
+    """Returns (the name of the dtype, the shape) of a plain tensor in a header, or None if safetensors does not have
+    the dtype."""
+    if dtype == PAIRS_DTYPE and shape:
+        return _PAIRS, (*shape[:-1], 2 * shape[-1])
+    text = dtype_name(dtype)
+    return (text, shape) if text in PLAIN_ITEM_BYTES else None
+
+
+def form_of(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.dtype, tuple[int, ...]]:
+    """Returns the dtype and shape of the tensor that a plain entry of a header becomes.
+
+    If torch does not have the dtype, the tensor holds the bytes: uint8, and the last dimension has as many bytes as
+    its values take. If this is not a whole number, the tensor has one dimension.
+    """
+    with contextlib.suppress(FileFormatError):
+        return dtype_of(dtype), shape
+    items = math.prod(shape[:-1])
+    made = (*shape[:-1], num_bytes // max(items, 1)) if shape and num_bytes % max(items, 1) == 0 else (num_bytes,)
+    if dtype == _PAIRS and PAIRS_DTYPE is not None and math.prod(made) * 2 == math.prod(shape):
+        return PAIRS_DTYPE, made
+    return torch.uint8, made
+
+
+# ---- fields as text ----
+
+
+def write_fields(fields: Mapping[str, object]) -> str:
+    """Returns `key=value` pairs. Fields that are None are left out."""
+    return " ".join(f"{key}={_written(value)}" for key, value in fields.items() if value is not None)
+
+
+def _written(value: object) -> str:
+    """Returns the text of a field's value."""
+    if isinstance(value, (tuple, list)):
+        return ",".join(map(_written, value))
+    if isinstance(value, (bool, int)):
+        return str(int(value))
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+def _fingerprint_text(fingerprint: int | None) -> str | None:
+    """Returns the text of a fingerprint, or None if it is not known."""
+    return None if fingerprint is None else f"{fingerprint:016x}"
+
+
+# ---- a table ----
+
+
+@dataclass(frozen=True)
+class TableFields:
+    """The fields that a file has of a table."""
+
+    dtype: str  # the dtype's name in the file
+    shape: tuple[int, ...]  # the tensor's shape
+    scheme: str | None = None  # how rows are coded; None for a table of an external codec
+    # row_bytes, slot_bytes, rows_per_base: FORMAT.md sections 1 to 3
+    row_bytes: int = 0
+    slot_bytes: int = 0
+    codebook: int | None = None  # number of the codebook; None for scheme raw
+    rows_per_base: int = _core.ROWS_PER_BASE
+    content: int | None = None  # fingerprint of the tensor's bytes, if it is known
+    # base, result: for a delta, the fingerprints of what it is applied to and of the result.
+    base: int | None = None
+    result: int | None = None
+    # codec, block_bytes, codec_fields: for a table of an external codec.
+    codec: str | None = None
+    block_bytes: int = 0
+    codec_fields: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def parts(self) -> Mapping[str, str]:
+        """The dtypes of the table's parts, by the names of the parts."""
+        return TABLE_PARTS if self.codec is None else CODEC_PARTS
+
+    def text(self) -> str:
+        """Returns the line of a table."""
+        return write_fields(
+            {
+                **vars(self),
+                "row_bytes": self.row_bytes or None,
+                "slot_bytes": self.slot_bytes if self.codec is None else None,
+                "rows_per_base": None if self.rows_per_base == _core.ROWS_PER_BASE else self.rows_per_base,
+                "content": _fingerprint_text(self.content),
+                "base": _fingerprint_text(self.base),
+                "result": _fingerprint_text(self.result),
+                "block_bytes": self.block_bytes or None,
+                "codec_fields": None,
+                **self.codec_fields,
+            }
+        )
+
+
+def table_fields(what: str, text: str) -> TableFields:
+    """Returns the fields of a table's line. Raises FileFormatError for wrong and unknown fields. what: what the line
+    belongs to, for the message."""
+    with refused(what):
+        fields = _core.read_table(_in_json(text))
+        own = [pair for pair in text.split(" ") if pair.startswith("codec_")]
+        codec_fields = dict(pair.split("=", 1) for pair in own)
+        if len(codec_fields) != len(own):
+            raise ValueError(f"it has {own}; wanted no field there twice")
+        return TableFields(**fields, codec_fields=codec_fields)
+
+
+def _in_json(text: str) -> str:
+    """Returns a text as it appears within the quotes of JSON."""
+    return json.dumps(text)[1:-1]
+
+
+# ---- a codebook ----
+
+# (part, name of the dtype, number of entries) -> the entries of a codebook's part
+Parts = Callable[[str, str, int], np.ndarray]
+
+_PLANES_NUMBERS = ("element_bytes", "rotate", "residual_bits")
+_PLANES_FLAGS = ("per_column", "listed")
+_PLANES_VALUES = ("default", "closed", "signed_default", "invariant_bits", "invariant_value", "first_symbol")
+
+
+def codebook_record(
+    codebook: AnyCodebook, number_of: Callable[[AnyCodebook], int]
+) -> tuple[str, dict[str, np.ndarray]]:
+    """Returns the line and the parts of a codebook. number_of: returns the number in the file of a codebook that is
+    one of several clusters."""
+    fields: dict[str, Any]
+    parts: dict[str, np.ndarray] = {}
+    if isinstance(codebook, ClusteredCodebook):
+        fields = {"clusters": [number_of(one) for one in codebook.codebooks]}
+    elif isinstance(codebook, Codebook):
+        fields = {
+            "scheme": codebook.scheme,
+            "row_bytes": codebook.row_bytes,
+            "chunk_bytes": codebook.chunk_bytes,
+            "flag_all": codebook.flag_all,
+            "pairs": len(codebook.palette),
+            "tau": codebook.tau,
+        }
+        parts = {"palette": codebook.palette.numpy().reshape(-1), "index": codebook.index.numpy()}
+    else:
+        assert isinstance(codebook, PlanesCodebook)
+        live = codebook.live_columns
+        names = ("scheme", "row_bytes", *_PLANES_NUMBERS, "digit_bits", *_PLANES_FLAGS, *_PLANES_VALUES)
+        fields = {**{name: getattr(codebook, name) for name in names}, "live": None if live is None else len(live)}
+        parts = {"entries": codebook.entries.numpy().reshape(-1).astype(f"<u{codebook.symbol_bytes}")}
+        if live is not None:
+            assert codebook.row_template is not None
+            parts.update(live_columns=live.numpy().astype("<u2"), row_template=codebook.row_template.numpy())
+    fields["expected_savings"] = codebook.expected_savings
+    return write_fields(fields), {name: array for name, array in parts.items() if array.size}
+
+
+def read_codebook(
+    file: str,
+    metadata: Mapping[str, str],
+    number: int,
+    part: Callable[[int, str, str, int], np.ndarray],
+    is_cluster: bool = False,
+) -> AnyCodebook:
+    """Reads the codebook with a number.
+
+    Args:
+        file: the file's name, for messages.
+        metadata: the file's metadata, in which the codebook has a line.
+        part: a function of (number, part, name of the dtype, number of entries) that returns the entries of a
+            codebook's part.
+        is_cluster: whether the codebook is one of several clusters.
+
+    Raises:
+        FileFormatError: a line is missing or wrong, or a part does not fit it.
+    """
+    line = metadata.get(f"{CODEBOOK_KEY}{number}")
+    if line is None:
+        raise FileFormatError(f"{file} has no codebook {number}")
+    with refused(f"{file}: codebook {number}"):
+        fields = _core.read_codebook(_in_json(line))
+        if "clusters" in fields:
+            if is_cluster:
+                raise ValueError("it has clusters of its own; wanted a codebook of one cluster")
+            members = [read_codebook(file, metadata, member, part, True) for member in fields["clusters"]]
+            return ClusteredCodebook(members, fields.get("expected_savings"))
+        read = _read_masks if fields.pop("scheme") == Codebook.scheme else _read_planes
+        return read(fields, lambda *wanted: part(number, *wanted))
+
+
+def _read_masks(fields: dict[str, Any], part: Parts) -> Codebook:
+    """Returns the codebook of scheme "ibp" with these fields and parts."""
+    pairs, chunk_bytes = fields.pop("pairs"), fields["chunk_bytes"]
+    palette = part("palette", "U8", 2 * pairs * chunk_bytes).reshape(pairs, 2, chunk_bytes)
+    num_chunks = -(-fields["row_bytes"] // chunk_bytes) if pairs > 1 else 0
+    index = part("index", "U8" if pairs <= 256 else "U16", num_chunks)
+    return Codebook(palette=torch.from_numpy(palette), index=torch.from_numpy(index), **fields)
+
+
+def _read_planes(values: dict[str, Any], part: Parts) -> PlanesCodebook:
+    """Returns the codebook of scheme "planes" with these values of fields, and these parts."""
+    live, is_consecutive = values.pop("live", None), "first_symbol" in values
+    values.update((name, bool(values[name])) for name in _PLANES_FLAGS)
+    if live is not None:
+        values["live_columns"] = torch.from_numpy(part("live_columns", "U16", live).astype(np.int64))
+        values["row_template"] = torch.from_numpy(part("row_template", "U8", values["row_bytes"]))
+    columns = values["row_bytes"] // values["element_bytes"] if live is None else live
+    shape = (columns if values["per_column"] else 1, 0 if is_consecutive else num_entries(values["digit_bits"]))
+    symbol_bits = 8 * values["element_bytes"] - values["invariant_bits"] - values["residual_bits"]
+    entries = part("entries", f"U{8 * symbol_bytes(symbol_bits)}", shape[0] * shape[1])
+    values["entries"] = torch.from_numpy(entries.astype(np.uint64).view(np.int64).reshape(shape))
+    return PlanesCodebook(**values)
+
+
+# ---- views ----
+
+VIEW_KEY, STORAGE = "ibp_view.", "torch_storage."  # beginnings of keys, and of names of bases
+MOST_TIMES = 1000  # a view has at most this many times the elements of its base
+_LIMIT = 1 << 62  # the numbers of a view are smaller, because torch takes no larger ones
+
+
+class View(NamedTuple):
+    """A tensor that shares memory with another tensor of its checkpoint, and is stored as a view of it.
+
+    A key "ibp_view.<name>" of the metadata has [base, shape, strides, offset] as JSON: the tensor is `torch.as_strided`
+    of the contiguous base, and has its dtype. A base whose name begins with "torch_storage." holds memory that no
+    single tensor covers; it is not itself a tensor of the checkpoint.
+    """
+
+    base: str  # the name of the base
+    shape: tuple[int, ...]
+    # strides, offset: in elements
+    strides: tuple[int, ...]
+    offset: int
+
+    def check(self, num_elements: int) -> None:
+        """Raises FileFormatError if a base of num_elements elements has no such view, or if the view has more than
+        1,000 times as many elements."""
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
+        if math.prod(self.shape) > MOST_TIMES * num_elements or (0 not in self.shape and last >= num_elements):
+            elements = f"{math.prod(self.shape)} elements up to number {last}"
+            raise FileFormatError(f"a view of {self.base!r} has {elements}; the base has {num_elements}")
+
+    def of(self, base: torch.Tensor) -> torch.Tensor:
+        """Returns the view of the base's values. Raises FileFormatError like `check`."""
+        self.check(base.numel())
+        return base.contiguous().view(-1).as_strided(self.shape, self.strides, self.offset)
+
+    def is_whole(self, shape: tuple[int, ...]) -> bool:
+        """Returns whether the view covers a whole base of this shape."""
+        return self[1:] == (tuple(shape), torch.empty(shape, dtype=torch.uint8, device="meta").stride(), 0)
+
+    def text(self) -> str:
+        """Returns the text of the view in metadata."""
+        return json.dumps(self)
+
+
+def views_of(metadata: Mapping[str, str], names: Container[str]) -> dict[str, View]:
+    """Returns the views that metadata names.
+
+    names: the names of the tensors that are stored.
+
+    Raises:
+        FileFormatError: an entry is not a view, has the name of a stored tensor, or has a base that does not exist.
+    """
+    found = {}
+    for key, text in metadata.items():
+        if key.startswith(VIEW_KEY):
+            with refused(f"the metadata {key!r}"):
+                name, view = key.removeprefix(VIEW_KEY), _read_view(text)
+                if name in names or view.base not in names:
+                    raise ValueError(f"{name!r} is a tensor already, or there is no tensor {view.base!r}")
+                found[name] = view
+    return found
+
+
+def _read_view(text: str) -> View:
+    """Reads a view from a text. Raises ValueError if it is not a view."""
+    try:
+        base, shape, strides, offset = json.loads(text)
+        numbers = [*shape, *strides, offset]
+        are_right = len(shape) == len(strides) and all(type(each) is int and 0 <= each < _LIMIT for each in numbers)
+    except (ValueError, TypeError, RecursionError):
+        are_right = False
+    if not are_right or not isinstance(base, str):
+        raise ValueError(f"it is {text[:80]!r}; wanted a base, a shape, as many strides, and an offset")
+    return View(base, tuple(shape), tuple(strides), offset)
+
+
+# ---- the header ----
+
+_OTHERS = {
+    "npy": "an array of numpy",
+    "archive": "an archive, as torch.save and numpy.savez write them",
+    "pickle": "a pickle, as torch.save once wrote them",
+}
+_PICKLE = re.compile(rb"\x80[\x02-\x05]")
+
+
+class Entry(NamedTuple):
+    """A tensor in a file."""
+
+    dtype: str  # the dtype's name in the header
+    shape: tuple[int, ...]  # the tensor's shape; a part of a table has one dimension, padding included
+    # start, end: the place of its bytes, counted from the beginning of the file.
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Header:
+    """The content of a file before its data."""
+
+    num_bytes: int  # bytes of the header, its own size included: the data begin there
+    tensors: Mapping[str, Entry]  # by name, in the order of their bytes
+    metadata: Mapping[str, str]  # texts by keys, as they are in the file
+    # The bytes of the blocks that have checksums, and the number of blocks; or the reason why the checksums are
+    # invalid; or None for an ordinary safetensors file.
+    checks: tuple[int, int] | str | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the file is an ordinary safetensors file."""
+        return FORMAT not in self.metadata
+
+    @property
+    def user_metadata(self) -> dict[str, str]:
+        """The metadata without ibp's own entries."""
+        return {key: text for key, text in self.metadata.items() if self.is_plain or not key.startswith(PREFIX)}
+
+
+def header_of(file: BinaryIO, name: str) -> Header:
+    """Reads the header of an open file. name: the file's name, for messages."""
+    size, start = os.fstat(file.fileno()).st_size, file.read(9)
+    other = other_format(start)
+    if other is not None:
+        raise FileFormatError(
+            f"{name} is {_OTHERS[other]}, no file of safetensors; ibp.checkpoints.compress makes one of it, which "
+            "ibp.load and ibp.open read"
+        )
+    header_bytes = int.from_bytes(start[:8], "little")
+    if size < 10 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, size - 8):
+        if start[8:9] != b"{":
+            raise FileFormatError(
+                f"{name} is no file of safetensors: it has {size} bytes and begins with {start!r}; wanted 8 bytes with "
+                "the size of the header, then the header, which begins with {"
+            )
+        raise FileFormatError(
+            f"{name} is no file of safetensors, or was cut: it has {size} bytes and says that its header has "
+            f"{header_bytes}; wanted 2 to {MAX_HEADER_BYTES} within the file"
+        )
+    with refused(name):
+        tensors, metadata, checks = _core.read_header(start + file.read(header_bytes - 1), size)
+    entries = sorted(((name, Entry(*entry)) for name, entry in tensors.items()), key=lambda item: item[1][2:])
+    return Header(8 + header_bytes, dict(entries), metadata, checks)
+
+
+def other_format(start: bytes) -> str | None:
+    """Returns what kind of file begins with these bytes, if it is not a safetensors file: "npy", "archive" or
+    "pickle". Returns None for any other start. start: at least 9 bytes."""
+    # This must come first, because the sizes of some headers look like the first bytes of pickles.
+    if start[8:9] == b"{":
+        return None
+    if start.startswith(b"\x93NUMPY"):
+        return "npy"
+    if start.startswith((b"PK\3\4", b"PK\5\6")):
+        return "archive"
+    return "pickle" if _PICKLE.match(start) else None
+
+
+# ---- checksums ----
+
+BLOCK_BYTES = 1 << 20  # bytes of data that have a checksum of their own
+HASH = "xxh3_64"  # the name of the hash function in the fields of the checksums
+
+
+def checksum_bytes(data_bytes: int) -> int:
+    """Returns the bytes of the checksums for data_bytes bytes of data: one for each block, one for the header, and
+    one for the checksums themselves."""
+    return 8 * (-(-data_bytes // BLOCK_BYTES) + 2)
