@@ -59,7 +59,6 @@ class NewFile:
 
     An interrupt at any moment leaves no file behind and no descriptor open. Objects hold the descriptors from the
     system call on, so that a file which no `finally` sees is discarded with its object.
-    system call on, and what no `finally` sees is discarded with the object.
 
     Args:
         path: path of the file.

@@ -223,7 +223,7 @@ class File(Mapping[str, Value], Closing):
         try:
             segment, copies = segment_of(f"{sorted(identities)} {name}", table._tensors())
         except (RuntimeError, OSError) as error:
-            warnings.warn(f"{name!r} is not shared between processes: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{name!r} is not shared between processes: {error}", RuntimeWarning, stacklevel=5)
             return
         segment.pin = True
         table._move(copies, segment)
