@@ -192,6 +192,10 @@ class CodedWork(Work):
             job.note_lost()
             job.repair(status)
         messages.give_back(status)
+        if status.is_damaged:  # known on this rank alone: the others may wait for it in the repair
+            raise RuntimeError(
+                "this call or an earlier call has given a wrong tensor: a message was damaged on its way"
+            )
 
     def __del__(self) -> None:
         job = getattr(self, "_job", None)

@@ -58,6 +58,7 @@ class Status:
         heads: the fingerprints, a view.
         unused: a fault record for the coder, which finds no wrong ids.
         seen: an event that is recorded when the host has a copy; None on the CPU.
+        is_damaged: on a GPU, after `read`: whether rows were missing from a message although its coder lost none.
 
     Args:
         count: number of messages.
@@ -85,7 +86,8 @@ class Status:
         )
         self.seen = torch.cuda.Event() if is_pinned else None
         self._values: list[int] = []
-        self._was_lost = False
+        self._was_lost = [False] * count
+        self.is_damaged = False
 
     def record(self) -> None:
         """On a GPU: copies it to the host, on the current stream, and makes it ready for another call."""
@@ -99,17 +101,21 @@ class Status:
         self.data.copy_(self._empty)
 
     def read(self) -> None:
-        """Takes the host's copy as what the other methods look at. RuntimeError: a message of the call before was
-        damaged on its way. A GPU decodes messages after the status was recorded, so it is noticed a call later."""
+        """Takes the host's copy as what the other methods look at.
+
+        A GPU decodes the last messages of a call after it has recorded the status: what is missing from them is noted
+        a call later."""
         values, of_rows = self._on_host.tolist(), _ENTRIES * self._count
         if self.seen is None:
             self._values = values
             self._clear()
             return
-        self._values = values[:of_rows] + [0] * (len(values) - of_rows)
-        was_lost, self._was_lost = self._was_lost, self.any_lost()
-        if any(values[of_rows:]) and not was_lost:
-            raise RuntimeError("an earlier call has given a wrong tensor: a message was damaged on its way")
+        self._values, faults = values[:of_rows] + [0] * (len(values) - of_rows), values[of_rows::_FAULT]
+        was_lost, self._was_lost = self._was_lost, [self.is_lost(k) for k in range(self._count)]
+        # Rows that the coder of a message lost, in this call or in the one before, are missing for its receivers, too.
+        self.is_damaged = any(
+            fault and not (lost or before) for fault, lost, before in zip(faults, self._was_lost, was_lost)
+        )
 
     def is_lost(self, message: int) -> bool:
         """Returns whether rows of the message had no room when it was coded, or were missing when it was decoded."""

@@ -553,6 +553,28 @@ def test_lost_rows_are_sent_again(ranks, what):
     assert warned == [1] * len(warned)  # rank 0 sends lost rows to all
 
 
+def lose_in_one_piece(rank, num_pieces):
+    """All-gathers in pieces. In each call one piece of rank 0 has rows without room: an early one, a middle one, the
+    last one, and then none has."""
+    once.said.add(_exchange.SENT_TWICE)
+    learned, size, count = Codec.learn(tensor_of(9)), dist.get_world_size(), 2_000_000
+    codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_links, "num_pieces", lambda rates, load: num_pieces)
+        for first in (0, count // 2, count - 40_960, count, 0, count):
+            xs = [tensor_of(other, count=count) for other in range(size)]
+            xs[0][first : first + 40_960] *= 1e20  # 20 rows
+            out = poisoned(size * count, xs[0].dtype)
+            all_gather_into_tensor(out, xs[rank], codec=codec, name=f"{num_pieces} pieces")
+            assert_same_bits(out, torch.cat(xs))
+
+
+@pytest.mark.parametrize("num_pieces", [2, 3, 7])
+def test_lost_rows_of_one_piece(ranks, num_pieces):
+    ranks(lose_in_one_piece, num_pieces)
+    ranks(as_on_gpus, lose_in_one_piece, num_pieces)
+
+
 class Works:
     """Of a call of NCCL's, done by messages from rank to rank."""
 
@@ -579,12 +601,34 @@ def exchange_splits_as_nccl(out, x, back, to, group, async_op):
     return work if async_op else work.wait()
 
 
+class EventOfCpu:
+    """A CUDA event of work that is done at once."""
+
+    def record(self):
+        """There is nothing to record."""
+
+    def synchronize(self):
+        """There is nothing to wait for."""
+
+
+_status = Messages.status
+
+
+def status_as_on_gpus(messages):
+    """A status whose copy for the host does not see what is decoded after it was recorded."""
+    status = _status(messages)
+    if status.seen is None:
+        status.seen, status._on_host = EventOfCpu(), torch.zeros_like(status.data)
+    return status
+
+
 def as_on_gpus(rank, work, *arguments):
     """Ranks tell each other what was lost once all is coded, before it moves; they exchange in pairs."""
     with pytest.MonkeyPatch.context() as patch:
         slots = _planning.state_of(None).slots(torch.device("cpu"))
         patch.setattr(slots, "on_gpu", True)
         patch.setattr(slots, "take", lambda num_bytes: Slot(torch.empty(num_bytes, dtype=torch.uint8)))
+        patch.setattr(Messages, "status", status_as_on_gpus)
         patch.setattr(Messages, "note_heads", lambda *ignored: pytest.fail("on a GPU codecs are told, too"))
         patch.setattr(dist, "all_to_all", exchange_as_nccl)
         patch.setattr(dist, "all_to_all_single", exchange_splits_as_nccl)
@@ -635,16 +679,44 @@ def test_exchanges_in_pairs(ranks, dtype):
 def test_damage_that_the_next_call_sees():
     status = Status(2, torch.device("cpu"), 7)
     status.seen = object()  # as on a GPU, where messages are decoded after the host has its copy
-    status.faults[1][0] = 3
-    with pytest.raises(RuntimeError, match="an earlier call has given a wrong tensor"):
+    for told, lost, faults, is_damaged in (
+        ("damage", [0, 0], [0, 3], True),
+        ("nothing", [0, 0], [0, 0], False),
+        ("lost, and missing in an early piece", [0, 5], [0, 3], False),
+        ("missing in the last piece of the call before", [0, 0], [0, 3], False),
+        ("damage of another message than the lost one", [0, 5], [3, 0], True),
+    ):
+        for message in range(2):
+            status.counts[message][1], status.faults[message][0] = lost[message], faults[message]
         status.read()
-    assert not status.any_lost() and not status.strange(7) and status.strange(8)
-    status.faults[1][0], status.counts[0][1] = 0, 5
-    status.read()
-    assert status.is_lost(0) and not status.is_lost(1)
-    status.faults[1][0], status.counts[0][1] = 3, 0  # of rows that were sent again
-    status.read()
-    assert not status.any_lost()
+        assert status.is_damaged == is_damaged, told
+        assert [status.is_lost(message) for message in range(2)] == [count > 0 for count in lost]
+        assert status.any_lost() == any(lost) and not status.strange(7) and status.strange(8)
+
+
+def damage(rank):
+    """Rank 1 misses rows of its first call. It finds out in the second one, which the ranks make together."""
+    size, x, options = dist.get_world_size(), tensor_of(rank), {"level": "default", "name": "damage"}
+    out, decode = poisoned(size * COUNT, x.dtype), Messages.decode
+
+    def decode_with_a_fault(messages, slot, part, status, max_sms):
+        decode(messages, slot, part, status, max_sms)
+        status.faults[part.message][0] = 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Messages, "decode", decode_with_a_fault)
+        all_gather_into_tensor(out, x, **options)
+    found = raised(lambda: all_gather_into_tensor(out, x, **options))
+    out.fill_(0)
+    all_gather_into_tensor(out, x, **options)
+    assert_same_bits(out, gathered(size, x.dtype))
+    return found
+
+
+def test_damage_raises_on_the_rank_that_meets_it(ranks):
+    others, (name, message) = (found := ranks(as_on_gpus, damage))[:1] + found[2:], found[1]
+    assert others == [None] * len(others) and name == "RuntimeError" and "damaged on its way" in message
 
 
 def drift(rank):
