@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 
 from .._common.group import all_taking_part
-from ._calls import finished, gather, gathering, messages_of, movable, run
+from ._calls import AllGather, movable
 from ._codec import Codec, as_bytes
 from ._links import raw_all_gather
-from ._messages import Part, Status, has_lost, spans_of, status_entries
+from ._messages import MessageSlots, Part, Status, has_lost, on, spans_of, status_entries
 from ._planning import RAW, CallOptions, Kind, Plan, State, state_of
-from ._slots import MessageSlots, on
 
 
 def compress_all_gather(
@@ -115,13 +114,12 @@ class Shards:
                 return raw_all_gather(*raw, group=group, async_op=async_op)
             if self.is_seen and is_watched:
                 assert self.plan is not None
-                call = self.plan, self.state, group, output_tensor, input_tensor
-                job = gathering(*call, lambda status: None, self.status)  # `Rooms` looks at the status
-                return finished(run(job, self.state, async_op), async_op)
+                call = AllGather(output_tensor, input_tensor, group, self.options)
+                return call.coded(self.plan, async_op, self.status)  # `Rooms` looks at the status.
         self._note(input_tensor, group)
-        # Of a call that may have to be repeated always work: FSDP waits for it when it needs the parameters, and so
-        # does the host.
-        return gather(output_tensor, input_tensor, group, async_op, True, self.options, is_known_to_fit=True)
+        # A coded call always returns work, because it may have to be repeated: FSDP waits for it when it needs the
+        # parameters, and the host does so, too.
+        return AllGather(output_tensor, input_tensor, group, self.options, is_known_to_fit=True).call(async_op)
 
     def _is_same(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
         """Whether `Rooms` has looked at a call like this one."""
@@ -175,13 +173,10 @@ class Shards:
         if sum(x.numel() for x in inputs) != self.kind.numel or any(x.dtype != self.kind.dtype for x in inputs):
             return  # a call of another kind, then, which is agreed on
         x = as_bytes(torch.cat(inputs) if len(inputs) > 1 else inputs[0])
-        for span in spans_of(x.numel(), self.plan.num_pieces):
-            messages = messages_of(self.plan, [span.payload] * self.state.size, x.device)
-            slot = slots.take(messages.num_bytes)
-            try:
-                messages.code(slot, Part(self.state.rank, x[span.bytes]), status, 0)
-            finally:
-                slots.leave(slot)
+        for k, span in enumerate(spans_of(x.numel(), self.plan.num_pieces)):
+            messages = self.plan.messages_of([span.payload] * self.state.size, x.device)
+            slot = slots.take(k, messages.num_bytes)
+            messages.code(slot, Part(self.state.rank, x[span.bytes]), status, 0)
 
     def decide(self, is_lost: bool) -> None:
         """How all-gathers travel until the next forward pass. is_lost: rows had no room, on some rank."""

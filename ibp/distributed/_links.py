@@ -16,8 +16,7 @@ from .._machine import calibration
 from .._machine.timing import timed_once
 from .._schemes.codebook import coder_rates
 from ._codec import Codec
-from ._messages import Messages, Part, shares_of
-from ._slots import Slot
+from ._messages import Messages, Part, Slot, shares_of
 
 _MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # that each rank sends
 _REPEATS, _IN_A_ROW = 3, 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,13 +23,13 @@ from .._schemes.planes import LEVELS as CODED_LEVELS
 from . import _links
 from ._codec import Codec, learned, sample_of
 from ._links import Link, Load
-from ._messages import Messages
-from ._slots import MessageSlots
+from ._messages import Messages, MessageSlots
 
 LEVELS = ("auto", *CODED_LEVELS)
 LEAST_BYTES = 1 << 20  # that a rank codes: less is never worth it
 _SAMPLED_ROWS = 512  # of all ranks together, at least
 _MOST_PLANS = 4096
+_MOST_LAYOUTS = 64  # A plan keeps at most this many layouts of messages.
 _EARLY_CHECKS, _CALLS_A_CHECK = (8, 32), 64  # calls after which, and in which distance, ranks compare what was lost
 
 
@@ -97,8 +97,15 @@ class Plan:
     num_calls: int = 0  # so far
     has_lost: bool = False  # whether messages of this rank, or to it, have lost rows since the codec was learned
 
-    def note_lost(self) -> None:
-        self.has_lost = True
+    def messages_of(self, payloads: Sequence[int], device: torch.device, least: int = 1) -> Messages:
+        """Returns the layout of the messages of a piece. The arguments are those of `Messages`."""
+        key = (*payloads, least, device)
+        if key not in self.messages:
+            if len(self.messages) >= _MOST_LAYOUTS:
+                self.messages.clear()
+            assert self.codec is not None
+            self.messages[key] = Messages(self.codec, payloads, least, device)
+        return self.messages[key]
 
     def is_due(self) -> bool:
         """Whether the ranks tell each other now whether rows were lost: seldom, as the host waits for that."""
