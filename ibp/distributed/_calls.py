@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from ._codec import Codec, as_bytes
-from ._exchange import Collective, ExchangePiece
+from ._exchange import Collective, ExchangePiece, OneTensor, movable
 from ._links import Load, raw_all_gather
 from ._messages import Messages, Part, Status, spans_of
 from ._planning import CallOptions, Plan
@@ -17,8 +16,6 @@ from ._planning import CallOptions, Plan
 _NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)  # Bytes by which calls are planned whose ranks differ in what they send.
 # all_to_all_single on GPUs has this many pieces, so that ranks agree without knowing the messages of other ranks.
 _PIECES = 2
-# Backends move these dtypes of tensors on GPUs; other tensors are moved as bytes.
-_PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 
 
 def all_gather_into_tensor(
@@ -97,7 +94,7 @@ class AllGather(Collective):
         self.load = Load(input_tensor.nbytes, moved, moved, is_known_to_fit)
 
     def check(self) -> None:
-        check_tensors(self._input, self._output)
+        super().check()
         count, size = self._input.numel(), self.state.size
         if self._output.numel() != size * count:
             raise ValueError(
@@ -151,35 +148,25 @@ def broadcast(
         tensor: contiguous; sent by the source, written by the others.
         src, group_src: the source's rank among all, or in the group: one of them.
     """
-    return _Broadcast(tensor, src, group_src, group, CallOptions(codec, level, name)).call(async_op)
+    root = root_of(src, group_src, group)
+    return _Broadcast(tensor, root, group, CallOptions(codec, level, name)).call(async_op)
 
 
-class _Broadcast(Collective):
-    """A broadcast. Its pieces have one message each."""
+class _Broadcast(OneTensor):
+    """A broadcast. root: the rank of the source in the group."""
 
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        src: int | None,
-        group_src: int | None,
-        group: dist.ProcessGroup | None,
-        options: CallOptions,
-    ) -> None:
-        self._tensor, self._root = tensor, root_of(src, group_src, group)
-        super().__init__(group, options, "broadcast", (tensor,), self._root)
-        self.load = Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
-
-    def check(self) -> None:
-        check_tensors(self._tensor)
+    def __init__(self, tensor: torch.Tensor, root: int, group: dist.ProcessGroup | None, options: CallOptions) -> None:
+        super().__init__("broadcast", tensor, group, options, root)
+        self.is_sent, self._root = self.state.rank == root, root
 
     def raw(self, async_op: bool) -> dist.Work | None:
-        return dist.broadcast(movable(self._tensor), group=self.group, group_src=self._root, async_op=async_op)
-
-    def pieces(self, plan: Plan) -> list[ExchangePiece]:
-        return pieces_of_one(plan, as_bytes(self._tensor), self.state.rank == self._root)
+        return self._broadcast(movable(self.tensors[0]), async_op)
 
     def move(self, whole: torch.Tensor, each: Sequence[torch.Tensor]) -> dist.Work | None:
-        return dist.broadcast(whole, group=self.group, group_src=self._root, async_op=True)
+        return self._broadcast(whole, True)
+
+    def _broadcast(self, data: torch.Tensor, async_op: bool) -> dist.Work | None:
+        return dist.broadcast(data, group=self.group, group_src=self._root, async_op=async_op)
 
 
 def all_to_all_single(
@@ -240,7 +227,7 @@ class _AllToAll(Collective):
         self._input, self._output, self._splits = input, output, splits
 
     def check(self) -> None:
-        check_tensors(self._input, self._output)
+        super().check()
         for what, x, sizes in zip(("output", "input"), (self._output, self._input), self._splits):
             _check_splits(what, x, sizes, self.state.size)
 
@@ -252,7 +239,7 @@ class _AllToAll(Collective):
         rank, size = self.state.rank, self.state.size
         self._on_gpu = self.state.slots(self._input.device).on_gpu
         received, sent = (_parts(x, sizes, size) for x, sizes in zip((self._output, self._input), self._splits))
-        self._sent, self._received, self.own = sent, received, (received[rank], sent[rank])
+        self.own = received[rank], sent[rank]
         own = rank, size + rank
         self._parts = [data[:0] if k in own else data for k, data in enumerate((*sent, *received))]
         self._is_coded = [data.numel() >= max(1, plan.least) for data in self._parts]
@@ -301,46 +288,14 @@ class _AllToAll(Collective):
     def repair(self, status: Status) -> None:
         """Sends the parts again that have lost rows. Only the two ranks of a message know it."""
         size, ops = self.state.size, []
-        for k in range(size):
-            if status.lost[k]:
-                ops.append(dist.P2POp(dist.isend, self._sent[k], group=self.group, group_peer=k))
-            if status.lost[size + k]:
-                ops.append(dist.P2POp(dist.irecv, self._received[k], group=self.group, group_peer=k))
+        for k in (k for k, is_lost in enumerate(status.lost) if is_lost):
+            function, peer = (dist.isend, k) if k < size else (dist.irecv, k - size)
+            ops.append(dist.P2POp(function, self._parts[k], group=self.group, group_peer=peer))
         for work in dist.batch_isend_irecv(ops):
             work.wait()
 
 
 # ---- what they share -----------------------------------------------------------------------------------------------
-
-
-def check_tensors(*tensors: torch.Tensor) -> None:
-    """Raises ValueError unless they are contiguous, and alike in dtype and device."""
-    first = tensors[0]
-    for tensor in tensors:
-        if not _is_memory(tensor):
-            strides = tensor.stride() if tensor.layout == torch.strided else tensor.layout
-            raise ValueError(f"a tensor {list(tensor.shape)} of strides {strides} is not contiguous memory")
-        if (tensor.dtype, tensor.device) != (first.dtype, first.device):
-            raise ValueError(
-                f"tensors are {tensor.dtype} on {tensor.device} and {first.dtype} on {first.device}; wanted one dtype "
-                "and device"
-            )
-
-
-def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
-    """x as bytes, where that is the same memory: backends do not move all dtypes. items: [items, bytes of one]."""
-    if x.is_cuda and x.dtype in _PLAIN:
-        return x
-    if not _is_memory(x):
-        return x
-    if not items:
-        return as_bytes(x)
-    return as_bytes(x).view(x.shape[0] if x.dim() else 1, math.prod(x.shape[1:]) * x.element_size())
-
-
-def _is_memory(x: torch.Tensor) -> bool:
-    """Whether a tensor is contiguous memory, as it is."""
-    return x.layout == torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def _check_splits(what: str, x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> None:
@@ -357,16 +312,6 @@ def _parts(x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[tor
     items = max(1, x.shape[0] if x.dim() else 1)
     data = as_bytes(x)
     return list(data.split([data.numel() // items * n for n in sizes] if sizes else [data.numel() // count] * count))
-
-
-def pieces_of_one(plan: Plan, x: torch.Tensor, is_sent: bool) -> list[ExchangePiece]:
-    """Of a tensor that is sent, or received, in one message a piece."""
-    pieces = []
-    for span in spans_of(x.numel(), plan.num_pieces):
-        parts = [Part(0, x[span.bytes])]
-        messages = plan.messages_of([span.payload], x.device)
-        pieces.append(ExchangePiece(messages, parts, []) if is_sent else ExchangePiece(messages, [], parts))
-    return pieces
 
 
 def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | None, what: str = "src") -> int:

@@ -30,6 +30,7 @@ gives calls a status of its own: then tell, check and repair are left out.
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -43,8 +44,9 @@ import torch.distributed as dist
 
 from .._common.group import all_taking_part
 from .._common.once import warn_once
+from ._codec import as_bytes
 from ._links import Load
-from ._messages import Messages, Part, Slot, Status, on
+from ._messages import Messages, Part, Slot, Status, on, spans_of
 from ._planning import LEAST_BYTES, RAW, CallOptions, Plan, state_of
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ if TYPE_CHECKING:
 else:
     Work = getattr(dist, "Work", object)  # torch can be built without torch.distributed
 
+# On GPUs, backends move tensors of these dtypes. All other tensors are moved as bytes.
+_PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 _LAG = 1  # Number of pieces that are coded before the first one is waited for.
 _NO_TIMEOUT = timedelta(0)
 SENT_TWICE = (
@@ -110,9 +114,18 @@ class Collective(ABC):
         self.group, self.options, self.tensors, self.state = group, options, tensors, state_of(group)
         self.kind = options.kind_of(what, tensors[0], root)
 
-    @abstractmethod
     def check(self) -> None:
-        """Raises TypeError or ValueError if tensors do not fit the call."""
+        """Raises ValueError unless the tensors fit the call: they are contiguous, of one dtype and on one device."""
+        first = self.tensors[0]
+        for x in self.tensors:
+            if not _is_memory(x):
+                strides = x.stride() if x.layout == torch.strided else x.layout
+                raise ValueError(f"a tensor {list(x.shape)} of strides {strides} is not contiguous memory")
+            if (x.dtype, x.device) != (first.dtype, first.device):
+                raise ValueError(
+                    f"tensors are {x.dtype} on {x.device} and {first.dtype} on {first.device}; wanted one dtype and "
+                    "device"
+                )
 
     @abstractmethod
     def raw(self, async_op: bool) -> Work | None:
@@ -164,6 +177,30 @@ class Collective(ABC):
         with torch.no_grad():
             work = CodedWork(self, plan, is_async, status)
         return finished(work, is_async)
+
+
+class OneTensor(Collective):
+    """A call in which one rank sends a tensor that others receive. Its pieces have one message each.
+
+    Attributes:
+        is_sent: whether this rank is the sender. Subclasses set it.
+    """
+
+    is_sent: bool
+
+    def __init__(
+        self, what: str, tensor: torch.Tensor, group: dist.ProcessGroup | None, options: CallOptions, root: int = -1
+    ) -> None:
+        super().__init__(group, options, what, (tensor,), root)
+        self.load = Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
+
+    def pieces(self, plan: Plan) -> list[ExchangePiece]:
+        x, pieces = as_bytes(self.tensors[0]), []
+        for span in spans_of(x.numel(), plan.num_pieces):
+            messages, parts = plan.messages_of([span.payload], x.device), [Part(0, x[span.bytes])]
+            sent, received = (parts, []) if self.is_sent else ([], parts)
+            pieces.append(ExchangePiece(messages, sent, received))
+        return pieces
 
 
 class CodedWork(Work):
@@ -333,6 +370,24 @@ def finished(work: Work | None, is_async: bool) -> Work | None:
     if work is not None:
         work.wait()
     return None
+
+
+def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
+    """Returns a tensor in the form in which backends move it: its bytes, unless backends move its dtype.
+
+    Args:
+        items: keep dimension 0, whose items `all_to_all_single` counts.
+    """
+    if (x.is_cuda and x.dtype in _PLAIN) or not _is_memory(x):
+        return x
+    if not items:
+        return as_bytes(x)
+    return as_bytes(x).view(x.shape[0] if x.dim() else 1, math.prod(x.shape[1:]) * x.element_size())
+
+
+def _is_memory(x: torch.Tensor) -> bool:
+    """Returns whether the elements of a tensor are one range of memory, in order."""
+    return x.layout == torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def _synchronize(event: torch.cuda.Event, until: float | None) -> None:

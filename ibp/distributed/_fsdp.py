@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from .._common.group import all_taking_part
-from ._calls import AllGather, movable
+from ._calls import AllGather
 from ._codec import Codec, as_bytes
+from ._exchange import movable
 from ._links import raw_all_gather
 from ._messages import MessageSlots, Part, Status, has_lost, on, spans_of, status_entries
 from ._planning import RAW, CallOptions, Kind, Plan, State, state_of
@@ -202,10 +203,7 @@ class Rooms:
         self._depth = 0  # forward passes that are under way, one in the other
         self._backward = _NO_BACKWARD  # the last backward pass at whose end the host looks
 
-    def gather(self, shards: Shards, *args: Any) -> dist.Work | None:
-        return shards.gather(self._is_watched(), *args)
-
-    def _is_watched(self) -> bool:
+    def is_watched(self) -> bool:
         """Whether the host looks at what was lost at the end of this pass; a backward pass is told to."""
         if self._depth:
             return True
@@ -341,6 +339,6 @@ def _comm_class() -> Any:
             group: dist.ProcessGroup,
             async_op: bool = False,
         ) -> dist.Work | None:
-            return self.rooms.gather(self.shards, output_tensor, input_tensor, group, async_op)
+            return self.shards.gather(self.rooms.is_watched(), output_tensor, input_tensor, group, async_op)
 
     return CodedAllGather

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from .._common import wire
 from .._schemes.learning import Learner
 from . import _links
-from ._calls import check_tensors, movable, pieces_of_one, root_of
-from ._codec import Codec, as_bytes, sample_of
-from ._exchange import Collective, ExchangePiece, Work, finished
-from ._links import Load
+from ._calls import root_of
+from ._codec import Codec, sample_of
+from ._exchange import OneTensor, Work, finished, movable
 from ._planning import RAW, CallOptions, Kind, Pair, Plan
 
 _NOTE_BYTES = 1 << 14  # Bytes of a note. If a codec takes more, the note says that tensors travel raw.
@@ -139,8 +138,8 @@ def recv(
     return _Transfer(tensor, False, peer, tag, group, CallOptions(codec, level, name)).call(async_op)
 
 
-class _Transfer(Collective):
-    """A tensor that this rank sends to another one, or receives from it. Its pieces have one message each.
+class _Transfer(OneTensor):
+    """A tensor that this rank sends to another one, or receives from it.
 
     Args:
         is_sent: whether this rank sends the tensor.
@@ -157,18 +156,11 @@ class _Transfer(Collective):
         group: dist.ProcessGroup | None,
         options: CallOptions,
     ) -> None:
-        super().__init__(group, options, "send", (tensor,))
-        self._tensor, self._is_sent, self._peer, self._tag = tensor, is_sent, peer, tag
-        self.load = Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
-
-    def check(self) -> None:
-        check_tensors(self._tensor)
+        super().__init__("send", tensor, group, options)
+        self.is_sent, self._peer, self._tag = is_sent, peer, tag
 
     def raw(self, async_op: bool) -> dist.Work | None:
-        return finished(self._moved(movable(self._tensor)), async_op)
-
-    def pieces(self, plan: Plan) -> list[ExchangePiece]:
-        return pieces_of_one(plan, as_bytes(self._tensor), self._is_sent)
+        return finished(self._moved(movable(self.tensors[0])), async_op)
 
     def move(self, whole: torch.Tensor, each: Sequence[torch.Tensor]) -> dist.Work | None:
         return self._moved(whole)
@@ -177,7 +169,7 @@ class _Transfer(Collective):
         if self.travels_raw():
             return self.raw(async_op)
         self.check()
-        pair = self.state.pairs.setdefault((self._is_sent, self._peer, self._tag), Pair())
+        pair = self.state.pairs.setdefault((self.is_sent, self._peer, self._tag), Pair())
         last, pair.last = pair.last, None  # If it fails, the next call does not wait for it again.
         finished(last, False)
         plan = pair.plans.get(self.kind)
@@ -194,7 +186,7 @@ class _Transfer(Collective):
 
     def _moved(self, data: torch.Tensor) -> dist.Work | None:
         """Sends bytes, or receives them. Returns work."""
-        if self._is_sent:
+        if self.is_sent:
             return dist.isend(data, group=self.group, tag=self._tag, group_dst=self._peer)
         return dist.irecv(data, group=self.group, tag=self._tag, group_src=self._peer)
 
@@ -207,8 +199,8 @@ class _Transfer(Collective):
             num_calls = 1 if old is None else old.num_calls
             pair.plans[self.kind] = RAW if codec is None else Plan(codec, self._num_pieces(), num_calls=num_calls)
 
-        device, data = self._tensor.device, movable(self._tensor)
-        if self._is_sent:
+        device, data = self.tensors[0].device, movable(self.tensors[0])
+        if self.is_sent:
             note = _note(self.kind, self._learned(old, pair.learners.setdefault(self.kind, Learner())))
             take(note)
             return NotedWork([self._moved(data), self._moved(note.to(device))], None)
@@ -224,18 +216,18 @@ class _Transfer(Collective):
             return old.codec
         if learner.is_hopeless or (kind.level == "auto" and (link is None or not kind.follows_link)):
             return None
-        rows = sample_of(self._tensor)
+        rows = sample_of(self.tensors[0])
         found = kind.learned(rows)
         if found is not None and kind.level == "auto":
             assert link is not None
-            rates = _links.rates_of(found, rows, self._tensor.device)
+            rates = _links.rates_of(found, rows, self.tensors[0].device)
             found = found if _links.pays(found, rates, link, self.load) else None
         learner.take(found)
         return found
 
     def _num_pieces(self) -> int:
         """Returns the number of pieces, the same on both ranks."""
-        return max(1, min(_MOST_PIECES, self._tensor.nbytes // _PIECE_BYTES))
+        return max(1, min(_MOST_PIECES, self.tensors[0].nbytes // _PIECE_BYTES))
 
 
 def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
