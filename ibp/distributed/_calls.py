@@ -1,4 +1,4 @@
-"""The collectives: what each of them moves, and in which messages. How a coded call runs is told in `_exchange.py`."""
+"""The collectives: which messages each of them has, and how it moves them. How a coded call runs: `_exchange.py`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from ._links import Load, raw_all_gather
 from ._messages import Messages, Part, Status, spans_of
 from ._planning import CallOptions, Plan
 
-_NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)  # Bytes by which calls are planned whose ranks differ in what they send.
-# all_to_all_single on GPUs has this many pieces, so that ranks agree without knowing the messages of other ranks.
+# Ranks may send different numbers of bytes in an all-to-all, so it is planned as if each sent this many (64 MiB).
+_NOMINAL = Load(64 << 20, 64 << 20, 64 << 20)
+# On GPUs an all-to-all has this many pieces. The number is fixed, because a rank does not know the messages of others.
 _PIECES = 2
 
 
@@ -28,11 +29,12 @@ def all_gather_into_tensor(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """`torch.distributed.all_gather_into_tensor`, with tensors that travel coded where that is faster.
+    """Gathers a tensor from each rank, as `torch.distributed.all_gather_into_tensor` does. Tensors travel coded if that
+    is faster.
 
-    The bits of the result are torch's. A tensor is divided into pieces: while one piece travels, the next is coded and
-    the one before it decoded. If a codec has too little room for a tensor, the tensor is sent again, raw. A CUDA graph
-    captures torch's own call.
+    The bits of the result are the same as with torch. A tensor is divided into pieces: while one piece travels, the
+    next one is coded and the one before it decoded. If a tensor does not fit the messages of its codec, it is sent
+    again, raw. A CUDA graph captures torch's own call.
 
     The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments and learn a codec
     from samples of their tensors. A group's first call with level="auto" also times a raw all-gather. Some later calls
@@ -47,37 +49,36 @@ def all_gather_into_tensor(
         tensor([0., 1.])
 
     Args:
-        output_tensor: contiguous, as many elements as the input tensors of all ranks. The input may be this rank's part
-            of it.
-        input_tensor: contiguous, of any dtype, on the CPU or a GPU; of one shape and dtype on all ranks.
-        group: of torch.distributed; None: the default one.
-        async_op: return work at once; its `wait()` gives the result. On a GPU `wait()` blocks the host until all ranks
-            have coded their tensors, and lets the current stream wait for the rest; ranks wait in the order in which
-            they call.
-        codec: how to code, equal on all ranks; None: learned from the tensors of all ranks.
-        level: "auto": coded at level "default" if that is faster over a link of the measured rate, else raw; "default",
-            "fast": coded at this level (see `ibp.compress`), unless that saves nothing.
-        name: calls of one name and dtype share a codec: give another name to tensors of another distribution.
+        output_tensor: a contiguous tensor with as many elements as the input tensors of all ranks together.
+        input_tensor: a contiguous tensor of any dtype, on the CPU or a GPU. It has the same shape and dtype on all
+            ranks, and may be this rank's part of output_tensor.
+        group: a process group of torch.distributed. None: the default group.
+        async_op: return work at once. The result is there after the work's `wait()`. On a GPU `wait()` blocks the host
+            until all ranks have coded their tensors, and makes the current stream wait for the result. Ranks wait in
+            the order of their calls.
+        codec: how to code, the same on all ranks. None: the ranks learn it from their tensors.
+        level: "auto": code at level "default" if that is faster at the measured rate of the link, else send raw bytes.
+            "default" or "fast": code at this level (see `ibp.compress`), unless that saves nothing.
+        name: calls of one name and dtype share a codec. Give tensors of another distribution another name.
 
     Returns:
-        Work where async_op is set, else None.
+        Work if async_op is set, else None.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, or ranks differ in it: then on all ranks.
+        TypeError, ValueError: an argument is not as described, or ranks differ in an argument. All ranks raise.
         RuntimeError: torch.distributed is not initialised, or a rank does not take part.
     """
     return AllGather(output_tensor, input_tensor, group, CallOptions(codec, level, name)).call(async_op)
 
 
-all_gather_single = all_gather_into_tensor  # torch 2.13 calls it so
+all_gather_single = all_gather_into_tensor  # The name in torch 2.13.
 
 
 class AllGather(Collective):
-    """An all-gather. Message k is sent by rank k.
+    """An all-gather. Rank k sends message k of each piece.
 
     Args:
-        is_known_to_fit: whether the host will not wait for later calls, because all rows are known to have room in
-            them.
+        is_known_to_fit: see `Load`.
     """
 
     def __init__(
@@ -132,9 +133,10 @@ def broadcast(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """`torch.distributed.broadcast`, with a tensor that travels coded where that is faster.
+    """Sends a tensor from one rank to all, as `torch.distributed.broadcast` does. It travels coded if that is faster.
 
-    See `all_gather_into_tensor` for how, for the other arguments and for the errors.
+    See `all_gather_into_tensor` for how tensors are coded, for the other arguments, and for what is returned and
+    raised.
 
     Example:
         >>> # on each rank of a group
@@ -145,8 +147,8 @@ def broadcast(
         tensor(1.)
 
     Args:
-        tensor: contiguous; sent by the source, written by the others.
-        src, group_src: the source's rank among all, or in the group: one of them.
+        tensor: a contiguous tensor. The source sends it, and the other ranks write it.
+        src, group_src: the rank of the source among all ranks, or in the group. One of the two is given.
     """
     root = root_of(src, group_src, group)
     return _Broadcast(tensor, root, group, CallOptions(codec, level, name)).call(async_op)
@@ -181,10 +183,12 @@ def all_to_all_single(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """`torch.distributed.all_to_all_single`, with tensors that travel coded where that is faster.
+    """Sends a part of a tensor to each rank, as `torch.distributed.all_to_all_single` does. Parts travel coded if that
+    is faster.
 
-    See `all_gather_into_tensor` for how, for the other arguments and for the errors. Parts travel in one piece. Unless
-    a level or codec is given, parts that are too small for coding to pay travel raw.
+    A part travels in two pieces on GPUs, and in one piece on the CPU. Unless a level or a codec is given, parts travel
+    raw if they are too small for coding to pay. See `all_gather_into_tensor` for how tensors are coded, for the other
+    arguments, and for what is returned and raised.
 
     Example:
         >>> # on each rank of a group
@@ -195,19 +199,20 @@ def all_to_all_single(
         tensor([0., 1.])
 
     Args:
-        output, input: contiguous, of one dtype and device.
-        output_split_sizes, input_split_sizes: items of dimension 0 from and to each rank; None: equal parts.
+        output, input: contiguous tensors of one dtype on one device.
+        output_split_sizes, input_split_sizes: for each rank, the number of items of dimension 0 that come from it and
+            that go to it. None: equal parts.
     """
     splits = output_split_sizes, input_split_sizes
     return _AllToAll(output, input, splits, group, CallOptions(codec, level, name)).call(async_op)
 
 
 class _AllToAll(Collective):
-    """An exchange in which each rank sends a part to every rank. Of n ranks, messages 0 to n - 1 go to the ranks, and
-    messages n to 2n - 1 come from them. A rank sends itself no message.
+    """An all-to-all. In a group of n ranks, messages 0 to n - 1 go to ranks 0 to n - 1, and messages n to 2n - 1 come
+    from them. There is no message from a rank to itself.
 
-    Both ranks of a message know its size, and so whether it is coded. On a GPU a raw part travels from tensor to
-    tensor, together with the first piece of the coded parts. On the CPU it is copied to its message.
+    Both ranks of a message know its size, and so whether it is coded. On GPUs a raw part moves from tensor to tensor,
+    together with the first piece of coded parts. On the CPU it is copied into a raw message.
 
     Args:
         splits: output_split_sizes and input_split_sizes.
@@ -222,7 +227,7 @@ class _AllToAll(Collective):
         options: CallOptions,
     ) -> None:
         super().__init__(group, options, "all_to_all_single", (input, output))
-        # A rank that sends little can be part of a large call, so ranks decide by numbers that all of them know.
+        # A rank that sends little can be part of a large call, so the plan does not depend on a rank's own sizes.
         self.kind, self.load = self.kind._replace(numel=0), _NOMINAL
         self._input, self._output, self._splits = input, output, splits
 
@@ -240,12 +245,13 @@ class _AllToAll(Collective):
         self._on_gpu = self.state.slots(self._input.device).on_gpu
         received, sent = (_parts(x, sizes, size) for x, sizes in zip((self._output, self._input), self._splits))
         self.own = received[rank], sent[rank]
-        own = rank, size + rank
-        self._parts = [data[:0] if k in own else data for k, data in enumerate((*sent, *received))]
+        self._parts = [data[:0] if k % size == rank else data for k, data in enumerate((*sent, *received))]
         self._is_coded = [data.numel() >= max(1, plan.least) for data in self._parts]
-        self._raw = [data[:0] if coded else data for data, coded in zip(self._parts, self._is_coded)]  # not yet moved
+        self._raw = [data[:0] if coded else data for data, coded in zip(self._parts, self._is_coded)]
         if self._on_gpu and not any(self._is_coded):
-            # Other ranks may send each other coded messages, so this rank sends bytes, as they do.
+            # Other ranks may send each other coded messages. An all-to-all of NCCL is a group of sends and receives
+            # between two ranks each, so this rank can leave out the calls that move none of its bytes. It moves raw
+            # parts as the other ranks do, as bytes of given sizes.
             to, back = ([data.numel() for data in parts] for parts in (sent, received))
             x, out = as_bytes(self._input), as_bytes(self._output)
             return dist.all_to_all_single(out, x, back, to, group=self.group, async_op=is_async)
@@ -273,20 +279,20 @@ class _AllToAll(Collective):
         size = self.state.size
         if self._on_gpu:
             parts = [message if coded else raw for message, coded, raw in zip(each, self._is_coded, self._raw)]
-            self._raw = [data[:0] for data in self._raw]
+            self._raw = [data[:0] for data in self._raw]  # Later pieces have no raw parts.
             return dist.all_to_all(parts[size:], parts[:size], group=self.group, async_op=True)
         to, back = ([message.numel() for message in of] for of in (each[:size], each[size:]))
         sent, received = whole.split([sum(to), sum(back)])
         return dist.all_to_all_single(received, sent, back, to, group=self.group, async_op=True)
 
     def tell(self, status: Status) -> dist.Work | None:
-        """Tells about coded messages only: ranks whose messages are all raw take no part."""
+        """Tells only about coded messages, because ranks that have no coded messages do not call `tell`."""
         size = self.state.size
         rows = [row if coded else row[:0] for row, coded in zip(status.rows, self._is_coded)]
         return dist.all_to_all(rows[size:], rows[:size], group=self.group, async_op=True)
 
     def repair(self, status: Status) -> None:
-        """Sends the parts again that have lost rows. Only the two ranks of a message know it."""
+        """Sends each part again that has lost rows. Only the sender and the receiver of the part know it."""
         size, ops = self.state.size, []
         for k in (k for k, is_lost in enumerate(status.lost) if is_lost):
             function, peer = (dist.isend, k) if k < size else (dist.irecv, k - size)
@@ -295,10 +301,8 @@ class _AllToAll(Collective):
             work.wait()
 
 
-# ---- what they share -----------------------------------------------------------------------------------------------
-
-
 def _check_splits(what: str, x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> None:
+    """Raises ValueError unless x can be divided into parts for `count` ranks. what: the name of x."""
     items = x.shape[0] if x.dim() else 1
     if not sizes:
         if items % count:
@@ -308,14 +312,21 @@ def _check_splits(what: str, x: torch.Tensor, sizes: Sequence[int] | None, count
 
 
 def _parts(x: torch.Tensor, sizes: Sequence[int] | None, count: int) -> list[torch.Tensor]:
-    """The bytes for each rank."""
+    """Returns the bytes of the parts for each rank, or from each rank, as views of x."""
     items = max(1, x.shape[0] if x.dim() else 1)
     data = as_bytes(x)
     return list(data.split([data.numel() // items * n for n in sizes] if sizes else [data.numel() // count] * count))
 
 
 def root_of(src: int | None, group_src: int | None, group: dist.ProcessGroup | None, what: str = "src") -> int:
-    """The rank in the group that is named among all, or in the group. what: the arguments' name."""
+    """Returns a rank in the group, which is given as a rank among all ranks or as a rank in the group.
+
+    Args:
+        what: the argument's name, for the error.
+
+    Raises:
+        ValueError: both are given, or neither.
+    """
     if (src is None) == (group_src is None):
         raise ValueError(f"wanted one of {what} and group_{what}")
     if group_src is not None:

@@ -1,31 +1,30 @@
-"""A call whose tensors travel coded, from begin to end.
+"""A call whose tensors travel coded, from its begin to its end.
 
-A tensor is divided into pieces: while one piece travels, the next one is coded and the one before it decoded. A call
-takes these steps.
+A tensor is divided into pieces: while one piece travels, the next one is coded and the one before it decoded. Each call
+takes these steps:
 
     step      where                    the host waits for                   who learns what
     --------  -----------------------  -----------------------------------  ------------------------------------------
-    plan      State.plan               all ranks, if the kind of call is    rank 0 learns a codec from samples of all
-                                       new or due to be checked, on the     ranks and tells it to all
-                                       CPU, and if a codec is given
-    (pairs)   _pairs._Transfer.noted   the call before in this direction    the sender learns a codec; the receiver
-                                                                            reads it in a note behind a raw tensor
-    size      Collective.pieces,       nothing                              all ranks know the sizes of messages, which
-              Messages                                                      follow from the codec and the tensors' sizes
+    plan      State.plan               all ranks: on the CPU, if a codec    rank 0 learns a codec from samples of all
+                                       is given, and if the kind of call    ranks and tells it to them
+                                       is new or due to be checked
+              `call` of a pair         the call before, in this direction   the sender learns a codec, and the receiver
+              (_pairs.py)                                                   reads it in a note behind a raw tensor
+    size      Collective.pieces,       nothing                              nobody needs to: sizes of messages follow
+              Messages                                                      from the codec and the sizes of tensors
     encode    CodedWork._start         nothing                              the sender: which messages lose rows
-    tell      Collective.tell, on      nothing                              receivers: which messages lose rows, and by
-              GPUs alone                                                    which codec they are coded
+    tell      Collective.tell,         nothing                              receivers: which messages lose rows, and
+              only on GPUs                                                  which codecs code them
     exchange  Collective.move          nothing                              nobody
-    decode    CodedWork._finish        nothing on a GPU; on the CPU, the    the receiver: from which messages rows are
-                                       arrival of the messages              missing; on the CPU also the codec
-    check     CodedWork._arrive        nothing on the CPU; on a GPU, what   the host
-                                       is told before the last exchange:
-                                       all senders have coded by then
-    repair    Collective.repair        torch's own call, if rows are lost   all ranks, when State.plan next checks a
-                                                                            codec: it is then learned anew
+    decode    CodedWork._finish        on the CPU: messages                 the receiver: from which messages rows are
+                                                                            missing; on the CPU also the codecs
+    check     CodedWork._arrive        on a GPU: what ranks tell, so until  the host: what its device has learned
+                                       all of them have coded the tensor
+    repair    Collective.repair        torch's own call, if rows were lost  State.plan, at the next check of the kind:
+                                                                            the codec is learned anew
 
-A rank learns alone that a message was damaged, so it takes part in a repair before it raises. `ibp.distributed._fsdp`
-gives calls a status of its own: then tell, check and repair are left out.
+A call that is given a status (by _fsdp.py) leaves out tell, check and repair. A rank raises that a message was damaged
+only after it has taken part in a repair, because other ranks do not know of the damage and wait for it.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ from ._planning import LEAST_BYTES, RAW, CallOptions, Plan, state_of
 if TYPE_CHECKING:
     from torch.distributed import Work
 else:
-    Work = getattr(dist, "Work", object)  # torch can be built without torch.distributed
+    Work = getattr(dist, "Work", object)  # Torch can be built without torch.distributed.
 
 # On GPUs, backends move tensors of these dtypes. All other tensors are moved as bytes.
 _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
 _LAG = 1  # Number of pieces that are coded before the first one is waited for.
-_NO_TIMEOUT = timedelta(0)
+_NO_TIMEOUT = timedelta(0)  # Torch gives this to `wait` if the caller names no timeout.
 SENT_TWICE = (
     "a message had no room for all rows, and the tensor is sent again, raw: it differs from the tensors that its codec "
     "was learned from. ibp learns its own codecs anew after some such calls"
@@ -80,22 +79,23 @@ class ExchangePiece:
 
 
 class Collective(ABC):
-    """A call of a function of torch.distributed, which moves tensors raw or coded.
+    """A call of a function of torch.distributed, whose tensors travel raw or coded. A subclass says how the function
+    moves bytes, and `call` makes the call.
 
     Args:
-        group: of torch.distributed; None: the default group.
+        group: a process group of torch.distributed. None: the default group.
         options: how tensors are coded.
         what: the name of the function.
-        tensors: the tensors that the call reads and writes, first one that tells the kind.
-        root: the rank in the group that has the data. -1: all ranks have some.
+        tensors: the tensors that the call reads and writes. The size and dtype of the first one tell the call's kind.
+        root: the rank in the group that has the data. -1: each rank has some.
 
     Attributes:
-        load: how many bytes a rank codes, moves and decodes.
-        own: (to, from): the bytes that this rank sends to itself, which are copied while messages travel. None: there
-            are none. A coded call sets it.
+        load: the number of bytes that a rank codes, moves and decodes. Subclasses set it.
+        own: (to, from), the bytes that this rank sends to itself. They are copied while messages travel. None: there
+            are no such bytes. `coded` or `pieces` sets it.
 
     Raises:
-        TypeError, ValueError: tensors are no tensors, or options are wrong.
+        TypeError, ValueError: an argument is not a tensor, or the options are wrong.
         RuntimeError: torch.distributed is not initialised.
     """
 
@@ -129,32 +129,35 @@ class Collective(ABC):
 
     @abstractmethod
     def raw(self, async_op: bool) -> Work | None:
-        """Makes torch's own call."""
+        """Makes torch's own call. Returns work if async_op is set."""
 
     @abstractmethod
     def pieces(self, plan: Plan) -> list[ExchangePiece]:
-        """Returns the pieces of a coded call, in order: at least one, and all with equally many messages."""
+        """Returns the pieces of a coded call in order. There is at least one, and all have equally many messages."""
 
     @abstractmethod
     def move(self, whole: torch.Tensor, each: Sequence[torch.Tensor]) -> Work | None:
-        """Sends the messages of this rank and receives those of other ranks. Returns work, None if there is none.
+        """Begins to send the messages of this rank, and to receive the messages of other ranks. Returns work to wait
+        for. None: there is nothing to wait for.
 
         Args:
-            whole: the memory of all messages, or the rows of a status, one behind the other.
-            each: the same for each message.
+            whole: the memory of all messages, one behind the other.
+            each: the memory of each message, as views of whole.
         """
 
     def tell(self, status: Status) -> Work | None:
-        """Sends the rows of a status that this rank has written, and receives those of other ranks."""
+        """Begins to send the rows of a status that this rank has written, and to receive the rows of other ranks.
+        They move in the same way as messages."""
         return self.move(status.all_rows, status.rows)
 
     def repair(self, status: Status) -> None:
-        """Makes the call again, raw, because rows were lost. The ranks that take part know it from their statuses."""
+        """Makes the call again, raw, because rows were lost. All ranks that have to take part have the same rows in
+        their statuses."""
         self.raw(False)
 
     def travels_raw(self) -> bool:
-        """Returns whether the call is raw without asking other ranks: there is nothing to code or too little, or a CUDA
-        graph is captured."""
+        """Returns whether the call is raw for a reason that all ranks know by themselves: there is nothing to code or
+        too little, or a CUDA graph is captured."""
         num_bytes, x = self.load.coded, self.tensors[0]
         is_chosen = self.options.level == "auto" and self.options.codec is None
         if self.state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < LEAST_BYTES):
@@ -162,8 +165,12 @@ class Collective(ABC):
         return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
     def call(self, async_op: bool) -> Work | None:
-        """Makes the call as the plan of its kind says. Returns work if async_op is set, or if the call is coded and
-        known to fit; else None once the call is done."""
+        """Makes the call, raw or coded as the plan of its kind says.
+
+        Returns:
+            Work if async_op is set. Also if the call is coded and the load is known to fit, because the host does not
+            wait for such calls. Else None, once the call is done.
+        """
         if self.state.plans.get(self.kind) is RAW or self.travels_raw():
             return self.raw(async_op)
         plan = self.state.plan(self.group, self.kind, self.tensors[0], self.load, self.options.codec, self.check)
@@ -172,8 +179,8 @@ class Collective(ABC):
         return self.coded(plan, async_op or self.load.is_known_to_fit)
 
     def coded(self, plan: Plan, is_async: bool, status: Status | None = None) -> Work | None:
-        """Makes a coded call. Returns work if is_async is set, else None once the call is done. status: as for
-        `CodedWork`."""
+        """Makes a coded call. The arguments are those of `CodedWork`. Returns work if is_async is set, else None once
+        the call is done."""
         with torch.no_grad():
             work = CodedWork(self, plan, is_async, status)
         return finished(work, is_async)
@@ -206,19 +213,19 @@ class OneTensor(Collective):
 class CodedWork(Work):
     """A coded call that is under way.
 
-    On a GPU, `wait()` blocks the host until it is known that all rows had room, unlike `wait()` of torch's own calls.
-    If some had no room, it makes the call again, so ranks have to wait in the order of their calls. The current stream
-    then waits for the result, as in torch. On the CPU the result is there after `wait()`.
+    On a GPU, `wait()` blocks the host until it knows whether all rows had room; torch's own calls do not block it. If
+    rows had no room, `wait()` makes the call again, raw. So ranks have to wait in the order of their calls. The current
+    stream waits for the result, as in torch. On the CPU the result is there when `wait()` returns.
     """
 
     def __init__(self, call: Collective, plan: Plan, is_async: bool, status: Status | None = None) -> None:
         """Starts the call.
 
         Args:
-            is_async: the caller waits later. On a GPU the call then uses a stream of its own, and on the CPU `wait()`
-                does all of the waiting.
-            status: where lost rows are noted if all rows are known to have room. The host then does not wait for the
-                call. None: the call has a status of its own, and `wait()` looks at it.
+            is_async: whether the caller waits later. If so, the call uses another stream than the current one on a GPU,
+                and on the CPU the constructor does not wait for messages.
+            status: the status to write, if all rows are known to have room. The caller looks at it, and the host does
+                not wait. None: the call has a status of its own, and `wait()` looks at it.
         """
         super().__init__()
         self._call: Collective | None = None  # None: there is nothing to wait for.
@@ -242,8 +249,11 @@ class CodedWork(Work):
         self._call = call
 
     def _queue(self, call: Collective, waits: bool) -> None:
-        """Does all steps before the check, or on the CPU those that need no waiting. waits: whether the call may wait
-        for messages."""
+        """Takes all steps before the check on a GPU. On the CPU, takes the steps that do not wait for messages.
+
+        Args:
+            waits: whether the pieces before the last ones may be waited for, on the CPU too.
+        """
         self._slots.begin()
         for piece in range(len(self._pieces)):
             self._start(call, piece)
@@ -259,7 +269,7 @@ class CodedWork(Work):
         """Codes a piece and begins to move it."""
         piece, messages = self._pieces[number], self._pieces[number].messages
         slot = self._slots.take(number, messages.num_bytes)
-        # The link needs some multiprocessors to move the piece before this one.
+        # The piece before this one travels meanwhile, and the link needs some multiprocessors for it.
         max_sms = 0 if number == 0 else self._slots.coding_sms
         for part in piece.sent:
             messages.code(slot, part, self._status, max_sms)
@@ -276,15 +286,15 @@ class CodedWork(Work):
         self._pending.append((number, slot, work))
 
     def _finish(self, until: float | None = None) -> None:
-        """Waits for the oldest piece that travels, and decodes it. If it was interrupted, it may be called again.
+        """Waits for the oldest piece that travels, and decodes it. It may be called again after an interrupt.
 
         Args:
-            until: the time by `time.monotonic` at which waiting ends.
+            until: the time by `time.monotonic` at which waiting ends. None: it does not end.
         """
         number, slot, work = self._pending[0]
         piece, messages, is_last = self._pieces[number], self._pieces[number].messages, number == len(self._pieces) - 1
         if work is not None:
-            with all_taking_part():  # Backends take a timeout of 0 for no timeout.
+            with all_taking_part():  # A timeout of 0 would mean that there is none.
                 work.wait() if until is None else work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
         if number == 0 and not self._slots.on_gpu:
             messages.note_heads(slot, self._status)
@@ -328,7 +338,11 @@ class CodedWork(Work):
         return True
 
     def _arrive(self, call: Collective, seconds: float) -> None:
-        """Waits for the messages and checks them. Repairs the call if rows were lost. seconds: the timeout; 0: none."""
+        """Waits until messages have arrived, checks them, and repairs the call if rows were lost.
+
+        Args:
+            seconds: the timeout. 0: there is none.
+        """
         until = time.monotonic() + seconds if seconds else None
         self._finish_all(until)
         if self._done is not None:
@@ -357,14 +371,15 @@ class CodedWork(Work):
             self._keep_memory(call)
 
     def _keep_memory(self, call: Collective) -> None:
-        """Lets the allocator keep the tensors of a call that may not have ended until the GPU is done with them."""
+        """Lets the allocator keep the tensors of a call that may not have ended until the call's stream has used
+        them."""
         if self._stream is not None:
             for tensor in (*call.tensors, self._status.data):
                 tensor.record_stream(self._stream)
 
 
 def finished(work: Work | None, is_async: bool) -> Work | None:
-    """Returns what a call returns: its work if is_async is set, else None once the work is done."""
+    """Returns the work of a call if is_async is set. Else waits for it and returns None."""
     if is_async:
         return work
     if work is not None:

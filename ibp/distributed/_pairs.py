@@ -185,14 +185,18 @@ class _Transfer(OneTensor):
         return work
 
     def _moved(self, data: torch.Tensor) -> dist.Work | None:
-        """Sends bytes, or receives them. Returns work."""
+        """Begins to send or to receive a tensor. Returns work."""
         if self.is_sent:
             return dist.isend(data, group=self.group, tag=self._tag, group_dst=self._peer)
         return dist.irecv(data, group=self.group, tag=self._tag, group_src=self._peer)
 
     def _noted(self, pair: Pair, old: Plan | None) -> NotedWork:
-        """Moves the tensor raw, and behind it a note that says how the next tensors of its kind travel. old: the plan
-        until now."""
+        """Begins to move the tensor raw, and behind it a note that says how the next tensors of the kind travel. Once
+        the note has arrived, the plan of the kind is replaced.
+
+        Args:
+            old: the plan of the kind so far. None: there is none.
+        """
 
         def take(note: torch.Tensor) -> None:
             codec = _read(note, self.kind)
@@ -203,7 +207,8 @@ class _Transfer(OneTensor):
         if self.is_sent:
             note = _note(self.kind, self._learned(old, pair.learners.setdefault(self.kind, Learner())))
             take(note)
-            return NotedWork([self._moved(data), self._moved(note.to(device))], None)
+            note = note.to(device)
+            return NotedWork([self._moved(data), self._moved(note)], None)
         note = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device=device)
         return NotedWork([self._moved(data), self._moved(note)], lambda: take(note))
 
