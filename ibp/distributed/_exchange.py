@@ -1,4 +1,4 @@
-"""A call whose tensors travel coded, from its begin to its end.
+"""A call whose tensors travel coded, from beginning to end.
 
 A tensor is divided into pieces: while one piece travels, the next one is coded and the one before it decoded. Each call
 takes these steps:
@@ -249,10 +249,10 @@ class CodedWork(Work):
         self._call = call
 
     def _queue(self, call: Collective, waits: bool) -> None:
-        """Takes all steps before the check on a GPU. On the CPU, takes the steps that do not wait for messages.
+        """Takes the steps before the check. On the CPU, some pieces remain to be waited for and decoded.
 
         Args:
-            waits: whether the pieces before the last ones may be waited for, on the CPU too.
+            waits: whether to wait for a piece once the next one is coded. On a GPU only streams wait.
         """
         self._slots.begin()
         for piece in range(len(self._pieces)):
@@ -294,7 +294,7 @@ class CodedWork(Work):
         number, slot, work = self._pending[0]
         piece, messages, is_last = self._pieces[number], self._pieces[number].messages, number == len(self._pieces) - 1
         if work is not None:
-            with all_taking_part():  # A timeout of 0 would mean that there is none.
+            with all_taking_part():  # To backends a timeout of 0 means that there is none.
                 work.wait() if until is None else work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
         if number == 0 and not self._slots.on_gpu:
             messages.note_heads(slot, self._status)

@@ -201,10 +201,10 @@ class Shards:
 
 
 class Rooms:
-    """The checks whether parameters have room in their messages: before each forward pass, for all modules and ranks,
-    and at the end of each pass.
+    """The checks that parameters have room in their messages, for all modules and ranks: one before each forward pass,
+    and one at the end of each forward and backward pass.
 
-    The host waits for an all-gather, or does not, for reasons that are the same on all ranks: the result of the check
+    Whether the host waits for an all-gather depends on facts that are the same on all ranks: the result of the check
     before the pass, and whether a pass is under way.
 
     Args:
@@ -298,7 +298,7 @@ class Rooms:
             names += [shard.options.name for shard, is_lost in zip(self.shards, flags) if is_lost]
         if names:
             raise RuntimeError(
-                f"parameters of modules {names} were written between the begin of a forward pass and an all-gather, "
+                f"parameters of modules {names} were written between the start of a forward pass and an all-gather, "
                 "and rows of them were lost, so what the pass has computed is wrong: write them before the forward pass"
             )
 

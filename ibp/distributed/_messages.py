@@ -27,8 +27,8 @@ from ._codec import ROW_BYTES, Codec, rows_of
 
 # If there are three or more spans, the first and the last one are this many times smaller than the others.
 _EDGE = 8
-# The first of two spans has this fraction of the rows (1 / 4). It is the smaller one, because coding, which delays the
-# link at the begin of a call, takes longer than decoding, which follows the link at the end.
+# The first of two spans has one row in four. It is the smaller one, because coding it delays the link, and coding takes
+# longer than decoding, which only follows the link.
 _FIRST_OF_TWO = 4
 _TURNS = 2  # Number of pieces whose messages are in memory at a time: while one travels, the next one is coded.
 _ENTRIES = 8  # Number of int64 that a status has for each message.
@@ -279,13 +279,14 @@ class Messages:
         self._starts = {payload: self._empty_start(payload) for payload in {self.payloads[k] for k in self._coded}}
         self._unused_statuses: list[Status] = []
 
-    @torch.inference_mode(False)
     def of(self, slot: Slot) -> Memory:
         """Returns views of the messages in a slot."""
-        if self not in slot.views:
-            whole = slot.memory[: self.num_bytes]
-            slot.views[self] = Memory(whole, whole.split(self._sizes), {})
-        return slot.views[self]
+        memory = slot.views.get(self)
+        if memory is None:
+            with torch.inference_mode(False):  # Later calls write to the views.
+                whole = slot.memory[: self.num_bytes]
+                memory = slot.views[self] = Memory(whole, whole.split(self._sizes), {})
+        return memory
 
     def status(self) -> Status:
         """Returns a status that no other call uses."""
@@ -332,13 +333,13 @@ class Messages:
         """Copies the fingerprints in the heads of messages to a status."""
         status.heads[self._coded] = self.of(slot).whole.view(torch.int64)[self._notes]
 
-    @torch.inference_mode(False)
     def _coded_in(self, slot: Slot, k: int) -> _CodedMessage:
         """Returns coded message k in a slot."""
-        memory = self.of(slot)
+        memory, payload = self.of(slot), self.payloads[k]
         if k not in memory.coded:
-            start = memory.each[k][: self._start_bytes(self.payloads[k])]
-            memory.coded[k] = _CodedMessage(start, self._rows_in(memory.each[k], self.payloads[k]).handle)
+            with torch.inference_mode(False):  # Later calls write to the views.
+                start = memory.each[k][: self._start_bytes(payload)]
+                memory.coded[k] = _CodedMessage(start, self._rows_in(memory.each[k], payload).handle)
         return memory.coded[k]
 
     def _empty_start(self, payload: int) -> torch.Tensor:

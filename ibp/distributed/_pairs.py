@@ -22,7 +22,7 @@ from ._exchange import OneTensor, Work, finished, movable
 from ._planning import RAW, CallOptions, Kind, Pair, Plan
 
 _NOTE_BYTES = 1 << 14  # Bytes of a note. If a codec takes more, the note says that tensors travel raw.
-_LENGTH_BYTES = 8  # Bytes at the begin of a note that hold the length of its content.
+_LENGTH_BYTES = 8  # A note begins with this many bytes, which hold the length of its content.
 _PIECE_BYTES, _MOST_PIECES = 64 << 20, 8  # A tensor is divided into pieces of this many bytes, at most this many.
 
 

@@ -60,7 +60,7 @@ class Kind(NamedTuple):
 
     @property
     def shared(self) -> tuple:
-        """The attributes in which kinds agree that share a codec."""
+        """The attributes that are equal in kinds that share a codec."""
         return self.dtype, self.device, self.level, self.name, self.codec
 
     @property

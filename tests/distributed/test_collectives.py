@@ -34,7 +34,6 @@ from ibp.distributed._messages import (
     Messages,
     MessageSlots,
     Part,
-    Slot,
     Status,
     shares_of,
     spans_of,
@@ -635,7 +634,6 @@ def as_on_gpus(rank, work, *arguments):
     with pytest.MonkeyPatch.context() as patch:
         slots = _planning.state_of(None).slots(torch.device("cpu"))
         patch.setattr(slots, "on_gpu", True)
-        patch.setattr(slots, "take", lambda piece, num_bytes: Slot(torch.empty(num_bytes, dtype=torch.uint8)))
         patch.setattr(Messages, "status", status_as_on_gpus)
         patch.setattr(Messages, "note_heads", lambda *ignored: pytest.fail("on a GPU codecs are told, too"))
         patch.setattr(dist, "all_to_all", exchange_as_nccl)
