@@ -147,7 +147,8 @@ def broadcast(
         tensor(1.)
 
     Args:
-        tensor: a contiguous tensor. The source sends it, and the other ranks write it.
+        tensor: a contiguous tensor, of the same shape and dtype on all ranks. The source sends it, and the other ranks
+            write it.
         src, group_src: the rank of the source among all ranks, or in the group. One of the two is given.
     """
     root = root_of(src, group_src, group)

@@ -5,7 +5,7 @@ takes these steps:
 
     step      where                    the host waits for                   who learns what
     --------  -----------------------  -----------------------------------  ------------------------------------------
-    plan      State.plan               all ranks: on the CPU, if a codec    rank 0 learns a codec from samples of all
+    plan      Collective.plan          all ranks: on the CPU, if a codec    rank 0 learns a codec from samples of all
                                        is given, and if the kind of call    ranks and tells it to them
                                        is new or due to be checked
               `call` of a pair         the call before, in this direction   the sender learns a codec, and the receiver
@@ -20,8 +20,8 @@ takes these steps:
                                                                             missing; on the CPU also the codecs
     check     CodedWork._arrive        on a GPU: what ranks tell, so until  the host: what its device has learned
                                        all of them have coded the tensor
-    repair    Collective.repair        torch's own call, if rows were lost  State.plan, at the next check of the kind:
-                                                                            the codec is learned anew
+    repair    Collective.repair        torch's own call, if rows were lost  all ranks, at the next check of the kind by
+                                                                            Collective.plan: they learn a codec anew
 
 A call that is given a status (by _fsdp.py) leaves out tell, check and repair. A rank raises that a message was damaged
 only after it has taken part in a repair, because other ranks do not know of the damage and wait for it.
@@ -29,6 +29,7 @@ only after it has taken part in a repair, because other ranks do not know of the
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from abc import ABC, abstractmethod
@@ -36,17 +37,18 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from .._common.group import all_taking_part
+from .._common.group import RankGroup, all_taking_part, same_on_all
 from .._common.once import warn_once
-from ._codec import as_bytes
+from . import _links
+from ._codec import Codec, as_bytes, sample_of
 from ._links import Load
 from ._messages import Messages, Part, Slot, Status, on, spans_of
-from ._planning import LEAST_BYTES, RAW, CallOptions, Plan, state_of
+from ._planning import RAW, CallOptions, Plan, state_of
 
 if TYPE_CHECKING:
     from torch.distributed import Work
@@ -55,6 +57,9 @@ else:
 
 # On GPUs, backends move tensors of these dtypes. All other tensors are moved as bytes.
 _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
+_LEAST_BYTES = 1 << 20  # With level="auto", tensors of fewer bytes travel raw, because coding them never pays.
+_SAMPLED_ROWS = 512  # A codec is learned from about this many rows of all ranks together, at least 16 of each.
+_MOST_PLANS = 4096  # A group keeps at most this many plans.
 _LAG = 1  # Number of pieces that are coded before the first one is waited for.
 _NO_TIMEOUT = timedelta(0)  # Torch gives this to `wait` if the caller names no timeout.
 SENT_TWICE = (
@@ -160,7 +165,7 @@ class Collective(ABC):
         too little, or a CUDA graph is captured."""
         num_bytes, x = self.load.coded, self.tensors[0]
         is_chosen = self.options.level == "auto" and self.options.codec is None
-        if self.state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < LEAST_BYTES):
+        if self.state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < _LEAST_BYTES):
             return True
         return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
@@ -173,7 +178,7 @@ class Collective(ABC):
         """
         if self.state.plans.get(self.kind) is RAW or self.travels_raw():
             return self.raw(async_op)
-        plan = self.state.plan(self.group, self.kind, self.tensors[0], self.load, self.options.codec, self.check)
+        plan = self.plan()
         if plan.codec is None:
             return self.raw(async_op)
         return self.coded(plan, async_op or self.load.is_known_to_fit)
@@ -184,6 +189,95 @@ class Collective(ABC):
         with torch.no_grad():
             work = CodedWork(self, plan, is_async, status)
         return finished(work, is_async)
+
+    def plan(self) -> Plan:
+        """Returns the plan of the call's kind. This is a collective call on the CPU, if a codec is given, because ranks
+        could mix codecs up, and if the kind is new or due to be checked."""
+        state, kind = self.state, self.kind
+        known, is_detailed = state.plans.get(kind), dist.get_debug_level() == dist.DebugLevel.DETAIL
+        if known is None or kind.device == "cpu" or kind.codec is not None or is_detailed:
+            self._compare()
+        else:
+            self.check()
+        num_calls = 1
+        if known is not None:
+            if known.codec is None or not known.is_due():
+                return known
+            if not any(RankGroup(self.group).together(kind.what, lambda: known.has_lost)):
+                return known
+            state.forget(kind)
+            num_calls = known.num_calls
+        if len(state.plans) >= _MOST_PLANS:  # This is so on all ranks at the same call.
+            state.plans.clear()
+        state.plans[kind] = plan = self._agreed(num_calls)
+        return plan
+
+    def _compare(self) -> None:
+        """Raises on all ranks unless they make the same call by the same plan. Without this check, gloo would end a
+        process that receives more bytes than it expects, and NCCL would wait for missing bytes."""
+        members, kind = RankGroup(self.group), self.kind
+        try:
+            self.check()
+            plan = self.state.plans.get(kind)
+            how = None if plan is None else (plan.codec and plan.codec.fingerprint, plan.num_pieces, plan.num_calls)
+            digest = hashlib.blake2b(repr((kind, how)).encode(), digest_size=8).digest()
+            mine = max(1, int.from_bytes(digest, "little") >> 1)
+        except (TypeError, ValueError):
+            mine = 0
+        numbers = torch.empty(members.size, dtype=torch.int64, device=members.device)
+        with all_taking_part():
+            sent = torch.tensor([mine], dtype=torch.int64, device=members.device)
+            _links.raw_all_gather(numbers, sent, group=members.process_group)
+        if mine and numbers.tolist() == [mine] * members.size:
+            return
+
+        def offer() -> dict[str, Any]:
+            self.check()
+            return kind._asdict()
+
+        same_on_all(kind.what, members.together(kind.what, offer))
+        raise RuntimeError(f"{kind.what}: the ranks have not made the same calls before this one")
+
+    def _agreed(self, num_calls: int) -> Plan:
+        """Makes a plan for all ranks: rank 0 learns a codec from samples of all ranks and decides whether coding pays.
+        A collective call.
+
+        Args:
+            num_calls: the number of calls of the kind so far.
+        """
+        members, kind, load, codec, x = RankGroup(self.group), self.kind, self.load, self.options.codec, self.tensors[0]
+        link = self.state.measure(members) if kind.level == "auto" and codec is None else None
+        has_data = kind.root in (-1, members.rank)
+        count = _SAMPLED_ROWS if kind.root >= 0 else max(16, _SAMPLED_ROWS // members.size)
+        samples = members.together(kind.what, lambda: sample_of(x, count) if has_data else None)
+        rows, learner = (
+            torch.cat([sample for sample in samples if sample is not None]),
+            self.state.learners[kind.shared],
+        )
+        is_due = learner.learned_at == 0 or learner.has_drifted
+
+        def offer() -> tuple[Codec | None, int, int]:
+            """Returns the codec, the number of pieces (0: calls are raw), and the least bytes of a coded message."""
+            found = codec
+            if codec is None and not learner.is_hopeless:
+                found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
+            if found is None:
+                return None, 0, 1
+            rates = _links.rates_of(found, rows, x.device)
+            if link is None:
+                return found, _links.num_pieces(rates, load), 1
+            if not (kind.follows_link and _links.pays(found, rates, link, load)):
+                return found, 0, 1
+            least = _links.least_bytes(found, rates, link, _LEAST_BYTES, members.size - 1)
+            return found, _links.num_pieces(rates, load), least
+
+        found, num_pieces, least = members.from_rank(0, kind.what, offer)
+        if is_due:
+            learner.take(found)
+        if num_pieces == 0:
+            # Calls by RAW are not compared any more. On the CPU, ranks compare raw calls, too.
+            return RAW if kind.device != "cpu" else Plan(None)
+        return Plan(found, num_pieces, least, is_checked=codec is None, num_calls=num_calls)
 
 
 class OneTensor(Collective):

@@ -275,7 +275,7 @@ class Messages:
         ]
         *starts, self.num_bytes = itertools.accumulate(self._sizes, initial=0)
         self._coded = [k for k, is_coded in enumerate(self.is_coded) if is_coded]
-        self._notes = [starts[k] // 8 + forms.NOTE for k in self._coded]  # positions of fingerprints, in int64
+        self._notes = [starts[k] // 8 + forms.NOTE for k in self._coded]  # Positions of fingerprints, in int64.
         self._starts = {payload: self._empty_start(payload) for payload in {self.payloads[k] for k in self._coded}}
         self._unused_statuses: list[Status] = []
 

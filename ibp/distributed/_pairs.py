@@ -63,8 +63,9 @@ def send(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """`torch.distributed.send`, with a tensor that travels coded where that is faster. The receiver calls `recv` of
-    this module with the same arguments.
+    """Sends a tensor to another rank, as `torch.distributed.send` does. It travels coded if that is faster.
+
+    The receiver calls `recv` of this module with the same arguments.
 
     Unless a codec is given, the first tensor of a kind travels raw, followed by the codec for the next tensors of the
     kind. The call first waits until the tensor before this one, to the same rank, has arrived. See
@@ -81,7 +82,7 @@ def send(
         tensor(1.)
 
     Args:
-        tensor: contiguous.
+        tensor: a contiguous tensor of any dtype.
         dst, group_dst: the receiver's rank among all ranks, or in the group. One of the two is given.
         tag: as in torch.
         async_op: return work, as `torch.distributed.isend` does.
@@ -111,7 +112,9 @@ def recv(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """`torch.distributed.recv` from a rank that calls `send` of this module with the same arguments.
+    """Receives a tensor from another rank, as `torch.distributed.recv` does.
+
+    The sender calls `send` of this module with the same arguments.
 
     Example:
         >>> # on each rank of a group
@@ -124,7 +127,7 @@ def recv(
         tensor(1.)
 
     Args:
-        tensor: contiguous, to write to.
+        tensor: a contiguous tensor to write to, of the shape and dtype of the sender's tensor.
         src, group_src: the sender's rank among all ranks, or in the group. One of the two is given.
         tag, async_op, codec, level, name: as in `send`.
 

@@ -1,15 +1,11 @@
-"""Which calls travel coded, and how. The ranks of a group agree on this when they first make a call of a kind.
-
-With level="auto", the rate of a raw all-gather decides. A group times it once. All ranks decide by the same numbers:
-the time of the slowest rank, and the rates at which rank 0 codes. A level or a codec that is given overrules them.
-"""
+"""What a rank knows of a process group: how fast the group is, and the plans by which its calls are made. How ranks agree
+on a plan: `Collective.plan` in `_exchange.py`."""
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,14 +17,11 @@ from .._common import wire
 from .._schemes.learning import Learner
 from .._schemes.planes import LEVELS as CODED_LEVELS
 from . import _links
-from ._codec import Codec, learned, sample_of
-from ._links import Link, Load
+from ._codec import Codec, learned
+from ._links import Link
 from ._messages import Messages, MessageSlots
 
 LEVELS = ("auto", *CODED_LEVELS)
-LEAST_BYTES = 1 << 20  # With level="auto", tensors of fewer bytes travel raw, because coding them never pays.
-_SAMPLED_ROWS = 512  # A codec is learned from about this many rows of all ranks together, at least 16 of each.
-_MOST_PLANS = 4096  # A group keeps at most this many plans.
 _MOST_LAYOUTS = 64  # A plan keeps at most this many layouts of messages.
 # Ranks compare whether rows were lost after these numbers of calls of a kind, and then after each multiple of 64.
 _EARLY_CHECKS, _CALLS_A_CHECK = (8, 32), 64
@@ -165,6 +158,7 @@ class State:
         rank, size: the rank of this process in the group, and the size of the group.
         link: the rate of the group's all-gathers. None: it was not measured yet.
         plans: the plan for each kind of call.
+        learners: the learner of each codec, by `Kind.shared`.
         pairs: the tensors from and to other ranks, by (whether this rank sends, the other rank, the tag).
     """
 
@@ -173,7 +167,7 @@ class State:
         self.link: Link | None = None
         self.plans: dict[Kind, Plan] = {}
         self.pairs: dict[tuple[bool, int, int], Pair] = {}
-        self._learners: defaultdict[tuple, Learner[Codec]] = defaultdict(Learner)
+        self.learners: defaultdict[tuple, Learner[Codec]] = defaultdict(Learner)
         self._slots: dict[torch.device, MessageSlots] = {}
 
     def slots(self, device: torch.device) -> MessageSlots:
@@ -192,110 +186,10 @@ class State:
             self.link = _links.measure(members)
         return self.link
 
-    def plan(
-        self,
-        group: dist.ProcessGroup | None,
-        kind: Kind,
-        x: torch.Tensor,
-        load: Load,
-        codec: Codec | None,
-        check: Callable[[], None],
-    ) -> Plan:
-        """Returns the plan of a call. This is a collective call on the CPU, if a codec is given, which ranks could mix
-        up, and if the kind is new or due to be checked.
-
-        Args:
-            group: the group's process group. None: the default group.
-            x: the tensor that this rank sends.
-            codec: the codec that was given.
-            check: a function that raises TypeError or ValueError if arguments of the call are wrong.
-        """
-        known, is_detailed = self.plans.get(kind), dist.get_debug_level() == dist.DebugLevel.DETAIL
-        if known is None or kind.device == "cpu" or codec is not None or is_detailed:
-            self._compare(_group.RankGroup(group), kind, check)
-        else:
-            check()
-        num_calls = 1
-        if known is not None:
-            if known.codec is None or not known.is_due():
-                return known
-            if not any(_group.RankGroup(group).together(kind.what, lambda: known.has_lost)):
-                return known
-            self.forget(kind)
-            num_calls = known.num_calls
-        if len(self.plans) >= _MOST_PLANS:  # This is so on all ranks at the same call.
-            self.plans.clear()
-        self.plans[kind] = plan = self._agree(_group.RankGroup(group), kind, x, load, codec, num_calls)
-        return plan
-
     def forget(self, kind: Kind) -> None:
         """Lets the next call of a kind learn the codec anew. All ranks have to forget it before the same call."""
-        self._learners[kind.shared].has_drifted = True
+        self.learners[kind.shared].has_drifted = True
         self.plans.pop(kind, None)
-
-    def _compare(self, members: _group.RankGroup, kind: Kind, check: Callable[[], None]) -> None:
-        """Raises on all ranks unless they make the same call by the same plan. Without this check, gloo would end a
-        process that receives more bytes than it expects, and NCCL would wait for missing bytes."""
-        try:
-            check()
-            plan = self.plans.get(kind)
-            how = None if plan is None else (plan.codec and plan.codec.fingerprint, plan.num_pieces, plan.num_calls)
-            digest = hashlib.blake2b(repr((kind, how)).encode(), digest_size=8).digest()
-            mine = max(1, int.from_bytes(digest, "little") >> 1)
-        except (TypeError, ValueError):
-            mine = 0
-        numbers = torch.empty(self.size, dtype=torch.int64, device=members.device)
-        with _group.all_taking_part():
-            sent = torch.tensor([mine], dtype=torch.int64, device=members.device)
-            _links.raw_all_gather(numbers, sent, group=members.process_group)
-        if mine and numbers.tolist() == [mine] * self.size:
-            return
-
-        def offer() -> dict[str, Any]:
-            check()
-            return kind._asdict()
-
-        _group.same_on_all(kind.what, members.together(kind.what, offer))
-        raise RuntimeError(f"{kind.what}: the ranks have not made the same calls before this one")
-
-    def _agree(
-        self, members: _group.RankGroup, kind: Kind, x: torch.Tensor, load: Load, codec: Codec | None, num_calls: int
-    ) -> Plan:
-        """Makes a plan for all ranks: rank 0 learns a codec from samples of all ranks and decides whether coding pays.
-        A collective call.
-
-        Args:
-            num_calls: the number of calls of the kind so far.
-        """
-        link = self.measure(members) if kind.level == "auto" and codec is None else None
-        has_data = kind.root in (-1, members.rank)
-        count = _SAMPLED_ROWS if kind.root >= 0 else max(16, _SAMPLED_ROWS // members.size)
-        samples = members.together(kind.what, lambda: sample_of(x, count) if has_data else None)
-        rows, learner = torch.cat([sample for sample in samples if sample is not None]), self._learners[kind.shared]
-        is_due = learner.learned_at == 0 or learner.has_drifted
-
-        def offer() -> tuple[Codec | None, int, int]:
-            """Returns the codec, the number of pieces (0: calls are raw), and the least bytes of a coded message."""
-            found = codec
-            if codec is None and not learner.is_hopeless:
-                found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
-            if found is None:
-                return None, 0, 1
-            rates = _links.rates_of(found, rows, x.device)
-            if link is None:
-                return found, _links.num_pieces(rates, load), 1
-            if not (kind.follows_link and _links.pays(found, rates, link, load)):
-                return found, 0, 1
-            least = _links.least_bytes(found, rates, link, LEAST_BYTES, self.size - 1)
-            return found, _links.num_pieces(rates, load), least
-
-        found, num_pieces, least = members.from_rank(0, kind.what, offer)
-        if is_due:
-            learner.take(found)
-        if num_pieces == 0:
-            # Calls by RAW are not compared any more. On the CPU, ranks compare raw calls, too.
-            return RAW if kind.device != "cpu" else Plan(None)
-        return Plan(found, num_pieces, least, is_checked=codec is None, num_calls=num_calls)
 
 
 def measure_link(group: dist.ProcessGroup | None = None, *, refresh: bool = False) -> Link:

@@ -331,14 +331,14 @@ class ShardedTable(OfThisProcess, TensorManners):
         direct = out is not None and out.is_contiguous()
         result = out if direct and out is not None else torch.empty(shape, dtype=self.dtype, device=target)
         if result.numel():
-            lengths, rows, none = received.lengths.to(target), received.rows.to(target), received.rows[:0].to(target)
+            lengths, rows, nothing = received.lengths.to(target), received.rows.to(target), received.rows[:0].to(target)
             num_items = wanted.unique.numel()
             codec, words = coding_of(self._codebook, table.row_bytes, target)
-            sizes = (0, num_items, table.geometry.item_bytes)
+            sizes, row_bytes = (0, num_items, table.geometry.item_bytes), table.row_bytes
             if self._codebook is None:
-                parts = Parts(rows, none, lengths[:0], none.view(torch.int64), words, codec, table.row_bytes, *sizes)
+                parts = Parts(rows, nothing, lengths[:0], nothing.view(torch.int64), words, codec, row_bytes, *sizes)
             else:
-                parts = Parts(none, rows, lengths, self._places(lengths)[:-1], words, codec, 0, *sizes)
+                parts = Parts(nothing, rows, lengths, self._places(lengths)[:-1], words, codec, 0, *sizes)
             on_gpu = target.type == "cuda"
             fault = table._faults.on(target, OF_SELECTIONS) if on_gpu else new_record(target)
             places = wanted.places.to(target)
@@ -431,6 +431,7 @@ class _Shard(NamedTuple):
 
     @classmethod
     def of(cls, table: Any) -> _Shard:
+        """Describes a table. Raises TypeError or ValueError unless it is a table whose items are whole rows."""
         if not isinstance(table, CompressedTensor):
             raise TypeError(f"local_table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
         _check_whole_rows(table.geometry)
