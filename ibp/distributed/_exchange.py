@@ -250,10 +250,8 @@ class Collective(ABC):
         has_data = kind.root in (-1, members.rank)
         count = _SAMPLED_ROWS if kind.root >= 0 else max(16, _SAMPLED_ROWS // members.size)
         samples = members.together(kind.what, lambda: sample_of(x, count) if has_data else None)
-        rows, learner = (
-            torch.cat([sample for sample in samples if sample is not None]),
-            self.state.learners[kind.shared],
-        )
+        rows = torch.cat([sample for sample in samples if sample is not None])
+        learner = self.state.learners[kind.shared]
         is_due = learner.learned_at == 0 or learner.has_drifted
 
         def offer() -> tuple[Codec | None, int, int]:
