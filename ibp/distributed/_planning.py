@@ -1,5 +1,9 @@
-"""What a rank knows of a process group: how fast the group is, and the plans by which its calls are made. How ranks agree
-on a plan: `Collective.plan` in `_exchange.py`."""
+"""What a rank knows of a process group: how fast its link is, and by which plans calls of the group are made.
+
+`Collective.plan` (`_exchange.py`) makes plans. With level="auto", the rate of a raw all-gather decides whether tensors
+travel coded. A group times it once. All ranks decide by the same numbers: the time of the slowest rank, and the rates
+at which rank 0 codes. A level or a codec that is given overrules them.
+"""
 
 from __future__ import annotations
 
