@@ -10,8 +10,8 @@ takes these steps:
                                        is new or due to be checked
               `call` of a pair         the call before, in this direction   the sender learns a codec, and the receiver
               (_pairs.py)                                                   reads it in a note behind a raw tensor
-    size      Collective.pieces,       nothing                              nobody needs to: sizes of messages follow
-              Messages                                                      from the codec and the sizes of tensors
+    size      Collective.pieces,       nothing                              nobody: sizes of messages follow from the
+              Messages                                                      codec and the sizes of tensors
     encode    CodedWork._start         nothing                              the sender: which messages lose rows
     tell      Collective.tell,         nothing                              receivers: which messages lose rows, and
               only on GPUs                                                  which codecs code them
@@ -156,8 +156,8 @@ class Collective(ABC):
         return self.move(status.all_rows, status.rows)
 
     def repair(self, status: Status) -> None:
-        """Makes the call again, raw, because rows were lost. All ranks that have to take part have the same rows in
-        their statuses."""
+        """Makes the call again, raw, because rows were lost. All ranks that have to take part see in their statuses
+        that rows were lost."""
         self.raw(False)
 
     def travels_raw(self) -> bool:

@@ -196,7 +196,8 @@ class Status:
         self.heads = rows[:, _FINGERPRINT]
         self.heads.fill_(fingerprint)
         self._empty = self.data.clone() if data is None else None
-        self._on_host, self.seen = self.data, None
+        self._on_host = self.data
+        self.seen: torch.cuda.Event | None = None
         if self.data.is_cuda and data is None:
             self._on_host = torch.empty(entries, dtype=torch.int64, pin_memory=True, device="cpu")
             self.seen = torch.cuda.Event()
