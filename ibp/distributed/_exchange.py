@@ -47,7 +47,7 @@ from .._common.once import warn_once
 from . import _links
 from ._codec import Codec, as_bytes, sample_of
 from ._links import Load
-from ._messages import Messages, Part, Slot, Status, on, spans_of
+from ._messages import TURNS, Messages, Part, Slot, Status, on, spans_of
 from ._planning import RAW, CallOptions, Plan, state_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,6 @@ _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, t
 _LEAST_BYTES = 1 << 20  # With level="auto", tensors of fewer bytes travel raw, because coding them never pays.
 _SAMPLED_ROWS = 512  # A codec is learned from about this many rows of all ranks together, at least 16 of each.
 _MOST_PLANS = 4096  # A group keeps at most this many plans.
-_LAG = 1  # Number of pieces that are coded before the first one is waited for.
 _NO_TIMEOUT = timedelta(0)  # Torch gives this to `wait` if the caller names no timeout.
 SENT_TWICE = (
     "a message had no room for all rows, and the tensor is sent again, raw: it differs from the tensors that its codec "
@@ -349,7 +348,7 @@ class CodedWork(Work):
         self._slots.begin()
         for piece in range(len(self._pieces)):
             self._start(call, piece)
-            if len(self._pending) > _LAG and waits:
+            if len(self._pending) == TURNS and waits:
                 self._finish()
         if call.own is not None and call.own[0].data_ptr() != call.own[1].data_ptr():
             call.own[0].copy_(call.own[1])

@@ -30,7 +30,7 @@ _EDGE = 8
 # The first of two spans has one row in four. It is the smaller one, because coding it delays the link, and coding takes
 # longer than decoding, which only follows the link.
 _FIRST_OF_TWO = 4
-_TURNS = 2  # Number of pieces whose messages are in memory at a time: while one travels, the next one is coded.
+TURNS = 2  # Number of pieces of a call that are under way at the same time: while one travels, the next one is coded.
 _ENTRIES = 8  # Number of int64 that a status has for each message.
 _LOST, _FINGERPRINT = 1, 7  # Their positions: the number of lost rows, and the codec's fingerprint.
 
@@ -107,7 +107,7 @@ class MessageSlots:
         self.side = torch.cuda.Stream(device) if self.on_gpu else None
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 0
         self.coding_sms, self.decoding_sms = num_sms * 3 // 4, num_sms // 2
-        self._slots: list[Slot | None] = [None] * _TURNS
+        self._slots: list[Slot | None] = [None] * TURNS
         self._ended = torch.cuda.Event() if self.on_gpu else None
         self._last: torch.cuda.Stream | None = None
 
@@ -128,10 +128,10 @@ class MessageSlots:
         """Returns a slot of at least num_bytes bytes for a piece of a call. piece: its number."""
         if not self.on_gpu:
             return Slot(self._empty(num_bytes))
-        slot = self._slots[piece % _TURNS]
+        slot = self._slots[piece % TURNS]
         if slot is None or slot.memory.numel() < num_bytes:
             self._release(slot)
-            slot = self._slots[piece % _TURNS] = Slot(self._empty(num_bytes))
+            slot = self._slots[piece % TURNS] = Slot(self._empty(num_bytes))
         return slot
 
     def forget(self) -> None:
