@@ -165,7 +165,7 @@ class Shards:
 
     def is_known(self) -> bool:
         """Returns whether ranks have agreed to code the module's all-gathers, and the next one will be of the same
-        kind. Ends what was decided for the pass before. All ranks return the same."""
+        kind. Forgets what was decided for the pass before. All ranks return the same."""
         self.plan, self.is_seen, self.is_raw = None, False, False
         if self.kind is None or self.state is None:
             return False

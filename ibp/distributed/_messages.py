@@ -158,7 +158,8 @@ def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
 
 
 class Status:
-    """What becomes of the messages of a call. Coders and decoders write it on their device, and the host reads it.
+    """A record of what becomes of the messages of a call. Coders and decoders write it on their device, and the host
+    reads it.
 
     Attributes:
         rows: int64 [8] for each message, which its coder writes. Entry 1 is the number of lost rows, and entry 7 is the

@@ -169,6 +169,7 @@ class _Transfer(OneTensor):
         return self._moved(whole)
 
     def call(self, async_op: bool) -> dist.Work | None:
+        """Makes the call by the plan of the pair, once the call before it is finished."""
         if self.travels_raw():
             return self.raw(async_op)
         self.check()

@@ -1,4 +1,4 @@
-"""What a rank knows of a process group: how fast its link is, and by which plans calls of the group are made.
+"""The state of a process group on one rank: how fast the link is, and by which plans calls of the group are made.
 
 `Collective.plan` (`_exchange.py`) makes plans. With level="auto", the rate of a raw all-gather decides whether tensors
 travel coded. A group times it once. All ranks decide by the same numbers: the time of the slowest rank, and the rates
@@ -99,7 +99,7 @@ class CallOptions(NamedTuple):
 
 @dataclass(eq=False)
 class Plan:
-    """How calls of a kind are made.
+    """The way in which calls of a kind are made.
 
     Attributes:
         codec: how tensors are coded. None: calls are raw.
@@ -142,7 +142,7 @@ RAW = Plan(None)  # The plan of calls that are raw.
 
 @dataclass(eq=False)
 class Pair:
-    """What a rank knows of the tensors that it sends to another rank, or of those that it receives from it.
+    """The state of one direction between this rank and another one: tensors that it sends, or tensors that it receives.
 
     Attributes:
         plans: the plan for each kind of tensor.
@@ -156,14 +156,14 @@ class Pair:
 
 
 class State:
-    """What a rank knows of a process group.
+    """The state of a process group on one rank.
 
     Attributes:
         rank, size: the rank of this process in the group, and the size of the group.
         link: the rate of the group's all-gathers. None: it was not measured yet.
         plans: the plan for each kind of call.
         learners: the learner of each codec, by `Kind.shared`.
-        pairs: the tensors from and to other ranks, by (whether this rank sends, the other rank, the tag).
+        pairs: the directions to and from other ranks, by (whether this rank sends, the other rank, the tag).
     """
 
     def __init__(self, members: _group.RankGroup) -> None:
@@ -222,7 +222,7 @@ _states: weakref.WeakKeyDictionary[dist.ProcessGroup, State] = weakref.WeakKeyDi
 
 
 def state_of(group: dist.ProcessGroup | None) -> State:
-    """Returns what this rank knows of a group. None: the default group.
+    """Returns the state of a group. None: the default group.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
