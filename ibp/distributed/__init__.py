@@ -1,14 +1,15 @@
-"""Tables in several processes and on several machines, and collectives whose tensors travel coded, over
-torch.distributed.
+"""Tables in several processes and on several machines, and collectives of torch.distributed whose tensors travel coded.
 
-ibp.distributed.share_table        one table in host memory for all processes of a machine
-ibp.distributed.open_shared        a table that another process shares by `table.share()`
-ibp.distributed.ShardedTable       a table whose rows are spread over machines
-ibp.distributed.broadcast_delta    what changed in weights, from one process to the others
+ibp.distributed.share_table        puts a table in host memory that all processes of a machine read
+ibp.distributed.open_shared        opens a table that another process shares by `table.share()`
+ibp.distributed.ShardedTable       a table whose rows are spread over the ranks of a group
+ibp.distributed.broadcast_delta    sends what has changed in weights from one process to the others
 ibp.distributed.all_gather_into_tensor (or all_gather_single), all_to_all_single, broadcast, send, recv
-                                   as in torch.distributed, with tensors coded where that is faster
+                                   do what they do in torch.distributed, and code tensors if that is faster
 ibp.distributed.compress_all_gather
-                                   FSDP2, whose all-gathers do the same
+                                   lets FSDP2 use such all-gathers
+ibp.distributed.Codec              a way to code tensors, for the argument `codec` of collectives
+ibp.distributed.measure_link       measures how fast a group's all-gathers are
 """
 
 from .._common.publishing import published

@@ -1,4 +1,4 @@
-"""How tensors are coded into messages of fixed size: `Codec`."""
+"""`Codec`: how tensors are coded into messages of fixed size."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from .._schemes.learning import learned_from
 from .._schemes.planes import check_level
 from .._tables.coded_rows import CodedRows
 
-ROW_BYTES = 4096  # of messages
-_SECTOR = _rows.SECTOR_BYTES  # of slots and of parts of overflow
-_SLACK = 1 / 256  # of a message's raw bytes: overflow beyond what rows of the sample take
-_LEAST_OVERFLOW = 4096  # bytes
-# The largest slots are taken that cost this many times the least: the fewest rows leave them.
+ROW_BYTES = 4096  # A message cuts a tensor's bytes into rows of this size.
+# Overflow is 1.25 times as large as rows like those of the sample need it, plus this fraction of a message's raw bytes.
+_SLACK = 1 / 256
+_LEAST_OVERFLOW = 4096  # Every message has this many bytes of overflow besides.
+# Slots are the largest ones that make messages at most this many times as large as the best slots do. Then the fewest
+# rows need overflow.
 _NEAR = 1.01
-_LEAST_SAVINGS = 0.02  # a codec that saves less is none
-_LAYOUT = 2  # of messages: it changes when the meaning of their bytes does
+_LEAST_SAVINGS = 0.02  # If a codec would save less than this fraction of the bytes, tensors travel raw.
+_LAYOUT = 2  # Version of messages. Raise it when the meaning of their bytes changes: ranks then refuse each other.
 
 
 @wire.sent
 @dataclass(frozen=True, eq=False)
 class Codec:
-    """How tensors of one kind are coded into messages, whose size follows from the tensor's alone.
+    """A way to code tensors of one kind into messages. The size of a message follows from the size of the tensor.
 
-    A message holds a slot for each row of 4,096 bytes, and overflow for what does not fit, which is bounded. Ranks that
-    exchange tensors need equal ones.
+    A message has a slot for each row of 4,096 bytes, and a bounded overflow for the bytes that do not fit their slots.
+    Ranks that exchange tensors need equal codecs.
 
     Example:
         >>> x = torch.randn(1000, 1024)
@@ -43,12 +44,12 @@ class Codec:
         '15%'
 
     Attributes:
-        codebook: how rows are coded.
-        slot_bytes: bytes of a row's slot.
-        overflow_bytes: bytes of overflow for each row.
+        codebook: how rows are coded. It is for rows of 4,096 bytes.
+        slot_bytes: bytes of a row's slot, a multiple of 32 below 4,096.
+        overflow_bytes: bytes of overflow per row, 0 to 4,096.
 
     Raises:
-        TypeError, ValueError: an attribute is out of range, or the codebook is for other rows.
+        TypeError, ValueError: an attribute is not as described.
     """
 
     codebook: AnyCodebook
@@ -59,18 +60,21 @@ class Codec:
         check_codebook(self.codebook)
         if self.codebook.row_bytes != ROW_BYTES:
             raise ValueError(f"the codebook is for rows of {self.codebook.row_bytes} bytes; wanted {ROW_BYTES}")
-        if not (0 <= self.slot_bytes < ROW_BYTES and self.slot_bytes % _SECTOR == 0):
+        if not (0 <= self.slot_bytes < ROW_BYTES and self.slot_bytes % _rows.SECTOR_BYTES == 0):
             raise ValueError(f"slot_bytes is {self.slot_bytes}; wanted a multiple of 32 below {ROW_BYTES}")
         if not 0 <= self.overflow_bytes <= ROW_BYTES:
             raise ValueError(f"overflow_bytes is {self.overflow_bytes}; wanted 0 to {ROW_BYTES}")
 
     @classmethod
     def learn(cls, x: torch.Tensor, *, level: str = "default") -> Codec | None:
-        """A codec for tensors like x, learned from some of its rows; None where they would not be 2 % smaller.
+        """Learns a codec for tensors like x from some rows of x.
 
         Args:
             x: a dense tensor of any dtype, on the CPU or a GPU.
             level: "default" or "fast", see `ibp.compress`.
+
+        Returns:
+            The codec. None: it would save less than 2 % of the bytes.
 
         Raises:
             TypeError, ValueError: an argument is not as described.
@@ -82,44 +86,50 @@ class Codec:
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """A number that differs where codecs do: 63 bits."""
+        """A number of 63 bits. Codecs that differ have different fingerprints, except with negligible probability."""
         return fingerprint_of(self.codebook, self.slot_bytes, self.overflow_bytes, _LAYOUT)
 
     def sizes(self, num_rows: int) -> dict[str, int]:
-        """Sizes of the `CodedRows` for a message of num_rows rows."""
+        """Returns the arguments slot_bytes and overflow_bytes of the `CodedRows` in a message of num_rows rows."""
         slack = int(num_rows * self.overflow_bytes) + _LEAST_OVERFLOW
         return {"slot_bytes": self.slot_bytes, "overflow_bytes": rounded_up(slack, 64)}
 
     def message_bytes(self, num_rows: int) -> int:
-        """Bytes of a message of num_rows rows."""
+        """Returns the size in bytes of a message of num_rows rows."""
         return rounded_up(CodedRows.memory_bytes(self.codebook, num_rows, **self.sizes(num_rows)), 64)
 
     @property
     def savings(self) -> float:
-        """The share of its bytes that a large message saves."""
+        """The fraction of a large tensor's bytes that its message saves."""
         return 1 - self.message_bytes(1 << 16) / (ROW_BYTES << 16)
 
 
 def rows_of(num_bytes: int) -> int:
-    """How many rows num_bytes bytes make; the last row can be short."""
+    """Returns the number of rows that num_bytes bytes make. The last row may be short."""
     return -(-num_bytes // ROW_BYTES)
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, uint8 [n], in the same memory."""
+    """Returns the bytes of a contiguous tensor as a view, uint8 [n]."""
     x = x.detach() if x.requires_grad else x
-    if x.numel() == 1:  # it is contiguous, whatever its strides
+    if x.numel() == 1:  # Such a tensor is contiguous whatever its strides are, but `view` looks at them.
         x = x.as_strided((1,), (1,))
     return (x if x.dim() == 1 else x.reshape(-1)).view(torch.uint8)
 
 
 def sample_of(x: torch.Tensor, num_rows: int = 512) -> torch.Tensor:
-    """At most num_rows whole rows, spread over all of x, on the CPU: uint8 [n, 4096]."""
+    """Returns at most num_rows whole rows from all over x, uint8 [n, 4096] on the CPU."""
     return _rows.sample(_rows.bytes_of(x), ROW_BYTES, num_rows).view(-1, ROW_BYTES).cpu()
 
 
 def learned(rows: torch.Tensor, dtype: torch.dtype, level: str) -> Codec | None:
-    """A codec for rows like these, uint8 [n, 4096] on the CPU; None where they would not be 2 % smaller."""
+    """Returns a codec for tensors with such rows. None: it would save less than 2 % of the bytes.
+
+    Args:
+        rows: uint8 [n, 4096] on the CPU.
+        dtype: the dtype of the tensors.
+        level: "default" or "fast".
+    """
     if not len(rows):
         return None
     is_known = dtype in _rows.DTYPES or dtype.is_complex

@@ -1,35 +1,66 @@
-"""One collective call whose tensors travel coded, in pieces: while one is on its way, the next is coded and the one
-before it decoded.
+"""A call whose tensors travel coded, from beginning to end.
 
-Nothing waits for the host until the call is finished: then it looks at the status, which says whether a message had no
-room for all rows. Such a call is repeated raw. On a GPU ranks tell each other as soon as the last piece is coded,
-before it is moved: the host knows what has room while tensors are still on their way, and can queue what follows.
+A tensor is divided into pieces: while one piece travels, the next one is coded and the one before it decoded. Each call
+takes these steps:
+
+    step      where                    the host waits for                   who learns what
+    --------  -----------------------  -----------------------------------  ------------------------------------------
+    plan      Collective.plan          all ranks: on the CPU, if a codec    rank 0 learns a codec from samples of all
+                                       is given, and if the kind of call    ranks and tells it to them
+                                       is new or due to be checked
+              `call` of a pair         the call before, in this direction   the sender learns a codec, and the receiver
+              (_pairs.py)                                                   reads it in a note behind a raw tensor
+    size      Collective.pieces,       nothing                              nobody: sizes of messages follow from the
+              Messages                                                      codec and the sizes of tensors
+    encode    CodedWork._start         nothing                              the sender: which messages lose rows
+    tell      Collective.tell,         nothing                              receivers: which messages lose rows, and
+              only on GPUs                                                  which codecs code them
+    exchange  Collective.move          nothing                              nobody
+    decode    CodedWork._finish        on the CPU: messages                 the receiver: from which messages rows are
+                                                                            missing; on the CPU also the codecs
+    check     CodedWork._arrive        on a GPU: what ranks tell, so until  the host: what its device has learned
+                                       all of them have coded the tensor
+    repair    Collective.repair        torch's own call, if rows were lost  all ranks, at the next check of the kind by
+                                                                            Collective.plan: they learn a codec anew
+
+A call that is given a status (by _fsdp.py) leaves out tell, check and repair. A rank raises that a message was damaged
+only after it has taken part in a repair, because other ranks do not know of the damage and wait for it.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from .._common.group import all_taking_part
+from .._common.group import RankGroup, all_taking_part, same_on_all
 from .._common.once import warn_once
-from ._messages import Memory, Messages, Part, Status
-from ._slots import MessageSlots, Slot, on
+from . import _links
+from ._codec import Codec, as_bytes, sample_of
+from ._links import Load
+from ._messages import TURNS, Messages, Part, Slot, Status, on, spans_of
+from ._planning import RAW, CallOptions, Plan, state_of
 
 if TYPE_CHECKING:
     from torch.distributed import Work
 else:
-    Work = getattr(dist, "Work", object)  # torch can be built without torch.distributed
+    Work = getattr(dist, "Work", object)  # Torch can be built without torch.distributed.
 
-_LAG = 1  # pieces that are coded before the first one is waited for
-_NO_TIMEOUT = timedelta(0)
+# On GPUs, backends move tensors of these dtypes. All other tensors are moved as bytes.
+_PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8))
+_LEAST_BYTES = 1 << 20  # With level="auto", tensors of fewer bytes travel raw, because coding them never pays.
+_SAMPLED_ROWS = 512  # A codec is learned from about this many rows of all ranks together, at least 16 of each.
+_MOST_PLANS = 4096  # A group keeps at most this many plans.
+_NO_TIMEOUT = timedelta(0)  # Torch gives this to `wait` if the caller names no timeout.
 SENT_TWICE = (
     "a message had no room for all rows, and the tensor is sent again, raw: it differs from the tensors that its codec "
     "was learned from. ibp learns its own codecs anew after some such calls"
@@ -38,179 +69,435 @@ SENT_TWICE = (
 
 @dataclass(frozen=True)
 class ExchangePiece:
-    """What a piece carries, in which messages: parts that are coded here, and parts that arrive here."""
+    """A piece of a call.
+
+    Attributes:
+        messages: the messages of the piece.
+        sent: parts that this rank codes into messages.
+        received: parts that arrive in messages.
+    """
 
     messages: Messages
     sent: Sequence[Part]
     received: Sequence[Part]
 
 
-@dataclass(frozen=True)
-class Job:
-    """A call."""
+class Collective(ABC):
+    """A call of a function of torch.distributed, whose tensors travel raw or coded. A subclass says how the function
+    moves bytes, and `call` makes the call.
 
-    pieces: Sequence[ExchangePiece]  # in order, at least one, with as many messages each
-    # sends and receives the messages of a piece, in the memory that is given; returns work to wait for, or None
-    move: Callable[[Messages, Memory], dist.Work | None]
-    # sends the rows of a status that are about messages coded here, and receives the others; likewise
-    tell: Callable[[Status], dist.Work | None]
-    repair: Callable[[Status], object]  # does the call raw, where rows were lost; is given the status
-    note_lost: Callable[[], None]  # is told that there were lost rows
-    tensors: Sequence[torch.Tensor]  # that the call reads and writes
-    meanwhile: Callable[[], None] | None = None  # is done while messages are on their way
-    # given where all rows are known to have room: then the host waits for nothing, and what is lost all the same is
-    # noted there. None: the call has one of its own, and looks at it
-    status: Status | None = None
+    Args:
+        group: a process group of torch.distributed. None: the default group.
+        options: how tensors are coded.
+        what: the name of the function.
+        tensors: the tensors that the call reads and writes. The size and dtype of the first one tell the call's kind.
+        root: the rank in the group that has the data. -1: each rank has some.
+
+    Attributes:
+        load: the number of bytes that a rank codes, moves and decodes. Subclasses set it.
+        own: (to, from), the bytes that this rank sends to itself. They are copied while messages travel. None: there
+            are no such bytes. `coded` or `pieces` sets it.
+
+    Raises:
+        TypeError, ValueError: an argument is not a tensor, or the options are wrong.
+        RuntimeError: torch.distributed is not initialised.
+    """
+
+    load: Load
+    own: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        options: CallOptions,
+        what: str,
+        tensors: Sequence[torch.Tensor],
+        root: int = -1,
+    ) -> None:
+        options.check(*tensors)
+        self.group, self.options, self.tensors, self.state = group, options, tensors, state_of(group)
+        self.kind = options.kind_of(what, tensors[0], root)
+
+    def check(self) -> None:
+        """Raises ValueError unless the tensors fit the call: they are contiguous, of one dtype and on one device."""
+        first = self.tensors[0]
+        for x in self.tensors:
+            if not _is_memory(x):
+                strides = x.stride() if x.layout == torch.strided else x.layout
+                raise ValueError(f"a tensor {list(x.shape)} of strides {strides} is not contiguous memory")
+            if (x.dtype, x.device) != (first.dtype, first.device):
+                raise ValueError(
+                    f"tensors are {x.dtype} on {x.device} and {first.dtype} on {first.device}; wanted one dtype and "
+                    "device"
+                )
+
+    @abstractmethod
+    def raw(self, async_op: bool) -> Work | None:
+        """Makes torch's own call. Returns work if async_op is set."""
+
+    @abstractmethod
+    def pieces(self, plan: Plan) -> list[ExchangePiece]:
+        """Returns the pieces of a coded call in order. There is at least one, and all have equally many messages."""
+
+    @abstractmethod
+    def move(self, whole: torch.Tensor, each: Sequence[torch.Tensor]) -> Work | None:
+        """Begins to send the messages of this rank, and to receive the messages of other ranks. Returns work to wait
+        for. None: there is nothing to wait for.
+
+        Args:
+            whole: the memory of all messages, one behind the other.
+            each: the memory of each message, as views of whole.
+        """
+
+    def tell(self, status: Status) -> Work | None:
+        """Begins to send the rows of a status that this rank has written, and to receive the rows of other ranks.
+        They move in the same way as messages."""
+        return self.move(status.all_rows, status.rows)
+
+    def repair(self, status: Status) -> None:
+        """Makes the call again, raw, because rows were lost. All ranks that have to take part see in their statuses
+        that rows were lost."""
+        self.raw(False)
+
+    def travels_raw(self) -> bool:
+        """Returns whether the call is raw for a reason that all ranks know by themselves: there is nothing to code or
+        too little, or a CUDA graph is captured."""
+        num_bytes, x = self.load.coded, self.tensors[0]
+        is_chosen = self.options.level == "auto" and self.options.codec is None
+        if self.state.size == 1 or num_bytes == 0 or (is_chosen and num_bytes < _LEAST_BYTES):
+            return True
+        return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def call(self, async_op: bool) -> Work | None:
+        """Makes the call, raw or coded as the plan of its kind says.
+
+        Returns:
+            Work if async_op is set. Also if the call is coded and the load is known to fit, because the host does not
+            wait for such calls. Else None, once the call is done.
+        """
+        if self.state.plans.get(self.kind) is RAW or self.travels_raw():
+            return self.raw(async_op)
+        plan = self.plan()
+        if plan.codec is None:
+            return self.raw(async_op)
+        return self.coded(plan, async_op or self.load.is_known_to_fit)
+
+    def coded(self, plan: Plan, is_async: bool, status: Status | None = None) -> Work | None:
+        """Makes a coded call. The arguments are those of `CodedWork`. Returns work if is_async is set, else None once
+        the call is done."""
+        with torch.no_grad():
+            work = CodedWork(self, plan, is_async, status)
+        return finished(work, is_async)
+
+    def plan(self) -> Plan:
+        """Returns the plan of the call's kind. This is a collective call on the CPU, if a codec is given, because ranks
+        could mix codecs up, and if the kind is new or due to be checked."""
+        state, kind = self.state, self.kind
+        known, is_detailed = state.plans.get(kind), dist.get_debug_level() == dist.DebugLevel.DETAIL
+        if known is None or kind.device == "cpu" or kind.codec is not None or is_detailed:
+            self._compare()
+        else:
+            self.check()
+        num_calls = 1
+        if known is not None:
+            if known.codec is None or not known.is_due():
+                return known
+            if not any(RankGroup(self.group).together(kind.what, lambda: known.has_lost)):
+                return known
+            state.forget(kind)
+            num_calls = known.num_calls
+        if len(state.plans) >= _MOST_PLANS:  # This is so on all ranks at the same call.
+            state.plans.clear()
+        state.plans[kind] = plan = self._agreed(num_calls)
+        return plan
+
+    def _compare(self) -> None:
+        """Raises on all ranks unless they make the same call by the same plan. Without this check, gloo would end a
+        process that receives more bytes than it expects, and NCCL would wait for missing bytes."""
+        members, kind = RankGroup(self.group), self.kind
+        try:
+            self.check()
+            plan = self.state.plans.get(kind)
+            how = None if plan is None else (plan.codec and plan.codec.fingerprint, plan.num_pieces, plan.num_calls)
+            digest = hashlib.blake2b(repr((kind, how)).encode(), digest_size=8).digest()
+            mine = max(1, int.from_bytes(digest, "little") >> 1)
+        except (TypeError, ValueError):
+            mine = 0
+        numbers = torch.empty(members.size, dtype=torch.int64, device=members.device)
+        with all_taking_part():
+            sent = torch.tensor([mine], dtype=torch.int64, device=members.device)
+            _links.raw_all_gather(numbers, sent, group=members.process_group)
+        if mine and numbers.tolist() == [mine] * members.size:
+            return
+
+        def offer() -> dict[str, Any]:
+            self.check()
+            return kind._asdict()
+
+        same_on_all(kind.what, members.together(kind.what, offer))
+        raise RuntimeError(f"{kind.what}: the ranks have not made the same calls before this one")
+
+    def _agreed(self, num_calls: int) -> Plan:
+        """Makes a plan for all ranks: rank 0 learns a codec from samples of all ranks and decides whether coding pays.
+        A collective call.
+
+        Args:
+            num_calls: the number of calls of the kind so far.
+        """
+        members, kind, load, codec, x = RankGroup(self.group), self.kind, self.load, self.options.codec, self.tensors[0]
+        link = self.state.measure(members) if kind.level == "auto" and codec is None else None
+        has_data = kind.root in (-1, members.rank)
+        count = _SAMPLED_ROWS if kind.root >= 0 else max(16, _SAMPLED_ROWS // members.size)
+        samples = members.together(kind.what, lambda: sample_of(x, count) if has_data else None)
+        rows = torch.cat([sample for sample in samples if sample is not None])
+        learner = self.state.learners[kind.shared]
+        is_due = learner.learned_at == 0 or learner.has_drifted
+
+        def offer() -> tuple[Codec | None, int, int]:
+            """Returns the codec, the number of pieces (0: calls are raw), and the least bytes of a coded message."""
+            found = codec
+            if codec is None and not learner.is_hopeless:
+                found = kind.learned(rows) if is_due or kind.level == "auto" else learner.found
+            if found is None:
+                return None, 0, 1
+            rates = _links.rates_of(found, rows, x.device)
+            if link is None:
+                return found, _links.num_pieces(rates, load), 1
+            if not (kind.follows_link and _links.pays(found, rates, link, load)):
+                return found, 0, 1
+            least = _links.least_bytes(found, rates, link, _LEAST_BYTES, members.size - 1)
+            return found, _links.num_pieces(rates, load), least
+
+        found, num_pieces, least = members.from_rank(0, kind.what, offer)
+        if is_due:
+            learner.take(found)
+        if num_pieces == 0:
+            # Calls by RAW are not compared any more. On the CPU, ranks compare raw calls, too.
+            return RAW if kind.device != "cpu" else Plan(None)
+        return Plan(found, num_pieces, least, is_checked=codec is None, num_calls=num_calls)
+
+
+class OneTensor(Collective):
+    """A call in which one rank sends a tensor that others receive. Its pieces have one message each.
+
+    Attributes:
+        is_sent: whether this rank is the sender. Subclasses set it.
+    """
+
+    is_sent: bool
+
+    def __init__(
+        self, what: str, tensor: torch.Tensor, group: dist.ProcessGroup | None, options: CallOptions, root: int = -1
+    ) -> None:
+        super().__init__(group, options, what, (tensor,), root)
+        self.load = Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
+
+    def pieces(self, plan: Plan) -> list[ExchangePiece]:
+        x, pieces = as_bytes(self.tensors[0]), []
+        for span in spans_of(x.numel(), plan.num_pieces):
+            messages, parts = plan.messages_of([span.payload], x.device), [Part(0, x[span.bytes])]
+            sent, received = (parts, []) if self.is_sent else ([], parts)
+            pieces.append(ExchangePiece(messages, sent, received))
+        return pieces
 
 
 class CodedWork(Work):
     """A coded call that is under way.
 
-    On a GPU `wait()` waits on the host, unlike torch's own, until it is known there that all rows had room. If not,
-    they are sent again then: so ranks wait in the same order as they call. For the result the current stream waits, as
-    for torch's own. On the CPU the result is there after `wait()`.
+    On a GPU, `wait()` blocks the host until it knows whether all rows had room; torch's own calls do not block it. If
+    rows had no room, `wait()` makes the call again, raw. So ranks have to wait in the order of their calls. The current
+    stream waits for the result, as in torch. On the CPU the result is there when `wait()` returns.
     """
 
-    def __init__(self, job: Job, slots: MessageSlots, is_async: bool) -> None:
-        """Starts the call. is_async: the caller waits later. The current stream has other work meanwhile, and on the
-        CPU `wait()` does all of the waiting."""
+    def __init__(self, call: Collective, plan: Plan, is_async: bool, status: Status | None = None) -> None:
+        """Starts the call.
+
+        Args:
+            is_async: whether the caller waits later. If so, the call uses another stream than the current one on a GPU,
+                and on the CPU the constructor does not wait for messages.
+            status: the status to write, if all rows are known to have room. The caller looks at it, and the host does
+                not wait. None: the call has a status of its own, and `wait()` looks at it.
+        """
         super().__init__()
-        self._job: Job | None = None
-        self._slots, self._pending = slots, deque[tuple[ExchangePiece, Slot, dist.Work | None]]()
+        self._call: Collective | None = None  # None: there is nothing to wait for.
         self._error: Exception | None = None
+        self._plan, self._pieces = plan, call.pieces(plan)
+        self._slots = slots = call.state.slots(call.tensors[0].device)
+        self._pending = deque[tuple[int, Slot, Work | None]]()  # Pieces that travel: number, slot, what to wait for.
+        self._is_known = status is not None
+        self._status = self._pieces[0].messages.status() if status is None else status
         self._stream = slots.side if is_async else None
-        self._is_known, self._status = job.status is not None, job.status or job.pieces[0].messages.status()
         self._done = None if self._stream is None else torch.cuda.Event()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(slots.device))
-        self._job = job
-        with on(self._stream):
-            self._queue(job, slots.on_gpu or not is_async)
+        try:
+            with on(self._stream):
+                self._queue(call, slots.on_gpu or not is_async)
+        except BaseException:
+            slots.forget()
+            self._keep_memory(call)
+            raise
+        self._call = call
 
-    def _queue(self, job: Job, waits: bool) -> None:
-        """All that the call does, or on the CPU what it need not wait for."""
+    def _queue(self, call: Collective, waits: bool) -> None:
+        """Takes the steps before the check. On the CPU, some pieces remain to be waited for and decoded.
+
+        Args:
+            waits: whether to wait for a piece once the next one is coded. On a GPU only streams wait.
+        """
         self._slots.begin()
-        for piece in job.pieces:
-            self._start(job, piece)
-            if len(self._pending) > _LAG and waits:
-                self._finish_piece(job)
-        if job.meanwhile is not None:
-            job.meanwhile()
+        for piece in range(len(self._pieces)):
+            self._start(call, piece)
+            if len(self._pending) == TURNS and waits:
+                self._finish()
+        if call.own is not None and call.own[0].data_ptr() != call.own[1].data_ptr():
+            call.own[0].copy_(call.own[1])
         if self._slots.on_gpu:
-            self._finish_pieces(job)
+            self._finish_all()
         self._slots.end()
 
-    def _start(self, job: Job, piece: ExchangePiece) -> None:
-        """Codes a piece and sends it off."""
-        slot = self._slots.take(piece.messages.num_bytes)
-        try:
-            self._pending.append((piece, slot, self._sent(job, piece, slot)))
-        except BaseException:
-            self._slots.give_up(slot)
-            raise
-
-    def _sent(self, job: Job, piece: ExchangePiece, slot: Slot) -> dist.Work | None:
-        """Codes a piece into a slot and sends it off. Returns the work to wait for."""
-        messages = piece.messages
-        # The link begins with the piece before this one meanwhile, and needs some multiprocessors for that.
-        max_sms = 0 if piece is job.pieces[0] else self._slots.coding_sms
+    def _start(self, call: Collective, number: int) -> None:
+        """Codes a piece and begins to move it."""
+        piece, messages = self._pieces[number], self._pieces[number].messages
+        slot = self._slots.take(number, messages.num_bytes)
+        # The piece before this one travels meanwhile, and the link needs some multiprocessors for it.
+        max_sms = 0 if number == 0 else self._slots.coding_sms
         for part in piece.sent:
             messages.code(slot, part, self._status, max_sms)
         slot.clean = None
-        tells = self._slots.on_gpu and not self._is_known and piece is job.pieces[-1]
+        memory = messages.of(slot)
+        tells = self._slots.on_gpu and not self._is_known and number == len(self._pieces) - 1
         with all_taking_part():
-            told = job.tell(self._status) if tells else None
-            work = job.move(messages, messages.of(slot))
+            told = call.tell(self._status) if tells else None
+            work = call.move(memory.whole, memory.each)
             if told is not None:
                 told.wait()
         if tells:
             self._status.record()
-        return work
+        self._pending.append((number, slot, work))
 
-    def _finish_piece(self, job: Job, until: float | None = None) -> None:
-        """Decodes the oldest piece once it has arrived. until: by the clock, at most. Interrupted, it may be called
-        again."""
-        piece, slot, work = self._pending[0]
-        max_sms = 0 if piece is job.pieces[-1] else self._slots.decoding_sms
+    def _finish(self, until: float | None = None) -> None:
+        """Waits for the oldest piece that travels, and decodes it. It may be called again after an interrupt.
+
+        Args:
+            until: the time by `time.monotonic` at which waiting ends. None: it does not end.
+        """
+        number, slot, work = self._pending[0]
+        piece, messages, is_last = self._pieces[number], self._pieces[number].messages, number == len(self._pieces) - 1
         if work is not None:
-            with all_taking_part():  # backends take a timeout of 0 for none
+            with all_taking_part():  # To backends a timeout of 0 means that there is none.
                 work.wait() if until is None else work.wait(timedelta(seconds=max(1e-3, until - time.monotonic())))
-        if piece is job.pieces[0] and not self._slots.on_gpu:
-            piece.messages.note_heads(slot, self._status)
+        if number == 0 and not self._slots.on_gpu:
+            messages.note_heads(slot, self._status)
         for part in piece.received:
-            piece.messages.decode(slot, part, self._status, max_sms)
-        if piece is job.pieces[-1] and self._done is not None:
+            messages.decode(slot, part, self._status, 0 if is_last else self._slots.decoding_sms)
+        if is_last and self._done is not None:
             self._done.record()
         if self._slots.on_gpu and piece.sent:
-            piece.messages.clean(slot, piece.sent[0].message)
-        self._slots.leave(slot)
+            messages.clean(slot, piece.sent[0].message)
         self._pending.popleft()
 
-    def _finish_pieces(self, job: Job, until: float | None = None) -> None:
+    def _finish_all(self, until: float | None = None) -> None:
         while self._pending:
-            self._finish_piece(job, until)
+            self._finish(until)
 
     def is_completed(self) -> bool:
-        """Whether `wait()` waits for no other rank, unless rows are to be sent again."""
+        """Returns whether `wait()` would not wait for another rank, unless rows have to be sent again."""
         if self._done is not None:
-            return self._job is None or self._done.query()
+            return self._call is None or self._done.query()
         return all(work is None or work.is_completed() for _, _, work in self._pending)
 
     def is_success(self) -> bool:
-        return self._job is None and self._error is None
+        return self._call is None and self._error is None
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Waits until the result is there. RuntimeError: ranks use different codecs, one does not take part, or the
-        timeout has passed."""
-        if self._job is not None:
+        """Waits for the result. Returns True.
+
+        Raises:
+            RuntimeError: ranks use different codecs, a rank does not take part, a message was damaged, or the timeout
+                has passed.
+        """
+        if self._call is not None:
             try:
-                self._arrive(self._job, timeout.total_seconds())
+                self._arrive(self._call, timeout.total_seconds())
             except Exception as error:
                 self._error = error
-                self._abandon(self._job)
-            self._job = None
+                self._keep_memory(self._call)
+            self._call, self._pieces = None, []
         if self._error is not None:
             raise self._error
         return True
 
-    def _arrive(self, job: Job, seconds: float) -> None:
+    def _arrive(self, call: Collective, seconds: float) -> None:
+        """Waits until messages have arrived, checks them, and repairs the call if rows were lost.
+
+        Args:
+            seconds: the timeout. 0: there is none.
+        """
         until = time.monotonic() + seconds if seconds else None
-        self._finish_pieces(job, until)
-        status, messages = self._status, job.pieces[0].messages
+        self._finish_all(until)
         if self._done is not None:
             torch.cuda.current_stream(self._slots.device).wait_event(self._done)
         if self._is_known:
             return
+        status = self._status
         if status.seen is not None:
             _synchronize(status.seen, until)
         status.read()
-        is_strange, is_lost = status.strange(messages.codec.fingerprint), status.any_lost()
-        if is_strange:
+        if status.is_strange:
             raise RuntimeError("ranks use different codecs: a message was coded with another one than is decoded with")
-        if is_lost:
+        if any(status.lost):
             warn_once(SENT_TWICE, stacklevel=3)
-            job.note_lost()
-            job.repair(status)
-        messages.give_back(status)
+            self._plan.has_lost = True
+            call.repair(status)
+        self._pieces[0].messages.give_back(status)
+        if status.is_damaged:
+            raise RuntimeError(
+                "this call or an earlier call has given a wrong tensor: a message was damaged on its way"
+            )
 
     def __del__(self) -> None:
-        job = getattr(self, "_job", None)
-        if job is not None:  # nobody has waited for it
-            self._abandon(job)
+        call = getattr(self, "_call", None)
+        if call is not None:  # Nobody has waited for it.
+            self._keep_memory(call)
 
-    def _abandon(self, job: Job) -> None:
-        """Of a call that may not have ended, tensors stay until the GPU is done with them, and slots are not used
-        again."""
-        for _, slot, _ in self._pending:
-            self._slots.give_up(slot)
-        stream = self._stream
-        if stream is not None:
-            for tensor in (*job.tensors, self._status.data):
-                tensor.record_stream(stream)
+    def _keep_memory(self, call: Collective) -> None:
+        """Lets the allocator keep the tensors of a call that may not have ended until the call's stream has used
+        them."""
+        if self._stream is not None:
+            for tensor in (*call.tensors, self._status.data):
+                tensor.record_stream(self._stream)
+
+
+def finished(work: Work | None, is_async: bool) -> Work | None:
+    """Returns the work of a call if is_async is set. Else waits for it and returns None."""
+    if is_async:
+        return work
+    if work is not None:
+        work.wait()
+    return None
+
+
+def movable(x: torch.Tensor, items: bool = False) -> torch.Tensor:
+    """Returns a tensor in the form in which backends move it: its bytes, unless backends move its dtype.
+
+    Args:
+        items: keep dimension 0, whose items `all_to_all_single` counts.
+    """
+    if (x.is_cuda and x.dtype in _PLAIN) or not _is_memory(x):
+        return x
+    if not items:
+        return as_bytes(x)
+    return as_bytes(x).view(x.shape[0] if x.dim() else 1, math.prod(x.shape[1:]) * x.element_size())
+
+
+def _is_memory(x: torch.Tensor) -> bool:
+    """Returns whether the elements of a tensor are one range of memory, in order."""
+    return x.layout == torch.strided and x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 def _synchronize(event: torch.cuda.Event, until: float | None) -> None:
-    """Waits for the event on the host. until: by the clock, at most."""
+    """Blocks the host until an event has happened. Raises RuntimeError at the time `until` by `time.monotonic`."""
     if until is None:
         event.synchronize()
         return

@@ -1,9 +1,9 @@
-"""All-gathers of torch's FSDP2 that travel coded.
+"""All-gathers of torch's FSDP2 whose tensors travel coded.
 
-The host waits for the first ones only. Before a later forward pass every rank codes what it will send, only to see
-whether all rows have room, and the ranks tell each other in one small exchange. What has no room travels raw. All
-messages of the pass say again whether they have lost rows; the host looks at that at the end of the forward pass and of
-the backward pass, before anybody can use what was computed.
+The host waits only for the first all-gather of each module. Before a later forward pass, every rank codes the shards
+that it will send, in order to see whether all rows have room, and the ranks tell each other in one small exchange.
+Shards without enough room travel raw. In the pass, coders and decoders note lost rows in the status of each module. The
+host looks at these statuses at the end of the forward pass and of the backward pass, before results can be used.
 """
 
 from __future__ import annotations
@@ -17,23 +17,21 @@ import torch
 import torch.distributed as dist
 
 from .._common.group import all_taking_part
-from ._calls import finished, gather, gathering, messages_of, movable, run
+from ._calls import AllGather
 from ._codec import Codec, as_bytes
-from ._links import raw_all_gather
-from ._messages import Part, Status, has_lost, spans_of, status_entries
+from ._messages import MessageSlots, Part, Status, has_lost, on, spans_of, status_entries
 from ._planning import RAW, CallOptions, Kind, Plan, State, state_of
-from ._slots import MessageSlots, on
 
 
 def compress_all_gather(
     module: torch.nn.Module, *, codec: Codec | None = None, level: str = "auto", recurse: bool = True
 ) -> int:
-    """Lets the all-gathers of FSDP2 travel coded, where that is faster. Training gives the same bits.
+    """Lets the tensors of FSDP2's all-gathers travel coded, if that is faster. Training gives the same bits.
 
     Every module that `fully_shard` was called on has a codec of its own, which is learned at its first all-gather.
     Before later forward passes of `module`, ranks check together which modules' parameters fit into their messages.
     The host then does not wait for each all-gather: at the end of the forward pass and of the backward pass it checks
-    whether all parameters did fit. If parameters are written in between to values that do not fit, that pass raises
+    whether all parameters did fit. If parameters were written in between and no longer fit, that pass raises
     RuntimeError on all ranks.
 
     Example:
@@ -42,24 +40,24 @@ def compress_all_gather(
         >>> model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
         >>> layers = [fully_shard(layer) for layer in model]
         >>> model = fully_shard(model)
-        >>> ibp.distributed.compress_all_gather(model)  # the layers, and what is around them
+        >>> ibp.distributed.compress_all_gather(model)  # the two layers and the model itself
         3
 
     Args:
-        module: sharded by `torch.distributed.fsdp.fully_shard`, itself or parts of it.
+        module: a module that `torch.distributed.fsdp.fully_shard` was called on, or whose submodules it was called on.
         codec, level: as in `all_gather_into_tensor`.
-        recurse: also the modules inside.
+        recurse: change the submodules, too.
 
     Returns:
-        How many modules there are.
+        The number of sharded modules.
 
     Raises:
-        TypeError, ValueError: an argument is not as described, or nothing is sharded.
+        TypeError, ValueError: an argument is not as described, or no module is sharded.
         RuntimeError: this torch has no `FSDPModule.set_custom_all_gather`.
     """
     options = CallOptions(codec, level, "")
     options.check()
-    from torch.distributed.fsdp import FSDPModule  # here: not every build of torch has it
+    from torch.distributed.fsdp import FSDPModule  # Imported here, because not every build of torch has it.
 
     if not hasattr(FSDPModule, "set_custom_all_gather"):
         raise RuntimeError(f"torch {torch.__version__} has no FSDPModule.set_custom_all_gather; 2.8 and later have")
@@ -81,23 +79,30 @@ def compress_all_gather(
     return len(sharded)
 
 
-_HOOKS = "_ibp_hooks"
+_HOOKS = "_ibp_hooks"  # The attribute of a module that holds the handles of its hooks.
 
 
 class Shards:
-    """What a rank sends of one module in all-gathers. The name of the module is the codec's: all modules have one of
-    their own."""
+    """The shards of one module's parameters that this rank has, and how the module's all-gathers travel.
+
+    Attributes:
+        module: the module.
+        options: how shards are coded. The name of the module is the name in them, so that it has a codec of its own.
+        kind, state: those of the last all-gather that ranks agreed on. None: there was no such all-gather.
+        plan: the plan by which the shards were coded before this pass. None: they were not.
+        status: where lost rows are noted if the host does not wait for all-gathers.
+        is_seen: whether all rows of all ranks were seen to have room before this pass.
+        is_raw: whether shards travel raw in this pass, because rows had no room and the codec was given.
+    """
 
     def __init__(self, module: Any, options: CallOptions) -> None:
         self.module, self.options = module, options
-        self._group: weakref.ref[dist.ProcessGroup] | None = None  # which ends before the module, perhaps
-        # kind, state, plan: of the last all-gather that was agreed on; None: there was none.
+        self._group: weakref.ref[dist.ProcessGroup] | None = None  # The group may end before the module.
         self.kind: Kind | None = None
         self.state: State | None = None
         self.plan: Plan | None = None
-        self.status: Status | None = None  # where all-gathers note lost rows if the host does not wait for them
-        self.is_seen = False  # the rows were seen to have room before this pass, on all ranks
-        self.is_raw = False  # they were not, and the codec is not learned anew
+        self.status: Status | None = None
+        self.is_seen = self.is_raw = False
 
     def gather(
         self,
@@ -107,35 +112,36 @@ class Shards:
         group: dist.ProcessGroup,
         async_op: bool,
     ) -> dist.Work | None:
-        """The all-gather. is_watched: whether the status is looked at before what was computed can be used."""
+        """Makes an all-gather. Returns work, or None once it is done.
+
+        Args:
+            is_watched: whether the host looks at the status at the end of this pass.
+        """
+        call = AllGather(output_tensor, input_tensor, group, self.options, is_known_to_fit=True)
         if self._is_same(input_tensor, group):
             assert self.state is not None and self.kind is not None
             if self.is_raw or self.state.plans.get(self.kind) is RAW:
-                raw = movable(output_tensor), movable(input_tensor)
-                return raw_all_gather(*raw, group=group, async_op=async_op)
+                return call.raw(async_op)
             if self.is_seen and is_watched:
                 assert self.plan is not None
-                call = self.plan, self.state, group, output_tensor, input_tensor
-                job = gathering(*call, lambda status: None, self.status)  # `Rooms` looks at the status
-                return finished(run(job, self.state, async_op), async_op)
+                return call.coded(self.plan, async_op, self.status)
         self._note(input_tensor, group)
-        # Of a call that may have to be repeated always work: FSDP waits for it when it needs the parameters, and so
-        # does the host.
-        return gather(output_tensor, input_tensor, group, async_op, True, self.options, is_known_to_fit=True)
+        # A coded call returns work even if async_op is not set: FSDP waits for it only when it needs the parameters.
+        return call.call(async_op)
 
     def _is_same(self, x: torch.Tensor, group: dist.ProcessGroup) -> bool:
-        """Whether `Rooms` has looked at a call like this one."""
+        """Returns whether `Rooms` has prepared a call with such an input."""
         kind = self.kind
         if kind is None or group is not self.group() or (kind.numel, kind.dtype) != (x.numel(), x.dtype):
             return False
         return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def group(self) -> dist.ProcessGroup | None:
-        """That the all-gather was in."""
+        """Returns the group of the last all-gather that ranks agreed on. None: there is none, or it has ended."""
         return None if self._group is None else self._group()
 
     def _note(self, x: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Notes how the call is agreed on, where it is one that torch does of parameters as the optimizer has them."""
+        """Notes the kind and the group of a call, if it gathers the parameters that the optimizer writes."""
         torchs = self.torchs()
         if torchs is not None and torchs.is_sharded:
             self.plan, self.is_seen, self.is_raw = None, False, False
@@ -143,8 +149,8 @@ class Shards:
             self.kind = self.options.kind_of("all_gather_into_tensor", x)
 
     def torchs(self) -> Any:
-        """torch's group of the module's parameters; None: there are none or several, they are made by extensions or are
-        on another device than they are gathered on, or this torch does not have what is looked at here."""
+        """Returns torch's object for the module's parameters. None: there is none or there are several, extensions make
+        the parameters, they are offloaded to the CPU, or this torch lacks an attribute that this file reads."""
         state = getattr(self.module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None)
         groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
@@ -158,7 +164,8 @@ class Shards:
         return groups[0]
 
     def is_known(self) -> bool:
-        """Whether an all-gather of the module was agreed on, and the next one is such a one. The same on all ranks."""
+        """Returns whether ranks have agreed to code the module's all-gathers, and the next one will be of the same
+        kind. Forgets what was decided for the pass before. All ranks return the same."""
         self.plan, self.is_seen, self.is_raw = None, False, False
         if self.kind is None or self.state is None:
             return False
@@ -169,49 +176,51 @@ class Shards:
         return True
 
     def code(self, slots: MessageSlots, status: Status) -> None:
-        """Codes what the next all-gather sends, for the status."""
+        """Codes what this rank sends in the next all-gather, only to note in a status whether all rows have room."""
         assert self.plan is not None and self.kind is not None and self.state is not None
         self.status, inputs = status, _inputs_of(self.torchs())
         if sum(x.numel() for x in inputs) != self.kind.numel or any(x.dtype != self.kind.dtype for x in inputs):
-            return  # a call of another kind, then, which is agreed on
+            return  # The next all-gather will be of another kind, which ranks agree on first.
         x = as_bytes(torch.cat(inputs) if len(inputs) > 1 else inputs[0])
-        for span in spans_of(x.numel(), self.plan.num_pieces):
-            messages = messages_of(self.plan, [span.payload] * self.state.size, x.device)
-            slot = slots.take(messages.num_bytes)
-            try:
-                messages.code(slot, Part(self.state.rank, x[span.bytes]), status, 0)
-            finally:
-                slots.leave(slot)
+        for k, span in enumerate(spans_of(x.numel(), self.plan.num_pieces)):
+            messages = self.plan.messages_of([span.payload] * self.state.size, x.device)
+            slot = slots.take(k, messages.num_bytes)
+            messages.code(slot, Part(self.state.rank, x[span.bytes]), status, 0)
 
     def decide(self, is_lost: bool) -> None:
-        """How all-gathers travel until the next forward pass. is_lost: rows had no room, on some rank."""
+        """Decides how all-gathers travel until the next forward pass.
+
+        Args:
+            is_lost: whether rows had no room on any rank.
+        """
         assert self.plan is not None and self.kind is not None and self.state is not None
         self.is_seen = not is_lost
         if is_lost and self.plan.is_checked:
             self.state.forget(self.kind)
-        self.is_raw = is_lost and not self.plan.is_checked  # with a codec that was given
+        self.is_raw = is_lost and not self.plan.is_checked
 
 
 class Rooms:
-    """Sees before each forward pass which modules' parameters have room in their messages, on all ranks, and at the
-    end of the pass whether all had, in fact.
+    """The checks that parameters have room in their messages, for all modules and ranks: one before each forward pass,
+    and one at the end of each forward and backward pass.
 
-    Whether the host waits for an all-gather is decided by what is the same on all ranks: what was seen before the pass,
-    and whether a pass is under way.
+    Whether the host waits for an all-gather depends on facts that are the same on all ranks: the result of the check
+    before the pass, and whether a pass is under way.
 
-    shards: of the modules."""
+    Args:
+        shards: the shards of each module.
+    """
 
     def __init__(self, shards: Sequence[Shards]) -> None:
         self.shards = shards
-        self._statuses: dict[State, tuple[torch.Tensor, list[Status]]] = {}  # of all modules, by process group
-        self._depth = 0  # forward passes that are under way, one in the other
-        self._backward = _NO_BACKWARD  # the last backward pass at whose end the host looks
+        # The statuses of all modules, for each process group: as one tensor, and one by one.
+        self._statuses: dict[State, tuple[torch.Tensor, list[Status]]] = {}
+        self._depth = 0  # Number of forward passes that are under way, nested in each other.
+        self._backward = _NO_BACKWARD  # The last backward pass that calls `end_pass` at its end.
 
-    def gather(self, shards: Shards, *args: Any) -> dist.Work | None:
-        return shards.gather(self._is_watched(), *args)
-
-    def _is_watched(self) -> bool:
-        """Whether the host looks at what was lost at the end of this pass; a backward pass is told to."""
+    def is_watched(self) -> bool:
+        """Returns whether a pass is under way, at whose end the host looks at the statuses. A backward pass is told to
+        call `end_pass`."""
         if self._depth:
             return True
         backward = _current_backward()
@@ -221,31 +230,33 @@ class Rooms:
         return backward != _NO_BACKWARD
 
     def begin_forward(self, module: torch.nn.Module, args: Any) -> None:
-        """A collective call, where all-gathers travel coded. The host waits for it."""
-        if torch.compiler.is_compiling():  # in a compiled net the host waits for each all-gather
+        """Checks which parameters have room. A collective call if all-gathers travel coded; the host waits for it."""
+        if torch.compiler.is_compiling():  # In a compiled module the host waits for each all-gather.
             return
         self._depth += 1
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             self._see()
 
     def leave_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Of a pass that has failed, too."""
+        """Notes that a forward pass has ended, even if it has raised."""
         if not torch.compiler.is_compiling():
             self._depth = max(0, self._depth - 1)
 
     def end_forward(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        """Looks at the statuses at the end of the outermost forward pass."""
         if not (torch.compiler.is_compiling() or self._depth):
             self._look()
 
     def end_pass(self) -> None:
-        """Of a backward pass: what was seen before does not hold for parameters that the optimizer writes."""
+        """Looks at the statuses at the end of a backward pass. Then the optimizer writes the parameters, so that the
+        check before the pass no longer holds."""
         for shard in self.shards:
             shard.is_seen = False
         self._look()
 
     @torch.no_grad()
     def _see(self) -> None:
-        """What has room, in all groups."""
+        """Checks in all groups which parameters have room in their messages."""
         groups: dict[State, list[int]] = {}
         for k, shard in enumerate(self.shards):
             if shard.is_known():
@@ -256,7 +267,7 @@ class Rooms:
             slots, (table, statuses) = state.slots(device), self._statuses_of(state, device)
             context = getattr(self.shards[0].module._get_fsdp_state(), "_state_ctx", None)
             event = getattr(context, "post_optim_event", None)
-            if event is not None:  # the user has given FSDP it in place of the current stream
+            if event is not None:  # The user gave it to FSDP, to wait for it in place of the current stream.
                 torch.cuda.current_stream(device).wait_event(event)
             slots.begin()
             table.zero_()
@@ -272,23 +283,28 @@ class Rooms:
                 self.shards[k].decide(bool(is_lost[k]))
 
     def _look(self) -> None:
-        """The host waits for the all-gathers of the pass. Every rank has every message, and so sees the same.
-        RuntimeError: rows were lost: parameters were written after they were seen to have room."""
+        """Waits for the all-gathers of the pass, and looks at their statuses. All ranks see the same, because each rank
+        gets every message.
+
+        Raises:
+            RuntimeError: rows were lost, because parameters were written after the check before the pass.
+        """
         names = []
         for state, (table, _) in self._statuses.items():
             slots = state.slots(table.device)
-            with on(slots.side):  # the current stream has other work to do, which the host does not wait for
+            with on(slots.side):  # The host does not wait for the work on the current stream.
                 slots.begin()
                 flags = has_lost(table).tolist()
             names += [shard.options.name for shard, is_lost in zip(self.shards, flags) if is_lost]
         if names:
             raise RuntimeError(
-                f"parameters of modules {names} were written between the begin of a forward pass and an all-gather, "
+                f"parameters of modules {names} were written between the start of a forward pass and an all-gather, "
                 "and rows of them were lost, so what the pass has computed is wrong: write them before the forward pass"
             )
 
-    @torch.inference_mode(False)  # later passes write to them
+    @torch.inference_mode(False)  # Later passes write to the memory.
     def _statuses_of(self, state: State, device: torch.device) -> tuple[torch.Tensor, list[Status]]:
+        """Returns the statuses of all modules in a group, as one tensor and one by one."""
         if state not in self._statuses:
             shape = len(self.shards), status_entries(state.size)
             table = torch.zeros(shape, dtype=torch.int64, device=device)
@@ -296,10 +312,11 @@ class Rooms:
         return self._statuses[state]
 
 
-# ---- what is torch's own -------------------------------------------------------------------------------------------
+# ---- private parts of torch ----------------------------------------------------------------------------------------
 
-_NO_BACKWARD = -1
-_OF_GROUPS = ("fsdp_params", "is_sharded", "device")  # what is looked at
+_NO_BACKWARD = -1  # The number that torch gives if no backward pass runs.
+# The attributes that this file reads of torch's objects for a module's parameters, and for one parameter.
+_OF_GROUPS = ("fsdp_params", "is_sharded", "device")
 _OF_PARAMETERS = ("offload_to_cpu", "_sharded_local_tensor")
 
 
@@ -308,29 +325,31 @@ def _has_all(what: Any, names: Sequence[str]) -> bool:
 
 
 def _current_backward() -> int:
-    """A number of the backward pass that runs on this thread; _NO_BACKWARD: none, or this torch does not say."""
+    """Returns the number of the backward pass that runs on this thread. _NO_BACKWARD: none runs, or this torch does
+    not tell."""
     return getattr(torch._C, "_current_graph_task_id", lambda: _NO_BACKWARD)()
 
 
 @functools.cache
 def _inputs_function() -> Any:
-    """What gives the tensors that torch copies into an all-gather's input; None: this torch has another one."""
+    """Returns torch's function that lists the tensors of an all-gather's input. None: this torch does not have it."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
     return getattr(_fsdp_collectives, "_get_param_all_gather_inputs", None)
 
 
 def _inputs_of(group: Any) -> list[torch.Tensor]:
-    """What torch copies into the input of a group's all-gather, one behind the other."""
+    """Returns the tensors that torch copies into the input of an all-gather, one behind the other."""
     return [x for inputs in _inputs_function()(list(group.fsdp_params)) for x in inputs]
 
 
 @functools.cache
 def _comm_class() -> Any:
+    """Returns the class of all-gathers that FSDP2 is given. It is made here, because not every torch has its base."""
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
     class CodedAllGather(AllGather):
-        """What FSDP2 calls for the parameters of one module."""
+        """The all-gather that FSDP2 calls for the parameters of one module."""
 
         def __init__(self, rooms: Rooms, shards: Shards) -> None:
             super().__init__()
@@ -346,6 +365,6 @@ def _comm_class() -> Any:
             group: dist.ProcessGroup,
             async_op: bool = False,
         ) -> dist.Work | None:
-            return self.rooms.gather(self.shards, output_tensor, input_tensor, group, async_op)
+            return self.shards.gather(self.rooms.is_watched(), output_tensor, input_tensor, group, async_op)
 
     return CodedAllGather

@@ -16,23 +16,24 @@ from .._machine import calibration
 from .._machine.timing import timed_once
 from .._schemes.codebook import coder_rates
 from ._codec import Codec
-from ._messages import Messages, Part, shares_of
-from ._slots import Slot
+from ._messages import Messages, Part, Slot, shares_of
 
-_MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # that each rank sends
-_REPEATS, _IN_A_ROW = 3, 4
-_LEAST_GAIN = 1.1  # coding has to be so much faster by the model
-_CALL_S = 40e-6  # that a coded call takes longer to begin and end than torch's, about
-_LATE_S = 4e-4  # the same, for calls that the host does not wait for: it has other work between them
-_GAP_S = 80e-6  # what the link loses, about, at each piece after the first, which the host queues while others move
-_MOST_PIECES = 16
-_MOST_LEAST_BYTES = 1 << 30
-_CODING_AT_ONCE = 2  # ranks on a machine's CPU, where one alone was measured
+_MEASURED_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # Bytes that each rank sends when the link is measured.
+_REPEATS, _IN_A_ROW = 3, 4  # The fastest of this many repeats counts; a repeat is this many calls in a row.
+_LEAST_GAIN = 1.1  # Tensors travel coded if that is expected to be at least this many times as fast.
+# A coded call takes about this many seconds longer than torch's call to begin and to end.
+_CALL_S = 40e-6
+# The same for calls that the host does not wait for. They take longer, because the host has other work between them.
+_LATE_S = 4e-4
+_GAP_S = 80e-6  # Each piece after the first makes the link idle for about this many seconds, until the host queues it.
+_MOST_PIECES = 16  # A call has at most this many pieces.
+_MOST_LEAST_BYTES = 1 << 30  # `least_bytes` does not search beyond this many bytes.
+_CODING_AT_ONCE = 2  # On a CPU, this many ranks share the rate that was measured with one rank.
 
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-gather of a group moves.
+    """The rate of a group's all-gathers.
 
     Example:
         >>> link = ibp.distributed.Link(gbps=12.5)
@@ -40,7 +41,7 @@ class Link:
         '0.32 s'
 
     Attributes:
-        gbps: bytes that arrive at a rank, 10^9 a second.
+        gbps: the bytes that arrive at a rank per second, in 10^9.
     """
 
     gbps: float
@@ -48,8 +49,12 @@ class Link:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of the coder: GB/s of original bytes, with all multiprocessors. hides: whether it works beside the link; a CPU
-    moves bytes by the same cores."""
+    """The rates of a coder.
+
+    Attributes:
+        encode_gbps, decode_gbps: original bytes per second, in 10^9, on all multiprocessors of a GPU or one CPU.
+        hides: whether messages travel while others are coded. On a CPU the same cores code and move bytes.
+    """
 
     encode_gbps: float
     decode_gbps: float
@@ -57,8 +62,13 @@ class Rates:
 
 
 class Load(NamedTuple):
-    """What a call is to a rank: original bytes that it codes, that arrive, and that it decodes. is_known_to_fit: the
-    host does not wait for the call."""
+    """The work of a call on one rank.
+
+    Attributes:
+        coded, moved, decoded: original bytes that the rank codes, that arrive at it, and that it decodes.
+        is_known_to_fit: whether all rows are known to have room in later calls, so that the host does not wait for
+            them.
+    """
 
     coded: int
     moved: int
@@ -67,7 +77,8 @@ class Load(NamedTuple):
 
 
 def measure(members: RankGroup) -> Link:
-    """Returns how fast all-gathers of a group are, by its slowest rank. A collective call: all ranks get the same."""
+    """Measures the rate of a group's all-gathers. The slowest rank counts, so all ranks return the same. A collective
+    call."""
     size = _MEASURED_BYTES[members.device.type]
     sent = torch.zeros(size, dtype=torch.uint8, device=members.device)
     out = torch.empty(members.size * size, dtype=torch.uint8, device=members.device)
@@ -86,13 +97,18 @@ def measure(members: RankGroup) -> Link:
 
 
 def raw_all_gather(out: torch.Tensor, x: torch.Tensor, **options: object) -> dist.Work | None:
-    """torch's own, by its new name or the old one."""
+    """Calls torch's all-gather by its new name, or by its old name if torch has only that."""
     gather: Callable = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(out, x, **options)
 
 
 def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
-    """The coder's, from the calibration in force, or on the CPU measured with some rows."""
+    """Returns the rates of a codec on a device. On a GPU they come from the calibration in force, and on the CPU they
+    are measured.
+
+    Args:
+        rows: uint8 [n, 4096] on the CPU, to measure with.
+    """
     if device.type == "cuda":
         known = coder_rates(codec.codebook, calibration.in_force(device))
         return Rates(known.encode_gbps, known.decode_gbps)
@@ -100,13 +116,14 @@ def rates_of(codec: Codec, rows: torch.Tensor, device: torch.device) -> Rates:
 
 
 def num_pieces(rates: Rates, load: Load) -> int:
-    """Returns in how many pieces a call is divided: the more coding there is to hide behind the link, the more."""
+    """Returns the number of pieces of a call. It grows with the time of coding, which pieces hide behind the link."""
     most = max(3, min(_MOST_PIECES, 1 + round(math.sqrt(_coding_s(rates, load) / _GAP_S))))
     return min((1, 2, most), key=lambda count: _exposed_s(rates, load, count) + count * _GAP_S)
 
 
 def _exposed_s(rates: Rates, load: Load, count: int) -> float:
-    """Seconds of coding and decoding that `count` pieces do not hide: coding the first, and decoding the last one."""
+    """Returns the seconds of coding and decoding that the link does not hide. With several pieces these are coding the
+    first and decoding the last one."""
     if count == 1 or not rates.hides:
         return _coding_s(rates, load)
     shares = shares_of(count)
@@ -114,8 +131,10 @@ def _exposed_s(rates: Rates, load: Load, count: int) -> float:
 
 
 def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
-    """Returns how many times as fast as a raw call a coded one is expected to be. It is 0 if the link is so fast that
-    coding hides behind it only in part: the coders and the link then take multiprocessors and memory from each other.
+    """Returns how many times as fast as a raw call a coded call is expected to be.
+
+    It is 0 if the link is so fast that it hides only part of the coding. Coders and link then compete for
+    multiprocessors and memory, which this model leaves out.
     """
     if link.gbps >= codec.savings / (1 / rates.encode_gbps + 1 / rates.decode_gbps):
         return 0.0
@@ -126,13 +145,16 @@ def gain(codec: Codec, rates: Rates, link: Link, load: Load) -> float:
 
 
 def pays(codec: Codec, rates: Rates, link: Link, load: Load) -> bool:
-    """Whether a coded call is expected to be clearly faster than a raw one."""
+    """Returns whether a coded call is expected to be clearly faster than a raw call."""
     return gain(codec, rates, link, load) >= _LEAST_GAIN
 
 
 def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) -> int:
-    """Returns the least size of a message for which coding pays, if `count` messages go to other ranks and `count` come
-    from them: `start`, or a power of two times that."""
+    """Returns the least number of bytes in a message for which coding pays: `start`, or a power of two times `start`.
+
+    Args:
+        count: how many messages a rank sends, and how many it receives.
+    """
     size = start
     while size < _MOST_LEAST_BYTES and not pays(codec, rates, link, Load(size * count, size * count, size * count)):
         size *= 2
@@ -140,11 +162,12 @@ def least_bytes(codec: Codec, rates: Rates, link: Link, start: int, count: int) 
 
 
 def _coding_s(rates: Rates, load: Load) -> float:
+    """Returns the seconds that coding and decoding take."""
     return load.coded / rates.encode_gbps / 1e9 + load.decoded / rates.decode_gbps / 1e9
 
 
 def _measured(codec: Codec, rows: torch.Tensor) -> Rates:
-    """Of the CPU's coder, with rows uint8 [n, 4096]; slow ones where there are no rows."""
+    """Measures a codec on the CPU with rows, uint8 [n, 4096]. If there are no rows, returns low rates."""
     if not len(rows):
         return Rates(1.0, 1.0)
     messages = Messages(codec, [rows.numel()], 0, rows.device)

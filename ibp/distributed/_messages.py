@@ -1,10 +1,19 @@
-"""Messages of fixed sizes, one behind the other in memory. Each is a `CodedRows` or raw bytes."""
+"""Messages, the memory in which they lie, and what becomes of their rows.
+
+A message carries one part of a tensor to another rank. It is a fixed piece of coded rows (`_layout/forms.py`), or the
+raw bytes. Its size follows from the codec and from the size of the part, so ranks never tell each other sizes. Rows for
+which a message has no room are lost; a `Status` counts them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Sequence
+import weakref
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -15,239 +24,353 @@ from .._rows.faults import ENTRIES as _FAULT
 from .._rows.handle import Handle
 from .._tables.coded_rows import CodedRows
 from ._codec import ROW_BYTES, Codec, rows_of
-from ._slots import Slot
 
-_EDGE = 8  # how many times smaller than others the first and the last of many pieces are
-_FIRST_OF_TWO = 4  # the first of two pieces has a quarter of the rows, because coding takes longer than decoding
-_WHOLE = -1  # instead of a message's number
-# Of a message in a status: how many int64 it has, the one that counts lost rows, and the codec's fingerprint. The
-# fingerprint is the note in the message's head.
-_ENTRIES, _LOST, _FINGERPRINT = 8, 1, 7
+# If there are three or more spans, the first and the last one are this many times smaller than the others.
+_EDGE = 8
+# The first of two spans has one row in four. It is the smaller one, because coding it delays the link, and coding takes
+# longer than decoding, which only follows the link.
+_FIRST_OF_TWO = 4
+TURNS = 2  # Number of pieces of a call that are under way at the same time: while one travels, the next one is coded.
+_ENTRIES = 8  # Number of int64 that a status has for each message.
+_LOST, _FINGERPRINT = 1, 7  # Their positions: the number of lost rows, and the codec's fingerprint.
 
 
 class Part(NamedTuple):
-    """What a message carries. message: its number; data: uint8 [n], where from or where to."""
+    """A part of a tensor, and the message that carries it.
+
+    Attributes:
+        message: the number of the message.
+        data: uint8 [n], the bytes to send, or memory for the bytes that arrive.
+    """
 
     message: int
     data: torch.Tensor
 
 
-class Memory(NamedTuple):
-    """The memory of the messages in a slot: of all messages, as bytes and as int64, and of each message."""
+class _CodedMessage(NamedTuple):
+    """A coded message in a slot's memory.
 
-    whole: torch.Tensor
-    words: torch.Tensor
-    each: Sequence[torch.Tensor]
-
-
-class _BoundMessages(NamedTuple):
-    """A message in a slot's memory: its first bytes, and its rows as operations take them."""
+    Attributes:
+        start: the bytes that have to be empty before rows are coded.
+        handle: the rows, as operations take them.
+    """
 
     start: torch.Tensor
     handle: Handle
 
 
-class Status:
-    """What has become of each message of a call, for the host to look at.
+class Memory(NamedTuple):
+    """Views of the memory in which messages lie.
 
     Attributes:
-        rows: int64 [8] for each message, which its coder writes: how many rows were spilled, how many were lost, and
-            last the codec's fingerprint. Ranks can send each other theirs.
+        whole: uint8, all messages, one behind the other.
+        each: uint8, the bytes of each message.
+        coded: the coded messages that were used, by number.
+    """
+
+    whole: torch.Tensor
+    each: Sequence[torch.Tensor]
+    coded: dict[int, _CodedMessage]
+
+
+@dataclass(eq=False)
+class Slot:
+    """Memory for the messages of one piece.
+
+    Attributes:
+        memory: uint8.
+        clean: a message into which rows can be coded without emptying it first. None: there is no such message.
+        views: views of the memory, for each `Messages` that was placed in it.
+    """
+
+    memory: torch.Tensor
+    clean: _CodedMessage | None = None
+    views: MutableMapping[Messages, Memory] = field(default_factory=weakref.WeakKeyDictionary)
+
+
+class MessageSlots:
+    """The slots in which a group's messages lie on one device, and the order of the streams that use them.
+
+    On the CPU every piece has a slot of its own, which lives until the call ends. On a GPU the pieces of all calls use
+    two slots in turn. The order of streams protects them: a call begins when the work of the call before it has ended,
+    and the pieces of a call follow each other on one stream.
+
+    Attributes:
+        side: the stream of calls that the current stream does not wait for. None on the CPU.
+        coding_sms, decoding_sms: how many multiprocessors code and decode while other messages travel, because NCCL
+            needs some, too. More of them code than decode: a piece that is coded late delays the link, and a piece that
+            is decoded late does not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self.side = torch.cuda.Stream(device) if self.on_gpu else None
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if self.on_gpu else 0
+        self.coding_sms, self.decoding_sms = num_sms * 3 // 4, num_sms // 2
+        self._slots: list[Slot | None] = [None] * TURNS
+        self._ended = torch.cuda.Event() if self.on_gpu else None
+        self._last: torch.cuda.Stream | None = None
+
+    def begin(self) -> None:
+        """Makes the current stream wait for the call before this one."""
+        if self._ended is not None:
+            stream = torch.cuda.current_stream(self.device)
+            if stream != self._last:
+                stream.wait_event(self._ended)
+
+    def end(self) -> None:
+        """Notes that all work of a call is queued on the current stream."""
+        if self._ended is not None:
+            self._last = torch.cuda.current_stream(self.device)
+            self._ended.record(self._last)
+
+    def take(self, piece: int, num_bytes: int) -> Slot:
+        """Returns a slot of at least num_bytes bytes for a piece of a call. piece: its number."""
+        if not self.on_gpu:
+            return Slot(self._empty(num_bytes))
+        slot = self._slots[piece % TURNS]
+        if slot is None or slot.memory.numel() < num_bytes:
+            self._release(slot)
+            slot = self._slots[piece % TURNS] = Slot(self._empty(num_bytes))
+        return slot
+
+    def forget(self) -> None:
+        """Lets later calls use new memory, because a call has failed, and work that nobody waits for may still use the
+        slots."""
+        for turn, slot in enumerate(self._slots):
+            self._release(slot)
+            self._slots[turn] = None
+
+    def _release(self, slot: Slot | None) -> None:
+        """Lets the allocator keep a slot's memory until the streams that may use it are done with it."""
+        if slot is not None and self.side is not None:
+            slot.memory.record_stream(torch.cuda.current_stream(self.device))
+            slot.memory.record_stream(self.side)
+
+    @torch.inference_mode(False)  # Later calls write to the memory.
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+
+def on(stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    """Returns a context in which work goes to a stream. None: to the current one."""
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+class Status:
+    """A record of what becomes of the messages of a call. Coders and decoders write it on their device, and the host
+    reads it.
+
+    Attributes:
+        rows: int64 [8] for each message, which its coder writes. Entry 1 is the number of lost rows, and entry 7 is the
+            codec's fingerprint. On GPUs ranks send each other these rows.
         all_rows: the rows of all messages as one tensor.
-        faults: int64 [4] for each message, a fault record for decoding it.
-        heads: the fingerprints, a view.
-        unused: a fault record for the coder, which finds no wrong ids.
-        seen: an event that is recorded when the host has a copy; None on the CPU.
+        counts: int64 [2] for each message, a view of its row: the numbers of rows with overflow, and of lost rows.
+        faults: int64 [4] for each message, a fault record of its decoder.
+        heads: the fingerprints, a view of the rows.
+        unused: a fault record for coders, which find no wrong ids.
+        seen: an event that is recorded when the host has a copy. None on the CPU.
+        lost: for each message, after `read`: whether rows had no room when it was coded, or on the CPU were missing
+            when it was decoded.
+        is_strange: after `read`: whether a message was coded with another codec.
+        is_damaged: after `read` on a GPU: whether rows were missing from a message although its coder lost none.
 
     Args:
         count: number of messages.
         device: the device that writes the status.
-        fingerprint: that of the codec.
-        data: int64 [status_entries(count)] zeros, the status's memory; None: new memory.
+        fingerprint: the codec's fingerprint.
+        data: int64 [status_entries(count)], zeros to use as the memory. The host then reads them by itself. None: new
+            memory.
     """
 
-    @torch.inference_mode(False)  # as all that later calls write to
+    @torch.inference_mode(False)  # Later calls write to the memory.
     def __init__(
         self, count: int, device: torch.device, fingerprint: int = 0, data: torch.Tensor | None = None
     ) -> None:
-        self._count, entries = count, status_entries(count)
+        self._fingerprint, self._num_row_entries = fingerprint, _ENTRIES * count
+        entries = status_entries(count)
         self.data = torch.zeros(entries, dtype=torch.int64, device=device) if data is None else data
-        of_rows, of_faults, self.unused = self.data.split([_ENTRIES * count, _FAULT * count, _FAULT])
-        self.all_rows, self.rows = of_rows, of_rows.view(count, _ENTRIES).unbind()
+        self.all_rows, faults, self.unused = _split(self.data, count)
+        rows = self.all_rows.view(count, _ENTRIES)
+        self.rows, self.faults = rows.unbind(), faults.view(count, _FAULT).unbind()
         self.counts = [row[: _LOST + 1] for row in self.rows]
-        self.faults = of_faults.view(count, _FAULT).unbind()
-        self.heads = of_rows.view(count, _ENTRIES)[:, _FINGERPRINT]
+        self.heads = rows[:, _FINGERPRINT]
         self.heads.fill_(fingerprint)
-        is_pinned = self.data.is_cuda and data is None
         self._empty = self.data.clone() if data is None else None
-        self._on_host = (
-            torch.empty(entries, dtype=torch.int64, pin_memory=True, device="cpu") if is_pinned else self.data
-        )
-        self.seen = torch.cuda.Event() if is_pinned else None
-        self._values: list[int] = []
-        self._was_lost = False
+        self._on_host = self.data
+        self.seen: torch.cuda.Event | None = None
+        if self.data.is_cuda and data is None:
+            self._on_host = torch.empty(entries, dtype=torch.int64, pin_memory=True, device="cpu")
+            self.seen = torch.cuda.Event()
+        self.lost, self.is_strange, self.is_damaged = [False] * count, False, False
 
     def record(self) -> None:
-        """On a GPU: copies it to the host, on the current stream, and makes it ready for another call."""
+        """On a GPU: copies the status to the host, on the current stream, and empties it for another call."""
         if self.seen is not None:
             self._on_host.copy_(self.data, non_blocking=True)
             self.seen.record()
             self._clear()
 
+    def read(self) -> None:
+        """Sets `lost`, `is_strange` and `is_damaged` from the host's copy, once the host has it.
+
+        A GPU decodes the last messages of a call after it has recorded the status, so their faults are seen a call
+        later."""
+        values, end = self._on_host.tolist(), self._num_row_entries
+        lost, faults = values[_LOST:end:_ENTRIES], values[end::_FAULT]
+        self.is_strange = any(head != self._fingerprint for head in values[_FINGERPRINT:end:_ENTRIES])
+        if self.seen is None:
+            self.lost = [count != 0 or fault != 0 for count, fault in zip(lost, faults)]
+            self._clear()
+            return
+        # Receivers miss rows that the coder lost, in this call or in the one before. Other faults are damage.
+        lost_before, self.lost = self.lost, [count != 0 for count in lost]
+        explained = [now or before for now, before in zip(self.lost, lost_before)]
+        self.is_damaged = any(fault != 0 and not is_lost for fault, is_lost in zip(faults, explained))
+
     def _clear(self) -> None:
         assert self._empty is not None
         self.data.copy_(self._empty)
 
-    def read(self) -> None:
-        """Takes the host's copy as what the other methods look at. RuntimeError: a message of the call before was
-        damaged on its way. A GPU decodes messages after the status was recorded, so it is noticed a call later."""
-        values, of_rows = self._on_host.tolist(), _ENTRIES * self._count
-        if self.seen is None:
-            self._values = values
-            self._clear()
-            return
-        self._values = values[:of_rows] + [0] * (len(values) - of_rows)
-        was_lost, self._was_lost = self._was_lost, self.any_lost()
-        if any(values[of_rows:]) and not was_lost:
-            raise RuntimeError("an earlier call has given a wrong tensor: a message was damaged on its way")
-
-    def is_lost(self, message: int) -> bool:
-        """Returns whether rows of the message had no room when it was coded, or were missing when it was decoded."""
-        fault = _ENTRIES * self._count + _FAULT * message
-        return self._values[_ENTRIES * message + _LOST] != 0 or self._values[fault] != 0
-
-    def any_lost(self) -> bool:
-        return any(self.is_lost(k) for k in range(self._count))
-
-    def strange(self, fingerprint: int) -> bool:
-        """Returns whether a message came from another codec."""
-        heads = self._values[_FINGERPRINT : _ENTRIES * self._count : _ENTRIES]
-        return any(head != fingerprint for head in heads)
-
 
 def status_entries(count: int) -> int:
+    """Returns the number of int64 in the status of `count` messages."""
     return (_ENTRIES + _FAULT) * count + _FAULT
 
 
 def has_lost(statuses: torch.Tensor) -> torch.Tensor:
-    """Returns bool [n] for statuses, int64 [n, status_entries(count)]: whether rows that were coded here had no room,
-    or rows that came were missing."""
+    """Returns whether rows had no room when messages were coded on this rank, or were missing when it decoded messages.
+
+    Args:
+        statuses: int64 [n, status_entries(count)].
+
+    Returns:
+        bool [n].
+    """
     count = (statuses.shape[1] - _FAULT) // (_ENTRIES + _FAULT)
-    of_rows, of_faults, _ = statuses.split([_ENTRIES * count, _FAULT * count, _FAULT], 1)
-    return (of_rows[:, _LOST::_ENTRIES] != 0).any(1) | (of_faults[:, ::_FAULT] != 0).any(1)
+    rows, faults, _ = _split(statuses, count)
+    return (rows[:, _LOST::_ENTRIES] != 0).any(1) | (faults[:, ::_FAULT] != 0).any(1)
+
+
+def _split(data: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """Returns views of statuses: the rows and the fault records of all messages, and one fault record more."""
+    return data.split([_ENTRIES * count, _FAULT * count, _FAULT], -1)
 
 
 class Messages:
-    """How messages lie in a slot. Their sizes follow from the codec and from how many bytes they carry at most.
+    """The layout of messages in a slot, one behind the other.
 
     Args:
         codec: how messages are coded.
-        payloads: how many bytes each message carries at most.
-        least: a message that carries fewer bytes is raw.
+        payloads: for each message, the most bytes that it carries.
+        least: messages that carry fewer bytes than this are raw.
         device: the device of the memory.
     """
 
-    @torch.inference_mode(False)
+    @torch.inference_mode(False)  # Later calls write to the memory.
     def __init__(self, codec: Codec, payloads: Sequence[int], least: int, device: torch.device) -> None:
         self.codec, self.payloads, self.device = codec, tuple(payloads), device
-        self.is_coded = [size >= max(1, least) for size in self.payloads]
-        self.sizes = [self._size(size, coded) for size, coded in zip(self.payloads, self.is_coded)]
-        self.starts = list(itertools.accumulate(self.sizes, initial=0))
-        self.num_bytes = self.starts[-1]
-        coded = [k for k, is_coded in enumerate(self.is_coded) if is_coded]
-        self._empty = {size: self._empty_start(size) for size in {self.payloads[k] for k in coded}}
-        self._heads = [self.starts[k] // 8 + forms.NOTE for k in coded]
-        self._coded = coded
-        self._statuses: list[Status] = []  # that no call uses
-
-    def _size(self, payload: int, is_coded: bool) -> int:
-        if is_coded:
-            return self.codec.message_bytes(rows_of(payload))
-        return rounded_up(payload, forms.ALIGNMENT)
+        self.is_coded = [payload >= max(1, least) for payload in self.payloads]
+        self._sizes = [
+            codec.message_bytes(rows_of(payload)) if is_coded else rounded_up(payload, forms.ALIGNMENT)
+            for payload, is_coded in zip(self.payloads, self.is_coded)
+        ]
+        *starts, self.num_bytes = itertools.accumulate(self._sizes, initial=0)
+        self._coded = [k for k, is_coded in enumerate(self.is_coded) if is_coded]
+        self._notes = [starts[k] // 8 + forms.NOTE for k in self._coded]  # Positions of fingerprints, in int64.
+        self._starts = {payload: self._empty_start(payload) for payload in {self.payloads[k] for k in self._coded}}
+        self._unused_statuses: list[Status] = []
 
     def of(self, slot: Slot) -> Memory:
-        """Returns the memory of the messages in a slot."""
-        known = slot.bound.setdefault(self, {})
-        if _WHOLE not in known:
-            known[_WHOLE] = self._memory(slot)
-        return known[_WHOLE]
-
-    @torch.inference_mode(False)
-    def _memory(self, slot: Slot) -> Memory:
-        whole = slot.memory[: self.num_bytes]
-        return Memory(whole, whole.view(torch.int64), whole.split(self.sizes))
+        """Returns views of the messages in a slot."""
+        memory = slot.views.get(self)
+        if memory is None:
+            with torch.inference_mode(False):  # Later calls write to the views.
+                whole = slot.memory[: self.num_bytes]
+                memory = slot.views[self] = Memory(whole, whole.split(self._sizes), {})
+        return memory
 
     def status(self) -> Status:
-        """Returns a status that no other call has."""
-        if self._statuses:
-            return self._statuses.pop()
+        """Returns a status that no other call uses."""
+        if self._unused_statuses:
+            return self._unused_statuses.pop()
         return Status(len(self.payloads), self.device, self.codec.fingerprint)
 
     def give_back(self, status: Status) -> None:
-        self._statuses.append(status)
+        """Lets another call use a status."""
+        self._unused_statuses.append(status)
 
     def code(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
-        """Codes a part of a tensor into its message."""
+        """Codes a part of a tensor into its message, or copies it if the message is raw.
+
+        Args:
+            max_sms: the most multiprocessors to use. 0: all.
+        """
         k, data = part
         if not self.is_coded[k]:
             self.of(slot).each[k][: data.numel()].copy_(data)
             return
-        bound = self._bind(slot, k)
-        if slot.clean is not bound:
-            bound.start.copy_(self._empty[self.payloads[k]])
+        coded = self._coded_in(slot, k)
+        if slot.clean is not coded:
+            coded.start.copy_(self._starts[self.payloads[k]])
         slot.clean = None
-        bound.handle.encode(data, status.counts[k], status.unused, max_sms=max_sms)
+        coded.handle.encode(data, status.counts[k], status.unused, max_sms=max_sms)
 
     def clean(self, slot: Slot, k: int) -> None:
-        """Makes a message that was moved ready for being coded again, while the host has nothing else to do."""
+        """Empties message k, which was sent, so that the next call need not do it before it codes."""
         if self.is_coded[k]:
-            slot.clean = self._bind(slot, k)
-            slot.clean.start.copy_(self._empty[self.payloads[k]])
+            slot.clean = self._coded_in(slot, k)
+            slot.clean.start.copy_(self._starts[self.payloads[k]])
 
     def decode(self, slot: Slot, part: Part, status: Status, max_sms: int) -> None:
-        """Writes what a message carries to where it belongs."""
+        """Writes what a message carries to its part of a tensor. max_sms: as for `code`."""
         k, data = part
         if not self.is_coded[k]:
             data.copy_(self.of(slot).each[k][: data.numel()])
             return
-        bound = self._bind(slot, k)
-        torch.ops.ibp.decode_bytes.default(bound.handle.table, 0, data.numel(), max_sms, data, status.faults[k])
+        table = self._coded_in(slot, k).handle.table
+        torch.ops.ibp.decode_bytes.default(table, 0, data.numel(), max_sms, data, status.faults[k])
 
     def note_heads(self, slot: Slot, status: Status) -> None:
-        """Notes in the status which codecs have coded the messages."""
-        status.heads[self._coded] = self.of(slot).words[self._heads]
+        """Copies the fingerprints in the heads of messages to a status."""
+        status.heads[self._coded] = self.of(slot).whole.view(torch.int64)[self._notes]
 
-    def _bind(self, slot: Slot, k: int) -> _BoundMessages:
-        known = slot.bound.setdefault(self, {})
-        if k not in known:
-            known[k] = self._bound(self.of(slot).each[k], k)
-        return known[k]
-
-    @torch.inference_mode(False)
-    def _bound(self, memory: torch.Tensor, k: int) -> _BoundMessages:
-        payload = self.payloads[k]
-        return _BoundMessages(memory[: self._start_bytes(payload)], self._place(memory, payload).handle)
+    def _coded_in(self, slot: Slot, k: int) -> _CodedMessage:
+        """Returns coded message k in a slot."""
+        memory, payload = self.of(slot), self.payloads[k]
+        if k not in memory.coded:
+            with torch.inference_mode(False):  # Later calls write to the views.
+                start = memory.each[k][: self._start_bytes(payload)]
+                memory.coded[k] = _CodedMessage(start, self._rows_in(memory.each[k], payload).handle)
+        return memory.coded[k]
 
     def _empty_start(self, payload: int) -> torch.Tensor:
-        """Returns what a message begins with before rows are coded into it."""
-        memory = torch.empty(self._size(payload, True), dtype=torch.uint8, device=self.device)
-        self._place(memory, payload).clear()
+        """Returns the first bytes of a message before rows are coded into it."""
+        size = self.codec.message_bytes(rows_of(payload))
+        memory = torch.empty(size, dtype=torch.uint8, device=self.device)
+        self._rows_in(memory, payload).clear()
         forms.head_of(memory[: forms.HEAD_BYTES].view(torch.int64)).note.fill_(self.codec.fingerprint)
         return memory[: self._start_bytes(payload)].clone()
 
-    def _place(self, memory: torch.Tensor, payload: int) -> CodedRows:
+    def _rows_in(self, memory: torch.Tensor, payload: int) -> CodedRows:
         num_rows = rows_of(payload)
         return CodedRows.over(memory, self.codec.codebook, num_rows, **self.codec.sizes(num_rows))
 
     def _start_bytes(self, payload: int) -> int:
-        """Returns how many bytes stand before the lengths: the head, bases and rooms, which have to be empty when rows
-        are coded. Coding all rows writes all lengths."""
+        """Returns how many bytes of a message stand before the lengths of rows: the head, bases and rooms. They have to
+        be empty before rows are coded. Lengths need not, because coding writes all of them."""
         num_rows = rows_of(payload)
         return forms.fixed(num_rows, ROW_BYTES, **self.codec.sizes(num_rows)).lengths.start
 
 
 class MessageSpan(NamedTuple):
-    """A piece of a tensor. payload: what its message has room for: as many bytes, or more at the end."""
+    """The bytes of a tensor that belong to one piece of a call.
+
+    Attributes:
+        bytes: the range of bytes.
+        payload: how many bytes the span's message has room for. It is more than the range has if the tensor ends
+            inside the span.
+    """
 
     bytes: slice
     payload: int
@@ -255,30 +378,31 @@ class MessageSpan(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def spans_of(num_bytes: int, count: int) -> tuple[MessageSpan, ...]:
-    """At most `count` pieces of whole rows. The first and the last of three or more have an eighth of the others' size,
-    the first of two a quarter of the tensor: coding the first one and decoding the last one are not hidden behind the
-    link."""
+    """Divides a tensor into at most `count` spans of whole rows.
+
+    The first and the last of three or more spans have an eighth of the size of the others, and the first of two spans
+    has a quarter of the tensor, because coding the first span and decoding the last one are not hidden behind the link.
+    """
     rows, inner = rows_of(num_bytes), max(1, count - 2)
     if count > 2:
         step = max(1, -(-rows * _EDGE // (inner * _EDGE + 2)))
         edge = -(-step // _EDGE)
-        payloads = [edge, *[step] * inner, edge]
+        sizes = [edge, *[step] * inner, edge]
     elif count == 2:
         first = max(1, rows // _FIRST_OF_TWO)
-        payloads = [first, max(1, rows - first)]
+        sizes = [first, max(1, rows - first)]
     else:
-        payloads = [max(1, rows)]
-    spans, first = [], 0
-    for payload in payloads:
-        if first < num_bytes:
-            stop = min(first + payload * ROW_BYTES, num_bytes)
-            spans.append(MessageSpan(slice(first, stop), payload * ROW_BYTES))
-        first += payload * ROW_BYTES
+        sizes = [max(1, rows)]
+    spans, start = [], 0
+    for payload in (size * ROW_BYTES for size in sizes):
+        if start < num_bytes:
+            spans.append(MessageSpan(slice(start, min(start + payload, num_bytes)), payload))
+        start += payload
     return tuple(spans)
 
 
 def shares_of(count: int) -> tuple[float, float]:
-    """Of a large tensor's bytes: what the first and the last of two or more pieces have."""
+    """Returns the fractions of a large tensor's bytes in the first and in the last of two or more spans."""
     if count == 2:
         return 1 / _FIRST_OF_TWO, 1 - 1 / _FIRST_OF_TWO
     return (1 / ((count - 2) * _EDGE + 2),) * 2

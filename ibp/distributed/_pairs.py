@@ -1,14 +1,14 @@
 """Tensors from one rank to another: `send` and `recv`.
 
-The first tensor of a kind is raw, and behind it travels a note that says how later ones are coded; a new note follows
-some of them. So both ranks know without asking what travels how. A tensor that has lost rows is sent again, raw, before
-anything else travels from that rank to that other one: both ranks finish one call before the next.
+The first tensor of a kind travels raw, and behind it travels a note, which says how the next tensors are coded. Some
+later tensors have a new note behind them. So both ranks know how a tensor travels without asking each other. If a
+tensor loses rows, it is sent again, raw, before any other tensor travels in this direction: both ranks finish one call
+before the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,37 +16,25 @@ import torch.distributed as dist
 from .._common import wire
 from .._schemes.learning import Learner
 from . import _links
-from ._calls import check_tensors, finished, movable, pieces_of_one, root_of, run, travels_raw
-from ._codec import Codec, as_bytes, sample_of
-from ._exchange import Job, Work
-from ._links import Load
-from ._planning import RAW, CallOptions, Kind, Pair, Plan, State, state_of
+from ._calls import root_of
+from ._codec import Codec, sample_of
+from ._exchange import OneTensor, Work, finished, movable
+from ._planning import RAW, CallOptions, Kind, Pair, Plan
 
-_NOTE_BYTES = 1 << 14  # of a note: a longer one says that tensors are raw
-_LENGTH_BYTES = 8
-_PIECE_BYTES, _MOST_PIECES = 64 << 20, 8  # of a tensor
-
-
-class Way(NamedTuple):
-    """From this rank to another, or back."""
-
-    group: dist.ProcessGroup | None
-    is_out: bool  # to the other
-    peer: int  # its rank in the group
-    tag: int  # of torch.distributed
-
-    def move(self, data: torch.Tensor) -> dist.Work | None:
-        """Sends a tensor, or receives one."""
-        if self.is_out:
-            return dist.isend(data, group=self.group, tag=self.tag, group_dst=self.peer)
-        return dist.irecv(data, group=self.group, tag=self.tag, group_src=self.peer)
+_NOTE_BYTES = 1 << 14  # Bytes of a note. If a codec takes more, the note says that tensors travel raw.
+_LENGTH_BYTES = 8  # A note begins with this many bytes, which hold the length of its content.
+_PIECE_BYTES, _MOST_PIECES = 64 << 20, 8  # A tensor is divided into pieces of this many bytes, at most this many.
 
 
 class NotedWork(Work):
-    """A raw tensor and the note behind it."""
+    """A raw tensor that travels, and the note behind it.
+
+    Args:
+        works: work of both.
+        read: a function to call when both have arrived. None: there is nothing to call.
+    """
 
     def __init__(self, works: list[dist.Work | None], read: Callable[[], None] | None) -> None:
-        """read: is called when both are there."""
         super().__init__()
         self._works, self._read = works, read
 
@@ -54,7 +42,7 @@ class NotedWork(Work):
         return all(work is None or work.is_completed() for work in self._works)
 
     def wait(self, timeout: object = None) -> bool:
-        works, self._works = self._works, []  # some work cannot be waited for twice
+        works, self._works = self._works, []  # Some kinds of work cannot be waited for twice.
         for work in works:
             finished(work, False)
         read, self._read = self._read, None
@@ -75,11 +63,13 @@ def send(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """`torch.distributed.send`, with a tensor that travels coded where that is faster. Its twin is `recv` of this
-    module, with the same arguments.
+    """Sends a tensor to another rank, as `torch.distributed.send` does. It travels coded if that is faster.
 
-    Unless a codec is given, the first tensor of a kind travels raw, and behind it travels the codec of the next ones.
-    The call waits first for an earlier tensor to the same rank. See `all_gather_into_tensor` for the other arguments.
+    The receiver calls `recv` of this module with the same arguments.
+
+    Unless a codec is given, the first tensor of a kind travels raw, followed by the codec for the next tensors of the
+    kind. The call first waits until the tensor before this one, to the same rank, has arrived. See
+    `all_gather_into_tensor` for the other arguments.
 
     Example:
         >>> # on each rank of a group
@@ -92,18 +82,22 @@ def send(
         tensor(1.)
 
     Args:
-        tensor: contiguous.
-        dst, group_dst: the receiver's rank among all, or in the group: one of them.
+        tensor: a contiguous tensor of any dtype.
+        dst, group_dst: the receiver's rank among all ranks, or in the group. One of the two is given.
         tag: as in torch.
         async_op: return work, as `torch.distributed.isend` does.
-        level: "auto": raw on the CPU, and unless the group's link was measured before (`measure_link`).
+        level: as in `all_gather_into_tensor`, but with "auto" tensors travel raw on the CPU, and if the group's link
+            was not measured before (`measure_link`).
+
+    Returns:
+        Work if async_op is set, else None.
 
     Raises:
         TypeError, ValueError: an argument is not as described.
         RuntimeError: torch.distributed is not initialised, or the other rank does not take part.
     """
-    way = Way(group, True, root_of(dst, group_dst, group, "dst"), tag)
-    return _transferred(tensor, way, CallOptions(codec, level, name), async_op)
+    peer = root_of(dst, group_dst, group, "dst")
+    return _Transfer(tensor, True, peer, tag, group, CallOptions(codec, level, name)).call(async_op)
 
 
 def recv(
@@ -118,7 +112,9 @@ def recv(
     level: str = "auto",
     name: str = "",
 ) -> dist.Work | None:
-    """`torch.distributed.recv` from a rank that calls `send` of this module with the same arguments.
+    """Receives a tensor from another rank, as `torch.distributed.recv` does.
+
+    The sender calls `send` of this module with the same arguments.
 
     Example:
         >>> # on each rank of a group
@@ -131,99 +127,121 @@ def recv(
         tensor(1.)
 
     Args:
-        tensor: contiguous; it is written.
-        src, group_src: the sender's rank among all, or in the group: one of them.
+        tensor: a contiguous tensor to write to, of the shape and dtype of the sender's tensor.
+        src, group_src: the sender's rank among all ranks, or in the group. One of the two is given.
         tag, async_op, codec, level, name: as in `send`.
+
+    Returns:
+        Work if async_op is set, else None.
 
     Raises:
         TypeError, ValueError, RuntimeError: as in `send`; ValueError also if the sender's tensor is of another kind.
     """
-    way = Way(group, False, root_of(src, group_src, group), tag)
-    return _transferred(tensor, way, CallOptions(codec, level, name), async_op)
+    peer = root_of(src, group_src, group)
+    return _Transfer(tensor, False, peer, tag, group, CallOptions(codec, level, name)).call(async_op)
 
 
-def _transferred(tensor: torch.Tensor, way: Way, options: CallOptions, is_async: bool) -> dist.Work | None:
-    """What `send` and `recv` do."""
-    options.check(tensor)
-    state = state_of(way.group)
-    if travels_raw(state, tensor, tensor.nbytes, options):
-        return finished(way.move(movable(tensor)), is_async)
-    check_tensors(tensor)
-    pair = state.pairs.setdefault((way.is_out, way.peer, way.tag), Pair())
-    last, pair.last = pair.last, None  # if it fails, it is not in the way of the call after this one
-    finished(last, False)
-    kind = options.kind_of("send", tensor)
-    plan = pair.plans.get(kind)
-    if plan is None and options.codec is not None:
-        plan = pair.plans[kind] = Plan(options.codec, _num_pieces(tensor), is_checked=False)
-    if plan is None or (plan.codec is not None and plan.is_due()):
-        work: dist.Work | None = _with_note(tensor, way, state, pair, kind)
-    elif plan.codec is not None:
-        x = as_bytes(tensor)
-        pieces = pieces_of_one(plan, x, way.is_out)
-        job = Job(
-            pieces,
-            lambda messages, memory: way.move(memory.whole),
-            lambda status: way.move(status.all_rows),
-            lambda status: finished(way.move(x), False),
-            plan.note_lost,
-            (x,),
-        )
-        work = run(job, state, is_async)
-    else:
-        return finished(way.move(movable(tensor)), is_async)
-    pair.last = work if is_async else None
-    return finished(work, is_async)
+class _Transfer(OneTensor):
+    """A tensor that this rank sends to another one, or receives from it.
 
+    Args:
+        is_sent: whether this rank sends the tensor.
+        peer: the rank of the other one in the group.
+        tag: as in torch.
+    """
 
-def _with_note(tensor: torch.Tensor, way: Way, state: State, pair: Pair, kind: Kind) -> NotedWork:
-    """A raw tensor, and how those after it travel."""
-    old = pair.plans.get(kind)
-    if way.is_out:
-        codec = _codec_for(tensor, state, kind, old, pair.learners.setdefault(kind, Learner()))
-        note = _note(kind, codec).to(tensor.device)
-        pair.plans[kind] = _plan(codec if int(note[:_LENGTH_BYTES].view(torch.int64)) else None, tensor, old)
-        return NotedWork([way.move(movable(tensor)), way.move(note)], None)
-    note = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device=tensor.device)
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        is_sent: bool,
+        peer: int,
+        tag: int,
+        group: dist.ProcessGroup | None,
+        options: CallOptions,
+    ) -> None:
+        super().__init__("send", tensor, group, options)
+        self.is_sent, self._peer, self._tag = is_sent, peer, tag
 
-    def read() -> None:
-        pair.plans[kind] = _plan(_read(note, kind), tensor, old)
+    def raw(self, async_op: bool) -> dist.Work | None:
+        return finished(self._moved(movable(self.tensors[0])), async_op)
 
-    return NotedWork([way.move(movable(tensor)), way.move(note)], read)
+    def move(self, whole: torch.Tensor, each: Sequence[torch.Tensor]) -> dist.Work | None:
+        return self._moved(whole)
 
+    def call(self, async_op: bool) -> dist.Work | None:
+        """Makes the call by the plan of the pair, once the call before it is finished."""
+        if self.travels_raw():
+            return self.raw(async_op)
+        self.check()
+        pair = self.state.pairs.setdefault((self.is_sent, self._peer, self._tag), Pair())
+        last, pair.last = pair.last, None  # If it fails, the next call does not wait for it again.
+        finished(last, False)
+        plan = pair.plans.get(self.kind)
+        if plan is None and self.options.codec is not None:
+            plan = pair.plans[self.kind] = Plan(self.options.codec, self._num_pieces(), is_checked=False)
+        if plan is None or (plan.codec is not None and plan.is_due()):
+            work = finished(self._noted(pair, plan), async_op)
+        elif plan.codec is not None:
+            work = self.coded(plan, async_op)
+        else:
+            return self.raw(async_op)
+        pair.last = work
+        return work
 
-def _codec_for(
-    tensor: torch.Tensor, state: State, kind: Kind, old: Plan | None, learner: Learner[Codec]
-) -> Codec | None:
-    """Returns the sender's choice. It is None if raw tensors come sooner, or if the rate of the link is not known."""
-    learner.has_drifted = old is not None and old.has_lost
-    if old is not None and not learner.has_drifted:
-        return old.codec
-    if learner.is_hopeless or (kind.level == "auto" and (state.link is None or not kind.follows_link)):
-        return None
-    rows = sample_of(tensor)
-    found = kind.learned(rows)
-    if found is not None and kind.level == "auto":
-        assert state.link is not None
-        load = Load(tensor.nbytes, tensor.nbytes, tensor.nbytes)
-        found = found if _links.pays(found, _links.rates_of(found, rows, tensor.device), state.link, load) else None
-    learner.take(found)
-    return found
+    def _moved(self, data: torch.Tensor) -> dist.Work | None:
+        """Begins to send or to receive a tensor. Returns work."""
+        if self.is_sent:
+            return dist.isend(data, group=self.group, tag=self._tag, group_dst=self._peer)
+        return dist.irecv(data, group=self.group, tag=self._tag, group_src=self._peer)
 
+    def _noted(self, pair: Pair, old: Plan | None) -> NotedWork:
+        """Begins to move the tensor raw, and behind it a note that says how the next tensors of the kind travel. Once
+        the note has arrived, the plan of the kind is replaced.
 
-def _plan(codec: Codec | None, tensor: torch.Tensor, old: Plan | None) -> Plan:
-    if codec is None:
-        return RAW
-    return Plan(codec, _num_pieces(tensor), num_calls=1 if old is None else old.num_calls)
+        Args:
+            old: the plan of the kind so far. None: there is none.
+        """
 
+        def take(note: torch.Tensor) -> None:
+            codec = _read(note, self.kind)
+            num_calls = 1 if old is None else old.num_calls
+            pair.plans[self.kind] = RAW if codec is None else Plan(codec, self._num_pieces(), num_calls=num_calls)
 
-def _num_pieces(tensor: torch.Tensor) -> int:
-    """The same on both ranks."""
-    return max(1, min(_MOST_PIECES, tensor.nbytes // _PIECE_BYTES))
+        device, data = self.tensors[0].device, movable(self.tensors[0])
+        if self.is_sent:
+            note = _note(self.kind, self._learned(old, pair.learners.setdefault(self.kind, Learner())))
+            take(note)
+            note = note.to(device)
+            return NotedWork([self._moved(data), self._moved(note)], None)
+        note = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device=device)
+        return NotedWork([self._moved(data), self._moved(note)], lambda: take(note))
+
+    def _learned(self, old: Plan | None, learner: Learner[Codec]) -> Codec | None:
+        """Returns the codec that the sender chooses for the next tensors. It is None if raw tensors arrive sooner, or
+        if the rate of the link is not known."""
+        kind, link = self.kind, self.state.link
+        learner.has_drifted = old is not None and old.has_lost
+        if old is not None and not learner.has_drifted:
+            return old.codec
+        if learner.is_hopeless or (kind.level == "auto" and (link is None or not kind.follows_link)):
+            return None
+        rows = sample_of(self.tensors[0])
+        found = kind.learned(rows)
+        if found is not None and kind.level == "auto":
+            assert link is not None
+            rates = _links.rates_of(found, rows, self.tensors[0].device)
+            found = found if _links.pays(found, rates, link, self.load) else None
+        learner.take(found)
+        return found
+
+    def _num_pieces(self) -> int:
+        """Returns the number of pieces, the same on both ranks."""
+        return max(1, min(_MOST_PIECES, self.tensors[0].nbytes // _PIECE_BYTES))
 
 
 def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
-    """Its length and the bytes of the kind and the codec, uint8 [_NOTE_BYTES]; a length of 0 where it is too long."""
+    """Returns a note, uint8 [_NOTE_BYTES] on the CPU: the length of its content, and the content, which is the kind and
+    the codec. If the content is too long, the length is 0."""
     content = wire.written((kind, codec))
     note = torch.zeros(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
     if len(content) <= _NOTE_BYTES - _LENGTH_BYTES:
@@ -233,7 +251,11 @@ def _note(kind: Kind, codec: Codec | None) -> torch.Tensor:
 
 
 def _read(note: torch.Tensor, kind: Kind) -> Codec | None:
-    """The codec that a note names. ValueError: it is none, or of another kind of tensor than is received."""
+    """Returns the codec in a note. None: tensors travel raw.
+
+    Raises:
+        ValueError: the bytes are not a note, or the note is about another kind of tensor.
+    """
     content = note.cpu()
     length = int(content[:_LENGTH_BYTES].view(torch.int64))
     if not 0 < length <= _NOTE_BYTES - _LENGTH_BYTES:

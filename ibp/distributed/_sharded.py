@@ -27,24 +27,26 @@ from .._tables.changes import check_rows, last_of_each
 from .._tables.coding import MOST_LACKING
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 
-_ALIGNMENT = 16  # bytes, of coded rows that are sent
-_ANY_WAYS = 32  # of a map that is empty
-_CANNOT_SEND = -1  # instead of a number of bytes: the shard's rows contradict each other, or have another codebook
-_LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20  # of all shards, that a codebook is learned from
+_ALIGNMENT = 16  # Coded rows that are sent begin at multiples of this many bytes, so that kernels copy them faster.
+_ANY_WAYS = 32  # The operation `fill_slab` wants a number of ways (2 to 32) for its map, even if the map is empty.
+# A rank sends this instead of a number of bytes if rows of its shard contradict each other or have another codebook.
+_CANNOT_SEND = -1
+# A codebook is learned from this many bytes of all shards together (16 MiB), and from at least this many rows.
+_LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20
 
 
 class ShardedTable(OfThisProcess, TensorManners):
     """A table [N, ...] whose rows are spread over the ranks of a process group: first the rows of rank 0, then the rows
     of rank 1, and so on. Ranks may have different numbers of items, or none.
 
-    Rows are sent as they are stored, compressed, by all_to_all over the group, and decoded by the rank that asks: over
-    gloo from host memory, over NCCL from the GPUs. All shards are coded with one codebook; a shard that saves nothing
-    may be raw.
+    Ranks send each other rows as they are stored, compressed, by all_to_all over the group, and the rank that asks
+    decodes them. Over gloo, rows are sent from host memory, and over NCCL from GPUs. All shards are coded with one
+    codebook; a shard that would save nothing may be raw.
 
-    Calls that need other ranks are collective: every rank of the group makes the same calls in the same order, with ids
-    of its own, or none. A rank that is given wrong arguments takes part all the same, and raises afterwards; the others
-    get what they have asked for. Where a rank has ended, the others raise once the group notices, at the latest after
-    its timeout.
+    Calls that need other ranks are collective: every rank of the group makes the same calls in the same order, each
+    with ids of its own, or with no ids. A rank that is given wrong arguments takes part all the same, and raises
+    afterwards; the other ranks get what they have asked for. If a rank has ended, the other ranks raise once the group
+    notices it, at the latest after the group's timeout.
 
     Example:
         >>> # on each rank of a group
@@ -55,18 +57,19 @@ class ShardedTable(OfThisProcess, TensorManners):
         tensor([0., 1.])
 
     Args:
-        local_table: this rank's part, whose items are whole rows. It may be changed by its own verbs as long as its
-            shape and codebook stay.
-        group: a process group of torch.distributed; None: the default group.
+        local_table: this rank's part, whose items are whole rows. Its own methods may change it, as long as its shape
+            and codebook stay the same.
+        group: a process group of torch.distributed. None: the default group.
 
     Attributes:
-        shape, dtype: of the whole.
+        shape, dtype: the shape and dtype of the whole table.
         local_table: this rank's part.
-        starts: where each rank's items begin, and N: size of the group + 1 numbers.
+        starts: the first item of each rank, and N at the end.
 
     Raises:
-        TypeError: local_table is no table.
-        ValueError: shards do not go together, or items are not whole rows.
+        TypeError: local_table is not a table.
+        ValueError: the shards differ in the shape of items, in dtype, row_bytes or codebook, or items are not whole
+            rows.
         RuntimeError: torch.distributed is not initialised, or another rank has failed.
     """
 
@@ -114,17 +117,21 @@ class ShardedTable(OfThisProcess, TensorManners):
         memory: str | None = None,
         numa: _numa.Numa = None,
     ) -> ShardedTable:
-        """Compresses each rank's part of a tensor with one codebook, learned from rows of all parts. A collective call.
+        """Compresses each rank's part of a tensor with one codebook, which is learned from rows of all parts. A
+        collective call.
 
         Args:
-            x: this rank's part, [n, ...]; n may be 0.
-            group: a process group of torch.distributed; None: the default group.
-            sample: fraction of the rows to learn the codebook from; None: what fits 16 MiB.
-            Others: as in `ibp.compress`; scheme, chunk_bytes, tau, clusters, level and row_bytes are the same on all
-                ranks.
+            x: this rank's part, [n, ...]. n may be 0.
+            group: a process group of torch.distributed. None: the default group.
+            sample: the fraction of the rows to learn the codebook from. None: as many rows as 16 MiB hold.
+            Others: as in `ibp.compress`. Ranks give the same scheme, chunk_bytes, tau, clusters, level and row_bytes.
+
+        Returns:
+            The table.
 
         Raises:
-            TypeError, ValueError: as `ibp.compress`; or parts do not go together.
+            TypeError, ValueError: an argument is wrong for `ibp.compress`, or the parts differ in the shape of items or
+                dtype.
             RuntimeError: another rank has failed.
         """
         members = RankGroup(group)
@@ -155,25 +162,23 @@ class ShardedTable(OfThisProcess, TensorManners):
 
         return cls(members.on_all("from_local", work), group)
 
-    # ---- what it is ----
-
     @property
     def dtype(self) -> torch.dtype:
         return self.local_table.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's part is."""
+        """The device of this rank's part."""
         return self.local_table.device
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """None: the default group."""
+        """The process group. None: the default group."""
         return self._group.process_group
 
     @property
     def local_range(self) -> range:
-        """The items that this rank has."""
+        """The ids of the items that this rank has."""
         return range(self.starts[self._group.rank], self.starts[self._group.rank + 1])
 
     def __repr__(self) -> str:
@@ -184,7 +189,7 @@ class ShardedTable(OfThisProcess, TensorManners):
         )
 
     def check(self) -> None:
-        """Waits for this rank's work on GPUs and raises what went wrong there: CorruptTableError."""
+        """Waits for this rank's work on GPUs. Raises CorruptTableError if rows were damaged."""
         self.local_table.check()
 
     # ---- fetching ----
@@ -197,23 +202,23 @@ class ShardedTable(OfThisProcess, TensorManners):
         out: torch.Tensor | None = None,
         max_sms: int | None = None,
     ) -> torch.Tensor:
-        """The items ids of the whole table, as torch.index_select(x, 0, ids). A collective call, each rank with ids of
-        its own.
+        """Fetches items of the whole table, as torch.index_select(x, 0, ids) does. A collective call, with ids of its
+        own on each rank.
 
-        An item that is named several times is sent once. The call waits for the numbers of rows and bytes that the
-        ranks send each other, and cannot be captured in a CUDA graph.
+        An item that is named several times is sent once. The host waits for the numbers of rows and bytes that the
+        ranks send each other, so a CUDA graph cannot capture the call.
 
         Args:
-            ids: integers [K] in [0, N), on the CPU or a GPU, in any order, repeated or none at all.
-            device: where the result goes; None: out's device, else the ids'.
-            out: tensor [K, ...] of the table's dtype to write to.
-            max_sms: decode with at most this many of the GPU's multiprocessors; None: all.
+            ids: integers [K] in [0, N), on the CPU or a GPU, in any order. Ids may repeat, and K may be 0.
+            device: the device of the result. None: the device of out, or of ids if there is no out.
+            out: a tensor [K, ...] of the table's dtype to write to.
+            max_sms: the most multiprocessors of the GPU that decode. None: all.
 
         Returns:
-            Tensor [K, ...]; out if it was given.
+            A tensor [K, ...], out if it was given.
 
         Raises:
-            IndexError, TypeError, ValueError: ids or out does not fit; the other ranks have got what they asked for.
+            IndexError, TypeError, ValueError: ids or out is not as described. Other ranks get what they asked for.
             CorruptTableError: rows of a shard contradict each other, or the shard has been refit.
             RuntimeError: a rank does not take part.
         """
@@ -231,23 +236,25 @@ class ShardedTable(OfThisProcess, TensorManners):
         return self._decoded(received, request, out)
 
     def __getitem__(self, ids: Ids) -> torch.Tensor:
-        """`index_select(ids)`."""
+        """Returns `index_select(ids)`."""
         return self.index_select(ids)
 
     def update_(self, ids: Ids, rows: torch.Tensor) -> ShardedTable:
-        """x[ids] = rows, each rank with ids of its own or none: rows are sent to the ranks that have them, which code
-        them with the codebook that they have (see `CompressedTensor.update_`). A collective call. Returns self.
+        """Sets items of the whole table: x[ids] = rows. A collective call, with ids of its own on each rank. Returns
+        self.
 
-        Of equal ids the last one counts, that of the highest rank first.
+        Rows are sent to the ranks whose shards have the items. These code them with the table's codebook (see
+        `CompressedTensor.update_`). If several rows are given for an item, the item becomes the last row of the highest
+        rank that gives one.
 
         Args:
-            ids: items to change, integers [K].
-            rows: [K, ...] tensor of the table's dtype.
+            ids: integers [K] in [0, N). K may be 0.
+            rows: a tensor [K, ...] of the table's dtype.
 
         Raises:
-            IndexError, TypeError, ValueError: ids or rows does not fit; nothing has changed.
-            RuntimeError: another rank was given what does not fit, and nothing has changed; or a shard cannot be
-                changed, as one that is shared with other processes, and the others have been.
+            IndexError, TypeError, ValueError: ids or rows is not as described. No shard has changed.
+            RuntimeError: another rank was given wrong arguments, and no shard has changed. Or a shard cannot be
+                changed, for example because other processes share it, and the other shards have changed.
         """
         group = self._group
         what = "ShardedTable.update_"
@@ -265,12 +272,10 @@ class ShardedTable(OfThisProcess, TensorManners):
         group.together(what, change)
         return self
 
-    # ---- asking ----
-
     def _request(
         self, ids: Ids, device: torch.device | str | int | None, out: torch.Tensor | None, max_sms: int | None
     ) -> _Wanted:
-        """What index_select asks for, once its arguments are checked."""
+        """Checks the arguments of index_select. Returns what it asks for."""
         ids = list_of_ids(ids).to(torch.int64)
         target = target_of(device, out, ids.device)
         if out is not None:
@@ -283,11 +288,15 @@ class ShardedTable(OfThisProcess, TensorManners):
         return _Wanted(unique, places, target, sms)
 
     def _counts_of(self, ordered: torch.Tensor) -> list[int]:
-        """How many of ids in order, on the group's device, each rank has."""
+        """Returns how many of some ids each rank has. ordered: ids in ascending order, on the group's device."""
         return torch.searchsorted(ordered, self._starts).diff().tolist()
 
     def _fetched(self, unique: torch.Tensor) -> _Received | CorruptTableError:
-        """Rows of ids in order, from all ranks."""
+        """Fetches rows from all ranks. A collective call. If a rank cannot send its rows, returns an error instead.
+
+        Args:
+            unique: ids in ascending order, without repeats.
+        """
         group = self._group
         unique = unique.to(group.device)
         asked = self._counts_of(unique)
@@ -316,20 +325,20 @@ class ShardedTable(OfThisProcess, TensorManners):
         return _Received(lengths.view(torch.uint16), rows)
 
     def _decoded(self, received: _Received, wanted: _Wanted, out: torch.Tensor | None) -> torch.Tensor:
-        """The items in the order that they were asked for in."""
+        """Returns the items that a rank asked for, decoded from the rows that it got."""
         table, target = self.local_table, wanted.target
         shape = (wanted.places.numel(), *self.shape[1:])
         direct = out is not None and out.is_contiguous()
         result = out if direct and out is not None else torch.empty(shape, dtype=self.dtype, device=target)
         if result.numel():
-            lengths, rows, none = received.lengths.to(target), received.rows.to(target), received.rows[:0].to(target)
+            lengths, rows, nothing = received.lengths.to(target), received.rows.to(target), received.rows[:0].to(target)
             num_items = wanted.unique.numel()
             codec, words = coding_of(self._codebook, table.row_bytes, target)
-            sizes = (0, num_items, table.geometry.item_bytes)
+            sizes, row_bytes = (0, num_items, table.geometry.item_bytes), table.row_bytes
             if self._codebook is None:
-                parts = Parts(rows, none, lengths[:0], none.view(torch.int64), words, codec, table.row_bytes, *sizes)
+                parts = Parts(rows, nothing, lengths[:0], nothing.view(torch.int64), words, codec, row_bytes, *sizes)
             else:
-                parts = Parts(none, rows, lengths, self._places(lengths)[:-1], words, codec, 0, *sizes)
+                parts = Parts(nothing, rows, lengths, self._places(lengths)[:-1], words, codec, 0, *sizes)
             on_gpu = target.type == "cuda"
             fault = table._faults.on(target, OF_SELECTIONS) if on_gpu else new_record(target)
             places = wanted.places.to(target)
@@ -338,10 +347,13 @@ class ShardedTable(OfThisProcess, TensorManners):
                 table._raise_fault(fault, of_selections=True)
         return out.copy_(result.view(out.shape)) if out is not None and not direct else result
 
-    # ---- answering ----
-
     def _answers(self, ids: torch.Tensor, counts: list[int]) -> list[_Received | None]:
-        """The rows that ranks ask for, counts[r] of the ids each; None where they cannot be sent."""
+        """Returns the rows for each rank. None: they cannot be sent.
+
+        Args:
+            ids: ids of this rank's items, one rank's after the other's.
+            counts: how many of the ids each rank has sent.
+        """
         if self.local_table.codebook is not self._own_codebook:
             return [None if count else self._selected(ids[:0], [0])[0] for count in counts]
         try:
@@ -350,13 +362,14 @@ class ShardedTable(OfThisProcess, TensorManners):
             return [self._answer(part) for part in ids.split(counts)]
 
     def _answer(self, ids: torch.Tensor) -> _Received | None:
+        """Returns the rows for one rank. None: they cannot be sent."""
         try:
             return self._selected(ids, [ids.numel()])[0]
         except (CorruptTableError, IndexError):
             return None
 
     def _selected(self, ids: torch.Tensor, counts: list[int]) -> list[_Received]:
-        """Rows of this rank's items, in parts of `counts` items. Raises IndexError or CorruptTableError."""
+        """Returns rows of this rank's items, in parts of `counts` items. Raises IndexError or CorruptTableError."""
         table, device = self.local_table, self._group.device
         if ids.numel() == 0:
             nothing = torch.empty(0, dtype=torch.uint8, device=device)
@@ -381,18 +394,21 @@ class ShardedTable(OfThisProcess, TensorManners):
         return [_Received(*pair) for pair in zip(sent, near.split(sizes))]
 
     def _places(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Where rows with these entries of the index begin when they are sent one after the other, and the end: int64
-        [rows + 1]. Coded ones begin at multiples of 16 bytes, which kernels copy faster."""
+        """Returns where each row begins when rows are sent one after the other, and where the last row ends: int64
+        [rows + 1], in bytes.
+
+        Args:
+            lengths: the entries of the rows in the index.
+        """
         row_bytes = self.local_table.row_bytes
         sizes = _rows.stored_sizes(lengths, row_bytes, row_bytes)
         if self._codebook is not None:
             sizes = (sizes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
         return torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
 
-    # ---- changing ----
-
     def _change(self, ids: Ids, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids in order, the bytes of their rows) on the group's device, of equal ids the last one."""
+        """Checks the arguments of update_. Returns the ids in ascending order and the bytes of their rows, on the
+        group's device. If an id repeats, its last row is taken."""
         ids, device = list_of_ids(ids).to(torch.int64), self._group.device
         check_rows(self.local_table, rows, ids.numel())
         check_range(ids, len(self))
@@ -405,7 +421,7 @@ class ShardedTable(OfThisProcess, TensorManners):
 
 @wire.sent
 class _Shard(NamedTuple):
-    """What ranks tell each other of their parts."""
+    """The description of a shard, which its rank sends to the other ranks."""
 
     num_items: int
     item_shape: tuple[int, ...]
@@ -415,19 +431,26 @@ class _Shard(NamedTuple):
 
     @classmethod
     def of(cls, table: Any) -> _Shard:
+        """Describes a table. Raises TypeError or ValueError unless it is a table whose items are whole rows."""
         if not isinstance(table, CompressedTensor):
             raise TypeError(f"local_table is a {type(table).__name__}; wanted an ibp.CompressedTensor")
         _check_whole_rows(table.geometry)
         return cls(len(table), tuple(table.shape[1:]), table.dtype, table.row_bytes, table.codebook)
 
     def described(self) -> dict[str, Any]:
-        """What is the same for all parts."""
+        """Returns what has to be the same for all shards, by the names that errors give it."""
         return {"shape of items": list(self.item_shape), "dtype": self.dtype, "row_bytes": self.row_bytes}
 
 
 class _Wanted(NamedTuple):
-    """What a rank asks for. unique: int64, in order, none twice; places: int64 [K], which of them each item is; target:
-    where the items go; sms: at most, 0: all."""
+    """The items that a rank asks for.
+
+    Attributes:
+        unique: int64, their ids in ascending order, without repeats.
+        places: int64 [K], the position in `unique` of each item of the result.
+        target: the device of the result.
+        sms: the most multiprocessors that decode. 0: all.
+    """
 
     unique: torch.Tensor
     places: torch.Tensor
@@ -436,22 +459,24 @@ class _Wanted(NamedTuple):
 
 
 class _Received(NamedTuple):
-    """Rows as they are stored, one after the other (uint8), and their entries of the index (as bytes where they are
-    sent)."""
+    """Rows that are sent or have arrived.
+
+    Attributes:
+        lengths: the entries of the rows in the index: uint8 before they are sent, uint16 after they have arrived.
+        rows: uint8, the rows as they are stored, one after the other.
+    """
 
     lengths: torch.Tensor
     rows: torch.Tensor
 
 
 def _check_whole_rows(geometry: _rows.Geometry) -> None:
+    """Raises ValueError unless items are whole rows."""
     if len(geometry.shape) == 0 or not geometry.has_whole_rows:
         raise ValueError(
             f"items of {geometry.item_bytes} bytes are not whole rows of {geometry.row_bytes}: wanted a tensor of 2 or "
             "more dimensions, and row_bytes that divides an item's"
         )
-
-
-# ---- learning ----
 
 
 def _learned(
@@ -462,11 +487,18 @@ def _learned(
     worker: torch.device,
     slot_bytes: int | None,
 ) -> AnyCodebook | None:
-    """A codebook for all parts, learned by rank 0 from rows of each; None for raw rows. geometry: of the whole."""
+    """Returns a codebook for all parts, which rank 0 learns from rows of each part. None: rows are raw. A collective
+    call.
+
+    Args:
+        geometry: the geometry of the whole table.
+        worker: the device that measures this rank's rows.
+        slot_bytes: the size of slots that was asked for. None: none was.
+    """
     if geometry.num_bytes == 0:
         return None
     rows = _sampled(x, members, geometry, options.sample)
-    of_sample = replace(options, sample=None if options.sample is None else 1.0)  # all rows that were sampled
+    of_sample = replace(options, sample=None if options.sample is None else 1.0)  # Takes all rows of the sample.
     request = Request(rows, geometry, worker, of_sample, slot_bytes)
 
     def by_rank_0(request: Request) -> AnyCodebook | None:
@@ -493,7 +525,7 @@ def _learned(
 
 
 def _sampled(x: torch.Tensor, members: RankGroup, geometry: _rows.Geometry, sample: float | None) -> torch.Tensor:
-    """Rows of all parts, uint8 on the CPU, of each as many as it has of the whole."""
+    """Returns rows of all parts, uint8 on the CPU, from each part in proportion to its size. A collective call."""
     row_bytes = geometry.row_bytes
     share = _SAMPLED_BYTES / geometry.num_bytes if sample is None else sample
     wanted = max(_LEAST_SAMPLED_ROWS, math.ceil(geometry.num_rows * share))

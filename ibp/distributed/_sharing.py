@@ -1,4 +1,4 @@
-"""Tables opened from what other processes share, and sent to them by multiprocessing."""
+"""Tables in memory that several processes share, and tables that multiprocessing sends to other processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from multiprocessing.reduction import DupFd, ForkingPickler
 from typing import Any
 
 import torch.distributed as dist
-import torch.multiprocessing  # noqa: F401 - teaches multiprocessing to send tensors
+import torch.multiprocessing  # noqa: F401 - The import teaches multiprocessing to send tensors.
 
 from .._common import group as _group
 from .._common import ipc, wire
@@ -19,10 +19,11 @@ from .._tables.compressed_tensor import CompressedTensor
 def share_table(
     table: CompressedTensor | None, group: dist.ProcessGroup | None = None, *, src: int = 0, memory: str | None = None
 ) -> CompressedTensor:
-    """Puts one rank's table in memory that all processes of a machine share, once for all. A collective call.
+    """Shares one rank's table with all processes of a group, which are on one machine. The machine's memory holds the
+    table once. A collective call.
 
-    The table is moved to shared memory (see `CompressedTensor.share_memory_`). Each process pins it for its GPU when
-    it first fetches from it.
+    The table is moved to shared memory (see `CompressedTensor.share_memory_`). Each process pins that memory for its
+    GPU when it first fetches rows.
 
     Example:
         >>> # on each rank of a group
@@ -33,16 +34,16 @@ def share_table(
         tensor(1.)
 
     Args:
-        table: in host memory, on rank src; other ranks give None.
-        group: a process group of torch.distributed, all on one machine; None: the default group.
+        table: on rank src, a table in host memory. Other ranks give None.
+        group: a process group of torch.distributed, whose ranks are on one machine. None: the default group.
         src: the rank in the group that has the table.
-        memory: "pinned": GPUs read rows from the memory themselves; "host": they do not; None: as on rank src.
+        memory: "pinned": GPUs read rows directly from the memory. "host": they do not. None: as on rank src.
 
     Returns:
-        The table of rank src: on that rank itself, on the others a table in the same memory.
+        On rank src the table itself, on the other ranks a table in the same memory.
 
     Raises:
-        TypeError, ValueError: table is none, or on a GPU; ranks are on several machines or differ in src.
+        TypeError, ValueError: table is not a table, or is on a GPU; ranks are on several machines or differ in src.
         RuntimeError: the memory cannot be opened, torch.distributed is not initialised, or another rank has failed.
     """
     members, what = _group.RankGroup(group), "share_table"
@@ -62,14 +63,14 @@ def share_table(
             return open_shared(handle, memory=memory)
         return table.pin_memory() if memory == "pinned" else table
 
-    return members.on_all(what, open_it)  # rank src keeps the table until all have opened it
+    return members.on_all(what, open_it)  # Rank src keeps the table until all ranks have opened it.
 
 
 def open_shared(handle: SharedHandle, *, memory: str | None = None) -> CompressedTensor:
-    """The table that another process shares: its memory, mapped here, not a copy.
+    """Opens a table that another process shares. The table is in the memory of that process; it is not a copy.
 
-    Several calls in a process map the memory once. Where GPUs fetch rows from it, a process pins it for itself, once,
-    when it first uses a GPU for it or calls `pin_memory`.
+    Several calls in a process map the memory once. If GPUs read rows from the memory, each process pins it when it
+    first uses the table on a GPU, or when it calls `pin_memory`.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
@@ -79,15 +80,19 @@ def open_shared(handle: SharedHandle, *, memory: str | None = None) -> Compresse
         tensor(17.)
 
     Args:
-        handle: from `table.share()` of a process of this machine, of the same user and in the same container, that
-            lives and has the table. A handle of a table on a GPU is opened once, and in another process.
-        memory: "pinned": GPUs read rows from the memory themselves; "host": not; None: as in the process that shares
-            it.
+        handle: what `table.share()` returned in a process on this machine, of the same user and in the same container.
+            The process must still run and have the table. The handle of a table on a GPU can be opened once, in another
+            process than the one that shares it.
+        memory: "pinned": GPUs read rows directly from the memory. "host": they do not. None: as in the process that
+            shares the table.
+
+    Returns:
+        The table.
 
     Raises:
-        TypeError: handle is none.
+        TypeError: handle is not a handle.
         RuntimeError: the memory cannot be opened.
-        ValueError: memory is none, or the handle's bytes are none that `share` made.
+        ValueError: memory is not as described, or the handle's bytes were not made by `share`.
     """
     if not isinstance(handle, SharedHandle):
         raise TypeError(f"handle is a {type(handle).__name__}; wanted what table.share() returns")
@@ -96,6 +101,12 @@ def open_shared(handle: SharedHandle, *, memory: str | None = None) -> Compresse
 
 
 def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTensor:
+    """Returns the table of a handle.
+
+    Args:
+        file: the descriptor of the memory's file. None: it is opened from the process that shares it.
+        pin: whether GPUs read rows directly from the memory.
+    """
     state, held = _read(handle._fields), _read(handle._tensors)
     if held.keys() != set(TENSORS):
         raise ValueError(f"handle has {sorted(held, key=str)}; wanted {sorted(TENSORS)}, as table.share() gives it")
@@ -112,6 +123,7 @@ def _opened(handle: SharedHandle, file: int | None, pin: bool) -> CompressedTens
 
 
 def _read(content: bytes) -> dict[str, Any]:
+    """Returns the dictionary that bytes of a handle stand for. Raises ValueError if they stand for something else."""
     found = wire.read(content)
     if not isinstance(found, dict):
         raise ValueError(f"handle has a {type(found).__name__}; wanted what table.share() returns")
@@ -119,7 +131,7 @@ def _read(content: bytes) -> dict[str, Any]:
 
 
 def _placed(content: bytes, device: str) -> CompressedTensor:
-    """A table whose overflow is in host memory, from its state; all else is on the device."""
+    """Returns a table from its state, with the overflow in host memory and all else on the device."""
     state = _read(content)
     state.update({name: state[name].to(device) for name in TENSORS if name != "overflow"})
     table = CompressedTensor.__new__(CompressedTensor)
@@ -128,12 +140,14 @@ def _placed(content: bytes, device: str) -> CompressedTensor:
 
 
 def _received(handle: SharedHandle, file: Any) -> CompressedTensor:
+    """Returns a table that multiprocessing has sent to this process. file: a `DupFd`, or None."""
     return _opened(handle, file.detach() if file is not None else None, handle._pin)
 
 
 def _reduced(table: CompressedTensor) -> Any:
-    """How multiprocessing sends a table: what can be shared is, as torch does for tensors; of others the bytes. The
-    receiver is given the memory itself, so that it is there also where the sender no longer has the table."""
+    """Returns what multiprocessing sends of a table, as `__reduce__` does: shared memory if the table can be shared, as
+    torch does for tensors, else bytes. The receiver gets the memory's file itself, so that it can open the memory even
+    if the sender no longer has the table."""
     if table._owner is not None:
         return table.__reduce_ex__(2)
     if table.spills_to_host:

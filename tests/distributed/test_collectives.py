@@ -2,9 +2,9 @@
 Processes exchange over gloo.
 """
 
-import gc
 import os
 import pickle
+import types
 import warnings
 from datetime import timedelta
 
@@ -18,7 +18,6 @@ from ibp._common import once
 from ibp.distributed import (
     Codec,
     Link,
-    _calls,
     _exchange,
     _links,
     _planning,
@@ -30,8 +29,16 @@ from ibp.distributed import (
     send,
 )
 from ibp.distributed._codec import ROW_BYTES
-from ibp.distributed._messages import Messages, Part, Status, shares_of, spans_of
-from ibp.distributed._slots import MessageSlots, Slot
+from ibp.distributed._messages import (
+    Memory,
+    Messages,
+    MessageSlots,
+    Part,
+    Status,
+    shares_of,
+    spans_of,
+    status_entries,
+)
 from ranks import Ranks, raised
 
 LEVELS = ["default", "fast", "auto"]
@@ -553,6 +560,28 @@ def test_lost_rows_are_sent_again(ranks, what):
     assert warned == [1] * len(warned)  # rank 0 sends lost rows to all
 
 
+def lose_in_one_piece(rank, num_pieces):
+    """All-gathers in pieces. In each call one piece of rank 0 has rows without room: an early one, a middle one, the
+    last one, and then none has."""
+    once.said.add(_exchange.SENT_TWICE)
+    learned, size, count = Codec.learn(tensor_of(9)), dist.get_world_size(), 2_000_000
+    codec = Codec(learned.codebook, learned.slot_bytes, 0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_links, "num_pieces", lambda rates, load: num_pieces)
+        for first in (0, count // 2, count - 40_960, count, 0, count):
+            xs = [tensor_of(other, count=count) for other in range(size)]
+            xs[0][first : first + 40_960] *= 1e20  # 20 rows
+            out = poisoned(size * count, xs[0].dtype)
+            all_gather_into_tensor(out, xs[rank], codec=codec, name=f"{num_pieces} pieces")
+            assert_same_bits(out, torch.cat(xs))
+
+
+@pytest.mark.parametrize("num_pieces", [2, 3, 7])
+def test_lost_rows_of_one_piece(ranks, num_pieces):
+    ranks(lose_in_one_piece, num_pieces)
+    ranks(as_on_gpus, lose_in_one_piece, num_pieces)
+
+
 class Works:
     """Of a call of NCCL's, done by messages from rank to rank."""
 
@@ -579,12 +608,33 @@ def exchange_splits_as_nccl(out, x, back, to, group, async_op):
     return work if async_op else work.wait()
 
 
+class EventOfCpu:
+    """A CUDA event of work that is done at once."""
+
+    def record(self):
+        """There is nothing to record."""
+
+    def synchronize(self):
+        """There is nothing to wait for."""
+
+
+_status = Messages.status
+
+
+def status_as_on_gpus(messages):
+    """A status whose copy for the host does not see what is decoded after it was recorded."""
+    status = _status(messages)
+    if status.seen is None:
+        status.seen, status._on_host = EventOfCpu(), torch.zeros_like(status.data)
+    return status
+
+
 def as_on_gpus(rank, work, *arguments):
     """Ranks tell each other what was lost once all is coded, before it moves; they exchange in pairs."""
     with pytest.MonkeyPatch.context() as patch:
         slots = _planning.state_of(None).slots(torch.device("cpu"))
         patch.setattr(slots, "on_gpu", True)
-        patch.setattr(slots, "take", lambda num_bytes: Slot(torch.empty(num_bytes, dtype=torch.uint8)))
+        patch.setattr(Messages, "status", status_as_on_gpus)
         patch.setattr(Messages, "note_heads", lambda *ignored: pytest.fail("on a GPU codecs are told, too"))
         patch.setattr(dist, "all_to_all", exchange_as_nccl)
         patch.setattr(dist, "all_to_all_single", exchange_splits_as_nccl)
@@ -635,16 +685,46 @@ def test_exchanges_in_pairs(ranks, dtype):
 def test_damage_that_the_next_call_sees():
     status = Status(2, torch.device("cpu"), 7)
     status.seen = object()  # as on a GPU, where messages are decoded after the host has its copy
-    status.faults[1][0] = 3
-    with pytest.raises(RuntimeError, match="an earlier call has given a wrong tensor"):
+    for told, lost, faults, is_damaged in (
+        ("damage", [0, 0], [0, 3], True),
+        ("nothing", [0, 0], [0, 0], False),
+        ("lost, and missing in an early piece", [0, 5], [0, 3], False),
+        ("missing in the last piece of the call before", [0, 0], [0, 3], False),
+        ("damage of another message than the lost one", [0, 5], [3, 0], True),
+    ):
+        for message in range(2):
+            status.counts[message][1], status.faults[message][0] = lost[message], faults[message]
         status.read()
-    assert not status.any_lost() and not status.strange(7) and status.strange(8)
-    status.faults[1][0], status.counts[0][1] = 0, 5
+        assert status.is_damaged == is_damaged, told
+        assert status.lost == [count > 0 for count in lost] and not status.is_strange
+    status.rows[1][7] = 8
     status.read()
-    assert status.is_lost(0) and not status.is_lost(1)
-    status.faults[1][0], status.counts[0][1] = 3, 0  # of rows that were sent again
-    status.read()
-    assert not status.any_lost()
+    assert status.is_strange
+
+
+def damage(rank):
+    """Rank 1 misses rows of its first call. It finds out in the second one, which the ranks make together."""
+    size, x, options = dist.get_world_size(), tensor_of(rank), {"level": "default", "name": "damage"}
+    out, decode = poisoned(size * COUNT, x.dtype), Messages.decode
+
+    def decode_with_a_fault(messages, slot, part, status, max_sms):
+        decode(messages, slot, part, status, max_sms)
+        status.faults[part.message][0] = 3
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(Messages, "decode", decode_with_a_fault)
+        all_gather_into_tensor(out, x, **options)
+    found = raised(lambda: all_gather_into_tensor(out, x, **options))
+    out.fill_(0)
+    all_gather_into_tensor(out, x, **options)
+    assert_same_bits(out, gathered(size, x.dtype))
+    return found
+
+
+def test_damage_raises_on_the_rank_that_meets_it(ranks):
+    others, (name, message) = (found := ranks(as_on_gpus, damage))[:1] + found[2:], found[1]
+    assert others == [None] * len(others) and name == "RuntimeError" and "damaged on its way" in message
 
 
 def drift(rank):
@@ -704,7 +784,7 @@ def mix_up(rank, how):
     dist.broadcast_object_list(codecs, 0)
     assert len({codec.fingerprint for codec in codecs}) == 3
     noise = torch.randint(0, 256, (4 * COUNT,), dtype=torch.uint8).view(torch.float32)
-    _calls = {
+    calls = {
         "codec": lambda k: all_gather_into_tensor(out, x, codec=codecs[k]),
         "size": lambda k: all_gather_into_tensor(out, x, codec=codecs[2 * k]),
         "raw": lambda k: all_gather_into_tensor(out, noise if k else x, level="default", name=f"mixed {k}"),
@@ -714,7 +794,7 @@ def mix_up(rank, how):
         "shape": lambda k: all_gather_into_tensor(out[: size * (5000 + k)], x[: 5000 + k], codec=codecs[0]),
         "new": lambda k: all_gather_into_tensor(out, x, codec=codecs[0], name="new" if k == 2 else "old"),
     }
-    call = _calls[how]
+    call = calls[how]
     for k in range(2):
         call(k)
     return raised(lambda: call(2 * (rank % 2) if how == "new" else rank % 2))
@@ -787,7 +867,7 @@ def wait_for_a_slow_rank(rank):
     all_gather_into_tensor(out, x, level="default")
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(_calls, "run", run_once_rank_0_is_done)
+            patch.setattr(_exchange, "CodedWork", work_once_rank_0_is_done)
         work = all_gather_into_tensor(out, x, level="default", async_op=True)
     result = raised(lambda: work.wait(timedelta(seconds=0.1 if rank == 0 else 20)))
     if rank == 0:
@@ -796,9 +876,12 @@ def wait_for_a_slow_rank(rank):
     return result
 
 
-def run_once_rank_0_is_done(job, state, is_async):
+_CodedWork = _exchange.CodedWork
+
+
+def work_once_rank_0_is_done(*args):
     store().wait(["waited"], timedelta(seconds=20))
-    return _exchange.CodedWork(job, state.slots(torch.device("cpu")), is_async)
+    return _CodedWork(*args)
 
 
 def store():
@@ -818,15 +901,16 @@ class FailingMessages:
     num_bytes = 100
 
     def __init__(self, fails, number):
-        self.fails, self.left, self.decoded = fails, number, []
+        self.fails, self.left, self.decoded, self.used = fails, number, [], set()
 
     def status(self):
         return None
 
     def of(self, slot):
-        return slot.memory
+        return Memory(slot.memory, [slot.memory], {})
 
     def code(self, slot, part, status, max_sms):
+        self.used.add(slot)  # It is kept, so that no other slot can have its place in memory.
         self._meet("code")
 
     def decode(self, slot, part, status, max_sms):
@@ -846,33 +930,52 @@ class FailingMessages:
                 raise KeyboardInterrupt
 
 
-def a_job(messages, count):
-    pieces = [_exchange.ExchangePiece(messages, [Part(0, part)], [part]) for part in range(count)]
-    calls = dict.fromkeys(("tell", "repair", "note_lost"), lambda *_: None)
-    return _exchange.Job(pieces, lambda *_: None, tensors=(), status=torch.zeros(1), **calls)
+class FailingCall:
+    """A call in pieces with one message each."""
+
+    tensors, own, state = (torch.zeros(1),), None, None
+
+    def __init__(self, slots, messages, count):
+        self.state = types.SimpleNamespace(slots=lambda device: slots)
+        self._pieces = [_exchange.ExchangePiece(messages, [Part(0, part)], [Part(0, part)]) for part in range(count)]
+
+    def pieces(self, plan):
+        return self._pieces
+
+    def move(self, whole, each):
+        return None
+
+
+def work_of(slots, messages, count, is_async):
+    status = Status(1, torch.device("cpu"), data=torch.zeros(status_entries(1), dtype=torch.int64))
+    return _exchange.CodedWork(FailingCall(slots, messages, count), None, is_async, status)
 
 
 @pytest.mark.parametrize("fails", ["code", "decode"])
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_calls_that_fail_keep_no_slots(fails, number):
-    """As on a GPU, where slots are used again."""
+    """As on a GPU, where slots are used again: work that nobody waits for may still use those of a call that failed."""
     slots = MessageSlots(torch.device("cpu"))
     slots.on_gpu = True
+    used = []
     for _ in range(3):
+        messages = FailingMessages(fails, number)
         with pytest.raises(KeyboardInterrupt):
-            _exchange.CodedWork(a_job(FailingMessages(fails, number), 4), slots, False)
-        gc.collect()
-        assert not any(slot.is_taken for slot in slots._slots)
-    _exchange.CodedWork(a_job(FailingMessages("", 0), 4), slots, False)
-    assert len(slots._slots) == 2 and not any(slot.is_taken for slot in slots._slots)
+            work_of(slots, messages, 4, False)
+        assert not used or not used[-1] & messages.used
+        used.append(messages.used)
+    messages = FailingMessages("", 0)
+    for _ in range(2):
+        work_of(slots, messages, 4, False)
+    assert len(messages.used) == 2  # They are used in turn, and again.
 
 
 def test_an_interrupted_wait_goes_on():
     messages = FailingMessages("decode", 2)
-    work = _exchange.CodedWork(a_job(messages, 3), MessageSlots(torch.device("cpu")), True)
+    work = work_of(MessageSlots(torch.device("cpu")), messages, 3, True)
     with pytest.raises(KeyboardInterrupt):
         work.wait()
-    assert work.wait() and messages.decoded == [0, 1, 2]
+    assert work.wait() and [part.data for part in messages.decoded] == [0, 1, 2]
 
 
 def test_without_torch_distributed():
