@@ -17,7 +17,7 @@ from ibp._files import paths
 from ibp._files.paths import file_system, is_url, path_text
 from ibp._files.sets import INDEX_SUFFIX
 from ibp._machine import memory
-from ibp.checkpoints import _journal, _model_files, _sources
+from ibp.checkpoints import _model_files, _outputs, _sources
 from ibp.checkpoints import _source as source_names
 
 from . import inputs, output
@@ -85,7 +85,7 @@ def unfinished_files(target: str) -> int:
     if is_url(target):
         return 0
     return len(
-        list(_journal.work_directory(paths.target_of(target, _model_files.CODED_WEIGHTS)).rglob(f"*{_journal.RECORD}"))
+        list(_outputs.work_directory(paths.target_of(target, _model_files.CODED_WEIGHTS)).rglob(f"*{_outputs.RECORD}"))
     )
 
 

@@ -20,10 +20,9 @@ from .._files.paths import is_url
 from .._schemes import AnyCodebook, Options
 from .._tables.compressed_tensor import CompressedTensor
 from ..checkpoints._learning import CheckpointLearning, Codebooks
-from ..checkpoints._planning import compressed_bytes, table_bytes
-from ..checkpoints._source import Source, SourceTensor
+from ..checkpoints._outputs import compressed_bytes, table_bytes
+from ..checkpoints._source import Source, SourceTensor, loaded_tensor
 from ..checkpoints._sources import local_path, open_source
-from ..checkpoints._torch_files import loaded_tensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from .report import FileReport, TensorContents, report_estimate, report_plain, report_table, report_whole

@@ -12,7 +12,7 @@ from .._common.publishing import published
 from ._compressing import compress
 from ._decompressing import decompress
 from ._estimating import CheckpointEstimate, TensorEstimate, estimate
-from ._report import CheckpointReport, TensorReport
+from ._outputs import CheckpointReport, TensorReport
 from ._source import SourceFormatError
 
 __all__ = [

@@ -55,9 +55,8 @@ def coder_for(device: torch.device, jobs: int | None) -> BlockCoder:
 def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: int) -> Iterator[Block]:
     """Yields the blocks of a tensor, of about block_bytes each."""
     group = _core.ROWS_PER_BASE * (1 if codebook is None else codebook.row_bytes)
-    step = max(1, block_bytes // group) * group
-    for start in range(0, tensor.num_bytes, step):
-        yield Block(tensor, start, min(start + step, tensor.num_bytes), codebook)
+    for start, end in tensor.spans(max(1, block_bytes // group) * group):
+        yield Block(tensor, start, end, codebook)
 
 
 def _kept(data: np.ndarray) -> CodedBlock:

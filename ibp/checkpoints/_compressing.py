@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +25,24 @@ from .._files.writer import FileWriter, Sink, checked_metadata
 from .._schemes import AnyCodebook, Options
 from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
-from ._journal import Journal, work_directory
 from ._learning import CheckpointLearning, Codebooks
 from ._model_files import CODED_WEIGHTS, already_there, check_output, conversion_of, exists
-from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, state_of
-from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
+from ._outputs import (
+    SHARD_BYTES,
+    CheckpointReport,
+    Journal,
+    PeakMemory,
+    Shard,
+    TensorReport,
+    plan_of,
+    report_of,
+    shards_of,
+    work_directory,
+)
 from ._source import SourceTensor, chosen
 from ._sources import open_sources
 
+_OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # for which files of a set are the same
 _AHEAD = 2  # blocks that wait to be written
 
 
@@ -138,143 +148,94 @@ def compress(
             is_cut = conversion is None or path in conversion.sets or is_of_weights(path.name)
             sets[path] = shards_of(source, path, most if is_cut else None, checked)
             outputs_of(target.parent / path, len(sets[path]))
-        files = {path: source.files for path, source in sources.items()}
-        job = _BlockJob(learning, kept, threads, progress, output, target, sets, files, force, there)
-        report = job.one_file() if len(job.shards) == 1 else job.all_files(restart, stack)
+        shards = list(itertools.chain(*sets.values()))
+        books = Codebooks(learning, [tensor for shard in shards for tensor in shard.tensors], kept)
+        writing = _Writing(books, coder_for(learning.device, threads), threads, progress)
+        if len(shards) > 1:
+            used = {name: getattr(learning.options, name) for name in _OPTIONS}
+            with Journal(target, plan_of(shards, {**used, "kept": sorted(kept)})) as journal:
+                goes_on = journal.open(restart)
+                # A call that had the journal until now may have made the output.
+                there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
+                if there is not None and not (force or goes_on):
+                    raise exists(there)
+                records, num_kept = _write_set(target, shards, writing, journal)
+                _move(target, sets, records, journal)
+        elif there is not None:
+            raise exists(there)
+        else:
+            records, num_kept = [_write_one(target, shards[0], writing, force)], 0
+        report = report_of(_opened(output, target, sets), records, num_kept, writing.peak.num_bytes)
         if conversion is None:
             return report
         conversion.finish()
         return replace(report, other_files=conversion.other_files())
 
 
-@dataclass(frozen=True)
-class _BlockJob:
-    """Compresses the sources to files, as one job that can be interrupted and resumed.
+def _write_one(target: Path, shard: Shard, writing: _Writing, force: bool) -> dict[str, Any]:
+    """Writes the only file of an output. Returns its record."""
+    path = target.parent / shard.file
+    path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
+    with writing.bar([shard]), replacing(path, [path.name]):
+        fields = writing.write(path, shard, like=shard.inputs, replace=force)
+    return {**fields, "file": shard.file, "size": path.stat().st_size}
 
-    Attributes:
-        kept: names of the tensors that patterns leave as they are.
-        target: the output on this machine, or, if a directory is compressed, a file in its directory.
-        sets: the files that are written, by the path, within the directory of the target, that each set is named after.
-        inputs: paths of the files that each set is made from.
-        force: whether to replace what exists.
-        there: what exists already. Only the call that began to write it goes on with it.
+
+def _write_set(
+    target: Path, shards: list[Shard], writing: _Writing, journal: Journal
+) -> tuple[list[dict[str, Any]], int]:
+    """Writes the files that an earlier call has not finished into the journal. Returns the records of all files, and
+    how many were finished."""
+    records = {shard.file: record for shard in shards if (record := journal.finished(shard.file)) is not None}
+    num_kept, missing = len(records), [shard for shard in shards if shard.file not in records]
+    with writing.bar(missing):
+        for shard in missing:
+            earlier = target.parent / shard.file  # its permissions stay
+            like = [os.fspath(earlier)] if earlier.exists() else shard.inputs
+            fields = writing.write(journal.path_of(shard.file), shard, like=like, replace=True)
+            records[shard.file] = journal.finish(shard.file, fields)
+    return [records[shard.file] for shard in shards], num_kept
+
+
+def _move(target: Path, sets: Mapping[Path, list[Shard]], records: Iterable[dict[str, Any]], journal: Journal) -> None:
+    """Moves finished files to their places, writes the index of each set, and removes the journal. sets: the files, by
+    the path, within the directory of the target, that each set is named after. records: those of all files, in order.
     """
+    left = iter(records)
+    for path, shards in sets.items():
+        home, made = target.parent / path, list(itertools.islice(left, len(shards)))
+        with replacing(home, outputs_of(home, len(made))):
+            for record in made:
+                journal.move(record)
+            if len(made) > 1:
+                weight_map = {name: Path(record["file"]).name for record in made for name in record["names"]}
+                write_index(home, weight_map, sum(record["data_bytes"] for record in made))
+        sync_directory(home.parent)
+    journal.close()
 
-    learning: CheckpointLearning
-    kept: frozenset[str]
-    jobs: int
-    progress: bool
-    output: str
-    target: Path
-    sets: Mapping[Path, list[Shard]]
-    inputs: Mapping[Path, Sequence[str]]
-    force: bool
-    there: str | None
 
-    @property
-    def shards(self) -> list[Shard]:
-        return [shard for shards in self.sets.values() for shard in shards]
-
-    def one_file(self) -> CheckpointReport:
-        if self.there is not None:
-            raise exists(self.there)
-        ((named, (shard,)),) = self.sets.items()
-        path = self.target.parent / shard.file
-        path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
-        books = Codebooks(self.learning, shard.tensors, self._kept(shard.tensors))
-        with self._bar(shard.num_bytes) as bar, replacing(path, [path.name]):
-            writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
-            fields = writing.write(path, shard, like=self.inputs[named], replace=self.force)
-        record = {**fields, "file": shard.file, "size": path.stat().st_size}
-        return joined_report(self._opened(), [record], 0, writing.peak.num_bytes)
-
-    def all_files(self, restart: bool, stack: contextlib.ExitStack) -> CheckpointReport:
-        """Makes all files. stack: the caller closes it afterwards."""
-        files = [file for of_set in self.inputs.values() for file in of_set]
-        shards = self.shards
-        journal = Journal(self.target, plan_of(shards, state_of(files), self._options()))
-        stack.callback(journal.release)
-        self._open(journal, restart)
-        records = {shard.file: record for shard in shards if (record := journal.finished(shard.file)) is not None}
-        kept_files, missing = len(records), [shard for shard in shards if shard.file not in records]
-        tensors = [tensor for shard in shards for tensor in shard.tensors]
-        try:
-            books = Codebooks(self.learning, tensors, self._kept(tensors))
-            with self._bar(sum(shard.num_bytes for shard in missing)) as bar:
-                writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
-                for shard in missing:
-                    path, like = journal.path_of(shard.file), self._like(shard)
-                    fields = writing.write(path, shard, like=like, replace=True)
-                    records[shard.file] = journal.finish(shard.file, fields)
-        except BaseException:
-            journal.close_if_empty()
-            raise
-        self._finish(journal, records)
-        ordered = [records[shard.file] for shard in shards]
-        return joined_report(self._opened(), ordered, kept_files, writing.peak.num_bytes)
-
-    def _open(self, journal: Journal, restart: bool) -> None:
-        """Opens the journal.
-
-        Raises:
-            FileExistsError: the output exists, and this call does not go on with it. A call that had the journal until
-                now may have made it.
-        """
-        goes_on = journal.open(restart)
-        made = (os.fspath(self.target.parent / path) for path in self.sets)
-        there = self.there or next(filter(is_there, made), None)
-        if there is not None and not (self.force or goes_on):
-            journal.close_if_empty()
-            raise exists(there)
-
-    def _like(self, shard: Shard) -> Sequence[str]:
-        """Returns the file that a file of the set replaces, or else the files that the set is made from."""
-        earlier = self.target.parent / shard.file
-        if earlier.exists():
-            return [os.fspath(earlier)]
-        return next(self.inputs[path] for path, shards in self.sets.items() if shard in shards)
-
-    def _finish(self, journal: Journal, records: Mapping[str, dict[str, Any]]) -> None:
-        """Moves the files to their places, and writes the index of each set."""
-        for path, shards in self.sets.items():
-            home, made = self.target.parent / path, [records[shard.file] for shard in shards]
-            with replacing(home, outputs_of(home, len(made))):
-                for record in made:
-                    journal.move(record)
-                if len(made) > 1:
-                    weight_map = {name: Path(record["file"]).name for record in made for name in record["names"]}
-                    write_index(home, weight_map, sum(record["data_bytes"] for record in made))
-            sync_directory(home.parent)
-        journal.close()
-
-    def _opened(self) -> str:
-        """Returns what the caller should open: the file, the index of the set, or the directory of several."""
-        (path, shards), *others = self.sets.items()
-        if others:
-            return os.fspath(self.target.parent)
-        file = index_of(path) if len(shards) > 1 else path
-        if is_url(self.output):
-            return f"{self.output.rpartition('/')[0]}/{file}"
-        return os.fspath(self.target.parent / file)
-
-    def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
-        """Returns the names of those tensors that are not to be coded."""
-        return frozenset(tensor.name for tensor in tensors).intersection(self.kept)
-
-    def _options(self) -> dict[str, Any]:
-        names = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")
-        return {**{name: getattr(self.learning.options, name) for name in names}, "kept": sorted(self.kept)}
-
-    def _bar(self, num_bytes: int) -> Bar:
-        return tqdm(total=num_bytes, desc="compress", unit="B", unit_scale=True, disable=not self.progress)
+def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
+    """Returns what the caller should open: the file, the index of the set, or the directory of several."""
+    (path, shards), *others = sets.items()
+    if others:
+        return os.fspath(target.parent)
+    file = index_of(path) if len(shards) > 1 else path
+    return f"{output.rpartition('/')[0]}/{file}" if is_url(output) else os.fspath(target.parent / file)
 
 
 class _Writing:
-    """Writes files, block by block. peak: notes the process's own memory after each block."""
+    """Writes files, block by block, while `bar` shows how far it is. peak: notes the process's own memory after each
+    block."""
 
-    def __init__(self, books: Codebooks, coder: BlockCoder, jobs: int, on_bytes: Callable[[int], object]) -> None:
-        self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes
+    def __init__(self, books: Codebooks, coder: BlockCoder, jobs: int, progress: bool) -> None:
+        self._books, self._coder, self._jobs, self._progress = books, coder, jobs, progress
         self.peak = PeakMemory()
+
+    def bar(self, shards: Iterable[Shard]) -> Bar:
+        """Returns a bar, a context manager, for files that are written next."""
+        total = sum(shard.num_bytes for shard in shards)
+        self._bar = tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not self._progress)
+        return self._bar
 
     def write(self, path: Path, shard: Shard, *, like: Iterable[str], replace: bool) -> dict[str, Any]:
         """Writes a file, which no other call writes meanwhile. Returns the fields of its record. like, replace: as
@@ -353,6 +314,6 @@ class _Writing:
             for block, coded in zip(blocks, written):
                 parts.append(coded.lengths)
                 words += coded.words
-                self._on_bytes(block.end - block.start)
+                self._bar.update(block.end - block.start)
                 self.peak.passed(block.end - block.start)
         return parts, words

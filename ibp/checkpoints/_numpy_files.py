@@ -1,4 +1,4 @@
-"""Reads arrays of numpy by numpy. .npy files and stored members of .npz archives are mapped; deflated members are
+"""Reads and writes arrays of numpy. .npy files and stored members of .npz archives are mapped; deflated members are
 loaded when they are first read."""
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ import os
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 
 from .._common.locks import ForkLock
-from ._source import Source, SourceFormatError, SourceTensor
+from ._source import Pieces, Source, SourceFormatError, SourceTensor
 
 # of a member of an archive; the lengths of the name and the extra field, which follow the header, are at byte 26
 _LOCAL_HEADER_BYTES, _LENGTHS_AT = 30, 26
@@ -77,7 +78,9 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
     except BaseException:
         archive.close()
         raise
-    return Source(os.fspath(path), "npz", tensors, close=archive.close)
+    source = Source(os.fspath(path), "npz", tensors)
+    source.closing.push(archive)
+    return source
 
 
 def _member(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str | os.PathLike[str]) -> SourceTensor:
@@ -144,3 +147,37 @@ def _tensor(
 def _unreadable(path: object, name: str, error: Exception) -> SourceFormatError:
     text = str(error).partition("\n")[0]
     return SourceFormatError(f"{path}: {name!r} is no array that numpy reads: {text or type(error).__name__}")
+
+
+# ---- writing ----
+
+
+def write_npy(file: IO[bytes], tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+    """Writes an .npy file of one tensor. Raises ValueError if there are several, or if numpy does not have the
+    dtype."""
+    if len(tensors) != 1:
+        raise ValueError(f"an .npy file holds one array, and there are {len(tensors)}; wanted a name with .npz")
+    _write_array(file, tensors[0], _dtype_of(tensors[0]), pieces)
+
+
+def write_npz(file: IO[bytes], tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+    """Writes an .npz archive, whose members are not deflated. Raises ValueError if numpy does not have a dtype."""
+    dtypes = list(map(_dtype_of, tensors))
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for tensor, dtype in zip(tensors, dtypes):
+            with archive.open(f"{tensor.name}.npy", "w", force_zip64=True) as member:
+                _write_array(member, tensor, dtype, pieces)
+
+
+def _dtype_of(tensor: SourceTensor) -> np.dtype:
+    try:
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
+    except TypeError:
+        raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which numpy lacks; wanted .safetensors") from None
+
+
+def _write_array(file: IO[bytes], tensor: SourceTensor, dtype: np.dtype, pieces: Pieces) -> None:
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
+    np.lib.format.write_array_header_1_0(file, fields)
+    for piece in pieces(tensor):
+        file.write(piece.data)

@@ -17,7 +17,7 @@ import ibp
 from helpers import bytes_of
 from ibp._inspect.collecting import inspect_path
 from ibp.checkpoints import _coding, _compressing
-from ibp.checkpoints._report import PeakMemory
+from ibp.checkpoints._outputs import PeakMemory
 from ibp.checkpoints._sources import open_source, open_sources
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -441,11 +441,11 @@ def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkey
     path, tensors = checkpoint
     copied, target = tmp_path / "in.safetensors", tmp_path / "m.safetensors"
     copied.write_bytes(path.read_bytes())
-    move = _compressing._BlockJob._finish
-    monkeypatch.setattr(_compressing._BlockJob, "_finish", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
+    move = _compressing._move
+    monkeypatch.setattr(_compressing, "_move", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
     with pytest.raises(OSError, match="interrupted"):
         compress(copied, target, shard_bytes=50_000)
-    monkeypatch.setattr(_compressing._BlockJob, "_finish", move)
+    monkeypatch.setattr(_compressing, "_move", move)
     options = {}
     if change == "input":
         os.utime(copied, (1, 1))
@@ -665,7 +665,7 @@ def test_sources_say_what_they_are(checkpoint):
 LIMITED = """
 import resource, sys, threading
 import ibp
-from ibp.checkpoints._report import PeakMemory
+from ibp.checkpoints._outputs import PeakMemory
 before = PeakMemory().num_bytes
 used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
 limits = resource.getrlimit(resource.RLIMIT_DATA)
