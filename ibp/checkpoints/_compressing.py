@@ -17,12 +17,11 @@ import torch
 from .._common.arguments import whole_number
 from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
-from .._common.whole_files import sync_directory
 from .._files.fields import TableFields, dtype_name
 from .._files.paths import PathLike, check_names_safetensors, is_there, is_url, output_of, target_of, written_to
-from .._files.sets import index_of, is_of_weights, outputs_of, replacing, write_index
+from .._files.sets import index_of, is_of_weights, outputs_of, replacing
 from .._files.writer import FileWriter, Sink, checked_metadata
-from .._schemes import AnyCodebook, Options
+from .._schemes import Options
 from ..deltas._fingerprint import finished
 from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
 from ._learning import CheckpointLearning, Codebooks
@@ -160,12 +159,13 @@ def compress(
                 if there is not None and not (force or goes_on):
                     raise exists(there)
                 records, num_kept = _write_set(target, shards, writing, journal)
-                _move(target, sets, records, journal)
+                journal.publish(sets, records)
         elif there is not None:
             raise exists(there)
         else:
-            records, num_kept = [_write_one(target, shards[0], writing, force)], 0
-        report = report_of(_opened(output, target, sets), records, num_kept, writing.peak.num_bytes)
+            records, num_kept = {shards[0].file: _write_one(target, shards[0], writing, force)}, 0
+        in_order = [records[shard.file] for shard in shards]
+        report = report_of(_opened(output, target, sets), in_order, num_kept, writing.peak.num_bytes)
         if conversion is None:
             return report
         conversion.finish()
@@ -183,9 +183,9 @@ def _write_one(target: Path, shard: Shard, writing: _Writing, force: bool) -> di
 
 def _write_set(
     target: Path, shards: list[Shard], writing: _Writing, journal: Journal
-) -> tuple[list[dict[str, Any]], int]:
-    """Writes the files that an earlier call has not finished into the journal. Returns the records of all files, and
-    how many were finished."""
+) -> tuple[dict[str, dict[str, Any]], int]:
+    """Writes the files that an earlier call has not finished into the journal. Returns the records of all files by
+    their paths, and how many were finished."""
     records = {shard.file: record for shard in shards if (record := journal.finished(shard.file)) is not None}
     num_kept, missing = len(records), [shard for shard in shards if shard.file not in records]
     with writing.bar(missing):
@@ -194,24 +194,7 @@ def _write_set(
             like = [os.fspath(earlier)] if earlier.exists() else shard.inputs
             fields = writing.write(journal.path_of(shard.file), shard, like=like, replace=True)
             records[shard.file] = journal.finish(shard.file, fields)
-    return [records[shard.file] for shard in shards], num_kept
-
-
-def _move(target: Path, sets: Mapping[Path, list[Shard]], records: Iterable[dict[str, Any]], journal: Journal) -> None:
-    """Moves finished files to their places, writes the index of each set, and removes the journal. sets: the files, by
-    the path, within the directory of the target, that each set is named after. records: those of all files, in order.
-    """
-    left = iter(records)
-    for path, shards in sets.items():
-        home, made = target.parent / path, list(itertools.islice(left, len(shards)))
-        with replacing(home, outputs_of(home, len(made))):
-            for record in made:
-                journal.move(record)
-            if len(made) > 1:
-                weight_map = {name: Path(record["file"]).name for record in made for name in record["names"]}
-                write_index(home, weight_map, sum(record["data_bytes"] for record in made))
-        sync_directory(home.parent)
-    journal.close()
+    return records, num_kept
 
 
 def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
@@ -258,44 +241,32 @@ class _Writing:
         self, writer: FileWriter, tensor: SourceTensor, coming: Iterator[CodedBlock], file: str
     ) -> TensorReport:
         codebook = self._books.of(tensor)
-        scheme, number = (None, None) if codebook is None else (codebook.scheme, writer.codebook(codebook))
+        number = None if codebook is None else writer.codebook(codebook)
         start = writer.data_bytes
         if codebook is None:
-            with writer.plain(tensor.name, *tensor.header_entry()) as sink:
-                self._write_blocks(tensor, coming, sink)
+            sink = writer.plain(tensor.name, *tensor.header_entry())
         else:
-            self._write_table(writer, tensor, codebook, number, coming)
-        stored = writer.data_bytes - start
+            sink = writer.part(f"{tensor.name}:overflow", "U8")
+        with sink:
+            lengths, words = self._write_blocks(tensor, coming, sink)
+        if codebook is not None:
+            self._write_index(writer, tensor, codebook.row_bytes, lengths)
+            content = finished(words, tensor.num_bytes)
+            form = dtype_name(tensor.dtype), tensor.shape, codebook.scheme, codebook.row_bytes
+            writer.table(tensor.name, TableFields(*form, codebook=number, content=content))
+        scheme, stored = codebook.scheme if codebook is not None else None, writer.data_bytes - start
         return TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, file)
 
-    def _write_table(
-        self,
-        writer: FileWriter,
-        tensor: SourceTensor,
-        codebook: AnyCodebook,
-        number: int | None,
-        coming: Iterator[CodedBlock],
-    ) -> None:
-        with writer.part(f"{tensor.name}:overflow", "U8") as sink:
-            start = writer.data_bytes
-            parts, words = self._write_blocks(tensor, coming, sink)
-            has_overflow = writer.data_bytes > start
+    def _write_index(self, writer: FileWriter, tensor: SourceTensor, row_bytes: int, parts: list[np.ndarray]) -> None:
+        """Writes the lengths of a table's rows and, if it has overflow, where the rows begin. parts: lengths of the
+        rows of each block."""
         lengths = torch.from_numpy(np.concatenate(parts))
         with writer.part(f"{tensor.name}:lengths", "U16") as sink:
             sink.write(lengths)
-        if has_overflow:
-            index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, codebook.row_bytes, 0)
+        index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, row_bytes, 0)
+        if index[-1]:
             with writer.part(f"{tensor.name}:bases", "U64") as sink:
                 sink.write(index[:-1])
-        fields = TableFields(
-            dtype_name(tensor.dtype),
-            tensor.shape,
-            codebook.scheme,
-            codebook.row_bytes,
-            codebook=number,
-            content=finished(words, tensor.num_bytes),
-        )
-        writer.table(tensor.name, fields)
 
     def _write_blocks(
         self, tensor: SourceTensor, coming: Iterator[CodedBlock], sink: Sink

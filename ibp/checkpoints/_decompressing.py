@@ -144,9 +144,8 @@ def write_source(
             pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
             weight_map: dict[str, str] = {}
             for name, part in zip(names, parts):
-                tensors = list(part.tensors.values())
-                with begin(target.with_name(name), sum(tensor.num_bytes for tensor in tensors)) as file:
-                    FORMATS[kind].write(file, tensors, part.metadata, pieces)
+                with begin(target.with_name(name), part.num_bytes) as file:
+                    FORMATS[kind].write(file, part, pieces)
                 weight_map.update(dict.fromkeys(part.tensors, name))
             if len(parts) > 1:
                 write_index(target, weight_map, source.num_bytes)

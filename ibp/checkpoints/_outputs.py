@@ -25,12 +25,12 @@ import torch
 from .. import _core
 from .._common.sequences import cut
 from .._common.statistics import share_saved
-from .._common.whole_files import NO_LOCKS, write_whole
+from .._common.whole_files import NO_LOCKS, sync_directory, write_whole
 from .._files import checks
 from .._files.fields import as_json, dtype_of
 from .._files.paths import SUFFIX
 from .._files.regular import open_locked
-from .._files.sets import names_of_set
+from .._files.sets import names_of_set, outputs_of, replacing, write_index
 from .._files.writer import codebook_bytes, header_room, rounded_up
 from .._schemes import AnyCodebook, with_clusters
 from ._source import Source, SourceTensor
@@ -250,6 +250,23 @@ class Journal:
             )
         (self._home / file).parent.mkdir(parents=True, exist_ok=True)
         os.replace(place, self._home / file)
+
+    def publish(self, sets: Mapping[Path, Sequence[Shard]], records: Mapping[str, dict[str, Any]]) -> None:
+        """Moves finished files to their places, writes the index of each set, and removes the directory.
+
+        sets: the files, by the path, within the directory of the output, that each set is named after. records: the
+        records of the files.
+        """
+        for path, shards in sets.items():
+            target, made = self._home / path, [records[shard.file] for shard in shards]
+            with replacing(target, outputs_of(target, len(made))):
+                for record in made:
+                    self.move(record)
+                if len(made) > 1:
+                    weight_map = {name: Path(record["file"]).name for record in made for name in record["names"]}
+                    write_index(target, weight_map, sum(record["data_bytes"] for record in made))
+            sync_directory(target.parent)
+        self.close()
 
     def close(self) -> None:
         """Removes the directory. The lock goes last, because another call may begin without it."""

@@ -3,11 +3,12 @@ and tables are decoded block by block when they are read."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -79,8 +80,8 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
         ibp.FileFormatError: it is not such a file.
         SourceFormatError: it holds a delta, which is not a tensor without its base.
     """
-    file = open_file(path, memory="host")
-    try:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_file(path, memory="host"))
         tensors: dict[str, SourceTensor] = {}
         for name, value, entry in stored_in(file):
             if isinstance(value, (CompressedTensor, WholeTensor)):
@@ -89,22 +90,19 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
                 tensors[name] = _with_entry(loaded_tensor(name, value, path), *entry)
             else:
                 raise SourceFormatError(f"{path}: {name!r} is a delta; wanted tensors: apply it to its base first")
-        metadata = {key: text for key, text in file.metadata.items() if not key.startswith(ROWS_KEY)}
         tensors = _with_whole(tensors, file.metadata, path)
         for name, view in views_in(file).items():
             if view.base not in tensors:
                 raise FileFormatError(f"{path}: {name!r} is a view of {view.base!r}, some items of a tensor")
             tensors[name] = _view_tensor(name, view, tensors[view.base])
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(STORAGE) or name in file}
-    except BaseException:
-        file.close()
-        raise
-    source = Source(os.fspath(path), "ibp", tensors, metadata)
-    source.closing.push(file)
-    source.files = tuple(map(os.fspath, find_files(Path(path)).files.values()))
-    if len(source.files) > 1 and list(tensors) == list(file):
-        source.parts = _parts_of(source, file)
-    return source
+        metadata = {key: text for key, text in file.metadata.items() if not key.startswith(ROWS_KEY)}
+        source = Source(os.fspath(path), "ibp", tensors, metadata)
+        source.files = tuple(map(os.fspath, find_files(Path(path)).files.values()))
+        if len(source.files) > 1 and list(tensors) == list(file):
+            source.parts = _parts_of(source, file)
+        source.closing = stack.pop_all()
+        return source
 
 
 def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
@@ -196,14 +194,12 @@ def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], p
 # ---- writing ----
 
 
-def write_safetensors(
-    file: IO[bytes], tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces
-) -> None:
+def write_safetensors(file: IO[bytes], source: Source, pieces: Pieces) -> None:
     """Writes an ordinary safetensors file. Raises ValueError if safetensors does not have a name or a dtype, or if the
     header is too large."""
-    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {_METADATA: dict(source.metadata)} if source.metadata else {}
     end = 0
-    for tensor in tensors:
+    for tensor in source.tensors.values():
         if tensor.name == _METADATA:
             raise ValueError(f"there is a tensor {_METADATA!r}, a name that safetensors has for other uses")
         start, end = end, end + tensor.num_bytes
@@ -214,6 +210,6 @@ def write_safetensors(
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"the header has {len(text)} bytes; readers of safetensors take at most {MAX_HEADER_BYTES}")
     file.write(len(text).to_bytes(8, "little") + text)
-    for tensor in tensors:
+    for tensor in source.tensors.values():
         for piece in pieces(tensor):
             file.write(piece.data)

@@ -11,7 +11,7 @@ import glob
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, NamedTuple
@@ -30,12 +30,14 @@ from ._torch_files import open_torch, write_torch
 class Format(NamedTuple):
     """A format of files of tensors.
 
-    `open` opens a file of this machine. `write` writes tensors and metadata to a file; it gets the bytes of each tensor
-    by a function.
+    Attributes:
+        open: opens a file of this machine.
+        write: writes the tensors and the metadata of a source to a file, with the bytes that a function returns for
+            each tensor.
     """
 
     open: Callable[[PathLike], Source]
-    write: Callable[[IO[bytes], Sequence[SourceTensor], Mapping[str, str], Pieces], None]
+    write: Callable[[IO[bytes], Source, Pieces], None]
 
 
 FORMATS: Mapping[str, Format] = {

@@ -19,7 +19,7 @@ import os
 import re
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pickle import UnpicklingError
 from typing import IO, Any
@@ -104,17 +104,17 @@ def _load(path: str) -> Any:
     return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
 
 
-def write_torch(file: IO[bytes], tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces) -> None:
+def write_torch(file: IO[bytes], source: Source, pieces: Pieces) -> None:
     """Writes a checkpoint by torch.save: nested as metadata says, otherwise a dict from names to tensors. Tensors
     that shared memory share it again. Meanwhile all of it is in memory."""
     held: dict[SourceTensor, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
-    for tensor in tensors:
+    for tensor in source.tensors.values():
         base = tensor.base or tensor
         if base not in held:
             held[base] = base.tensor()
         values[tensor.name] = held[base] if tensor.view is None else tensor.view.of(held[base])
-    torch.save(nested(values, metadata), file)
+    torch.save(nested(values, source.metadata), file)
 
 
 # ---- tensors that share memory ----

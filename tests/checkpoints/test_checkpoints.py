@@ -17,7 +17,7 @@ import ibp
 from helpers import bytes_of
 from ibp._inspect.collecting import inspect_path
 from ibp.checkpoints import _coding, _compressing
-from ibp.checkpoints._outputs import PeakMemory
+from ibp.checkpoints._outputs import Journal, PeakMemory
 from ibp.checkpoints._sources import open_source, open_sources
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -441,11 +441,11 @@ def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkey
     path, tensors = checkpoint
     copied, target = tmp_path / "in.safetensors", tmp_path / "m.safetensors"
     copied.write_bytes(path.read_bytes())
-    move = _compressing._move
-    monkeypatch.setattr(_compressing, "_move", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
+    publish = Journal.publish
+    monkeypatch.setattr(Journal, "publish", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
     with pytest.raises(OSError, match="interrupted"):
         compress(copied, target, shard_bytes=50_000)
-    monkeypatch.setattr(_compressing, "_move", move)
+    monkeypatch.setattr(Journal, "publish", publish)
     options = {}
     if change == "input":
         os.utime(copied, (1, 1))
@@ -462,7 +462,7 @@ def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkey
 def test_a_failure_leaves_what_was_there(checkpoint, tmp_path, monkeypatch):
     path, _ = checkpoint
     (tmp_path / "old.safetensors").write_bytes(b"old")
-    monkeypatch.setattr(_compressing._Writing, "_write_table", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(_compressing._Writing, "_write_index", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     for target, options in (("old.safetensors", {"force": True}), ("new.safetensors", {"shard_bytes": 50_000})):
         with pytest.raises(OSError, match="full"):
             compress(path, tmp_path / target, **options)
