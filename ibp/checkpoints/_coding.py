@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,13 +44,6 @@ class CodedBlock(NamedTuple):
     release: Callable[[], object]  # gives the memory of `data` to another block; any thread may call it
 
 
-def coder_for(device: torch.device, jobs: int | None) -> BlockCoder:
-    """Returns a coder of blocks on a device. jobs: the number of threads. None: one for each core that the process
-    may use."""
-    threads = jobs or len(os.sched_getaffinity(0))
-    return CpuCoder(threads) if device.type == "cpu" else CudaCoder(device, threads)
-
-
 def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: int) -> Iterator[Block]:
     """Yields the blocks of a tensor, of about block_bytes each."""
     group = _core.ROWS_PER_BASE * (1 if codebook is None else codebook.row_bytes)
@@ -61,11 +53,6 @@ def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: i
 
 def _kept(data: np.ndarray) -> CodedBlock:
     return CodedBlock(data, np.empty(0, np.uint16), 0, lambda: None)
-
-
-def _sum_words(data: torch.Tensor, start: int, total: torch.Tensor) -> None:
-    for at in range(0, data.numel(), _HASHED_BYTES):
-        torch.ops.ibp.sum_words.default(data[at : at + _HASHED_BYTES], (start + at) // _WORD_BYTES, total)
 
 
 # ---- on the CPU ----
@@ -95,7 +82,9 @@ class CpuCoder:
         rows, words = as_tensor(data), block.codebook.words(_CPU)
         index, sizes = (lengths, none, words, block.codebook.codec), (0, 0, 1, size)
         Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # into packed rows
-        _sum_words(rows, block.start, counts[1:])
+        for at in range(0, size, _HASHED_BYTES):
+            part, number = rows[at : at + _HASHED_BYTES], (block.start + at) // _WORD_BYTES
+            torch.ops.ibp.sum_words.default(part, number, counts[1:])
         stored, total = counts.tolist()
         return CodedBlock(buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
 
@@ -242,6 +231,3 @@ class CudaCoder:
         stored, words = slot.facts[:2].tolist()
         data = slot.coded.host[:stored].numpy()
         return CodedBlock(data, slot.lengths.numpy(), words, lambda: self._free.append(slot))
-
-
-BlockCoder = CpuCoder | CudaCoder  # codes blocks, of about `block_bytes` each, in order

@@ -23,7 +23,7 @@ from .._files.sets import index_of, is_of_weights, outputs_of, replacing
 from .._files.writer import FileWriter, Sink, checked_metadata
 from .._schemes import Options
 from ..deltas._fingerprint import finished
-from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
+from ._coding import Block, CodedBlock, CpuCoder, CudaCoder, blocks_of
 from ._learning import CheckpointLearning, Codebooks
 from ._model_files import CODED_WEIGHTS, already_there, check_output, conversion_of, exists
 from ._outputs import (
@@ -149,7 +149,9 @@ def compress(
             outputs_of(target.parent / path, len(sets[path]))
         shards = list(itertools.chain(*sets.values()))
         books = Codebooks(learning, [tensor for shard in shards for tensor in shard.tensors], kept)
-        writing = _Writing(books, coder_for(learning.device, threads), threads, progress)
+        is_on_cpu = learning.device.type == "cpu"
+        coder = CpuCoder(threads) if is_on_cpu else CudaCoder(learning.device, threads)
+        writing = _Writing(books, coder, threads, progress)
         if len(shards) > 1:
             used = {name: getattr(learning.options, name) for name in _OPTIONS}
             with Journal(target, plan_of(shards, {**used, "kept": sorted(kept)})) as journal:
@@ -210,7 +212,7 @@ class _Writing:
     """Writes files, block by block, while `bar` shows how far it is. peak: notes the process's own memory after each
     block."""
 
-    def __init__(self, books: Codebooks, coder: BlockCoder, jobs: int, progress: bool) -> None:
+    def __init__(self, books: Codebooks, coder: CpuCoder | CudaCoder, jobs: int, progress: bool) -> None:
         self._books, self._coder, self._jobs, self._progress = books, coder, jobs, progress
         self.peak = PeakMemory()
 

@@ -140,7 +140,10 @@ class Journal:
             OSError: another call has it, or it is not a directory.
         """
         self._lock = self._locked()
-        goes_on = self._is_same_plan()
+        try:
+            goes_on = json.loads((self.directory / _PLAN).read_bytes()) == self._plan
+        except (OSError, ValueError):
+            goes_on = False
         if not (restart and goes_on):
             self._empty()
         write_whole(self.directory / _PLAN, json.dumps(self._plan, sort_keys=True).encode())
@@ -197,12 +200,6 @@ class Journal:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
-
-    def _is_same_plan(self) -> bool:
-        try:
-            return json.loads((self.directory / _PLAN).read_bytes()) == self._plan
-        except (OSError, ValueError):
-            return False
 
     def finished(self, file: str) -> dict[str, Any] | None:
         """Returns the record of a file that is whole and as it was written, or None if there is no such file."""

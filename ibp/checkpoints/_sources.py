@@ -63,7 +63,11 @@ def open_source(path: PathLike) -> Source:
         ibp.FileFormatError: a file of ibp contradicts itself."""
     path = path_text(path)
     if is_url(path):
-        return _open_url(path)
+        with contextlib.ExitStack() as stack:
+            source = open_source(stack.enter_context(local_path(path)))
+            source.path = path
+            source.closing.push(stack.pop_all())
+            return source
     if os.path.isdir(path):
         return _open_directory(path)
     if not os.path.exists(path):
@@ -175,14 +179,6 @@ def _matches(path: str) -> list[str]:
     if not found:
         raise FileNotFoundError(f"{path}: no file matches")
     return found
-
-
-def _open_url(url: str) -> Source:
-    with contextlib.ExitStack() as stack:
-        source = open_source(stack.enter_context(local_path(url)))
-        source.path = url
-        source.closing.push(stack.pop_all())
-        return source
 
 
 def _open_directory(path: str) -> Source:

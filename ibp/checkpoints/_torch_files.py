@@ -184,40 +184,17 @@ def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], d
     """
     made = _Flattening(most_bytes)
     structure = made.node(content, "")
+    # whether the root is a mapping from names to tensors and values with the same names as in the file
+    is_flat = isinstance(structure, list) and structure[0] not in ("list", "tuple", "Size")
+    is_flat = is_flat and all(isinstance(key, str) and key and node is None for key, node in structure[1])
     in_order = [*made.tensors, *(key.removeprefix(PREFIX) for key in made.texts)]  # as `nested` finds them
-    is_in_order = _is_flat(structure) and [key for key, _ in structure[1]] == in_order
+    is_in_order = is_flat and [key for key, _ in structure[1]] == in_order
     storages = [one.untyped_storage().data_ptr() for one in made.tensors.values() if one.layout == torch.strided]
     if is_in_order and len(set(storages)) == len(storages):
         structure = [structure[0], None, *structure[2:]]
     if structure != ["dict", None]:
         made.texts[STRUCTURE] = json.dumps(structure, separators=(",", ":"))
     return made.tensors, made.texts
-
-
-def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any:
-    """Returns what `flattened` was given. Tensors that have been left out are missing from their dicts. New tensors are
-    added to the outermost dict.
-
-    Raises:
-        SourceFormatError: the metadata is damaged, or a tensor has no place.
-    """
-    try:
-        return _Nesting(tensors, texts).content()
-    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
-        if isinstance(error, SourceFormatError):
-            raise
-        raise SourceFormatError(f"the metadata does not say how the checkpoint was nested: {error}") from None
-
-
-def _joined(path: str | None, key: Any) -> str | None:
-    return None if path is None else f"{path}.{key}" if path else str(key)
-
-
-def _is_flat(structure: Any) -> bool:
-    """Returns whether a node is a mapping from names to tensors and values with the same names as in the file."""
-    if not isinstance(structure, list) or structure[0] in ("list", "tuple", "Size"):
-        return False
-    return all(isinstance(key, str) and key and node is None for key, node in structure[1])
 
 
 class _Flattening:
@@ -299,51 +276,61 @@ class _Flattening:
         return self._json_bytes[id(value)]
 
 
-class _Nesting:
-    """Makes a checkpoint of flat names."""
+def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any:
+    """Returns what `flattened` was given. Tensors that have been left out are missing from their dicts. New tensors are
+    added to the outermost dict.
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> None:
-        self._structure = texts.get(STRUCTURE)
-        self._values: dict[str, Any] = dict(tensors)
-        self._values.update(
-            {key.removeprefix(PREFIX): json.loads(text) for key, text in texts.items() if key.startswith(PREFIX)}
-        )
-        self._left = dict.fromkeys(self._values)
+    Raises:
+        SourceFormatError: the metadata is damaged, or a tensor has no place.
+    """
+    left: dict[str, Any] = dict(tensors)
+    try:
+        values = {key.removeprefix(PREFIX): json.loads(text) for key, text in texts.items() if key.startswith(PREFIX)}
+        left.update(values)
+        made = _content(json.loads(texts[STRUCTURE]) if STRUCTURE in texts else ["dict", None], "", left)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        if isinstance(error, SourceFormatError):
+            raise
+        raise SourceFormatError(f"the metadata does not say how the checkpoint was nested: {error}") from None
+    if made is _ABSENT:
+        made = {}
+    for name, value in left.items():
+        if not isinstance(made, dict) or name in made:
+            raise SourceFormatError(
+                f"{name!r} has no place in the checkpoint that metadata describes; wanted .safetensors"
+            )
+        made[name] = value
+    return made
 
-    def content(self) -> Any:
-        structure = ["dict", None] if self._structure is None else json.loads(self._structure)
-        made = self._made(structure, "")
-        if made is _ABSENT:
-            made = {}
-        for name in self._left:
-            if not isinstance(made, dict) or name in made:
-                raise SourceFormatError(
-                    f"{name!r} has no place in the checkpoint that metadata describes; wanted .safetensors"
-                )
-            made[name] = self._values[name]
-        return made
 
-    def _made(self, node: Any, path: str | None) -> Any:
-        if not isinstance(node, list):
-            if path is not None and node is not None:
-                raise ValueError(f"{node!r} is neither a container nor null")
-            return node if path is None else self._value(path or "tensor")
-        kind, children, *attribute = node
-        if kind in ("list", "tuple", "Size"):
-            values = [self._made(inner, _joined(path, key)) for key, inner in enumerate(children)]
-            if any(value is _ABSENT for value in values):
-                raise SourceFormatError(f"a tensor of the {kind} at {path!r} is left out; wanted .safetensors")
-            return _KINDS[kind](values)
-        made = _KINDS[kind]()
-        for key_node, inner in children or ():
-            key = self._made(key_node, None)
-            value = self._made(inner, _joined(path, key))
-            if value is not _ABSENT:
-                made[key] = value
-        if attribute:
-            made._metadata = self._made(attribute[0], None)
-        return made
+def _content(node: Any, path: str | None, left: dict[str, Any]) -> Any:
+    """Returns what a node stands for, or `_ABSENT` if it has been left out.
 
-    def _value(self, name: str) -> Any:
-        self._left.pop(name, None)
-        return self._values.get(name, _ABSENT)
+    path: the keys that lead to the node. None if values are in the node itself.
+    left: tensors and values by their paths, from which those of the node are taken.
+    """
+    if not isinstance(node, list):
+        if path is None:
+            return node
+        if node is not None:
+            raise ValueError(f"{node!r} is neither a container nor null")
+        return left.pop(path or "tensor", _ABSENT)
+    kind, children, *attribute = node
+    if kind in ("list", "tuple", "Size"):
+        values = [_content(inner, _joined(path, key), left) for key, inner in enumerate(children)]
+        if any(value is _ABSENT for value in values):
+            raise SourceFormatError(f"a tensor of the {kind} at {path!r} is left out; wanted .safetensors")
+        return _KINDS[kind](values)
+    made = _KINDS[kind]()
+    for key_node, inner in children or ():
+        key = _content(key_node, None, left)
+        value = _content(inner, _joined(path, key), left)
+        if value is not _ABSENT:
+            made[key] = value
+    if attribute:
+        made._metadata = _content(attribute[0], None, left)
+    return made
+
+
+def _joined(path: str | None, key: Any) -> str | None:
+    return None if path is None else f"{path}.{key}" if path else str(key)
