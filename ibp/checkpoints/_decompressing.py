@@ -19,7 +19,7 @@ from .._common.sequences import ahead
 from .._common.whole_files import replaced
 from .._files.paths import SUFFIXES, WEIGHTS, PathLike, file_of, format_of_name, output_of, written_to
 from .._files.sets import outputs_of, replacing, write_index
-from ._model_files import check_output, conversion_of, is_coded
+from ._model_files import check_output, conversion_of
 from ._source import Source, SourceTensor, chosen
 from ._sources import FORMATS, open_sources
 
@@ -102,7 +102,8 @@ def decompress(
         stack.enter_context(written_to(output))
         written = []
         for path, source in list(conversion.sources.items()):
-            if not is_coded(source) and wanted.issuperset(source.tensors):
+            is_coded = any(part.format == "ibp" for part in source.parts)
+            if not is_coded and wanted.issuperset(source.tensors):
                 conversion.keep(path)
             elif wanted.isdisjoint(source.tensors):
                 conversion.skip(path)
