@@ -41,7 +41,6 @@ from ._outputs import (
 from ._source import SourceTensor, chosen
 from ._sources import open_sources
 
-_OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # for which files of a set are the same
 _AHEAD = 2  # blocks that wait to be written
 
 
@@ -148,18 +147,14 @@ def compress(
             sets[path] = shards_of(source, path, most if is_cut else None, checked)
             outputs_of(target.parent / path, len(sets[path]))
         shards = list(itertools.chain(*sets.values()))
-        books = Codebooks(learning, [tensor for shard in shards for tensor in shard.tensors], kept)
-        is_on_cpu = learning.device.type == "cpu"
-        coder = CpuCoder(threads) if is_on_cpu else CudaCoder(learning.device, threads)
-        writing = _Writing(books, coder, threads, progress)
+        writing = _Writing(learning, shards, kept, threads, progress)
         if len(shards) > 1:
-            used = {name: getattr(learning.options, name) for name in _OPTIONS}
-            with Journal(target, plan_of(shards, {**used, "kept": sorted(kept)})) as journal:
-                goes_on = journal.open(restart)
-                # A call that had the journal until now may have made the output.
-                there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
-                if there is not None and not (force or goes_on):
-                    raise exists(there)
+            with Journal(target, plan_of(shards, learning.options, kept)) as journal:
+                if not journal.open(restart) and not force:
+                    # A call that had the journal until now may have made the output.
+                    there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
+                    if there is not None:
+                        raise exists(there)
                 records, num_kept = _write_set(target, shards, writing, journal)
                 journal.publish(sets, records)
         elif there is not None:
@@ -209,11 +204,26 @@ def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
 
 
 class _Writing:
-    """Writes files, block by block, while `bar` shows how far it is. peak: notes the process's own memory after each
-    block."""
+    """Writes files, block by block, while `bar` shows how far it is.
 
-    def __init__(self, books: Codebooks, coder: CpuCoder | CudaCoder, jobs: int, progress: bool) -> None:
-        self._books, self._coder, self._jobs, self._progress = books, coder, jobs, progress
+    Args:
+        learning: how codebooks are learned, and on which device blocks are coded.
+        shards: all files of the output.
+        kept: names of the tensors that patterns leave as they are.
+        jobs: the number of threads.
+        progress: whether to show a progress bar.
+
+    Attributes:
+        peak: notes the process's own memory after each block.
+    """
+
+    def __init__(
+        self, learning: CheckpointLearning, shards: list[Shard], kept: frozenset[str], jobs: int, progress: bool
+    ) -> None:
+        self._books = Codebooks(learning, [tensor for shard in shards for tensor in shard.tensors], kept)
+        device = learning.device
+        self._coder = CpuCoder(jobs) if device.type == "cpu" else CudaCoder(device, jobs)
+        self._jobs, self._progress = jobs, progress
         self.peak = PeakMemory()
 
     def bar(self, shards: Iterable[Shard]) -> Bar:

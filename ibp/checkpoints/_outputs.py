@@ -32,12 +32,13 @@ from .._files.paths import SUFFIX
 from .._files.regular import open_locked
 from .._files.sets import names_of_set, outputs_of, replacing, write_index
 from .._files.writer import codebook_bytes, header_room, rounded_up
-from .._schemes import AnyCodebook, with_clusters
+from .._schemes import AnyCodebook, Options, with_clusters
 from ._source import Source, SourceTensor
 
 SHARD_BYTES = 5 << 30  # bytes of tensors before coding in a file, at most, unless the caller says otherwise
 RECORD = ".done.json"  # the end of the name of a finished file's record
 _PLAN, _LOCK = "plan.json", "lock"
+_OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # options on which coded bytes depend
 _FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of checkpoints whose files stay files of their own
 
 
@@ -100,16 +101,16 @@ def table_bytes(stored_bytes: int, num_rows: int) -> int:
 # ---- which files are finished ----
 
 
-def plan_of(shards: Sequence[Shard], options: Mapping[str, Any]) -> dict[str, Any]:
+def plan_of(shards: Sequence[Shard], options: Options, kept: Iterable[str]) -> dict[str, Any]:
     """Returns what a set of files is made of and how, in the form for JSON. An input has changed if its path, its size
-    or the time of its last change is different."""
+    or the time of its last change is different. kept: names of the tensors that patterns leave as they are."""
     inputs = dict.fromkeys(os.path.abspath(path) for shard in shards for path in shard.inputs)
     found = {path: os.stat(path) for path in inputs}
     return {
         "format": _core.FORMAT_VERSION,
         "release": _core.version(),
         "inputs": [[path, state.st_size, state.st_mtime_ns] for path, state in found.items()],
-        "options": dict(options),
+        "options": {**{name: getattr(options, name) for name in _OPTIONS}, "kept": sorted(kept)},
         "shards": {shard.file: [[tensor.name, tensor.num_bytes] for tensor in shard.tensors] for shard in shards},
     }
 
