@@ -129,8 +129,8 @@ def expand(inputs: PathLike | Iterable[PathLike]) -> list[str]:
 
 
 def local_path(path: str) -> contextlib.AbstractContextManager[str]:
-    """Returns a context of the path; for a URL, of the path of a local copy of the file or set of files, which
-    exists as long as the context lasts."""
+    """Returns a context that gives the path itself or, for a URL, the path of a local copy of the file or set of
+    files. The copy exists as long as the context lasts."""
     return read_here(path, (*TENSOR_SUFFIXES, INDEX_SUFFIX))
 
 
