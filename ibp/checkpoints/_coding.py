@@ -38,6 +38,7 @@ class Block(NamedTuple):
 class CodedBlock(NamedTuple):
     """A block in its stored form."""
 
+    block: Block
     data: np.ndarray  # uint8, valid until `release` is called
     lengths: np.ndarray  # uint16, one for each row (FORMAT.md section 2); empty if the block is kept
     words: int  # what the block's bytes before coding add to its tensor's fingerprint
@@ -51,8 +52,8 @@ def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: i
         yield Block(tensor, start, end, codebook)
 
 
-def _kept(data: np.ndarray) -> CodedBlock:
-    return CodedBlock(data, np.empty(0, np.uint16), 0, lambda: None)
+def _kept(block: Block, data: np.ndarray) -> CodedBlock:
+    return CodedBlock(block, data, np.empty(0, np.uint16), 0, lambda: None)
 
 
 # ---- on the CPU ----
@@ -74,7 +75,7 @@ class CpuCoder:
     def _code(self, block: Block) -> CodedBlock:
         data = block.tensor.read(block.start, block.end)
         if block.codebook is None:
-            return _kept(data)
+            return _kept(block, data)
         size = data.size
         buffer = self._buffer(size)
         lengths = torch.empty(-(-size // block.codebook.row_bytes), dtype=torch.uint16, device="cpu")
@@ -86,7 +87,7 @@ class CpuCoder:
             part, number = rows[at : at + _HASHED_BYTES], (block.start + at) // _WORD_BYTES
             torch.ops.ibp.sum_words.default(part, number, counts[1:])
         stored, total = counts.tolist()
-        return CodedBlock(buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
+        return CodedBlock(block, buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
 
     def _buffer(self, num_bytes: int) -> torch.Tensor:
         with contextlib.suppress(IndexError):
@@ -226,8 +227,8 @@ class CudaCoder:
     def _finish(self, passing: _Passing) -> CodedBlock:
         slot = passing.slot
         if slot is None:
-            return _kept(passing.read.result())
+            return _kept(passing.block, passing.read.result())
         slot.coded.free.synchronize()
         stored, words = slot.facts[:2].tolist()
         data = slot.coded.host[:stored].numpy()
-        return CodedBlock(data, slot.lengths.numpy(), words, lambda: self._free.append(slot))
+        return CodedBlock(passing.block, data, slot.lengths.numpy(), words, lambda: self._free.append(slot))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,8 @@ from .._common.sequences import ahead
 from .._files.fields import TableFields, dtype_name
 from .._files.paths import PathLike, check_names_safetensors, is_there, is_url, output_of, target_of, written_to
 from .._files.sets import index_of, is_of_weights, outputs_of, replacing
-from .._files.writer import FileWriter, Sink, checked_metadata
-from .._schemes import Options
+from .._files.writer import FileWriter, checked_metadata
+from .._schemes import AnyCodebook, Options
 from ..deltas._fingerprint import finished
 from ._coding import Block, CodedBlock, CpuCoder, CudaCoder, blocks_of
 from ._learning import CheckpointLearning, Codebooks
@@ -239,64 +239,72 @@ class _Writing:
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
         options: dict[str, Any] = {"like": like, "alone": True, "replace": replace}
         with FileWriter(path, metadata=shard.metadata, header_bytes=room, **options) as writer:
-            coming = self._coder.coded(self._blocks(shard.tensors))
-            with contextlib.closing(coming), ThreadPoolExecutor(1, "ibp-writer") as self._thread:
-                reports = [self._write_tensor(writer, tensor, coming, shard.file) for tensor in shard.tensors]
+            file = _BlockWriter(writer, shard.file)
+            of, block_bytes = self._books.of, self._coder.block_bytes
+            blocks = (block for tensor in shard.tensors for block in blocks_of(tensor, of(tensor), block_bytes))
+            with (
+                contextlib.closing(self._coder.coded(blocks)) as coming,
+                ThreadPoolExecutor(1, "ibp-writer") as thread,
+                contextlib.closing(ahead(thread, file.write, coming, _AHEAD)) as written,
+            ):
+                for block in written:
+                    self._bar.update(block.end - block.start)
+                    self.peak.passed(block.end - block.start)
             fields = {"names": writer.names, "data_bytes": writer.data_bytes}
-        return {**fields, "tensors": [report.as_dict() for report in reports]}
+        return {**fields, "tensors": [report.as_dict() for report in file.reports]}
 
-    def _blocks(self, tensors: Iterable[SourceTensor]) -> Iterator[Block]:
-        for tensor in tensors:
-            yield from blocks_of(tensor, self._books.of(tensor), self._coder.block_bytes)
 
-    def _write_tensor(
-        self, writer: FileWriter, tensor: SourceTensor, coming: Iterator[CodedBlock], file: str
-    ) -> TensorReport:
-        codebook = self._books.of(tensor)
-        number = None if codebook is None else writer.codebook(codebook)
-        start = writer.data_bytes
-        if codebook is None:
-            sink = writer.plain(tensor.name, *tensor.header_entry())
-        else:
-            sink = writer.part(f"{tensor.name}:overflow", "U8")
-        with sink:
-            lengths, words = self._write_blocks(tensor, coming, sink)
+class _BlockWriter:
+    """Writes coded blocks to a file: all blocks of a tensor in order, then those of the next tensor.
+
+    Args:
+        writer: writes the file.
+        file: the file's path within the directory of the output.
+
+    Attributes:
+        reports: the reports of the tensors that have been written.
+    """
+
+    def __init__(self, writer: FileWriter, file: str) -> None:
+        self._writer, self._file = writer, file
+        self._start, self._words = 0, 0  # of the tensor: where it starts in the file, and its sum of words so far
+        self._lengths: list[np.ndarray] = []  # lengths of the tensor's rows so far, an array for each block
+        self.reports: list[TensorReport] = []
+
+    def write(self, coded: CodedBlock) -> Block:
+        """Writes a block, and releases its memory. Returns the block."""
+        tensor, start, end, codebook = coded.block
+        if start == 0:
+            if codebook is None:
+                self._sink = self._writer.plain(tensor.name, *tensor.header_entry())
+            else:
+                self._writer.codebook(codebook)
+                self._sink = self._writer.part(f"{tensor.name}:overflow", "U8")
+            self._start, self._words, self._lengths = self._sink.start, 0, []
+        self._sink.write(coded.data)
+        coded.release()
+        self._lengths.append(coded.lengths)
+        self._words += coded.words
+        if end == tensor.num_bytes:
+            self._finish(tensor, codebook)
+        return coded.block
+
+    def _finish(self, tensor: SourceTensor, codebook: AnyCodebook | None) -> None:
+        """Ends a tensor, whose blocks have been written. A table gets the lengths of its rows and, if it has overflow,
+        the places where rows begin."""
+        self._sink.close()
         if codebook is not None:
-            self._write_index(writer, tensor, codebook.row_bytes, lengths)
-            content = finished(words, tensor.num_bytes)
+            lengths = torch.from_numpy(np.concatenate(self._lengths))
+            with self._writer.part(f"{tensor.name}:lengths", "U16") as sink:
+                sink.write(lengths)
+            index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, codebook.row_bytes, 0)
+            if index[-1]:
+                with self._writer.part(f"{tensor.name}:bases", "U64") as sink:
+                    sink.write(index[:-1])
             form = dtype_name(tensor.dtype), tensor.shape, codebook.scheme, codebook.row_bytes
-            writer.table(tensor.name, TableFields(*form, codebook=number, content=content))
-        scheme, stored = codebook.scheme if codebook is not None else None, writer.data_bytes - start
-        return TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, file)
-
-    def _write_index(self, writer: FileWriter, tensor: SourceTensor, row_bytes: int, parts: list[np.ndarray]) -> None:
-        """Writes the lengths of a table's rows and, if it has overflow, where the rows begin. parts: lengths of the
-        rows of each block."""
-        lengths = torch.from_numpy(np.concatenate(parts))
-        with writer.part(f"{tensor.name}:lengths", "U16") as sink:
-            sink.write(lengths)
-        index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, row_bytes, 0)
-        if index[-1]:
-            with writer.part(f"{tensor.name}:bases", "U64") as sink:
-                sink.write(index[:-1])
-
-    def _write_blocks(
-        self, tensor: SourceTensor, coming: Iterator[CodedBlock], sink: Sink
-    ) -> tuple[list[np.ndarray], int]:
-        """Writes the blocks of a tensor as they come, on a thread, while the next ones are read and coded. Returns
-        the lengths of their rows, and the sum of words."""
-
-        def put(coded: CodedBlock) -> CodedBlock:
-            sink.write(coded.data)
-            coded.release()
-            return coded
-
-        blocks = list(self._blocks([tensor]))
-        parts, words = [], 0
-        with contextlib.closing(ahead(self._thread, put, itertools.islice(coming, len(blocks)), _AHEAD)) as written:
-            for block, coded in zip(blocks, written):
-                parts.append(coded.lengths)
-                words += coded.words
-                self._bar.update(block.end - block.start)
-                self.peak.passed(block.end - block.start)
-        return parts, words
+            content = finished(self._words, tensor.num_bytes)
+            fields = TableFields(*form, codebook=self._writer.codebook(codebook), content=content)
+            self._writer.table(tensor.name, fields)
+        scheme, stored = None if codebook is None else codebook.scheme, self._writer.data_bytes - self._start
+        report = TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, self._file)
+        self.reports.append(report)

@@ -76,8 +76,9 @@ class SourceTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def spans(self, block_bytes: int) -> Iterator[tuple[int, int]]:
-        """Yields the first byte and the end of each block of the tensor, of block_bytes each except the last one."""
-        for start in range(0, self.num_bytes, block_bytes):
+        """Yields the first byte and the end of each block of the tensor, of block_bytes each except the last one. An
+        empty tensor has one empty block."""
+        for start in range(0, max(1, self.num_bytes), block_bytes):
             yield start, min(start + block_bytes, self.num_bytes)
 
     def header_entry(self) -> tuple[str, tuple[int, ...]]:

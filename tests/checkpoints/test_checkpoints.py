@@ -462,7 +462,7 @@ def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkey
 def test_a_failure_leaves_what_was_there(checkpoint, tmp_path, monkeypatch):
     path, _ = checkpoint
     (tmp_path / "old.safetensors").write_bytes(b"old")
-    monkeypatch.setattr(_compressing._Writing, "_write_index", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(_compressing._BlockWriter, "_finish", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     for target, options in (("old.safetensors", {"force": True}), ("new.safetensors", {"shard_bytes": 50_000})):
         with pytest.raises(OSError, match="full"):
             compress(path, tmp_path / target, **options)
