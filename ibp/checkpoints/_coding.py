@@ -77,7 +77,11 @@ class CpuCoder:
         if block.codebook is None:
             return _kept(block, data)
         size = data.size
-        buffer = self._buffer(size)
+        buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        with contextlib.suppress(IndexError):
+            buffer = self._free.pop()
+        if buffer.numel() < size:
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         lengths = torch.empty(-(-size // block.codebook.row_bytes), dtype=torch.uint16, device="cpu")
         counts, none = torch.zeros(2, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
         rows, words = as_tensor(data), block.codebook.words(_CPU)
@@ -88,13 +92,6 @@ class CpuCoder:
             torch.ops.ibp.sum_words.default(part, number, counts[1:])
         stored, total = counts.tolist()
         return CodedBlock(block, buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
-
-    def _buffer(self, num_bytes: int) -> torch.Tensor:
-        with contextlib.suppress(IndexError):
-            buffer = self._free.pop()
-            if buffer.numel() >= num_bytes:
-                return buffer
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
 
 
 # ---- on a GPU ----

@@ -59,6 +59,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> Source:
 
 
 def _mapped_tensor(name: str, entry: Entry, data: np.ndarray) -> SourceTensor:
+    """Returns a plain tensor of a file, whose bytes are in the file's map."""
     dtype, shape = form_of(entry.dtype, entry.shape, entry.num_bytes)
     tensor = SourceTensor(name, dtype, shape, lambda start, end: data[start:end])
     return _with_entry(tensor, entry.dtype, entry.shape)
