@@ -18,7 +18,7 @@ import torch
 from ibp._common.progress import tqdm
 from ibp._files import INDEX_SUFFIX, file_system, is_url, path_text, paths
 from ibp._machine import memory
-from ibp.checkpoints import _journal, _model_files, _source, _sources
+from ibp.checkpoints import _model_files, _outputs, _source, _sources
 
 from . import output
 
@@ -121,7 +121,7 @@ def unfinished_files(target: str) -> int:
     if is_url(target):
         return 0
     return len(
-        list(_journal.work_directory(paths.target_of(target, _model_files.CODED_WEIGHTS)).rglob(f"*{_journal.RECORD}"))
+        list(_outputs.work_directory(paths.target_of(target, _model_files.CODED_WEIGHTS)).rglob(f"*{_outputs.RECORD}"))
     )
 
 

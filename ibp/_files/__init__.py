@@ -15,6 +15,7 @@ from .format import (
     STORAGE,
     VIEW_KEY,
     ChecksumError,
+    Entry,
     FileFormatError,
     Header,
     TableFields,

@@ -24,10 +24,9 @@ from .._schemes import AnyCodebook, ClusteredCodebook, Options
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from ..checkpoints._learning import CheckpointLearning, Codebooks
-from ..checkpoints._planning import compressed_bytes, table_bytes
-from ..checkpoints._source import Source, SourceTensor
+from ..checkpoints._outputs import compressed_bytes, table_bytes
+from ..checkpoints._source import Source, SourceTensor, loaded_tensor
 from ..checkpoints._sources import local_path, open_source
-from ..checkpoints._torch_files import loaded_tensor
 from ..codecs._whole import WholeTensor
 from ..deltas import Delta
 from .splitting import bit_entropy, count_rows, element_bytes, rounded, scaled, split_table

@@ -4,15 +4,23 @@
     report = ibp.checkpoints.compress("model.safetensors", "model.ibp.safetensors")
     ibp.checkpoints.decompress("model.ibp.safetensors", "again.safetensors")    # the same tensors and metadata
 
-`_sources.py` opens files of every format, each in a module of its own, as a `Source` (`_source.py`). `_outputs.py`
-writes them.
+The way of a tensor, block by block:
+
+    file of any format -> SourceTensor -> Block  -> CodedBlock -> file of ibp    `compress`
+    file of any format -> SourceTensor -> bytes                -> plain file     `decompress`
+
+`_source.py` has what all formats share, and `_sources.py` opens paths of every kind. Each format is read and written in
+a file of its own: `_safetensors_files.py`, `_numpy_files.py`, `_torch_files.py`. `_learning.py` decides which codebook
+a tensor gets, and `_coding.py` codes blocks on the CPU or a GPU. `_outputs.py` plans the files of ibp, keeps those of
+an interrupted call, and reports them. `_model_files.py` takes along the files beside tensors if a directory becomes a
+directory. `compress`, `decompress` and `estimate` are each in a file of their own.
 """
 
 from .._common.publishing import published
 from ._compressing import compress
 from ._decompressing import decompress
 from ._estimating import CheckpointEstimate, TensorEstimate, estimate
-from ._report import CheckpointReport, TensorReport
+from ._outputs import CheckpointReport, TensorReport
 from ._source import SourceFormatError
 
 __all__ = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,34 +38,22 @@ class Block(NamedTuple):
 class CodedBlock(NamedTuple):
     """A block in its stored form."""
 
+    block: Block
     data: np.ndarray  # uint8, valid until `release` is called
     lengths: np.ndarray  # uint16, one for each row (FORMAT.md section 2); empty if the block is kept
     words: int  # what the block's bytes before coding add to its tensor's fingerprint
     release: Callable[[], object]  # gives the memory of `data` to another block; any thread may call it
 
 
-def coder_for(device: torch.device, jobs: int | None) -> BlockCoder:
-    """Returns a coder of blocks on a device. jobs: the number of threads. None: one for each core that the process
-    may use."""
-    threads = jobs or len(os.sched_getaffinity(0))
-    return CpuCoder(threads) if device.type == "cpu" else CudaCoder(device, threads)
-
-
 def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: int) -> Iterator[Block]:
     """Yields the blocks of a tensor, of about block_bytes each."""
     group = _core.ROWS_PER_BASE * (1 if codebook is None else codebook.row_bytes)
-    step = max(1, block_bytes // group) * group
-    for start in range(0, tensor.num_bytes, step):
-        yield Block(tensor, start, min(start + step, tensor.num_bytes), codebook)
+    for start, end in tensor.spans(max(1, block_bytes // group) * group):
+        yield Block(tensor, start, end, codebook)
 
 
-def _kept(data: np.ndarray) -> CodedBlock:
-    return CodedBlock(data, np.empty(0, np.uint16), 0, lambda: None)
-
-
-def _sum_words(data: torch.Tensor, start: int, total: torch.Tensor) -> None:
-    for at in range(0, data.numel(), _HASHED_BYTES):
-        torch.ops.ibp.sum_words.default(data[at : at + _HASHED_BYTES], (start + at) // _WORD_BYTES, total)
+def _kept(block: Block, data: np.ndarray) -> CodedBlock:
+    return CodedBlock(block, data, np.empty(0, np.uint16), 0, lambda: None)
 
 
 # ---- on the CPU ----
@@ -88,24 +75,23 @@ class CpuCoder:
     def _code(self, block: Block) -> CodedBlock:
         data = block.tensor.read(block.start, block.end)
         if block.codebook is None:
-            return _kept(data)
+            return _kept(block, data)
         size = data.size
-        buffer = self._buffer(size)
+        buffer = torch.empty(0, dtype=torch.uint8, device="cpu")
+        with contextlib.suppress(IndexError):
+            buffer = self._free.pop()
+        if buffer.numel() < size:
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
         lengths = torch.empty(-(-size // block.codebook.row_bytes), dtype=torch.uint16, device="cpu")
         counts, none = torch.zeros(2, dtype=torch.int64, device="cpu"), torch.empty(0, dtype=torch.int64, device="cpu")
         rows, words = as_tensor(data), block.codebook.words(_CPU)
         index, sizes = (lengths, none, words, block.codebook.codec), (0, 0, 1, size)
         Handle(Parts(buffer[:0], buffer[:size], *index, *sizes, None, counts[:1])).encode(rows)  # into packed rows
-        _sum_words(rows, block.start, counts[1:])
+        for at in range(0, size, _HASHED_BYTES):
+            part, number = rows[at : at + _HASHED_BYTES], (block.start + at) // _WORD_BYTES
+            torch.ops.ibp.sum_words.default(part, number, counts[1:])
         stored, total = counts.tolist()
-        return CodedBlock(buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
-
-    def _buffer(self, num_bytes: int) -> torch.Tensor:
-        with contextlib.suppress(IndexError):
-            buffer = self._free.pop()
-            if buffer.numel() >= num_bytes:
-                return buffer
-        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        return CodedBlock(block, buffer[:stored].numpy(), lengths.numpy(), total, lambda: self._free.append(buffer))
 
 
 # ---- on a GPU ----
@@ -238,11 +224,8 @@ class CudaCoder:
     def _finish(self, passing: _Passing) -> CodedBlock:
         slot = passing.slot
         if slot is None:
-            return _kept(passing.read.result())
+            return _kept(passing.block, passing.read.result())
         slot.coded.free.synchronize()
         stored, words = slot.facts[:2].tolist()
         data = slot.coded.host[:stored].numpy()
-        return CodedBlock(data, slot.lengths.numpy(), words, lambda: self._free.append(slot))
-
-
-BlockCoder = CpuCoder | CudaCoder  # codes blocks, of about `block_bytes` each, in order
+        return CodedBlock(passing.block, data, slot.lengths.numpy(), words, lambda: self._free.append(slot))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,9 @@ import torch
 from .._common.arguments import whole_number
 from .._common.progress import Bar, tqdm
 from .._common.sequences import ahead
-from .._common.whole_files import sync_directory
 from .._files import (
     FileWriter,
     PathLike,
-    Sink,
     TableFields,
     check_names_safetensors,
     checked_metadata,
@@ -34,17 +32,25 @@ from .._files import (
     outputs_of,
     replacing,
     target_of,
-    write_index,
     written_to,
 )
 from .._schemes import AnyCodebook, Options
 from ..deltas._fingerprint import finished
-from ._coding import Block, BlockCoder, CodedBlock, blocks_of, coder_for
-from ._journal import Journal, work_directory
+from ._coding import Block, CodedBlock, CpuCoder, CudaCoder, blocks_of
 from ._learning import CheckpointLearning, Codebooks
 from ._model_files import CODED_WEIGHTS, already_there, check_output, conversion_of, exists
-from ._planning import SHARD_BYTES, Shard, plan_of, shards_of, state_of
-from ._report import CheckpointReport, PeakMemory, TensorReport, joined_report
+from ._outputs import (
+    SHARD_BYTES,
+    CheckpointReport,
+    Journal,
+    PeakMemory,
+    Shard,
+    TensorReport,
+    plan_of,
+    report_of,
+    shards_of,
+    work_directory,
+)
 from ._source import SourceTensor, chosen
 from ._sources import open_sources
 
@@ -153,143 +159,91 @@ def compress(
             is_cut = conversion is None or path in conversion.sets or is_of_weights(path.name)
             sets[path] = shards_of(source, path, most if is_cut else None, checked)
             outputs_of(target.parent / path, len(sets[path]))
-        files = {path: source.files for path, source in sources.items()}
-        job = _BlockJob(learning, kept, threads, progress, output, target, sets, files, force, there)
-        report = job.one_file() if len(job.shards) == 1 else job.all_files(restart, stack)
+        shards = list(itertools.chain(*sets.values()))
+        writing = _Writing(learning, shards, kept, threads, progress)
+        if len(shards) > 1:
+            with Journal(target, plan_of(shards, learning.options, kept)) as journal:
+                if not journal.open(restart) and not force:
+                    # A call that had the journal until now may have made the output.
+                    there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
+                    if there is not None:
+                        raise exists(there)
+                records, num_kept = _write_set(target, shards, writing, journal)
+                journal.publish(sets, records)
+        elif there is not None:
+            raise exists(there)
+        else:
+            records, num_kept = {shards[0].file: _write_one(target, shards[0], writing, force)}, 0
+        in_order = [records[shard.file] for shard in shards]
+        report = report_of(_opened(output, target, sets), in_order, num_kept, writing.peak.num_bytes)
         if conversion is None:
             return report
         conversion.finish()
         return replace(report, other_files=conversion.other_files())
 
 
-@dataclass(frozen=True)
-class _BlockJob:
-    """Compresses the sources to files, as one job that can be interrupted and resumed.
+def _write_one(target: Path, shard: Shard, writing: _Writing, force: bool) -> dict[str, Any]:
+    """Writes the only file of an output. Returns its record."""
+    path = target.parent / shard.file
+    path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
+    with writing.bar([shard]), replacing(path, [path.name]):
+        fields = writing.write(path, shard, like=shard.inputs, replace=force)
+    return {**fields, "file": shard.file, "size": path.stat().st_size}
 
-    Attributes:
-        kept: names of the tensors that patterns leave as they are.
-        target: the output on this machine, or, if a directory is compressed, a file in its directory.
-        sets: the files that are written, by the path, within the directory of the target, that each set is named after.
-        inputs: paths of the files that each set is made from.
-        force: whether to replace what exists.
-        there: what exists already. Only the call that began to write it goes on with it.
-    """
 
-    learning: CheckpointLearning
-    kept: frozenset[str]
-    jobs: int
-    progress: bool
-    output: str
-    target: Path
-    sets: Mapping[Path, list[Shard]]
-    inputs: Mapping[Path, Sequence[str]]
-    force: bool
-    there: str | None
+def _write_set(
+    target: Path, shards: list[Shard], writing: _Writing, journal: Journal
+) -> tuple[dict[str, dict[str, Any]], int]:
+    """Writes the files that an earlier call has not finished into the journal. Returns the records of all files by
+    their paths, and how many were finished."""
+    records = {shard.file: record for shard in shards if (record := journal.finished(shard.file)) is not None}
+    num_kept, missing = len(records), [shard for shard in shards if shard.file not in records]
+    with writing.bar(missing):
+        for shard in missing:
+            earlier = target.parent / shard.file  # its permissions stay
+            like = [os.fspath(earlier)] if earlier.exists() else shard.inputs
+            fields = writing.write(journal.path_of(shard.file), shard, like=like, replace=True)
+            records[shard.file] = journal.finish(shard.file, fields)
+    return records, num_kept
 
-    @property
-    def shards(self) -> list[Shard]:
-        return [shard for shards in self.sets.values() for shard in shards]
 
-    def one_file(self) -> CheckpointReport:
-        if self.there is not None:
-            raise exists(self.there)
-        ((named, (shard,)),) = self.sets.items()
-        path = self.target.parent / shard.file
-        path.parent.mkdir(parents=True, exist_ok=True)  # a directory within that of the output
-        books = Codebooks(self.learning, shard.tensors, self._kept(shard.tensors))
-        with self._bar(shard.num_bytes) as bar, replacing(path, [path.name]):
-            writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
-            fields = writing.write(path, shard, like=self.inputs[named], replace=self.force)
-        record = {**fields, "file": shard.file, "size": path.stat().st_size}
-        return joined_report(self._opened(), [record], 0, writing.peak.num_bytes)
-
-    def all_files(self, restart: bool, stack: contextlib.ExitStack) -> CheckpointReport:
-        """Makes all files. stack: the caller closes it afterwards."""
-        files = [file for of_set in self.inputs.values() for file in of_set]
-        shards = self.shards
-        journal = Journal(self.target, plan_of(shards, state_of(files), self._options()))
-        stack.callback(journal.release)
-        self._open(journal, restart)
-        records = {shard.file: record for shard in shards if (record := journal.finished(shard.file)) is not None}
-        kept_files, missing = len(records), [shard for shard in shards if shard.file not in records]
-        tensors = [tensor for shard in shards for tensor in shard.tensors]
-        try:
-            books = Codebooks(self.learning, tensors, self._kept(tensors))
-            with self._bar(sum(shard.num_bytes for shard in missing)) as bar:
-                writing = _Writing(books, coder_for(self.learning.device, self.jobs), self.jobs, bar.update)
-                for shard in missing:
-                    path, like = journal.path_of(shard.file), self._like(shard)
-                    fields = writing.write(path, shard, like=like, replace=True)
-                    records[shard.file] = journal.finish(shard.file, fields)
-        except BaseException:
-            journal.close_if_empty()
-            raise
-        self._finish(journal, records)
-        ordered = [records[shard.file] for shard in shards]
-        return joined_report(self._opened(), ordered, kept_files, writing.peak.num_bytes)
-
-    def _open(self, journal: Journal, restart: bool) -> None:
-        """Opens the journal.
-
-        Raises:
-            FileExistsError: the output exists, and this call does not go on with it. A call that had the journal until
-                now may have made it.
-        """
-        goes_on = journal.open(restart)
-        made = (os.fspath(self.target.parent / path) for path in self.sets)
-        there = self.there or next(filter(is_there, made), None)
-        if there is not None and not (self.force or goes_on):
-            journal.close_if_empty()
-            raise exists(there)
-
-    def _like(self, shard: Shard) -> Sequence[str]:
-        """Returns the file that a file of the set replaces, or else the files that the set is made from."""
-        earlier = self.target.parent / shard.file
-        if earlier.exists():
-            return [os.fspath(earlier)]
-        return next(self.inputs[path] for path, shards in self.sets.items() if shard in shards)
-
-    def _finish(self, journal: Journal, records: Mapping[str, dict[str, Any]]) -> None:
-        """Moves the files to their places, and writes the index of each set."""
-        for path, shards in self.sets.items():
-            home, made = self.target.parent / path, [records[shard.file] for shard in shards]
-            with replacing(home, outputs_of(home, len(made))):
-                for record in made:
-                    journal.move(record)
-                if len(made) > 1:
-                    weight_map = {name: Path(record["file"]).name for record in made for name in record["names"]}
-                    write_index(home, weight_map, sum(record["data_bytes"] for record in made))
-            sync_directory(home.parent)
-        journal.close()
-
-    def _opened(self) -> str:
-        """Returns what the caller should open: the file, the index of the set, or the directory of several."""
-        (path, shards), *others = self.sets.items()
-        if others:
-            return os.fspath(self.target.parent)
-        file = index_of(path) if len(shards) > 1 else path
-        if is_url(self.output):
-            return f"{self.output.rpartition('/')[0]}/{file}"
-        return os.fspath(self.target.parent / file)
-
-    def _kept(self, tensors: Iterable[SourceTensor]) -> frozenset[str]:
-        """Returns the names of those tensors that are not to be coded."""
-        return frozenset(tensor.name for tensor in tensors).intersection(self.kept)
-
-    def _options(self) -> dict[str, Any]:
-        names = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")
-        return {**{name: getattr(self.learning.options, name) for name in names}, "kept": sorted(self.kept)}
-
-    def _bar(self, num_bytes: int) -> Bar:
-        return tqdm(total=num_bytes, desc="compress", unit="B", unit_scale=True, disable=not self.progress)
+def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
+    """Returns what the caller should open: the file, the index of the set, or the directory of several."""
+    (path, shards), *others = sets.items()
+    if others:
+        return os.fspath(target.parent)
+    file = index_of(path) if len(shards) > 1 else path
+    return f"{output.rpartition('/')[0]}/{file}" if is_url(output) else os.fspath(target.parent / file)
 
 
 class _Writing:
-    """Writes files, block by block. peak: notes the process's own memory after each block."""
+    """Writes files, block by block, while `bar` shows how far it is.
 
-    def __init__(self, books: Codebooks, coder: BlockCoder, jobs: int, on_bytes: Callable[[int], object]) -> None:
-        self._books, self._coder, self._jobs, self._on_bytes = books, coder, jobs, on_bytes
+    Args:
+        learning: how codebooks are learned, and on which device blocks are coded.
+        shards: all files of the output.
+        kept: names of the tensors that patterns leave as they are.
+        jobs: the number of threads.
+        progress: whether to show a progress bar.
+
+    Attributes:
+        peak: notes the process's own memory after each block.
+    """
+
+    def __init__(
+        self, learning: CheckpointLearning, shards: list[Shard], kept: frozenset[str], jobs: int, progress: bool
+    ) -> None:
+        self._books = Codebooks(learning, [tensor for shard in shards for tensor in shard.tensors], kept)
+        device = learning.device
+        self._coder = CpuCoder(jobs) if device.type == "cpu" else CudaCoder(device, jobs)
+        self._jobs, self._progress = jobs, progress
         self.peak = PeakMemory()
+
+    def bar(self, shards: Iterable[Shard]) -> Bar:
+        """Returns a bar, a context manager, for files that are written next."""
+        total = sum(shard.num_bytes for shard in shards)
+        self._bar = tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not self._progress)
+        return self._bar
 
     def write(self, path: Path, shard: Shard, *, like: Iterable[str], replace: bool) -> dict[str, Any]:
         """Writes a file, which no other call writes meanwhile. Returns the fields of its record. like, replace: as
@@ -298,76 +252,72 @@ class _Writing:
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
         options: dict[str, Any] = {"like": like, "alone": True, "replace": replace}
         with FileWriter(path, metadata=shard.metadata, header_bytes=room, **options) as writer:
-            coming = self._coder.coded(self._blocks(shard.tensors))
-            with contextlib.closing(coming), ThreadPoolExecutor(1, "ibp-writer") as self._thread:
-                reports = [self._write_tensor(writer, tensor, coming, shard.file) for tensor in shard.tensors]
+            file = _BlockWriter(writer, shard.file)
+            of, block_bytes = self._books.of, self._coder.block_bytes
+            blocks = (block for tensor in shard.tensors for block in blocks_of(tensor, of(tensor), block_bytes))
+            with (
+                contextlib.closing(self._coder.coded(blocks)) as coming,
+                ThreadPoolExecutor(1, "ibp-writer") as thread,
+                contextlib.closing(ahead(thread, file.write, coming, _AHEAD)) as written,
+            ):
+                for block in written:
+                    self._bar.update(block.end - block.start)
+                    self.peak.passed(block.end - block.start)
             fields = {"names": writer.names, "data_bytes": writer.data_bytes}
-        return {**fields, "tensors": [report.as_dict() for report in reports]}
+        return {**fields, "tensors": [report.as_dict() for report in file.reports]}
 
-    def _blocks(self, tensors: Iterable[SourceTensor]) -> Iterator[Block]:
-        for tensor in tensors:
-            yield from blocks_of(tensor, self._books.of(tensor), self._coder.block_bytes)
 
-    def _write_tensor(
-        self, writer: FileWriter, tensor: SourceTensor, coming: Iterator[CodedBlock], file: str
-    ) -> TensorReport:
-        codebook = self._books.of(tensor)
-        scheme, number = (None, None) if codebook is None else (codebook.scheme, writer.codebook(codebook))
-        start = writer.data_bytes
-        if codebook is None:
-            with writer.plain(tensor.name, *tensor.header_entry()) as sink:
-                self._write_blocks(tensor, coming, sink)
-        else:
-            self._write_table(writer, tensor, codebook, number, coming)
-        stored = writer.data_bytes - start
-        return TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, file)
+class _BlockWriter:
+    """Writes coded blocks to a file: all blocks of a tensor in order, then those of the next tensor.
 
-    def _write_table(
-        self,
-        writer: FileWriter,
-        tensor: SourceTensor,
-        codebook: AnyCodebook,
-        number: int | None,
-        coming: Iterator[CodedBlock],
-    ) -> None:
-        with writer.part(f"{tensor.name}:overflow", "U8") as sink:
-            start = writer.data_bytes
-            parts, words = self._write_blocks(tensor, coming, sink)
-            has_overflow = writer.data_bytes > start
-        lengths = torch.from_numpy(np.concatenate(parts))
-        with writer.part(f"{tensor.name}:lengths", "U16") as sink:
-            sink.write(lengths)
-        if has_overflow:
+    Args:
+        writer: writes the file.
+        file: the file's path within the directory of the output.
+
+    Attributes:
+        reports: the reports of the tensors that have been written.
+    """
+
+    def __init__(self, writer: FileWriter, file: str) -> None:
+        self._writer, self._file = writer, file
+        self._start, self._words = 0, 0  # of the tensor: where it starts in the file, and its sum of words so far
+        self._lengths: list[np.ndarray] = []  # lengths of the tensor's rows so far, an array for each block
+        self.reports: list[TensorReport] = []
+
+    def write(self, coded: CodedBlock) -> Block:
+        """Writes a block, and releases its memory. Returns the block."""
+        tensor, start, end, codebook = coded.block
+        if start == 0:
+            if codebook is None:
+                self._sink = self._writer.plain(tensor.name, *tensor.header_entry())
+            else:
+                self._writer.codebook(codebook)
+                self._sink = self._writer.part(f"{tensor.name}:overflow", "U8")
+            self._start, self._words, self._lengths = self._sink.start, 0, []
+        self._sink.write(coded.data)
+        coded.release()
+        self._lengths.append(coded.lengths)
+        self._words += coded.words
+        if end == tensor.num_bytes:
+            self._finish(tensor, codebook)
+        return coded.block
+
+    def _finish(self, tensor: SourceTensor, codebook: AnyCodebook | None) -> None:
+        """Ends a tensor, whose blocks have been written. A table gets the lengths of its rows and, if it has overflow,
+        the places where rows begin."""
+        self._sink.close()
+        if codebook is not None:
+            lengths = torch.from_numpy(np.concatenate(self._lengths))
+            with self._writer.part(f"{tensor.name}:lengths", "U16") as sink:
+                sink.write(lengths)
             index = torch.ops.ibp.index_rows.default(lengths, tensor.num_bytes, codebook.row_bytes, 0)
-            with writer.part(f"{tensor.name}:bases", "U64") as sink:
-                sink.write(index[:-1])
-        fields = TableFields(
-            dtype_name(tensor.dtype),
-            tensor.shape,
-            codebook.scheme,
-            codebook.row_bytes,
-            codebook=number,
-            content=finished(words, tensor.num_bytes),
-        )
-        writer.table(tensor.name, fields)
-
-    def _write_blocks(
-        self, tensor: SourceTensor, coming: Iterator[CodedBlock], sink: Sink
-    ) -> tuple[list[np.ndarray], int]:
-        """Writes the blocks of a tensor as they come, on a thread, while the next ones are read and coded. Returns
-        the lengths of their rows, and the sum of words."""
-
-        def put(coded: CodedBlock) -> CodedBlock:
-            sink.write(coded.data)
-            coded.release()
-            return coded
-
-        blocks = list(self._blocks([tensor]))
-        parts, words = [], 0
-        with contextlib.closing(ahead(self._thread, put, itertools.islice(coming, len(blocks)), _AHEAD)) as written:
-            for block, coded in zip(blocks, written):
-                parts.append(coded.lengths)
-                words += coded.words
-                self._on_bytes(block.end - block.start)
-                self.peak.passed(block.end - block.start)
-        return parts, words
+            if index[-1]:
+                with self._writer.part(f"{tensor.name}:bases", "U64") as sink:
+                    sink.write(index[:-1])
+            form = dtype_name(tensor.dtype), tensor.shape, codebook.scheme, codebook.row_bytes
+            content = finished(self._words, tensor.num_bytes)
+            fields = TableFields(*form, codebook=self._writer.codebook(codebook), content=content)
+            self._writer.table(tensor.name, fields)
+        scheme, stored = None if codebook is None else codebook.scheme, self._writer.data_bytes - self._start
+        report = TensorReport(tensor.name, tensor.dtype, tensor.shape, scheme, tensor.num_bytes, stored, self._file)
+        self.reports.append(report)

@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from .._common.progress import tqdm
 from .._common.sequences import ahead
 from .._common.whole_files import replaced
-from .._files import WEIGHTS, PathLike, file_of, output_of, outputs_of, replacing, write_index, written_to
-from ._model_files import check_output, conversion_of, is_coded
-from ._outputs import FORMATS, Begin, format_of_output
+from .._files import (
+    SUFFIXES,
+    WEIGHTS,
+    PathLike,
+    file_of,
+    format_of_name,
+    output_of,
+    outputs_of,
+    replacing,
+    write_index,
+    written_to,
+)
+from ._model_files import check_output, conversion_of
 from ._source import Source, SourceTensor, chosen
-from ._sources import open_sources
+from ._sources import FORMATS, open_sources
 
-_BLOCK_BYTES = 4 << 20
+Begin = Callable[[Path, int], AbstractContextManager[IO[bytes]]]  # `replaced`, with its options
+
+_A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # the end of "llama-3.1" does not match
+_BLOCK_BYTES = 4 << 20  # bytes of a tensor that are decoded at once
 _AHEAD = 2  # blocks that are decoded while one is written
 
 
@@ -95,7 +112,8 @@ def decompress(
         stack.enter_context(written_to(output))
         written = []
         for path, source in list(conversion.sources.items()):
-            if not is_coded(source) and wanted.issuperset(source.tensors):
+            is_coded = any(part.format == "ibp" for part in source.parts)
+            if not is_coded and wanted.issuperset(source.tensors):
                 conversion.keep(path)
             elif wanted.isdisjoint(source.tensors):
                 conversion.skip(path)
@@ -137,8 +155,8 @@ def write_source(
             pieces = functools.partial(_pieces, threads=pool, on_bytes=bar.update)
             weight_map: dict[str, str] = {}
             for name, part in zip(names, parts):
-                tensors = list(part.tensors.values())
-                FORMATS[kind](target.with_name(name), tensors, part.metadata, pieces, begin)
+                with begin(target.with_name(name), part.num_bytes) as file:
+                    FORMATS[kind].write(file, part, pieces)
                 weight_map.update(dict.fromkeys(part.tensors, name))
             if len(parts) > 1:
                 write_index(target, weight_map, source.num_bytes)
@@ -151,9 +169,31 @@ def _pieces(
 ) -> Iterator[np.ndarray]:
     """Yields the bytes of a tensor in order. The next ones are read while the caller uses some."""
 
-    def read(start: int) -> np.ndarray:
-        return tensor.read(start, min(start + _BLOCK_BYTES, tensor.num_bytes))
+    def read(span: tuple[int, int]) -> np.ndarray:
+        return tensor.read(*span)
 
-    for piece in ahead(threads, read, range(0, tensor.num_bytes, _BLOCK_BYTES), _AHEAD):
+    for piece in ahead(threads, read, tensor.spans(_BLOCK_BYTES), _AHEAD):
         yield piece
         on_bytes(piece.size)
+
+
+def format_of_output(target: Path, format: str | None) -> str:
+    """Returns the format in which a file is written: the one that the caller names, or else that of the suffix. For a
+    name without a suffix it is safetensors.
+
+    Raises:
+        ValueError: the format cannot be written, or the suffix stands for another one.
+    """
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"format is {format!r}; wanted one of {sorted(FORMATS)}")
+    named = format_of_name(target)
+    if format is None and named is None and _A_SUFFIX.fullmatch(target.suffix):
+        named = target.suffix
+    kind = format or named or "safetensors"
+    if kind not in FORMATS or named not in (None, kind):
+        wanted = FORMATS if format is None else (format,)
+        raise ValueError(
+            f"the output is {os.fspath(target)!r}, whose suffix does not say {format or 'a format that is written'}; "
+            f"wanted a name that ends in {', '.join(end for end, told in SUFFIXES.items() if told in wanted)}"
+        )
+    return kind

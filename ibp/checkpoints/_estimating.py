@@ -14,7 +14,7 @@ from .._files import PathLike, as_json
 from .._layout.geometry import as_tensor
 from .._schemes import SCHEMES, AnyCodebook, Options
 from ._learning import TRIED_BYTES, CheckpointLearning, Codebooks, sample_of, savings_of
-from ._planning import compressed_bytes, table_bytes
+from ._outputs import compressed_bytes, table_bytes
 from ._source import SourceTensor, chosen
 from ._sources import open_sources
 

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from .._common.whole_files import check_replaceable, replaced, write_whole
@@ -56,46 +56,31 @@ class Conversion:
     """
 
     def __init__(self, source: Path, target: Path, to_coded: bool, stack: contextlib.ExitStack) -> None:
-        self.source, self.target, self._to_coded = source, target, to_coded
+        self.source, self.target = source, target
         self._is_in_place = source.resolve() == target.resolve()
         tensors, others = _contents_of(source, _shown_files(source, None if self._is_in_place else target), stack)
+        name_of, other_name_of = (coded_name, plain_name) if to_coded else (plain_name, coded_name)
         self.sources: dict[Path, Source] = {}
+        self.sets: set[Path] = set()
+        self._replaced: dict[Path, list[Path]] = {}
         for path, opened in tensors.items():
-            new = _form(path, coded_name if to_coded else plain_name)
+            new = path.with_name(name_of(path.name.removesuffix(INDEX_SUFFIX)))
             if new in self.sources:
                 raise ValueError(f"{source} has {new.name} both plain and coded; wanted one of them")
             self.sources[new] = opened
-        self.sets = {_form(path, coded_name if to_coded else plain_name) for path in tensors if is_index(path)}
-        self._beside = self._files_beside(others, {path.parent for path in tensors})
-        self._replaced = {new: self._files_replaced(new) for new in self.sources}
-
-    def _files_beside(self, others: Iterable[Path], homes: Container[Path]) -> dict[Path, Path | bytes]:
-        """Returns what is written beside the tensors, by its path: the file that is copied, or the text of a
-        config.json.
-
-        others: the other files of the source. homes: its directories that have files of tensors. Both are paths within
-        it.
-        """
-        written: dict[Path, Path | bytes] = {}
+            if is_index(path):
+                self.sets.add(new)
+            other = target / new.with_name(other_name_of(new.name))
+            self._replaced[new] = _files_of(other) if other.name != new.name else []
+        homes = {path.parent for path in tensors}
+        self._beside: dict[Path, Path | bytes] = {}  # files that are copied, or texts of config.json, by new paths
         for path in others:
-            source, copy = self.source / path, self.target / path
-            os.close(open_regular(source))  # raises OSError if it cannot be read
-            told = _told(source, self._to_coded) if path.name == _CONFIG and path.parent in homes else None
+            os.close(open_regular(source / path))  # raises OSError if it cannot be read
+            told = _told(source / path, to_coded) if path.name == _CONFIG and path.parent in homes else None
             if told is not None:
-                written[copy] = told
+                self._beside[target / path] = told
             elif not self._is_in_place:
-                written[copy] = source
-        return written
-
-    def _files_replaced(self, new: Path) -> list[Path]:
-        """Returns the files in the target that hold the other form of the files named after a path. They are removed
-        when the new form has been written, the index of a set first."""
-        other = self.target / _form(new, plain_name if self._to_coded else coded_name)
-        if other == self.target / new:
-            return []
-        index = index_of(other)
-        names = sorted(set(read_index(index).values())) if index.is_file() else []
-        return [found for found in (index, *map(other.with_name, names), other) if os.path.lexists(found)]
+                self._beside[target / path] = source / path
 
     def paths(self) -> list[Path]:
         """Returns the existing paths that would be replaced or removed."""
@@ -213,11 +198,6 @@ def files_to_verify(folder: str) -> list[str]:
     return found if len(found) > 1 else [folder]
 
 
-def is_coded(source: Source) -> bool:
-    """Returns whether a file, or one of a set, is a file of ibp."""
-    return any(part.format == "ibp" for part in source.parts)
-
-
 def is_index(path: Path) -> bool:
     """Returns whether a file is named like the index of a set of files of tensors."""
     return path.name.endswith(tuple(suffix + INDEX_SUFFIX for suffix in TENSOR_SUFFIXES))
@@ -249,9 +229,11 @@ def _contents_of(folder: Path, files: list[Path], stack: contextlib.ExitStack) -
     return tensors, [path for path in files if path not in parts.union(tensors)]
 
 
-def _form(path: Path, name_of: Callable[[str], str]) -> Path:
-    """Returns the path after which the coded or the plain form is named, of a file or of the set of an index."""
-    return path.with_name(name_of(path.name.removesuffix(INDEX_SUFFIX)))
+def _files_of(path: Path) -> list[Path]:
+    """Returns the existing files of an output: the index of a set, the files of the set, and a single file."""
+    index = index_of(path)
+    names = sorted(set(read_index(index).values())) if index.is_file() else []
+    return [found for found in (index, *map(path.with_name, names), path) if os.path.lexists(found)]
 
 
 def _shown_files(folder: Path, target: Path | None) -> list[Path]:
@@ -290,21 +272,18 @@ def _told(path: Path, is_coded: bool) -> bytes | None:
         warnings.warn(
             f"{path} has a {_FIELD} of its own, which stays: its weights load where ibp is imported, and are decoded "
             "then",
-            stacklevel=4,
+            stacklevel=5,
         )
     if not is_coded and _is_ours(held):
-        return _without_field(text, config).encode()
+        if text.count(_INSERTED) == 1:
+            return text.replace(_INSERTED, "").encode()
+        left = {key: value for key, value in config.items() if key != _FIELD}
+        return f"{json.dumps(left, indent=2)}\n".encode()
     return None
 
 
 def _is_ours(field: object) -> bool:
     return isinstance(field, dict) and field.get("quant_method") == METHOD
-
-
-def _without_field(text: str, config: dict) -> str:
-    if text.count(_INSERTED) == 1:
-        return text.replace(_INSERTED, "")
-    return json.dumps({key: value for key, value in config.items() if key != _FIELD}, indent=2) + "\n"
 
 
 def lines_that_load(folder: str | os.PathLike[str]) -> str | None:

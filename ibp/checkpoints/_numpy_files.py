@@ -1,22 +1,24 @@
-"""Reads arrays of numpy by numpy. .npy files and stored members of .npz archives are mapped; deflated members are
+"""Reads and writes arrays of numpy. .npy files and stored members of .npz archives are mapped; deflated members are
 loaded when they are first read."""
 
 from __future__ import annotations
 
+import contextlib
 import lzma
 import math
 import os
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 
 from .._common.locks import ForkLock
-from ._source import Source, SourceFormatError, SourceTensor
+from ._source import Pieces, Source, SourceFormatError, SourceTensor
 
 # of a member of an archive; the lengths of the name and the extra field, which follow the header, are at byte 26
 _LOCAL_HEADER_BYTES, _LENGTHS_AT = 30, 26
@@ -46,12 +48,8 @@ def open_npy(path: str | os.PathLike[str]) -> Source:
         SourceFormatError: numpy cannot map it, or torch does not have its dtype.
     """
     name = Path(path).stem
-    try:
+    with _refused(f"{path}: {name!r} is no array that numpy reads"):
         array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except FileNotFoundError:
-        raise
-    except _UNREADABLE as error:
-        raise _unreadable(path, name, error) from None
     return Source(os.fspath(path), "npy", {name: _tensor(name, array.dtype, array.shape, lambda: array, path)})
 
 
@@ -61,28 +59,25 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
     Raises:
         SourceFormatError: numpy cannot read it, two members have one name, or torch does not have a dtype.
     """
-    try:
-        archive = zipfile.ZipFile(path)
-    except FileNotFoundError:
-        raise
-    except _UNREADABLE as error:
-        raise SourceFormatError(f"{path} is no .npz archive: {error}") from None
-    tensors: dict[str, SourceTensor] = {}
-    try:
+    with contextlib.ExitStack() as stack:
+        with _refused(f"{path} is no .npz archive"):
+            archive = stack.enter_context(zipfile.ZipFile(path))
+        tensors: dict[str, SourceTensor] = {}
         for member in archive.infolist():
             name = member.filename.removesuffix(".npy")
             if name in tensors:
                 raise SourceFormatError(f"{path}: the archive has two members {name!r}")
             tensors[name] = _member(name, archive, member, path)
-    except BaseException:
-        archive.close()
-        raise
-    return Source(os.fspath(path), "npz", tensors, close=archive.close)
+        source = Source(os.fspath(path), "npz", tensors)
+        source.closing = stack.pop_all()
+        return source
 
 
 def _member(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str | os.PathLike[str]) -> SourceTensor:
     """Returns the tensor of an array of an archive, whose data have not been read yet."""
-    try:
+    refusal = f"{path}: {name!r} is no array that numpy reads"
+    loaded: list[np.ndarray] = []
+    with _refused(refusal):
         with archive.open(member) as stream:
             version = np.lib.format.read_magic(stream)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -90,18 +85,15 @@ def _member(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: 
             data_at = stream.tell()
         if min(shape, default=0) < 0 or data_at + math.prod(shape) * dtype.itemsize > member.file_size:
             raise ValueError(f"it has shape {shape}, which its {member.file_size} bytes cannot hold")
-        loaded: list[np.ndarray] = []
         if member.compress_type == zipfile.ZIP_STORED and not dtype.hasobject:
             lengths = np.fromfile(path, "<u2", 2, offset=member.header_offset + _LENGTHS_AT)
             start = member.header_offset + _LOCAL_HEADER_BYTES + int(lengths.sum()) + data_at
             loaded.append(np.asarray(np.memmap(path, dtype, "r", start, shape, "F" if is_fortran else "C")))
-    except _UNREADABLE as error:
-        raise _unreadable(path, name, error) from None
     lock = ForkLock()
 
     def load() -> np.ndarray:
         try:
-            with lock:
+            with lock, _refused(refusal):
                 if not loaded:
                     with archive.open(member) as stream:
                         loaded.append(np.lib.format.read_array(stream, allow_pickle=False))
@@ -111,10 +103,20 @@ def _member(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: 
                 f"{path}: there is not enough memory for array {name!r}, which is deflated and so is loaded whole: "
                 "unzip the archive and give the .npy files, which are mapped"
             ) from None
-        except _UNREADABLE as error:
-            raise _unreadable(path, name, error) from None
 
     return _tensor(name, dtype, shape, load, path)
+
+
+@contextlib.contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Raises SourceFormatError, with what is wrong, for the errors that bytes which are not an array cause."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except _UNREADABLE as error:
+        text = str(error).partition("\n")[0]
+        raise SourceFormatError(f"{what}: {text or type(error).__name__}") from None
 
 
 def _tensor(
@@ -141,6 +143,37 @@ def _tensor(
     return SourceTensor(name, made, shape, read, has_items=True)
 
 
-def _unreadable(path: object, name: str, error: Exception) -> SourceFormatError:
-    text = str(error).partition("\n")[0]
-    return SourceFormatError(f"{path}: {name!r} is no array that numpy reads: {text or type(error).__name__}")
+# ---- writing ----
+
+
+def write_npy(file: IO[bytes], source: Source, pieces: Pieces) -> None:
+    """Writes an .npy file of one tensor. Raises ValueError if there are several, or if numpy does not have the
+    dtype."""
+    if len(source.tensors) != 1:
+        count = len(source.tensors)
+        raise ValueError(f"an .npy file holds one array, and there are {count} tensors; wanted a name with .npz")
+    (tensor,) = source.tensors.values()
+    _write_array(file, tensor, _dtype_of(tensor), pieces)
+
+
+def write_npz(file: IO[bytes], source: Source, pieces: Pieces) -> None:
+    """Writes an .npz archive, whose members are not deflated. Raises ValueError if numpy does not have a dtype."""
+    dtypes = list(map(_dtype_of, source.tensors.values()))
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for tensor, dtype in zip(source.tensors.values(), dtypes):
+            with archive.open(f"{tensor.name}.npy", "w", force_zip64=True) as member:
+                _write_array(member, tensor, dtype, pieces)
+
+
+def _dtype_of(tensor: SourceTensor) -> np.dtype:
+    try:
+        return torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
+    except TypeError:
+        raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which numpy lacks; wanted .safetensors") from None
+
+
+def _write_array(file: IO[bytes], tensor: SourceTensor, dtype: np.dtype, pieces: Pieces) -> None:
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
+    np.lib.format.write_array_header_1_0(file, fields)
+    for piece in pieces(tensor):
+        file.write(piece.data)

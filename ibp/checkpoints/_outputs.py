@@ -1,143 +1,418 @@
-"""Writes the files to which checkpoints are decompressed. Each is written as a stream, and appears under its name
-when it is whole."""
+"""The files that `compress` writes: which tensors each holds, which of them are finished, and what is reported of them.
+
+While a set is being made, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so that an
+interrupted call can be repeated. Each file has a record, and there is a plan of the whole set. When all files are
+there, they are moved to their places, and the directory is removed. Only one call at a time has the directory: it holds
+a lock on a file in it, which the system releases when the call's process ends in any way.
+"""
 
 from __future__ import annotations
 
-import io
+import contextlib
+import fcntl
 import json
 import os
-import re
-import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import shutil
+import stat
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
 import torch
 
-from .._common.rounding import rounded_up
-from .._files import MAX_HEADER_BYTES, SUFFIXES, format_of_name
-from ._nested import nested
-from ._source import SourceTensor
+from .. import _core
+from .._common.sequences import cut
+from .._common.statistics import share_saved
+from .._common.whole_files import NO_LOCKS, sync_directory, write_whole
+from .._files import (
+    SUFFIX,
+    as_json,
+    checksum_bytes,
+    codebook_bytes,
+    dtype_of,
+    header_room,
+    names_of_set,
+    open_locked,
+    outputs_of,
+    replacing,
+    rounded_up,
+    write_index,
+)
+from .._schemes import AnyCodebook, Options, with_clusters
+from ._source import Source, SourceTensor
 
-Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]  # returns the bytes of a tensor, in order
-Begin = Callable[[Path, int], AbstractContextManager[IO[bytes]]]  # `replaced`, with its options
-Writer = Callable[[Path, Sequence[SourceTensor], Mapping[str, str], Pieces, Begin], None]
-
-_ALIGNMENT = 8  # bytes: the alignment of data in a safetensors file
-_METADATA = "__metadata__"
-
-
-def write_safetensors(
-    path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
-) -> None:
-    """Writes an ordinary safetensors file."""
-    header: dict[str, Any] = {_METADATA: dict(metadata)} if metadata else {}
-    end = 0
-    for tensor in tensors:
-        if tensor.name == _METADATA:
-            raise ValueError(f"there is a tensor {_METADATA!r}, a name that safetensors has for other uses")
-        start, end = end, end + tensor.num_bytes
-        dtype, shape = tensor.header_entry()
-        header[tensor.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text = text.ljust(rounded_up(len(text), _ALIGNMENT))
-    if len(text) > MAX_HEADER_BYTES:
-        raise ValueError(f"the header of {path.name} has {len(text)} bytes; readers take at most {MAX_HEADER_BYTES}")
-    with begin(path, _total(tensors)) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors:
-            for piece in pieces(tensor):
-                file.write(piece.data)
+SHARD_BYTES = 5 << 30  # bytes of tensors before coding in a file, at most, unless the caller says otherwise
+RECORD = ".done.json"  # the end of the name of a finished file's record
+_PLAN, _LOCK = "plan.json", "lock"
+_OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # options on which coded bytes depend
+_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of checkpoints whose files stay files of their own
 
 
-def write_npy(
-    path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
-) -> None:
-    """Writes an .npy file of one tensor. Raises ValueError if there are several, or if numpy does not have the
-    dtype."""
-    if len(tensors) != 1:
-        raise ValueError(f"{path} holds one array, and there are {len(tensors)} tensors; wanted a name with .npz")
-    header = _array_header(tensors[0])
-    with begin(path, _total(tensors)) as file:
-        file.write(header)
-        for piece in pieces(tensors[0]):
-            file.write(piece.data)
+# ---- which tensors a file holds ----
 
 
-def write_npz(
-    path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
-) -> None:
-    """Writes an .npz archive, whose members are not deflated. Raises ValueError if numpy does not have a dtype."""
-    headers = [_array_header(tensor) for tensor in tensors]
-    with begin(path, _total(tensors)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
-        for tensor, header in zip(tensors, headers):
-            with archive.open(f"{tensor.name}.npy", "w", force_zip64=True) as member:
-                member.write(header)
-                for piece in pieces(tensor):
-                    member.write(piece.data)
+@dataclass(frozen=True)
+class Shard:
+    """A file of the output."""
+
+    file: str  # the file's path within the directory of the output
+    tensors: tuple[SourceTensor, ...]  # the tensors of the file, in order
+    metadata: Mapping[str, str]  # the metadata of the file
+    inputs: tuple[str, ...]  # paths of the files that the output, which may be a set, is made from
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    def header_bytes(self, codebooks: Iterable[AnyCodebook]) -> int:
+        """Returns the bytes of the file's header, if its tensors have these codebooks."""
+        names = [tensor.name for tensor in self.tensors]
+        room = header_room(names, self.metadata, len({one for book in codebooks for one in with_clusters(book)}))
+        return rounded_up(room + sum(64 * len(tensor.shape) for tensor in self.tensors))
 
 
-def write_torch(
-    path: Path, tensors: Sequence[SourceTensor], metadata: Mapping[str, str], pieces: Pieces, begin: Begin
-) -> None:
-    """Writes a checkpoint by torch.save: nested as metadata says, otherwise a dict from names to tensors. Tensors
-    that shared memory share it again. Meanwhile all of it is in memory."""
-    held: dict[SourceTensor, torch.Tensor] = {}
-    values: dict[str, torch.Tensor] = {}
-    for tensor in tensors:
-        base = tensor.base or tensor
-        if base not in held:
-            held[base] = base.tensor()
-        values[tensor.name] = held[base] if tensor.view is None else tensor.view.of(held[base])
-    content = nested(values, metadata)
-    with begin(path, _total(tensors)) as file:
-        torch.save(content, file)
+def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str]) -> list[Shard]:
+    """Returns the files that a checkpoint becomes. Files of a set stay files of their own. A file that is larger
+    than shard_bytes is cut between tensors. target: the path, within the directory of the output, after which the
+    files are named."""
+    stay_apart = len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts)
+    contents = [
+        (tuple(tensors), {**part.metadata, **part.view_texts(), **metadata})
+        for part in (source.parts if stay_apart else [source])
+        for tensors in cut(part.stored(), lambda tensor: tensor.num_bytes, shard_bytes)
+    ]
+    names = names_of_set(target, len(contents))
+    return [Shard(os.fspath(target.with_name(name)), *content, source.files) for name, content in zip(names, contents)]
 
 
-FORMATS: Mapping[str, Writer] = {
-    "safetensors": write_safetensors,
-    "npy": write_npy,
-    "npz": write_npz,
-    "torch": write_torch,
-}
-_A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # the end of "llama-3.1" does not match
+def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]) -> int:
+    """Returns the bytes of the files that a checkpoint becomes, with headers, codebooks and checksums. stored: bytes
+    of each tensor in its file, by name. codebooks: the codebook of each tensor, or None if it is kept as it is."""
+    total = 0
+    for shard in shards_of(source, Path(f"model{SUFFIX}"), SHARD_BYTES, {}):
+        books = {book for tensor in shard.tensors if (book := codebooks[tensor.name]) is not None}
+        data = sum(rounded_up(stored[tensor.name]) for tensor in shard.tensors)
+        data += sum(rounded_up(part) for part in codebook_bytes(books))
+        total += shard.header_bytes(books) + data + checksum_bytes(data)
+    return total
 
 
-def format_of_output(target: Path, format: str | None) -> str:
-    """Returns the format in which a file is written: the one that the caller names, or else that of the suffix. For a
-    name without a suffix it is safetensors.
+def table_bytes(stored_bytes: int, num_rows: int) -> int:
+    """Returns the bytes that a packed table takes in a file: its rows, lengths and bases each begin at a multiple of
+    the alignment. stored_bytes: bytes of all three, without the gaps between them."""
+    lengths, bases = 2 * num_rows, 8 * -(-num_rows // _core.ROWS_PER_BASE)
+    return sum(map(rounded_up, (stored_bytes - lengths - bases, lengths, bases)))
 
-    Raises:
-        ValueError: the format cannot be written, or the suffix stands for another one.
+
+# ---- which files are finished ----
+
+
+def plan_of(shards: Sequence[Shard], options: Options, kept: Iterable[str]) -> dict[str, Any]:
+    """Returns what a set of files is made of and how, in the form for JSON. An input has changed if its path, its size
+    or the time of its last change is different. kept: names of the tensors that patterns leave as they are."""
+    inputs = dict.fromkeys(os.path.abspath(path) for shard in shards for path in shard.inputs)
+    found = {path: os.stat(path) for path in inputs}
+    return {
+        "format": _core.FORMAT_VERSION,
+        "release": _core.version(),
+        "inputs": [[path, state.st_size, state.st_mtime_ns] for path, state in found.items()],
+        "options": {**{name: getattr(options, name) for name in _OPTIONS}, "kept": sorted(kept)},
+        "shards": {shard.file: [[tensor.name, tensor.num_bytes] for tensor in shard.tensors] for shard in shards},
+    }
+
+
+def work_directory(target: Path) -> Path:
+    """Returns the directory where files of a set wait until all of them are there. target: the output's path."""
+    return target.with_name(f".{target.name}.ibp-work")
+
+
+class Journal:
+    """The directory of a set that is being made. As a context manager it releases the directory, and removes it after
+    an exception if no file is finished.
+
+    target: the output's path. plan: what the set is made of and how, in the form for JSON. Records of another plan are
+    not used.
     """
-    if format is not None and format not in FORMATS:
-        raise ValueError(f"format is {format!r}; wanted one of {sorted(FORMATS)}")
-    named = format_of_name(target)
-    if format is None and named is None and _A_SUFFIX.fullmatch(target.suffix):
-        named = target.suffix
-    kind = format or named or "safetensors"
-    if kind not in FORMATS or named not in (None, kind):
-        wanted = FORMATS if format is None else (format,)
-        raise ValueError(
-            f"the output is {os.fspath(target)!r}, whose suffix does not say {format or 'a format that is written'}; "
-            f"wanted a name that ends in {', '.join(end for end, told in SUFFIXES.items() if told in wanted)}"
+
+    def __init__(self, target: Path, plan: dict[str, Any]) -> None:
+        self.directory = work_directory(target)
+        self._lock: int | None = None
+        self._target, self._home, self._plan = target, target.parent, plan
+
+    def open(self, restart: bool) -> bool:
+        """Makes the directory. It becomes empty unless it has the same plan and `restart` is set. Returns whether it
+        had the same plan, left by an interrupted call. No other call has it until `release` is called.
+
+        Raises:
+            OSError: another call has it, or it is not a directory.
+        """
+        self._lock = self._locked()
+        try:
+            goes_on = json.loads((self.directory / _PLAN).read_bytes()) == self._plan
+        except (OSError, ValueError):
+            goes_on = False
+        if not (restart and goes_on):
+            self._empty()
+        write_whole(self.directory / _PLAN, json.dumps(self._plan, sort_keys=True).encode())
+        return goes_on
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._lock is not None and not any(self.directory.rglob(f"*{RECORD}")):
+            self.close()
+        self.release()
+
+    def release(self) -> None:
+        """Releases the directory, if this call has it, so that other calls can have it."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            os.close(lock)
+
+    def _locked(self) -> int:
+        """Takes the lock, and returns the descriptor that has it."""
+        path = self.directory / _LOCK
+        while True:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if self.directory.is_symlink():
+                raise NotADirectoryError(f"{self.directory} is a symbolic link; wanted a directory, or nothing there")
+            try:
+                return open_locked(path, 0o666, self._take)
+            except FileNotFoundError:  # the call that had finished with the directory has removed it meanwhile
+                continue
+
+    def _take(self, file: int) -> None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(
+                f"another call writes {self._target} at this moment, and has {self.directory}; wanted another output, "
+                "or to wait until that call has ended"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            warnings.warn(
+                f"{self.directory}: the file system has no locks ({error.strerror}): wanted no other call that "
+                "writes there meanwhile",
+                stacklevel=2,
+            )
+
+    def _empty(self) -> None:
+        """Removes everything except the lock."""
+        for path in self.directory.iterdir():
+            if path.name != _LOCK:
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
+
+    def finished(self, file: str) -> dict[str, Any] | None:
+        """Returns the record of a file that is whole and as it was written, or None if there is no such file."""
+        try:
+            record = json.loads((self.directory / f"{file}{RECORD}").read_bytes())
+            for fields in record["tensors"]:
+                TensorReport.from_dict(fields)
+            is_own = record["file"] == file and {"names", "data_bytes"} <= record.keys()
+            return record if is_own and self._place(file, record) is not None else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def path_of(self, file: str) -> Path:
+        """Returns the path to which a file of the output is written. file: a path within the output's directory."""
+        path = self.directory / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    def finish(self, file: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Notes that a file in the directory is whole. Returns its record: the fields, and what identifies the file."""
+        found = self.path_of(file).lstat()
+        record = {**fields, "file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
+        write_whole(self.directory / f"{file}{RECORD}", json.dumps(record).encode())
+        return record
+
+    def _place(self, file: str, record: dict[str, Any]) -> Path | None:
+        """Returns where the file of a record is: in the directory, or, if an earlier call got so far, in its final
+        place. Returns None if it is in neither, or has changed."""
+        for path in (self.directory / file, self._home / file):
+            with contextlib.suppress(FileNotFoundError):
+                found = path.lstat()
+                told = found.st_size, found.st_mtime_ns
+                return path if stat.S_ISREG(found.st_mode) and told == (record["size"], record["mtime_ns"]) else None
+        return None
+
+    def move(self, record: dict[str, Any]) -> None:
+        """Moves the finished file of a record to its place, unless it is there already. Raises OSError if it is in
+        neither place, or if another file has its name."""
+        file = record["file"]
+        place = self._place(file, record)
+        if place is None:
+            raise FileNotFoundError(
+                f"{self.directory / file} is not what was written there: it has been removed or replaced; wanted the "
+                "same call again, which writes it anew"
+            )
+        (self._home / file).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(place, self._home / file)
+
+    def publish(self, sets: Mapping[Path, Sequence[Shard]], records: Mapping[str, dict[str, Any]]) -> None:
+        """Moves finished files to their places, writes the index of each set, and removes the directory.
+
+        sets: the files, by the path, within the directory of the output, that each set is named after. records: the
+        records of the files.
+        """
+        for path, shards in sets.items():
+            target, made = self._home / path, [records[shard.file] for shard in shards]
+            with replacing(target, outputs_of(target, len(made))):
+                for record in made:
+                    self.move(record)
+                if len(made) > 1:
+                    weight_map = {name: Path(record["file"]).name for record in made for name in record["names"]}
+                    write_index(target, weight_map, sum(record["data_bytes"] for record in made))
+            sync_directory(target.parent)
+        self.close()
+
+    def close(self) -> None:
+        """Removes the directory. The lock goes last, because another call may begin without it."""
+        with contextlib.suppress(OSError):
+            self._empty()
+            (self.directory / _LOCK).unlink()
+            self.directory.rmdir()
+
+
+# ---- what is reported ----
+
+
+@dataclass(frozen=True)
+class TensorReport:
+    """A tensor of a compressed checkpoint.
+
+    Example:
+        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
+        >>> for tensor in ibp.checkpoints.compress("model.pt", "model.ibp", device="cpu").tensors:
+        ...     print(tensor.name, tensor.scheme, f"{tensor.savings:.0%}")
+        w planes 17%
+        b None 0%
+
+    Attributes:
+        name: name in the checkpoint.
+        dtype, shape: dtype and shape of the tensor.
+        scheme: "ibp" or "planes". None if the tensor is kept as it is.
+        num_bytes: bytes of the tensor.
+        stored_bytes: bytes that it takes in the file, index and padding included, without the codebook.
+        file: path of its file, within the directory of the output.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    scheme: str | None
+    num_bytes: int
+    stored_bytes: int
+    file: str
+
+    @property
+    def savings(self) -> float:
+        """`share_saved` of the tensor: 1 - stored_bytes / num_bytes."""
+        return share_saved(self.num_bytes, self.stored_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields in the form for JSON."""
+        return as_json(self)
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> TensorReport:
+        """Returns the report that `as_dict` was called on."""
+        return cls(**{**fields, "dtype": dtype_of(fields["dtype"]), "shape": tuple(fields["shape"])})
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What `compress` has written.
+
+    Example:
+        >>> torch.save({"w": torch.randn(1000, 256), "b": torch.zeros(256)}, "model.pt")
+        >>> report = ibp.checkpoints.compress("model.pt", "model.ibp", device="cpu")
+        >>> report.path, report.num_bytes, f"{report.savings:.0%}"
+        ('model.ibp', 1025024, '16%')
+
+    Attributes:
+        path: the path to open: the file, the index of a set of files, or the directory of several files that are not a
+            set. For a URL it is the URL.
+        files: paths of the files with tensors, within their directory.
+        tensors: a `TensorReport` for each tensor, in the order of the files.
+        num_bytes: bytes of all tensors.
+        file_bytes: bytes of all files, headers and checksums included.
+        kept_files: how many files an earlier, interrupted call had finished.
+        peak_bytes: the largest amount of its own memory (RssAnon of Linux) that this process was seen to have during
+            the call.
+        other_files: paths of the files beside them that were copied or written, if a directory was compressed.
+    """
+
+    path: str
+    files: tuple[str, ...]
+    tensors: tuple[TensorReport, ...]
+    num_bytes: int
+    file_bytes: int
+    kept_files: int
+    peak_bytes: int
+    other_files: tuple[str, ...] = ()
+
+    @property
+    def savings(self) -> float:
+        """`share_saved`: 1 - file_bytes / num_bytes; negative if headers take more than is saved."""
+        return share_saved(self.num_bytes, self.file_bytes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the fields in the form for JSON."""
+        own = {**vars(self), "savings": self.savings, "files": list(self.files), "other_files": list(self.other_files)}
+        return {**own, "tensors": [tensor.as_dict() for tensor in self.tensors]}
+
+    def __repr__(self) -> str:
+        coded = sum(tensor.scheme is not None for tensor in self.tensors)
+        return (
+            f"ibp.checkpoints.CheckpointReport({self.path!r}, {len(self.files)} files, {len(self.tensors)} tensors, "
+            f"{coded} of them compressed, {self.num_bytes:,} -> {self.file_bytes:,} bytes, {self.savings:.1%} saved)"
         )
-    return kind
 
 
-def _total(tensors: Sequence[SourceTensor]) -> int:
-    return sum(tensor.num_bytes for tensor in tensors)
+class PeakMemory:
+    """Notes the largest amount of its own memory that this process was seen to have."""
+
+    _BETWEEN_BYTES = 64 << 20  # bytes of data between two looks; a look takes as long as coding half a megabyte
+
+    def __init__(self) -> None:
+        self.num_bytes, self._passed_bytes = 0, 0
+        self.look()
+
+    def passed(self, num_bytes: int) -> None:
+        """Looks from time to time. It is called when num_bytes more bytes of data have passed."""
+        self._passed_bytes += num_bytes
+        if self._passed_bytes >= self._BETWEEN_BYTES:
+            self._passed_bytes = 0
+            self.look()
+
+    def look(self) -> None:
+        """Looks once. Without Linux's /proc the peak stays 0."""
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+        except OSError:
+            return
+        found = next((line for line in lines if line.startswith("RssAnon:")), "RssAnon: 0 kB")
+        self.num_bytes = max(self.num_bytes, 1024 * int(found.split()[1]))
 
 
-def _array_header(tensor: SourceTensor) -> bytes:
-    """Returns the bytes before an array's data in an .npy file."""
-    try:
-        dtype = torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
-    except TypeError:
-        raise ValueError(f"tensor {tensor.name!r} has {tensor.dtype}, which numpy lacks; wanted .safetensors") from None
-    header = io.BytesIO()
-    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": tensor.shape}
-    np.lib.format.write_array_header_1_0(header, fields)
-    return header.getvalue()
+def report_of(path: str, records: Sequence[dict[str, Any]], kept_files: int, peak_bytes: int) -> CheckpointReport:
+    """Returns the report of files from their records (see `Journal.finish`)."""
+    tensors = tuple(TensorReport.from_dict(fields) for record in records for fields in record["tensors"])
+    return CheckpointReport(
+        path,
+        tuple(record["file"] for record in records),
+        tensors,
+        sum(tensor.num_bytes for tensor in tensors),
+        sum(record["size"] for record in records),
+        kept_files,
+        peak_bytes,
+    )

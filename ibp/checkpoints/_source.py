@@ -1,20 +1,20 @@
-"""What readers see of a file of tensors: names, shapes, dtypes, and ranges of bytes."""
+"""A file of tensors as all formats show it: names, shapes, dtypes, and ranges of bytes."""
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from .. import _core
 from .._common.closing import Closing
-from .._files import VIEW_KEY, View, entry_of, open_regular
+from .._files import VIEW_KEY, View, entry_of
+from .._layout.geometry import bytes_of
 from .._tables.compressed_tensor import CompressedTensor
 
 _BLOCK_BYTES = 16 << 20  # bytes that `tensor` reads at once
@@ -74,6 +74,12 @@ class SourceTensor:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def spans(self, block_bytes: int) -> Iterator[tuple[int, int]]:
+        """Yields the first byte and the end of each block of the tensor, of block_bytes each except the last one. An
+        empty tensor has one empty block."""
+        for start in range(0, max(1, self.num_bytes), block_bytes):
+            yield start, min(start + block_bytes, self.num_bytes)
+
     def header_entry(self) -> tuple[str, tuple[int, ...]]:
         """Returns the dtype and shape of the plain tensor in the header of a file. Raises ValueError if safetensors
         does not have the dtype."""
@@ -86,8 +92,7 @@ class SourceTensor:
         """Returns the whole tensor, in memory of its own on the CPU."""
         data = torch.empty(self.num_bytes, dtype=torch.uint8, device="cpu")
         to = data.numpy()
-        for start in range(0, self.num_bytes, _BLOCK_BYTES):
-            end = min(start + _BLOCK_BYTES, self.num_bytes)
+        for start, end in self.spans(_BLOCK_BYTES):
             to[start:end] = self.read(start, end)
         return data.view(self.dtype).reshape(self.shape)
 
@@ -95,26 +100,35 @@ class SourceTensor:
         return f"SourceTensor({self.name!r}, {self.dtype}, {list(self.shape)})"
 
 
-def mapped_tensor(
-    name: str, dtype: torch.dtype, shape: tuple[int, ...], data: np.ndarray, has_items: bool = False
-) -> SourceTensor:
-    """Returns a tensor whose bytes are in a map of its file."""
-    return SourceTensor(name, dtype, shape, lambda start, end: data[start:end], has_items)
+def loaded_tensor(name: str, tensor: torch.Tensor, path: object) -> SourceTensor:
+    """Returns a dense tensor of torch, with any strides, as a tensor of a source."""
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise SourceFormatError(f"{path}: tensor {name!r} is not dense; wanted a strided tensor with its values")
+    tensor, size = tensor.detach(), tensor.dtype.itemsize
+
+    def read(start_byte: int, end_byte: int) -> np.ndarray:
+        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+            return bytes_of(tensor)[start_byte:end_byte].numpy()
+        first, last = start_byte // size, -(-end_byte // size)
+        elements = _elements(tensor, first, last)
+        return bytes_of(elements)[start_byte - first * size : end_byte - first * size].numpy()
+
+    return SourceTensor(name, tensor.dtype, tuple(tensor.shape), read)
 
 
-def with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
-    """Returns the tensor of an entry in a header. It keeps the entry if torch's tensor has another one."""
-    entry = dtype, shape
-    return tensor if entry_of(tensor.dtype, tensor.shape) == entry else replace(tensor, entry=entry)
+def _elements(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """Returns elements first to last - 1 of a tensor in order, by whole items of its first dimension."""
+    if tensor.dim() == 0:
+        return tensor.reshape(1)
+    each = tensor[0].numel()
+    item, end = first // each, -(-last // each)
+    if end - item == 1 and tensor.dim() > 1:
+        return _elements(tensor[item], first - item * each, last - item * each)
+    return tensor[item:end].reshape(-1)[first - item * each : last - item * each]
 
 
-def map_file(path: str | os.PathLike[str]) -> np.ndarray:
-    """Returns the bytes of a file, uint8 [size], read-only. Pages are loaded when they are read, and do not count as
-    a process's own memory. The map lives as long as any view of it."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        num_bytes = os.fstat(file.fileno()).st_size
-        pages = memoryview(_core.FilePages(file.fileno(), 0, num_bytes)) if num_bytes else memoryview(b"")
-        return np.frombuffer(pages.toreadonly(), np.uint8)
+# Returns the bytes of a tensor in order, block by block.
+Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]
 
 
 class Source(Closing):
@@ -129,6 +143,7 @@ class Source(Closing):
         tensors: mapping from name to `SourceTensor`, in the file's order.
         parts: the files of a set as sources, in the order of their names; for one file, the source itself.
         files: paths, on this machine, of the files that are read.
+        closing: what is closed with the source.
     """
 
     def __init__(
@@ -137,14 +152,13 @@ class Source(Closing):
         format: str,
         tensors: Mapping[str, SourceTensor],
         metadata: Mapping[str, str] | None = None,
-        close: Callable[[], None] | None = None,
     ) -> None:
         self.path, self.format = path, format
         self.metadata: Mapping[str, str] = MappingProxyType(dict(metadata or {}))
         self.tensors: Mapping[str, SourceTensor] = MappingProxyType(dict(tensors))
         self.parts: tuple[Source, ...] = (self,)
         self.files: tuple[str, ...] = (path,)
-        self._close = close
+        self.closing = contextlib.ExitStack()
 
     @property
     def num_bytes(self) -> int:
@@ -170,9 +184,7 @@ class Source(Closing):
 
     def close(self) -> None:
         """Closes the file. Arrays that were read stay valid."""
-        close, self._close = self._close, None
-        if close is not None:
-            close()
+        self.closing.close()
 
     def __repr__(self) -> str:
         return f"Source({self.path!r}, {self.format}, {len(self.tensors)} tensors, {self.num_bytes:,} bytes)"

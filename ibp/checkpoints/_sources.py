@@ -1,4 +1,8 @@
-"""Opens files of tensors of any known format, one or many, on this machine or by fsspec."""
+"""Opens files of tensors of any known format, one or many, on this machine or by fsspec.
+
+`FORMATS` lists the formats, each of which has a module of its own. A source may be one file, several, the set that an
+index names, or the model in a directory.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,19 @@ import glob
 import os
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import IO, NamedTuple
 
 from .._files import (
     INDEX_SUFFIX,
     SUFFIX,
     TENSOR_SUFFIXES,
     FileFormatError,
-    Header,
     PathLike,
     file_system,
     find_files,
-    form_of,
     is_of_weights,
     is_url,
     open_regular,
@@ -29,12 +32,31 @@ from .._files import (
     read_header,
     read_here,
 )
-from ._ibp_files import open_ibp
-from ._numpy_files import open_npy, open_npz
-from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor, map_file, mapped_tensor, with_entry
-from ._torch_files import open_torch
+from ._numpy_files import open_npy, open_npz, write_npy, write_npz
+from ._safetensors_files import open_ibp, open_safetensors, write_safetensors
+from ._source import NotTensorsError, Pieces, Source, SourceFormatError, SourceTensor
+from ._torch_files import open_torch, write_torch
 
-_OPENERS: dict[str, Callable[[PathLike], Source]] = {"npy": open_npy, "npz": open_npz, "torch": open_torch}
+
+class Format(NamedTuple):
+    """A format of files of tensors.
+
+    Attributes:
+        open: opens a file of this machine.
+        write: writes the tensors and the metadata of a source to a file, with the bytes that a function returns for
+            each tensor.
+    """
+
+    open: Callable[[PathLike], Source]
+    write: Callable[[IO[bytes], Source, Pieces], None]
+
+
+FORMATS: Mapping[str, Format] = {
+    "safetensors": Format(open_safetensors, write_safetensors),
+    "npy": Format(open_npy, write_npy),
+    "npz": Format(open_npz, write_npz),
+    "torch": Format(open_torch, write_torch),
+}
 _OF_ANY_BYTES = ".bin"  # a suffix that tokenizers also use for files of theirs
 _READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
 _START_BYTES = 16
@@ -52,30 +74,18 @@ def open_source(path: PathLike) -> Source:
         ibp.FileFormatError: a file of ibp contradicts itself."""
     path = path_text(path)
     if is_url(path):
-        return _open_url(path)
+        with contextlib.ExitStack() as stack:
+            source = open_source(stack.enter_context(local_path(path)))
+            source.path = path
+            source.closing.push(stack.pop_all())
+            return source
     if os.path.isdir(path):
         return _open_directory(path)
     if not os.path.exists(path):
         raise FileNotFoundError(f"{path}: there is no such file")
     if path.endswith(INDEX_SUFFIX):
         return _open_index(path)
-    found = format_of(path)
-    if found != "safetensors":
-        return _OPENERS[found](path)
-    header = read_header(Path(path))
-    return _open_safetensors(path, header) if header.is_plain else open_ibp(path)
-
-
-def _open_safetensors(path: str, header: Header) -> Source:
-    """Opens a safetensors file, whose tensors are read from its map. A tensor whose dtype torch does not have is
-    read as its bytes."""
-    data, tensors = map_file(path), {}
-    for name, entry in header.tensors.items():
-        if entry.end > data.size:
-            raise FileFormatError(f"{path} has changed since it was opened")
-        dtype, shape = form_of(*entry[:2], entry.num_bytes)
-        tensors[name] = with_entry(mapped_tensor(name, dtype, shape, data[entry.start : entry.end]), *entry[:2])
-    return Source(path, "safetensors", tensors, header.metadata)
+    return FORMATS[format_of(path)].open(path)
 
 
 def format_of(path: str) -> str:
@@ -117,23 +127,6 @@ def open_sources(inputs: PathLike | Iterable[PathLike]) -> Source:
     return _opened(", ".join(paths), paths, open_source)
 
 
-def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None]) -> Source:
-    """Opens files as one source, without the files for which open_one returns None."""
-    opened: list[Source] = []
-    try:
-        for file in files:
-            source = open_one(file)
-            if source is not None:
-                opened.append(source)
-        if not opened:
-            raise FileNotFoundError(f"{path}: no file holds tensors")
-        return opened[0] if len(opened) == 1 else joined(path, opened)
-    except BaseException:
-        for source in opened:
-            source.close()
-        raise
-
-
 def expand(inputs: PathLike | Iterable[PathLike]) -> list[str]:
     """Returns the files and URLs that the inputs name. Globs become what they match, sorted. Raises
     FileNotFoundError if nothing is named, or if nothing matches."""
@@ -147,36 +140,43 @@ def expand(inputs: PathLike | Iterable[PathLike]) -> list[str]:
 
 
 def local_path(path: str) -> contextlib.AbstractContextManager[str]:
-    """Returns a context of the path; for a URL, of the path of a local copy of the file or set of files, which
-    exists as long as the context lasts."""
+    """Returns a context that gives the path itself or, for a URL, the path of a local copy of the file or set of
+    files. The copy exists as long as the context lasts."""
     return read_here(path, (*TENSOR_SUFFIXES, INDEX_SUFFIX))
 
 
-def joined(path: str, parts: list[Source]) -> Source:
-    """Returns several sources as one, with the metadata of all. Raises ValueError if two have a tensor with the same
-    name."""
-    tensors: dict[str, SourceTensor] = {}
-    owners: dict[str, str] = {}
-    for part in parts:
-        for name, tensor in part.tensors.items():
-            if name in tensors:
-                raise ValueError(
-                    f"{owners[name]} and {part.path} both have a tensor {name!r}; wanted names of their own"
-                )
-            tensors[name], owners[name] = tensor, part.path
-    formats = {part.format for part in parts}
-    texts: dict[str, str] = {}
-    for part in reversed(parts):  # if several parts have a key, the first part's text counts
-        texts.update(part.metadata)
+def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None]) -> Source:
+    """Opens files as one source, with the metadata of all. Files for which open_one returns None are left out.
 
-    def close() -> None:
+    Raises:
+        FileNotFoundError: no file is left.
+        ValueError: two files have a tensor with the same name.
+    """
+    with contextlib.ExitStack() as stack:
+        parts = [stack.enter_context(source) for file in files if (source := open_one(file)) is not None]
+        if not parts:
+            raise FileNotFoundError(f"{path}: no file holds tensors")
+        if len(parts) == 1:
+            stack.pop_all()
+            return parts[0]
+        tensors: dict[str, SourceTensor] = {}
+        owners: dict[str, str] = {}
         for part in parts:
-            part.close()
-
-    whole = Source(path, formats.pop() if len(formats) == 1 else "several", tensors, texts, close)
-    whole.parts = tuple(inner for part in parts for inner in part.parts)
-    whole.files = tuple(file for part in parts for file in part.files)
-    return whole
+            for name, tensor in part.tensors.items():
+                if name in tensors:
+                    raise ValueError(
+                        f"{owners[name]} and {part.path} both have a tensor {name!r}; wanted names of their own"
+                    )
+                tensors[name], owners[name] = tensor, part.path
+        formats = {part.format for part in parts}
+        texts: dict[str, str] = {}
+        for part in reversed(parts):  # if several parts have a key, the first part's text counts
+            texts.update(part.metadata)
+        whole = Source(path, formats.pop() if len(formats) == 1 else "several", tensors, texts)
+        whole.parts = tuple(inner for part in parts for inner in part.parts)
+        whole.files = tuple(file for part in parts for file in part.files)
+        whole.closing = stack.pop_all()
+        return whole
 
 
 def _matches(path: str) -> list[str]:
@@ -190,21 +190,6 @@ def _matches(path: str) -> list[str]:
     if not found:
         raise FileNotFoundError(f"{path}: no file matches")
     return found
-
-
-def _open_url(url: str) -> Source:
-    with contextlib.ExitStack() as stack:
-        source = open_source(stack.enter_context(local_path(url)))
-        source.path = url
-        held, close = stack.pop_all(), source._close
-
-        def let_go() -> None:
-            with held:
-                if close is not None:
-                    close()
-
-        source._close = let_go
-        return source
 
 
 def _open_directory(path: str) -> Source:

@@ -1,24 +1,50 @@
-"""Reads checkpoints that torch.save wrote, with weights_only: tensors are named by the path of their keys, and other
-values become texts."""
+"""Reads checkpoints that torch.save wrote, with weights_only, and writes such checkpoints.
+
+The tensor at ["model"]["w"] has the name "model.w". A number or text at ["epoch"] has the key "torch.epoch" of the
+metadata, as JSON. One more text of the metadata, "torch_structure", holds what the names do not say. It is a JSON value
+of nodes:
+
+    null                  is the tensor or the value of the path that leads to it,
+    [kind, children]      is a container of one of `_KINDS`. Children are [key, node] pairs for a mapping, and nodes for
+                          a list; null for a mapping at the root whose keys are the names, those of tensors first,
+    [kind, children, x]   also has an attribute _metadata, like the state_dict of a module.
+
+Keys, and the content of _metadata, are nodes with their values in place of null.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import zipfile
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from pickle import UnpicklingError
-from typing import Any
+from typing import IO, Any
 
-import numpy as np
 import torch
 
 from .._files import MAX_HEADER_BYTES, MOST_TIMES, STORAGE, View, open_regular
-from .._layout import geometry
-from ._nested import flattened
-from ._source import NotTensorsError, Source, SourceFormatError, SourceTensor
+from ._source import NotTensorsError, Pieces, Source, SourceFormatError, SourceTensor, loaded_tensor
 
+PREFIX = "torch."  # of keys of metadata that hold a value of the checkpoint as JSON
+STRUCTURE = "torch_structure"
+
+_KINDS: dict[str, Any] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
+    "list": list,
+    "tuple": tuple,
+    "Size": torch.Size,
+}
+_NAMES = {made: kind for kind, made in _KINDS.items()}
+_SCALARS = (str, int, float, bool, type(None))
+_MOST_LEVELS = 64
+_VALUE_BYTES = 16  # least bytes that a value takes in the header, with quotes, commas and its place
+_ABSENT = object()
 _WHY = re.compile(r"WeightsUnpickler error:\s*(.+)")
 _UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in torch's message about a class or function that weights_only does not accept
 
@@ -57,6 +83,36 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
             f"{largest.name!r} has {largest.num_bytes:,}; wanted tensors that are stored whole, not expanded ones"
         )
     return Source(os.fspath(path), "torch", _with_views(tensors, found, path), metadata)
+
+
+def _reason(error: Exception) -> str:
+    """Returns why torch refuses a file, in one line, without torch's advice to trust the file."""
+    found = _WHY.search(str(error))
+    return found[1] if found else str(error).split("\n", 1)[0] or type(error).__name__
+
+
+def _load(path: str) -> Any:
+    """Loads the file, mapped if torch can map it."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        is_archive = file.read(4) == b"PK\3\4"
+    if is_archive:
+        with zipfile.ZipFile(path) as archive:
+            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+                raise SourceFormatError("members of the archive are deflated; wanted it as torch.save wrote it")
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
+
+
+def write_torch(file: IO[bytes], source: Source, pieces: Pieces) -> None:
+    """Writes a checkpoint by torch.save: nested as metadata says, otherwise a dict from names to tensors. Tensors
+    that shared memory share it again. Meanwhile all of it is in memory."""
+    held: dict[SourceTensor, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
+    for tensor in source.tensors.values():
+        base = tensor.base or tensor
+        if base not in held:
+            held[base] = base.tensor()
+        values[tensor.name] = held[base] if tensor.view is None else tensor.view.of(held[base])
+    torch.save(nested(values, source.metadata), file)
 
 
 # ---- tensors that share memory ----
@@ -113,48 +169,166 @@ def _overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list
     return joined
 
 
-# ---- one file ----
+# ---- nested values ----
 
 
-def _reason(error: Exception) -> str:
-    """Returns why torch refuses a file, in one line, without torch's advice to trust the file."""
-    found = _WHY.search(str(error))
-    return found[1] if found else str(error).split("\n", 1)[0] or type(error).__name__
+def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Returns the tensors of a checkpoint by name, and its other values as texts of metadata. most_bytes: limit of the
+    bytes of names and texts.
+
+    Raises:
+        NotTensorsError: it holds a value that is not a tensor, a number, a text or a container of these.
+        SourceFormatError: two values have one name, containers are nested too deeply, or there are too many values.
+    """
+    made = _Flattening(most_bytes)
+    structure = made.node(content, "")
+    # whether the root is a mapping from names to tensors and values with the same names as in the file
+    is_flat = isinstance(structure, list) and structure[0] not in ("list", "tuple", "Size")
+    is_flat = is_flat and all(isinstance(key, str) and key and node is None for key, node in structure[1])
+    in_order = [*made.tensors, *(key.removeprefix(PREFIX) for key in made.texts)]  # as `nested` finds them
+    is_in_order = is_flat and [key for key, _ in structure[1]] == in_order
+    storages = [one.untyped_storage().data_ptr() for one in made.tensors.values() if one.layout == torch.strided]
+    if is_in_order and len(set(storages)) == len(storages):
+        structure = [structure[0], None, *structure[2:]]
+    if structure != ["dict", None]:
+        made.texts[STRUCTURE] = json.dumps(structure, separators=(",", ":"))
+    return made.tensors, made.texts
 
 
-def _load(path: str) -> Any:
-    """Loads the file, mapped if torch can map it."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        is_archive = file.read(4) == b"PK\3\4"
-    if is_archive:
-        with zipfile.ZipFile(path) as archive:
-            if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
-                raise SourceFormatError("members of the archive are deflated; wanted it as torch.save wrote it")
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True if is_archive else None)
+class _Flattening:
+    """Makes a checkpoint flat. A list that is shared within the checkpoint may stand for any number of values, so
+    values are counted by the room that they would take in a header."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.texts: dict[str, str] = {}
+        self._most = self._room = most_bytes
+        self._json_bytes: dict[int, int | None] = {}  # by the container's id; None while a container is being looked at
+
+    def node(self, value: Any, path: str | None, level: int = 0) -> Any:
+        """Returns the node of a value. path: None if values are in the node itself."""
+        self._take(_VALUE_BYTES + len(path or ""))
+        if level > _MOST_LEVELS:
+            raise SourceFormatError(f"lists and dicts are nested more than {_MOST_LEVELS} levels deep")
+        if isinstance(value, torch.Tensor) and path is not None:
+            self._enter(self.tensors, path, value)
+            return None
+        num_bytes = self._bytes_as_json(value, level)
+        if type(value) in _SCALARS or (type(value) is list and num_bytes is not None and path is not None):
+            self._take(num_bytes or 0)
+            if path is None:
+                return value
+            self._enter(self.texts, path, json.dumps(value))
+            return None
+        kind = _NAMES.get(type(value))
+        if kind is None:
+            raise NotTensorsError(
+                f"the value at {path or 'the root'!r} is a {type(value).__name__}; wanted a tensor, a number, a text, "
+                "or dicts and lists of them"
+            )
+        return [kind, *self._inside(value, path, level + 1)]
+
+    def _inside(self, value: Any, path: str | None, level: int) -> list[Any]:
+        """Returns the children of a container, and its attribute if it has one."""
+        attributes = getattr(value, "__dict__", {})
+        if attributes.keys() - {"_metadata"}:
+            raise NotTensorsError(f"the {type(value).__name__} at {path or 'the root'!r} has attributes of its own")
+        if not isinstance(value, Mapping):
+            return [[self.node(inner, _joined(path, key), level) for key, inner in enumerate(value)]]
+        children = [
+            [self.node(key, None, level), self.node(inner, _joined(path, key), level)] for key, inner in value.items()
+        ]
+        return [children, *(self.node(inner, None, level) for inner in attributes.values())]
+
+    def _enter(self, where: dict[str, Any], path: str, value: Any) -> None:
+        name = path or "tensor"
+        if name in self.tensors or PREFIX + name in self.texts:
+            raise SourceFormatError(f"two values have the path {name!r}")
+        where[name if where is self.tensors else PREFIX + name] = value
+
+    def _take(self, num_bytes: int) -> None:
+        self._room -= num_bytes
+        if self._room < 0:
+            raise SourceFormatError(
+                f"names, and values besides the tensors, take more than {self._most:,} bytes as text; wanted a "
+                "checkpoint that does not have the same lists or dicts in very many places"
+            )
+
+    def _bytes_as_json(self, value: Any, level: int) -> int | None:
+        """Returns the approximate bytes of a value that JSON gives back unchanged, or None for other values. Each
+        container is looked at once."""
+        if isinstance(value, str):
+            return len(value)
+        if type(value) in _SCALARS:
+            return _VALUE_BYTES
+        is_dict = type(value) is dict and all(type(key) is str for key in value)
+        if level > _MOST_LEVELS or not (is_dict or type(value) is list):
+            return None
+        if id(value) not in self._json_bytes:
+            self._json_bytes[id(value)] = None
+            sizes = [self._bytes_as_json(inner, level + 1) for inner in (value.values() if is_dict else value)]
+            keys = sum(map(len, value)) if is_dict else 0
+            known = [size for size in sizes if size is not None]
+            if len(known) == len(sizes):
+                self._json_bytes[id(value)] = keys + sum(known) + 2 * len(sizes)
+        return self._json_bytes[id(value)]
 
 
-def loaded_tensor(name: str, tensor: torch.Tensor, path: object) -> SourceTensor:
-    """Returns a dense tensor of torch, with any strides, as a tensor of a source."""
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        raise SourceFormatError(f"{path}: tensor {name!r} is not dense; wanted a strided tensor with its values")
-    tensor, size = tensor.detach(), tensor.dtype.itemsize
+def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any:
+    """Returns what `flattened` was given. Tensors that have been left out are missing from their dicts. New tensors are
+    added to the outermost dict.
 
-    def read(start_byte: int, end_byte: int) -> np.ndarray:
-        if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-            return geometry.bytes_of(tensor)[start_byte:end_byte].numpy()
-        first, last = start_byte // size, -(-end_byte // size)
-        elements = _elements(tensor, first, last)
-        return geometry.bytes_of(elements)[start_byte - first * size : end_byte - first * size].numpy()
+    Raises:
+        SourceFormatError: the metadata is damaged, or a tensor has no place.
+    """
+    left: dict[str, Any] = dict(tensors)
+    try:
+        values = {key.removeprefix(PREFIX): json.loads(text) for key, text in texts.items() if key.startswith(PREFIX)}
+        left.update(values)
+        made = _content(json.loads(texts[STRUCTURE]) if STRUCTURE in texts else ["dict", None], "", left)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        if isinstance(error, SourceFormatError):
+            raise
+        raise SourceFormatError(f"the metadata does not say how the checkpoint was nested: {error}") from None
+    if made is _ABSENT:
+        made = {}
+    for name, value in left.items():
+        if not isinstance(made, dict) or name in made:
+            raise SourceFormatError(
+                f"{name!r} has no place in the checkpoint that metadata describes; wanted .safetensors"
+            )
+        made[name] = value
+    return made
 
-    return SourceTensor(name, tensor.dtype, tuple(tensor.shape), read)
+
+def _content(node: Any, path: str | None, left: dict[str, Any]) -> Any:
+    """Returns what a node stands for, or `_ABSENT` if it has been left out.
+
+    path: the keys that lead to the node. None if values are in the node itself.
+    left: tensors and values by their paths, from which those of the node are taken.
+    """
+    if not isinstance(node, list):
+        if path is None:
+            return node
+        if node is not None:
+            raise ValueError(f"{node!r} is neither a container nor null")
+        return left.pop(path or "tensor", _ABSENT)
+    kind, children, *attribute = node
+    if kind in ("list", "tuple", "Size"):
+        values = [_content(inner, _joined(path, key), left) for key, inner in enumerate(children)]
+        if any(value is _ABSENT for value in values):
+            raise SourceFormatError(f"a tensor of the {kind} at {path!r} is left out; wanted .safetensors")
+        return _KINDS[kind](values)
+    made = _KINDS[kind]()
+    for key_node, inner in children or ():
+        key = _content(key_node, None, left)
+        value = _content(inner, _joined(path, key), left)
+        if value is not _ABSENT:
+            made[key] = value
+    if attribute:
+        made._metadata = _content(attribute[0], None, left)
+    return made
 
 
-def _elements(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Returns elements first to last - 1 of a tensor in order, by whole items of its first dimension."""
-    if tensor.dim() == 0:
-        return tensor.reshape(1)
-    each = tensor[0].numel()
-    item, end = first // each, -(-last // each)
-    if end - item == 1 and tensor.dim() > 1:
-        return _elements(tensor[item], first - item * each, last - item * each)
-    return tensor[item:end].reshape(-1)[first - item * each : last - item * each]
+def _joined(path: str | None, key: Any) -> str | None:
+    return None if path is None else f"{path}.{key}" if path else str(key)

@@ -17,8 +17,8 @@ from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 
 from .._files import INDEX_SUFFIX, coded_name, part_names
-from ..checkpoints._ibp_files import open_ibp
 from ..checkpoints._model_files import METHOD
+from ..checkpoints._safetensors_files import open_ibp
 from ..checkpoints._source import SourceTensor
 from ._loading import CodingFields, CodingQuantizer, Loading, check_device_map, is_coded
 

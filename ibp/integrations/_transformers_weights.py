@@ -25,9 +25,9 @@ from .._common.rounding import rounded_up
 from .._files import INDEX_SUFFIX, coded_name, dtype_name, index_of, save
 from .._offload.offloaded import Offloaded, offload
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from ..checkpoints._ibp_files import open_ibp
 from ..checkpoints._model_files import CODED_WEIGHTS, METHOD, WEIGHTS, lines_that_load
-from ..checkpoints._planning import SHARD_BYTES
+from ..checkpoints._outputs import SHARD_BYTES
+from ..checkpoints._safetensors_files import open_ibp
 from ..checkpoints._source import SourceTensor
 from ..nn import coded_state_dict
 from ..nn._compressing import options_of

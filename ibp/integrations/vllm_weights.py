@@ -21,8 +21,8 @@ from .._fetch.linear import linear
 from .._files import INDEX_SUFFIX
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.torch_functions import embedding_of
-from ..checkpoints._ibp_files import open_ibp
 from ..checkpoints._model_files import CODED_WEIGHTS, METHOD, WEIGHTS
+from ..checkpoints._safetensors_files import open_ibp
 from ..nn._compressing import LEAST_SAVINGS, is_included
 from ..nn._tables import matrix_table
 from ._engines import check_engine

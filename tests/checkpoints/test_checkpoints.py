@@ -17,7 +17,7 @@ import ibp
 from helpers import bytes_of
 from ibp._inspect.report import inspect_path
 from ibp.checkpoints import _coding, _compressing
-from ibp.checkpoints._report import PeakMemory
+from ibp.checkpoints._outputs import Journal, PeakMemory
 from ibp.checkpoints._sources import open_source, open_sources
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -441,11 +441,11 @@ def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkey
     path, tensors = checkpoint
     copied, target = tmp_path / "in.safetensors", tmp_path / "m.safetensors"
     copied.write_bytes(path.read_bytes())
-    move = _compressing._BlockJob._finish
-    monkeypatch.setattr(_compressing._BlockJob, "_finish", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
+    publish = Journal.publish
+    monkeypatch.setattr(Journal, "publish", lambda *_: (_ for _ in ()).throw(OSError("interrupted")))
     with pytest.raises(OSError, match="interrupted"):
         compress(copied, target, shard_bytes=50_000)
-    monkeypatch.setattr(_compressing._BlockJob, "_finish", move)
+    monkeypatch.setattr(Journal, "publish", publish)
     options = {}
     if change == "input":
         os.utime(copied, (1, 1))
@@ -462,7 +462,7 @@ def test_files_of_another_call_are_not_kept(change, checkpoint, tmp_path, monkey
 def test_a_failure_leaves_what_was_there(checkpoint, tmp_path, monkeypatch):
     path, _ = checkpoint
     (tmp_path / "old.safetensors").write_bytes(b"old")
-    monkeypatch.setattr(_compressing._Writing, "_write_table", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr(_compressing._BlockWriter, "_finish", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
     for target, options in (("old.safetensors", {"force": True}), ("new.safetensors", {"shard_bytes": 50_000})):
         with pytest.raises(OSError, match="full"):
             compress(path, tmp_path / target, **options)
@@ -665,7 +665,7 @@ def test_sources_say_what_they_are(checkpoint):
 LIMITED = """
 import resource, sys, threading
 import ibp
-from ibp.checkpoints._report import PeakMemory
+from ibp.checkpoints._outputs import PeakMemory
 before = PeakMemory().num_bytes
 used = next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData"))
 limits = resource.getrlimit(resource.RLIMIT_DATA)

@@ -11,7 +11,7 @@ import torch
 
 import ibp
 from ibp.checkpoints import _compressing
-from ibp.checkpoints._journal import Journal
+from ibp.checkpoints._outputs import Journal
 
 PLAN = {"a": "plan"}
 
@@ -79,7 +79,7 @@ def test_two_calls_with_one_output(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_lock_of_a_killed_process_is_none(tmp_path):
     code = (
-        "import sys, time, pathlib; from ibp.checkpoints._journal import Journal; "
+        "import sys, time, pathlib; from ibp.checkpoints._outputs import Journal; "
         "Journal(pathlib.Path(sys.argv[1]), {'a': 'plan'}).open(True); print('has it', flush=True); time.sleep(600)"
     )
     target = tmp_path / "out.safetensors"

@@ -12,7 +12,7 @@ from golden import make_planes
 from helpers import embedding, make_tensor, one_hot_rows, planes_codebook, spiky_rows
 from ibp._inspect import report, splitting
 from ibp._rows.plan import spread_bytes
-from ibp.checkpoints._torch_files import loaded_tensor
+from ibp.checkpoints._source import loaded_tensor
 
 # Parts of a table that are none of its coded rows.
 OTHER_PARTS = {"raw rows", "index", "codebook", "unused room"}

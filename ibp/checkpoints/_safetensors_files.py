@@ -1,26 +1,86 @@
-"""Files of ibp as sources. Tables are decoded block by block when they are read."""
+"""Reads safetensors files, those of ibp included, and writes plain ones. Plain tensors are read from the file's map,
+and tables are decoded block by block when they are read."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
 import math
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 import torch
 
-from .._files import STORAGE, File, FileFormatError, View, find_files, read_header, stored_in, views_in
+from .. import _core
+from .._common.rounding import rounded_up
+from .._files import (
+    MAX_HEADER_BYTES,
+    STORAGE,
+    Entry,
+    File,
+    FileFormatError,
+    View,
+    entry_of,
+    find_files,
+    form_of,
+    open_regular,
+    read_header,
+    stored_in,
+    views_in,
+)
 from .._files import open as open_file
 from .._tables.changes import decoded_bytes
 from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
-from ._source import Source, SourceFormatError, SourceTensor, with_entry
-from ._torch_files import loaded_tensor
+from ._source import Pieces, Source, SourceFormatError, SourceTensor, loaded_tensor
 
 ROWS_KEY = "ibp_rows."  # of metadata: a table that holds some items of a tensor; its fields are first, last and items
+_ALIGNMENT = 8  # bytes: the alignment of data in a safetensors file
+_METADATA = "__metadata__"
 _CPU = torch.device("cpu")
+
+
+def open_safetensors(path: str | os.PathLike[str]) -> Source:
+    """Opens a safetensors file: one of ibp, or a plain one.
+
+    Raises:
+        ibp.FileFormatError: it is not such a file.
+        SourceFormatError: it holds a delta.
+    """
+    header = read_header(Path(path))
+    if not header.is_plain:
+        return open_ibp(path)
+    with os.fdopen(open_regular(path), "rb") as file:
+        # The kernel loads pages of the map when they are read, and does not count them as a process's own memory. The
+        # map lives as long as any view of it.
+        pages = memoryview(_core.FilePages(file.fileno(), 0, os.fstat(file.fileno()).st_size))
+    data, tensors = np.frombuffer(pages.toreadonly(), np.uint8), {}
+    for name, entry in header.tensors.items():
+        if entry.end > data.size:
+            raise FileFormatError(f"{path} has changed since it was opened")
+        tensors[name] = _mapped_tensor(name, entry, data[entry.start : entry.end])
+    return Source(os.fspath(path), "safetensors", tensors, header.metadata)
+
+
+def _mapped_tensor(name: str, entry: Entry, data: np.ndarray) -> SourceTensor:
+    """Returns a plain tensor of a file, whose bytes are in the file's map."""
+    dtype, shape = form_of(entry.dtype, entry.shape, entry.num_bytes)
+    tensor = SourceTensor(name, dtype, shape, lambda start, end: data[start:end])
+    return _with_entry(tensor, entry.dtype, entry.shape)
+
+
+def _with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
+    """Returns the tensor of an entry in a header. It keeps the entry if torch's tensor has another one."""
+    entry = dtype, shape
+    return tensor if entry_of(tensor.dtype, tensor.shape) == entry else replace(tensor, entry=entry)
+
+
+# ---- files of ibp ----
 
 
 def open_ibp(path: str | os.PathLike[str]) -> Source:
@@ -30,31 +90,29 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
         ibp.FileFormatError: it is not such a file.
         SourceFormatError: it holds a delta, which is not a tensor without its base.
     """
-    file = open_file(path, memory="host")
-    try:
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_file(path, memory="host"))
         tensors: dict[str, SourceTensor] = {}
         for name, value, entry in stored_in(file):
             if isinstance(value, (CompressedTensor, WholeTensor)):
                 tensors[name] = _coded_tensor(name, value)
             elif isinstance(value, torch.Tensor) and entry is not None:
-                tensors[name] = with_entry(loaded_tensor(name, value, path), *entry)
+                tensors[name] = _with_entry(loaded_tensor(name, value, path), *entry)
             else:
                 raise SourceFormatError(f"{path}: {name!r} is a delta; wanted tensors: apply it to its base first")
-        metadata = {key: text for key, text in file.metadata.items() if not key.startswith(ROWS_KEY)}
         tensors = _with_whole(tensors, file.metadata, path)
         for name, view in views_in(file).items():
             if view.base not in tensors:
                 raise FileFormatError(f"{path}: {name!r} is a view of {view.base!r}, some items of a tensor")
             tensors[name] = _view_tensor(name, view, tensors[view.base])
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(STORAGE) or name in file}
-    except BaseException:
-        file.close()
-        raise
-    source = Source(os.fspath(path), "ibp", tensors, metadata, file.close)
-    source.files = tuple(map(os.fspath, find_files(Path(path)).files.values()))
-    if len(source.files) > 1 and list(tensors) == list(file):
-        source.parts = _parts_of(source, file)
-    return source
+        metadata = {key: text for key, text in file.metadata.items() if not key.startswith(ROWS_KEY)}
+        source = Source(os.fspath(path), "ibp", tensors, metadata)
+        source.files = tuple(map(os.fspath, find_files(Path(path)).files.values()))
+        if len(source.files) > 1 and list(tensors) == list(file):
+            source.parts = _parts_of(source, file)
+        source.closing = stack.pop_all()
+        return source
 
 
 def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
@@ -141,3 +199,27 @@ def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], p
             raise FileFormatError(f"{path}: the tables of {whole!r} are not those of all its items")
         tensors[whole] = _joined_tensor(whole, held)
     return tensors
+
+
+# ---- writing ----
+
+
+def write_safetensors(file: IO[bytes], source: Source, pieces: Pieces) -> None:
+    """Writes an ordinary safetensors file. Raises ValueError if safetensors does not have a name or a dtype, or if the
+    header is too large."""
+    header: dict[str, Any] = {_METADATA: dict(source.metadata)} if source.metadata else {}
+    end = 0
+    for tensor in source.tensors.values():
+        if tensor.name == _METADATA:
+            raise ValueError(f"there is a tensor {_METADATA!r}, a name that safetensors has for other uses")
+        start, end = end, end + tensor.num_bytes
+        dtype, shape = tensor.header_entry()
+        header[tensor.name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text = text.ljust(rounded_up(len(text), _ALIGNMENT))
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"the header has {len(text)} bytes; readers of safetensors take at most {MAX_HEADER_BYTES}")
+    file.write(len(text).to_bytes(8, "little") + text)
+    for tensor in source.tensors.values():
+        for piece in pieces(tensor):
+            file.write(piece.data)
