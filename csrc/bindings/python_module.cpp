@@ -61,8 +61,8 @@ static_assert(sizeof(DLManagedTensor) == 64, "the layout of dlpack.h on a 64-bit
 enum : int32_t { kDLCUDA = 2 };
 enum : uint8_t { kDLUInt = 1 };
 
-// Bytes of an object in pinned memory, as a CUDA device sees them. The object lives as long as the DLPack capsule, or
-// whoever has taken the bytes from it, holds them.
+// Pinned memory of an object, `owner`, as an array of DLPack on a CUDA device. It keeps the owner alive until the
+// DLPack capsule, or the tensor that was made from the capsule, releases the array.
 struct MappedBytes {
     DLManagedTensor managed;
     py::object owner;
@@ -76,11 +76,12 @@ struct MappedBytes {
     }
 };
 
-// Returns a DLPack capsule with pinned bytes as uint8 on the current CUDA device. Torch's own ways to wrap an address,
-// from_blob and __cuda_array_interface__, cannot be used: they ask the driver for the device of the address, and the
-// driver names the device that was current when the memory was pinned.
+// Returns a DLPack capsule that holds pinned memory as an array of uint8 on the current CUDA device. Torch's own ways
+// to wrap an address, from_blob and __cuda_array_interface__, cannot be used: they ask the driver for the device of the
+// address, and the driver names the device that was current when the memory was pinned.
 //
-// address, num_bytes: the bytes.
+// owner: the object that the memory belongs to; it is kept alive.
+// address, num_bytes: the memory.
 // device: the index of the current device.
 py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, int32_t device)
 {
@@ -91,7 +92,7 @@ py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, in
     bytes->managed.manager = bytes;
     bytes->managed.release = &MappedBytes::release;
     PyObject *const capsule = PyCapsule_New(&bytes->managed, "dltensor", [](PyObject *unused) {
-        if (!PyCapsule_IsValid(unused, "dltensor")) return; // whoever took the bytes has renamed it
+        if (!PyCapsule_IsValid(unused, "dltensor")) return; // a consumer has taken the array and renamed the capsule
         MappedBytes::release(static_cast<DLManagedTensor *>(PyCapsule_GetPointer(unused, "dltensor")));
     });
     if (capsule == nullptr) {
@@ -121,8 +122,8 @@ class Streamer {
     ibp_streamer *streamer_ = nullptr;
 };
 
-// An ibp_stager (ibp_stream.h), which brings items to the current device with the CPU's help, through two rings. kept:
-// the object that owns the rings.
+// An ibp_stager (ibp_stream.h), which brings items to the current device with the CPU's help, through two rings. It
+// keeps `kept`, the object that owns the rings, alive.
 class Stager {
   public:
     Stager(uintptr_t pinned, uintptr_t near, int64_t ring_bytes, py::object kept) : kept_(std::move(kept))
@@ -141,8 +142,8 @@ class Stager {
     ibp_stager *stager_ = nullptr;
 };
 
-// Implements __init__ of a class, as py::init does. py::init itself registers the object at a point where no exception
-// is caught, so the process would end if there were no memory for the registration.
+// Implements __init__ of a class, as py::init does. py::init itself cannot be used: it registers the object at a point
+// where no exception is caught, so the process would end if there were no memory for the registration.
 template <typename T, typename... Args> void make(py::detail::value_and_holder &place, Args... args)
 {
     auto holder = std::make_unique<T>(std::forward<Args>(args)...);
@@ -156,7 +157,7 @@ template <typename T, typename... Args> void make(py::detail::value_and_holder &
 }
 constexpr py::detail::is_new_style_constructor kNewStyle{};
 
-// Counts in the memory of a contiguous array of 64-bit integers.
+// A view of a contiguous Python array of 64-bit integers as counts.
 class Counts {
   public:
     explicit Counts(const py::buffer &array)
@@ -174,7 +175,8 @@ class Counts {
     Py_buffer view_;
 };
 
-// Chooses slots by ibp_choose_slots (slots.h). Returns the bytes of a slot, and the bytes of overflow of a mean row.
+// Chooses the size of slots by ibp_choose_slots (slots.h). Returns the size of a slot in bytes, and the mean number of
+// bytes that a row has in overflow.
 std::pair<uint32_t, double> choose_slots(const py::buffer &sectors, uint32_t row_bytes, uint32_t least_bytes,
                                          double overflow_cost, double part_cost, double most_spilled, double near,
                                          const std::optional<std::vector<int64_t>> &sizes)
@@ -190,7 +192,8 @@ std::pair<uint32_t, double> choose_slots(const py::buffer &sectors, uint32_t row
     return {slot_bytes, mean_overflow};
 }
 
-// Counts by ibp_count_spilled (slots.h). Returns how many rows leave their slots, and the bytes of their parts.
+// Counts rows by ibp_count_spilled (slots.h). Returns the number of rows that do not fit slots of slot_bytes bytes, and
+// the size of their overflow parts in bytes.
 std::pair<uint64_t, uint64_t> count_spilled(const py::buffer &sectors, uint32_t slot_bytes)
 {
     const Counts counts(sectors);
@@ -199,8 +202,8 @@ std::pair<uint64_t, uint64_t> count_spilled(const py::buffer &sectors, uint32_t 
     return {num_rows, overflow_bytes};
 }
 
-// Returns call(). If call raises, the exception gets kept[0], if there is one, as its attribute `table`. No Python code
-// runs between the two, so no interrupt can come in between.
+// Returns call(). If it raises and `kept` is not empty, the exception gets kept[0] as its attribute `table`. No Python
+// code runs between the call and the assignment, so no interrupt can come in between.
 py::object call_keeping_table(const py::list &kept, const py::object &call)
 {
     try {
@@ -216,14 +219,14 @@ py::object call_keeping_table(const py::list &kept, const py::object &call)
 PYBIND11_MODULE(_core, m)
 {
     m.doc() = "The ibp core without torch: status, versions, pinned memory.";
-    ibp::PinnedPool::of_process(); // made here, while no other thread can be making it during a fork
+    ibp::PinnedPool::of_process(); // created at import, so that no other thread can be creating it during a fork
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;
     m.attr("SECTOR_BYTES") = IBP_OVERFLOW_ALIGN;             // overflow parts begin at multiples of it
     m.attr("TABLE_HANDLE_BYTES") = sizeof(ibp::TableHandle); // sizes of handles
     m.attr("CACHE_HANDLE_BYTES") = sizeof(ibp::CacheHandle);
-    m.attr("MAX_SLABS") = IBP_MAX_SLABS; // slabs of a cache of rows
+    m.attr("MAX_SLABS") = IBP_MAX_SLABS; // the largest number of slabs of a cache of rows
     m.attr("CPU_AVX2_BMI2") = static_cast<uint32_t>(IBP_CPU_AVX2_BMI2);
     m.attr("CPU_AVX512") = static_cast<uint32_t>(IBP_CPU_AVX512);
     m.def("version", &ibp_version, "Version of the linked core library.");
