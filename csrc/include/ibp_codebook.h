@@ -49,7 +49,7 @@ typedef struct ibp_planes {
                                  or with clusters */
     bool signed_default;      /* the highest bit of elements that are not listed may differ from default_value's; only
                                  with `listed` */
-    uint32_t invariant_bits;  /* 0 to 8 * element_bytes: this many of the lowest bits of every element are the same */
+    uint32_t invariant_bits;  /* number of lowest bits that are the same in every element: 0 to 8 * element_bytes - 1 */
     uint64_t invariant_value; /* the value of the invariant bits */
     uint64_t first_symbol;    /* read if entries are consecutive */
     /* Constant columns hold the same element in every row; the other columns are live. If there are constant columns,
@@ -57,7 +57,8 @@ typedef struct ibp_planes {
     uint32_t num_constant;        /* number of constant columns, less than the number of columns; if 0, the following
                                      fields are not read */
     const uint16_t *live_columns; /* the numbers of the live columns, in increasing order */
-    const uint8_t *row_template;  /* row_bytes bytes: the default row, which is default_value in the live columns */
+    const uint8_t *row_template;  /* row_bytes bytes, aligned to 16 bytes: the default row, which is default_value in
+                                     the live columns */
 } ibp_planes;
 
 /* How the rows of a table are coded. The struct is copied by value; the caller keeps the arrays that it points to.

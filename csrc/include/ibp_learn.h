@@ -98,7 +98,7 @@ IBP_API size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes);
  * whole table, entries for each column are learned from the even rows, and their cost is measured on the odd rows.
  *
  * scratch, scratch_bytes: at least ibp_learn_scratch_bytes(sample) bytes, aligned to 16 bytes.
- * arrays, arrays_bytes: at least ibp_max_planes_bytes bytes, aligned to 8 bytes; the pointers of *planes point into
+ * arrays, arrays_bytes: at least ibp_max_planes_bytes bytes, aligned to 16 bytes; the pointers of *planes point into
  *   them.
  * coded_bytes: receives the expected mean size of a row in bytes, its share of the codebook included; row_bytes if no
  *   codebook saves anything.
