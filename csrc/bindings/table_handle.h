@@ -56,7 +56,7 @@ struct CacheHandle {
     ibp_cache slabs; // entries is nullptr
     ibp_lru lru;     // slot_bytes is 0 unless the cache replaces rows
     ibp_cache_counts *counts;
-    Memory parts[2 * IBP_MAX_SLABS + 3]; // maps, slabs, stamps, clock and counts
+    Memory parts[2 * IBP_MAX_SLABS + 3]; // the memory of maps, slabs, stamps, clock and counts
 };
 static_assert(std::is_trivially_copyable_v<CacheHandle>, "its bytes are copied");
 

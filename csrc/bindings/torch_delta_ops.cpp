@@ -137,7 +137,7 @@ void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &co
           "encode_deltas");
 }
 
-// Adds the differences to the bases: either all of them or none.
+// Adds the differences of all tensors to their bases, or changes no base if a base, a row or a result is wrong.
 //
 // num_rows: the number of rows of the sequence.
 // state: int64 [1 + 3 n], zeros at first; receives an ibp_delta_verdict and three numbers for each tensor.

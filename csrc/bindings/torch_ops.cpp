@@ -309,8 +309,8 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
     }
 }
 
-// Codes rows into a place (ibp_place.h), in any order and as often as they change. A row is lost if there is no room
-// for its overflow part. Lost rows are counted, but they are not faults.
+// Codes rows into a place (ibp_place.h), in any order, and again whenever they change. A row is lost if there is no
+// room for its overflow part. Lost rows are counted, but they are not faults.
 //
 // table: described with `used`. If it has neither slots nor bases, rows are packed: each begins where the row before it
 //   ends, at byte `used` of overflow. Packed rows are on the CPU, and one thread codes them, because callers code

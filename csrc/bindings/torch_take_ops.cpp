@@ -202,7 +202,7 @@ ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
 // way: a Way as a number. The CPU always fetches in the order of the ids.
 // from_end: 0, or the table's number of items; ids below 0 then count from the end.
 // cache: None, or a cache of the table's rows, which the call reads and updates.
-// notes: whether the CPU notes a fault in the table's record, which must exist, and does not raise.
+// notes: if true, the CPU notes a fault in the table's record, which must exist, and raises no error.
 Tensor take(const Device &device, const Source &handle, const Tensor &ids, const Tensor &like, int64_t max_sms,
             int64_t way, int64_t from_end, const std::optional<Cache> &cache, bool notes)
 {

@@ -118,8 +118,8 @@ inline uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *nam
 
 using ibp::Memory;
 
-// Returns the bytes from a tensor's first element to the end of its storage. Returns -1 if the element lies past the
-// end, which is possible because storages can be resized.
+// Returns the number of bytes from a tensor's first element to the end of its storage. Returns -1 if the element lies
+// past the end, which is possible because storages can be resized.
 inline int64_t bytes_held(const Tensor &tensor)
 {
     const auto element_bytes = static_cast<int64_t>(tensor.element_size());

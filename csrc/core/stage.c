@@ -11,7 +11,7 @@
 
 /* Slots at random places arrive only as fast as their cache lines are requested. So the slots of the item about
  * BYTES_AHEAD bytes ahead, but at most MOST_AHEAD items ahead, are prefetched. This is further than a processor looks
- * ahead by itself. Of each item at most MOST_PREFETCHED bytes are prefetched. */
+ * ahead by itself. At most MOST_PREFETCHED bytes of each item are prefetched. */
 enum { BYTES_AHEAD = 6144, MOST_AHEAD = 16, LINE_BYTES = 64, MOST_PREFETCHED = 4096 };
 
 static void prefetch(const uint8_t *from, uint64_t num_bytes)

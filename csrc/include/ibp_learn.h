@@ -84,8 +84,8 @@ typedef struct ibp_sample {
                              has a coded form for any row */
 } ibp_sample;
 
-/* Returns how many bytes of scratch ibp_learn_planes and ibp_learn_entries need, aligned to 16 bytes; 0 for a sample
- * that they refuse. */
+/* Returns the size in bytes of the scratch that ibp_learn_planes and ibp_learn_entries need, which must be aligned to
+ * 16 bytes; 0 for a sample that they refuse. */
 IBP_API size_t ibp_learn_scratch_bytes(const ibp_sample *sample);
 
 /* Returns the largest size in bytes of the arrays of a codebook of scheme planes for such rows; 0 for an invalid

@@ -79,7 +79,7 @@ typedef struct ibp_row_source {
     int64_t rows_per_buffer;              /* 1 to INT32_MAX; read if there are buffers */
     int64_t sizes[IBP_MAX_SOURCE_DIMS];   /* outermost first, 1 to INT32_MAX each; their product is at least the
                                              number of rows of a buffer. The first one is not read */
-    int64_t strides[IBP_MAX_SOURCE_DIMS]; /* bytes */
+    int64_t strides[IBP_MAX_SOURCE_DIMS]; /* in bytes */
     uint32_t num_dims;                    /* 0: rows lie one after the other */
     uint32_t last_row_bytes;              /* size of row num_rows - 1 in bytes if it is short, which num_dims 0 allows;
                                              0: row_bytes */

@@ -135,7 +135,7 @@ typedef struct ibp_cache_slab {
     ibp_cache_map map;
     uint8_t *bytes;
     int64_t num_bytes; /* at most 2^IBP_ENTRY_OFFSET_BITS */
-    uint32_t number;   /* number of the slab among those of the cache, below IBP_MAX_SLABS */
+    uint32_t number;   /* number of the slab among the slabs of the cache, below IBP_MAX_SLABS */
 } ibp_cache_slab;
 
 /* Copies rows of a table into a slab, as they are stored, and puts them into its map. Row rows[i] goes to byte

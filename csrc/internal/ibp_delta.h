@@ -112,8 +112,8 @@ typedef enum ibp_delta_verdict {
     IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or a result does not have its sum: all changes were undone */
 } ibp_delta_verdict;
 
-/* Adds the differences to the bases, either all of them or none. Only those parts of the bases that change are written.
- * Bases must not share memory with anything else. Rows are not trusted.
+/* Adds the differences of all tensors to their bases, or changes no base if a base, a row or a result is wrong. Only
+ * the parts of the bases that change are written. Bases must not share memory with anything else. Rows are not trusted.
  *
  * takes_back: if true, undoes the changes of an earlier call. `state` must then be the state that that call left, with
  *   IBP_DELTA_DAMAGED in place of its verdict.

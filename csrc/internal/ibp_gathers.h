@@ -34,8 +34,8 @@ IBP_API ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num
  * above 62 or num_items is negative. */
 IBP_API int64_t ibp_num_windows(int64_t num_items, uint32_t window_bits);
 
-/* Returns how many bytes of workspace, aligned to 8, a partition of `count` ids needs; 0 for arguments that
- * ibp_partition_ids refuses. */
+/* Returns the size in bytes of the workspace for sorting `count` ids, which must be aligned to 8 bytes; 0 for arguments
+ * that ibp_partition_ids refuses. */
 IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, uint32_t window_bits);
 
 /* Sorts ids by windows of 2^window_bits items, so that a gather goes through the table once. The order inside a window

@@ -44,7 +44,7 @@ typedef struct ibp_bags {
 
 /* Decodes the rows of each bag and reduces them to their sum, mean or maximum, by one kernel. out[b] receives row_bytes
  * bytes for bag b. A bag without rows gives zeros. Sums are added up in float, in the order of the bag, and rounded
- * once at the end, so that the bits are those of torch's embedding_bag for CUDA.
+ * once at the end, so the results equal those of torch's embedding_bag for CUDA bit for bit.
  *
  * table: has items of one row each, of at most 8 KiB, in scheme raw or in dense rows of scheme planes with elements of
  *   2 or 4 bytes.
@@ -162,7 +162,7 @@ typedef struct {
                             the matrices' rows, zeros in slots that are left over */
     uint64_t *num_spare; /* the number of slots that are left over is added to it; or NULL */
     int64_t num_slots;   /* at least the smaller of ids->count and num_matrices + 1 */
-    int64_t num_rows[IBP_MOST_LISTED]; /* rows of a matrix in each stack, at least 1 */
+    int64_t num_rows[IBP_MOST_LISTED]; /* number of rows of a matrix in each stack, at least 1 */
     uint32_t num_stacks;
 } ibp_listed;
 

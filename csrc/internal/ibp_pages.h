@@ -38,7 +38,7 @@ typedef struct ibp_page_transfer {
     uint32_t num_tensors, first_tensor, tensors, pieces, ids_per_block;
     const uint64_t *starts;       /* [tensors * pieces]: the addresses of the pieces of block 0 */
     const uint64_t *block_starts; /* [num_blocks]: numbers that are added to starts for each block; or NULL */
-    int64_t block_stride;         /* bytes from one block to the next; read if block_starts is NULL */
+    int64_t block_stride;         /* distance from one block to the next in bytes; read if block_starts is NULL */
     uint64_t scratch;             /* the address of a piece that nobody uses, which stands in for missing pieces */
 } ibp_page_transfer;
 
