@@ -91,7 +91,7 @@ inline py::object checks_of(const ibp_file &file)
 inline py::tuple read_header(const py::bytes &header, size_t file_bytes)
 {
     const std::string_view view = header;
-    const std::vector<uint8_t> bytes(view.begin(), view.end()); // copied, because the copy is aligned
+    const std::vector<uint8_t> bytes(view.begin(), view.end()); // a copy, because the header must be aligned
     ibp_file file;
     ibp_file_tensor tensor;
     ibp_text key, value;

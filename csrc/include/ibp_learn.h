@@ -34,7 +34,7 @@ IBP_API ibp_status ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t
  * count > tau * num_rows, and with value 0 if count < (1 - tau) * num_rows. With tau = 1 a bit is invariant if all rows
  * agree on it.
  *
- * counts, num_rows: as ibp_count_bits counts them.
+ * counts, num_rows: the counts of ibp_count_bits, and the number of rows that were counted.
  * tau: 0.5 to 1.
  * mask, bitval: receive row_bytes bytes each. */
 IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows, uint32_t row_bytes, double tau,

@@ -33,8 +33,8 @@ typedef struct ibp_place_counts {
  * pointers of `table` to the same arrays and use it as any table.
  *
  * A row that has never been coded has base IBP_NO_BASE, and 0 in rooms. Fill lengths and rooms with 0 and bases with
- * IBP_NO_BASE before the first row is coded. Then reading a row that has not been coded is a fault, unless slots hold
- * raw rows.
+ * IBP_NO_BASE before the first row is coded. Then reading a row that has not been coded is a fault, unless slot_bytes
+ * is row_bytes.
  *
  * A row keeps its part of overflow as long as its bytes fit. Otherwise it gets a new part, at a multiple of
  * IBP_OVERFLOW_ALIGN, and the old part is lost to the table. With `rooms` the size of a row's part is remembered while
@@ -65,11 +65,12 @@ typedef struct ibp_place {
     uint32_t is_new;          /* 0 or 1 */
 } ibp_place;
 
-/* Rows before coding, in one buffer or in many of the same layout (pages, tensors). Row i is row k = i %
- * rows_per_buffer of buffer i / rows_per_buffer. With num_dims 0 it begins at byte k * row_bytes of the buffer.
- * Otherwise k is counted in row-major order over num_dims dimensions, and the row begins at the sum of index * stride
- * over the dimensions. So a slice of a cache can be a source without being copied. A row is row_bytes contiguous bytes
- * at any alignment; rows that begin at multiples of 16 bytes are read fastest. */
+/* Rows before coding, in one buffer or in many of the same layout (pages, tensors). Every buffer has rows_per_buffer
+ * rows; the rows of all buffers are numbered in one sequence. With num_dims 0, row k of a buffer begins at byte k *
+ * row_bytes of the buffer. Otherwise the rows of a buffer are numbered in row-major order over num_dims dimensions, and
+ * a row begins at the sum of index * stride over the dimensions. So a slice of a cache can be a source without being
+ * copied. A row is row_bytes contiguous bytes at any alignment; rows that begin at multiples of 16 bytes are read
+ * fastest. */
 typedef struct ibp_row_source {
     const uint8_t *data;                  /* the buffer; read if `buffers` is NULL */
     const uint8_t *const *buffers;        /* addresses of ceil(num_rows / rows_per_buffer) buffers; NULL: `data`
@@ -81,8 +82,8 @@ typedef struct ibp_row_source {
                                              number of rows of a buffer. The first one is not read */
     int64_t strides[IBP_MAX_SOURCE_DIMS]; /* in bytes */
     uint32_t num_dims;                    /* 0: rows lie one after the other */
-    uint32_t last_row_bytes;              /* size of row num_rows - 1 in bytes if it is short, which num_dims 0 allows;
-                                             0: row_bytes */
+    uint32_t last_row_bytes;              /* size of row num_rows - 1 in bytes if it is short, which is allowed with
+                                             num_dims 0; 0: row_bytes */
 } ibp_row_source;
 
 /* Measures and codes rows of a source into a place, in one pass over them. A row that does not shrink is stored raw. A

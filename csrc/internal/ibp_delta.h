@@ -61,11 +61,11 @@ IBP_API ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, ui
 typedef struct ibp_delta_tensor {
     uint8_t *base;           /* num_bytes bytes; written if a delta is applied, or if updates_bases is set */
     const uint8_t *newer;    /* num_bytes bytes; read if a delta is made */
-    int64_t num_bytes;       /* whole elements */
+    int64_t num_bytes;       /* a whole number of elements */
     int64_t first_row;       /* number of the tensor's first row in the sequence; 0 for the first tensor, and larger for
                                 each following one */
     const uint16_t *lengths; /* the tensor's own packed table of differences: read if a delta is applied */
-    const uint64_t *bases;   /* one for each IBP_ROWS_PER_BASE rows, or NULL */
+    const uint64_t *bases;   /* an entry for every IBP_ROWS_PER_BASE rows, or NULL */
     const uint8_t *overflow;
     int64_t overflow_bytes;
     uint64_t base_sum, result_sum; /* sums by ibp_sum_words: of the base, and of the base after the delta has been
@@ -115,7 +115,7 @@ typedef enum ibp_delta_verdict {
 /* Adds the differences of all tensors to their bases, or changes no base if a base, a row or a result is wrong. Only
  * the parts of the bases that change are written. Bases must not share memory with anything else. Rows are not trusted.
  *
- * takes_back: if true, undoes the changes of an earlier call. `state` must then be the state that that call left, with
+ * takes_back: if true, undoes the changes of an earlier call. `state` must then be the result of that call, with
  *   IBP_DELTA_DAMAGED in place of its verdict.
  * state: 1 + 3 * num_tensors entries, set to 0 by the caller. The first entry receives the verdict. The others receive
  *   three numbers for each tensor: the sum of its base's words, what its changes added to that sum, and whether rows

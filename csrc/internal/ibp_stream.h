@@ -45,8 +45,8 @@ IBP_API ibp_status ibp_cuda_destroy_stager(ibp_stager *stager);
  * may run on any number of threads, at the same time or one after the other: an OpenMP loop, or a pool of threads. */
 typedef void (*ibp_run)(void *runner, int64_t count, void (*work)(void *state, int64_t number), void *state);
 
-/* Gathers items of whole rows at ids in host memory, as ibp_cuda_gather_items does, with a contiguous output and
- * without positions. Returns when the last chunk is queued; ids and slots are not read after that.
+/* Gathers items as ibp_cuda_gather_items does. Items must be whole rows, ids are in host memory and have no positions,
+ * and the output is contiguous. Returns when the last chunk is queued; ids and slots are not read after that.
  *
  * table: a table with slots, with the addresses that the device uses. The device itself reads the bytes of rows that
  *   are not in a slot.
