@@ -41,7 +41,7 @@ ibp_cache_map map_of(const Tensor &map, int64_t ways)
     ibp_cache_map m{};
     m.ways = to_u32(ways, 2, IBP_SEARCHED_WAYS, "ways");
     require((m.ways & (m.ways - 1)) == 0, "ways is ", ways, ", not 2, 4, 8, 16 or 32");
-    const int64_t numbers = 2 * ways; // in a set
+    const int64_t numbers = 2 * ways; // how many a set has
     m.rows = data_of<ibp_cached_row>(map, ScalarType::Long, 0, "map");
     require(map.numel() % numbers == 0 && map.numel() / numbers <= int64_t{UINT32_MAX}, "map has ", map.numel(),
             " numbers, not those of whole sets of ", ways, " ways");
@@ -126,7 +126,7 @@ Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, cons
 // Looks up the rows of items.
 //
 // rows_per_item, row_bytes: the number of rows of an item of the table, and the size of a row in bytes.
-// lengths: uint16 [rows], the table's; empty: every row is raw.
+// lengths: uint16 [rows], the lengths of the table; empty: every row is raw.
 // counts: may be None.
 void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item, int64_t row_bytes,
                  const Tensor &lengths, const Near &maps, int64_t ways, const Out &entries,

@@ -200,7 +200,7 @@ ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
 // ids: [ids] with any strides, on the device of the table.
 // like: a tensor with the dtype of the result. Its dimensions after the first are those of an item.
 // way: a Way as a number. The CPU always fetches in the order of the ids.
-// from_end: 0, or the table's number of items; ids below 0 then count from the end.
+// from_end: the table's number of items if ids below 0 count from the end; 0 if they are out of range.
 // cache: None, or a cache of the table's rows, which the call reads and updates.
 // notes: if true, the CPU notes a fault in the table's record, which must exist, and raises no error.
 Tensor take(const Device &device, const Source &handle, const Tensor &ids, const Tensor &like, int64_t max_sms,

@@ -209,8 +209,8 @@ inline void require_cpu(const Tensor &tensor)
             "all tensors must be on the CPU, or all on one CUDA device");
 }
 
-// The device on which a call runs: the CPU, or the CUDA device of its tensors. While the object lives, that device is
-// the current one of this thread.
+// The device on which a call runs: the CPU, or the CUDA device of its tensors. While the object lives, this device is
+// the current device of this thread.
 class Device {
   public:
     // first: any of the call's tensors.
@@ -234,8 +234,8 @@ class Device {
                                              : "all tensors must be on the CPU, or all on one CUDA device");
     }
 
-    // Throws unless a tensor is on the CPU if the call is there, or on any CUDA device otherwise; CUDA devices can read
-    // each other's memory.
+    // If the call runs on the CPU, throws unless a tensor is on the CPU. Otherwise throws unless it is on a CUDA
+    // device, which may be another one, because CUDA devices can read each other's memory.
     void require_near(const Tensor &tensor) const
     {
         if (!is_cuda()) require_cpu(tensor);
@@ -285,7 +285,7 @@ class Given {
     // names: the names of the operation's arguments, in their order, separated by blanks.
     explicit Given(const char *names) : names_(names) { entries_.reserve(32); }
 
-    // Adds an argument. Every argument must be added, in its order.
+    // Adds an argument. All arguments must be added, in their order.
     template <typename T> void add(const T &argument)
     {
         if constexpr (kHasParts<T>) argument.add_parts(*this);
@@ -311,7 +311,7 @@ class Given {
     {
         if (memory.num_bytes != 0) add({position_, name, nullptr, kHere, is_written, memory});
     }
-    // Notes that an argument is for a certain CUDA device; -1: for the CPU.
+    // Requires that the call runs on the CUDA device with this index; -1: on the CPU.
     void require_device(int64_t number) { wanted_ = number, is_wanted_ = true; }
 
     // Returns the device on which the call runs. Throws if arguments are on other devices or share memory.
@@ -536,8 +536,8 @@ void call(Result (*function)(const Device &, Parameters...), const char *names, 
 // The names of a function's arguments, for messages.
 template <auto function> const char *names_of = "";
 
-// Makes a function the implementation of an operation. Torch's call first has class Given check the tensors; the
-// function then gets their device and the arguments. names: the names of the schema's arguments, separated by blanks.
+// Makes a function the implementation of an operation. At each call, class Given checks the tensors; then the function
+// is called with their device and the arguments. names: the names of the schema's arguments, separated by blanks.
 template <auto function, typename Library> void operation(Library &m, const char *name, const char *names)
 {
     names_of<function> = names;
