@@ -16,7 +16,7 @@
 //               uint16) precede them, each padded to a multiple of 16 bytes. The codebooks of several clusters (up to
 //               256) follow one another; in scheme ibp each is then followed by [num_flags, 0, 0, 0].
 //     ids       int32 or int64 [ids].
-//     fault     int64 [4]: a struct ibp_fault (ibp_status.h), which keeps the first fault; zeros before the first fault.
+//     fault     int64 [4]: a struct ibp_fault (ibp_status.h), which keeps the first fault; at first all zeros.
 //     max_sms   The largest number of multiprocessors that a kernel keeps busy; 0: all. CPU implementations do not use
 //               it.
 //     entries   int64 [rows]: for each row that is fetched, its entry in a cache (ibp_cache.h); 0 if it has none.
