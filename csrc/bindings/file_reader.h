@@ -1,5 +1,5 @@
-// file_reader.h - gives Python the C reader of files (ibp_file.h). It returns headers, and lines of fields, as Python's
-// values. If a file is refused, it raises a ValueError that says why.
+// file_reader.h - makes the C reader of files (ibp_file.h) available to Python. It returns headers and lines of fields
+// as Python objects. If the reader refuses a file, a ValueError says why.
 #ifndef IBP_FILE_READER_H
 #define IBP_FILE_READER_H
 
@@ -17,6 +17,7 @@ namespace ibp_python {
 
 namespace py = pybind11;
 
+// Returns a text of a JSON string, without its escapes, as a Python string.
 inline py::str text_of(ibp_text text)
 {
     std::string utf8(ibp_copy_text(text, nullptr, 0), '\0');
@@ -24,7 +25,8 @@ inline py::str text_of(ibp_text text)
     return py::str(utf8);
 }
 
-// Returns the beginning of a text as a literal of Python. Bytes that are not UTF-8 are replaced.
+// Returns the first kMostBytes bytes of a text as a Python literal, for messages. Bytes that are not UTF-8 are
+// replaced.
 inline std::string shown(ibp_text text)
 {
     constexpr size_t kMostBytes = 100;
@@ -32,6 +34,7 @@ inline std::string shown(ibp_text text)
     return py::repr(bytes.attr("decode")("utf-8", "replace")).cast<std::string>();
 }
 
+// Throws a ValueError that says what was found and what was wanted, unless status is IBP_OK.
 inline void check_read(ibp_status status, const ibp_refusal &refusal)
 {
     if (status == IBP_OK) return;
@@ -43,13 +46,15 @@ inline void check_read(ibp_status status, const ibp_refusal &refusal)
     throw py::value_error(found + "wanted " + refusal.wanted);
 }
 
+// Adds a key to a dictionary. Throws a ValueError if the dictionary has the key already.
 template <typename Value> void enter(const py::dict &where, const py::str &key, const Value &value)
 {
     if (where.contains(key)) throw py::value_error(py::repr(key).cast<std::string>() + " is there twice");
     where[key] = value;
 }
 
-// Opens the header of a file of file_bytes bytes.
+// Opens the header of a file of file_bytes bytes. If the file has a newer format, the ValueError names the release that
+// wrote it.
 inline void open_header(const std::vector<uint8_t> &bytes, size_t file_bytes, ibp_file *file)
 {
     const ibp_status status = ibp_open_header(bytes.data(), bytes.size(), file_bytes, file);
@@ -60,8 +65,8 @@ inline void open_header(const std::vector<uint8_t> &bytes, size_t file_bytes, ib
                           (release.empty() ? "a later one" : release.substr(0, 40)) + " wrote it and reads it");
 }
 
-// Returns (bytes of a block, number of blocks) for a file's checksums, None if the file has none, or a text that says
-// why they are refused.
+// Returns (size of a block in bytes, number of blocks) for the checksums of a file; None if the file has no checksums;
+// or a text that says why the checksums are refused.
 inline py::object checks_of(const ibp_file &file)
 {
     ibp_file_checks checks{};
@@ -76,17 +81,17 @@ inline py::object checks_of(const ibp_file &file)
     return py::make_tuple(checks.block_bytes, checks.num_blocks);
 }
 
-// Returns (tensors, metadata, checks):
+// Reads the header of a file of file_bytes bytes. Returns (tensors, metadata, checks):
 //
-// tensors: {name: (dtype, shape, first byte in the file, end)}.
+// tensors: {name: (dtype, shape, start, end)}; the tensor has the bytes [start, end) of the file.
 // metadata: {key: text}.
 // checks: the value that checks_of returns.
 //
-// header: the bytes in front of the data.
+// header: all bytes of the file in front of the data.
 inline py::tuple read_header(const py::bytes &header, size_t file_bytes)
 {
     const std::string_view view = header;
-    const std::vector<uint8_t> bytes(view.begin(), view.end()); // copied, because the copy is aligned
+    const std::vector<uint8_t> bytes(view.begin(), view.end()); // a copy, because the header must be aligned
     ibp_file file;
     ibp_file_tensor tensor;
     ibp_text key, value;
@@ -103,6 +108,7 @@ inline py::tuple read_header(const py::bytes &header, size_t file_bytes)
     return py::make_tuple(tensors, metadata, checks_of(file));
 }
 
+// Returns the value of a field as a Python object.
 inline py::object value_of(const ibp_field &field)
 {
     switch (field.kind) {
@@ -119,7 +125,7 @@ inline py::object value_of(const ibp_field &field)
     }
 }
 
-// Returns the fields that a line gives, by their names.
+// Returns a dictionary of the fields that a line gives, from the name of a field to its value.
 template <size_t N> py::dict dict_of(const std::array<ibp_field, N> &fields)
 {
     py::dict given;
@@ -128,7 +134,9 @@ template <size_t N> py::dict dict_of(const std::array<ibp_field, N> &fields)
     return given;
 }
 
-// Returns the fields of a table by their names. line: the table's line, escaped as it is in a JSON string.
+// Returns the fields of a table as dict_of does.
+//
+// line: the table's line, escaped as it is in the JSON string.
 inline py::dict read_table(const std::string &line)
 {
     std::array<ibp_field, IBP_TABLE_FIELDS> fields;
@@ -138,7 +146,9 @@ inline py::dict read_table(const std::string &line)
     return dict_of(fields);
 }
 
-// Returns the fields of a codebook by their names. line: the codebook's line, escaped as it is in a JSON string.
+// Returns the fields of a codebook as dict_of does.
+//
+// line: the codebook's line, escaped as it is in the JSON string.
 inline py::dict read_codebook(const std::string &line)
 {
     std::array<ibp_field, IBP_CODEBOOK_FIELDS> fields;

@@ -17,6 +17,7 @@ namespace ibp {
 
 namespace py = pybind11;
 
+// Throws unless status is IBP_OK: a RuntimeError for an error of CUDA, a ValueError for other errors.
 inline void check(ibp_status status)
 {
     if (status == IBP_OK) return;
@@ -37,8 +38,8 @@ inline py::buffer_info bytes_at(void *data, size_t num_bytes)
     return {static_cast<uint8_t *>(data), static_cast<py::ssize_t>(num_bytes)};
 }
 
-// Pinned host memory from the process's pool, exactly as large as requested. It is a writable buffer, so that a tensor
-// of torch.frombuffer keeps it alive.
+// A buffer of pinned host memory from the process's pool, exactly as large as requested. Python can write to it. A
+// tensor that torch.frombuffer makes from it keeps it alive.
 class PinnedBuffer {
   public:
     PinnedBuffer(size_t num_bytes, int node) : num_bytes_(num_bytes)
@@ -55,7 +56,7 @@ class PinnedBuffer {
         if (block_.data) PinnedPool::of_process().give(block_);
     }
 
-    // Returns whether GPUs may still read what this memory held for its last owner.
+    // Returns whether GPUs may still be reading data that the previous owner of this memory stored in it.
     bool is_used() const { return is_used_; }
     py::buffer_info buffer() const { return bytes_at(block_.data, num_bytes_); }
 
@@ -87,7 +88,7 @@ class PinnedRange {
     pid_t process_;
 };
 
-// Bytes of a file, mapped into this process while the object lives.
+// Bytes of a file that are mapped into this process while the object lives.
 class MappedPages {
   public:
     MappedPages(const MappedPages &) = delete;
@@ -100,7 +101,8 @@ class MappedPages {
 
     bool is_pinned() const { return pinned_in_ == getpid(); }
 
-    // Pins the memory once per process. After fork() a child must pin it again. One thread at a time may call this.
+    // Pins the memory for this process, unless it is pinned already. After fork() a child must pin it again. Only one
+    // thread at a time may call this function.
     void pin()
     {
         if (is_pinned()) return;
@@ -117,6 +119,10 @@ class MappedPages {
     }
 
   protected:
+    // Maps num_bytes bytes of a file, beginning with byte `start`.
+    //
+    // pinning: the function by which pin() pins the memory.
+    // what: names the memory in the error that is thrown if it cannot be mapped.
     MappedPages(int file, size_t start, size_t num_bytes, int protection, ibp_status (*pinning)(void *, size_t),
                 const char *what)
         : skipped_bytes_(start % static_cast<size_t>(sysconf(_SC_PAGESIZE))), mapped_bytes_(num_bytes + skipped_bytes_),
@@ -135,12 +141,13 @@ class MappedPages {
     pid_t pinned_in_ = 0;
 };
 
-// The memory of a file descriptor, which all processes that map it share. Each process pins it for itself with pin().
-// It stays pinned in that process until it is unmapped.
+// Memory behind a file descriptor, which is shared by all processes that map it. Each process pins the memory for
+// itself by pin(); it stays pinned in that process until the object is destroyed.
 class SharedPages : public MappedPages {
   public:
-    // is_new: whether nobody has written to the memory yet. If so, its pages are made here, on a NUMA node. A negative
-    // node means the node of the caller.
+    // is_new: whether no process has written to the memory yet. If true, the constructor allocates its pages and sets
+    // them to zero.
+    // node: the NUMA node that new pages are allocated on; if negative, the node of the calling thread.
     SharedPages(int file, size_t num_bytes, bool is_new, int node)
         : MappedPages(file, 0, num_bytes, PROT_READ | PROT_WRITE, ibp_cuda_register_pinned, "shared memory")
     {
@@ -149,8 +156,8 @@ class SharedPages : public MappedPages {
     }
 };
 
-// Bytes of a file in the page cache, which must only be read. All processes that map them share them, and GPUs can read
-// them if the system supports it. The buffer claims to be writable because torch.frombuffer warns about read-only
+// Bytes of a file in the page cache. They must not be written. All processes that map the file share them, and GPUs can
+// read them if the system supports it. The buffer claims to be writable because torch.frombuffer warns about read-only
 // buffers.
 class FilePages : public MappedPages {
   public:

@@ -1,4 +1,4 @@
-// pinned_pool.h - keeps pinned host memory for its next user, because pinning memory takes longer than filling it.
+// pinned_pool.h - keeps pinned host memory for reuse, because pinning memory takes longer than filling it.
 #ifndef IBP_PINNED_POOL_H
 #define IBP_PINNED_POOL_H
 
@@ -14,7 +14,7 @@
 
 namespace ibp {
 
-// Pinned memory on a NUMA node. It is pinned only in `process`.
+// A block of pinned memory on a NUMA node. Only the process `process` has pinned it.
 struct PinnedBlock {
     void *data;
     size_t num_bytes;
@@ -22,26 +22,28 @@ struct PinnedBlock {
     pid_t process;
 };
 
-// The functions that allocate and free pinned memory. Tests substitute their own functions.
+// The functions by which a pool allocates and frees pinned memory. Tests substitute their own functions.
 struct PinnedSource {
     ibp_status (*alloc)(size_t num_bytes, int node, void **host);
     ibp_status (*free)(void *host, size_t num_bytes);
 };
 
-// A pool of pinned blocks that nobody uses. It keeps at most `limit` bytes. If it has more, it frees the blocks that
-// were given to it first. Several threads may call its functions at once.
+// A pool that keeps pinned blocks between two uses. It keeps at most `limit` bytes; if there are more, it frees the
+// blocks that were given back longest ago. Several threads may call its functions at once.
 //
 // When a block is given back, GPUs may still be reading it, on any stream. So the next owner of a used block must wait
-// for the GPUs before it writes to the block. After fork() the blocks belong to the parent; the child has copies that
-// are not pinned.
+// for the GPUs before it writes to the block. After fork() the blocks belong to the parent process. The child process
+// has copies, which are not pinned.
 class PinnedPool {
   public:
-    static constexpr size_t kLeastKept = size_t{64} << 10; // bytes; pinning less takes no longer than waiting for GPUs
+    // Size in bytes of the smallest block that the pool keeps. To pin a smaller block takes no longer than to wait for
+    // the GPUs that may still be reading a used one.
+    static constexpr size_t kLeastKept = size_t{64} << 10;
 
     PinnedPool(const PinnedSource &source, size_t limit) : source_(source), limit_(limit) {}
 
-    // Returns the pool of this process, whose blocks come from the system. It is never destroyed, because some objects
-    // that use it outlive the interpreter.
+    // Returns the pool of this process, which allocates its blocks by ibp_cuda_alloc_pinned. The pool is never
+    // destroyed, because some objects that use it outlive the interpreter.
     static PinnedPool &of_process()
     {
         static PinnedPool &pool = *[] {
@@ -61,9 +63,11 @@ class PinnedPool {
         return std::min(size_t{4} << 30, pages / 8 * page_bytes);
     }
 
-    // Takes a block of num_bytes > 0 bytes, or up to an eighth more, on a NUMA node. *is_used receives whether somebody
-    // has used the block before. If new memory cannot be pinned, frees all kept blocks and tries once more. Returns the
-    // status of pinning; IBP_OK for a kept block.
+    // Takes a block of at least num_bytes > 0 bytes, and at most an eighth more, on a NUMA node. Allocates a new block
+    // if no kept block fits. If this fails, frees all kept blocks and tries once more. Returns IBP_OK for a kept block,
+    // else the status of the allocation.
+    //
+    // is_used: *is_used receives whether the block has had an owner before.
     ibp_status take(size_t num_bytes, int node, PinnedBlock *block, bool *is_used)
     {
         *is_used = take_kept(num_bytes, node, block);
@@ -74,7 +78,8 @@ class PinnedPool {
         return status;
     }
 
-    // Gives a block back. A block of this process is kept or freed; a copy in a forked child is unmapped.
+    // Gives a block back. The pool keeps or frees it. If this process is a child that has only a copy of the block, the
+    // copy is unmapped.
     void give(const PinnedBlock &block)
     {
         if (block.process != getpid()) {
@@ -118,7 +123,8 @@ class PinnedPool {
     }
 
   private:
-    // Takes the smallest kept block that fits. Returns whether there is one.
+    // Takes the smallest kept block that fits: one on the node, of at least num_bytes bytes and at most an eighth more.
+    // Returns whether there is such a block.
     bool take_kept(size_t num_bytes, int node, PinnedBlock *block)
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -135,8 +141,8 @@ class PinnedPool {
         return true;
     }
 
-    // Takes the block that was given first, if more than most_bytes bytes are kept. Returns whether it did. It
-    // allocates nothing, because destructors call it.
+    // Takes the block that was given back longest ago, if more than most_bytes bytes are kept. Returns whether it took
+    // one. It allocates nothing, because destructors call it.
     bool take_first(size_t most_bytes, PinnedBlock *block)
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -147,7 +153,7 @@ class PinnedPool {
         return true;
     }
 
-    // Keeps a block. Returns false if it is larger than the limit, or if there is no memory to list it.
+    // Keeps a block. Returns false if the block is larger than the limit, or if there is no memory to list it.
     bool keep(const PinnedBlock &block)
     {
         const std::lock_guard<std::mutex> lock(mutex_);
@@ -161,7 +167,8 @@ class PinnedPool {
         return true;
     }
 
-    // Runs in a child process after fork(), which took the lock. The kept blocks are copies here, and are unmapped.
+    // Empties the pool of a child process, right after fork(). The parent took the lock before fork(), so the child
+    // holds it. The kept blocks are copies in the child, so they are unmapped.
     void start_again()
     {
         for (const PinnedBlock &block : kept_) munmap(block.data, block.num_bytes);

@@ -61,8 +61,8 @@ static_assert(sizeof(DLManagedTensor) == 64, "the layout of dlpack.h on a 64-bit
 enum : int32_t { kDLCUDA = 2 };
 enum : uint8_t { kDLUInt = 1 };
 
-// Bytes of an object in pinned memory, as a CUDA device sees them. The object lives as long as the DLPack capsule, or
-// whoever has taken the bytes from it, holds them.
+// Pinned memory of an object, `owner`, as an array of DLPack on a CUDA device. It keeps the owner alive until the
+// DLPack capsule, or the tensor that was made from the capsule, releases the array.
 struct MappedBytes {
     DLManagedTensor managed;
     py::object owner;
@@ -76,11 +76,12 @@ struct MappedBytes {
     }
 };
 
-// Returns a DLPack capsule with pinned bytes as uint8 on the current CUDA device. Torch's own ways to wrap an address,
-// from_blob and __cuda_array_interface__, cannot be used: they ask the driver for the device of the address, and the
-// driver names the device that was current when the memory was pinned.
+// Returns a DLPack capsule that holds pinned memory as an array of uint8 on the current CUDA device. Torch's own ways
+// to wrap an address, from_blob and __cuda_array_interface__, cannot be used: they ask the driver for the device of the
+// address, and the driver names the device that was current when the memory was pinned.
 //
-// address, num_bytes: the bytes.
+// owner: the object that the memory belongs to; it is kept alive.
+// address, num_bytes: the memory.
 // device: the index of the current device.
 py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, int32_t device)
 {
@@ -91,7 +92,7 @@ py::object map_pinned(py::object owner, uintptr_t address, int64_t num_bytes, in
     bytes->managed.manager = bytes;
     bytes->managed.release = &MappedBytes::release;
     PyObject *const capsule = PyCapsule_New(&bytes->managed, "dltensor", [](PyObject *unused) {
-        if (!PyCapsule_IsValid(unused, "dltensor")) return; // whoever took the bytes has renamed it
+        if (!PyCapsule_IsValid(unused, "dltensor")) return; // a consumer has taken the array and renamed the capsule
         MappedBytes::release(static_cast<DLManagedTensor *>(PyCapsule_GetPointer(unused, "dltensor")));
     });
     if (capsule == nullptr) {
@@ -121,8 +122,8 @@ class Streamer {
     ibp_streamer *streamer_ = nullptr;
 };
 
-// An ibp_stager (ibp_stream.h), which brings items to the current device with the CPU's help, through two rings. kept:
-// the object that owns the rings.
+// An ibp_stager (ibp_stream.h), which brings items to the current device with the CPU's help, through two rings. It
+// keeps `kept`, the object that owns the rings, alive.
 class Stager {
   public:
     Stager(uintptr_t pinned, uintptr_t near, int64_t ring_bytes, py::object kept) : kept_(std::move(kept))
@@ -141,8 +142,8 @@ class Stager {
     ibp_stager *stager_ = nullptr;
 };
 
-// Implements __init__ of a class, as py::init does. py::init itself registers the object at a point where no exception
-// is caught, so the process would end if there were no memory for the registration.
+// Implements __init__ of a class, as py::init does. py::init itself cannot be used: it registers the object at a point
+// where no exception is caught, so the process would end if there were no memory for the registration.
 template <typename T, typename... Args> void make(py::detail::value_and_holder &place, Args... args)
 {
     auto holder = std::make_unique<T>(std::forward<Args>(args)...);
@@ -156,7 +157,7 @@ template <typename T, typename... Args> void make(py::detail::value_and_holder &
 }
 constexpr py::detail::is_new_style_constructor kNewStyle{};
 
-// Counts in the memory of a contiguous array of 64-bit integers.
+// A view of a contiguous Python array of 64-bit integers as counts.
 class Counts {
   public:
     explicit Counts(const py::buffer &array)
@@ -174,7 +175,8 @@ class Counts {
     Py_buffer view_;
 };
 
-// Chooses slots by ibp_choose_slots (slots.h). Returns the bytes of a slot, and the bytes of overflow of a mean row.
+// Chooses the size of slots by ibp_choose_slots (slots.h). Returns the size of a slot in bytes, and the mean number of
+// bytes that a row has in overflow.
 std::pair<uint32_t, double> choose_slots(const py::buffer &sectors, uint32_t row_bytes, uint32_t least_bytes,
                                          double overflow_cost, double part_cost, double most_spilled, double near,
                                          const std::optional<std::vector<int64_t>> &sizes)
@@ -190,7 +192,8 @@ std::pair<uint32_t, double> choose_slots(const py::buffer &sectors, uint32_t row
     return {slot_bytes, mean_overflow};
 }
 
-// Counts by ibp_count_spilled (slots.h). Returns how many rows leave their slots, and the bytes of their parts.
+// Counts rows by ibp_count_spilled (slots.h). Returns the number of rows that do not fit slots of slot_bytes bytes, and
+// the size of their overflow parts in bytes.
 std::pair<uint64_t, uint64_t> count_spilled(const py::buffer &sectors, uint32_t slot_bytes)
 {
     const Counts counts(sectors);
@@ -199,8 +202,8 @@ std::pair<uint64_t, uint64_t> count_spilled(const py::buffer &sectors, uint32_t 
     return {num_rows, overflow_bytes};
 }
 
-// Returns call(). If call raises, the exception gets kept[0], if there is one, as its attribute `table`. No Python code
-// runs between the two, so no interrupt can come in between.
+// Returns call(). If it raises and `kept` is not empty, the exception gets kept[0] as its attribute `table`. No Python
+// code runs between the call and the assignment, so no interrupt can come in between.
 py::object call_keeping_table(const py::list &kept, const py::object &call)
 {
     try {
@@ -216,28 +219,29 @@ py::object call_keeping_table(const py::list &kept, const py::object &call)
 PYBIND11_MODULE(_core, m)
 {
     m.doc() = "The ibp core without torch: status, versions, pinned memory.";
-    ibp::PinnedPool::of_process(); // made here, while no other thread can be making it during a fork
+    ibp::PinnedPool::of_process(); // created at import, so that no other thread can be creating it during a fork
     m.attr("FORMAT_VERSION") = IBP_FORMAT_VERSION;
     m.attr("MAX_ROW_BYTES") = IBP_MAX_ROW_BYTES;
     m.attr("ROWS_PER_BASE") = IBP_ROWS_PER_BASE;
     m.attr("SECTOR_BYTES") = IBP_OVERFLOW_ALIGN;             // overflow parts begin at multiples of it
     m.attr("TABLE_HANDLE_BYTES") = sizeof(ibp::TableHandle); // sizes of handles
     m.attr("CACHE_HANDLE_BYTES") = sizeof(ibp::CacheHandle);
-    m.attr("MAX_SLABS") = IBP_MAX_SLABS; // slabs of a cache of rows
+    m.attr("MAX_SLABS") = IBP_MAX_SLABS; // the largest number of slabs of a cache of rows
     m.attr("CPU_AVX2_BMI2") = static_cast<uint32_t>(IBP_CPU_AVX2_BMI2);
     m.attr("CPU_AVX512") = static_cast<uint32_t>(IBP_CPU_AVX512);
-    m.def("version", &ibp_version, "Version of the linked core library.");
+    m.def("version", &ibp_version, "Returns the version of the linked core library.");
     m.def(
         "status_string", [](int status) { return ibp_status_string(static_cast<ibp_status>(status)); },
-        py::arg("status"), "One sentence for a status code of the C API.");
+        py::arg("status"), "Returns a sentence for a status code of the C API.");
     m.def("cpu_features", &ibp_cpu_features,
-          "Features of the processor that the CPU coders use (ibp_cpu_feature of ibp_machine.h); 0: plain C.");
+          "Returns the features of the processor that the CPU coders use (ibp_cpu_feature of ibp_machine.h); 0: plain "
+          "C.");
     m.def("set_cpu_features", &ibp_set_cpu_features, py::arg("features"),
-          "Makes all threads use those of the given features that the processor has, and returns these. For tests "
-          "and benchmarks.");
-    m.def("cuda_is_built", &ibp_cuda_is_built, "Whether this build has CUDA kernels.");
+          "Makes all threads use the given features as far as the processor has them. Returns the features in use. For "
+          "tests and benchmarks.");
+    m.def("cuda_is_built", &ibp_cuda_is_built, "Returns whether this build has CUDA kernels.");
     m.def("cuda_architectures", &ibp_cuda_architectures,
-          "The compute capabilities that kernels were compiled for, each times 100, with commas between them.");
+          "Returns the compute capabilities that kernels were compiled for, each times 100, with commas between them.");
 
     m.def("choose_slots", &choose_slots, py::arg("sectors"), py::arg("row_bytes"), py::arg("least"),
           py::arg("overflow_cost"), py::arg("part_cost"), py::arg("most_spilled"), py::arg("near"), py::arg("sizes"),
@@ -256,10 +260,12 @@ PYBIND11_MODULE(_core, m)
           "Reads the bytes in front of a file's data. Returns (tensors, metadata, checks): {name: (dtype, shape, first "
           "byte in the file, end)}, {key: text}, and (bytes of a block, number of blocks) of checksums, None if there "
           "are none, or a text that says why they are refused. ValueError says what is wrong.");
-    m.def("read_table", &ibp_python::read_table, py::arg("line"),
-          "The fields of a table, from its line as it stands in JSON. ValueError says what is wrong.");
+    m.def(
+        "read_table", &ibp_python::read_table, py::arg("line"),
+        "Returns the fields of a table. line: its line as it stands in JSON. Raises ValueError if the line is wrong.");
     m.def("read_codebook", &ibp_python::read_codebook, py::arg("line"),
-          "The fields of a codebook, from its line as it stands in JSON. ValueError says what is wrong.");
+          "Returns the fields of a codebook. line: its line as it stands in JSON. Raises ValueError if the line is "
+          "wrong.");
 
     py::class_<ibp::PinnedBuffer>(m, "PinnedBuffer", py::buffer_protocol(), "Pinned, mapped host memory.")
         .def("__init__", &make<ibp::PinnedBuffer, size_t, int>, kNewStyle, py::arg("num_bytes"), py::arg("node") = -1)
@@ -273,15 +279,16 @@ PYBIND11_MODULE(_core, m)
         "freed.");
     m.def(
         "kept_pinned_bytes", [] { return ibp::PinnedPool::of_process().kept_bytes(); },
-        "Bytes of pinned memory that are kept for their next user.");
+        "Returns the number of bytes of pinned memory that are kept for their next user.");
     m.def(
         "pinned_limit", [] { return ibp::PinnedPool::of_process().limit(); },
-        "The most bytes of pinned memory that are kept.");
+        "Returns the largest number of bytes of pinned memory that may be kept.");
     m.def(
         "set_pinned_limit", [](size_t limit) { ibp::PinnedPool::of_process().set_limit(limit); }, py::arg("limit"),
         py::call_guard<py::gil_scoped_release>());
 
-    py::class_<ibp::PinnedRange>(m, "PinnedRange", "Pins the memory of an object while this one lives.")
+    py::class_<ibp::PinnedRange>(m, "PinnedRange",
+                                 "A pin of the memory of an object. It lasts as long as this object lives.")
         .def("__init__", &make<ibp::PinnedRange, py::object, uintptr_t, size_t>, kNewStyle, py::arg("owner"),
              py::arg("address"), py::arg("num_bytes"));
 
@@ -293,7 +300,7 @@ PYBIND11_MODULE(_core, m)
         .def("pin", &ibp::SharedPages::pin, "Pins the memory for this process, unless it is already.")
         .def_buffer([](ibp::SharedPages &self) { return self.buffer(); });
 
-    py::class_<ibp::FilePages>(m, "FilePages", py::buffer_protocol(), "Bytes of a file, mapped to be read only.")
+    py::class_<ibp::FilePages>(m, "FilePages", py::buffer_protocol(), "The bytes of a file, mapped for reading.")
         .def("__init__", &make<ibp::FilePages, int, size_t, size_t>, kNewStyle, py::arg("file"), py::arg("start"),
              py::arg("num_bytes"))
         .def_property_readonly("is_pinned", &ibp::FilePages::is_pinned)

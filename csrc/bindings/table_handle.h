@@ -1,6 +1,7 @@
-// table_handle.h - handles of tables and of caches of rows. describe_table and describe_cache check the memory once and
-// return the bytes of a handle as a tensor on the CPU. The operations of that memory's device take this tensor, or a
-// copy of it.
+// table_handle.h - handles of tables and of caches of rows. A handle is a struct of sizes and addresses that have been
+// checked once, so that operations need not check them at every call. The operations describe_table and describe_cache
+// make handles and return their bytes as a tensor on the CPU. Other operations take this tensor, or a copy of it, as an
+// argument.
 #ifndef IBP_TABLE_HANDLE_H
 #define IBP_TABLE_HANDLE_H
 
@@ -10,10 +11,11 @@
 
 namespace ibp {
 
-// Memory of a tensor, or of a part of it. data: nullptr if there is none.
+// The memory of a tensor, or of a part of a tensor. data is nullptr if the memory has no bytes.
 struct Memory {
     uint8_t *data;
     int64_t num_bytes;
+    // Returns whether the two have a byte in common.
     bool meets(const Memory &other) const { return data < other.end() && other.data < end(); }
     const uint8_t *end() const { return data + num_bytes; }
 };
@@ -22,9 +24,9 @@ enum TablePart { kSlots, kOverflow, kLengths, kBases, kCodebook, kRooms, kUsed, 
 constexpr const char *kPartNames[kNumParts] = {"slots",    "overflow", "lengths", "bases",
                                                "codebook", "rooms",    "used",    "fault"};
 
-// The way in which `take` fetches items from memory that is far from the GPU. If there are at least least_bucketed ids,
-// it first sorts them by windows of 2^window_bits items, and then fetches them with bucketed_sms multiprocessors (0:
-// all).
+// A plan by which `take` fetches items on a GPU. A call with at least least_bucketed ids first sorts them by windows of
+// 2^window_bits items, and then fetches the items with at most bucketed_sms multiprocessors (0: all). In large tables
+// in pinned host memory, rows are fetched faster in this order.
 struct GatherPlan {
     int64_t least_bucketed;
     uint32_t window_bits;
@@ -32,14 +34,14 @@ struct GatherPlan {
 };
 
 struct TableHandle {
-    static constexpr uint64_t kMark = 0x656c646e61486269; // bytes without this mark are refused
+    static constexpr uint64_t kMark = 0x656c646e61486269; // operations refuse a handle without this mark
 
     uint64_t mark;
     int64_t device;   // the CUDA device that reads the table; -1: the CPU
     ibp_place place;  // counts is nullptr; used is nullptr unless a place was described
-    ibp_fault *fault; // the record in which `take` notes faults on a GPU; nullptr: a GPU's `take` refuses the table
+    ibp_fault *fault; // the record in which `take` notes faults; if nullptr, `take` refuses the table on a GPU
     GatherPlan plan;
-    Memory parts[kNumParts]; // memory of the tensors
+    Memory parts[kNumParts]; // the memory of each part
 
     const ibp_table &table() const { return place.table; }
 };
@@ -54,7 +56,7 @@ struct CacheHandle {
     ibp_cache slabs; // entries is nullptr
     ibp_lru lru;     // slot_bytes is 0 unless the cache replaces rows
     ibp_cache_counts *counts;
-    Memory parts[2 * IBP_MAX_SLABS + 3]; // maps, slabs, stamps, clock and counts
+    Memory parts[2 * IBP_MAX_SLABS + 3]; // the memory of maps, slabs, stamps, clock and counts
 };
 static_assert(std::is_trivially_copyable_v<CacheHandle>, "its bytes are copied");
 

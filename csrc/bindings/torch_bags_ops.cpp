@@ -3,7 +3,7 @@
 //
 //     sum_bags  table ids entries slabs offsets weights reduction padding_idx kind max_sms out fault
 //
-// The operation is documented at its function. torch_tables.h describes the arguments that other operations have, too.
+// The operation is documented at its function, and the arguments that several operations share in torch_tables.h.
 #include "torch_tables.h"
 
 #include <optional>
@@ -46,16 +46,16 @@ ibp_bags bags_of(const ibp_ids &ids, const std::optional<Tensor> &offsets, const
     return bags;
 }
 
-// Sums bags of rows, or takes their mean or maximum (ibp_linear.h). A bag without rows gives zeros. Items of table are
-// single rows. An id out of range and a corrupt row are noted in fault and count as rows of zeros.
+// Sums bags of rows, or takes their mean or maximum (ibp_linear.h). A bag without rows gives zeros. Each item of the
+// table must be a single row. An id out of range and a corrupt row are noted in fault and count as rows of zeros.
 //
-// entries: int64 [ids], or None. Rows that have an entry come from slabs.
-// offsets: int32 or int64, ascending; bag b begins with ids[offsets[b]]. Elements after the first [bags] are not read.
-//   None: all bags have equally many ids.
+// entries: int64 [ids], or None. Rows that have an entry are read from slabs.
+// offsets: int32 or int64, ascending; bag b begins with ids[offsets[b]]. Only one element for each bag is read. None:
+//   all bags have the same number of ids.
 // weights: [ids], of the elements' dtype, for sums only. None: all are 1.
-// reduction: a number of ibp_bag_mode.
-// padding_idx: rows with this id count as absent; -1: no id does.
-// kind: a number of ibp_float_kind, the elements' dtype.
+// reduction: an ibp_bag_mode as a number.
+// padding_idx: ids that equal it are skipped; -1: no id is skipped.
+// kind: an ibp_float_kind as a number: the elements' dtype.
 // out: [bags, elements], contiguous. Its first dimension is the number of bags.
 void sum_bags(const Device &device, const Table &handle, const Tensor &ids, const std::optional<Tensor> &entries,
               const Near &slabs, const std::optional<Tensor> &offsets, const std::optional<Tensor> &weights,

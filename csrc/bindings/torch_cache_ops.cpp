@@ -10,21 +10,21 @@
 //     set_cached      rows lengths ways dirty map
 //
 // A cache is for tables whose items are whole rows. Each operation is documented at its function. torch_tables.h
-// describes arguments that other files share, and these are shared by the operations of this file:
+// describes the arguments that several files share. The operations of this file also share the following arguments:
 //
 //     map, maps   int64 [sets * ways * 2], aligned to 16 bytes: for each way the number of a row (-1: the way is empty,
-//                 -2: its row was removed) and the row's entry, 0 if the way is empty. maps: one for each of up to 8
-//                 slabs; as slabs, they may be on other CUDA devices than the other tensors.
-//     ways        2, 4, 8, 16 or 32: ways of a set.
+//                 -2: its row was removed) and the row's entry (0 if the way is empty). maps: one map for each of up to
+//                 8 slabs. Like slabs, maps may be on other CUDA devices than the other tensors.
+//     ways        Number of ways of a set: 2, 4, 8, 16 or 32.
 //     bytes       uint8 [bytes], at most 2^40: the slab to which an operation writes rows.
 //     entries     int64 [ids * rows_per_item], written: the entry of row r of ids[k] is at k * rows_per_item + r, as
 //                 gather_items takes it; 0 if the cache does not hold the row.
-//     counts      int64 [10], added to: hits of slabs 0 to 7, misses, and the bytes of missed rows, each rounded up to
-//                 sectors of 32.
+//     counts      int64 [10], added to: the numbers of rows found in slabs 0 to 7; the number of rows not found; and
+//                 the number of bytes of the rows not found, each row rounded up to sectors of 32 bytes.
 //     stamps      int32 [sets * 33], zeros at first: the time of each way's last use, and then one number for each
 //                 set, which is 0 between calls.
-//     clock       int64 [2], zeros at first: how many calls there were.
-//     rows        int64 [rows]: numbers of rows; negative ones are left out.
+//     clock       int64 [2], zeros at first: the number of calls so far, twice.
+//     rows        int64 [rows]: numbers of rows; negative numbers are skipped.
 #include "torch_tables.h"
 
 #include <optional>
@@ -41,7 +41,7 @@ ibp_cache_map map_of(const Tensor &map, int64_t ways)
     ibp_cache_map m{};
     m.ways = to_u32(ways, 2, IBP_SEARCHED_WAYS, "ways");
     require((m.ways & (m.ways - 1)) == 0, "ways is ", ways, ", not 2, 4, 8, 16 or 32");
-    const int64_t numbers = 2 * ways; // in a set
+    const int64_t numbers = 2 * ways; // how many a set has
     m.rows = data_of<ibp_cached_row>(map, ScalarType::Long, 0, "map");
     require(map.numel() % numbers == 0 && map.numel() / numbers <= int64_t{UINT32_MAX}, "map has ", map.numel(),
             " numbers, not those of whole sets of ", ways, " ways");
@@ -88,13 +88,13 @@ ibp_lru lru_of(const Tensor &bytes, const Tensor &map, int64_t ways, int64_t slo
 
 // ---- describing ----
 
-// Returns the argument `cache` of `take`: the bytes of a struct ibp::CacheHandle, uint8 on the CPU. They hold the
-// addresses of the tensors, which must live longer than the handle is used. The handle is for the device that counts is
-// on.
+// Returns the argument `cache` of `take`: the bytes of a struct ibp::CacheHandle, uint8 on the CPU. The handle holds
+// the addresses of the tensors, so the tensors must live as long as the handle is used. It is for calls on the device
+// of `counts`.
 //
-// maps, slabs: equally many, one map for each slab.
-// stamps, clock, slot_bytes: for a cache that replaces its rows, as claim_cached takes them; such a cache has one slab
-//   and 32 ways. For other caches None, None and 0.
+// maps, slabs: one map for each slab.
+// stamps, clock, slot_bytes: the arguments of claim_cached, for a cache that replaces its rows. Such a cache has one
+//   slab, and sets of 32 ways. For other caches: None, None and 0.
 Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, const Near &slabs, const Tensor &counts,
                       const std::optional<Tensor> &stamps, const std::optional<Tensor> &clock, int64_t slot_bytes)
 {
@@ -125,8 +125,8 @@ Tensor describe_cache(const Device &device, const Near &maps, int64_t ways, cons
 
 // Looks up the rows of items.
 //
-// rows_per_item, row_bytes: of the table that has the rows.
-// lengths: uint16 [rows], the table's; empty: every row is raw.
+// rows_per_item, row_bytes: the number of rows of an item of the table, and the size of a row in bytes.
+// lengths: uint16 [rows], the lengths of the table; empty: every row is raw.
 // counts: may be None.
 void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item, int64_t row_bytes,
                  const Tensor &lengths, const Near &maps, int64_t ways, const Out &entries,
@@ -142,8 +142,8 @@ void find_cached(const Device &device, const Tensor &ids, int64_t rows_per_item,
     find_in_maps(device, query, found.data(), static_cast<uint32_t>(found.size()), to, to_counts);
 }
 
-// Returns uint8 [rows]: for each row the slab, among num_slabs, that is to hold it. A row is looked up only in the map
-// of that slab.
+// Returns uint8 [rows]: for each row the number of the slab, among num_slabs slabs, that may hold it. A row is looked
+// up only in the map of that slab.
 Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slabs)
 {
     Tensor found = new_tensor(rows, {rows.numel()}, ScalarType::Byte);
@@ -156,10 +156,10 @@ Tensor owners_of_rows(const Device &device, const Tensor &rows, int64_t num_slab
 
 // ---- fill ----
 
-// Copies stored rows of a table to `bytes`, the memory of a slab, and enters them in `map`, the slab's map, unless the
-// map is empty.
+// Copies rows of a table, as they are stored, to `bytes`, the memory of a slab, and enters them in `map`, the slab's
+// map. If `map` has no elements, the rows are only copied.
 //
-// offsets: int64 [rows], the place of each row in bytes. Rows with a negative offset are left out.
+// offsets: int64 [rows]: the index in `bytes` of each row's first byte. Rows with a negative offset are left out.
 // slab: the number of the slab in its cache.
 void fill_slab(const Device &device, const Table &handle, const Tensor &rows, const Tensor &offsets, int64_t number,
                int64_t ways, const Out &bytes, const Out &map, const Out &fault)
@@ -187,7 +187,7 @@ void fill_slab(const Device &device, const Table &handle, const Tensor &rows, co
 // rows that were used longest ago. An id out of range and a corrupt row are noted in fault.
 //
 // ways: 32.
-// cache_slot_bytes: the bytes that each way has in `bytes`, a multiple of 32; longer rows are not cached.
+// cache_slot_bytes: the size in bytes of each way's slot in `bytes`, a multiple of 32. Longer rows are not cached.
 // counts: may be None.
 void claim_cached(const Device &device, const Table &handle, const Tensor &ids, int64_t ways, int64_t slot_bytes,
                   const Out &bytes, const Out &map, const Out &stamps, const Out &clock, const Out &entries,

@@ -26,14 +26,16 @@ using namespace ibp_torch;
 
 // ---- statistics ----
 
-// Returns num_counts counts of all rows. call(count, rows, num_rows, counts) counts some rows with the function
-// `count`. On the CPU it is called with on_cpu for a range of rows on each thread. On a GPU it is called once for all
-// rows, with on_cuda and a stream as its last argument.
+// Counts something in all rows of data and returns int64 [num_counts]. call(count, rows, num_rows, counts) must count
+// some of the rows by the function `count`. On the CPU several threads call it, each for a range of rows, with `count`
+// on_cpu. On a GPU it is called once for all rows, with `count` on_cuda and a stream as its last argument.
 template <typename Cuda, typename Cpu, typename Call>
 Tensor counts_of(const Device &device, const Tensor &data, int64_t num_counts, uint32_t row_bytes, const char *name,
                  const Cuda &on_cuda, const Cpu &on_cpu, const Call &call)
 {
-    constexpr int64_t kLeastCounted = 1 << 20; // bytes of a range; its counts take 64 times as many bytes as a row
+    // Least size of a range in bytes. Each range has counts of its own, which take up to 64 times as many bytes as a
+    // row.
+    constexpr int64_t kLeastCounted = 1 << 20;
     const uint8_t *const rows = bytes_of(data, 0, "data");
     const int64_t num_rows = data.numel() / row_bytes;
     Tensor counts = new_counts(data, num_counts);
@@ -113,8 +115,10 @@ std::tuple<Tensor, Tensor> threshold_bits(const Device &, const Tensor &counts, 
     return {mask, bitval};
 }
 
-// Returns (mask, bitval) with, for each chunk, the mask that saves most bits on these rows according to a greedy search
-// (ibp_learn.h). chunk_bytes: 1, 2, 4 or 8.
+// Finds by a greedy search (ibp_learn.h) the mask of each chunk that saves most bits on these rows. Returns (mask,
+// bitval).
+//
+// chunk_bytes: 1, 2, 4 or 8.
 std::tuple<Tensor, Tensor> choose_masks(const Device &, const Tensor &data, int64_t row_bytes, int64_t chunk_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes), chunk = to_u32(chunk_bytes, 1, 8, "chunk_bytes");
@@ -216,11 +220,11 @@ Tensor planes_codec(const Tensor &data, const ibp_planes &planes, int64_t row_by
 // (codebook, codec): uint8 [bytes] and int64 [numbers].
 //
 // element_bytes: 1, 2, 4 or 8, which divides row_bytes.
-// exponent_bits: exponent bits of floats; 0 for other elements.
+// exponent_bits: the number of exponent bits of floats; 0 for other elements.
 // table_rows: the number of rows of the whole table, over which the codebook's own bytes are spread.
 // fast: whether to take a codebook that decodes at the rate of memory, unless it saves nothing.
-// codes_invariant: whether to code also the bits and columns that all of these rows agree on, so that the codebook has
-//   a coded form for any row.
+// codes_invariant: whether to code also the bits and columns on which all of these rows agree. Then the codebook has a
+//   coded form for any row.
 std::tuple<Tensor, Tensor> learn_planes(const Device &, const Tensor &data, int64_t row_bytes, int64_t element_bytes,
                                         int64_t exponent_bits, int64_t table_rows, bool fast, bool codes_invariant)
 {

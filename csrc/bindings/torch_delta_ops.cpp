@@ -11,8 +11,8 @@
 // (ibp_delta.h). The rows of all their tensors are numbered in one sequence. They have these arguments:
 //
 //     tensors  int64 [n, 10]: n structs ibp_delta_tensor. Their addresses are trusted.
-//     lengths  uint16 [rows of the sequence], a multiple of 32.
-//     counts   uint16 [rows of the sequence * 8]: numbers that measure_deltas leaves for encode_deltas.
+//     lengths  uint16 [rows of the sequence]. The number of rows is a multiple of 32.
+//     counts   uint16 [rows of the sequence * 8]: numbers that measure_deltas passes on to encode_deltas.
 #include "torch_tables.h"
 
 #include <algorithm>
@@ -29,7 +29,7 @@ using namespace ibp_torch;
 // sum: int64 [1] or more.
 void sum_words(const Device &device, const Tensor &part, int64_t first_word, const Out &sum)
 {
-    constexpr int64_t kWordsARange = 1 << 17; // words in a megabyte
+    constexpr int64_t kWordsARange = 1 << 17; // number of 8-byte words of a range: 1 MiB
     require(first_word >= 0, "first_word is ", first_word);
     const auto start = static_cast<uint64_t>(first_word);
     uint64_t *const out = unsigned_longs_of(sum, 1, "sum");
@@ -75,7 +75,7 @@ void add_rows(const Device &, const Table &handle, int64_t element_bytes, bool s
     *unsigned_longs_of(change, 1, "change") += total;
 }
 
-// The argument `tensors`.
+// The structs in the argument `tensors`.
 struct DeltaTensors {
     const ibp_delta_tensor *data;
     uint32_t count;
@@ -106,7 +106,7 @@ struct DeltaRows {
     }
 };
 
-// Measures how each row of the differences newer - base is coded, and fills lengths and counts.
+// Measures how each row of the differences newer - base would be coded, and fills lengths and counts.
 //
 // sums: int64 [2 n], zeros at first; receives for each tensor the sums of words (sum_words) of its base and of its
 //   newer version.
@@ -124,7 +124,7 @@ void measure_deltas(const Device &device, const Tensor &tensors, const Tensor &c
 //
 // lengths, counts: as measure_deltas filled them.
 // bases: int64 [rows / 32], as index_rows makes them from lengths.
-// updates_bases: whether to turn the bases into the newer versions, row by row as they are coded.
+// updates_bases: whether to overwrite the base of each tensor by its newer version, row by row as the rows are coded.
 void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &codebook, const Codec &codec,
                    const Tensor &lengths, const Tensor &counts, const Tensor &bases, bool updates_bases,
                    const Out &overflow)
@@ -137,9 +137,9 @@ void encode_deltas(const Device &device, const Tensor &tensors, const Tensor &co
           "encode_deltas");
 }
 
-// Adds the differences to the bases: either all of them or none.
+// Adds the differences of all tensors to their bases, or changes no base if a base, a row or a result is wrong.
 //
-// num_rows: rows of the sequence.
+// num_rows: the number of rows of the sequence.
 // state: int64 [1 + 3 n], zeros at first; receives an ibp_delta_verdict and three numbers for each tensor.
 // takes_back: whether to undo an earlier call instead. `state` is then the state of that call, with IBP_DELTA_DAMAGED
 //   in place of its verdict.

@@ -10,7 +10,8 @@
 // copied if it is not contiguous and aligned to 16 bytes. A matrix is given by these arguments:
 //
 //     slots       uint8 [bytes], aligned to 16 bytes: the slots of its table, slot_bytes bytes for each row.
-//     below       any dtype; only its size is read, which is the exponent of digit 0 plus 2.
+//     below       any dtype. Only its number of elements is read, which is 2 more than first_symbol of the codebook
+//                 (the exponent that digit 0 stands for).
 //     starts      int32 [rows + 1]: the escapes of row r are entries[starts[r]] to entries[starts[r + 1] - 1].
 //     entries     int32 [escapes, 2]: structs ibp_escape, aligned to 8 bytes.
 #include "torch_tensors.h"
@@ -22,7 +23,7 @@ namespace {
 
 using namespace ibp_torch;
 
-// Returns the elements of a bfloat16 tensor, of which there must be `count`.
+// Returns the data of a bfloat16 tensor, which must have exactly `count` elements.
 uint16_t *elements_of(const Tensor &tensor, int64_t count, const char *name)
 {
     require(tensor.numel() == count, name, " has ", tensor.numel(), " elements, ", count, " are needed");
@@ -57,7 +58,7 @@ Tensor aligned(const Tensor &x)
 // The products of vectors with up to four matrices.
 struct Products {
     ibp_product each[IBP_MOST_MATRICES] = {};
-    int64_t starts[IBP_MOST_MATRICES] = {}; // where the results of each product begin
+    int64_t starts[IBP_MOST_MATRICES] = {}; // for each product the index of its first result
     int64_t num_products = 0, num_vectors = 0, num_results = 0;
 };
 
@@ -102,8 +103,8 @@ void multiply(const Device &device, const Tensor &x, Products &products, const T
           "linear");
 }
 
-// Returns x times one to four matrices of K columns, plus biases, by one launch. The results of one matrix with N rows
-// are [..., N]. The results of several matrices follow one another in one dimension.
+// Returns the products x W^T + bias with one to four matrices W of K columns, by one launch. With one matrix of N rows
+// the result is [..., N]. With several matrices their results follow one another in a tensor of one dimension.
 //
 // x: [..., K], up to 512 vectors.
 // parts: for each matrix its slots, below, starts and entries.
@@ -135,7 +136,7 @@ void linear_out(const Device &device, const Tensor &x, const Tensors &parts, con
 // groups: int32 [groups, 3], as group_vectors returns them: the number of a matrix, the number of the first vector, and
 //   the number of vectors.
 // order: int64 [vectors], or None. Vector v of the groups is vector order[v].
-// sharing: how many consecutive vectors share one row of x; 1 without an order.
+// sharing: the number of consecutive vectors that share one row of x; 1 if order is None.
 // out: contiguous, vectors * num_rows elements. The results of vectors that are in no group are not written.
 void linear_groups(const Device &device, const Tensor &slots, int64_t slot_bytes, const Tensor &below,
                    const Tensor &starts, const Tensor &entries, const Tensor &x, const Tensor &groups,

@@ -22,9 +22,10 @@
 // implementations and the rules for all operations are in ibp/_common/ops.py. data is uint8 [bytes], the rows one
 // after the other; the last row may be short.
 //
-// The library is built against torch's stable ABI, so that one build serves every torch from 2.10 on, with and without
-// CUDA. The operations are public: arguments that contradict each other raise, whatever their values are. If the CPU
-// and CUDA both have an operation, one function implements it and asks which of them its tensors are on.
+// The library is built against torch's stable ABI, so that one build works with torch 2.10 and all later versions, with
+// and without CUDA. The operations are public: they raise an error if arguments contradict each other, whatever their
+// values are. If an operation exists for the CPU and for CUDA, one function implements it, and asks on which of them
+// its tensors are.
 #include "torch_tables.h"
 
 #include "../core/checks.h"
@@ -39,21 +40,21 @@ using namespace ibp_torch;
 
 // ---- describing tables ----
 
-// Returns the argument `table` of other operations: the bytes of a struct ibp::TableHandle, uint8 on the CPU. They hold
-// the addresses of the tensors, which must live longer than the handle is used.
+// Returns the argument `table` of other operations: the bytes of a struct ibp::TableHandle, uint8 on the CPU. The
+// handle holds the addresses of the tensors, so the tensors must live as long as the handle is used.
 //
 // slots, overflow: uint8 [bytes].
 // lengths: uint16 [rows]; empty: every row is raw.
 // bases: int64 [ceil(rows / 32)], or [rows] if every row has its own base; empty: no row has an overflow part
 //   (FORMAT.md, section 2).
-// slot_bytes: bytes of a row's slot.
+// slot_bytes: the size of a row's slot in bytes.
 // overflow_start: the byte of the whole table's overflow at which `overflow` begins; not 0 for a block of a table's
 //   rows.
-// num_items, item_bytes: the tensor that is coded.
-// rooms, used: only for a place, into which rows are coded one by one (ibp_place.h). rooms is uint16 [rows], empty if
-//   slots hold whole rows. used is int64 [1]; bases then has one entry for each row, or is empty if rows are packed.
-//   encode_into refuses a table that is described without `used`.
-// fault: the fault record of `take` on a GPU, which refuses tables without one.
+// num_items, item_bytes: the number of items of the coded tensor, and the size of an item in bytes.
+// rooms, used: only for a place, into which rows are coded one by one (ibp_place.h). `rooms` is uint16 [rows]; empty if
+//   slots hold whole rows. `used` is int64 [1]. With `used`, `bases` must have one entry for each row, or be empty if
+//   rows are packed. encode_into refuses a table that is described without `used`.
+// fault: the record in which `take` notes faults. On a GPU `take` refuses a table without a record.
 // plan: [least_bucketed, window_bits, bucketed_sms] of ibp::GatherPlan; empty: `take` never sorts ids by itself.
 Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &overflow, const Tensor &lengths,
                       const Tensor &bases, const Tensor &codebook, const Codec &codec, int64_t slot_bytes,
@@ -109,8 +110,8 @@ Tensor describe_table(const Device &device, const Tensor &slots, const Tensor &o
 
 // ---- measuring, indexing and coding rows ----
 
-// Returns lengths, uint16 [rows]: the coded size of each row of data; 0 if the coded row would not be smaller than the
-// row; or the length that marks a default row.
+// Returns lengths, uint16 [rows]: the coded size of each row of data in bytes; 0 if the coded row would not be smaller
+// than the row; or the value that marks a default row.
 Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &codebook, const Codec &codec)
 {
     const ibp_codebook cb = codebook_of(codebook, codec);
@@ -122,8 +123,8 @@ Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &code
         check(ibp_cuda_measure_rows(&cb, bytes, data.numel(), out, device.stream()), "measure_rows");
         return lengths;
     }
-    // Rows are only read, which is fast. So a sample of 2^19 elements stays on the calling thread, unless each column
-    // has entries of its own that have to be searched.
+    // Measuring writes no coded rows, so it is fast, and four times as many bytes as kLeastSharedBytes stay on the
+    // calling thread. It is slower if each column has entries of its own, because these have to be searched.
     const int64_t bytes_as_one = cb.scheme == IBP_SCHEME_PLANES && cb.planes.per_column ? 1 : 4;
     const size_t scratch_bytes = ibp_scratch_bytes(cb.row_bytes);
     ibp_fault unused{};
@@ -139,7 +140,7 @@ Tensor measure_rows(const Device &device, const Tensor &data, const Tensor &code
 // Returns int64 [ceil(rows / 32) + 1]: bases, and then the number of bytes of overflow that the table needs.
 //
 // lengths: as measure_rows returns them; empty: every row is raw.
-// num_bytes: bytes of all rows before coding.
+// num_bytes: the size of all rows before coding, in bytes.
 Tensor index_rows(const Device &device, const Tensor &lengths, int64_t num_bytes, int64_t row_bytes, int64_t slot_bytes)
 {
     const uint32_t bytes = row_bytes_of(row_bytes), slot = to_u32(slot_bytes, 0, IBP_MAX_ROW_BYTES, "slot_bytes");
@@ -153,11 +154,11 @@ Tensor index_rows(const Device &device, const Tensor &lengths, int64_t num_bytes
     return bases;
 }
 
-// Returns int64 [2 + ceil(row_bytes / 32)]: the bytes that all rows take as stored, and then the numbers of rows that
+// Returns int64 [2 + ceil(row_bytes / 32)]: the size of all rows as stored, in bytes, and then the numbers of rows that
 // take 0, 1, 2, ... sectors of 32 bytes.
 //
 // lengths: as measure_rows returns them.
-// num_bytes: bytes of all rows before coding.
+// num_bytes: the size of all rows before coding, in bytes.
 Tensor survey_rows(const Device &device, const Tensor &lengths, int64_t num_bytes, int64_t row_bytes)
 {
     constexpr int64_t kSectorBytes = IBP_OVERFLOW_ALIGN;
@@ -172,7 +173,7 @@ Tensor survey_rows(const Device &device, const Tensor &lengths, int64_t num_byte
 }
 
 // Codes all rows of data into the slots and overflow of a table whose lengths and bases were made from data. A row that
-// does not fit them is noted in fault.
+// does not fit its slot and its part of overflow is noted in fault.
 void encode_rows(const Device &device, const TableOut &handle, const Tensor &data, const Out &fault)
 {
     const ibp_table &table = handle.table();
@@ -192,7 +193,8 @@ void encode_rows(const Device &device, const TableOut &handle, const Tensor &dat
                 });
 }
 
-// Copies the overflow parts of new rows from a place to `overflow`, uint8 [bytes], in the order of an ordinary table.
+// Copies the overflow parts of new rows from a place to `overflow`, uint8 [bytes], in the order of the rows. Afterwards
+// the place's slots and lengths, `bases` and `overflow` form an ordinary table.
 //
 // table: described with `used`.
 // bases: int64 [ceil(rows / 32)], as index_rows returns them.
@@ -213,8 +215,8 @@ struct Dimension {
     int64_t size, stride;
 };
 
-// Returns a tensor's dimensions, the innermost first. Adjacent dimensions are merged if one continues the other. The
-// first dimension is a contiguous run of bytes.
+// Returns a tensor's dimensions, the innermost first. Adjacent dimensions are merged if the outer one continues the
+// inner one. The first element stands for a contiguous run of bytes.
 std::vector<Dimension> dimensions_of(const Tensor &x)
 {
     const auto element_bytes = static_cast<int64_t>(x.element_size());
@@ -281,7 +283,8 @@ ibp_row_source source_of(const Tensor &x, const std::optional<Tensor> &buffers, 
 // Codes the rows of a source into a place. Faults of rows are noted in first_fault, unless it is nullptr, and are not
 // raised.
 //
-// ids: the row of the table that each row becomes. nullptr: first_row and the rows after it.
+// ids: for each row of the source the number of the row of the table that it becomes. nullptr: row i becomes row
+//   first_row + i.
 void code_rows(const Device &device, const ibp_place &place, const ibp_row_source &source, const int64_t *ids,
                int64_t first_row, int64_t max_sms, ibp_fault *first_fault)
 {
@@ -306,8 +309,8 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
     }
 }
 
-// Codes rows into a place (ibp_place.h), in any order and as often as they change. A row is lost if there is no room
-// for its overflow part. Lost rows are counted, but they are not faults.
+// Codes rows into a place (ibp_place.h), in any order, and again whenever they change. A row is lost if there is no
+// room for its overflow part. Lost rows are counted, but they are not faults.
 //
 // table: described with `used`. If it has neither slots nor bases, rows are packed: each begins where the row before it
 //   ends, at byte `used` of overflow. Packed rows are on the CPU, and one thread codes them, because callers code
@@ -315,10 +318,11 @@ void code_rows(const Device &device, const ibp_place &place, const ibp_row_sourc
 // x: any dtype, shape and strides; its elements, in their order, are rows.
 // buffers: int64 [buffers], or None: addresses of memory that has the layout of x and is coded instead of x. They are
 //   trusted.
-// row_ids: int64 [rows of x, or of all buffers], or None: the row of the table that each row becomes.
+// row_ids: int64 [rows of x, or of all buffers], or None: for each row the number of the row of the table that it
+//   becomes.
 // first_row: read if row_ids is None: the first row of the table that is written; the others follow it.
 // counts: int64 [2], or None; the numbers of rows with an overflow part and of lost rows are added to it.
-// fault: None if nothing is to be noted; only row_ids can be wrong.
+// fault: receives the first wrong id of row_ids. None: wrong ids are not noted.
 // is_new: whether the rows have never been coded; row_ids is then None. Whole slots are written, `bases` need not be
 //   filled before, and a lost row keeps its length and slot.
 void encode_into(const Device &device, const PlaceOut &handle, const Tensor &x, const std::optional<Tensor> &buffers,
@@ -372,10 +376,10 @@ std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids
     return {order, groups};
 }
 
-// Lists the matrices that ids ask for, each once and in the order of their numbers, and puts one into each slot.
+// Lists the matrices that ids ask for, each once and in the order of their numbers, and gives each of them a slot.
 // Returns one int64 tensor with three parts, one after the other:
 //
-// slots [ids]: the slot of each id.
+// slots [ids]: the slot of the matrix that each id asks for.
 // held [num_slots]: the matrix in each slot, or -1.
 // rows [num_slots * num_rows], for each stack: the numbers of the matrices' rows, with zeros for slots that are left
 //   over.
@@ -384,7 +388,7 @@ std::tuple<Tensor, Tensor> group_vectors(const Device &device, const Tensor &ids
 //
 // num_matrices: the number of matrices. An id out of range asks for matrix num_matrices, which no stack has.
 // num_slots: at least the smaller of the number of ids and num_matrices + 1.
-// num_rows: up to 16 numbers, the rows that a matrix has in each of several stacks.
+// num_rows: for each of up to 16 stacks the number of rows of a matrix.
 // num_spare: int64 [1], or None; the number of slots that are left over is added to it.
 Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matrices, int64_t num_slots,
                      const std::vector<int64_t> &num_rows, const std::optional<Out> &num_spare)
@@ -408,15 +412,15 @@ Tensor list_matrices(const Device &device, const Tensor &ids, int64_t num_matric
     return numbers;
 }
 
-// Copies items, as they are stored, into a packed table of their own: the items at ids[first], ids[first + 1], ..., as
-// many as the outputs have room for. Items must be whole rows. Torch's threads measure groups of 32 rows, which share a
-// base, and then copy the groups that fit.
+// Copies items, as they are stored, into a new packed table: the items ids[first], ids[first + 1], ..., as many as the
+// outputs have room for. Items must be whole rows. Torch's threads measure groups of 32 rows, which share a base, and
+// then copy the groups that fit.
 //
 // lengths_out: uint16, room for the rows of at least one item.
-// bases_out: int64, one for every 32 rows that lengths_out has room for.
-// rows_out: uint8, room for the rows of an item and for 32 rows more.
-// taken: int64 [2], receives the number of items taken, and the bytes of rows_out that they fill. If there is a fault,
-//   nothing is taken.
+// bases_out: int64, one element for every 32 rows that lengths_out has room for.
+// rows_out: uint8, room for the rows of one item and for 32 more rows.
+// taken: int64 [2], receives the number of items that were copied, and the number of bytes of rows_out that they fill.
+//   If there is a fault, both are 0.
 void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t first, const Out &lengths_out,
                  const Out &bases_out, const Out &rows_out, const Out &taken, const Out &fault)
 {
@@ -546,7 +550,7 @@ void decode_bytes(const Device &device, const Table &handle, int64_t start, int6
 
 // ---- rows in one piece of memory ----
 
-// The head of a piece of memory (ibp/_layout/forms.py).
+// The head of a packed piece of memory, as ibp/_layout/forms.py describes it.
 struct PieceHead {
     uint64_t used;
     ibp_place_counts counts;
@@ -555,7 +559,8 @@ struct PieceHead {
 };
 static_assert(sizeof(PieceHead) == 64, "a head has 8 entries");
 
-// Finds the parts of a packed piece that holds num_bytes bytes of rows:
+// Returns the place that a packed piece of memory holds, for rows of num_bytes bytes before coding. The parts of the
+// piece are
 //
 //     head | bases, 8 bytes a row | lengths, 2 bytes a row | (at byte overflow_start) overflow
 ibp_place place_in(const Tensor &memory, int64_t overflow_start, int64_t num_bytes, const ibp_codebook &codebook)
@@ -583,7 +588,7 @@ ibp_place place_in(const Tensor &memory, int64_t overflow_start, int64_t num_byt
 
 // Codes data into a packed piece of memory, whatever the memory held before. The head receives `used`, two counts as in
 // encode_into, and a fault record. decode_piece needs only the first `used` bytes of overflow. The bases of rows
-// without bytes in overflow keep what memory held.
+// without bytes in overflow are not written.
 //
 // memory: uint8, aligned to 8 bytes.
 // overflow_start: the byte of memory at which overflow begins.
@@ -604,8 +609,9 @@ void encode_piece(const Device &device, const Tensor &data, const Tensor &codebo
 
 // Decodes a piece that encode_piece coded.
 //
-// coded: uint8, aligned to 8 bytes: the memory of the piece, or its beginning up to the `used` bytes of overflow.
-// out: contiguous, any dtype, as many bytes as data had.
+// coded: uint8, aligned to 8 bytes: the memory of the piece, at least up to the end of the first `used` bytes of
+//   overflow.
+// out: contiguous, any dtype, exactly as many bytes as the data that was coded.
 void decode_piece(const Device &device, const Tensor &coded, const Tensor &codebook, const Codec &codec,
                   int64_t overflow_start, int64_t max_sms, const Out &out, const Out &fault)
 {
@@ -614,12 +620,12 @@ void decode_piece(const Device &device, const Tensor &coded, const Tensor &codeb
     decode_span(device, place.table, 0, num_bytes, max_sms, out, fault);
 }
 
-// Decodes bytes [start, end) of a table in pinned host memory. The GPU's copy engine brings the table chunk by chunk
-// through a ring (ibp_stream.h). Several calls, one for each table, make a stream.
+// Decodes bytes [start, end) of a table in pinned host memory. The GPU's copy engine copies the table chunk by chunk to
+// a ring (ibp_stream.h). Several calls, one for each table, make a stream.
 //
 // host_bases: int64, the table's bases on the CPU.
 // streamer: the address of a living `_core.Streamer` of out's device.
-// begins, ends: whether this is the first, and the last, table of a stream.
+// begins, ends: whether this table is the first one, and whether it is the last one, of a stream.
 // ring: uint8 in device memory, the same for all tables of a stream.
 // out: uint8, end - start bytes or more.
 void stream_bytes(const Device &device, const Table &handle, const OnCpu &host_bases, int64_t start, int64_t end,

@@ -2,9 +2,10 @@
 // that tensors have the sizes that the core will read. The core itself checks the bytes in them.
 //
 //     table     uint8 on the CPU: the bytes of a handle, which describe_table returns for a table in memory of the
-//               device that the other tensors of a call are on. They are trusted, and do not keep the memory alive.
-//               Operations that code rows are declared to write to `table`, so that torch.compile keeps them in order;
-//               what they write is the memory that it describes.
+//               device that the other tensors of a call are on. The bytes are trusted. The handle does not keep the
+//               memory alive. The schemas of operations that code rows say that `table` is written, so that
+//               torch.compile keeps these operations in order. In fact they write to the memory that the handle
+//               describes.
 //     cache     uint8 on the CPU: the bytes of a cache's handle, which describe_cache returns. They are trusted, too.
 //     codec     int[]. Scheme raw: [0, row_bytes]. Scheme ibp: [1, row_bytes, chunk_bytes, num_flags]. Scheme planes:
 //               [2, row_bytes, element_bytes, rotate, residual_bits, per_column, listed, default, closed,
@@ -15,9 +16,10 @@
 //               uint16) precede them, each padded to a multiple of 16 bytes. The codebooks of several clusters (up to
 //               256) follow one another; in scheme ibp each is then followed by [num_flags, 0, 0, 0].
 //     ids       int32 or int64 [ids].
-//     fault     int64 [4]: a struct ibp_fault (ibp_status.h), which keeps the first fault; zeros if there was none.
-//     max_sms   The most multiprocessors that a kernel keeps busy; 0: all. CPU implementations do not use it.
-//     entries   int64 [rows]: for each row that is fetched, its entry in a cache (ibp_cache.h), or 0 if it has none.
+//     fault     int64 [4]: a struct ibp_fault (ibp_status.h), which keeps the first fault; at first all zeros.
+//     max_sms   The largest number of multiprocessors that a kernel keeps busy; 0: all. CPU implementations do not use
+//               it.
+//     entries   int64 [rows]: for each row that is fetched, its entry in a cache (ibp_cache.h); 0 if it has none.
 //     slabs     uint8 [bytes] each, up to 8 tensors: rows as they are stored, in memory near a GPU. Slabs may be on
 //               other CUDA devices than the other tensors, if these can read their memory.
 #ifndef IBP_TORCH_TABLES_H
@@ -40,8 +42,8 @@ using Codec = std::vector<int64_t>;
 
 inline uint32_t row_bytes_of(int64_t row_bytes) { return to_u32(row_bytes, 1, IBP_MAX_ROW_BYTES, "row_bytes"); }
 
-// Reads a codebook of scheme ibp. If words has more than one codebook's numbers, each cluster has a codebook, its
-// num_flags and three numbers that are not read.
+// Reads a codebook of scheme ibp. If `words` has more numbers than one codebook, it holds clusters: for each cluster a
+// codebook, its num_flags, and three numbers that are not read.
 inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *codebook)
 {
     require(codec.size() == 4, "codec of scheme ibp has ", codec.size(), " numbers, 4 are needed");
@@ -64,9 +66,9 @@ inline void read_masks(const Tensor &words, const Codec &codec, ibp_codebook *co
     codebook->cluster_flags = data + 3 * num_words;
 }
 
-// The place of the constant columns of scheme planes in the argument `codebook`: the row template comes first and then
-// the live columns, each padded to a multiple of 16 bytes. num_bytes: bytes of both together; 0 if no column is
-// constant.
+// The layout of the arrays for constant columns at the beginning of the argument `codebook` of scheme planes: first the
+// row template, then the numbers of the live columns, which begin at byte live_start. Each array is padded to a
+// multiple of 16 bytes. num_bytes is the size of both together; 0 if no column is constant.
 struct ConstantColumns {
     int64_t num_live, live_start, num_bytes;
 
@@ -152,7 +154,8 @@ template <typename Handle> Handle handle_in(const Tensor &tensor, const char *wh
     return handle;
 }
 
-// The argument `table` of an operation. WRITTEN: a bit for each part (ibp::TablePart) that the operation writes.
+// The argument `table` of an operation. WRITTEN: a mask with a bit for each part (ibp::TablePart) that the operation
+// writes.
 template <uint32_t WRITTEN> struct TableOf : OnCpu, ibp::TableHandle {
     explicit TableOf(const Tensor &tensor)
         : OnCpu(tensor), ibp::TableHandle(handle_in<ibp::TableHandle>(tensor, "table"))
@@ -163,6 +166,7 @@ template <uint32_t WRITTEN> struct TableOf : OnCpu, ibp::TableHandle {
     {
         for (uint32_t p = 0; p < ibp::kNumParts; p++) {
             const bool is_written = (WRITTEN >> p & 1u) != 0;
+            // An operation that does not write the table's own fault record does not use it either.
             if (p != ibp::kFault || is_written) given.add_part(ibp::kPartNames[p], parts[p], is_written);
         }
         given.require_device(ibp::TableHandle::device);
@@ -201,10 +205,10 @@ inline ibp_ids ids_of(const Tensor &ids)
 
 inline int sms_of(int64_t max_sms) { return static_cast<int>(to_u32(max_sms, 0, 1 << 20, "max_sms")); }
 
-// Dimensions of items in a strided tensor, each with its stride in bytes and its size.
+// The dimensions that number the items of a strided tensor: for each its stride in bytes and its size.
 using Steps = std::vector<std::array<int64_t, 2>>;
 
-// Returns the bytes from the first item to the end of the last one, or -1 if two items share memory.
+// Returns the number of bytes from the first item to the end of the last one; -1 if two items share memory.
 inline int64_t bytes_of_items(Steps steps, int64_t item_bytes)
 {
     int64_t end = item_bytes;
@@ -248,7 +252,7 @@ inline Memory spread_over(const Tensor &out, int64_t outer_dims, int64_t item_by
 
 // ---- rows of items ----
 
-// Returns how many rows an item has. Raises if items are not whole rows.
+// Returns the number of rows of an item. Throws if items are not whole rows.
 inline int64_t rows_per_item_of(const ibp_table &table)
 {
     const int64_t row_bytes = table.codebook.row_bytes;
@@ -257,7 +261,8 @@ inline int64_t rows_per_item_of(const ibp_table &table)
     return table.item_bytes / row_bytes;
 }
 
-// Makes the struct that a gather reads from the arguments `entries` and `slabs`. num_rows: rows that the call fetches.
+// Makes the struct that a gather reads from the arguments `entries` and `slabs`. num_rows: the number of rows that the
+// call fetches.
 inline ibp_cache cache_of(const Tensor &entries, const std::vector<Tensor> &slabs, int64_t num_rows)
 {
     ibp_cache cache{};
@@ -283,8 +288,8 @@ inline void find_in_maps(const Device &device, const ibp_row_query &query, const
                 });
 }
 
-// Looks up the rows of items in a cache that replaces its rows, and gives missing rows a place in it. counts: nullptr
-// if nothing is counted.
+// Looks up the rows of items in a cache that replaces its rows, and copies missing rows into it. counts: nullptr if
+// nothing is counted.
 inline void claim_ways(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp_lru &lru,
                        uint64_t *entries, ibp_cache_counts *counts, ibp_fault *fault)
 {

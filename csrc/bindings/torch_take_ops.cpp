@@ -1,8 +1,8 @@
 // torch_take_ops.cpp - the operations of torch.ops.ibp that fetch items of tables by their ids.
 //
-// Tables and models fetch by `take`: it allocates its result, decides by the table's plan whether to put the ids in
-// order first, looks rows up in a cache if there is one, and launches the kernel. `gather_items` launches the same
-// kernel for callers that say themselves where everything is.
+// Tables and models fetch by `take`: it allocates its result, decides by the table's plan whether to sort the ids
+// first, looks rows up in a cache if there is one, and launches the kernel. `gather_items` launches the same kernel for
+// callers that sort, look up and allocate themselves.
 //
 //     take          table ids like max_sms way from_end cache notes -> Tensor
 //     take.out      table ids out max_sms way cache notes
@@ -12,9 +12,10 @@
 //     partition_ids ids num_items window_bits -> (Tensor, Tensor)
 //
 // Each is documented at its function, and the arguments that several files share in torch_tables.h. If an item cannot
-// be fetched, because its id is out of range or a row is corrupt, zeros take its place. `take`, take_many and
-// decode_many then note the fault in the table's own record on a GPU. On the CPU they raise, except that `take` notes
-// the fault if `notes` is set, which compiled code sets. `gather_items` notes it in `fault` on both.
+// be fetched, because its id is out of range or a row is corrupt, zeros take its place. On a GPU `take`, take_many and
+// decode_many then note the fault in the table's own record. On the CPU they raise an error, except that `take` notes
+// the fault if `notes` is set, as compiled code does. `gather_items` notes the fault in `fault` on the CPU and on a
+// GPU.
 #include "huge_pages.h"
 #include "torch_tables.h"
 
@@ -26,17 +27,18 @@ namespace {
 
 using namespace ibp_torch;
 
-// From this size on, filling new memory is several times faster with huge pages.
+// Least size in bytes of a result that gets huge pages. Filling new memory of this size is several times faster with
+// them.
 constexpr int64_t kLeastHugeBytes = 4 << 20;
 
-// The order in which `take` fetches on a GPU: chosen by the table's plan, the order given, or the order of the table's
-// windows.
+// The order in which `take` fetches on a GPU. kPlanned: the table's plan chooses the order. kInOrder: the order of the
+// ids. kBucketed: the ids are sorted by windows of the table.
 enum Way : int64_t { kPlanned, kInOrder, kBucketed };
 
 // ---- the order of windows ----
 
 struct Ordered {
-    Tensor ids, positions; // ids in the order of a table's windows, and the position that each had before
+    Tensor ids, positions; // ids sorted by a table's windows, and the position of each before it was sorted
 };
 
 Ordered in_order(const Device &device, const Tensor &ids, const ibp_ids &items, int64_t num_items, uint32_t bits)
@@ -49,8 +51,9 @@ Ordered in_order(const Device &device, const Tensor &ids, const ibp_ids &items, 
     return ordered;
 }
 
-// Sorts ids by the windows of a table, which have 2^window_bits items each. num_items: items of the table. Returns
-// (ids, positions): the sorted ids, flat, and int32 [ids], the position that each had before.
+// Sorts ids by the windows of a table, which have 2^window_bits items each. num_items: the number of items of the
+// table. Returns (ids, positions): the sorted ids in one dimension, and int32 [ids], the position of each before it was
+// sorted.
 std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids, int64_t num_items,
                                          int64_t window_bits)
 {
@@ -66,7 +69,8 @@ std::tuple<Tensor, Tensor> partition_ids(const Device &device, const Tensor &ids
 
 // ---- the kernel, on the CPU and on a GPU ----
 
-// Gathers items to memory, or to where `items` says. cache: nullptr if all rows come from the table.
+// Gathers items to memory `to`, or to the addresses of `items` if it has any. cache: nullptr if all rows come from the
+// table.
 void gather(const Device &device, const ibp_table &table, const ibp_ids &items, const ibp_cache *cache, int64_t max_sms,
             uint8_t *to, ibp_fault *fault)
 {
@@ -87,8 +91,8 @@ void gather(const Device &device, const ibp_table &table, const ibp_ids &items, 
                 });
 }
 
-// Fetches the items at ids, or all items if ids is None, to out: contiguous, any dtype, the items one after the other.
-// At most one of the following three arguments chooses other places:
+// Fetches the items at ids, or all items if ids is None, to out, which is contiguous and of any dtype, one item after
+// the other. At most one of the following three arguments may put the items elsewhere:
 //
 // positions: int32 [ids]; item k goes to position positions[k] of out.
 // addresses: int64 [ids]; item k goes to addresses[k], which is trusted. out is the first of the tensors that these
@@ -96,8 +100,8 @@ void gather(const Device &device, const ibp_table &table, const ibp_ids &items, 
 // outer_dims: out has any strides. Its first outer_dims dimensions number the items, and its other dimensions hold one
 //   item, contiguously.
 //
-// entries, slabs: None, or those of a cache. Rows that have an entry come from slabs, the others from the table. They
-// can be combined with positions, but not with addresses or outer_dims.
+// entries, slabs: those of a cache, or None. Rows that have an entry are read from slabs, and the others from the
+// table. Entries can be combined with positions, but not with addresses or outer_dims.
 void gather_items(const Device &device, const Table &handle, const std::optional<Tensor> &ids, int64_t max_sms,
                   const Out &out, const Out &fault, const std::optional<Tensor> &positions,
                   const std::optional<Tensor> &addresses, const std::optional<int64_t> &outer_dims,
@@ -149,7 +153,8 @@ ibp_cache find(const Device &device, const ibp_table &table, const ibp_ids &item
     return found;
 }
 
-// Fetches items for `take`, to memory or to where `items` says. ids: the tensor that holds them.
+// Fetches items for `take` to memory `to`, in the form that `items` gives. ids: a tensor on the device of the call; new
+// tensors are made like it.
 void fetch(const Device &device, const Source &handle, const Tensor &ids, ibp_ids items, int64_t max_sms, int64_t way,
            const std::optional<Cache> &cache, bool notes, uint8_t *to)
 {
@@ -194,10 +199,10 @@ ibp_ids read_ids(const Tensor &ids, std::optional<Tensor> *kept)
 //
 // ids: [ids] with any strides, on the device of the table.
 // like: a tensor with the dtype of the result. Its dimensions after the first are those of an item.
-// way: a number of Way. The CPU fetches in the order given.
-// from_end: 0, or the table's number of items; ids below 0 then count from the end.
+// way: a Way as a number. The CPU always fetches in the order of the ids.
+// from_end: the table's number of items if ids below 0 count from the end; 0 if they are out of range.
 // cache: None, or a cache of the table's rows, which the call reads and updates.
-// notes: whether the CPU notes a fault in the table's record, which must exist, and does not raise.
+// notes: if true, the CPU notes a fault in the table's record, which must exist, and raises no error.
 Tensor take(const Device &device, const Source &handle, const Tensor &ids, const Tensor &like, int64_t max_sms,
             int64_t way, int64_t from_end, const std::optional<Cache> &cache, bool notes)
 {
@@ -236,9 +241,9 @@ int64_t outer_dims_of(const Tensor &out, int64_t item_bytes)
     return is_possible && bytes_of_items(steps, item_bytes) >= 0 ? dims : -1;
 }
 
-// Fetches items as `take` does, but writes them to out: [ids, *item], or several dimensions in place of the first, with
-// any strides. If ids is None, it fetches all items in their order. It may allocate work memory, and a copy of out if
-// items are not contiguous in it.
+// Fetches items as `take` does, but writes them to out: [ids, *item] with any strides. Several dimensions may take the
+// place of the first. If ids is None, it fetches all items in their order. It may allocate workspace, and a copy of out
+// if items are not contiguous in out.
 void take_out(const Device &device, const Source &handle, const std::optional<Tensor> &ids, const Out &out,
               int64_t max_sms, int64_t way, const std::optional<Cache> &cache, bool notes)
 {
@@ -282,15 +287,15 @@ std::vector<ibp::TableHandle> read_tables(const Device &device, const Handles &t
     return handles;
 }
 
-// Raises if a table shares memory with what the call writes.
+// Throws if a table shares memory with memory that the call writes.
 void require_apart(const ibp::TableHandle &handle, const Memory &written)
 {
     for (uint32_t p = 0; p < ibp::kNumParts; p++)
         require(!handle.parts[p].meets(written), ibp::kPartNames[p], " of a table and out share memory");
 }
 
-// Fetches items of several tables, whose items have one size: from table t the items at ids[starts[t]] to
-// ids[starts[t + 1] - 1].
+// Fetches items of several tables, all of whose items have the same size. The ids ids[starts[t]] to ids[starts[t + 1] -
+// 1] are those of items of table t.
 //
 // positions: int32 [ids]; the item at ids[k] goes to position positions[k] of out.
 // starts: one number for each table, ascending from 0, followed by the number of ids.

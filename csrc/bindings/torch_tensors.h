@@ -118,8 +118,8 @@ inline uint32_t to_u32(int64_t value, int64_t low, int64_t high, const char *nam
 
 using ibp::Memory;
 
-// Returns the bytes from a tensor's first element to the end of its storage. Returns -1 if the element lies past the
-// end, which is possible because storages can be resized.
+// Returns the number of bytes from a tensor's first element to the end of its storage. Returns -1 if the element lies
+// past the end, which is possible because storages can be resized.
 inline int64_t bytes_held(const Tensor &tensor)
 {
     const auto element_bytes = static_cast<int64_t>(tensor.element_size());
@@ -129,8 +129,8 @@ inline int64_t bytes_held(const Tensor &tensor)
     return offset < 0 || offset > storage_bytes / element_bytes ? -1 : storage_bytes - offset * element_bytes;
 }
 
-// Returns the memory of a contiguous tensor. The tensor is new, or it is an argument of the operation, whose size class
-// Given has compared with its storage.
+// Returns the memory of a contiguous tensor. The tensor must be new, or an argument of the operation. For arguments,
+// class Given has checked that their storages are large enough.
 inline Memory memory_of(const Tensor &tensor, const char *name)
 {
     require(tensor.is_contiguous(), name, " is not contiguous");
@@ -209,8 +209,8 @@ inline void require_cpu(const Tensor &tensor)
             "all tensors must be on the CPU, or all on one CUDA device");
 }
 
-// The device on which a call runs: the CPU, or the CUDA device of its tensors. While the object lives, that device is
-// the current one of this thread.
+// The device on which a call runs: the CPU, or the CUDA device of its tensors. While the object lives, this device is
+// the current device of this thread.
 class Device {
   public:
     // first: any of the call's tensors.
@@ -234,8 +234,8 @@ class Device {
                                              : "all tensors must be on the CPU, or all on one CUDA device");
     }
 
-    // Throws unless a tensor is on the CPU if the call is there, or on any CUDA device otherwise; CUDA devices can read
-    // each other's memory.
+    // If the call runs on the CPU, throws unless a tensor is on the CPU. Otherwise throws unless it is on a CUDA
+    // device, which may be another one, because CUDA devices can read each other's memory.
     void require_near(const Tensor &tensor) const
     {
         if (!is_cuda()) require_cpu(tensor);
@@ -252,7 +252,7 @@ class Device {
     }
 
   private:
-    const int32_t number_;               // number of the CUDA device; -1: the CPU
+    const int32_t number_;               // index of the CUDA device; -1 for the CPU
     std::unique_ptr<DeviceGuard> guard_; // not std::optional, because gcc 12 gives a warning for it
 };
 
@@ -275,17 +275,17 @@ template <typename T, Place PLACE, bool IS_WRITTEN = false> struct Role : T {
 };
 using Out = Role<Tensor, kHere, true>;         // a tensor that the operation writes
 using OnCpu = Role<Tensor, kCpu>;              // a tensor on the CPU, wherever the other tensors are
-using Tensors = std::vector<Tensor>;           // tensors on the device of the call, as tensors without a role
+using Tensors = std::vector<Tensor>;           // tensors on the device of the call, like a single tensor without a role
 using Near = Role<std::vector<Tensor>, kNear>; // tensors on any CUDA device if the call is on one; else on the CPU
 
 // The tensors of a call. The class checks that they are on one device, and that no byte that is written belongs to
-// another tensor. Otherwise an operation could overwrite numbers that it has checked, and then use the new ones.
+// another tensor. Otherwise an operation could overwrite numbers that it has checked, and then use the new numbers.
 class Given {
   public:
     // names: the names of the operation's arguments, in their order, separated by blanks.
     explicit Given(const char *names) : names_(names) { entries_.reserve(32); }
 
-    // Adds an argument. Every argument must be added, in its order.
+    // Adds an argument. All arguments must be added, in their order.
     template <typename T> void add(const T &argument)
     {
         if constexpr (kHasParts<T>) argument.add_parts(*this);
@@ -306,12 +306,12 @@ class Given {
             position_++;
     }
 
-    // Adds memory that an argument describes and whose size has been checked.
+    // Adds memory that an argument describes, and whose size has been checked already.
     void add_part(const char *name, const Memory &memory, bool is_written)
     {
         if (memory.num_bytes != 0) add({position_, name, nullptr, kHere, is_written, memory});
     }
-    // Notes that an argument is for a certain CUDA device; -1: for the CPU.
+    // Requires that the call runs on the CUDA device with this index; -1: on the CPU.
     void require_device(int64_t number) { wanted_ = number, is_wanted_ = true; }
 
     // Returns the device on which the call runs. Throws if arguments are on other devices or share memory.
@@ -335,7 +335,7 @@ class Given {
   private:
     struct Entry {
         size_t position;
-        const char *part;     // the name of memory that the argument describes; nullptr: its tensor
+        const char *part;     // name of memory that the argument describes; nullptr for its tensor
         const Tensor *tensor; // nullptr if `memory` is known already
         Place place;
         bool is_written;
@@ -386,22 +386,23 @@ void run_on(const Device &device, const char *what, const Cuda &on_cuda, const C
     check(device.is_cuda() ? on_cuda(given..., device.stream()) : on_cpu(given...), what);
 }
 
-inline constexpr int64_t kGrainBytes = 1 << 16; // bytes of the least work of a thread
-// Less work than these bytes stays on the calling thread: other threads take some 10 us to wake, and then spin for a
-// while.
+// Least work of a thread, in bytes that are read or written.
+inline constexpr int64_t kGrainBytes = 1 << 16;
+// Work on at most this many bytes stays on the calling thread, because other threads take about 10 us to wake, and spin
+// for a while after the work is done.
 inline constexpr int64_t kLeastSharedBytes = 1 << 19;
 
 // Runs work(first, last, scratch, fault) over ranges of [0, count), on several of torch's threads if there is enough
 // work. `fault` keeps the fault with the lowest position. If work returns IBP_INVALID_ARGUMENT, an error is raised.
-// Memory for all ranges is allocated before the first of them begins, so that no range is done if there is too little
+// Scratch for all ranges is allocated before the first range begins, so that no work is done if there is too little
 // memory.
 //
-// bytes_each: bytes that one step reads or writes.
-// scratch_bytes: scratch for each thread.
+// bytes_each: the number of bytes that are read or written for each number of [0, count).
+// scratch_bytes: the size of the scratch of each range, in bytes.
 template <typename Work>
 void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fault *fault, const Work &work)
 {
-    constexpr size_t kLine = 64; // a cache line in bytes; threads do not share one
+    constexpr size_t kLine = 64; // size of a cache line in bytes; threads should seldom share one
     bytes_each = std::max<int64_t>(1, bytes_each);
     const bool is_little = count <= kLeastSharedBytes / bytes_each;
     const int64_t grain = std::max<int64_t>(1, kGrainBytes / bytes_each),
@@ -431,7 +432,7 @@ void over_ranges(int64_t count, int64_t bytes_each, size_t scratch_bytes, ibp_fa
 
 // ---- new tensors ----
 
-// Returns a new contiguous tensor whose values are not set. dtype: the number that torch has for it.
+// Returns a new contiguous tensor whose values are not set. dtype: torch's number of the dtype.
 inline Tensor empty_tensor(const std::vector<int64_t> &sizes, int32_t dtype, int32_t device_type, int32_t device_index)
 {
     std::vector<int64_t> strides(sizes.size());
@@ -535,8 +536,8 @@ void call(Result (*function)(const Device &, Parameters...), const char *names, 
 // The names of a function's arguments, for messages.
 template <auto function> const char *names_of = "";
 
-// Makes a function the implementation of an operation. The function is called with the device of its tensors, after
-// class Given has checked these. names: the names of the schema's arguments, separated by blanks.
+// Makes a function the implementation of an operation. At each call, class Given checks the tensors; then the function
+// is called with their device and the arguments. names: the names of the schema's arguments, separated by blanks.
 template <auto function, typename Library> void operation(Library &m, const char *name, const char *names)
 {
     names_of<function> = names;

@@ -1,4 +1,5 @@
-/* analysis.c - finds masks for rows in plain C, by the paper's threshold (section 4.1) or by a greedy choice. */
+/* analysis.c - counts bits and hits, and finds masks for rows by the paper's threshold (section 4.1) or by a greedy
+ * choice, in plain C. */
 #include "bits.h"
 #include "format.h"
 #include "greedy_gain.h"
@@ -11,6 +12,8 @@ static uint64_t spread_bits(uint8_t byte)
     return (one_bit_each + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
 }
 
+/* COLUMNS: number of bytes of a row that are counted at a time. ROWS_BEFORE_CARRY: number of rows that a counter of one
+ * byte can count. */
 enum { COLUMNS = 512, ROWS_BEFORE_CARRY = 255 };
 
 ibp_status ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint64_t *counts)
@@ -84,13 +87,14 @@ ibp_status ibp_count_hits(const ibp_codebook *cb, const uint8_t *data, size_t nu
     return IBP_OK;
 }
 
-/* A mask that grows by one bit at a time, and the number of rows that match it. */
+/* A mask of num_bits bits, which grows by one bit at a time, and the number of rows that match it. */
 typedef struct growing_mask {
     uint64_t mask, bitval, num_matching;
     uint32_t num_bits;
 } growing_mask;
 
-/* Counts in ones[b] the rows that match the present mask and whose chunk has bit b set. */
+/* Counts in ones[b] the rows that match the present mask and whose chunk has bit b set. column: the chunk in the first
+ * row. */
 static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_bytes, uint32_t valid_bytes,
                            const growing_mask *grown, uint64_t ones[IBP_CHUNK_BITS])
 {
@@ -110,7 +114,7 @@ static void count_matching(const uint8_t *column, size_t num_rows, uint32_t row_
     }
 }
 
-/* Adds the bit that most of the matching rows agree on to the mask. Returns false if no bit is left. */
+/* Adds to the mask the bit on which most of the matching rows agree. Returns false if no bit is left. */
 static bool grow_mask(growing_mask *grown, const uint64_t ones[IBP_CHUNK_BITS], uint32_t valid_bits)
 {
     uint64_t most = 0;
@@ -130,7 +134,7 @@ static bool grow_mask(growing_mask *grown, const uint64_t ones[IBP_CHUNK_BITS], 
     return true;
 }
 
-/* Returns how many bits a mask saves over all rows, after its participation bits are paid for. */
+/* Returns the number of bits that a mask saves in all rows, less its participation bits. */
 static int64_t gain_of(const growing_mask *grown, size_t num_rows)
 {
     return (int64_t)(grown->num_matching * grown->num_bits) - (int64_t)num_rows;
@@ -166,13 +170,15 @@ ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_b
 
 /* ---- a quick estimate -------------------------------------------------------------------------------------------- */
 
+/* An estimate looks at up to ESTIMATE_ROWS rows, and at up to ESTIMATE_BLOCKS blocks of BLOCK_BYTES bytes of each. */
 enum { ESTIMATE_ROWS = 64, ESTIMATE_BLOCKS = 32, BLOCK_BYTES = IBP_CHUNK_BITS / 8 };
 
 /* Transposes 64 words of 64 bits: bit r of word b becomes bit b of word r. */
 static void transpose_bits(uint64_t words[64])
 {
-    uint64_t low = 0xffffffffu; /* the lower half of each pair of fields of `size` bits, whose halves are exchanged
-                                   crosswise */
+    /* low: the lower `size` bits of every 2 * size bits. Each step exchanges the upper halves of these fields in word w
+     * with the lower halves in word w + size. */
+    uint64_t low = 0xffffffffu;
     for (uint32_t size = 32; size > 0; size /= 2, low ^= low << size)
         for (uint32_t w = 0; w < 64; w = (w + size + 1) & ~size) {
             const uint64_t differing = (words[w] >> size ^ words[w + size]) & low;

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-/* Calls function(..., n) for an n of 1, 2, 4 or 8. n is a constant in functions that are inlined. */
+/* Calls function(..., n) for n = 1, 2, 4 or 8. In functions that are inlined, n is a constant. */
 #define IBP_BY_SIZE(n, function, ...)      \
     ((n) == 1   ? function(__VA_ARGS__, 1) \
      : (n) == 2 ? function(__VA_ARGS__, 2) \

@@ -1,4 +1,4 @@
-/* cache.c - a cache of rows in host memory. The kernels of cuda/cache/cache.cu are compared to it. */
+/* cache.c - a cache of rows in host memory. The kernels of cuda/cache/cache.cu are compared with it. */
 #include "cache.h"
 #include "ids.h"
 #include "rows.h"
@@ -13,8 +13,8 @@ ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_s
 /* ---- maps: several threads may take ways of a map while others read it ---- */
 
 /* Finds the way of a row. Returns NULL if the map does not have the row. If `takes` is true, takes an empty way for the
- * row instead and returns it, still without an entry; returns NULL if the map has the row already, or if there is no
- * room. */
+ * row and returns it, still without an entry; then it returns NULL if the map has the row already, or if no way is
+ * empty. */
 static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row, bool takes)
 {
     const uint64_t hash = ibp_hash_of_row(row);
@@ -29,7 +29,7 @@ static ibp_cached_row *find_way(const ibp_cache_map *map, int64_t row, bool take
                 __atomic_compare_exchange_n(&ways[w].row, &found, row, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
                 return &ways[w];
             if (found == row) return takes ? NULL : &ways[w];
-            if (found == IBP_WAY_EMPTY) return NULL; /* ways are taken in order, so that the row is in no later one */
+            if (found == IBP_WAY_EMPTY) return NULL; /* ways are taken in order, so the row is in no later way */
         }
     }
     return NULL;
@@ -136,7 +136,7 @@ ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int6
 
 /* ---- the least recently used ---- */
 
-/* Returns the way that a missing row takes; -1 if all ways of its set are in use. */
+/* Returns the way that a missing row takes; -1 if all ways of its set are used by this call or dirty. */
 static int64_t choose_way(const ibp_lru *lru, int64_t set, uint32_t now)
 {
     const int64_t first = set * lru->slab.map.ways;

@@ -37,8 +37,8 @@ IBP_INLINE uint64_t ibp_rewrite_entry(uint64_t entry, uint32_t length, bool dirt
 }
 
 /* Finds the bytes of a cached row. Fills in *place as ibp_split_row does: in_slot counts all bytes of the row, and they
- * begin at slot_start of *slab. Returns false if the row is corrupt: its entry is longer than a row, or lies outside
- * its slab. */
+ * begin at slot_start of *slab. Returns false if the row is corrupt: its entry names an absent slab, is longer than a
+ * row, or lies outside its slab. */
 IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32_t row_bytes, ibp_row_place *place,
                                   const uint8_t **slab)
 {
@@ -58,8 +58,8 @@ IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32
 
 /* ---- maps ---- */
 
-/* Hash a row. The high half of the hash selects the home set. The low half selects the slab and the sets that
- * follow. */
+/* Hash the number of a row. The high half of the hash selects the home set. The low half selects the slab, and the sets
+ * that are searched after the home set. */
 IBP_INLINE uint64_t ibp_hash_of_row(int64_t row) { return ibp_mix_word((uint64_t)row, 0u); }
 IBP_INLINE uint32_t ibp_owner_of_row(int64_t row, uint32_t num_slabs)
 {
@@ -70,8 +70,9 @@ IBP_INLINE uint32_t ibp_home_of_hash(uint64_t hash, const ibp_cache_map *map)
     return (uint32_t)((hash >> 32) * (uint32_t)map->num_sets >> 32);
 }
 
-/* Returns how many sets further a search looks next (double hashing), so that full sets lie apart and searches stay
- * short in a map of high load. The step is 1 in a map of few sets, which is searched completely. */
+/* Returns the distance from one set of a search to the next (double hashing). It differs from row to row, so that full
+ * sets lie apart and searches stay short in a map that is nearly full. The distance is 1 in a map of few sets, which is
+ * searched completely. */
 IBP_INLINE uint32_t ibp_step_of_hash(uint64_t hash, const ibp_cache_map *map)
 {
     if (map->num_sets <= (int64_t)IBP_SEARCHED_WAYS) return 1;
@@ -83,7 +84,7 @@ IBP_INLINE uint32_t ibp_next_set(uint32_t set, uint32_t step, const ibp_cache_ma
     return set < above ? set + step : set - above;
 }
 
-/* Returns how many sets a row may lie in. */
+/* Returns the number of sets in which a row may lie. */
 IBP_INLINE uint32_t ibp_searched_sets(const ibp_cache_map *map)
 {
     const uint32_t sets = IBP_SEARCHED_WAYS / map->ways;
@@ -125,7 +126,7 @@ IBP_INLINE bool ibp_is_query(const ibp_row_query *query)
            query->rows_per_item >= 1 && ids->count >= 0 && ids->count <= INT64_MAX / 16 / query->rows_per_item;
 }
 
-/* Returns row `part` of an item as a row of the table; -1 if there is no such item. */
+/* Returns the number in the table of row `part` of an item; -1 if there is no such item. */
 IBP_INLINE int64_t ibp_row_of_item(int64_t id, int64_t part, int64_t rows_per_item, int64_t num_rows)
 {
     return id >= 0 && id < num_rows / rows_per_item ? id * rows_per_item + part : -1;

@@ -10,10 +10,12 @@
 extern "C" {
 #endif
 
-/* Check whether the fields of a codebook, or of a table and its codebook, fit each other (schemes.c). */
+/* Check whether the fields of a codebook, or of a table and its codebook, fit each other. Return IBP_OK or
+ * IBP_INVALID_ARGUMENT (schemes.c). */
 ibp_status ibp_check_codebook_fields(const ibp_codebook *codebook);
 ibp_status ibp_check_table_fields(const ibp_table *table);
-/* Returns whether the fields of a place fit each other, its rows have slots, and there is an index if they need one. */
+/* Returns whether the fields of a place fit each other, the slots are large enough for its rows, and there is an index
+ * if the rows need one. */
 bool ibp_is_place(const ibp_place *place);
 /* Returns whether ibp_move_parts accepts these arguments. */
 bool ibp_can_move_parts(const ibp_table *table, const ibp_place *from, const uint8_t *overflow);

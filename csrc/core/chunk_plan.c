@@ -3,7 +3,8 @@
 
 #include "locate.h"
 
-/* Sizes that suit an H200 on PCIe 5 x16, where a copy costs its bytes and a few microseconds. */
+/* Sizes in bytes that suit an H200 on PCIe 5 x16, where a copy takes a few microseconds besides the time for its
+ * bytes. */
 #define FIRST_CHUNK_BYTES (1 << 20)
 #define LAST_CHUNK_BYTES (1 << 19)
 #define LAST_CHUNKS_SHARE 3 /* each of the last chunks has a third of the bytes that are left */
@@ -15,7 +16,7 @@ static uint64_t align_up(uint64_t v) { return align_down(v + IBP_CHUNK_ALIGN - 1
 
 int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_bytes, bool ends)
 {
-    /* So each chunk is twice as large as the one before. */
+    /* Each chunk is as large as all chunks before it and FIRST_CHUNK_BYTES together, so the sizes double. */
     int64_t bytes = min_i64(most_bytes, done_bytes + FIRST_CHUNK_BYTES);
     if (ends) bytes = min_i64(bytes, max_i64(left_bytes / LAST_CHUNKS_SHARE, LAST_CHUNK_BYTES));
     if (left_bytes <= bytes) return left_bytes;
@@ -23,8 +24,8 @@ int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_byte
     return (left_bytes - 1) / num_equal + 1;
 }
 
-/* Return the bytes of slots, and of overflow, before a row that is a multiple of IBP_ROWS_PER_BASE or past the last
- * row. */
+/* Return the number of bytes of slots, and of overflow, before a row. The row must be a multiple of IBP_ROWS_PER_BASE,
+ * or the end of the table. */
 static uint64_t slots_before(const ibp_table *table, int64_t row)
 {
     const uint64_t before = (uint64_t)row * table->slot_bytes, all = (uint64_t)table->slots_bytes;
@@ -32,7 +33,7 @@ static uint64_t slots_before(const ibp_table *table, int64_t row)
 }
 static uint64_t overflow_before(const ibp_table *table, const uint64_t *bases, int64_t row)
 {
-    if (!bases || ibp_has_own_bases(table)) return 0; /* parts of overflow do not belong to chunks */
+    if (!bases || ibp_has_own_bases(table)) return 0; /* overflow parts lie in any order, so chunks have none */
     return row >= ibp_num_rows(table) ? (uint64_t)table->overflow_bytes : IBP_LOAD_ONCE(bases[row / IBP_ROWS_PER_BASE]);
 }
 static int64_t bytes_between(const ibp_table *table, const uint64_t *bases, int64_t row, int64_t end_row)
@@ -41,8 +42,9 @@ static int64_t bytes_between(const ibp_table *table, const uint64_t *bases, int6
                      overflow_before(table, bases, row));
 }
 
-/* Returns the last end of a group in (first_row, end_row] up to which there are at most wanted_bytes bytes; the first
- * one if there is none. */
+/* Returns the last row in (first_row, end_row] at which a group of IBP_ROWS_PER_BASE rows ends and before which there
+ * are at most wanted_bytes bytes, counted from first_row. Returns the end of the first group if even that has more
+ * bytes. */
 static int64_t find_end(const ibp_table *table, const uint64_t *bases, int64_t first_row, int64_t end_row,
                         int64_t wanted_bytes)
 {
@@ -62,7 +64,8 @@ ibp_chunk ibp_plan_chunk(const ibp_table *table, const uint64_t *bases, int64_t 
 {
     const int64_t left = max_i64(1, bytes_between(table, bases, first_row, end_row));
     const int64_t most =
-        max_i64(1, room_bytes - 3 * IBP_CHUNK_ALIGN); /* both starts and the place of the overflow part are rounded */
+        max_i64(1, room_bytes - 3 * IBP_CHUNK_ALIGN); /* both starts, and the offset of the overflow part in the buffer,
+                                                         are rounded */
     ibp_chunk chunk = {.first_row = first_row};
     chunk.last_row = find_end(table, bases, first_row, end_row, ibp_size_chunk(done_bytes, left, most, ends));
     const uint64_t overflow_from = overflow_before(table, bases, first_row),

@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-#define IBP_CHUNK_ALIGN 128 /* bytes; alignment of a chunk's parts in the table's arrays and in the ring */
+#define IBP_CHUNK_ALIGN 128 /* alignment in bytes of a chunk's parts in the table's arrays and in the ring */
 
 /* A chunk: rows, and the ranges of the table's slots and overflow that hold them. */
 typedef struct ibp_chunk {
@@ -21,22 +21,22 @@ typedef struct ibp_chunk {
     bool fits; /* false: the ranges mean nothing, because bases are out of order or 32 rows are larger than the room */
 } ibp_chunk;
 
-/* Returns how many bytes the next chunk should have, 1 to most_bytes. The first chunks are small and grow, so that
- * decoding starts early. Chunks in the middle are about equal. The last chunks shrink, so that little is left to decode
- * when everything has been copied.
+/* Returns the size in bytes that the next chunk should have, 1 to most_bytes. The first chunks are small and grow, so
+ * that decoding starts early. Chunks in the middle are about equal. The last chunks shrink, so that little is left to
+ * decode when everything has been copied.
  *
- * done_bytes: bytes of the stream before this chunk.
- * left_bytes: bytes of the stream from this chunk to the end; above 0.
+ * done_bytes: number of bytes of the stream before this chunk.
+ * left_bytes: number of bytes of the stream from this chunk to the end; above 0.
  * ends: whether the stream ends with these bytes. */
 int64_t ibp_size_chunk(int64_t done_bytes, int64_t left_bytes, int64_t most_bytes, bool ends);
 
-/* Returns the next chunk. It begins at first_row and has as many rows, up to end_row, as make the size that
- * ibp_size_chunk asks for, but at least IBP_ROWS_PER_BASE.
+/* Returns the next chunk. It begins at first_row, ends at end_row or before, and has at most the size that
+ * ibp_size_chunk asks for, but at least IBP_ROWS_PER_BASE rows.
  *
  * bases: the table's bases in host memory; table->bases is not read.
  * first_row: a multiple of IBP_ROWS_PER_BASE below end_row.
- * room_bytes: size of the buffer for the slots part and, from the next multiple of IBP_CHUNK_ALIGN, the overflow
- *   part. */
+ * room_bytes: size of the buffer that receives the slots part and then, at the next multiple of IBP_CHUNK_ALIGN, the
+ *   overflow part. */
 ibp_chunk ibp_plan_chunk(const ibp_table *table, const uint64_t *bases, int64_t first_row, int64_t end_row,
                          int64_t done_bytes, int64_t room_bytes, bool ends);
 

@@ -1,4 +1,4 @@
-/* codebook.c - builds the working codebook of scheme ibp from masks, and checks it (FORMAT.md section 5). */
+/* codebook.c - builds codebooks of scheme ibp from masks, and checks them (FORMAT.md section 5). */
 #include "format.h"
 #include "schemes.h"
 
@@ -9,8 +9,8 @@ _Static_assert(IBP_MAX_ROW_BYTES < 1u << IBP_FLAG_POS_BITS,
 
 size_t ibp_codebook_words(uint32_t row_bytes) { return ((size_t)row_bytes + 15u) / 16u * 4u; }
 
-/* Return the chunks that start in word w of a row, as a bit set in the form of an entry of flags: all of them, or those
- * with a mask. */
+/* Return a set of the chunks that start in word w of a row, with the same bits as in an entry of flags: all these
+ * chunks, or only the chunks with a mask. */
 static uint32_t chunks_of_word(const ibp_codebook *cb, uint32_t w)
 {
     uint32_t chunks = 0;
@@ -30,7 +30,7 @@ static uint32_t masked_chunks_of_word(const ibp_codebook *cb, uint32_t w)
 }
 
 /* Makes the entry of flags of word w. flagged: the set of its flagged chunks. *position: the position of the next
- * participation bit, which the function advances. */
+ * participation bit; the function advances it. */
 static uint32_t flags_entry(const ibp_codebook *cb, uint32_t w, uint32_t flagged, uint32_t *position)
 {
     const bool is_second =
@@ -94,7 +94,7 @@ bool ibp_are_masks_words(const ibp_codebook *cb)
     return position == cb->num_flags;
 }
 
-/* Selects cluster k. The number of flags is bounded by row_bytes because cluster_flags may hold anything, and coders
+/* Selects cluster k. The number of flags is limited to row_bytes, because cluster_flags may hold any number, and coders
  * rely on a row having no more participation bits than bytes. */
 void ibp_select_masks(ibp_codebook *one, uint32_t k)
 {

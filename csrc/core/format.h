@@ -13,8 +13,8 @@
 #define IBP_INLINE static inline
 #endif
 
-/* The fields of an entry of ibp_codebook.flags. Participating chunks leave gaps, the runs of their invariant bits, in a
- * word.
+/* The fields of an entry of ibp_codebook.flags. The invariant bits that participating chunks leave out of a word are
+ * called gaps, one for each run of such bits.
  *
  *   bits 0-16    position of the word's first participation bit
  *   bits 17-20   which of the word's chunks are flagged
@@ -28,8 +28,8 @@
 
 /* IBP_LOAD_ONCE(element) returns the value of an element of an array by exactly one load. So the value that was checked
  * is the value that is used, even if another thread or another stream writes the array meanwhile; the compiler may
- * repeat a plain load. In kernels it is a relaxed load with the scope of a block. Arrays that no thread of a kernel
- * writes are read by __ldg there, which is also one load. */
+ * repeat a plain load. In kernels it is a relaxed load with the scope of a block. If no thread of a kernel writes an
+ * array, the kernel reads the array by __ldg, which is also one load. */
 #if defined(__CUDA_ARCH__)
 template <typename T> static __device__ __forceinline__ T ibp_load_once(const T *global)
 {
@@ -69,8 +69,8 @@ IBP_INLINE uint32_t ibp_min_u32(uint32_t a, uint32_t b) { return a < b ? a : b; 
 /* Returns the lowest run of ones in x as a mask. */
 IBP_INLINE uint32_t ibp_lowest_run(uint32_t x) { return x & ~(x + (x & (0u - x))); }
 
-/* Inserts a gap into a word. Bits from bit start % 32 move up to make room for `gap`, a run of ones that begins there;
- * the gap's bits become 0. If gap is 0, no bit moves. */
+/* Inserts a gap into a word. The bits at start % 32 and above move up to make room for `gap`, a run of ones that begins
+ * at bit start % 32. The gap's bits become 0. If gap is 0, no bit moves. */
 IBP_INLINE uint32_t ibp_insert_gap(uint32_t word, uint32_t gap, uint32_t start)
 {
 #if defined(__CUDA_ARCH__)
@@ -89,8 +89,8 @@ IBP_INLINE uint32_t ibp_insert_lowest_gap(uint32_t word, uint32_t *gaps)
     return ibp_insert_gap(word, gap, ibp_popcount(below));
 }
 
-/* Parallel bit deposit: moves the low popcount(keep) bits of word, in order, to the ones of keep. The gaps, which are
- * runs of zeros of keep, are inserted one after the other; masks of floats have one to three. */
+/* Parallel bit deposit: moves the low popcount(keep) bits of word, in order, to the ones of keep. It inserts the gaps,
+ * which are the runs of zeros of keep, one after the other; masks of floats have one to three gaps. */
 IBP_INLINE uint32_t ibp_deposit(uint32_t word, uint32_t keep)
 {
     uint32_t gaps = ~keep;
@@ -98,7 +98,7 @@ IBP_INLINE uint32_t ibp_deposit(uint32_t word, uint32_t keep)
     return word;
 }
 
-/* Parallel bit extract, the inverse: packs the bits of word at the ones of keep, from bit 0. */
+/* Parallel bit extract, the inverse of ibp_deposit: packs the bits of word at the ones of keep, beginning at bit 0. */
 IBP_INLINE uint32_t ibp_extract(uint32_t word, uint32_t keep)
 {
     uint32_t bits = 0, filled = 0;
@@ -137,8 +137,8 @@ IBP_INLINE uint32_t ibp_gaps_of_word(uint32_t mask, uint32_t chunk_bytes)
     return first << IBP_FLAG_FIRST_GAP | last << IBP_FLAG_LAST_GAP | (count > 2u ? IBP_FLAG_MANY_GAPS : 0u);
 }
 
-/* Deposits a word as ibp_deposit does, if its entry has at most two gaps. removed: the gaps that the word leaves out,
- * possibly none. */
+/* Deposits a word as ibp_deposit does, if its entry has at most two gaps. removed: the bits of the gaps that are left
+ * out; 0 if no gap is. */
 IBP_INLINE uint32_t ibp_insert_two_gaps(uint32_t word, uint32_t removed, uint32_t flags_entry)
 {
     const uint32_t first = flags_entry >> IBP_FLAG_FIRST_GAP, last = flags_entry >> IBP_FLAG_LAST_GAP;
@@ -187,7 +187,7 @@ IBP_INLINE uint32_t ibp_match_word(uint32_t mismatch, uint32_t flags_entry, uint
 
 #define IBP_MAX_LOW_BITS 13u
 
-/* Return the bytes of a listed row's header, and the bit of the header that says is_closed. */
+/* Return the size in bytes of a listed row's header, and the bit of the header that means is_closed. */
 IBP_INLINE uint32_t ibp_header_bytes(uint32_t columns) { return columns < 128u ? 1u : columns < 32768u ? 2u : 3u; }
 IBP_INLINE uint32_t ibp_closed_bit(uint32_t columns) { return 1u << (8u * ibp_header_bytes(columns) - 1u); }
 
@@ -210,10 +210,10 @@ IBP_INLINE bool ibp_split_header(uint32_t bits, uint32_t src_bytes, uint32_t col
 typedef struct ibp_position_form {
     uint32_t is_list;       /* 1: a list; 0: a bitmap */
     uint32_t is_complement; /* 1: the list names the positions that are not listed */
-    uint32_t low_bits;      /* low bits of each position of a list */
-    uint32_t num_positions; /* positions in the list */
-    uint32_t upper_bits;    /* upper bits of a list, or bits of a bitmap */
-    uint32_t num_bytes;     /* bytes of the list or bitmap */
+    uint32_t low_bits;      /* number of low bits of each position in a list */
+    uint32_t num_positions; /* number of positions in the list, or of ones in the bitmap */
+    uint32_t upper_bits;    /* number of upper bits of a list, or of bits of a bitmap */
+    uint32_t num_bytes;     /* size of the list or bitmap in bytes */
 } ibp_position_form;
 
 IBP_INLINE ibp_position_form ibp_bitmap_form(uint32_t k, uint32_t columns)
@@ -229,12 +229,12 @@ IBP_INLINE ibp_position_form ibp_list_form(uint32_t k, uint32_t columns, uint32_
     return form;
 }
 /* Returns whether k and columns - k are both so large that a bitmap is the shortest form. Each list of m positions has
- * at least m * (l + 1) + (columns - 1) / 2^l bits, which is then more than columns. */
+ * at least m * (l + 1) + (columns - 1) / 2^l bits, which are then more bits than a bitmap has. */
 IBP_INLINE bool ibp_is_bitmap_shortest(uint32_t k, uint32_t columns)
 {
     return 4u * ibp_min_u32(k, columns - k) >= columns + 4u;
 }
-/* Returns the shortest form; the first one among equals. */
+/* Returns the shortest form. If several are equally short, it returns the first of them. */
 IBP_INLINE ibp_position_form ibp_choose_position_form(uint32_t k, uint32_t columns)
 {
     ibp_position_form best = ibp_bitmap_form(k, columns);
@@ -258,12 +258,12 @@ IBP_INLINE uint64_t ibp_mix(uint64_t x)
     x = (x ^ x >> 27) * 0x94D049BB133111EBu;
     return x ^ x >> 31;
 }
-/* Returns the term of word i of a tensor in the sum of its fingerprint. */
+/* Returns the number that word i of a tensor adds to the sum of the tensor's fingerprint. */
 IBP_INLINE uint64_t ibp_mix_word(uint64_t word, uint64_t i) { return ibp_mix(word + (i + 1u) * IBP_GOLDEN); }
 
 /* ---- differences (section 9): elements side by side in 64 bits, each modulo 2^w ---- */
 
-/* Returns the highest bit of each element. */
+/* Returns a word in which the highest bit of each element is 1. */
 IBP_INLINE uint64_t ibp_highest_bits(uint32_t element_bytes)
 {
     const uint64_t each = element_bytes == 8u ? 1u : ~(uint64_t)0 / (((uint64_t)1 << 8u * element_bytes) - 1u);
@@ -303,15 +303,15 @@ IBP_INLINE uint32_t ibp_length_of_coded(size_t coded_bytes, uint32_t row_bytes, 
     return coded_bytes < ibp_min_u32(valid_bytes, IBP_DEFAULT_LENGTH(row_bytes)) ? (uint32_t)coded_bytes : 0u;
 }
 
-/* Return the number of sectors of IBP_OVERFLOW_ALIGN bytes that num_bytes bytes need, and the bytes of these
- * sectors. */
+/* Return the number of sectors of IBP_OVERFLOW_ALIGN bytes that num_bytes bytes need, and the size of these sectors in
+ * bytes. */
 IBP_INLINE uint32_t ibp_sectors_of(uint32_t num_bytes)
 {
     return (num_bytes + IBP_OVERFLOW_ALIGN - 1u) / IBP_OVERFLOW_ALIGN;
 }
 IBP_INLINE uint32_t ibp_sector_bytes(uint32_t num_bytes) { return ibp_sectors_of(num_bytes) * IBP_OVERFLOW_ALIGN; }
 
-/* Return the bytes of row r before coding, the bytes of its overflow part, and the bytes of this part with padding. */
+/* Return sizes in bytes: of a row before coding, of its overflow part, and of this part with padding. */
 IBP_INLINE uint32_t ibp_valid_bytes(int64_t num_bytes, uint32_t row_bytes, int64_t row)
 {
     const int64_t left = num_bytes - row * (int64_t)row_bytes;

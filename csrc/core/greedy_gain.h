@@ -7,7 +7,7 @@
 
 enum { IBP_CHUNK_BITS = 64 }; /* largest number of bits of a chunk */
 
-/* Counts ones. Compilers turn this into one instruction if the processor has it. */
+/* Returns the number of ones in a word. Compilers turn this function into one instruction if the processor has it. */
 static inline uint32_t ibp_count_ones(uint64_t word)
 {
     word -= word >> 1 & 0x5555555555555555u;
@@ -16,13 +16,15 @@ static inline uint32_t ibp_count_ones(uint64_t word)
     return (uint32_t)(word * 0x0101010101010101u >> 56);
 }
 
-/* Returns how many bits the greedy choice of a mask saves over all rows. columns[b]: bit b of the chunk in each row. */
+/* Returns the number of bits that the greedy choice of a mask saves in all rows. columns[b]: its bit r is bit b of the
+ * chunk in row r. num_rows: 1 to 64. */
 static inline uint64_t ibp_greedy_gain(const uint64_t *columns, uint32_t num_bits, uint32_t num_rows)
 {
     uint64_t matching = ~(uint64_t)0 >> (64 - num_rows), used = 0;
     uint32_t num_matching = num_rows, best = 0;
     for (uint32_t k = 0; k < num_bits && num_matching * num_bits > num_rows + best;) {
-        uint32_t ones[IBP_CHUNK_BITS], top = 0; /* agreeing rows in the high bits, and lower bits first among equals */
+        /* top: the largest key. A key is 64 * agreeing rows + 63 - b, so that the lowest of equally good bits wins. */
+        uint32_t ones[IBP_CHUNK_BITS], top = 0;
         for (uint32_t b = 0; b < num_bits; b++) ones[b] = ibp_count_ones(columns[b] & matching);
         for (uint32_t b = 0; b < num_bits; b++) {
             const uint32_t agreeing = ones[b] > num_matching - ones[b] ? ones[b] : num_matching - ones[b];
@@ -33,7 +35,7 @@ static inline uint64_t ibp_greedy_gain(const uint64_t *columns, uint32_t num_bit
         if (most < num_matching) {
             matching &= 2 * ones[at] > num_matching ? columns[at] : ~columns[at], num_matching = most;
             used |= (uint64_t)1 << at, k++;
-        } else { /* all matching rows agree on this bit, and on others too: add all of these at once */
+        } else { /* all matching rows agree on this bit: add all bits on which they agree at once */
             for (uint32_t b = at; b < num_bits; b++)
                 used |= (uint64_t)((ones[b] == 0) | (ones[b] == num_matching)) << b;
             k = ibp_count_ones(used);

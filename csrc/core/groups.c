@@ -1,5 +1,5 @@
-/* groups.c - sorts vectors by the matrices that multiply them, makes groups of them, and lists these matrices, by
- * counting. */
+/* groups.c - sorts vectors by the matrices that multiply them, makes groups of the sorted vectors, and lists the
+ * matrices that ids ask for. It sorts by counting. */
 #include "groups.h"
 
 #include "ids.h"
@@ -9,7 +9,7 @@ ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *
 {
     if (!ibp_can_group(ids, num_matrices, order, groups, num_groups)) return IBP_INVALID_ARGUMENT;
     uint32_t starts[IBP_MOST_STACKED + 1] = {0};
-    uint16_t matrices[IBP_MOST_GROUPED]; /* as counted, because ids may change meanwhile */
+    uint16_t matrices[IBP_MOST_GROUPED]; /* the matrices that were counted, because ids may change meanwhile */
     for (int64_t k = 0; k < ids->count; k++) {
         matrices[k] = (uint16_t)ibp_matrix_of_id(ibp_id_at(ids, k), num_matrices);
         starts[matrices[k]]++;
@@ -35,7 +35,7 @@ ibp_status ibp_list_matrices(const ibp_ids *ids, int64_t num_matrices, const ibp
     uint32_t slots[IBP_MOST_STACKED + 1] = {0}; /* at first whether a matrix is asked for, then its slot */
     int64_t used = 0, *row = listed->rows;
     for (int64_t k = 0; k < ids->count; k++) {
-        /* Matrices are noted as they were seen, because ids may change meanwhile. */
+        /* The matrix of each id is kept, because ids may change meanwhile. */
         listed->slots[k] = ibp_matrix_of_id(ibp_id_at(ids, k), num_matrices);
         slots[listed->slots[k]] = 1;
     }

@@ -1,5 +1,5 @@
-/* groups.h - checks of the arguments of ibp_group_vectors and ibp_list_matrices, and the matrix of a vector, for gcc,
- * g++ and nvcc. */
+/* groups.h - checks the arguments of ibp_group_vectors and ibp_list_matrices, and finds the matrix of a vector. For
+ * gcc, g++ and nvcc. */
 #ifndef IBP_CORE_GROUPS_H
 #define IBP_CORE_GROUPS_H
 
@@ -7,7 +7,7 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Returns a vector's matrix; num_matrices if it does not exist. */
+/* Returns the number of the matrix that an id names; num_matrices if there is no such matrix. */
 IBP_INLINE uint32_t ibp_matrix_of_id(int64_t id, int64_t num_matrices)
 {
     return (uint32_t)(id >= 0 && id < num_matrices ? id : num_matrices);

@@ -39,7 +39,7 @@ IBP_INLINE bool ibp_are_dims(const ibp_ids *ids)
     return ibp_num_positions(ids) <= positions;
 }
 
-/* Returns whether there are ids first to last - 1. */
+/* Returns whether the ids first to last - 1 exist. */
 static inline bool ibp_are_ids(const ibp_ids *ids, int64_t first, int64_t last)
 {
     if (ids->id_bytes != 0 && ids->id_bytes != 4 && ids->id_bytes != 8) return false;
@@ -47,8 +47,8 @@ static inline bool ibp_are_ids(const ibp_ids *ids, int64_t first, int64_t last)
     return ids->id_bytes == 0 ? ids->data == NULL : ids->data != NULL || ids->count == 0;
 }
 
-/* Returns the offset of a position in the output. 0 <= position < positions. Kernels have a function of their own
- * (cuda/decode/fetch.cuh). */
+/* Returns the offset of a position in the output. position: 0 to the number of positions less 1. Kernels have a
+ * function of their own (cuda/decode/fetch.cuh). */
 static inline int64_t ibp_offset_of_position(const ibp_ids *ids, int64_t position, int64_t item_bytes)
 {
     int64_t offset = 0;

@@ -27,7 +27,8 @@ static uint32_t write_utf8(uint32_t code, uint8_t utf8[4])
     return num_bytes;
 }
 
-/* Takes the digits after \u: a character, or the first half of a surrogate pair and the second half after it. */
+/* Takes the digits after \u. If they are the first half of a surrogate pair, takes the escape of the second half,
+ * too. */
 static uint32_t take_escaped_code(const char **at, const char *end, uint8_t utf8[4])
 {
     uint32_t code, low;
@@ -50,8 +51,8 @@ static uint32_t take_escape(const char **at, const char *end, uint8_t utf8[4])
     return 0;
 }
 
-/* Takes a character of several bytes; *at is its second byte. Refuses characters that are longer than necessary, and
- * surrogate halves. */
+/* Takes a character of several bytes, of which `first` is the first and *at points to the second. Refuses overlong
+ * characters, surrogate halves, and numbers above 0x10ffff. */
 static uint32_t take_long(uint8_t first, const char **at, const char *end, uint8_t utf8[4])
 {
     const uint32_t num_bytes = first < 0xe0 ? 2 : first < 0xf0 ? 3 : 4;

@@ -1,5 +1,5 @@
-/* json.h - reads the parts of JSON (RFC 8259) that headers of files need: texts and whole numbers, where they stand. No
- * byte is trusted, and nothing behind the end is read. */
+/* json.h - reads the parts of JSON (RFC 8259) that headers of files need: strings and whole numbers. Strings are not
+ * copied; they are returned as parts of the input. No byte is trusted, and nothing behind the end is read. */
 #ifndef IBP_JSON_H
 #define IBP_JSON_H
 
@@ -10,21 +10,22 @@ typedef struct ibp_json {
     const char *at, *end;
 } ibp_json;
 
-/* Takes a symbol, and the white space before it. Returns whether it was there. */
+/* Skips white space and takes a symbol. Returns whether the symbol comes next. */
 bool ibp_take_symbol(ibp_json *json, char symbol);
-/* Takes a string, whose inside is *text. Returns whether there is one without errors. */
+/* Takes a string. *text receives what is between its quotation marks. Returns whether a valid string comes next. */
 bool ibp_take_string(ibp_json *json, ibp_text *text);
-/* Takes a number that consists of digits alone and is at most INT64_MAX. Returns whether there is one. */
+/* Takes a number that consists of digits alone and is at most INT64_MAX. Returns whether such a number comes next. */
 bool ibp_take_size(ibp_json *json, int64_t *number);
 /* Returns whether nothing but white space is left. */
 bool ibp_is_at_end(const ibp_json *json);
 
-/* Takes the next character of a text, in UTF-8. Returns its bytes, 1 to 4; 0 at the end, and for bytes that are no
- * text. */
+/* Takes the next character of a text, and writes it in UTF-8. Returns the number of bytes written, 1 to 4; 0 at the end
+ * of the text, and if its next bytes are not valid text. */
 uint32_t ibp_take_character(ibp_text *text, uint8_t utf8[4]);
-/* Takes a text in UTF-8 if it comes next. Returns whether it did. */
+/* Takes the characters of `utf8` if the text begins with them. Returns whether it does. */
 bool ibp_take_prefix(ibp_text *text, const char *utf8);
-/* Takes a decimal number without leading zeros. Returns whether there is one that is at most UINT64_MAX. */
+/* Takes a decimal number without leading zeros. Returns whether the text begins with such a number and it is at most
+ * UINT64_MAX. */
 bool ibp_take_number(ibp_text *text, uint64_t *number);
 
 #endif

@@ -1,4 +1,5 @@
-/* kv_pages.h - the row ids and piece addresses of a transfer of pages, one by one, for gcc, g++ and nvcc. */
+/* kv_pages.h - computes the row ids and the addresses of pieces for a transfer of pages, one by one. For gcc, g++ and
+ * nvcc. */
 #ifndef IBP_KV_PAGES_H
 #define IBP_KV_PAGES_H
 
@@ -13,7 +14,8 @@ IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
         return false;
     if (t->ids_per_block % t->pieces != 0 || t->tensors < 1 || t->first_tensor > t->num_tensors) return false;
     if (t->tensors > t->num_tensors - t->first_tensor) return false;
-    if (t->num_tensors > INT32_MAX || t->ids_per_block > INT32_MAX) return false; /* else a page's ids could overflow */
+    /* Otherwise the number of ids of a page could overflow. */
+    if (t->num_tensors > INT32_MAX || t->ids_per_block > INT32_MAX) return false;
     const int64_t ids_per_page = (int64_t)t->num_tensors * t->ids_per_block;
     if (t->num_pages > INT64_MAX / ids_per_page || t->count > INT64_MAX / ids_per_page) return false;
     return t->count == 0 || (t->pages && t->blocks && t->starts);
@@ -22,7 +24,8 @@ IBP_INLINE bool ibp_is_page_transfer(const ibp_page_transfer *t)
 /* Returns the number of ids of a transfer. */
 IBP_INLINE int64_t ibp_num_transfer_ids(const ibp_page_transfer *t) { return t->count * t->tensors * t->ids_per_block; }
 
-/* Returns whether the place stores a page in all tensors of a transfer, whose flags begin with first_flag. */
+/* Returns whether the place stores a page's blocks of all tensors of a transfer. first_flag: the flag of the first of
+ * these blocks. */
 IBP_INLINE bool ibp_is_stored_page(const ibp_page_transfer *t, const uint8_t *stored, int64_t first_flag)
 {
     uint32_t lacking = 0;

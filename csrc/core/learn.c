@@ -8,7 +8,8 @@
  * The counted elements are sorted once, by value. The symbols of every shape are prefixes of the values, possibly
  * without the sign, so that one pass over the sorted counts gives the counts of a shape. Plans for listed rows and
  * plans with entries for each column get tails in the same way, from the elements that are listed and from counts of
- * some columns. All plans are then compared by the bytes that a mean row takes, with its share of the codebook. */
+ * some columns. All plans are then compared by cost: the mean size of a row in bytes, its share of the codebook
+ * included. */
 #include "bits.h"
 #include "checks.h"
 #include "planes_layout.h"
@@ -18,72 +19,73 @@
 #include <string.h>
 
 enum {
-    /* Prefixes of up to this many bits are counted in an array. Longer prefixes are sorted, for fewer elements. */
+    /* Prefixes of up to this many bits are counted in an array. Longer prefixes are counted by sorting, for fewer
+     * elements. */
     MOST_PREFIX_BITS = 16,
-    /* No list of digits names more entries than this. */
+    /* Largest number of entries that a list of digits names. */
     MOST_ENTRIES = IBP_MAX_PLANES * ((1 << IBP_MAX_DIGIT_BITS) - 1),
-    /* An element has up to this many bits. */
+    /* Largest number of bits of an element. */
     MOST_BITS = 64,
-    /* There are 4^n lists of n digits. */
+    /* Number of lists of digits: there are 4^n lists of n digits. */
     MOST_LISTS = 1 + 4 + 16 + 64 + 256,
-    /* Whole elements that are longer than a prefix are counted from this many elements, which are sorted. Half as many
-     * are counted for floats, because whole floats are seldom symbols. */
+    /* Whole elements of more than MOST_PREFIX_BITS bits are counted by sorting this many of them. Half as many floats
+     * are sorted, because whole floats are seldom symbols. */
     MOST_LONG = 1 << 14,
-    /* Up to this many elements are sorted for their prefixes, too, because that is faster than clearing and reading the
-     * array. */
+    /* If there are at most this many elements, their prefixes are sorted, too, because that is faster than clearing and
+     * reading the array. */
     MOST_SORTED = 1 << 12,
-    /* Plans are compared by about this many elements, or by this many if elements are bytes. */
+    /* Plans are compared by counting about FEW_ELEMENTS elements, or about FEW_BYTES elements if elements are bytes. */
     FEW_ELEMENTS = 1 << 16,
     FEW_BYTES = 1 << 17,
-    /* At least this many rows are counted, however long they are. */
+    /* Least number of rows that are counted, however long they are. */
     LEAST_ROWS = 16,
-    /* Shapes with entries for each column are compared by up to this many columns, and by up to twice this many
-     * elements. */
+    /* Shapes with entries for each column are compared by counting up to MOST_TRIED_COLUMNS columns, and up to twice
+     * TRIED_ELEMENTS elements. */
     MOST_TRIED_COLUMNS = 64,
     TRIED_ELEMENTS = 1 << 16,
-    /* Columns choose their entries from this many of the most frequent symbols of the table. */
+    /* Columns choose their entries from the MOST_CHOSEN most frequent symbols of the table. */
     MOST_CHOSEN = 255,
-    /* Symbols that are longer than a prefix are found by a hash of this many bits. */
+    /* Symbols of more than MOST_PREFIX_BITS bits are found by a hash of this many bits. */
     HASH_BITS = 16,
-    /* A sample needs this many rows to show that a column is constant. */
+    /* Least number of rows of a sample that shows that a column is constant. */
     LEAST_CONSTANT_ROWS = 64,
-    /* At least this many bits of an element are coded, however many of them are invariant. */
+    /* Least number of bits of an element that are coded, however many of them are invariant. */
     LEAST_CODED_BITS = 2,
-    /* A codebook of level fast has one plane of digits of this width. */
+    /* A codebook of level fast has one plane of digits of FAST_DIGIT_BITS bits, and FAST_ENTRIES entries. */
     FAST_DIGIT_BITS = 4,
     FAST_ENTRIES = (1 << FAST_DIGIT_BITS) - 1,
-    /* A larger sample is refused. */
+    /* Largest size of a sample in bytes. Larger samples are refused. */
     MOST_SAMPLED_BYTES = 1 << 30
 };
 
-/* Plans whose cost is within this factor of the least count as equally good; among them the one that decodes faster is
- * taken. */
+/* Plans whose cost is within this factor of the least cost count as equally good. Among them, the plan that decodes
+ * faster is taken. */
 static const double AS_GOOD = 1.001;
 /* A plan that a GPU decodes fastest is taken if its cost is within this factor of the least. */
 static const double FAST_COST = 1.006;
 /* A plan with entries for each column, which a GPU decodes less fast, is taken if its cost is within this factor of the
  * least. */
 static const double FAST_COLUMNS_COST = 1.003;
-/* Rotated shapes with entries for each column are searched only if the first of them costs at most this factor times
- * the best shape that is not rotated. */
+/* Rotated shapes with entries for each column are searched only if the first of them costs at most this factor times as
+ * much as the best shape that is not rotated. */
 static const double FAR_WORSE = 1.03;
-/* Both the best rotated shape and the best other shape are compared on all columns if their costs are within this
- * factor. */
+/* The best rotated shape and the best other shape are both tried on all columns if the costs of the two are within this
+ * factor of each other. */
 static const double WORSE = 1.01;
-/* Entries for each column are searched only if, on some columns, they cost less than this share of the cost without
- * them. */
+/* The search for entries for each column ends at once unless, on some columns, they cost at most this share of the cost
+ * of entries for the table. */
 static const double COLUMNS_PAY = 0.9995;
 /* Entries for each column are not tried if dense rows are larger than listed ones by more than this factor. */
 static const double COLUMNS_GAIN = 1.25;
 /* Rows are listed only if at least this share of the elements equals the default. */
 static const double LEAST_SHARE = 1.0 / 256;
-/* If fewer columns are constant, leaving them out does not pay for the slower decoder. */
+/* If a smaller share of the columns is constant, leaving them out does not pay for the slower decoder. */
 static const double CONSTANT_SHARE = 1.0 / 8;
-/* At most this share of the rows may lack the invariant bits and be stored raw. */
+/* Largest share of the rows that may lack the invariant bits and are therefore stored raw. */
 static const double MOST_LACKING = 0.2;
-/* Level fast is left unless its digits save this share of a row. */
+/* A plan of level fast is taken only if its digits save at least this share of a row. */
 static const double LEAST_FAST = 0.04;
-/* Invariant bits are left out only if that saves this share of a row. */
+/* Invariant bits are left out only if that saves at least this share of a row. */
 static const double INVARIANT_SHARE = 0.01;
 
 typedef struct value_count {
@@ -107,81 +109,84 @@ typedef struct shape {
 typedef struct digit_list {
     uint32_t num_planes, num_entries;
     uint8_t widths[IBP_MAX_PLANES];
-    bool is_fast; /* dense rows with short symbols have a decoder of their own (csrc/cuda/decode/decode_dense.cuh) */
+    bool is_fast; /* whether dense rows with these digits and short symbols have a decoder of their own
+                     (csrc/cuda/decode/decode_dense.cuh) */
 } digit_list;
 
-/* The elements that rows code: all elements; the elements that differ from a default; or the elements that differ from
- * the default in other bits than the highest. */
+/* Which elements rows code: all elements; the elements that differ from a default; or the elements that differ from the
+ * default in other bits than the highest. */
 typedef enum listing { DENSE, LISTED, LISTED_SIGNED, NUM_LISTINGS } listing;
 
 /* Counts of the elements that rows code. */
 typedef struct values {
-    value_counts prefixes; /* of up to MOST_PREFIX_BITS bits */
-    value_counts whole;    /* of whole elements, if these are longer */
+    value_counts prefixes; /* counts of prefixes of up to MOST_PREFIX_BITS bits */
+    value_counts whole;    /* counts of whole elements, if they are longer */
     double total;          /* number of elements */
     double num_rows;       /* number of rows that have these elements */
-    double extra_bytes;    /* bytes that a mean row takes besides the values */
-    uint64_t closed_value; /* the value of all listed elements of closed rows, which are not counted */
+    double extra_bytes;    /* mean number of bytes that a row takes besides the values */
+    uint64_t closed_value; /* the value of all listed elements of closed rows; these elements are not counted */
     bool has_uniform;      /* whether some row lists one value only */
     listing as;
 } values;
 
-/* A way to code rows, and the bytes that a mean row takes with its share of the codebook. */
+/* A way to code rows, and its cost: the mean size of a row in bytes, its share of the codebook included. */
 typedef struct plan {
     shape shape;
     listing as;
-    uint32_t sets; /* sets of entries: one for the table, or one for each column */
+    uint32_t sets; /* number of sets of entries: one for the table, or one for each column */
     bool consecutive;
     uint64_t first_symbol;
     const digit_list *digits;
-    double num_values; /* number of elements that a mean row codes */
+    double num_values; /* mean number of elements that a row codes */
     double cost;
 } plan;
 
-/* The plans that may be chosen. */
+/* The plans that may be chosen. Kind 0 is dense rows with entries for the table, kind 1 is dense rows with entries for
+ * each column, and the other kinds are the listings of listed rows. */
 typedef struct candidates {
     double least;                                      /* least cost of any plan */
-    plan simple[NUM_LISTINGS + 1][IBP_MAX_PLANES + 1]; /* the cheapest of each kind, by the number of planes; kind 1 is
-                                                          dense rows with entries for each column */
-    plan fast[2];                                      /* the cheapest that is fast: without and with such entries */
+    plan simple[NUM_LISTINGS + 1][IBP_MAX_PLANES + 1]; /* the cheapest plan of each kind and number of planes */
+    plan fast[2];                                      /* the cheapest plan of kind 0, and of kind 1, that is fast */
 } candidates;
 
-/* The state of a search: facts about the table and its sample. Values are those of coded elements, without the
- * invariant bits. */
+/* The state of a search: facts about the table and its sample. Values of elements are without the invariant bits. */
 typedef struct search {
     const uint8_t *rows;
-    size_t num_rows, step, num_counted; /* rows of the sample; each step-th one is counted */
-    size_t num_loaded, num_defaults;    /* counted rows that are in `elements`, and default rows among the counted */
-    uint64_t default_row;               /* the value that such rows consist of */
+    size_t num_rows, step, num_counted; /* number of rows of the sample, and of counted rows: one in every `step`
+                                           rows */
+    size_t num_loaded, num_defaults;    /* number of counted rows that are in `elements`, and of default rows among the
+                                           counted rows */
+    uint64_t default_row;               /* the value of all elements of default rows */
     uint32_t element_bytes, width, row_bytes, columns;
     uint32_t invariant_bits;
     uint64_t invariant_value;
-    const uint16_t *live_columns; /* NULL if all are */
+    const uint16_t *live_columns; /* NULL if all columns are live */
     uint32_t exponent_bits;
-    double table_rows, lacking; /* lacking: share of the rows that are raw because they lack invariant bits */
+    double table_rows, lacking; /* lacking: share of the rows that are stored raw because they lack the invariant
+                                   bits */
     uint64_t default_value;
     bool is_whole; /* whether the sample is the table */
     digit_list lists[MOST_LISTS];
 } search;
 
-/* The arrays for counting. `elements` and `listed` hold as many values as the counted rows have. Each listing has
+/* The arrays for counting. `elements` and `listed` have room for all elements of the counted rows. Each listing has
  * counts of its own. */
 typedef struct room {
     uint64_t *elements, *listed, *longs, *other_longs;
-    size_t num_long; /* number of whole elements that are counted at most */
+    size_t num_long; /* largest number of whole elements that are counted */
     uint32_t *bins;
     value_count *prefixes[NUM_LISTINGS], *whole[NUM_LISTINGS], *folded, *without_sign;
-    uint32_t *column_counts; /* counts of each symbol to choose from, column by column */
-    uint8_t *ranks;          /* ranks of the same symbols in each column */
-    uint8_t *places;         /* places of symbols, or of their hashes */
-    uint32_t *offsets;       /* offsets of columns in a row, in bytes */
+    uint32_t *column_counts; /* for each column the counts of the dictionary's symbols */
+    uint8_t *ranks;          /* for each column the ranks of the same symbols */
+    uint8_t *places;         /* index in the dictionary of each symbol, or of each hash */
+    uint32_t *offsets;       /* offset of each column in a row, in bytes */
 } room;
 
 /* ---- shapes and digits ------------------------------------------------------------------------------------------- */
 
 /* Returns whether to try prefixes of `prefix` bits as symbols, without their highest bit if rotate is 1. All prefixes
- * of integers and of bytes are tried. Of other floats whole elements are tried, and prefixes about as long as the
- * exponent. */
+ * of integers and of bytes are tried. For other floats, empty prefixes, whole elements and prefixes about as long as
+ * the exponent are tried. Only prefixes of floats are rotated. */
 static bool is_tried(const search *s, uint32_t prefix, uint32_t rotate)
 {
     const uint32_t least = s->exponent_bits > 3 ? s->exponent_bits - 2 : 1;
@@ -190,8 +195,8 @@ static bool is_tried(const search *s, uint32_t prefix, uint32_t rotate)
     return s->exponent_bits == 0 || is_near || prefix == 0 || prefix == s->width;
 }
 
-/* Lists all widths of digits, in the order of the number of planes. The lists that continue list i are four, from
- * 4 * i + 1 on. */
+/* Makes all lists of digit widths, in the order of the number of planes. The lists 4 * i + 1 to 4 * i + 4 continue list
+ * i by one digit. */
 static void list_digits(digit_list *lists)
 {
     lists[0] = (digit_list){.is_fast = true};
@@ -223,7 +228,7 @@ static uint64_t *sort_values(uint64_t *from, uint64_t *other, size_t count, uint
     return from;
 }
 
-/* Counts sorted values. Returns how many are distinct. */
+/* Counts sorted values. Returns the number of distinct values. */
 static size_t compact(const uint64_t *sorted, size_t count, value_count *items)
 {
     size_t size = 0;
@@ -234,7 +239,8 @@ static size_t compact(const uint64_t *sorted, size_t count, value_count *items)
     return size;
 }
 
-/* Counts the same values without their highest bit, by merging two halves that are in order. */
+/* Counts the same values without their highest bit, by merging the two halves of the counts, each of which is in
+ * order. */
 static void drop_sign(const value_counts *counts, value_counts *out)
 {
     const uint64_t sign = (uint64_t)1 << (counts->bits - 1);
@@ -283,8 +289,7 @@ static value_counts count_symbols(const values *v, shape of, const room *r)
     return without_sign;
 }
 
-/* Returns a count such that at least `most` of the values have this count or a higher one; 0 if there are not that many
- * values. */
+/* Returns a count such that at least `most` values have this count or a higher one; 0 if there are fewer values. */
 static uint64_t least_of_top(const value_counts *counts, uint32_t most)
 {
     enum { NUM_BUCKETS = 1024 };
@@ -295,8 +300,8 @@ static uint64_t least_of_top(const value_counts *counts, uint32_t most)
     return least;
 }
 
-/* Finds the most frequent values; of equally frequent ones the smaller comes first. Returns how many there are, up to
- * `most`. */
+/* Finds the most frequent values, the most frequent first. Of equally frequent values the smaller comes first. Returns
+ * the number of values found, at most `most`. */
 static uint32_t top_values(const value_counts *counts, uint32_t most, value_count *top)
 {
     const uint64_t least = counts->size > 4 * (size_t)most ? least_of_top(counts, most) : 0;
@@ -305,7 +310,7 @@ static uint32_t top_values(const value_counts *counts, uint32_t most, value_coun
         const value_count item = counts->items[i];
         if (item.count < least || (size == most && item.count <= top[size - 1].count)) continue;
         uint32_t at = 0;
-        for (uint32_t end = size; at < end;) { /* the place after all that are as frequent */
+        for (uint32_t end = size; at < end;) { /* find the position after all values that are at least as frequent */
             const uint32_t middle = (at + end) / 2;
             if (top[middle].count >= item.count)
                 at = middle + 1;
@@ -321,8 +326,9 @@ static uint32_t top_values(const value_counts *counts, uint32_t most, value_coun
 
 /* ---- costs ------------------------------------------------------------------------------------------------------- */
 
-/* Fills in how many elements of a mean row have rank k or higher, for every k, from the counts of the most frequent
- * symbols. The num_rows rows have `total` elements; each counted element stands for `scale` elements. */
+/* Computes tails from the counts of the most frequent symbols: tails[k] receives the mean number of elements of a row
+ * whose symbols have rank k or higher. The num_rows rows have `total` elements; each counted element stands for `scale`
+ * elements. */
 static void find_tails(double total, double scale, double num_rows, const value_count *ranked, uint32_t size,
                        double *tails)
 {
@@ -333,32 +339,33 @@ static void find_tails(double total, double scale, double num_rows, const value_
     }
 }
 
-/* Returns the share of the rows that have at least one element of some kind, if a mean row has `mean` of them and they
- * fall independently: 1 - exp(-mean), by a series that gives the same result on every machine. */
+/* Returns the share of the rows that have at least one element of some kind, if rows have `mean` such elements on
+ * average and these are spread at random. This is about 1 - exp(-mean); a short series gives the same result on every
+ * machine. */
 static double share_with_any(double mean) { return 1.0 - 1.0 / (1.0 + mean * (1.0 + mean * (0.5 + mean / 6.0))); }
 
-/* Returns the bits that pad fields of `bits` bits to a whole byte, on average. */
+/* Returns the mean number of bits that pad a run of fields of `bits` bits to a whole byte. */
 static double padding_of(uint32_t bits)
 {
     return bits % 8 == 0 ? 0.0 : bits % 4 == 0 ? 2.0 : bits % 2 == 0 ? 3.0 : 3.5;
 }
 
-/* Returns the bits of a part with a field of `bits` bits for each of `mean` elements of a mean row, padded. is_exact:
- * whether all rows have exactly `mean` elements. */
+/* Returns the mean size in bits, with padding, of a part that has a field of `bits` bits for each of `mean` elements.
+ * is_exact: whether all rows have exactly `mean` elements. */
 static double part_bits(double mean, uint32_t bits, bool is_exact)
 {
     return is_exact ? 8.0 * ceil(mean * bits / 8.0) : mean * bits + padding_of(bits) * share_with_any(mean);
 }
 
-/* Returns the bytes that a codebook takes. */
+/* Returns the size in bytes of the codebook of a plan. */
 static double codebook_bytes(const search *s, const plan *p, uint32_t num_entries)
 {
     const double entries = (double)p->sets * num_entries * ibp_bytes_of_symbol(p->shape.symbol_bits);
     return p->consecutive ? 0.0 : entries + (p->as != DENSE ? 2.0 * s->width / 8.0 : 0.0);
 }
 
-/* Makes a plan with these digits a candidate, unless there is a cheaper one of its kind. Of equally cheap plans the
- * last is kept, which has the shortest symbols and the fewest entries. */
+/* Makes a plan with a list of digits a candidate, unless there is a cheaper plan of its kind. Of equally cheap plans
+ * the last one is kept, because it has the shortest symbols and the fewest entries. */
 static void add_candidate(const search *s, const plan *made, uint32_t list, double cost, candidates *c)
 {
     const digit_list *const digits = &s->lists[list];
@@ -372,9 +379,8 @@ static void add_candidate(const search *s, const plan *made, uint32_t list, doub
     if (cost < c->least) c->least = cost;
 }
 
-/* Compares all lists of digits for a shape with these tails, whose rows take extra_bytes bytes besides the values. Adds
- * the plans to the candidates if c is not NULL. Returns the least bytes of a mean row with its share of the
- * codebook. */
+/* Compares all lists of digits for a shape with the given tails, whose rows take extra_bytes bytes besides the values.
+ * Adds the plans to the candidates if c is not NULL. Returns the least cost. */
 static double try_digits(const search *s, const plan *made, const double *tails, double extra_bytes, candidates *c)
 {
     const uint32_t symbol_bits = made->shape.symbol_bits;
@@ -406,8 +412,8 @@ static double try_digits(const search *s, const plan *made, const double *tails,
 }
 
 /* Chooses a plan. Takes the cheapest of the plans that decode fastest, unless other plans cost clearly less. Otherwise
- * takes, among the plans that are as good as the cheapest, those of the first kind, and among these the one with the
- * fewest planes. */
+ * looks at the plans that are as good as the cheapest, and takes one of the first kind among these, with the fewest
+ * planes. */
 static const plan *choose(const candidates *c)
 {
     const plan *best = NULL;
@@ -441,7 +447,8 @@ static void load_elements(const uint8_t *from, uint32_t count, uint32_t element_
     IBP_BY_SIZE(element_bytes, load_elements_of, from, count, elements);
 }
 
-/* Returns the column of live element i. Another thread may write live_columns meanwhile. */
+/* Returns the column of live element i. The result is limited to existing columns, because another thread may write
+ * live_columns meanwhile. */
 static uint32_t column_of(const search *s, size_t i)
 {
     return ibp_min_u32(IBP_LOAD_ONCE(s->live_columns[i]), s->row_bytes / s->element_bytes - 1);
@@ -475,15 +482,15 @@ static void count_prefixes(const uint64_t *elements, size_t count, uint32_t shif
     }
 }
 
-/* Counts whole values. It looks at about r->num_long of them, one from each run of `step` values, at places that do not
- * repeat with the columns. common: a value that is expected to be frequent. */
+/* Counts whole values. It looks at about r->num_long of them, one from each run of `step` values, at positions that are
+ * spread over the columns. common: a value that is expected to be frequent. */
 static void count_whole(const uint64_t *elements, size_t count, uint64_t common, const room *r, value_counts *out)
 {
     const size_t most = r->num_long, step = (count + most - 1) / most, num_drawn = count / step;
     size_t size = 0;
     for (size_t i = 0; i < num_drawn; i++) {
         r->longs[size] = elements[i * step + (i * 0x9e3779b97f4a7c15u >> 32) % step];
-        size += r->longs[size] != common; /* the most common value is often 0, and need not be sorted */
+        size += r->longs[size] != common; /* the most common value, which is often 0, is counted without sorting */
     }
     const size_t num_common = num_drawn - size;
     if (num_common) r->longs[size++] = common;
@@ -507,7 +514,7 @@ static void count_values(const uint64_t *elements, size_t count, uint32_t width,
     count_whole(elements, count, top.value << (width - bits), r, &v->whole);
 }
 
-/* Returns the share of a value among all. */
+/* Returns the share of the elements that have a value. */
 static double share_of(const values *v, uint32_t width, uint64_t value)
 {
     const value_counts *const counts = counts_of(v, width);
@@ -516,7 +523,7 @@ static double share_of(const values *v, uint32_t width, uint64_t value)
     return 0.0;
 }
 
-/* Returns the most frequent value, and its share of all in *share. */
+/* Returns the most frequent value. *share receives the share of the elements that have it. */
 static uint64_t most_frequent(const values *v, uint32_t width, double *share)
 {
     value_count top = {0, 0};
@@ -525,12 +532,13 @@ static uint64_t most_frequent(const values *v, uint32_t width, double *share)
     return top.value;
 }
 
-/* Returns the entropy of a choice of elements, in bits for each element, if `share` of the elements are chosen. */
+/* Returns the entropy, in bits for each element, of choosing the share `share` of the elements. */
 static double entropy(double share)
 {
     return share <= 0 || share >= 1 ? 0.0 : -share * log2(share) - (1 - share) * log2(1 - share);
 }
 
+/* Returns whether all elements are equal. */
 static bool is_run(const uint64_t *elements, size_t count)
 {
     size_t same = 1;
@@ -538,12 +546,14 @@ static bool is_run(const uint64_t *elements, size_t count)
     return same >= count;
 }
 
-/* Counts the elements that rows list, and the bytes that rows take besides these elements. If has_closed is true, the
- * elements of closed rows are not counted. */
+/* Counts the elements that rows list, and the mean number of bytes that rows take besides the values of these elements.
+ * If has_closed is true, the elements of closed rows are not counted. */
 static void count_listed(const search *s, const room *r, bool has_closed, values *v)
 {
-    const uint32_t signs = v->as == LISTED_SIGNED;                  /* bits stored for each unlisted element */
-    const uint64_t bits = ~(uint64_t)0 >> (64 - s->width) >> signs; /* the bits that make an element differ */
+    const uint32_t signs = v->as == LISTED_SIGNED;                  /* number of bits stored for each unlisted
+                                                                       element */
+    const uint64_t bits = ~(uint64_t)0 >> (64 - s->width) >> signs; /* an element is listed if it differs from the
+                                                                       default in any of these bits */
     uint64_t *const listed = r->listed;
     size_t size = 0, bytes = 0;
     for (size_t row = 0; row < s->num_loaded; row++) {
@@ -564,8 +574,8 @@ static void count_listed(const search *s, const room *r, bool has_closed, values
     count_values(listed, size, s->width, r, v);
 }
 
-/* Counts the elements that rows list. The closed value is the most frequent listed element, if any row lists one value
- * only. */
+/* Counts the elements that rows list under a listing. If any row lists one value only, the closed value is the most
+ * frequent listed element. */
 static void count_as(const search *s, const room *r, listing as, values *v)
 {
     double unused;
@@ -575,8 +585,9 @@ static void count_as(const search *s, const room *r, listing as, values *v)
     if (v->has_uniform) count_listed(s, r, true, v);
 }
 
-/* Tries all shapes. Fills in the least cost of each shape by the bits of its prefix; INFINITY if it is not tried.
- * Prefixes go from long to short, so that each is folded from the one before it. Returns the least of the costs. */
+/* Tries all shapes, and returns the least cost. costs[rotate][prefix] receives the least cost of the shape with a
+ * prefix of that many bits; INFINITY if the shape is not tried. Prefixes go from long to short, so that the counts of
+ * each are folded from the counts of the one before it. */
 static double try_shapes(const search *s, const values *v, const room *r, candidates *c, double (*costs)[MOST_BITS + 1])
 {
     value_counts folded = {.items = r->folded}, without_sign = {.items = r->without_sign};
@@ -604,18 +615,18 @@ static double try_shapes(const search *s, const values *v, const room *r, candid
 
 /* ---- entries for each column ------------------------------------------------------------------------------------- */
 
-/* The symbols that columns choose from, the most frequent ones first, and the place of each. A short symbol is the
- * index into `places` itself. A long symbol is found by its hash, and must be compared with the symbol at that
- * place. */
+/* The symbols that columns choose from, the most frequent first. `places` gives the index of a symbol in the
+ * dictionary: by the symbol itself if symbols are short, else by its hash. A long symbol must be compared with the
+ * symbol at that index. */
 typedef struct dictionary {
-    uint32_t size; /* number of symbols; also stands for the place of a symbol that is not in the dictionary */
+    uint32_t size; /* number of symbols; also the index that stands for a symbol that is not in the dictionary */
     bool is_short;
     uint8_t *places;
     uint64_t symbols[MOST_CHOSEN + 1];
 } dictionary;
 
-/* The part of the sample that is looked at: `columns` columns, each column_step-th one, of each row_step-th row.
- * is_table: these are all rows of the table. */
+/* The part of the sample that is looked at: `columns` columns, which are every column_step-th column, of every
+ * row_step-th row. is_table: whether these are all rows of the table. */
 typedef struct part {
     size_t row_step;
     uint32_t columns, column_step;
@@ -631,7 +642,7 @@ static void make_dictionary(const values *v, shape of, const room *r, dictionary
     d->size = top_values(&counts, MOST_CHOSEN, top), d->places = r->places, d->symbols[d->size] = 0;
     d->is_short = of.symbol_bits <= MOST_PREFIX_BITS;
     memset(d->places, (int)d->size, (size_t)1 << (d->is_short ? of.symbol_bits : HASH_BITS));
-    for (uint32_t k = d->size; k-- > 0;) { /* if symbols have the same hash, the most frequent one is found */
+    for (uint32_t k = d->size; k-- > 0;) { /* of symbols with the same hash, the most frequent one is found */
         d->symbols[k] = top[k].value;
         d->places[d->is_short ? top[k].value : hash_of(top[k].value)] = (uint8_t)k;
     }
@@ -673,8 +684,8 @@ static inline void count_columns_of(const search *s, const part *of, size_t firs
     }
 }
 
-/* Counts the symbols of columns in each step-th row, beginning with row `first`. Symbols that are not in the dictionary
- * are counted together. Returns the number of rows. */
+/* Counts the symbols of columns in every step-th row, beginning with row `first`. Symbols that are not in the
+ * dictionary are counted together. Returns the number of rows looked at. */
 static size_t count_columns(const search *s, const part *of, size_t first, size_t step, const dictionary *d, shape sh,
                             const room *r)
 {
@@ -688,10 +699,10 @@ static size_t count_columns(const search *s, const part *of, size_t first, size_
     return first < s->num_rows ? (s->num_rows - first + step - 1) / step : 0;
 }
 
-/* Tries a shape with entries for each column on a part of the sample. The entries are learned from the even rows and
- * judged by the odd ones, because rows that entries are learned from take less than other rows. If the part has all
- * rows of the table, entries are learned from all of these and judged by all of them. Returns the cost; *table_cost
- * receives the cost of the shape with entries for the table, on the same rows. */
+/* Tries a shape with entries for each column on a part of the sample. The entries are learned from the even rows, and
+ * their cost is measured on the odd rows, because the rows that entries are learned from take less space than other
+ * rows. If the part has all rows of the table, all rows serve for both. Returns the cost. *table_cost receives the cost
+ * of the same shape with entries for the table, on the same rows. */
 static double try_columns(const search *s, const values *v, shape sh, const part *of, const room *r, candidates *c,
                           double *table_cost)
 {
@@ -723,8 +734,8 @@ static double try_columns(const search *s, const values *v, shape sh, const part
 }
 
 /* Returns the part of the sample that shapes are compared on. Rows are left out only if there are more than twice as
- * many as are wanted, because counting a few more rows costs less than judging entries by rows that they are not
- * learned from. */
+ * many as are wanted. If the sample is the table and no row is left out, the entries are learned from the same rows
+ * that they are measured on. */
 static part tried_part(const search *s)
 {
     const uint32_t step = (s->columns + MOST_TRIED_COLUMNS - 1) / MOST_TRIED_COLUMNS;
@@ -736,9 +747,9 @@ static part tried_part(const search *s)
 }
 
 /* Finds the shape that suits entries for each column best, among either the rotated shapes or the others. The search
- * begins with the best shape for the table, and tries longer and shorter symbols as long as they get better.
- * table_costs: the costs of these shapes with entries for the table, by the bits of the prefix. Returns the cost;
- * INFINITY if no shape pays, or if the first one costs more than `most`. */
+ * begins with the best shape for the table, and tries longer and shorter symbols as long as the cost falls.
+ * table_costs[p]: the cost of the shape with a prefix of p bits and entries for the table. Returns the cost; INFINITY
+ * if no shape pays, or if the first shape costs more than `most`. */
 static double find_column_shape(const search *s, const values *v, const double *table_costs, uint32_t rotate,
                                 double most, const room *r, shape *best)
 {
@@ -761,8 +772,8 @@ static double find_column_shape(const search *s, const values *v, const double *
     return here;
 }
 
-/* Adds plans with entries for each column: for the best rotated shape and for the best other shape, unless one of the
- * two is clearly better on a part of the sample. */
+/* Adds plans with entries for each column: for the best rotated shape and for the best other shape, or only for one of
+ * the two if it is clearly better on a part of the sample. */
 static void add_columns(const search *s, const values *v, double (*table_costs)[MOST_BITS + 1], const room *r,
                         candidates *c)
 {
@@ -776,7 +787,7 @@ static void add_columns(const search *s, const values *v, double (*table_costs)[
         if (costs[rotate] <= most) try_columns(s, v, best[rotate], &all, r, c, &unused);
 }
 
-/* ---- all of it --------------------------------------------------------------------------------------------------- */
+/* ---- the whole search -------------------------------------------------------------------------------------------- */
 
 static bool is_sample(const ibp_sample *sample)
 {
@@ -787,7 +798,7 @@ static bool is_sample(const ibp_sample *sample)
     return sample->exponent_bits < 8 * element_bytes && sample->num_rows <= MOST_SAMPLED_BYTES / row_bytes;
 }
 
-/* Returns the distance between counted rows. */
+/* Returns the distance between two counted rows, in rows. */
 static size_t step_of(const ibp_sample *sample)
 {
     const size_t columns = sample->row_bytes / sample->element_bytes;
@@ -804,7 +815,7 @@ static size_t counted_rows(const ibp_sample *sample)
 
 static size_t align_up(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
-/* Returns the next num_bytes of scratch. If scratch is NULL it only counts them. */
+/* Returns the next num_bytes bytes of scratch. If scratch is NULL, it only counts them. */
 static void *take(uint8_t *scratch, size_t *used, size_t num_bytes)
 {
     uint8_t *const at = scratch == NULL ? NULL : scratch + *used;
@@ -812,7 +823,7 @@ static void *take(uint8_t *scratch, size_t *used, size_t num_bytes)
     return at;
 }
 
-/* Lays the arrays out in scratch. Returns the bytes that they take. */
+/* Lays the arrays out in scratch. Returns their size in bytes. */
 static size_t make_room(const ibp_sample *sample, uint8_t *scratch, room *r)
 {
     const size_t columns = sample->row_bytes / sample->element_bytes, count = counted_rows(sample) * columns;
@@ -844,7 +855,7 @@ size_t ibp_learn_scratch_bytes(const ibp_sample *sample)
     return is_sample(sample) ? make_room(sample, NULL, &r) : 0;
 }
 
-/* Returns the bytes of the template and the live columns, which lie before the entries. */
+/* Returns the size in bytes of the template and the live columns, which lie before the entries. */
 static size_t constants_bytes(uint32_t row_bytes, uint32_t element_bytes)
 {
     return align_up(row_bytes) + align_up(sizeof(uint16_t) * (row_bytes / element_bytes));
@@ -856,7 +867,8 @@ size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes)
     return constants_bytes(row_bytes, element_bytes) + (size_t)MOST_ENTRIES * row_bytes;
 }
 
-/* Writes the entries of a plan. If there are fewer symbols, it repeats the first one, which then is never chosen. */
+/* Writes the entries of a plan. If there are fewer symbols than entries, the first symbol is repeated; encoders never
+ * use the repetitions. */
 static void write_entries(const search *s, const values *v, shape of, bool per_column, uint32_t num_entries,
                           const room *r, uint8_t *entries)
 {
@@ -877,7 +889,8 @@ static void write_entries(const search *s, const values *v, shape of, bool per_c
     }
 }
 
-/* Finds the run of FAST_ENTRIES consecutive symbols that most elements have. Returns how many elements have them. */
+/* Finds the FAST_ENTRIES consecutive symbols that the most elements have. *first_symbol receives the first of these
+ * symbols. Returns the number of elements that have them. */
 static uint64_t find_run(const values *v, shape of, const room *r, uint64_t *first_symbol)
 {
     const value_counts symbols = count_symbols(v, of, r);
@@ -893,9 +906,9 @@ static uint64_t find_run(const values *v, shape of, const room *r, uint64_t *fir
     return most;
 }
 
-/* Finds the best plan of level fast, among those with fast coders (csrc/cuda/kinds.h): dense rows of elements of two
- * or four bytes, one plane, consecutive entries, symbols that a byte holds. Returns false if its digits save next to
- * nothing. */
+/* Finds the best plan of level fast, among the plans with fast coders (csrc/cuda/kinds.h): dense rows of elements of
+ * two or four bytes, one plane, consecutive entries, and symbols of at most 8 bits. Returns false if the plan saves
+ * less than the share LEAST_FAST of a row. */
 static bool search_fast(const search *s, const room *r, const values *v, plan *found)
 {
     *found = (plan){.cost = INFINITY};
@@ -917,8 +930,8 @@ static bool search_fast(const search *s, const room *r, const values *v, plan *f
     return found->cost < s->columns * s->width / 8.0 - LEAST_FAST * s->row_bytes;
 }
 
-/* Finds the best of all plans. known: the elements that rows code under each listing; the function counts those of the
- * listings that it tries. */
+/* Finds the best of all plans. known: for each listing the counts of the elements that rows code. known[DENSE] is
+ * given; the function fills in the counts of the listings that it tries. */
 static void search_all(search *s, const room *r, values *known, plan *found)
 {
     candidates c;
@@ -957,8 +970,8 @@ static void init_search(const ibp_sample *sample, search *s)
     s->table_rows = (double)(s->is_whole ? sample->num_rows : sample->table_rows);
 }
 
-/* Finds the value of default rows by a majority vote among the loaded rows that consist of one value, and removes the
- * rows of that value: default rows take no bytes and are not counted. At least one row stays. */
+/* Finds the value of default rows by a majority vote among the loaded rows whose elements are all equal. Removes the
+ * default rows, because they take no bytes and must not be counted. At least one row stays. */
 static void drop_default_rows(search *s, const room *r)
 {
     int64_t ahead = 0;
@@ -994,10 +1007,10 @@ static void begin_search(search *s, const uint16_t *live_columns, uint32_t num_c
     count_values(r->elements, s->num_loaded * s->columns, s->width, r, all);
 }
 
-/* Returns how many of the lowest bits all elements of a row have in common. *first is its first element. */
+/* Returns the number of lowest bits that are the same in all elements of a row. *first receives the first element. */
 static uint32_t common_bits(const search *s, size_t row, uint64_t *first)
 {
-    enum { SOME = 64 }; /* most rows have no bit in common, which this many elements show */
+    enum { SOME = 64 }; /* the elements of most rows have no bit in common, as the first SOME elements show */
     const uint8_t *const from = s->rows + row * s->row_bytes;
     const uint32_t width = 8 * s->element_bytes, columns = s->row_bytes / s->element_bytes;
     uint64_t differing = 0, some[SOME];
@@ -1012,15 +1025,15 @@ static uint32_t common_bits(const search *s, size_t row, uint64_t *first)
     return bits;
 }
 
-/* Returns how many low bits are the same in all elements of most counted rows. Sets their value, and the share of the
- * rows that lack them, which are stored raw. */
+/* Returns the number of low bits that are the same in all elements of most counted rows. Sets s->invariant_value to
+ * their value, and s->lacking to the share of the rows that lack them and are therefore stored raw. */
 static uint32_t find_invariant_bits(search *s)
 {
     const uint32_t most = 8 * s->element_bytes - LEAST_CODED_BITS;
     uint32_t rows_with[65] = {0}, bits = most, found = 0;
     for (size_t i = 0; i < s->num_counted; i++) {
         const uint32_t common = common_bits(s, i * s->step, &s->invariant_value);
-        /* Other rows consist of one value, and may be default rows. */
+        /* The elements of other rows are all or nearly equal; such rows may be default rows. */
         if (common <= most) rows_with[common]++, found++;
     }
     uint32_t lacking = 0;
@@ -1043,8 +1056,8 @@ static uint32_t find_invariant_bits(search *s)
     return s->lacking <= MOST_LACKING ? bits : 0;
 }
 
-/* Lists the columns that are not equal in all rows, and stops when there are more than `most`. Returns how many it
- * listed. element_bytes is a constant at every call. */
+/* Lists the columns whose elements are not the same in all rows of the sample, and stops when there are more than
+ * `most`. Returns the number of listed columns. element_bytes is a constant at every call. */
 static inline uint32_t list_live_of(const search *s, uint32_t most, uint16_t *live_columns, uint32_t element_bytes)
 {
     const uint32_t columns = s->row_bytes / element_bytes;
@@ -1059,8 +1072,8 @@ static inline uint32_t list_live_of(const search *s, uint32_t most, uint16_t *li
     return num_live;
 }
 
-/* Lists the columns that are not equal in all rows of the sample. Returns how many columns are equal, or 0 if leaving
- * these out would not pay. */
+/* Lists the columns whose elements are not the same in all rows of the sample. Returns the number of the other columns,
+ * which are constant; 0 if leaving them out would not pay. */
 static uint32_t find_constant_columns(const search *s, uint16_t *live_columns)
 {
     const uint32_t columns = s->row_bytes / s->element_bytes, most = columns - (uint32_t)ceil(CONSTANT_SHARE * columns);
@@ -1072,8 +1085,8 @@ static uint32_t find_constant_columns(const search *s, uint16_t *live_columns)
     return pays ? columns - num_live : 0;
 }
 
-/* Searches for a plan without the bits and columns that all of the sample agrees on. If leaving them out does not pay,
- * searches again with them. */
+/* Searches for a plan without the bits and columns that are the same in all rows of the sample. If leaving them out
+ * does not pay, it searches again with them. */
 static void find_plan(search *s, const ibp_sample *sample, const room *r, uint16_t *live_columns, values *known,
                       plan *found)
 {
@@ -1109,7 +1122,7 @@ ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scra
                             size_t arrays_bytes, ibp_planes *planes, double *coded_bytes)
 {
     if (!is_sample(sample) || planes == NULL || arrays == NULL || coded_bytes == NULL) return IBP_INVALID_ARGUMENT;
-    if (scratch == NULL || (uintptr_t)scratch % 16 != 0 || (uintptr_t)arrays % 8 != 0) return IBP_INVALID_ARGUMENT;
+    if (scratch == NULL || (uintptr_t)scratch % 16 != 0 || (uintptr_t)arrays % 16 != 0) return IBP_INVALID_ARGUMENT;
     const uint32_t row_bytes = sample->row_bytes, element_bytes = sample->element_bytes;
     room r;
     if (make_room(sample, scratch, &r) > scratch_bytes) return IBP_BUFFER_TOO_SMALL;

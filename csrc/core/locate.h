@@ -15,7 +15,8 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Return the bytes of a table's tensor, and its rows. They do not overflow for a table that ibp_check_table accepts. */
+/* Return the size in bytes of a table's tensor, and the number of rows of a tensor. The results do not overflow for a
+ * table that ibp_check_table accepts. */
 IBP_INLINE int64_t ibp_bytes_of_table(const ibp_table *table) { return table->num_items * table->item_bytes; }
 IBP_INLINE int64_t ibp_rows_of_bytes(int64_t num_bytes, uint32_t row_bytes)
 {
@@ -38,16 +39,16 @@ IBP_INLINE int64_t ibp_first_of_base(const ibp_table *table, int64_t row)
     return ibp_has_own_bases(table) ? row : ibp_first_of_group(row);
 }
 
-/* Returns the bytes of a row as stored. length: its entry of lengths, 0 if the table has no lengths. valid_bytes: bytes
- * of the row before coding, at most row_bytes. */
+/* Returns the size in bytes of a row as stored. length: the row's entry of lengths; 0 if the table has no lengths.
+ * valid_bytes: size of the row before coding, at most row_bytes. */
 IBP_INLINE uint32_t ibp_stored_bytes(uint32_t length, uint32_t row_bytes, uint32_t valid_bytes)
 {
     if (length == IBP_DEFAULT_LENGTH(row_bytes)) return 0u;
     return length != 0u ? length : valid_bytes;
 }
 
-/* Returns the bytes that a row takes in overflow, padding included. valid_bytes is row_bytes for every row that is
- * followed by another one of its group. The result is at most 65,536, so that the sum of a group fits 32 bits. */
+/* Returns the number of bytes that a row takes in overflow, padding included. valid_bytes is row_bytes for every row
+ * that is not the last row of the table. The result is at most 65,536, so the sum over a group fits 32 bits. */
 IBP_INLINE uint32_t ibp_room_of(uint32_t length, uint32_t row_bytes, uint32_t valid_bytes, uint32_t slot_bytes)
 {
     return ibp_overflow_room(ibp_overflow_part(ibp_stored_bytes(length, row_bytes, valid_bytes), slot_bytes),
@@ -55,17 +56,17 @@ IBP_INLINE uint32_t ibp_room_of(uint32_t length, uint32_t row_bytes, uint32_t va
 }
 
 /* The place of a row's stored bytes. The first in_slot bytes begin at slot_start of table->slots; the other in_overflow
- * bytes begin at overflow_start of table->overflow. A start means nothing if its part is empty. */
+ * bytes begin at overflow_start of table->overflow. The start of an empty part has no meaning. */
 typedef struct ibp_row_place {
     uint64_t slot_start, overflow_start;
     uint32_t in_slot, in_overflow;
-    uint32_t valid;  /* bytes of the row before coding */
+    uint32_t valid;  /* size of the row before coding, in bytes */
     bool raw;        /* the row is stored raw */
     bool is_default; /* the row is a default row, which is not stored */
 } ibp_row_place;
 
-/* Computes the sizes of a row's parts and the start of its slot, but does not check them. 0 <= row < rows of the
- * table. */
+/* Computes the sizes of a row's parts and the start of its slot, but does not check them. row: 0 to the number of rows
+ * less 1. */
 IBP_INLINE ibp_row_place ibp_split_row(const ibp_table *table, int64_t row, uint32_t length)
 {
     ibp_row_place place;
@@ -80,7 +81,8 @@ IBP_INLINE ibp_row_place ibp_split_row(const ibp_table *table, int64_t row, uint
     return place;
 }
 
-/* Returns whether ibp_place_in_bounds reads a row's base and rooms: whether they are needed, and bases exist. */
+/* Returns whether ibp_place_in_bounds reads a row's base and rooms: whether the row has an overflow part and the table
+ * has bases. */
 IBP_INLINE bool ibp_needs_base(const ibp_table *table, const ibp_row_place *place)
 {
     return place->in_overflow != 0u && table->bases != NULL;
@@ -100,9 +102,9 @@ IBP_INLINE bool ibp_slot_in_bounds(const ibp_table *table, const ibp_row_place *
            (place->in_slot == 0u || ibp_part_in_bounds(place->slot_start, place->in_slot, table->slots_bytes));
 }
 
-/* Fills in overflow_start, and returns whether the overflow part, if there is one, lies inside overflow. base: the
- * row's entry of bases, which may be any number. rooms: the sum of ibp_room_of over the rows before this one that share
- * the base. Both are read only if ibp_needs_base returns true. */
+/* Fills in overflow_start, and returns whether the overflow part is empty or lies inside overflow. base: the row's
+ * entry of bases, which may be any number. rooms: the sum of ibp_room_of over the earlier rows that share the base.
+ * Both are read only if ibp_needs_base returns true. */
 IBP_INLINE bool ibp_overflow_in_bounds(const ibp_table *table, uint64_t base, uint32_t rooms, ibp_row_place *place)
 {
     if (place->in_overflow == 0u) return true;

@@ -1,5 +1,5 @@
-/* masks.c - encodes and decodes rows of scheme ibp in plain C (FORMAT.md section 5). It is the reference to which every
- * other encoder and decoder is compared. A coded row consists of bits, the lowest of each byte first:
+/* masks.c - encodes and decodes rows of scheme ibp in plain C (FORMAT.md section 5). It is the reference that every
+ * other encoder and decoder is compared with. A coded row consists of bits, the lowest of each byte first:
  *
  *     num_flags participation bits | kept bits of the row, in the order of their positions | zeros up to a byte */
 #include "bits.h"
@@ -24,7 +24,7 @@ static void store_word(uint8_t *row, uint32_t row_bytes, uint32_t w, uint32_t wo
         for (uint32_t i = 4 * w; i < row_bytes; i++) row[i] = (uint8_t)(word >> (8 * (i % 4)));
 }
 
-/* Returns the participation bits that start in word w of a row, and its kept bits in *keep. */
+/* Returns the participation bits that start in word w of a row. *keep receives a mask of the word's kept bits. */
 static uint32_t match_row_word(const ibp_codebook *cb, const uint8_t *row, uint32_t w, uint32_t *keep)
 {
     uint32_t mismatch = (load_word(row, cb->row_bytes, w) ^ cb->bitval[w]) & cb->mask[w];

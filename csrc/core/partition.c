@@ -12,8 +12,8 @@ int64_t ibp_num_windows(int64_t num_items, uint32_t window_bits)
     return num_items == 0 ? 1 : ((num_items - 1) >> window_bits) + 1;
 }
 
-/* Returns the workspace of the CUDA twin, which needs most: starts and counts of the windows, the rank of every id in
- * its window, and the window of every id in 16 bits. */
+/* Returns the size of workspace that the CUDA twin needs, because it is the larger one: starts and counts of the
+ * windows, the rank of every id in its window, and the window of every id in 16 bits. */
 size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, uint32_t window_bits)
 {
     const int64_t num_windows = ibp_num_windows(num_items, window_bits);
@@ -34,7 +34,8 @@ ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t win
     if (!ibp_are_ids(ids, 0, ids->count) || ids->id_bytes == 0 || ids->count > UINT32_MAX) return IBP_INVALID_ARGUMENT;
     if (num_windows < 1 || num_windows > IBP_MAX_WINDOWS) return IBP_INVALID_ARGUMENT;
     uint32_t *const starts = workspace, *const counts = starts + num_windows;
-    uint16_t *const windows = (uint16_t *)(counts + num_windows); /* as counted, because ids may change meanwhile */
+    uint16_t *const windows = (uint16_t *)(counts + num_windows); /* the windows that were counted, because ids may
+                                                                     change meanwhile */
     memset(counts, 0, sizeof(uint32_t) * (size_t)num_windows);
     for (int64_t k = 0; k < ids->count; k++) {
         windows[k] = (uint16_t)window_of(ibp_id_at(ids, k), num_items, window_bits);

@@ -1,4 +1,4 @@
-/* place.c - codes rows one by one into existing memory, and hands out parts of overflow as rows need them. */
+/* place.c - codes rows one by one into the memory of a table, and hands out parts of overflow as rows need them. */
 #include "rows.h"
 
 /* The base of a row while a thread is coding it. */
@@ -22,15 +22,15 @@ static part part_of(const ibp_place *place, int64_t row, uint64_t base, uint32_t
 }
 
 /* Returns the part of a row, as part_of does, and marks the row as CLAIMED until its base is written, because other
- * threads may code the same row. */
+ * threads may code the same row. If another thread has marked it, the base of the result is CLAIMED. */
 static part claim_part(const ibp_place *place, int64_t row, uint32_t valid)
 {
     const uint64_t base = __atomic_exchange_n(&place->bases[row], CLAIMED, __ATOMIC_ACQ_REL);
     return base == CLAIMED ? (part){CLAIMED, 0} : part_of(place, row, base, valid);
 }
 
-/* Takes a new part of overflow; returns an empty part if there is no room. The counter is read before it is added to,
- * so that it stays close to the size of overflow, however many parts are refused. */
+/* Takes a new part of overflow; returns an empty part if there is no room. It reads the counter before it adds to it,
+ * so that the counter stays close to the size of overflow, however many parts are refused. */
 static part take_part(const ibp_place *place, uint32_t sectors)
 {
     const uint32_t num_bytes = IBP_OVERFLOW_ALIGN * sectors;
@@ -41,8 +41,8 @@ static part take_part(const ibp_place *place, uint32_t sectors)
     return ibp_part_in_bounds(start, num_bytes, there_are) ? (part){start, sectors} : (part){IBP_NO_BASE, 0};
 }
 
-/* Takes a part for a row whose own part is too small. If the row had one and remembers what it owns, the new part has
- * room for its raw bytes. */
+/* Takes a part for a row whose own part is too small. If the row had a part and the place has rooms, the new part has
+ * room for the row's raw bytes, if there is so much room; otherwise it has room for its coded bytes. */
 static part take_part_for(const ibp_place *place, part own, uint32_t in_overflow, uint32_t valid)
 {
     part taken = {IBP_NO_BASE, 0};
@@ -74,8 +74,8 @@ static inline const uint8_t *address_of(const ibp_row_source *source, uint32_t r
     return source->data + i * (int64_t)row_bytes;
 }
 
-/* Returns row i of a source as a row of the table, with `valid` valid bytes: in its place, or as a copy in the
- * workspace. */
+/* Returns row i of a source as a row of the table with `valid` valid bytes: the source's own bytes, or a copy in the
+ * workspace that is extended with zeros. */
 static const uint8_t *source_row(const ibp_row_source *source, uint32_t row_bytes, int64_t i, uint32_t valid,
                                  const ibp_workspace *work)
 {
@@ -85,7 +85,7 @@ static const uint8_t *source_row(const ibp_row_source *source, uint32_t row_byte
     return ibp_whole_row(address_of(source, row_bytes, i), num_bytes, row_bytes, work->whole);
 }
 
-/* Codes a row. Returns its entry of lengths; *stored receives the address of its bytes as stored. */
+/* Codes a row. Returns its entry of lengths. *stored receives the address of the bytes that are to be stored. */
 static uint32_t code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t valid, const ibp_workspace *work,
                          const uint8_t **stored)
 {
@@ -103,8 +103,8 @@ static void put(uint8_t *to, const uint8_t *from, uint32_t num_bytes, uint32_t e
     memset(to + num_bytes, 0, (room < end ? (uint32_t)room : end) - num_bytes);
 }
 
-/* Stores a row of the table where there is room for it, and notes its place in the index. claims: other threads may
- * code the same row. Returns IBP_INVALID_ARGUMENT, and writes nothing, if another thread is coding it now. */
+/* Stores a coded row in its slot and in a part of overflow, and enters it in the index. claims: whether other threads
+ * may code the same row. Returns IBP_INVALID_ARGUMENT, and writes nothing, if another thread is coding the row now. */
 static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, uint32_t valid, const uint8_t *stored,
                          bool claims, ibp_place_counts *counts)
 {
@@ -122,7 +122,7 @@ static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, u
         if (own.sectors < ibp_sectors_of(in_overflow)) own = take_part_for(place, own, in_overflow, valid);
     }
     const bool has_part = spills && own.base != IBP_NO_BASE, lost = spills && !has_part,
-               is_kept = !lost || is_new; /* a new row is kept as far as its slot holds it */
+               is_kept = !lost || is_new; /* of a new row without a part, the slot part is kept */
     if (is_kept) {
         const uint64_t start = (uint64_t)row * table->slot_bytes, left = (uint64_t)table->slots_bytes - start;
         const uint64_t room = left < table->slot_bytes ? left : table->slot_bytes;
@@ -141,7 +141,7 @@ static ibp_status settle(const ibp_place *place, int64_t row, uint32_t length, u
     return IBP_OK;
 }
 
-/* Codes the rows first to last - 1 of a source, each to the end of the row before it. */
+/* Codes the rows first to last - 1 of a source as packed rows: each begins in overflow where the row before it ends. */
 static void pack_rows(const ibp_place *place, const ibp_row_source *source, int64_t first_row, int64_t first,
                       int64_t last, const ibp_workspace *work, ibp_place_counts *counts)
 {

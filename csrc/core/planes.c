@@ -1,12 +1,12 @@
-/* planes.c - codes and decodes rows of scheme planes in plain C (FORMAT.md section 6). It is the oracle that every
- * other encoder and decoder is compared to. A coded row consists of parts, each of which is padded to a byte:
+/* planes.c - codes and decodes rows of scheme planes in plain C (FORMAT.md section 6). It is the reference that every
+ * other encoder and decoder is compared with. A coded row consists of parts, each of which is padded to a byte:
  *
  *     values:      residuals | digits of plane 0 | digits of plane 1 | ... | raw symbols
  *     dense row:   values of all columns
  *     listed row:  header | positions | highest bits of unlisted elements | values of listed elements
  *
- * In a listed row, positions are there if any element is listed, highest bits if the codebook has signed_default, and
- * values if any element is listed and the row is not closed. */
+ * A listed row has positions if any element is listed, highest bits if the codebook has signed_default, and values if
+ * any element is listed and the row is not closed. */
 #include "bits.h"
 #include "planes_layout.h"
 #include "schemes.h"
@@ -29,7 +29,8 @@ static bool count_entries(const ibp_planes *p, uint32_t *num_entries)
     return true;
 }
 
-/* Returns the bytes of one cluster's entries: at most those of 2^16 columns with 60 entries of 8 bytes. */
+/* Returns the size in bytes of one cluster's entries. It cannot overflow, because there are at most 2^16 columns with
+ * 60 entries of 8 bytes each. */
 static size_t bytes_of_entries(const ibp_codebook *cb)
 {
     const ibp_planes *const p = &cb->planes;
@@ -38,7 +39,7 @@ static size_t bytes_of_entries(const ibp_codebook *cb)
 
 static bool fits_bits(uint64_t value, uint32_t num_bits) { return ibp_low_bits(value, num_bits) == value; }
 
-/* Returns whether the bits of an element can be split in this way. */
+/* Returns whether the fields split the bits of an element into invariant, symbol and residual bits. */
 static bool are_bits(const ibp_planes *p)
 {
     return ibp_is_element_size(p->element_bytes) && p->invariant_bits < ibp_element_bits(p) &&
@@ -210,7 +211,7 @@ static void write_positions(const ibp_codebook *cb, const uint8_t *row, const ro
     }
 }
 
-/* Writes the highest bits of the columns - k elements that are not listed, from bit `at`. */
+/* Writes the highest bits of the elements that are not listed, beginning at bit `at`. */
 static void write_signs(const ibp_codebook *cb, const uint8_t *row, size_t at, uint8_t *dst, size_t dst_bytes)
 {
     const ibp_planes *const planes = &cb->planes;
@@ -265,7 +266,7 @@ static ibp_status encode(const ibp_codebook *cb, const uint8_t *row, uint8_t *ds
 
 /* ---- decoding ---- */
 
-/* A coded row, and how far each part of its values has been read. */
+/* A coded row, and the bit up to which each part of its values has been read. */
 typedef struct value_reader {
     const ibp_planes *planes;
     const uint8_t *src;

@@ -6,7 +6,7 @@
 #include "format.h"
 #include "ibp.h"
 
-/* Returns the number of columns that are coded, the live ones. */
+/* Returns the number of live columns, which are the columns that are coded. */
 static inline uint32_t ibp_columns_of(const ibp_codebook *cb)
 {
     return cb->row_bytes / cb->planes.element_bytes - cb->planes.num_constant;
@@ -14,7 +14,7 @@ static inline uint32_t ibp_columns_of(const ibp_codebook *cb)
 
 static inline uint32_t ibp_element_bits(const ibp_planes *planes) { return 8 * planes->element_bytes; }
 
-/* Returns how many bits of an element are coded. */
+/* Returns the number of bits of an element that are coded. */
 static inline uint32_t ibp_coded_bits(const ibp_planes *planes)
 {
     return ibp_element_bits(planes) - planes->invariant_bits;
@@ -25,7 +25,7 @@ static inline uint32_t ibp_symbol_bits(const ibp_planes *planes)
     return ibp_coded_bits(planes) - planes->residual_bits;
 }
 
-/* Returns the bytes of a symbol among entries. */
+/* Returns the size in bytes of a symbol in an array of entries. */
 static inline uint32_t ibp_bytes_of_symbol(uint32_t symbol_bits)
 {
     return symbol_bits <= 8 ? 1 : symbol_bits <= 16 ? 2 : symbol_bits <= 32 ? 4 : 8;
@@ -36,18 +36,18 @@ static inline uint32_t ibp_escape_of(const ibp_planes *planes, uint32_t plane)
     return (1u << planes->digit_bits[plane]) - 1;
 }
 
-/* The places of the parts of the values of n elements, in bits from the start of the coded row. Each part begins at a
- * byte. */
+/* The positions of the parts of the values of n elements, in bits from the start of the coded row. Each part begins at
+ * a byte. */
 typedef struct ibp_value_parts {
     size_t residuals;
-    size_t digits[IBP_MAX_PLANES + 1]; /* one past the last plane: the raw symbols */
+    size_t digits[IBP_MAX_PLANES + 1]; /* digits[num_planes]: the raw symbols */
     size_t end;
 } ibp_value_parts;
 
 static inline size_t ibp_to_byte(size_t bits) { return (bits + 7) / 8 * 8; }
 
-/* Computes the places of the parts. reaching[p]: elements with a digit in plane p; reaching[num_planes]: elements with
- * a raw symbol. */
+/* Computes the positions of the parts. start: the bit at which the values begin. reaching[p]: number of elements with a
+ * digit in plane p; reaching[num_planes]: number of elements with a raw symbol. */
 static inline ibp_value_parts ibp_lay_out(const ibp_planes *planes, size_t start, const uint32_t *reaching)
 {
     ibp_value_parts parts = {.residuals = start};

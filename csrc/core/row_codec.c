@@ -39,7 +39,8 @@ ibp_status ibp_open_codec(const ibp_codebook *cb, void *scratch, ibp_row_codec *
 
 /* ---- constant columns ---- */
 
-/* Returns the column of live element i. The number is bounded because a wrong codebook may hold any number. */
+/* Returns the column of live element i. The result is limited to existing columns, because a wrong codebook may hold
+ * any number. */
 static uint32_t column_of(const ibp_codebook *cb, uint32_t i)
 {
     const uint32_t columns = cb->row_bytes / cb->planes.element_bytes;
@@ -53,7 +54,8 @@ static bool are_constant(const ibp_codebook *cb, const uint8_t *row, uint32_t fi
     return end_at <= at || memcmp(row + at, cb->planes.row_template + at, end_at - at) == 0;
 }
 
-/* Returns the live elements of a row, which coders take; NULL if the constant columns differ from the template. */
+/* Returns the live elements of a row, one after the other, as the coders need them; NULL if the constant columns differ
+ * from the template. */
 static const uint8_t *gather_live(const ibp_row_codec *codec, const uint8_t *row)
 {
     if (!codec->live) return row;
@@ -89,8 +91,8 @@ static size_t coded_bytes_of(const ibp_row_codec *codec, const ibp_codebook *one
     return bytes;
 }
 
-/* Returns the cluster that codes a row in the fewest bytes, the first one among equals. *coded_bytes receives the
- * bytes, with the cluster's number. */
+/* Returns the cluster that codes a row in the fewest bytes; if several do, the first of them. *coded_bytes receives the
+ * size of the coded row, with the byte for the cluster's number. */
 static uint32_t best_cluster(const ibp_row_codec *codec, const uint8_t *row, size_t *coded_bytes)
 {
     uint32_t best = 0;
@@ -129,7 +131,7 @@ ibp_status ibp_encode_with(const ibp_row_codec *codec, const uint8_t *row, uint8
     const ibp_codebook one = ibp_cluster_of(codec->scheme, &codec->coded, k);
     dst[0] = (uint8_t)k;
     const ibp_status status = codec->coder->encode(&one, live, dst + 1, dst_bytes - 1, coded_bytes, codec->scratch);
-    /* A row that another thread changes may have lost its coded form since best_cluster. */
+    /* If another thread changes the row, it may have no coded form any more. */
     if (*coded_bytes != IBP_NO_CODED_FORM) *coded_bytes += 1;
     return status;
 }

@@ -8,8 +8,9 @@
 
 #include <string.h>
 
-/* A row is coded in less time than its bytes take to arrive, and rows are too short for the processor to predict the
- * next accesses. So while a row is coded, a row about IBP_BYTES_AHEAD bytes further is prefetched. */
+/* To code a row takes less time than to load it from memory, and rows are too short for the processor to predict the
+ * next accesses. So while a row is coded, the row about IBP_BYTES_AHEAD bytes further on is prefetched. IBP_LINE_BYTES:
+ * size of a cache line in bytes. */
 enum { IBP_BYTES_AHEAD = 2048, IBP_LINE_BYTES = 64 };
 
 /* Returns IBP_BYTES_AHEAD as a number of rows, or items, of step_bytes bytes. */
@@ -43,7 +44,7 @@ static inline bool ibp_locate_row(const ibp_table *table, int64_t row, ibp_row_p
     return ibp_place_in_bounds(table, base, rooms, place);
 }
 
-/* Copies both parts of a located row, one after the other. */
+/* Copies both parts of a located row to dst, one after the other. */
 static inline void ibp_copy_stored(const ibp_table *table, const ibp_row_place *place, uint8_t *dst)
 {
     if (place->in_slot) memcpy(dst, table->slots + place->slot_start, place->in_slot);
@@ -67,19 +68,19 @@ static inline bool ibp_is_default_row(const ibp_codebook *cb, const uint8_t *row
     const uint64_t bytes = ibp_default_bytes(cb);
     uint64_t first;
     if (num_bytes < sizeof first) return memcmp(row, &bytes, num_bytes) == 0;
-    memcpy(&first, row, sizeof first); /* most rows differ from a default row in the first bytes; the others are
-                                          compared with themselves, 8 bytes further */
+    memcpy(&first, row, sizeof first); /* most rows differ from a default row in the first 8 bytes; the other rows are
+                                          compared with themselves, shifted by 8 bytes */
     return first == bytes && memcmp(row + sizeof first, row, num_bytes - sizeof first) == 0;
 }
 
-/* The scratch of functions that work on tables: two rows, and the rest for coders. */
+/* The scratch of functions that work on tables: room for two rows, and the rest for coders. */
 typedef struct ibp_workspace {
     uint8_t *stored; /* a row as stored */
-    uint8_t *whole;  /* a row before coding, if it must be copied or decoded aside */
+    uint8_t *whole;  /* a row before coding, if it must be copied, or if only a part of it is wanted */
     ibp_row_codec codec;
 } ibp_workspace;
 
-/* Opens a workspace. has_coded_rows: whether rows are coded or decoded; only then must the scheme have coded rows.
+/* Opens a workspace. has_coded_rows: whether rows are coded or decoded; if true, the scheme must have coded rows.
  * Returns IBP_INVALID_ARGUMENT if ibp_open_codec does, or if scratch is too small. */
 static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_coded_rows, void *scratch,
                                             size_t scratch_bytes, ibp_workspace *work)
@@ -93,8 +94,8 @@ static inline ibp_status ibp_open_workspace(const ibp_codebook *cb, bool has_cod
     return ibp_open_codec(cb, work->stored + two_rows, &work->codec);
 }
 
-/* Codes a row, of which the first valid_bytes bytes count, into dst. work: opened for coded rows. Returns the row's
- * entry of lengths; if that is 0 or that of a default row, dst means nothing. */
+/* Codes a row with valid_bytes valid bytes into dst. work: opened for coded rows. Returns the row's entry of lengths.
+ * If it says that the row is raw or a default row, dst has unspecified contents. */
 static inline uint32_t ibp_code_row(const ibp_codebook *cb, const uint8_t *row, uint32_t valid_bytes,
                                     const ibp_workspace *work, uint8_t *dst, size_t dst_bytes)
 {
@@ -104,7 +105,8 @@ static inline uint32_t ibp_code_row(const ibp_codebook *cb, const uint8_t *row, 
     return status == IBP_OK ? ibp_length_of_coded(coded_bytes, cb->row_bytes, valid_bytes) : 0u;
 }
 
-/* The faults of a call: `fault` keeps the first fault of all calls, and `status` is the first fault of this call. */
+/* The log of a call's faults: `fault` keeps the first fault of all calls, and `status` is the status of this call's
+ * first fault. */
 typedef struct ibp_fault_log {
     ibp_fault *fault;
     ibp_status status;

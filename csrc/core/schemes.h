@@ -1,5 +1,5 @@
-/* schemes.h - the table of schemes, with one row for all that the core knows of a scheme. To add a scheme, write its
- * coders and add a row in schemes.c. */
+/* schemes.h - the table of schemes. A row holds everything that the core knows about a scheme. To add a scheme, write
+ * its coders and add a row in schemes.c. */
 #ifndef IBP_SCHEMES_H
 #define IBP_SCHEMES_H
 
@@ -14,13 +14,14 @@
 
 /* ---- scratch of row coders ---- */
 
-/* The rest of a caller's scratch. Coders take arrays from it, one after the other. The arrays of any coder together
- * have at most IBP_SCRATCH_BYTES less the two rows that tables use; tests/c/test_cpu_paths.c checks this. */
+/* The unused rest of a caller's scratch. Coders take arrays from it, one after the other. The arrays of a coder take at
+ * most IBP_SCRATCH_BYTES bytes together, less the two rows that functions on tables use; tests/c/test_cpu_paths.c
+ * checks this. */
 typedef struct ibp_scratch {
     uint8_t *at;
 } ibp_scratch;
 
-enum { IBP_SCRATCH_ALIGN = 64 }; /* bytes: a cache line, and a vector of AVX-512 */
+enum { IBP_SCRATCH_ALIGN = 64 }; /* in bytes: the size of a cache line and of a vector of AVX-512 */
 
 static inline ibp_scratch ibp_scratch_from(void *memory)
 {
@@ -36,10 +37,10 @@ static inline void *ibp_take(ibp_scratch *scratch, size_t num_bytes)
 
 /* ---- coders of single rows ---- */
 
-/* The coders of a scheme for one kind of processor. They take codebooks whose fields are checked and that have no
- * clusters, constant columns or consecutive entries. They keep the contracts of ibp.h, and all kinds give the same
- * bytes and the same statuses. The contents of the codebook's arrays are not trusted. coded_bytes is NULL if no method
- * is faster than to encode into 0 bytes. */
+/* The coders of a scheme for one kind of processor. They accept codebooks whose fields have been checked, and which
+ * have no clusters, constant columns or consecutive entries. They keep the contracts of ibp.h, and all kinds give the
+ * same bytes and the same statuses. The contents of the codebook's arrays are not trusted. coded_bytes is NULL if
+ * measuring a row is not faster than encoding it into a buffer of 0 bytes. */
 typedef struct ibp_row_coder {
     size_t (*coded_bytes)(const ibp_codebook *codebook, const uint8_t *row);
     ibp_status (*encode)(const ibp_codebook *codebook, const uint8_t *row, uint8_t *dst, size_t dst_bytes,
@@ -48,10 +49,11 @@ typedef struct ibp_row_coder {
                          ibp_scratch scratch);
 } ibp_row_coder;
 
-extern const ibp_row_coder ibp_masks_plain, ibp_planes_plain; /* the oracle that the others are compared to */
+extern const ibp_row_coder ibp_masks_plain, ibp_planes_plain; /* the reference that the others are compared with */
 #if IBP_HAS_X86_ROWS
 extern const ibp_row_coder ibp_masks_avx2, ibp_masks_avx512; /* for processors with IBP_CPU_AVX2_BMI2, IBP_CPU_AVX512 */
-extern const ibp_row_coder ibp_planes_x86;                   /* with IBP_CPU_AVX2_BMI2, and with both */
+extern const ibp_row_coder ibp_planes_x86;                   /* for processors with IBP_CPU_AVX2_BMI2, with and without
+                                                                IBP_CPU_AVX512 */
 #endif
 
 /* ---- the table ---- */
@@ -83,11 +85,12 @@ static inline ibp_codebook ibp_cluster_of(const ibp_scheme_row *scheme, const ib
     return one;
 }
 
-/* The coder of a codebook's rows on this processor, looked up once for many rows. It must not be copied. */
+/* A coder for the rows of a codebook on this processor, which is looked up once for many rows. It must not be copied,
+ * because `coded` may point to `entries`. */
 typedef struct ibp_row_codec {
     const ibp_codebook *codebook;
-    ibp_codebook coded; /* the codebook that coders get: of the live columns, with its entries written out if they
-                           are consecutive */
+    ibp_codebook coded; /* the codebook that coders receive: of the live columns only, and with its entries written out
+                           if they are consecutive */
     uint64_t entries[IBP_MAX_PLANES << IBP_MAX_DIGIT_BITS];
     const ibp_scheme_row *scheme;
     const ibp_row_coder *coder;
@@ -112,7 +115,7 @@ uint64_t ibp_greedy_gain_avx512(const uint64_t *columns, uint32_t num_bits, uint
 uint64_t ibp_sum_words_avx512(const uint8_t *words, int64_t num_words, uint64_t first_word);
 #endif
 
-/* Functions of the table's rows, which are defined in the files of their schemes. */
+/* The functions in the rows of the table. The files of the schemes define them. */
 bool ibp_are_masks_fields(const ibp_codebook *codebook);
 bool ibp_are_masks_words(const ibp_codebook *codebook);
 void ibp_select_masks(ibp_codebook *one, uint32_t k);

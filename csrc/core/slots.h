@@ -8,8 +8,8 @@
 
 #include <math.h>
 
-/* The rule by which a size is chosen: among the sizes that few enough rows outgrow, the one whose slots and overflow
- * cost the least together. */
+/* The rule by which a size of slots is chosen: among the sizes that at most most_spilled rows exceed, the size whose
+ * slots and overflow together cost the least. */
 typedef struct ibp_slot_rule {
     uint32_t least_bytes; /* least size of a slot */
     double overflow_cost; /* cost of a byte in overflow, in bytes of slots */
@@ -20,9 +20,9 @@ typedef struct ibp_slot_rule {
     size_t num_sizes;
 } ibp_slot_rule;
 
-/* Counts the rows that leave slots of slot_bytes bytes, and the bytes of their parts in whole sectors. sectors:
- * num_counts entries; sectors[k] rows take k sectors of IBP_OVERFLOW_ALIGN bytes, as survey[1 + k] of ibp_survey_rows
- * says. */
+/* Counts the rows that do not fit slots of slot_bytes bytes, and the size of their overflow parts in whole sectors, in
+ * bytes. sectors: num_counts entries; sectors[k] is the number of rows that take k sectors of IBP_OVERFLOW_ALIGN bytes,
+ * as in survey[1 + k] of ibp_survey_rows. */
 IBP_INLINE void ibp_count_spilled(const uint64_t *sectors, size_t num_counts, uint32_t slot_bytes, uint64_t *num_rows,
                                   uint64_t *overflow_bytes)
 {
@@ -34,7 +34,7 @@ IBP_INLINE void ibp_count_spilled(const uint64_t *sectors, size_t num_counts, ui
     }
 }
 
-/* Returns the bytes of a slot of k sectors. The last sector of a row may be incomplete. */
+/* Returns the size in bytes of a slot of k sectors, at most row_bytes: the last sector of a row may be incomplete. */
 IBP_INLINE uint32_t ibp_slot_of(uint32_t row_bytes, uint32_t k)
 {
     return ibp_min_u32(k * IBP_OVERFLOW_ALIGN, row_bytes);
@@ -47,10 +47,10 @@ IBP_INLINE bool ibp_is_among(const ibp_slot_rule *rule, uint32_t slot_bytes)
     return rule->sizes == NULL;
 }
 
-/* Chooses slots for rows of row_bytes bytes. sectors: 1 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) entries, as above.
- * *mean_overflow receives the bytes of overflow of a mean row.
- * @return the bytes of a slot: a multiple of IBP_OVERFLOW_ALIGN below row_bytes, or row_bytes if no smaller size is
- * better or if the rule allows none. */
+/* Chooses the size of slots for rows of row_bytes bytes. sectors: 1 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) entries, as
+ * in ibp_count_spilled. *mean_overflow receives the mean number of bytes of a row in overflow.
+ * @return the size of a slot in bytes: a multiple of IBP_OVERFLOW_ALIGN below row_bytes; or row_bytes if no smaller
+ * size is better, or if the rule allows no size. */
 IBP_INLINE uint32_t ibp_choose_slots(const uint64_t *sectors, uint32_t row_bytes, const ibp_slot_rule *rule,
                                      double *mean_overflow)
 {
@@ -58,7 +58,8 @@ IBP_INLINE uint32_t ibp_choose_slots(const uint64_t *sectors, uint32_t row_bytes
     double costs[IBP_MAX_ROW_BYTES / IBP_OVERFLOW_ALIGN + 1], least = INFINITY, num_rows = 0.0;
     for (uint32_t k = 0; k <= last; k++) num_rows += (double)sectors[k];
     if (num_rows < 1.0) num_rows = 1.0;
-    uint64_t above = 0, in_overflow = 0; /* rows that leave slots of k sectors, and the sectors of their parts */
+    uint64_t above = 0, in_overflow = 0; /* number of rows that do not fit slots of k sectors, and of sectors of their
+                                            parts */
     for (uint32_t k = last + 1; k-- > 0;) {
         const uint32_t slot_bytes = ibp_slot_of(row_bytes, k);
         costs[k] = INFINITY;

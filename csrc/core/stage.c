@@ -1,4 +1,4 @@
-/* stage.c - copies the slots of chosen items, so that they lie together. */
+/* stage.c - copies the slots of chosen items to a buffer, one after the other. */
 #include "stage.h"
 
 #include "ids.h"
@@ -9,9 +9,9 @@
 #include <emmintrin.h>
 #endif
 
-/* Slots at random places arrive only as fast as their cache lines are requested. So the slots of items about
- * BYTES_AHEAD bytes ahead are prefetched, which is further than a processor looks ahead from copies that it has
- * begun. */
+/* Slots at random places arrive only as fast as their cache lines are requested. So the slots of the item about
+ * BYTES_AHEAD bytes ahead, but at most MOST_AHEAD items ahead, are prefetched. This is further than a processor looks
+ * ahead by itself. At most MOST_PREFETCHED bytes of each item are prefetched. */
 enum { BYTES_AHEAD = 6144, MOST_AHEAD = 16, LINE_BYTES = 64, MOST_PREFETCHED = 4096 };
 
 static void prefetch(const uint8_t *from, uint64_t num_bytes)

@@ -8,17 +8,17 @@
 extern "C" {
 #endif
 
-/* Items in slots. An item takes item_slots bytes: the slots of its rows, one after the other. */
+/* The items of a table with slots. An item takes item_slots bytes: the slots of its rows, one after the other. */
 typedef struct ibp_stage {
     const uint8_t *slots;
     int64_t num_items;
     uint64_t item_slots;
     uint32_t id_bytes; /* size of a staged id: 4, or 8 if there are 2^31 items or more */
-    bool streams;      /* stores bypass the caches, which is faster if the buffer has not been in them lately */
+    bool streams;      /* whether stores bypass the caches, which is faster if the buffer is not in the caches */
 } ibp_stage;
 
 /* Copies the slots of the items ids[first] to ids[last - 1] to `to`, one after the other, and their ids to to_ids,
- * stage->id_bytes bytes each. An id out of range becomes -1, and its slots are not written. */
+ * stage->id_bytes bytes each. An id out of range becomes -1, and the bytes of `to` for its slots are not written. */
 void ibp_stage_items(const ibp_stage *stage, const ibp_ids *ids, int64_t first, int64_t last, uint8_t *to,
                      void *to_ids);
 

@@ -76,7 +76,7 @@ ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t 
     return IBP_OK;
 }
 
-/* Prefetches the stored bytes of a row. slots, overflow: the table's arrays, or the arrays that are being written. */
+/* Prefetches the stored bytes of a row. slots, overflow: the table's arrays, or the arrays that rows are coded into. */
 static void prefetch_row(const ibp_table *table, int64_t row, const uint8_t *slots, const uint8_t *overflow)
 {
     ibp_row_place place;
@@ -116,7 +116,7 @@ static ibp_status encode_table_row(const ibp_table *table, const uint8_t *data, 
     return IBP_OK;
 }
 
-/* Checks a table, and opens a workspace for its rows. */
+/* Checks the fields of a table, and opens a workspace for its rows. */
 static ibp_status open_table(const ibp_table *table, bool has_coded_rows, void *scratch, size_t scratch_bytes,
                              ibp_workspace *work)
 {
@@ -174,8 +174,8 @@ static ibp_status read_row(const ibp_table *table, int64_t r, const ibp_workspac
     return read_place(&table->codebook, &place, table->slots, table->overflow, work, out, row);
 }
 
-/* Decodes bytes [start, end) of the original tensor. A corrupt row leaves zeros. Returns the first corrupt row; -1 if
- * all rows are good. */
+/* Decodes bytes [start, end) of the original tensor. Zeros are written in the place of a corrupt row. Returns the
+ * number of the first corrupt row; -1 if all rows are intact. */
 static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, uint8_t *out, const ibp_workspace *work)
 {
     const int64_t row_bytes = table->codebook.row_bytes;
@@ -188,7 +188,7 @@ static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, ui
             ibp_prefetch(out + ((r + ahead) * row_bytes - start), table->codebook.row_bytes);
         }
         const int64_t stop = end < row_start + row_bytes ? end : row_start + row_bytes;
-        /* Whole rows are decoded in their place. */
+        /* Whole rows are decoded directly to the output. */
         uint8_t *const decoded = stop - start == row_bytes ? out : work->whole;
         const uint8_t *row = decoded;
         if (read_row(table, r, work, decoded, &row) != IBP_OK) {
@@ -203,7 +203,7 @@ static int64_t read_bytes(const ibp_table *table, int64_t start, int64_t end, ui
     return first_bad;
 }
 
-/* Decodes a row from a cache. Returns false, and writes zeros, if it is corrupt. */
+/* Decodes a row from a cache. Returns false, and writes zeros, if the row is corrupt. */
 static bool read_cached(const ibp_codebook *cb, const ibp_cache *cache, uint64_t entry, uint8_t *out,
                         const ibp_workspace *work)
 {
@@ -226,8 +226,8 @@ static void prefetch_item(const ibp_table *table, int64_t id)
     prefetch_row(table, id * table->item_bytes / table->codebook.row_bytes, table->slots, table->overflow);
 }
 
-/* Return whether the table's arrays can be read, and also whether there are ids first to last - 1 whose output has a
- * size without overflow. */
+/* Return whether the table's arrays can be read; and whether, in addition, the ids first to last - 1 exist and the size
+ * of the output does not overflow. */
 static bool can_read(const ibp_table *table) { return ibp_has_arrays(table, table->slots, table->overflow); }
 static bool can_gather(const ibp_table *table, const ibp_ids *ids, int64_t first, int64_t last)
 {
@@ -247,8 +247,8 @@ static bool can_use(const ibp_cache *cache, const ibp_table *table, const ibp_id
     return true;
 }
 
-/* Decodes item number id into out. cache: NULL, or the cache that rows with an entry come from; the item's entries
- * begin with number `first`. Returns whether all rows were good; corrupt rows become zeros. */
+/* Decodes item number id into out. cache: NULL, or a cache from which rows with an entry are read; the item's entries
+ * begin at cache->entries[first]. Returns whether all rows were intact; corrupt rows become zeros. */
 static bool read_item(const ibp_table *table, int64_t id, const ibp_cache *cache, int64_t first, uint8_t *out,
                       const ibp_workspace *work)
 {
@@ -318,7 +318,7 @@ ibp_status ibp_decode_bytes(const ibp_table *table, int64_t start, int64_t end, 
     return log.status;
 }
 
-/* A selection: items of a table by their ids, as the rows that they consist of. */
+/* A selection of items of a table (ibp_gathers.h), as the rows that the items consist of. */
 typedef struct selection {
     const ibp_table *table;
     const ibp_ids *ids;
@@ -355,8 +355,8 @@ static ibp_status note_row(selection *of, int64_t q, ibp_status status)
     return of->log.status;
 }
 
-/* How many rows ahead lengths are prefetched. Lengths at random places arrive only as fast as their cache lines are
- * requested. */
+/* Number of rows ahead of the present one whose lengths are prefetched. Lengths at random places arrive only as fast as
+ * their cache lines are requested. */
 #define PREFETCH_LENGTHS 32
 
 static void prefetch_length(const selection *of, int64_t q)
@@ -385,8 +385,8 @@ ibp_status ibp_measure_selection(const ibp_table *table, const ibp_ids *ids, int
     return IBP_OK;
 }
 
-/* Takes few instructions for each row, so that the processor requests the lines of many rows at the same time. A
- * prefetch gains nothing here. */
+/* Copies rows with few instructions for each, so that the processor requests the cache lines of many rows at the same
+ * time. A prefetch gains nothing here. */
 ibp_status ibp_copy_selection(const ibp_table *table, const ibp_ids *ids, int64_t first_row, int64_t last_row,
                               uint8_t *dst, uint64_t dst_bytes, ibp_fault *fault)
 {

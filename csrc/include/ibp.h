@@ -33,7 +33,7 @@
  * call no other thread may write these addresses, the structs that arguments point to, scratch, or workspaces.
  *
  * ABI. While the major version is 0, a minor version may change anything in these headers; a patch version changes no
- * declaration. From version 1 on, a minor version only adds functions, enumerators, and fields at the end of
+ * declaration. Beginning with version 1, a minor version only adds functions, enumerators, and fields at the end of
  * ibp_codebook, ibp_planes and ibp_table. If a new field is zero, the struct means what it meant before the field
  * existed. So set structs to zero before you fill them in. Compare ibp_version_number() with IBP_VERSION_NUMBER if
  * header and library may come from different builds. The name of the shared library changes with every version that is
@@ -56,7 +56,7 @@ extern "C" {
 #define IBP_VERSION_MAJOR 0
 #define IBP_VERSION_MINOR 2
 #define IBP_VERSION_PATCH 0
-/* Grows with every version. */
+/* A number that grows with every version. */
 #define IBP_VERSION_NUMBER (IBP_VERSION_MAJOR * 10000 + IBP_VERSION_MINOR * 100 + IBP_VERSION_PATCH)
 /* The version of the format of stored bytes (FORMAT.md). */
 #define IBP_FORMAT_VERSION 1
@@ -70,8 +70,8 @@ IBP_API const char *ibp_version(void);
 /* Returns the version of the library as a number, which can be compared with IBP_VERSION_NUMBER of the header. */
 IBP_API int ibp_version_number(void);
 
-/* Returns the version of the format that the library writes. The library reads this version and all older ones from
- * version 1 on. */
+/* Returns the version of the format that the library writes. The library reads this version and all older versions
+ * since version 1. */
 IBP_API int ibp_format_version(void);
 
 #ifdef __cplusplus

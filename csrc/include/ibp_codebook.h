@@ -32,30 +32,33 @@ typedef enum ibp_scheme { IBP_SCHEME_RAW = 0, IBP_SCHEME_IBP = 1, IBP_SCHEME_PLA
 
 /* The codebook of scheme planes (section 6). ibp_learn_planes fills it in. */
 typedef struct ibp_planes {
-    const void *entries;    /* symbols, symbol_bytes each and aligned to that, [columns or 1][num_entries]; NULL if
-                               there are none; not read if entries are consecutive */
+    const void *entries;    /* symbols [columns or 1][num_entries] of symbol_bytes bytes each, aligned to symbol_bytes;
+                               NULL if num_entries is 0; not read if `consecutive` is true */
     uint64_t default_value; /* the element that listed rows leave out and default rows consist of (section 2) */
     uint64_t closed_value;  /* the element that all listed elements of a closed row equal */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
     uint32_t residual_bits; /* 0 to 8 * element_bytes - invariant_bits */
     uint32_t rotate;        /* 0 or 1 */
     uint32_t num_planes;    /* 0 to IBP_MAX_PLANES */
-    uint32_t num_entries;   /* sum of 2^b - 1 over the planes */
-    uint32_t symbol_bytes;  /* 1, 2, 4 or 8: the fewest bytes that hold a symbol, which is the bits of an element that
-                               are neither invariant nor residual */
+    uint32_t num_entries;   /* sum of 2^digit_bits[p] - 1 over the planes p */
+    uint32_t symbol_bytes;  /* 1, 2, 4 or 8: the smallest of these sizes that holds a symbol. A symbol consists of the
+                               bits of an element that are neither invariant nor residual */
     uint8_t digit_bits[IBP_MAX_PLANES]; /* 1 to IBP_MAX_DIGIT_BITS */
     bool per_column, listed;            /* not both */
-    bool consecutive;         /* entry i is first_symbol + i, cut to the bits of a symbol; neither with per_column nor
-                                 with clusters */
-    bool signed_default;      /* elements that are not listed have any highest bit; only with `listed` */
-    uint32_t invariant_bits;  /* 0 to 8 * element_bytes: this many of the lowest bits of every element are the same */
+    bool consecutive;         /* entry i is first_symbol + i, cut to the bits of a symbol; not allowed with per_column
+                                 or with clusters */
+    bool signed_default;      /* the highest bit of elements that are not listed may differ from default_value's; only
+                                 with `listed` */
+    uint32_t invariant_bits;  /* number of lowest bits that are the same in every element: 0 to 8 * element_bytes - 1 */
     uint64_t invariant_value; /* the value of the invariant bits */
     uint64_t first_symbol;    /* read if entries are consecutive */
-    /* Constant columns are the columns that are not live. If there are any, per_column has entries for live columns
-     * only. */
-    uint32_t num_constant;        /* fewer than there are columns; 0: the following are not read */
+    /* Constant columns hold the same element in every row; the other columns are live. If there are constant columns,
+     * only live columns have entries with per_column. */
+    uint32_t num_constant;        /* number of constant columns, less than the number of columns; if 0, the following
+                                     fields are not read */
     const uint16_t *live_columns; /* the numbers of the live columns, in increasing order */
-    const uint8_t *row_template;  /* row_bytes bytes: the default row, which is default_value in the live columns */
+    const uint8_t *row_template;  /* row_bytes bytes, aligned to 16 bytes: the default row, which is default_value in
+                                     the live columns */
 } ibp_planes;
 
 /* How the rows of a table are coded. The struct is copied by value; the caller keeps the arrays that it points to.
@@ -68,31 +71,31 @@ typedef struct ibp_planes {
 typedef struct ibp_codebook {
     ibp_scheme scheme;
     uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES; read in every scheme */
-    const uint32_t *mask;   /* scheme ibp: a bit is 1 if it is invariant */
+    const uint32_t *mask;   /* scheme ibp: 1 for each invariant bit of a row */
     const uint32_t *bitval; /* the values of invariant bits; the other bits are 0 */
     const uint32_t *flags;  /* bits 0-16: bit position of the word's first participation bit; bits 17-20: which of
                                the chunks that start in the word are flagged; bits 21-31: see format.h */
     uint32_t chunk_bytes;   /* 1, 2, 4 or 8 */
-    uint32_t num_flags;     /* participation bits of a row */
+    uint32_t num_flags;     /* number of participation bits of a row */
     ibp_planes planes;      /* scheme planes */
     /* Clusters (section 7): if there are several codebooks, the fields above describe the first one. */
     uint32_t num_clusters;         /* at most IBP_MAX_CLUSTERS; 0 or 1: one codebook */
-    uint32_t cluster_stride;       /* from one codebook to the next one, in entries of mask, bitval and flags, or in
-                                      bytes of planes.entries */
+    uint32_t cluster_stride;       /* distance from one codebook to the next, in entries of mask, bitval and flags, or
+                                      in bytes of planes.entries */
     const uint32_t *cluster_flags; /* scheme ibp: num_flags of cluster k at [k * cluster_stride] */
 } ibp_codebook;
 
 /* Returns "raw", "ibp" or "planes"; NULL if `scheme` has another value. */
 IBP_API const char *ibp_scheme_name(ibp_scheme scheme);
 
-/* Returns how many entries mask, bitval and flags of a codebook of scheme ibp have each: row_bytes / 4, rounded up to a
- * multiple of 4. */
+/* Returns the number of entries that mask, bitval and flags have each in a codebook of scheme ibp: row_bytes / 4,
+ * rounded up to a multiple of 4. */
 IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
 
 /* Builds a codebook of scheme ibp (section 5) from the invariant bits of a row, which ibp_threshold_bits or
  * ibp_choose_masks find.
  *
- * mask, bitval: row_bytes bytes each: which bits are invariant, and their values.
+ * mask, bitval: row_bytes bytes each: 1 for each invariant bit, and the values of the invariant bits.
  * row_bytes: 1 to IBP_MAX_ROW_BYTES.
  * chunk_bytes: 1, 2, 4 or 8. A row is coded in chunks of this size. A chunk is coded without its invariant bits if it
  *   has their values, and is stored as it is otherwise; a participation bit says which.
@@ -105,8 +108,8 @@ IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
 IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes,
                                       uint32_t chunk_bytes, bool flag_all, uint32_t *words, ibp_codebook *out);
 
-/* Builds a codebook of scheme planes (section 6): works out num_entries, symbol_bytes and the clusters from the other
- * fields. It reads no array, so that arrays may be in device memory.
+/* Builds a codebook of scheme planes (section 6): computes num_entries, symbol_bytes and the clusters from the other
+ * fields. It reads no array, so the arrays may be in device memory.
  *
  * planes: copied into *out. Its num_entries and symbol_bytes are not read. Keep its arrays as long as the codebook.
  * row_bytes: 1 to IBP_MAX_ROW_BYTES, a multiple of planes->element_bytes.

@@ -25,7 +25,8 @@ typedef struct CUstream_st *ibp_stream; /* a cudaStream_t */
 /* Returns whether this build of the library has kernels. */
 IBP_API bool ibp_cuda_is_built(void);
 
-/* Returns how many GPUs the library can use; 0 in a build without kernels and on a machine without a driver. */
+/* Returns the number of GPUs that the library can use; 0 in a build without kernels, and on a machine without a
+ * driver. */
 IBP_API int ibp_cuda_device_count(void);
 
 /* Returns CUDA's text for the last error that this thread has met in this library; "" if there was none. */

@@ -29,8 +29,8 @@ extern "C" {
 IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
                                          uint16_t *lengths, ibp_stream stream);
 
-/* Works out on a stream where the overflow parts of a table's rows lie and how large overflow must be, as
- * ibp_index_rows does.
+/* Computes on a stream where the overflow parts of a table's rows lie and how large overflow must be, as ibp_index_rows
+ * does.
  *
  * lengths: memory that the device can use; NULL if all rows are raw.
  * bases: memory that the device can use.
@@ -39,7 +39,7 @@ IBP_API ibp_status ibp_cuda_measure_rows(const ibp_codebook *codebook, const uin
 IBP_API ibp_status ibp_cuda_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
                                        uint32_t slot_bytes, uint64_t *bases, int64_t *overflow_bytes,
                                        ibp_stream stream);
-/* Counts on a stream how many bytes rows take, as ibp_survey_rows does. Adds to the counters in `survey`.
+/* Counts on a stream the sizes of rows, as ibp_survey_rows does. Adds to the counters in `survey`.
  *
  * lengths, survey: memory that the device can use. */
 IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes,
@@ -48,8 +48,8 @@ IBP_API ibp_status ibp_cuda_survey_rows(const uint16_t *lengths, int64_t num_byt
  *
  * table: sizes, codebook, lengths and bases; the struct is read before the function returns.
  * data, slots, overflow: memory that the device can use, such as mapped pinned host memory.
- * fault: memory that the device can write, zero before the call; or NULL. It receives a row whose entry of lengths does
- *   not belong to data. */
+ * fault: memory that the device can write, zero before the call; or NULL. It receives one of the rows whose entries of
+ *   lengths do not belong to data, if there are any. */
 IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *data, uint8_t *slots, uint8_t *overflow,
                                         ibp_fault *fault, ibp_stream stream);
 /* Copies on a stream the overflow parts of new rows to the places that the index of a table gives them, as
@@ -59,18 +59,19 @@ IBP_API ibp_status ibp_cuda_encode_rows(const ibp_table *table, const uint8_t *d
 IBP_API ibp_status ibp_cuda_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow,
                                        ibp_stream stream);
 /* Measures and codes all rows of a source into a place by one launch, as ibp_encode_into does. It allocates nothing and
- * does not wait for the device, so that it can be captured in a CUDA graph. The places of overflow parts differ from
- * run to run; the bytes of rows do not.
+ * does not wait for the device, so it can be captured in a CUDA graph. Where overflow parts lie may differ from run to
+ * run; the bytes of rows do not.
  *
  * place, source: the structs are read before the function returns. place->slots, place->overflow and the rows of the
  *   source may each be in device memory or in mapped pinned host memory; all other arrays are in device memory. Packed
- *   rows are refused. Bytes behind a row's own bytes in its slot or room become zeros up to a multiple of
- *   IBP_OVERFLOW_ALIGN, or stay as they were.
- * row_ids: in device memory. If NULL, row i becomes row first_row + i of the table. If ids are equal and the table has
- *   bases, one of the rows is coded; others that arrive while it is being coded are left out and noted as
- *   IBP_INVALID_ARGUMENT. Without bases the row may hold a mixture of them. No other row is harmed.
+ *   rows are refused. The bytes that follow a row's own bytes in its slot or overflow part become zeros up to a
+ *   multiple of IBP_OVERFLOW_ALIGN, or stay as they were.
+ * row_ids: in device memory. If NULL, row i becomes row first_row + i of the table. Ids must differ. If two are equal
+ *   and the table has bases, the rows are coded one after the other, except that a row is left out, and noted as
+ *   IBP_INVALID_ARGUMENT, while the other row is being coded. If they are equal and the table has no bases, the table's
+ *   row may become a mixture of both. No other row is harmed.
  * fault: memory that the device can write, zero before the call; or NULL.
- * max_sms: how many SMs the kernel may keep busy at most; 0: all.
+ * max_sms: largest number of SMs that the kernel may keep busy; 0: all.
  * stream: the work is queued here; the function does not wait for it.
  * @return IBP_OK if the arguments are right and the work is queued. Faults of rows are reported in *fault and
  * place->counts. */
@@ -87,7 +88,7 @@ IBP_API ibp_status ibp_cuda_encode_into(const ibp_place *place, const ibp_row_so
  * out: position 0 of the output.
  * fault: memory that the device can write, zero before the call. It receives the fault that a warp meets first; read it
  *   after the stream is synchronised.
- * max_sms: how many SMs the kernel may keep busy at most; 0: all. Rows that come over the link need few.
+ * max_sms: largest number of SMs that the kernel may keep busy; 0: all. Rows that come over the link need few.
  * stream: the work is queued here; the function does not wait for it.
  * @return IBP_OK if the arguments are right and the work is queued. Faults of rows are reported in *fault. */
 IBP_API ibp_status ibp_cuda_gather_items(const ibp_table *table, const ibp_ids *ids, uint8_t *out, ibp_fault *fault,

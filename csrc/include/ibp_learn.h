@@ -34,24 +34,24 @@ IBP_API ibp_status ibp_count_bits(const uint8_t *data, size_t num_rows, uint32_t
  * count > tau * num_rows, and with value 0 if count < (1 - tau) * num_rows. With tau = 1 a bit is invariant if all rows
  * agree on it.
  *
- * counts, num_rows: as ibp_count_bits counts them.
+ * counts, num_rows: the counts of ibp_count_bits, and the number of rows that were counted.
  * tau: 0.5 to 1.
  * mask, bitval: receive row_bytes bytes each. */
 IBP_API ibp_status ibp_threshold_bits(const uint64_t *counts, uint64_t num_rows, uint32_t row_bytes, double tau,
                                       uint8_t *mask, uint8_t *bitval);
 
 /* Finds for each of the chunks first_chunk to last_chunk - 1 of a row the mask that saves most bits on the given rows.
- * The search is greedy: it adds bits in the order in which most of the rows that still match agree on them, and keeps
- * the best mask on the way. A chunk gets an empty mask if no mask saves more than its participation bit costs. This
- * goes beyond the paper, whose threshold looks at each bit alone.
+ * The search is greedy: in each step it adds to the mask the bit on which most of the rows that match the mask so far
+ * agree. It returns the best of all these masks. A chunk gets an empty mask if no mask saves more than its
+ * participation bit costs. This goes beyond the paper, which compares each bit alone with a threshold.
  *
  * mask, bitval: row_bytes bytes each; only the bytes of these chunks are written. */
 IBP_API ibp_status ibp_choose_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, uint32_t chunk_bytes,
                                     uint32_t first_chunk, uint32_t last_chunk, uint8_t *mask, uint8_t *bitval);
 
 /* Estimates the share of the rows' bytes that masks of ibp_choose_masks with the best chunk_bytes would save. The
- * estimate leaves out the codebook, looks at up to 64 of the rows and at up to 256 bytes of each, and is rather too
- * high than too low. It is meant to be quick.
+ * estimate is quick: it looks at up to 64 of the rows, and at up to 256 bytes of each. It leaves out the size of the
+ * codebook, and tends to be too high.
  *
  * num_rows: at least 1. */
 IBP_API ibp_status ibp_estimate_masks(const uint8_t *data, size_t num_rows, uint32_t row_bytes, double *savings);
@@ -63,42 +63,45 @@ IBP_API ibp_status ibp_count_hits(const ibp_codebook *codebook, const uint8_t *d
 
 /* ---- learning ---------------------------------------------------------------------------------------------------- */
 
-/* How much a codebook may cost the decoder. IBP_LEVEL_FAST asks for dense rows with one plane of 4-bit digits and
- * consecutive entries, which code and decode at the rate of memory. If these save nothing, the codebook is learned as
- * with IBP_LEVEL_DEFAULT. */
+/* The aim of learning. IBP_LEVEL_DEFAULT asks for the smallest rows, or for rows that are nearly as small and decode
+ * faster. IBP_LEVEL_FAST asks for dense rows with one plane of 4-bit digits and consecutive entries, which are coded
+ * and decoded at the rate of memory. If such rows save next to nothing, the codebook is learned as with
+ * IBP_LEVEL_DEFAULT. */
 typedef enum ibp_level { IBP_LEVEL_DEFAULT = 0, IBP_LEVEL_FAST = 1 } ibp_level;
 
 /* Rows to learn a codebook from: all rows of a table, or some drawn at random. */
 typedef struct ibp_sample {
     const uint8_t *rows;    /* num_rows * row_bytes bytes, at most 2^30 */
     int64_t num_rows;       /* at least 1 */
-    int64_t table_rows;     /* rows of the whole table, over which the codebook's bytes are spread; num_rows counts
-                               instead if it is larger */
+    int64_t table_rows;     /* number of rows of the whole table, over which the size of the codebook is spread; if
+                               num_rows is larger, it is used instead */
     uint32_t row_bytes;     /* 1 to IBP_MAX_ROW_BYTES */
     uint32_t element_bytes; /* 1, 2, 4 or 8; divides row_bytes */
-    uint32_t exponent_bits; /* exponent bits of floats, below 8 * element_bytes; 0 if elements are not floats */
+    uint32_t exponent_bits; /* number of exponent bits of floats, below 8 * element_bytes; 0 if elements are not
+                               floats */
     ibp_level level;
-    bool codes_invariant; /* also code the bits and columns that all of the sample agrees on, so that the codebook
+    bool codes_invariant; /* also code the bits and columns on which all rows of the sample agree, so that the codebook
                              has a coded form for any row */
 } ibp_sample;
 
-/* Returns how many bytes of scratch ibp_learn_planes and ibp_learn_entries need, aligned to 16 bytes; 0 for a sample
- * that they refuse. */
+/* Returns the size in bytes of the scratch that ibp_learn_planes and ibp_learn_entries need, which must be aligned to
+ * 16 bytes; 0 for a sample that they refuse. */
 IBP_API size_t ibp_learn_scratch_bytes(const ibp_sample *sample);
 
-/* Returns how many bytes the arrays of a codebook for such rows take at most; 0 for an invalid argument. */
+/* Returns the largest size in bytes of the arrays of a codebook of scheme planes for such rows; 0 for an invalid
+ * argument. */
 IBP_API size_t ibp_max_planes_bytes(uint32_t row_bytes, uint32_t element_bytes);
 
 /* Learns the best codebook of scheme planes (section 6) for a level. It compares choices of invariant bits, constant
  * columns, symbol widths, rotation, digit widths, dense or listed rows, and entries for the table or for each column.
- * The measure is the mean number of bytes a row, which it computes from counts of the symbols. Unless the sample is the
- * whole table, entries for each column are learned from the even rows and judged by the odd ones.
+ * It compares them by the mean size of a row, which it computes from counts of the symbols. Unless the sample is the
+ * whole table, entries for each column are learned from the even rows, and their cost is measured on the odd rows.
  *
  * scratch, scratch_bytes: at least ibp_learn_scratch_bytes(sample) bytes, aligned to 16 bytes.
- * arrays, arrays_bytes: at least ibp_max_planes_bytes bytes, aligned to 8 bytes; the pointers of *planes point into
+ * arrays, arrays_bytes: at least ibp_max_planes_bytes bytes, aligned to 16 bytes; the pointers of *planes point into
  *   them.
- * coded_bytes: receives the mean number of bytes that a row is expected to take, with its share of the codebook;
- *   row_bytes if no codebook saves anything.
+ * coded_bytes: receives the expected mean size of a row in bytes, its share of the codebook included; row_bytes if no
+ *   codebook saves anything.
  * @return IBP_BUFFER_TOO_SMALL if scratch or arrays has too little room. */
 IBP_API ibp_status ibp_learn_planes(const ibp_sample *sample, void *scratch, size_t scratch_bytes, uint8_t *arrays,
                                     size_t arrays_bytes, ibp_planes *planes, double *coded_bytes);

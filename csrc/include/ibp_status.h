@@ -56,10 +56,10 @@ IBP_API const char *ibp_status_string(ibp_status status);
 /* ---- bounds ----------------------------------------------------------------------------------------------------- */
 
 #define IBP_MAX_ROW_BYTES 65536u
-#define IBP_MAX_STACK_BYTES 32768u /* bytes of stack that any function uses at most; tests/c/test_stack.c measures it */
+#define IBP_MAX_STACK_BYTES 32768u /* most bytes of stack of any function, which tests/c/test_stack.c measures */
 
-/* Bytes of scratch for rows of row_bytes bytes, as a constant. The AVX2 decoder of scheme planes needs most, if
- * elements have one byte:
+/* Size of the scratch for rows of row_bytes bytes, in bytes, as a constant expression. The AVX2 decoder of scheme
+ * planes needs the most, for elements of one byte:
  *
  *   - three times a row for the largest coded row (section 6: 8 bits of symbol and residual, 16 of digits);
  *   - seven rows for levels, symbols and listed elements, bitmaps included;
@@ -70,22 +70,22 @@ IBP_API const char *ibp_status_string(ibp_status status);
 #define IBP_SCRATCH_BYTES(row_bytes) (14 * (size_t)(row_bytes) + 4096)
 #define IBP_MAX_SCRATCH_BYTES IBP_SCRATCH_BYTES(IBP_MAX_ROW_BYTES)
 
-/* The largest coded row of row_bytes bytes that any codebook makes, as a constant: 24 bits for each element of one
- * byte, a bitmap of positions, and the header, the cluster's number and the padding of eight parts. A table needs less,
- * because it stores rows raw that would not shrink. */
+/* Largest size in bytes of the coded form of a row of row_bytes bytes with any codebook, as a constant expression: 24
+ * bits for each element of one byte, a bitmap of positions, and the header, the cluster's number and the padding of
+ * eight parts. A table needs less, because it stores rows raw that would not shrink. */
 #define IBP_CODED_ROW_BYTES(row_bytes) (3 * (size_t)(row_bytes) + ((size_t)(row_bytes) + 7) / 8 + 16)
 #define IBP_MAX_CODED_ROW_BYTES IBP_CODED_ROW_BYTES(IBP_MAX_ROW_BYTES)
 
 /* Stands for the coded size of a row that a codebook cannot code, because its invariant bits or constant columns differ
- * from the codebook's (section 6). It is more than any buffer has. A table stores such a row raw. */
+ * from the codebook's (section 6). It is larger than any buffer. A table stores such a row raw. */
 #define IBP_NO_CODED_FORM ((size_t)UINT32_MAX)
 
-/* Returns how many bytes of scratch a call needs that codes or decodes rows of row_bytes bytes, as IBP_SCRATCH_BYTES
+/* Returns the size in bytes of the scratch for calls that code or decode rows of row_bytes bytes, as IBP_SCRATCH_BYTES
  * does; 0 unless row_bytes is 1 to IBP_MAX_ROW_BYTES. Each thread needs scratch of its own. */
 IBP_API size_t ibp_scratch_bytes(uint32_t row_bytes);
 
-/* Returns how many bytes a coded row has at most, whatever the codebook, as IBP_CODED_ROW_BYTES does; 0 unless
- * row_bytes is 1 to IBP_MAX_ROW_BYTES. */
+/* Returns the largest size in bytes of a coded row with any codebook, as IBP_CODED_ROW_BYTES does; 0 unless row_bytes
+ * is 1 to IBP_MAX_ROW_BYTES. */
 IBP_API size_t ibp_max_coded_row_bytes(uint32_t row_bytes);
 
 /* ---- faults ------------------------------------------------------------------------------------------------------ */
@@ -97,7 +97,7 @@ typedef struct ibp_fault {
     int64_t status;   /* an ibp_status, such as IBP_INDEX_OUT_OF_RANGE or IBP_CORRUPT_ROW */
     int64_t position; /* position in the output; a row number in calls without ids */
     int64_t id;       /* the id at this position; a row number in calls without ids */
-    int64_t taken;    /* a GPU uses it to let the first fault win */
+    int64_t taken;    /* written by GPUs, so that only the first fault is stored */
 } ibp_fault;
 
 #ifdef __cplusplus

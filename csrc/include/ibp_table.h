@@ -26,16 +26,16 @@ extern "C" {
  * bytes, back to back. Its bytes are cut into rows of codebook.row_bytes bytes, which are coded one by one. Row r has
  * slot_bytes bytes of `slots` for itself, and a part in `overflow` if it needs more:
  *
- *     lengths    one number for each row: its bytes as coded; 0: it is stored raw; or that of a default row
- *     bases      one number for 32 rows, or for each row: where their parts begin in overflow
+ *     lengths    a number for each row: its size as coded; 0 if it is stored raw; a special value for a default row
+ *     bases      a number for every 32 rows, or for each row: where their parts begin in overflow
  *     slots      | row 0 | row 1 | row 2 | ...                 slot_bytes bytes each
- *     overflow   | rest of row 0 | rest of row 2 | ...         only of rows that are longer than their slot
+ *     overflow   | rest of row 0 | rest of row 2 | ...         for rows that are longer than their slot
  *
  * The caller keeps all arrays. The pointers are host pointers for the functions of ibp.h, and pointers that the device
- * can use for those of ibp_cuda.h. */
+ * can use for the functions of ibp_cuda.h. */
 typedef struct ibp_table {
-    int64_t num_items;       /* along the first dimension of the tensor */
-    int64_t item_bytes;      /* bytes of one item; all items together have less than INT64_MAX / 32 bytes */
+    int64_t num_items;       /* number of items: the first size of the tensor */
+    int64_t item_bytes;      /* size of an item in bytes; all items together have at most INT64_MAX / 32 bytes */
     const uint8_t *slots;    /* NULL if slots_bytes is 0 */
     const uint8_t *overflow; /* NULL if overflow_bytes is 0 */
     const uint16_t *lengths; /* an entry for each row, or NULL: every row is raw; NULL in scheme raw */
@@ -53,21 +53,23 @@ typedef struct ibp_table {
 /* The entry of lengths that marks a default row, which has no bytes (section 2). */
 #define IBP_DEFAULT_LENGTH(row_bytes) ((row_bytes) < 65535u ? (row_bytes) : 65535u)
 
-#define IBP_ROWS_PER_BASE 32u  /* rows that share an entry of bases if overflow parts are in order (section 2) */
-#define IBP_OVERFLOW_ALIGN 32u /* bytes: the unit of overflow parts and slots (section 3), a sector of GPU memory */
+/* Number of rows that share an entry of bases if overflow parts are in order (section 2). */
+#define IBP_ROWS_PER_BASE 32u
+/* Unit of overflow parts and slots in bytes (section 3): a sector of GPU memory. */
+#define IBP_OVERFLOW_ALIGN 32u
 
-/* Checks a table that comes from elsewhere: that its fields fit each other, and its codebook as ibp_check_codebook
- * does. Rows, lengths and bases are not read: calls that decode rows check them row by row.
+/* Checks a table that comes from elsewhere: whether its fields fit each other, and its codebook as ibp_check_codebook
+ * does. Rows, lengths and bases are not read, because calls that decode rows check them row by row.
  *
  * table: all its pointers are host pointers.
  * @return IBP_OK if the table is right, else IBP_INVALID_ARGUMENT. */
 IBP_API ibp_status ibp_check_table(const ibp_table *table);
 
-/* Returns how many rows a table has: num_items * item_bytes / row_bytes, rounded up; 0 if these fields are out of
+/* Returns the number of rows of a table: num_items * item_bytes / row_bytes, rounded up; 0 if these fields are out of
  * range. Reads no array. */
 IBP_API int64_t ibp_num_rows(const ibp_table *table);
 
-/* Measures how many bytes each row of a tensor takes with a codebook, without writing coded rows.
+/* Measures the size that each row of a tensor has as coded with a codebook, without writing coded rows.
  *
  * codebook: of scheme ibp or planes; raw rows have no lengths.
  * data, num_bytes: the bytes of the tensor. The last row may be shorter than codebook->row_bytes.
@@ -80,24 +82,24 @@ IBP_API int64_t ibp_num_rows(const ibp_table *table);
 IBP_API ibp_status ibp_measure_rows(const ibp_codebook *codebook, const uint8_t *data, int64_t num_bytes,
                                     uint16_t *lengths, void *scratch, size_t scratch_bytes);
 
-/* Works out where the overflow parts of a table's rows lie, in the order of the rows, and how large overflow must be.
+/* Computes where the overflow parts of a table's rows lie, in the order of the rows, and how large overflow must be.
  * Call it after ibp_measure_rows and before ibp_encode_rows.
  *
  * lengths: an entry for each row, as ibp_measure_rows makes them; NULL: all rows are raw.
- * num_bytes: bytes of the tensor, which has num_bytes / row_bytes rows, rounded up.
+ * num_bytes: size of the tensor in bytes. It has num_bytes / row_bytes rows, rounded up.
  * slot_bytes: 0, row_bytes, or a multiple of IBP_OVERFLOW_ALIGN below row_bytes.
  * bases: receives an entry for every IBP_ROWS_PER_BASE rows, rounded up.
  * overflow_bytes: receives the size of overflow. */
 IBP_API ibp_status ibp_index_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint32_t slot_bytes,
                                   uint64_t *bases, int64_t *overflow_bytes);
 
-/* Counts how many bytes rows take, so that the caller can choose the size of slots.
+/* Counts the sizes of rows as stored, so that the caller can choose the size of slots.
  *
  * lengths: an entry for each row, as ibp_measure_rows makes them. An entry above row_bytes counts as a raw row.
- * num_bytes: bytes of the tensor, which has num_bytes / row_bytes rows, rounded up.
+ * num_bytes: size of the tensor in bytes. It has num_bytes / row_bytes rows, rounded up.
  * survey: 2 + ceil(row_bytes / IBP_OVERFLOW_ALIGN) counters, to which the function adds; set them to 0 before the first
- *   call. survey[0] counts the bytes of all rows as stored, and survey[1 + k] counts the rows that take k sectors of
- *   IBP_OVERFLOW_ALIGN bytes. */
+ *   call. The function adds the size of all rows as stored, in bytes, to survey[0], and the number of rows that take k
+ *   sectors of IBP_OVERFLOW_ALIGN bytes to survey[1 + k]. */
 IBP_API ibp_status ibp_survey_rows(const uint16_t *lengths, int64_t num_bytes, uint32_t row_bytes, uint64_t *survey);
 
 /* Codes rows of a tensor into slots and overflow, for a table whose lengths and bases are known. Zeros fill each part
@@ -119,7 +121,7 @@ IBP_API ibp_status ibp_encode_rows(const ibp_table *table, const uint8_t *data, 
 
 /* Which items a gather wants, and where in its output they go. Set the struct to zero, then set data, count and
  * id_bytes: item k of the gather is item ids[k] of the table and goes to position k of the output, where items lie back
- * to back. The other fields are for outputs of other forms:
+ * to back. The other fields are for other outputs:
  *
  * positions: item k goes to position positions[k]. An item whose position is not below out_items is left out and noted
  *   as IBP_INDEX_OUT_OF_RANGE.
@@ -133,7 +135,7 @@ typedef struct ibp_ids {
     int64_t count;     /* number of ids */
     uint32_t id_bytes; /* 4 or 8; 0: the ids are 0, 1, 2, ... */
     const uint32_t *positions;
-    int64_t out_items;                 /* positions of the output; read if positions is not NULL */
+    int64_t out_items;                 /* number of positions of the output; read if positions is not NULL */
     uint32_t num_dims;                 /* at most IBP_MAX_OUT_DIMS; 0: items lie back to back */
     int64_t sizes[IBP_MAX_OUT_DIMS];   /* at least 1 each; their product is at least the number of positions that the
                                           gather fills */

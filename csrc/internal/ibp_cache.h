@@ -30,16 +30,16 @@
 extern "C" {
 #endif
 
-/* A cache holds rows of a table as they are stored, with the slot part and the overflow part joined, in slabs: memory
- * that is nearer than the table, one slab for each GPU. The map of a slab gives the entry of a row by the row's number.
- * An entry has 64 bits, as in the paper, and is 0 if the cache does not hold the row.
+/* A cache holds rows of a table as they are stored, with slot part and overflow part joined. The rows lie in slabs:
+ * memory that is nearer to the GPUs than the table, one slab for each GPU. The map of a slab gives the entry of a row
+ * by the row's number. An entry has 64 bits, as in the paper; it is 0 if the cache does not hold the row.
  *
  *   bits 0-39   where the row's bytes begin in the slab
  *   bits 40-42  number of the slab
  *   bit 43      1: the row is coded. 0: its row_bytes bytes are stored as they are
- *   bits 44-59  of a coded row, its entry of lengths (section 2): the bytes stored, or that it is a default row, which
- *               has none; else 0
- *   bit 60      present: an entry without it is as good as 0
+ *   bits 44-59  the entry of lengths of a coded row (section 2): the row's size as stored, or the value that marks a
+ *               default row, which has no bytes. 0 if the row is not coded
+ *   bit 60      present: an entry without this bit counts as 0
  *   bit 61      dirty: the row has changed since it was taken from the table
  *
  * A lookup takes two steps: ibp_find_cached finds the entries of the rows that ids ask for, and ibp_gather_cached takes
@@ -65,9 +65,10 @@ typedef struct ibp_cached_row {
 #define IBP_WAY_EMPTY ((int64_t)-1)   /* a way that has never been used: a search ends in the set that has one */
 #define IBP_WAY_REMOVED ((int64_t)-2) /* a way whose row was removed: a search goes on */
 
-/* The number of ways that a search looks at in all. A row is in its home set, which a hash of its number names, or, if
- * that set has no empty way, in one of the sets that the hash names next. A map with sets of two ways that is filled to
- * 85 % leaves out fewer than one row in a thousand. */
+/* Number of ways that a search looks at. A hash of the row's number gives a sequence of sets, of which the first is the
+ * row's home set. A row is stored in the first set of this sequence that has an empty way, so a search looks at the
+ * sets in the same order. In a map with sets of two ways that is filled to 85 %, fewer than one row in a thousand finds
+ * no way. */
 #define IBP_SEARCHED_WAYS 32u
 
 /* The map of a slab: sets of `ways` ways each. In an empty map every way has row IBP_WAY_EMPTY and entry 0. */
@@ -83,8 +84,8 @@ typedef struct ibp_slab {
     int64_t num_bytes;
 } ibp_slab;
 
-/* The input of a gather besides its table. The entry of row r of item ids[k] is entries[k * rows_per_item + r], where
- * rows_per_item is item_bytes / row_bytes. */
+/* A cache as a gather uses it: its slabs, and the entries of the rows that are gathered. The entry of row r of item
+ * ids[k] is entries[k * rows_per_item + r], where rows_per_item is item_bytes / row_bytes. */
 typedef struct ibp_cache {
     const uint64_t *entries; /* ids->count * rows_per_item */
     uint32_t num_slabs;      /* at most IBP_MAX_SLABS */
@@ -93,26 +94,26 @@ typedef struct ibp_cache {
 
 /* Counts of rows that were looked up. Default rows and ids out of range count neither as hits nor as misses. */
 typedef struct ibp_cache_counts {
-    uint64_t hits[IBP_MAX_SLABS]; /* rows found, by slab */
-    uint64_t misses;              /* rows not found */
-    uint64_t missed_bytes;        /* bytes of missed rows as stored, each row rounded up to a multiple of
+    uint64_t hits[IBP_MAX_SLABS]; /* number of rows found in each slab */
+    uint64_t misses;              /* number of rows not found */
+    uint64_t missed_bytes;        /* size of the missed rows as stored, in bytes, each row rounded up to a multiple of
                                      IBP_OVERFLOW_ALIGN */
 } ibp_cache_counts;
 
 /* Finds the slab whose map each row belongs to, by a hash of the row's number.
  *
- * rows: count row numbers.
+ * rows, count: the numbers of `count` rows.
  * num_slabs: 1 to IBP_MAX_SLABS.
  * owners: owners[i] receives the slab of row rows[i]. */
 IBP_API ibp_status ibp_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners);
 
-/* The items whose rows are looked up: each has rows_per_item rows of row_bytes bytes. */
+/* The items whose rows are looked up. Each item has rows_per_item rows of row_bytes bytes. */
 typedef struct ibp_row_query {
     const ibp_ids *ids;      /* its positions are not read */
     int64_t rows_per_item;   /* at least 1 */
     uint32_t row_bytes;      /* 1 to IBP_MAX_ROW_BYTES */
     const uint16_t *lengths; /* one for each row; NULL: every row is raw */
-    int64_t num_rows;        /* rows of the table; ids past them are out of range */
+    int64_t num_rows;        /* number of rows of the table; ids of items past them are out of range */
 } ibp_row_query;
 
 /* Looks up the rows of the items ids[first] to ids[last - 1].
@@ -123,7 +124,8 @@ typedef struct ibp_row_query {
 IBP_API ibp_status ibp_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
                                    int64_t first, int64_t last, uint64_t *entries, ibp_cache_counts *counts);
 
-/* Gathers items as ibp_gather_items does, but takes a row whose entry is present from its slab.
+/* Gathers items as ibp_gather_items does, but reads rows whose entries are present from their slabs.
+ *
  * @return IBP_INVALID_ARGUMENT also if items are not whole rows. */
 IBP_API ibp_status ibp_gather_cached(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache, int64_t first,
                                      int64_t last, uint8_t *out, void *scratch, size_t scratch_bytes, ibp_fault *fault);
@@ -133,7 +135,7 @@ typedef struct ibp_cache_slab {
     ibp_cache_map map;
     uint8_t *bytes;
     int64_t num_bytes; /* at most 2^IBP_ENTRY_OFFSET_BITS */
-    uint32_t number;   /* number of the slab among those of the cache, below IBP_MAX_SLABS */
+    uint32_t number;   /* number of the slab among the slabs of the cache, below IBP_MAX_SLABS */
 } ibp_cache_slab;
 
 /* Copies rows of a table into a slab, as they are stored, and puts them into its map. Row rows[i] goes to byte
@@ -141,9 +143,9 @@ typedef struct ibp_cache_slab {
  * after the row's bytes.
  *
  * A row is left out if it is in the map already, if it is a default row, if all ways that a search would look at are
- * taken, or if its number or its offset is negative. Of equal rows one is taken. Rows whose places in the slab overlap
- * come back wrong. If the map has no sets, no row is left out: all rows are copied, equal ones too, and no map says
- * where they are.
+ * taken, or if its number or its offset is negative. If `rows` has the same number several times, the row is copied
+ * once. Rows whose bytes overlap in the slab come back wrong. If the map has no sets, rows are copied without being
+ * entered anywhere; then only default rows and rows with a negative number or offset are left out.
  *
  * @return IBP_INDEX_OUT_OF_RANGE if the table has no such row; IBP_CORRUPT_ROW if the row lies outside the table, or is
  * lost; IBP_BUFFER_TOO_SMALL if the row does not lie in the slab. Such rows are left out, and the first one is noted in
@@ -151,24 +153,25 @@ typedef struct ibp_cache_slab {
 IBP_API ibp_status ibp_fill_slab(const ibp_table *table, const int64_t *rows, const int64_t *offsets, int64_t first,
                                  int64_t last, const ibp_cache_slab *slab, ibp_fault *fault);
 
-/* A cache that replaces its rows by the rows that are asked for (least recently used). Its sets have IBP_SEARCHED_WAYS
- * ways, and a row is always in its home set. Way i of the map owns the slot_bytes bytes of the slab that begin at byte
- * i * slot_bytes. */
+/* A cache that replaces the rows that were used longest ago by the rows that are asked for (least recently used). Its
+ * sets have IBP_SEARCHED_WAYS ways, and a row is always in its home set. Way i of the map owns the slot_bytes bytes of
+ * the slab that begin at byte i * slot_bytes. */
 typedef struct ibp_lru {
     ibp_cache_slab slab;
     uint32_t slot_bytes; /* a multiple of IBP_OVERFLOW_ALIGN; longer rows are not cached */
-    uint32_t *stamps;    /* for each way the time of its last use, then for each set a number that is 0 between
-                            calls. All zeros at first */
-    uint64_t *clock;     /* two numbers, which are equal between calls: the number of calls so far */
+    uint32_t *stamps;    /* for each way the time of its last use, then for each set a number that is 0 between calls.
+                            Set all to 0 before the first call */
+    uint64_t *clock;     /* two numbers; between calls each is the number of calls so far */
 } ibp_lru;
 
-/* Looks up the rows of all ids, and lets missing rows replace those that were used longest ago. entries[k *
- * rows_per_item + r] receives the entry of row r of item ids[k].
+/* Looks up the rows of all ids, and copies missing rows into the cache in place of the rows that were used longest ago.
+ * entries[k * rows_per_item + r] receives the entry of row r of item ids[k].
  *
  * Rows that the cache holds when the call begins keep their places. Each missing row, in the order of the ids, takes a
- * way of its set that has no row. If there is none, it takes the way that was used longest ago among those that this
- * call does not use and that are not dirty. Its bytes are copied there. If there is no such way either, or if a row is
- * longer than a slot, its entry is 0. Equal ids get the same entry; those after the first count as hits.
+ * way of its set that has no row. If every way has a row, it takes the way that was used longest ago, among the ways
+ * that this call does not use and that are not dirty. The row's bytes are copied there. If there is no such way either,
+ * or if the row is longer than a slot, its entry is 0. Equal ids get the same entry; the second and later ones count as
+ * hits.
  *
  * counts: the counts are added to it; or NULL.
  * @return the status of the first fault, which is noted in *fault if *fault is still zero: an id out of range, or a row
@@ -177,15 +180,15 @@ typedef struct ibp_lru {
 IBP_API ibp_status ibp_claim_cached(const ibp_table *table, const ibp_ids *ids, const ibp_lru *lru, uint64_t *entries,
                                     ibp_cache_counts *counts, ibp_fault *fault);
 
-/* Removes rows rows[0] to rows[count - 1] from a map. Rows that the map does not have, and negative numbers, are
+/* Removes the rows rows[0] to rows[count - 1] from a map. Rows that the map does not have, and negative numbers, are
  * skipped. */
 IBP_API ibp_status ibp_drop_cached(const int64_t *rows, int64_t count, const ibp_cache_map *map);
 
 /* Notes in a map that the cached bytes of rows have been rewritten. Rows that the map does not have, and negative
- * numbers, are skipped. Rows must differ.
+ * numbers, are skipped. The numbers in `rows` must differ.
  *
  * lengths: the new entries of lengths; NULL: they have not changed.
- * dirty: whether the table's own rows are older. */
+ * dirty: whether the rows of the table itself are now older than the cached rows. */
 IBP_API ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, int64_t count, bool dirty,
                                   const ibp_cache_map *map);
 
@@ -195,8 +198,8 @@ IBP_API ibp_status ibp_set_cached(const int64_t *rows, const uint16_t *lengths, 
 IBP_API ibp_status ibp_cuda_owners_of_rows(const int64_t *rows, int64_t count, uint32_t num_slabs, uint8_t *owners,
                                            ibp_stream stream);
 /* Finds the entries of all ids as ibp_find_cached does, for at most 2^31 rows. The array `maps` is in host memory. The
- * rows of the maps are in device memory, and so is counts, which may be NULL. The maps of other GPUs are read where
- * they are. */
+ * rows of the maps and `counts`, which may be NULL, are in device memory. Maps in the memory of other GPUs are read
+ * there. */
 IBP_API ibp_status ibp_cuda_find_cached(const ibp_row_query *query, const ibp_cache_map *maps, uint32_t num_maps,
                                         uint64_t *entries, ibp_cache_counts *counts, ibp_stream stream);
 /* Gathers all ids as ibp_gather_cached does; fault and max_sms are as in ibp_cuda_gather_items. */

@@ -1,4 +1,4 @@
-/* ibp_coding.h - sizes of coded rows, and statistics of rows and fills of arrays on a GPU. */
+/* ibp_coding.h - measures coded rows; on a GPU also collects statistics of rows and fills arrays. */
 #ifndef IBP_CODING_H
 #define IBP_CODING_H
 
@@ -11,7 +11,7 @@ extern "C" {
 
 /* Returns the exact size of a coded row, whether or not it is smaller than the row, without coding it. Returns
  * IBP_NO_CODED_FORM if the codebook cannot code the row. Returns 0 for an invalid argument, such as a codebook of
- * scheme raw, and if arrays that ibp_check_codebook refuses leave no bit of the row.
+ * scheme raw. The result may also be 0 if ibp_check_codebook refuses the codebook's arrays.
  *
  * row: codebook->row_bytes bytes.
  * scratch, scratch_bytes: at least ibp_scratch_bytes(codebook->row_bytes) bytes. */

@@ -24,7 +24,7 @@ extern "C" {
 /* Adds to *sum the contribution of a part of a tensor to its fingerprint. Parts may come in any order.
  *
  * part, num_bytes: the bytes of the part, at any alignment. num_bytes is a multiple of 8 except for the last part.
- * first_word: the number of the tensor's 8-byte word that the part begins with. */
+ * first_word: the number of the part's first 8-byte word in the tensor. */
 IBP_API ibp_status ibp_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum);
 
 /* Returns the fingerprint of a tensor of num_bytes bytes.
@@ -55,19 +55,21 @@ IBP_API ibp_status ibp_add_rows(const ibp_table *table, uint32_t element_bytes, 
 IBP_API ibp_status ibp_cuda_sum_words(const uint8_t *part, int64_t num_bytes, uint64_t first_word, uint64_t *sum,
                                       ibp_stream stream);
 
-/* A tensor whose delta is made or applied together with those of other tensors, by one launch. Arrays of these structs
- * are in device memory. The rows of all tensors are numbered in one sequence, in which the rows of each tensor begin
- * with a multiple of IBP_ROWS_PER_BASE. Elements may begin at any address that is a multiple of their size. */
+/* A tensor whose delta is made or applied together with the deltas of other tensors, by one launch. Arrays of these
+ * structs are in device memory. The rows of all tensors are numbered in one sequence, in which the rows of each tensor
+ * begin with a multiple of IBP_ROWS_PER_BASE. Elements may begin at any address that is a multiple of their size. */
 typedef struct ibp_delta_tensor {
     uint8_t *base;           /* num_bytes bytes; written if a delta is applied, or if updates_bases is set */
     const uint8_t *newer;    /* num_bytes bytes; read if a delta is made */
-    int64_t num_bytes;       /* whole elements */
-    int64_t first_row;       /* number of the tensor's first row in the sequence; increasing, 0 for the first tensor */
+    int64_t num_bytes;       /* a whole number of elements */
+    int64_t first_row;       /* number of the tensor's first row in the sequence; 0 for the first tensor, and larger for
+                                each following one */
     const uint16_t *lengths; /* the tensor's own packed table of differences: read if a delta is applied */
-    const uint64_t *bases;   /* one for each IBP_ROWS_PER_BASE rows, or NULL */
+    const uint64_t *bases;   /* an entry for every IBP_ROWS_PER_BASE rows, or NULL */
     const uint8_t *overflow;
     int64_t overflow_bytes;
-    uint64_t base_sum, result_sum; /* sums of ibp_sum_words, of the base and of the base after the delta is applied */
+    uint64_t base_sum, result_sum; /* sums by ibp_sum_words: of the base, and of the base after the delta has been
+                                      applied */
 } ibp_delta_tensor;
 
 /* Return whether the functions below can make, or apply, deltas with a codebook. Its rows must be listed, have a
@@ -77,16 +79,18 @@ typedef struct ibp_delta_tensor {
 IBP_API bool ibp_cuda_makes_deltas(const ibp_codebook *codebook);
 IBP_API bool ibp_cuda_applies_deltas(const ibp_codebook *codebook);
 
-#define IBP_DELTA_COUNTS 8u /* numbers for each row that ibp_cuda_measure_deltas passes on to ibp_cuda_encode_deltas */
+/* Number of counts of each row that ibp_cuda_measure_deltas passes on to ibp_cuda_encode_deltas. */
+#define IBP_DELTA_COUNTS 8u
 
 /* Measures the differences newer - base of all tensors, element by element modulo 2^w.
  *
  * codebook: its entries are -1, 1, -2, 2, ...; the function does not check this.
- * num_rows: rows of the sequence, a multiple of IBP_ROWS_PER_BASE. Rows that belong to no tensor are default rows.
+ * num_rows: number of rows of the sequence, a multiple of IBP_ROWS_PER_BASE. Rows that belong to no tensor are default
+ *   rows.
  * lengths: receives an entry for each row, as ibp_measure_rows makes them.
  * counts: receives num_rows * IBP_DELTA_COUNTS entries, for ibp_cuda_encode_deltas.
- * sums: 2 * num_tensors numbers, set to 0 by the caller. sums[2 * k] receives the sum of words of tensor k's base, and
- *   sums[2 * k + 1] that of its newer version. */
+ * sums: 2 * num_tensors numbers, set to 0 by the caller. sums[2 * k] receives the sum of the words of tensor k's base,
+ *   and sums[2 * k + 1] the sum of the words of its newer version. */
 IBP_API ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                            uint32_t num_tensors, int64_t num_rows, uint16_t *lengths, uint16_t *counts,
                                            uint64_t *sums, ibp_stream stream);
@@ -94,8 +98,8 @@ IBP_API ibp_status ibp_cuda_measure_deltas(const ibp_codebook *codebook, const i
  * that do not lie in overflow are left out; this happens if a tensor has changed since it was measured.
  *
  * bases: as ibp_cuda_index_rows makes them from lengths, as if all rows were whole.
- * updates_bases: if true, the bases of rows that are coded receive the elements of the newer version. Elements that do
- *   not differ are not written. */
+ * updates_bases: if true, `base` of each tensor receives the elements of the newer version in the rows that are coded.
+ *   Elements that do not differ are not written. */
 IBP_API ibp_status ibp_cuda_encode_deltas(const ibp_codebook *codebook, const ibp_delta_tensor *tensors,
                                           uint32_t num_tensors, int64_t num_rows, const uint16_t *lengths,
                                           const uint16_t *counts, const uint64_t *bases, uint8_t *overflow,
@@ -108,10 +112,10 @@ typedef enum ibp_delta_verdict {
     IBP_DELTA_DAMAGED = 2     /* a row is corrupt, or a result does not have its sum: all changes were undone */
 } ibp_delta_verdict;
 
-/* Adds the differences to the bases, either all of them or none. Only those parts of the bases that change are written.
- * Bases must not share memory with anything else. Rows are not trusted.
+/* Adds the differences of all tensors to their bases, or changes no base if a base, a row or a result is wrong. Only
+ * the parts of the bases that change are written. Bases must not share memory with anything else. Rows are not trusted.
  *
- * takes_back: if true, undoes the changes of an earlier call instead. `state` is then the state of that call, with
+ * takes_back: if true, undoes the changes of an earlier call. `state` must then be the result of that call, with
  *   IBP_DELTA_DAMAGED in place of its verdict.
  * state: 1 + 3 * num_tensors entries, set to 0 by the caller. The first entry receives the verdict. The others receive
  *   three numbers for each tensor: the sum of its base's words, what its changes added to that sum, and whether rows

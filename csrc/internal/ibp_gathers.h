@@ -20,9 +20,9 @@ typedef struct ibp_gather {
     ibp_fault *fault;
 } ibp_gather;
 
-/* Does all gathers, in any order. It takes 32 gathers at a time. Among them, all gathers that the same kernel decodes
- * share one launch: those from tables of one scheme, one element size and about one row length. Tables with rows above
- * 2 KiB have launches of their own. */
+/* Does all gathers, in any order. It takes 32 gathers at a time. Among these, all gathers that the same kernel decodes
+ * share one launch: their tables have the same scheme, the same element size and similar row lengths. Tables with rows
+ * above 2 KiB have launches of their own. */
 IBP_API ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num_gathers, int max_sms,
                                           ibp_stream stream);
 
@@ -34,18 +34,18 @@ IBP_API ibp_status ibp_cuda_gather_tables(const ibp_gather *gathers, int64_t num
  * above 62 or num_items is negative. */
 IBP_API int64_t ibp_num_windows(int64_t num_items, uint32_t window_bits);
 
-/* Returns how many bytes of workspace, aligned to 8, a partition of `count` ids needs; 0 for arguments that
- * ibp_partition_ids refuses. */
+/* Returns the size in bytes of the workspace for sorting `count` ids, which must be aligned to 8 bytes; 0 for arguments
+ * that ibp_partition_ids refuses. */
 IBP_API size_t ibp_partition_workspace_bytes(int64_t count, int64_t num_items, uint32_t window_bits);
 
 /* Sorts ids by windows of 2^window_bits items, so that a gather goes through the table once. The order inside a window
  * is kept.
  *
- * ids: ids->positions is not read. An id out of range counts to the nearest window.
+ * ids: ids->positions is not read. An id out of range is sorted into the nearest window.
  * workspace: ibp_partition_workspace_bytes bytes, aligned to 8.
  * sorted_ids, positions: ids->count entries each; sorted_ids[k] = ids[positions[k]]. sorted_ids has the type of ids. If
- *   ids change during the call, positions still holds each of the numbers 0 to count - 1 once, and each sorted id is
- *   one of the values that stood at its position.
+ *   another thread changes ids during the call, positions still holds each of the numbers 0 to count - 1 once, and each
+ *   sorted id is one of the values that ids had at its position.
  * @return IBP_INVALID_ARGUMENT if there are more than UINT32_MAX ids or more than IBP_MAX_WINDOWS windows, or if
  * num_items is negative. */
 IBP_API ibp_status ibp_partition_ids(const ibp_ids *ids, int64_t num_items, uint32_t window_bits, void *workspace,

@@ -1,4 +1,4 @@
-/* ibp_internal.h - everything that libibp exports: the installed headers, and those of this folder.
+/* ibp_internal.h - everything that libibp exports: the installed headers, and the headers of this folder.
  *
  * The functions of this folder are exported for the Python package, which is built together with the library. Their
  * headers are not installed, and any version may change them. Otherwise the rules of ibp.h and ibp_cuda.h hold. */

@@ -35,25 +35,25 @@ typedef struct ibp_bags {
                               each */
     uint32_t offset_bytes; /* 4 or 8 */
     int64_t num_bags, bag_size;
-    const void *weights; /* in device memory: one for each id, of the kind of the elements; NULL: all 1. For
+    const void *weights; /* in device memory: a weight for each id, of the kind of the elements; NULL: all are 1. For
                             IBP_BAG_SUM only */
     ibp_bag_mode mode;
     ibp_float_kind kind; /* kind of the elements of rows */
-    int64_t padding_id;  /* rows with this id count as absent; negative: no id does */
+    int64_t padding_id;  /* ids that equal it are skipped; if negative, no id is skipped */
 } ibp_bags;
 
 /* Decodes the rows of each bag and reduces them to their sum, mean or maximum, by one kernel. out[b] receives row_bytes
  * bytes for bag b. A bag without rows gives zeros. Sums are added up in float, in the order of the bag, and rounded
- * once at the end, so that the bits are those of torch's embedding_bag for CUDA.
+ * once at the end, so the results equal those of torch's embedding_bag for CUDA bit for bit.
  *
  * table: has items of one row each, of at most 8 KiB, in scheme raw or in dense rows of scheme planes with elements of
  *   2 or 4 bytes.
  * ids: without positions. An id out of range and a corrupt row are noted as in ibp_cuda_gather_items, and count as rows
  *   of zeros.
- * cache: if not NULL, rows whose entries are present come from its slabs, as in ibp_cuda_gather_cached. If NULL, all
- *   rows come from the table.
+ * cache: if not NULL, rows whose entries are present are read from its slabs, as in ibp_cuda_gather_cached. If NULL,
+ *   all rows are read from the table.
  * bags: an offset that lies past the ids, or is less than the one before it, is noted as IBP_INVALID_ARGUMENT, with its
- *   position and value. The bags on both sides of it are then made of any of the rows between their neighbours.
+ *   position and value. The bags before and after the offset then consist of any of the rows between their neighbours.
  * out: aligned to the elements.
  * fault, max_sms: as in ibp_cuda_gather_items. */
 IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids, const ibp_cache *cache,
@@ -62,9 +62,9 @@ IBP_API ibp_status ibp_cuda_sum_bags(const ibp_table *table, const ibp_ids *ids,
 
 /* ---- products with a matrix -------------------------------------------------------------------------------------- */
 
-#define IBP_MOST_VECTORS 512  /* vectors of one call */
-#define IBP_MOST_INVARIANT 64 /* up to here, a vector's result does not depend on their number */
-#define IBP_MOST_MATRICES 4   /* matrices of one call */
+#define IBP_MOST_VECTORS 512  /* largest number of vectors of one call */
+#define IBP_MOST_INVARIANT 64 /* up to this number of vectors, a vector's result does not depend on the number */
+#define IBP_MOST_MATRICES 4   /* largest number of matrices of one call */
 
 /* An element of a row whose digit is the escape. */
 typedef struct {
@@ -96,12 +96,12 @@ typedef struct {
     uint16_t *y;          /* [num_vectors, N] */
 } ibp_product;
 
-/* Multiplies vectors by up to IBP_MOST_MATRICES matrices that have K columns each, by one launch. So the query, key and
- * value matrices of a model take as long as one matrix with the rows of all three. Rows are decoded in registers and
- * never written.
+/* Multiplies vectors by up to IBP_MOST_MATRICES matrices of K columns each, by one launch. So the query, key and value
+ * matrices of a model take as long as one matrix with the rows of all three. Rows are decoded in registers and never
+ * written.
  *
- * A matrix is read once for up to 8 vectors. GPUs of compute capability 9.0 read it once for up to 64 vectors (32 if K
- * is above 14,336), and once for 65 to 256 vectors. Otherwise it is read once for every 8 vectors.
+ * A matrix is read once for every 8 vectors. GPUs of compute capability 9.0 read it once for up to 64 vectors (32 if K
+ * is above 14,336), and once for 65 to 256 vectors; they split more vectors into such groups.
  *
  * Products are added in float and rounded once. For up to IBP_MOST_INVARIANT vectors the order of additions depends on
  * K alone, so that the result of a vector depends neither on the number of vectors nor on the other matrices. For more
@@ -112,15 +112,16 @@ typedef struct {
  *
  * products, num_products: 1 to IBP_MOST_MATRICES products. bias and y are BF16.
  * x: vectors [num_vectors, K] of BF16, aligned to 16 bytes.
- * num_vectors: up to IBP_MOST_VECTORS.
- * workspace: ibp_cuda_linear_bytes bytes of device memory, aligned to 128, which the call overwrites; NULL if that
- *   number is 0.
+ * num_vectors: at most IBP_MOST_VECTORS.
+ * workspace: ibp_cuda_linear_bytes(...) bytes of device memory, aligned to 128 bytes, which the call overwrites; NULL
+ *   if that size is 0.
  * stream: earlier work on the stream must not write the matrices, because they are read while that work may still be
  *   running. It may write x and bias. */
 IBP_API ibp_status ibp_cuda_linear(const ibp_product *products, int64_t num_products, const uint16_t *x,
                                    int64_t num_vectors, uint8_t *workspace, ibp_stream stream);
 
-/* Returns the bytes of workspace that ibp_cuda_linear needs; 0 if it needs none, or if it refuses these arguments. */
+/* Returns the size in bytes of the workspace that ibp_cuda_linear needs; 0 if it needs no workspace, or if it refuses
+ * these arguments. */
 IBP_API int64_t ibp_cuda_linear_bytes(const ibp_product *products, int64_t num_products, int64_t num_vectors);
 
 /* Decodes all rows of a matrix, with the help of its list of escapes. Rows that are stored raw or as default rows give
@@ -131,9 +132,9 @@ IBP_API ibp_status ibp_cuda_decode_matrix(const ibp_digit_matrix *matrix, uint16
 
 /* ---- vectors that matrices of a stack multiply ------------------------------------------------------------------- */
 
-#define IBP_MOST_OF_A_GROUP 8
-#define IBP_MOST_GROUPED 1024 /* vectors of one call */
-#define IBP_MOST_STACKED 4096 /* matrices of one call */
+#define IBP_MOST_OF_A_GROUP 8 /* largest number of vectors of a group */
+#define IBP_MOST_GROUPED 1024 /* largest number of vectors of one call */
+#define IBP_MOST_STACKED 4096 /* largest number of matrices of a stack */
 
 /* The vectors first to first + count - 1, which are multiplied by matrix number `matrix` of a stack. */
 typedef struct {
@@ -151,7 +152,7 @@ typedef struct {
 IBP_API ibp_status ibp_group_vectors(const ibp_ids *ids, int64_t num_matrices, int64_t *order, ibp_vector_group *groups,
                                      int64_t num_groups);
 
-#define IBP_MOST_LISTED 16 /* stacks of one call whose rows are listed */
+#define IBP_MOST_LISTED 16 /* largest number of stacks of one call of ibp_list_matrices */
 
 /* A list of matrices that ids ask for: matrix held[s] is in slot s. */
 typedef struct {
@@ -161,12 +162,12 @@ typedef struct {
                             the matrices' rows, zeros in slots that are left over */
     uint64_t *num_spare; /* the number of slots that are left over is added to it; or NULL */
     int64_t num_slots;   /* at least the smaller of ids->count and num_matrices + 1 */
-    int64_t num_rows[IBP_MOST_LISTED]; /* rows of a matrix in each stack, at least 1 */
+    int64_t num_rows[IBP_MOST_LISTED]; /* number of rows of a matrix in each stack, at least 1 */
     uint32_t num_stacks;
 } ibp_listed;
 
-/* Lists each matrix that ids ask for once, in increasing order, and the rows that each of them has in several stacks.
- * An id out of range asks for matrix num_matrices, which no stack has.
+/* Lists the matrices that ids ask for, each once and in increasing order, and the rows of these matrices in each of
+ * several stacks. An id out of range asks for matrix num_matrices, which no stack has.
  *
  * ids: without positions.
  * num_matrices: at most IBP_MOST_STACKED. */
@@ -184,13 +185,12 @@ IBP_API ibp_status ibp_cuda_list_matrices(const ibp_ids *ids, int64_t num_matric
  * read once for each of its groups. For the order of sums, for x and for the stream, see ibp_cuda_linear.
  *
  * stack: a matrix that has the rows of all matrices, one matrix after the other.
- * num_rows: rows of one matrix, a multiple of 16.
+ * num_rows: number of rows of one matrix, a multiple of 16.
  * groups: [num_groups] in device memory; earlier work on the stream may write it. The first group that has no vectors,
  *   or whose numbers are out of range, ends the list. No vector may be in two groups.
  * order: [num_vectors] in device memory, as ibp_cuda_group_vectors makes it: vector v of the groups is vector order[v].
  *   Numbers out of range give unspecified results. NULL: vector v is vector v.
- * sharing: with an order, this many consecutive vectors share one row of x [num_vectors / sharing, columns]; without
- *   one, 1.
+ * sharing: number of consecutive vectors that share one row of x [num_vectors / sharing, columns]; 1 if order is NULL.
  * num_vectors: up to INT32_MAX.
  * y: [num_vectors, num_rows]. Results of vectors that are in no group stay as they are. */
 IBP_API ibp_status ibp_cuda_linear_groups(const ibp_digit_matrix *stack, int64_t num_rows,

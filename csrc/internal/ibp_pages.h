@@ -29,20 +29,20 @@ extern "C" {
 /* A transfer of pages between the blocks of paged tensors and a place. Page k of the transfer is page pages[k] of the
  * place, and block blocks[k] of each tensor. A page has one block of each of num_tensors tensors. The transfer moves
  * the blocks of `tensors` of them, beginning with tensor first_tensor. A block of a tensor consists of `pieces` pieces
- * of memory of equal size. The place has ids_per_block rows, or items, for a block, a whole number for each piece. Any
- * page numbers and block numbers are allowed. */
+ * of memory of equal size. For each block the place has ids_per_block rows (or items), a multiple of `pieces`. Any page
+ * numbers and block numbers are allowed. */
 typedef struct ibp_page_transfer {
     const int64_t *pages, *blocks;
-    int64_t count, num_pages, num_blocks; /* count: pages of the transfer; num_pages: of the place; num_blocks: of
+    int64_t count, num_pages, num_blocks; /* number of pages of the transfer, of pages of the place, and of blocks of
                                              each tensor */
     uint32_t num_tensors, first_tensor, tensors, pieces, ids_per_block;
     const uint64_t *starts;       /* [tensors * pieces]: the addresses of the pieces of block 0 */
     const uint64_t *block_starts; /* [num_blocks]: numbers that are added to starts for each block; or NULL */
-    int64_t block_stride;         /* bytes from one block to the next; read if block_starts is NULL */
+    int64_t block_stride;         /* distance from one block to the next in bytes; read if block_starts is NULL */
     uint64_t scratch;             /* the address of a piece that nobody uses, which stands in for missing pieces */
 } ibp_page_transfer;
 
-/* Works out which rows of the place a transfer moves, and where the pieces of the tensors are.
+/* Computes which rows of the place a transfer moves, and the addresses of the pieces of the tensors.
  *
  * stored: num_pages * num_tensors flags that say which blocks the place stores; or NULL: all of them.
  * ids: receives count * tensors * ids_per_block rows of the place, in the order of pages, tensors and bytes. An id is
@@ -59,7 +59,8 @@ IBP_API ibp_status ibp_plan_pages(const ibp_page_transfer *transfer, const uint8
  * ids: ids_per_block rows for each of num_blocks blocks, as ibp_plan_pages writes them. Blocks whose first id is below
  *   0 are skipped.
  * lengths, rooms: the place's, for num_rows rows; rooms is NULL if slots hold whole rows.
- * stored, seen: receive num_rows / ids_per_block flags each, for the device that decodes and for the host.
+ * stored, seen: receive the same num_rows / ids_per_block flags, `stored` for the device that decodes, and `seen` for
+ *   the host.
  * @return IBP_INVALID_ARGUMENT also if num_rows is no multiple of ids_per_block. */
 IBP_API ibp_status ibp_note_pages(const int64_t *ids, int64_t num_blocks, uint32_t ids_per_block,
                                   const uint16_t *lengths, const uint16_t *rooms, int64_t num_rows, uint8_t *stored,

@@ -1,4 +1,4 @@
-/* ibp_stream.h - brings tables from pinned host memory to the GPU by its copy engine: whole tables, or some items.
+/* ibp_stream.h - brings whole tables, or items of tables, from pinned host memory to the GPU by the GPU's copy engine.
  *
  *     ibp_status stream_one(const ibp_table *table, const uint64_t *host_bases, uint8_t *ring, int64_t ring_bytes,
  *                           uint8_t *out, ibp_fault *fault, ibp_stream stream)
@@ -25,18 +25,18 @@ extern "C" {
 
 /* ---- items with the CPU's help ----------------------------------------------------------------------------------- */
 
-/* A stager brings items at ids in host memory to the GPU, from tables in pinned host memory. It is for tables so large
- * that a GPU that fetches rows at random places is bound by address translation. Three steps run at the same time:
- * threads of the CPU gather slots into a ring of pinned memory, the copy engine moves them to a ring on the GPU, and
- * the GPU decodes them there. A stager owns a stream and events of the device that is current when it is created. One
- * call at a time may use it. */
+/* A stager brings items of tables in pinned host memory to the GPU; their ids are in host memory, too. It is for tables
+ * so large that address translation limits a GPU that fetches rows at random places itself. Three steps run at the same
+ * time: threads of the CPU gather slots into a ring of pinned memory, the copy engine moves them to a ring on the GPU,
+ * and the GPU decodes them there. A stager owns a stream and events of the device that is current when it is created.
+ * One call at a time may use it. */
 typedef struct ibp_stager ibp_stager;
 
 /* Creates a stager.
  *
  * pinned, near: ring_bytes of pinned host memory and of device memory, aligned to 16 bytes. They belong to the stager
  *   until it is destroyed and the work queued by then is completed.
- * ring_bytes: 24 MiB keep a PCIe 5 link busy. */
+ * ring_bytes: size of each of the two rings in bytes. 24 MiB keep a PCIe 5 link busy. */
 IBP_API ibp_status ibp_cuda_create_stager(uint8_t *pinned, uint8_t *near, int64_t ring_bytes, ibp_stager **stager);
 /* Destroys a stager, whichever device is current. NULL is allowed. */
 IBP_API ibp_status ibp_cuda_destroy_stager(ibp_stager *stager);
@@ -45,12 +45,12 @@ IBP_API ibp_status ibp_cuda_destroy_stager(ibp_stager *stager);
  * may run on any number of threads, at the same time or one after the other: an OpenMP loop, or a pool of threads. */
 typedef void (*ibp_run)(void *runner, int64_t count, void (*work)(void *state, int64_t number), void *state);
 
-/* Gathers items of whole rows at ids in host memory, as ibp_cuda_gather_items does, with a contiguous output and
- * without positions. Returns when the last chunk is queued; ids and slots are not read after that.
+/* Gathers items as ibp_cuda_gather_items does. Items must be whole rows, ids are in host memory and have no positions,
+ * and the output is contiguous. Returns when the last chunk is queued; ids and slots are not read after that.
  *
- * table: a table with slots, whose arrays are as the device sees them. The device itself reads bytes that are not in a
- *   slot.
- * slots: the same slots as the CPU sees them.
+ * table: a table with slots, with the addresses that the device uses. The device itself reads the bytes of rows that
+ *   are not in a slot.
+ * slots: the address of the same slots for the CPU.
  * run, runner: run(runner, num_threads, ...) is called once.
  * @return IBP_INVALID_ARGUMENT also if an item's slots do not fit into a twelfth of the ring. */
 IBP_API ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *table, const uint8_t *slots,
@@ -71,12 +71,12 @@ IBP_API ibp_status ibp_cuda_create_streamer(ibp_streamer **streamer);
 IBP_API ibp_status ibp_cuda_destroy_streamer(ibp_streamer *streamer);
 
 /* Begins a stream of tables. Each of the following calls of ibp_cuda_stream_bytes, with the same caller's stream,
- * brings one table through this ring. Queues nothing.
+ * brings one table through this ring. ibp_cuda_begin_stream itself queues nothing.
  *
  * ring: device memory, aligned to 128 bytes. Work that was queued on the caller's stream before the first chunk may use
  *   the ring. So may work that follows the calls, because each call makes the caller's stream wait for its copies.
- * ring_bytes: the ring is cut in four; 32 MiB keep a PCIe 5 link busy. If 32 rows do not fit into a quarter, the kernel
- *   fetches rows from host memory itself. */
+ * ring_bytes: size of the ring, which is cut into quarters. 32 MiB keep a PCIe 5 link busy. If 32 rows do not fit into
+ *   a quarter, the kernel fetches rows from host memory itself. */
 IBP_API ibp_status ibp_cuda_begin_stream(ibp_streamer *streamer, uint8_t *ring, int64_t ring_bytes);
 
 /* Begins another stream through the ring of the previous stream. Nothing else may have used the ring since. The first

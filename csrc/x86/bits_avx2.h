@@ -12,7 +12,7 @@
 #define IBP_AVX2 __attribute__((target("avx2,bmi,bmi2,popcnt")))
 #define IBP_AVX2_INLINE static inline __attribute__((always_inline, target("avx2,bmi,bmi2,popcnt")))
 
-enum { IBP_AVX2_PADDING = 32 }; /* bytes behind an input that the functions below may read */
+enum { IBP_AVX2_PADDING = 32 }; /* number of bytes behind an input that the functions below may read */
 
 IBP_AVX2_INLINE uint64_t ibp_load64(const uint8_t *src)
 {
@@ -23,7 +23,7 @@ IBP_AVX2_INLINE uint64_t ibp_load64(const uint8_t *src)
 
 IBP_AVX2_INLINE void ibp_store64(uint8_t *dst, uint64_t x) { memcpy(dst, &x, 8); }
 
-/* Loads the 64 bits that begin at a bit position. */
+/* Loads the 64 bits that begin at a bit position. Reads 9 bytes. */
 IBP_AVX2_INLINE uint64_t ibp_load64_at(const uint8_t *src, size_t position)
 {
     const uint8_t *const at = src + position / 8;
@@ -54,14 +54,15 @@ IBP_AVX2_INLINE void ibp_unpack_fields(const uint8_t *src, uint32_t n, uint32_t 
     memcpy(out + at, &last, end - at);
 }
 
-/* Returns the mask that cuts the position in an entry of flags to the bits that num_flags positions need, so that even
- * the position of a hostile entry is below 2 * num_flags. */
+/* Returns a mask for the position in an entry of flags. It keeps as many bits as num_flags has, so that even the
+ * position of a hostile entry is below 2 * num_flags. */
 static inline uint32_t ibp_position_mask(uint32_t num_flags)
 {
     return num_flags == 0 ? 0 : UINT32_MAX >> __builtin_clz(num_flags);
 }
 
-/* Copies a coded row and appends zeros: at least `padding` bytes, and so many that least_bytes bytes can be read. */
+/* Copies a coded row to scratch and appends zeros: at least `padding` bytes, and as many as make the copy least_bytes
+ * bytes long. Returns the copy. */
 static inline const uint8_t *ibp_pad_row(const uint8_t *src, size_t src_bytes, size_t least_bytes, size_t padding,
                                          ibp_scratch *scratch)
 {
@@ -72,15 +73,15 @@ static inline const uint8_t *ibp_pad_row(const uint8_t *src, size_t src_bytes, s
     return padded;
 }
 
-/* Appends bits to a buffer, 64 at a time. Bits past the end of the buffer are lost. */
+/* A writer that appends bits to a buffer, 64 at a time. Bits past the end of the buffer are dropped. */
 typedef struct ibp_bit_writer {
     uint8_t *dst;
     size_t dst_bytes, at; /* at: the byte that bit 0 of `bits` goes to */
     uint64_t bits;
-    uint32_t filled; /* less than 64 */
+    uint32_t filled; /* number of bits in `bits`, less than 64 */
 } ibp_bit_writer;
 
-/* Stores the bits that have been appended, and zeros after them. */
+/* Stores the appended bits that are still in `bits`, and zeros after them. */
 IBP_AVX2_INLINE void ibp_flush_bits(const ibp_bit_writer *w)
 {
     if (w->at + 8 <= w->dst_bytes)
@@ -89,7 +90,7 @@ IBP_AVX2_INLINE void ibp_flush_bits(const ibp_bit_writer *w)
         memcpy(w->dst + w->at, &w->bits, w->dst_bytes - w->at);
 }
 
-/* Appends num_bits bits, at most 64. No bits are set above them. */
+/* Appends the low num_bits bits of `bits`, at most 64. The higher bits must be 0. */
 IBP_AVX2_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t num_bits)
 {
     w->bits |= bits << w->filled;
@@ -103,23 +104,24 @@ IBP_AVX2_INLINE void ibp_append_bits(ibp_bit_writer *w, uint64_t bits, uint32_t 
 
 /* Joins two runs of bits in the buffer of the second run. The first run has been written to a buffer of its own, whose
  * last byte is the byte that both runs share. The second run begins in that byte, at the bit after the first run.
- * Returns the bytes of both runs. If they are more than the second buffer has, the runs are not joined. */
+ * Returns the size of both runs together in bytes. If it is larger than the second buffer, the runs are not joined. */
 IBP_AVX2_INLINE size_t ibp_join_runs(const ibp_bit_writer *first, const ibp_bit_writer *second)
 {
     ibp_flush_bits(first);
     ibp_flush_bits(second);
     const size_t num_bytes = second->at + (second->filled + 7) / 8, shared = first->dst_bytes - 1;
     const size_t filled = first->at + first->filled / 8,
-                 whole = filled < shared ? filled : shared; /* flags of a wrong codebook may be more */
+                 whole = filled < shared ? filled : shared; /* a wrong codebook may have more flagged chunks than
+                                                               flags */
     if (num_bytes > second->dst_bytes) return num_bytes;
     memcpy(second->dst, first->dst, whole);
     if (first->filled % 8 && whole < num_bytes) second->dst[whole] |= first->dst[whole];
     return num_bytes;
 }
 
-/* Packs the low `bits` bits of n lanes into dst, from byte `at`, and writes zeros after them. This is the inverse of
- * ibp_unpack_fields. lanes: readable to a multiple of 8 bytes; lanes past n are 0. dst: dst_bytes bytes; fields past
- * its end are lost. */
+/* Packs the low `bits` bits of n lanes into dst, beginning at byte `at`, and writes zeros after them. This is the
+ * inverse of ibp_unpack_fields. lanes: can be read up to a multiple of 8 bytes; the lanes after lane n - 1 are 0. dst:
+ * dst_bytes bytes; fields past its end are dropped. */
 IBP_AVX2_INLINE void ibp_pack_fields(const uint8_t *lanes, uint32_t n, uint32_t bits, uint32_t lane_bytes, uint8_t *dst,
                                      size_t at, size_t dst_bytes)
 {

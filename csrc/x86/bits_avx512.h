@@ -10,13 +10,14 @@
 
 enum { IBP_VECTOR_BYTES = 64 };
 
+/* Returns a mask of the first num_bytes bytes of a vector. */
 IBP_AVX512_INLINE __mmask64 ibp_first_bytes(size_t num_bytes)
 {
     return _bzhi_u64(~(uint64_t)0, num_bytes < IBP_VECTOR_BYTES ? (uint32_t)num_bytes : IBP_VECTOR_BYTES);
 }
 
-/* Load and store the first num_bytes bytes of a vector, or all of it if it has no more. Other bytes are loaded as
- * zeros, and are neither read nor written in memory. */
+/* Load and store the first num_bytes bytes of a vector, or the whole vector if num_bytes is larger. The other bytes of
+ * the vector are loaded as zeros; memory behind the first num_bytes bytes is neither read nor written. */
 IBP_AVX512_INLINE __m512i ibp_load_part(const void *src, size_t num_bytes)
 {
     return num_bytes >= IBP_VECTOR_BYTES ? _mm512_loadu_si512(src)

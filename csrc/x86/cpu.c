@@ -1,5 +1,5 @@
-/* cpu.c - chooses the processor's features that the row coders use: looks them up once, or takes those of
- * ibp_set_cpu_features. */
+/* cpu.c - chooses the features of the processor that the row coders use. It looks them up once, unless
+ * ibp_set_cpu_features has chosen them before. */
 #include "../core/schemes.h"
 
 #include <stdatomic.h>

@@ -31,8 +31,8 @@ WITH_MULTIPLIES uint64_t ibp_sum_words_avx512(const uint8_t *words, int64_t num_
     }
     const __mmask8 rest = (__mmask8)((1u << num_words) - 1);
     const __m512i last = mix_words(_mm512_add_epi64(_mm512_maskz_loadu_epi64(rest, words), offset));
-    uint64_t sums[WORDS], total = 0; /* summed as unsigned numbers here, because the intrinsic for it adds signed
-                                        ones */
+    uint64_t sums[WORDS], total = 0; /* added one by one as unsigned numbers, because the intrinsic that adds the words
+                                        of a vector adds signed numbers */
     _mm512_storeu_si512(sums, _mm512_mask_add_epi64(sum, rest, sum, last));
     for (uint32_t i = 0; i < WORDS; i++) total += sums[i];
     return total;

@@ -24,7 +24,8 @@ IBP_AVX2_INLINE wide_word load_wide(const ibp_codebook *cb, uint32_t w, uint32_t
                        .flags_entry = (uint32_t)flags};
 }
 
-/* Returns all bits of the chunks that match. */
+/* Returns a word in which all bits of the chunks that match are 1. mismatch: the invariant bits that differ from
+ * bitval. */
 IBP_AVX2_INLINE uint64_t matching_chunks(uint64_t mismatch, uint32_t chunk_bytes)
 {
     const __m128i x = _mm_cvtsi64_si128((int64_t)mismatch), zero = _mm_setzero_si128();

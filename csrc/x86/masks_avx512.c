@@ -1,6 +1,6 @@
-/* masks_avx512.c - codes and decodes rows of scheme ibp with AVX-512. Bytes and statuses are those of masks.c. A block
- * of 64 bytes of a row at a time is compared with the masks; the kept bits then move 64 at a time, as in
- * masks_avx2.c. */
+/* masks_avx512.c - codes and decodes rows of scheme ibp with AVX-512. The bytes and the statuses are the same as those
+ * of masks.c. The coders compare a block of 64 bytes of a row at a time with the masks, and then move its kept bits 64
+ * at a time, as in masks_avx2.c. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -10,10 +10,10 @@
 
 enum { BLOCK = IBP_VECTOR_BYTES, WORDS = BLOCK / 8 };
 
-/* The part of a codebook for a block. */
+/* The part of a codebook for a block of a row. */
 typedef struct block {
     __m512i mask, bitval;
-    uint64_t flagged;     /* a bit for each chunk */
+    uint64_t flagged;     /* bit c: whether chunk c of the block is flagged */
     uint32_t flags_entry; /* flags of the first word */
 } block;
 
@@ -21,7 +21,8 @@ IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t
 {
     const size_t left = 4 * ibp_codebook_words(cb->row_bytes) - at;
     const uint32_t *const flags = cb->flags + at / 4,
-                          chunks = chunk_bytes < 4 ? 4 / chunk_bytes : 1; /* chunks that the flags of a word name */
+                          chunks = chunk_bytes < 4 ? 4 / chunk_bytes : 1; /* number of chunks that an entry of flags
+                                                                             describes */
     block b = {.mask = ibp_load_part(cb->mask + at / 4, left),
                .bitval = ibp_load_part(cb->bitval + at / 4, left),
                .flags_entry = *flags};
@@ -34,7 +35,7 @@ IBP_AVX512_INLINE block load_block(const ibp_codebook *cb, uint32_t at, uint32_t
     return b;
 }
 
-/* Returns a bit for each chunk of a block of a row that matches. */
+/* Returns a mask of the chunks of a block that match. row: the bytes of the block. */
 IBP_AVX512_INLINE uint64_t matching_chunks(const block *b, __m512i row, uint32_t chunk_bytes)
 {
     const __m512i x = _mm512_and_si512(_mm512_xor_si512(row, b->bitval), b->mask);
@@ -46,7 +47,7 @@ IBP_AVX512_INLINE uint64_t matching_chunks(const block *b, __m512i row, uint32_t
     }
 }
 
-/* Returns x with all chunks cleared whose bits in `chunks` are 0. */
+/* Returns x with the chunks set to 0 whose bits in `chunks` are 0. */
 IBP_AVX512_INLINE __m512i chunks_of(__m512i x, uint64_t chunks, uint32_t chunk_bytes)
 {
     switch (chunk_bytes) {
@@ -100,7 +101,7 @@ IBP_AVX512_INLINE ibp_status encode_of(const ibp_codebook *cb, const uint8_t *ro
     return *coded_bytes > dst_bytes ? IBP_BUFFER_TOO_SMALL : IBP_OK;
 }
 
-/* Bytes that a block may read past the end of a row before the row is found to be corrupt. */
+/* Number of bytes past the end of a coded row that decoding a block may read before the row is found to be corrupt. */
 enum { PADDING = BLOCK + 16 };
 
 IBP_AVX512_INLINE ibp_status decode_of(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, uint8_t *row,

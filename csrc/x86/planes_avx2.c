@@ -1,12 +1,13 @@
-/* planes_avx2.c - codes and decodes rows of scheme planes with AVX2 and BMI2. Bytes and statuses are those of planes.c.
+/* planes_avx2.c - codes and decodes rows of scheme planes with AVX2 and BMI2. The bytes and the statuses are the same
+ * as those of planes.c.
  *
  * Eight fields of b bits are b whole bytes. So digits, residuals and raw symbols are unpacked to lanes by one parallel
  * deposit for each 64 bits of lanes, and packed by one parallel extract.
  *
  * *Levels* stand between digits and symbols. Level p has a byte for each element with a digit in plane p; the last
  * level has a byte for each raw symbol. If symbols are bytes from one set of entries, the byte is the symbol. Otherwise
- * it is the symbol's rank: the number of its entry, or num_entries if it has none. A decoder builds levels from the
- * last to the first; an encoder strips them from the first to the last. */
+ * it is the symbol's rank: the number of its entry, or num_entries if it has none. A decoder builds the levels from the
+ * last to the first. An encoder goes from the first to the last: it turns each level into digits and the next level. */
 #include "../core/schemes.h"
 
 #if IBP_HAS_X86_ROWS
@@ -15,7 +16,7 @@
 #include "planes_avx512.h"
 
 enum {
-    PADDING = 64, /* bytes behind an array that may be read, and also written if the array is an output */
+    PADDING = 64, /* number of bytes behind an array that may be read, and also written if the array is an output */
     MAX_ENTRIES = 64
 };
 
@@ -83,7 +84,7 @@ IBP_AVX2_INLINE __m256i in_order32(__m256i x)
 }
 IBP_AVX2_INLINE __m256i in_order64(__m256i x) { return in_order32(x); }
 
-/* Load unsigned numbers of `bytes` bytes into the lanes of a vector. bytes: 1 to the bytes of a lane. They read up to
+/* Load unsigned numbers of `bytes` bytes into the lanes of a vector. bytes: at most the size of a lane. They read up to
  * 32 bytes. */
 IBP_AVX2_INLINE __m128i load_half(const uint8_t *src) { return _mm_loadu_si128((const __m128i *)(const void *)src); }
 IBP_AVX2_INLINE __m256i widened8(const uint8_t *src, uint32_t bytes)
@@ -109,7 +110,7 @@ IBP_AVX2_INLINE __m256i widened64(const uint8_t *src, uint32_t bytes)
 }
 
 /* Returns table[x] for each byte x below 16, and 0 for other bytes. Adding 0x70 with saturation sets bit 7 of exactly
- * these others, for which the shuffle gives 0. */
+ * these other bytes, and the shuffle returns 0 for bytes whose bit 7 is set. */
 IBP_AVX2_INLINE __m256i look_up(const uint8_t *table, __m256i x)
 {
     const __m256i twice = _mm256_broadcastsi128_si256(load_half(table));
@@ -130,7 +131,7 @@ IBP_AVX2_INLINE __m256i look_up(const uint8_t *table, __m256i x)
     ((lane_bytes) == 1 ? name##8 : (lane_bytes) == 2 ? name##16 : (lane_bytes) == 4 ? name##32 : name##64)
 
 /* Returns a codebook for the coded bits of elements that have invariant bits. Its `rotate` is 0, because cut_elements
- * and restore_elements rotate these elements. Coders get them in lanes whose highest bits are 0. */
+ * and restore_elements rotate these elements. The coders receive the coded bits in lanes whose highest bits are 0. */
 static ibp_codebook coded_codebook(const ibp_codebook *codebook)
 {
     ibp_codebook coded = *codebook;
@@ -138,7 +139,7 @@ static ibp_codebook coded_codebook(const ibp_codebook *codebook)
     return coded;
 }
 
-/* Returns whether the processor has AVX-512 and its coders take a codebook. */
+/* Returns whether the processor has AVX-512 and the coders of planes_avx512.c take a codebook. */
 static bool is_wide(const ibp_planes *planes)
 {
     return ibp_cpu_features() & IBP_CPU_AVX512 && ibp_takes_avx512(planes);
@@ -147,8 +148,8 @@ static bool is_wide(const ibp_planes *planes)
 /* Takes room for a bitmap of n bits, in whole words. */
 static uint64_t *take_bitmap(ibp_scratch *scratch, uint32_t n) { return ibp_take(scratch, (size_t)(n + 63) / 64 * 8); }
 
-/* Looks up symbols as name_symbols16 does, if all columns have the same entries. It looks up 16 entries at a time, the
- * low bytes of entries apart from the high bytes. */
+/* Looks up symbols as name_symbols16 does, if all columns have the same entries. It searches 16 entries at a time, and
+ * looks up the low bytes and the high bytes of symbols separately. */
 IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint8_t *symbols)
 {
     const uint8_t *const entries = planes->entries;
@@ -168,7 +169,7 @@ IBP_AVX2 static void name_shorts(const ibp_planes *planes, const uint8_t *ranks,
     }
 }
 
-/* Sets a bit for each of n ranks that stands for no entry. */
+/* Sets bit i of is_raw if rank i of n is num_entries, which stands for a symbol without an entry. */
 IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, uint32_t n, uint64_t *is_raw)
 {
     find_others8(ranks, n, planes->num_entries, 0xff, is_raw);
@@ -184,10 +185,10 @@ IBP_AVX2 static void find_raw(const ibp_planes *planes, const uint8_t *ranks, ui
      : (b) == 3 ? function(__VA_ARGS__, 3) \
                 : function(__VA_ARGS__, 4))
 
-/* Counts the escapes among n digits of b bits, which begin at byte `at` of src. */
+/* Returns the number of escapes among n digits of b bits, which begin at byte `at` of src. */
 IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, size_t at, uint32_t n, uint32_t b)
 {
-    const uint32_t fields = b == 3 ? 16 : 64 / b; /* fields that fill whole bytes */
+    const uint32_t fields = b == 3 ? 16 : 64 / b; /* number of fields of a word that fill whole bytes */
     const uint64_t lowest = ibp_low_bits(~(uint64_t)0, b * fields) / ((1u << b) - 1);
     uint32_t count = 0;
     for (;; n -= fields, at += b * fields / 8) {
@@ -199,8 +200,8 @@ IBP_AVX2_INLINE uint32_t count_escapes(const uint8_t *src, size_t src_bytes, siz
     }
 }
 
-/* Counts the elements that reach the planes after the first, and finds the parts of the values. Returns false unless
- * the parts end exactly where src does. */
+/* Counts in reaching[1], reaching[2], ... the elements that reach the planes after the first, and finds the parts of
+ * the values. Returns false unless the parts end exactly where src does. */
 IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, size_t src_bytes, size_t start,
                                 uint32_t *reaching, ibp_value_parts *parts)
 {
@@ -214,7 +215,8 @@ IBP_AVX2 static bool find_parts(const ibp_planes *planes, const uint8_t *src, si
     return parts->end == 8 * src_bytes;
 }
 
-/* Builds a level from its digits and, for escapes, from the next level. All arrays are padded. */
+/* Builds a level from its digits: each digit becomes the byte that it stands for, and each escape the next byte of the
+ * next level. All arrays are padded. */
 IBP_AVX2_INLINE void build_level_of(const uint8_t *digits, uint32_t n, __m128i named, const uint8_t *next,
                                     uint8_t *level, uint32_t b)
 {
@@ -228,7 +230,7 @@ IBP_AVX2_INLINE void build_level_of(const uint8_t *digits, uint32_t n, __m128i n
     }
 }
 
-/* Builds a level. named: what each digit of the plane stands for; 0 for the escape. */
+/* Builds a level. named[d]: the byte that digit d of the plane stands for; 0 for the escape. */
 IBP_AVX2 static void build_level(const uint8_t *digits, uint32_t n, uint32_t b, const uint8_t *named,
                                  const uint8_t *next, uint8_t *level)
 {
@@ -241,7 +243,8 @@ typedef struct value_bytes {
     const uint8_t *residuals, *digits[IBP_MAX_PLANES + 1];
 } value_bytes;
 
-/* Builds level 0 in levels[0]. Each of `levels` has room for a level of n bytes. */
+/* Builds all levels, from the last to the first. levels[0] receives level 0. Each of the three arrays has room for a
+ * level of n bytes. */
 IBP_AVX2 static void build_levels(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                   uint8_t *const levels[3])
 {
@@ -262,7 +265,7 @@ IBP_AVX2 static void build_levels(const ibp_planes *planes, const value_bytes *b
     }
 }
 
-/* Limits ranks to num_entries. Levels have higher ranks if their digits changed after they were counted. ranks is
+/* Limits ranks to num_entries. Ranks are higher if another thread changed the digits after they were counted. ranks is
  * padded. */
 IBP_AVX2 static void bound_ranks(const ibp_planes *planes, uint32_t n, uint8_t *ranks)
 {
@@ -301,8 +304,8 @@ IBP_AVX2 static void read_residuals(const ibp_planes *planes, const uint8_t *src
     FOR_LANES(lane_bytes, widen_bytes)(r < 8 ? unpacked : src, n, elements);
 }
 
-/* Joins symbols and residuals to elements. Symbols are level0 itself if it holds symbols; otherwise they are looked up.
- * level0 and elements are padded. */
+/* Joins symbols and residuals to elements. The symbols are level0 itself if its bytes are symbols; otherwise they are
+ * looked up. level0 and elements are padded. */
 IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *bytes, const uint32_t *reaching,
                                    uint8_t *level0, uint8_t *elements, ibp_scratch *scratch)
 {
@@ -317,7 +320,7 @@ IBP_AVX2 static void join_elements(const ibp_planes *planes, const value_bytes *
      planes->residual_bits % ibp_element_bits(planes), planes->rotate);
 }
 
-/* Decodes the n elements, without invariant bits, whose values begin at bit `start` of src. */
+/* Decodes n elements without their invariant bits. The values begin at bit `start` of src. */
 IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start,
                                         uint32_t n, uint8_t *elements, ibp_scratch *scratch)
 {
@@ -326,8 +329,8 @@ IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *s
     ibp_value_parts parts;
     if (!find_parts(planes, src, src_bytes, start, reaching, &parts)) return IBP_CORRUPT_ROW;
 
-    /* Parts from byte `copied` on are read from a padded copy. Parts before it have more than PADDING bytes behind
-     * them. */
+    /* Parts that begin at byte `copied` or later are read from a padded copy. Earlier parts have at least PADDING bytes
+     * behind them. */
     const size_t after_first = planes->num_planes > 0 ? parts.digits[1] / 8 : src_bytes;
     const size_t copied = after_first + PADDING <= src_bytes ? after_first : start / 8;
     uint8_t *const copy = ibp_take(scratch, src_bytes - copied + PADDING);
@@ -339,7 +342,7 @@ IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *s
         bytes.digits[p] = at < copied ? src + at : copy + (at - copied);
     }
 
-    /* Each level has room for n bytes, so that digits that change after they were counted cause no access outside. */
+    /* Each level has room for n bytes, so that no access is out of bounds if digits change after they were counted. */
     uint8_t *const levels[3] = {ibp_take(scratch, n + PADDING), ibp_take(scratch, n + PADDING),
                                 ibp_take(scratch, n + PADDING)};
     build_levels(planes, &bytes, reaching, levels);
@@ -347,6 +350,7 @@ IBP_AVX2 static ibp_status decode_coded(const ibp_codebook *cb, const uint8_t *s
     return IBP_OK;
 }
 
+/* Decodes n elements as decode_coded does, with their invariant bits. */
 static ibp_status decode_values(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t start, uint32_t n,
                                 uint8_t *elements, ibp_scratch *scratch)
 {
@@ -398,7 +402,8 @@ static uint64_t ignored_bits(const ibp_planes *planes)
     return planes->signed_default ? (uint64_t)1 << (ibp_element_bits(planes) - 1) : 0;
 }
 
-/* Sets the highest bits of the elements of a row that are not listed. They are stored from bit `at` of src. */
+/* Sets the highest bits of the elements of a row that are not listed. The bits are stored in src, beginning at bit
+ * `at`. */
 IBP_AVX2 static void read_signs(const ibp_codebook *cb, const uint8_t *src, size_t src_bytes, size_t at,
                                 const uint64_t *listed, uint8_t *row, ibp_scratch *scratch)
 {
@@ -527,7 +532,7 @@ IBP_AVX2 static void write_residuals(const ibp_planes *planes, const uint8_t *el
         FOR_LANES(lane_bytes, shift_bytes)(elements, n, planes->rotate, 0, dst + at);
         return;
     }
-    const uint32_t cut_bytes = r < 8 ? 1 : lane_bytes; /* bytes of a lane that is packed */
+    const uint32_t cut_bytes = r < 8 ? 1 : lane_bytes; /* size in bytes of the lanes that are packed */
     uint8_t *const cut = ibp_take(scratch, (size_t)n * cut_bytes + 8);
     if (r < 8)
         FOR_LANES(lane_bytes, shift_bytes)(elements, n, planes->rotate, 0, cut);
@@ -537,8 +542,8 @@ IBP_AVX2 static void write_residuals(const ibp_planes *planes, const uint8_t *el
     ibp_pack_fields(cut, n, r, cut_bytes, dst, at, dst_bytes);
 }
 
-/* Codes n elements without invariant bits to dst, from bit `start`. Writes nothing if they would end past dst_bytes.
- * Returns the bit at which they end. */
+/* Codes n elements without their invariant bits to dst, beginning at bit `start`. Returns the bit at which the values
+ * end. Writes nothing if they would end after byte dst_bytes. */
 IBP_AVX2 static size_t encode_coded(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n,
                                     uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
 {
@@ -583,7 +588,7 @@ static size_t encode_values(const ibp_codebook *cb, const uint8_t *elements, siz
     return coded_by(&coded, cut, start, n, dst, dst_bytes, scratch);
 }
 
-/* Writes the highest bits of the elements that are not listed to dst, from byte `at`. */
+/* Writes the highest bits of the elements that are not listed to dst, beginning at byte `at`. */
 IBP_AVX2 static void write_signs(const ibp_codebook *cb, const uint8_t *row, const uint64_t *listed, size_t at,
                                  uint8_t *dst, size_t dst_bytes, ibp_scratch *scratch)
 {
@@ -598,7 +603,8 @@ IBP_AVX2 static void write_signs(const ibp_codebook *cb, const uint8_t *row, con
     ibp_flush_bits(&w);
 }
 
-/* Writes the header and the positions to dst, which has room for them. bitmap: the k listed positions. */
+/* Writes the header and the positions to dst, which has room for them. bitmap: a bit for each column, 1 at the k listed
+ * positions. */
 IBP_AVX2 static void write_positions(uint32_t columns, uint32_t k, bool closed, const ibp_position_form *form,
                                      const uint64_t *bitmap, uint8_t *dst, size_t dst_bytes)
 {

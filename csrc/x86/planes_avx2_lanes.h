@@ -1,12 +1,12 @@
 /* planes_avx2_lanes.h - loops over elements or symbols in lanes of LANE_BITS bits. planes_avx2.c includes it once for
  * each width. Arrays of lanes are passed as bytes and may have any alignment. "Padded" means that PADDING bytes behind
- * the array may be read, or written if it is an output. */
+ * an array may be read, and also written if the array is an output. */
 #define NAME_OF(name, bits) name##bits
 #define EXPAND_NAME(name, bits) NAME_OF(name, bits)
 #define NAME(name) EXPAND_NAME(name, LANE_BITS)
 #define lane NAME(lane)
 #define LANE_BYTES (LANE_BITS / 8)
-#define LANES (32 / LANE_BYTES) /* lanes of a vector */
+#define LANES (32 / LANE_BYTES) /* number of lanes of a vector */
 
 IBP_AVX2_INLINE lane NAME(rotated)(lane x, uint32_t left)
 {
@@ -121,8 +121,7 @@ IBP_AVX2 static void NAME(rank)(const ibp_planes *planes, const uint8_t *symbols
     }
 }
 
-/* Ranks symbols among the entries of their columns, as `rank` does among those of the table. It works for lanes of all
- * widths. */
+/* Ranks symbols among the entries of their columns, as `rank` does among the entries of the table. */
 IBP_AVX2 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_t *symbols, uint32_t n, uint8_t *ranks)
 {
     const uint32_t num_entries = planes->num_entries;
@@ -143,7 +142,7 @@ IBP_AVX2 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_
     }
 }
 
-/* Gathers the lanes whose bits are set, one after the other. */
+/* Copies the lanes whose bits in the bitmap are set to `out`, one after the other. */
 IBP_AVX2 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uint32_t n, uint8_t *out)
 {
     lane *next = (lane *)out;
@@ -152,8 +151,8 @@ IBP_AVX2 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, ui
             *next++ = ((const lane *)row)[i + (uint32_t)_tzcnt_u64(bits)];
 }
 
-/* Scatters lanes, the inverse of gather: for each bit set, row[i] becomes the next lane of `in`. step: 1, or 0 to write
- * the first lane everywhere. */
+/* Scatters lanes, the inverse of gather: for each bit i that is set, row[i] becomes the next lane of `in`. step: 1, or
+ * 0 to write the first lane everywhere. */
 IBP_AVX2 static void NAME(scatter)(const uint8_t *in, uint32_t step, const uint64_t *bitmap, uint32_t n, uint8_t *row)
 {
     const lane *next = (const lane *)in;
@@ -167,8 +166,8 @@ IBP_AVX2 static void NAME(fill)(uint8_t *row, uint32_t n, uint64_t value)
     for (uint32_t i = 0; i < n; i++) ((lane *)row)[i] = (lane)value;
 }
 
-/* Cuts elements to their coded bits, rotated: out[i] for elements[i]. Returns false if an element has other invariant
- * bits. */
+/* Computes the coded bits of elements, rotated if the codebook says so: out[i] from elements[i]. Returns false if an
+ * element has other invariant bits than the codebook. */
 IBP_AVX2 static bool NAME(cut_elements)(const ibp_planes *planes, const uint8_t *elements, uint32_t n, uint8_t *out)
 {
     const uint32_t bits = planes->invariant_bits, last = LANE_BITS - bits - 1;
@@ -183,7 +182,7 @@ IBP_AVX2 static bool NAME(cut_elements)(const ibp_planes *planes, const uint8_t 
     }
     return differing == 0;
 }
-/* Restores elements from their coded bits in place, the inverse of cut_elements. */
+/* Restores elements from their coded bits, in place. This is the inverse of cut_elements. */
 IBP_AVX2 static void NAME(restore_elements)(const ibp_planes *planes, uint32_t n, uint8_t *elements)
 {
     const uint32_t bits = planes->invariant_bits, last = LANE_BITS - bits - 1;
@@ -195,7 +194,8 @@ IBP_AVX2 static void NAME(restore_elements)(const ibp_planes *planes, uint32_t n
     }
 }
 
-/* Sets a bit for each lane whose highest bit is set. Bits from n up to a whole word are 0. */
+/* Sets a bit of the bitmap for each lane whose highest bit is set. The bits after bit n - 1 of the last word become
+ * 0. */
 IBP_AVX2 static void NAME(find_signs)(const uint8_t *row, uint32_t n, uint64_t *bitmap)
 {
     const uint32_t highest = UINT32_MAX / ((1u << LANE_BYTES) - 1) << (LANE_BYTES - 1);
@@ -212,7 +212,7 @@ IBP_AVX2 static void NAME(find_signs)(const uint8_t *row, uint32_t n, uint64_t *
     }
 }
 
-/* Sets the highest bit of the lanes whose bits are set. */
+/* Sets the highest bit of the lanes whose bits in the bitmap are set. */
 IBP_AVX2 static void NAME(set_signs)(const uint64_t *bitmap, uint32_t n, uint8_t *row)
 {
     for (uint32_t i = 0; i < n; i += 64)
@@ -222,7 +222,8 @@ IBP_AVX2 static void NAME(set_signs)(const uint64_t *bitmap, uint32_t n, uint8_t
         }
 }
 
-/* Sets a bit for each lane that differs from `value` in bits of `mask`. Bits from n up to a whole word are 0. */
+/* Sets a bit of the bitmap for each lane that differs from `value` in bits of `mask`. The bits after bit n - 1 of the
+ * last word become 0. */
 IBP_AVX2 static void NAME(find_others)(const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask, uint64_t *bitmap)
 {
     const lane cared = (lane)mask, wanted = (lane)(value & mask);

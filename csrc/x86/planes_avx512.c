@@ -1,6 +1,6 @@
-/* planes_avx512.c - codes and decodes rows of scheme planes with AVX-512. Bytes and statuses are those of planes.c. It
- * codes rows if symbols have at most nine bits and one set of entries, and decodes rows if they are also dense and
- * symbols are bytes. planes_avx2.c does the others.
+/* planes_avx512.c - codes and decodes rows of scheme planes with AVX-512. The bytes and the statuses are the same as
+ * those of planes.c. This file codes rows if symbols have at most nine bits and one set of entries. It decodes rows if,
+ * in addition, rows are dense and symbols are bytes. planes_avx2.c codes and decodes all other rows.
  *
  * Residuals, digits and raw symbols are all fields of a fixed number of bits. They are unpacked to lanes, and packed
  * from lanes, 64 bytes of lanes at a time: eight 64-bit words, each with the fields of its lanes one after the other.
@@ -18,8 +18,8 @@
 
 enum {
     VECTOR = IBP_VECTOR_BYTES,
-    PADDING = VECTOR, /* bytes behind a level that may be read and written */
-    LEVELS = IBP_MAX_PLANES + 1
+    PADDING = VECTOR,           /* number of bytes behind a level that may be read and written */
+    LEVELS = IBP_MAX_PLANES + 1 /* one for each plane, and one for raw symbols */
 };
 
 IBP_AVX512_INLINE __m512i all_words(uint64_t x) { return _mm512_set1_epi64((int64_t)x); }
@@ -30,7 +30,7 @@ IBP_AVX512_INLINE __m512i all_bytes(__m512i words)
     return _mm512_shuffle_epi8(words, _mm512_set4_epi64(0x0808080808080808, 0, 0x0808080808080808, 0));
 }
 
-/* Selects bits: those of a where mask is set, those of b elsewhere. */
+/* Returns the bits of a where mask is 1, and the bits of b elsewhere. */
 IBP_AVX512_INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b)
 {
     return _mm512_ternarylogic_epi64(mask, a, b, 0xca);
@@ -40,17 +40,18 @@ IBP_AVX512_INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b)
 
 static const uint64_t byte_numbers = 0x0706050403020100, byte_ones = 0x0101010101010101;
 
-/* Returns the bits of all fields in the lanes of a 64-bit word. */
+/* Returns the number of bits that the fields of a 64-bit word of lanes take together. */
 IBP_AVX512_INLINE uint32_t bits_of_word(uint32_t bits, uint32_t lane_bytes) { return 8 / lane_bytes * bits; }
 
-/* Returns the bit at which the fields of each word begin. */
+/* Returns for each 64-bit word of lanes the bit at which its fields begin. */
 IBP_AVX512_INLINE __m512i starts_of_words(uint32_t word_bits)
 {
     return _mm512_mul_epu32(_mm512_set_epi64(7, 6, 5, 4, 3, 2, 1, 0), all_words(word_bits));
 }
 
-/* The constants that turn fields into lanes: the bytes that each word takes; for each byte of a word the bit at which
- * it begins in them; and the bits to keep. */
+/* The constants that unpack fields to lanes. bytes: the bytes of the fields that each 64-bit word of lanes is made
+ * from. shifts: for each byte of the word the bit of these bytes at which it begins. mask: the bits of the lanes that
+ * are kept. */
 typedef struct unpacking {
     __m512i bytes, shifts, mask;
 } unpacking;
@@ -74,16 +75,16 @@ IBP_AVX512_INLINE __m512i unpack(const unpacking *u, __m512i fields)
                             u->mask);
 }
 
-/* The constants that turn lanes into fields, in two steps. First, in words of 16, then 32, then 64 bits, the upper half
- * moves down to the end of the lower half's fields, unless a half is less than a lane. Then the 64-bit words close up:
- * each word moves up to the bit at which its fields begin, takes over the fields of the word before it that did not
- * fill a byte, and gives its whole bytes. */
+/* The constants that pack lanes to fields, in two steps. The first step joins the fields of each 64-bit word: in words
+ * of 16, then 32, then 64 bits, the upper half moves down to the end of the lower half's fields, unless a half is
+ * smaller than a lane. The second step joins the words: each word moves up to the bit of a byte at which its fields
+ * begin, and receives the last bits of the word before it, which did not fill a byte. Then its whole bytes are
+ * stored. */
 typedef struct packing {
-    __m512i lower[3], down[3]; /* the fields of the lower half, and the bits by which the upper half moves */
-    __m512i mask, offset,
-        carried;     /* mask: all fields; offset: the bits by which a word moves; carried: where in the word before
-                        it its first byte begins */
-    __mmask64 bytes; /* the whole bytes of each word */
+    __m512i lower[3], down[3];     /* the bits of the lower half's fields, and the distance that the upper half moves */
+    __m512i mask, offset, carried; /* mask: the bits of all fields; offset: the distance that a word moves up; carried:
+                                      the bit of the word before it at which its first byte begins */
+    __mmask64 bytes;               /* the whole bytes of each word */
 } packing;
 
 IBP_AVX512_INLINE packing packing_of(uint32_t bits, uint32_t lane_bytes)
@@ -116,7 +117,7 @@ IBP_AVX512_INLINE __m512i pack(const packing *p, __m512i x)
 
 /* The constants that rotate the lanes of a vector. */
 typedef struct rotation {
-    __m512i left, right, low; /* left, right: bits to shift by; low: the bits that come from the right shift */
+    __m512i left, right, low; /* left, right: the distances to shift; low: the bits that come from the right shift */
 } rotation;
 
 IBP_AVX512_INLINE rotation rotation_of(uint32_t left, uint32_t lane_bytes)
@@ -148,8 +149,8 @@ IBP_AVX512 static uint32_t read_level(const uint8_t *src, size_t src_bytes, uint
     return num_escapes;
 }
 
-/* Replaces n digits of a level by what they stand for: the low bits of an entry, or, for an escape, the next byte of
- * the next level. All arrays are padded. */
+/* Replaces n digits of a level by the bytes that they stand for: the low bits of an entry for a digit, and the next
+ * byte of the next level for an escape. All arrays are padded. */
 IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, const uint8_t *entries,
                                   uint32_t symbol_bits, const uint8_t *next)
 {
@@ -165,7 +166,7 @@ IBP_AVX512 static void name_level(uint8_t *level, uint32_t n, uint32_t escape, c
     }
 }
 
-/* Joins the residuals at the beginning of src and one symbol for each to elements. symbols is padded. */
+/* Makes elements from the residuals at the beginning of src and a symbol for each residual. symbols is padded. */
 IBP_AVX512 static void join_elements(const ibp_planes *planes, const uint8_t *src, size_t src_bytes,
                                      const uint8_t *symbols, uint8_t *row, uint32_t row_bytes)
 {
@@ -211,7 +212,7 @@ IBP_AVX512 ibp_status ibp_decode_coded_avx512(const ibp_codebook *cb, const uint
 
 /* ---- encoding ---- */
 
-/* Returns a bit for each lane of x that has bits of `mask`. */
+/* Returns a mask of the lanes of x in which any bit of `mask` is set. */
 IBP_AVX512_INLINE uint64_t test_lanes(__m512i x, __m512i mask, uint32_t lane_bytes)
 {
     return lane_bytes == 1   ? _mm512_test_epi8_mask(x, mask)
@@ -220,7 +221,7 @@ IBP_AVX512_INLINE uint64_t test_lanes(__m512i x, __m512i mask, uint32_t lane_byt
                              : _mm512_test_epi64_mask(x, mask);
 }
 
-/* Gathers the lanes whose bits are set, one after the other. */
+/* Returns the lanes of x whose bits in `lanes` are set, one after the other. */
 IBP_AVX512_INLINE __m512i compress_lanes(uint64_t lanes, __m512i x, uint32_t lane_bytes)
 {
     return lane_bytes == 1   ? _mm512_maskz_compress_epi8(lanes, x)
@@ -250,15 +251,15 @@ IBP_AVX512 uint32_t ibp_list_avx512(const uint8_t *row, uint32_t n, uint64_t val
     return IBP_BY_SIZE(lane_bytes, list_of, row, n, value, mask, bitmap, listed);
 }
 
-/* Cuts the low bytes of the symbols out of elements, and their ninth bits if they have nine. symbols and ninths are
- * padded. */
+/* Cuts the low bytes of the symbols out of elements, and the ninth bits of symbols that have nine bits. symbols and
+ * ninths are padded. */
 IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elements, uint32_t num_bytes,
                                    uint8_t *symbols, uint8_t *ninths)
 {
     const uint32_t lane_bytes = planes->element_bytes, per_word = 8 / lane_bytes, symbol_bits = ibp_symbol_bits(planes);
     const rotation to_coded = rotation_of(planes->rotate, lane_bytes);
-    const __m512i starts =
-        all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits); /* bits where symbols begin */
+    /* The bits of a word at which its symbols begin. */
+    const __m512i starts = all_words(byte_numbers * 8 * lane_bytes + byte_ones * planes->residual_bits);
     const __m512i mask = all_words(byte_ones * ibp_low_bits(255, symbol_bits)),
                   ninth = all_words(ibp_lane_fields(lane_bytes, 1) << (planes->residual_bits + 8) % 64);
     const __mmask64 bytes = byte_ones * ibp_low_bits(255, per_word);
@@ -270,7 +271,7 @@ IBP_AVX512 static void cut_symbols(const ibp_planes *planes, const uint8_t *elem
     }
 }
 
-/* Looks up each byte of x in a table of 256 bytes. */
+/* Looks up each byte of x in a table of 256 bytes, which is given as four vectors. */
 IBP_AVX512_INLINE __m512i look_up(const __m512i *quarters, __m512i x)
 {
     return _mm512_mask_blend_epi8(_mm512_movepi8_mask(x), _mm512_permutex2var_epi8(quarters[0], x, quarters[1]),
@@ -278,8 +279,8 @@ IBP_AVX512_INLINE __m512i look_up(const __m512i *quarters, __m512i x)
 }
 
 /* Ranks n symbols. The rank is num_entries if no entry equals the symbol; such symbols are copied to `raw`,
- * symbol_bytes bytes each. Returns how many these are. symbol_bytes is a constant at every call: 2 if symbols have
- * ninth bits, else 1. With 1, `raw` may be the same array as `symbols`. All arrays are padded. */
+ * symbol_bytes bytes each. Returns the number of copied symbols. symbol_bytes is a constant at every call: 2 if symbols
+ * have ninth bits, else 1. With 1, `raw` may be the same array as `symbols`. All arrays are padded. */
 IBP_AVX512_INLINE uint32_t rank_symbols(const ibp_planes *planes, const uint8_t *symbols, const uint8_t *ninths,
                                         uint32_t n, uint8_t *ranks, uint8_t *raw, uint32_t symbol_bytes)
 {
@@ -315,7 +316,7 @@ IBP_AVX512_INLINE uint32_t rank_symbols(const ibp_planes *planes, const uint8_t 
 }
 
 /* Replaces a level of n ranks by the next level, in place, and writes its digits unless dst is NULL. level is padded.
- * Returns n of the next level. */
+ * Returns the number of ranks of the next level. */
 IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits, uint8_t *dst)
 {
     const packing digits = packing_of(bits, 1);
@@ -333,7 +334,7 @@ IBP_AVX512 static uint32_t strip_level(uint8_t *level, uint32_t n, uint32_t bits
     return (uint32_t)(next - level);
 }
 
-/* Packs the low bits of lanes after rotating the lanes left. */
+/* Rotates lanes left by `rotated` bits, and packs the low `bits` bits of each to dst. num_bytes: size of the lanes. */
 IBP_AVX512 static void write_fields(const uint8_t *lanes, uint32_t num_bytes, uint32_t lane_bytes, uint32_t rotated,
                                     uint32_t bits, uint8_t *dst)
 {
@@ -371,10 +372,11 @@ IBP_AVX512 size_t ibp_encode_coded_avx512(const ibp_codebook *cb, const uint8_t 
     return 8 * end;
 }
 
-/* ---- which rows these are ---- */
+/* ---- which codebooks are accepted ---- */
 
-/* Returns whether the fields of 64-bit words can be packed and unpacked in this way. They may begin at any bit of a
- * byte and must fit into 64 bits from there. A word must share no byte with words other than the one before it. */
+/* Returns whether residuals can be packed and unpacked by 64-bit words of lanes. The fields of a word may begin at any
+ * bit of a byte, and must end within 64 bits of the beginning of that byte. A word may share a byte only with the word
+ * before it. */
 static bool fits_words(const ibp_planes *planes)
 {
     const uint32_t word_bits = 8 / planes->element_bytes * planes->residual_bits;

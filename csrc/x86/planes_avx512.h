@@ -1,16 +1,17 @@
-/* planes_avx512.h - the parts of planes_avx2.c that AVX-512 does, if the processor has it. */
+/* planes_avx512.h - functions that planes_avx2.c calls if the processor has AVX-512. */
 #ifndef IBP_PLANES_AVX512_H
 #define IBP_PLANES_AVX512_H
 
 #include "../core/schemes.h"
 
-/* Lists the n lanes that differ from `value` in bits of `mask`: sets a bit for each in `bitmap`, and copies them to
- * `listed` one after the other. Both are padded. Returns how many there are. */
+/* Lists the lanes that differ from `value` in bits of `mask`, among n lanes: sets bit i of `bitmap` if lane i differs,
+ * and copies the differing lanes to `listed`, one after the other. Both arrays are padded. Returns the number of
+ * differing lanes. */
 uint32_t ibp_list_avx512(const uint8_t *row, uint32_t n, uint64_t value, uint64_t mask, uint64_t *bitmap,
                          uint8_t *listed, uint32_t lane_bytes);
 
-/* Replace encode_coded and decode_coded of planes_avx2.c for codebooks that ibp_takes_avx512 accepts; the latter only
- * if symbols are bytes. */
+/* Do the same as encode_coded and decode_coded of planes_avx2.c, for codebooks that ibp_takes_avx512 accepts. The
+ * decoder also requires dense rows and symbols of one byte. */
 bool ibp_takes_avx512(const ibp_planes *planes);
 size_t ibp_encode_coded_avx512(const ibp_codebook *cb, const uint8_t *elements, size_t start, uint32_t n, uint8_t *dst,
                                size_t dst_bytes, ibp_scratch *scratch);

@@ -188,7 +188,7 @@ static void check_refused(void)
           "scratch");
     CHECK(ibp_learn_planes(&good, scratch, scratch_bytes, arrays, most - 1, &planes, &bytes) == IBP_BUFFER_TOO_SMALL,
           "arrays");
-    CHECK(ibp_learn_planes(&good, scratch, scratch_bytes, arrays + 4, most, &planes, &bytes) == IBP_INVALID_ARGUMENT,
+    CHECK(ibp_learn_planes(&good, scratch, scratch_bytes, arrays + 8, most, &planes, &bytes) == IBP_INVALID_ARGUMENT,
           "arrays of symbols");
     CHECK(ibp_learn_planes(&good, (uint8_t *)scratch + 8, scratch_bytes, arrays, most, &planes, &bytes) ==
               IBP_INVALID_ARGUMENT,
