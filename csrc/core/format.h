@@ -1,7 +1,11 @@
 /* format.h - the rules of FORMAT.md as inline functions, shared by gcc, g++ and nvcc.
  *
- * Scheme ibp works on 32-bit words of a row (byte 4w is the low byte of word w). Kept bits are stored in the order
- * of their positions, so that only ibp_keep_word and ibp_match_word need to know the size of a chunk. */
+ * They are about words of scheme ibp, headers and positions of listed rows, fingerprints, differences, and sizes of
+ * rows.
+ *
+ * Scheme ibp (section 5) works on 32-bit words of a row; byte 4w is the low byte of word w. Kept bits, those that are
+ * not invariant, are stored in the order of their positions, so that of the functions that code rows only ibp_keep_word
+ * and ibp_match_word need to know the size of a chunk. */
 #ifndef IBP_FORMAT_H
 #define IBP_FORMAT_H
 

@@ -3,7 +3,7 @@
 
 `format.py` says what the bytes of a file mean, and `paths.py` where files are and what they are called. `reader.py`
 reads one file, and `opened.py` has `ibp.open`, `ibp.load` and `ibp.File`, which may be a set of files. `writer.py` has
-`ibp.save` and the writer of one file. Each of them imports only from the files named before it.
+`ibp.save` and the writer of one file. Of these files, each imports only those named before it.
 """
 
 # ruff: noqa: F401

@@ -6,8 +6,8 @@ takes these steps:
     step      where                    the host waits for                   who learns what
     --------  -----------------------  -----------------------------------  ------------------------------------------
     plan      Collective.plan          all ranks: on the CPU, if a codec    rank 0 learns a codec from samples of all
-                                       is given, and if the kind of call    ranks and tells it to them
-                                       is new or due to be checked
+                                       is given; on GPUs also if the kind   ranks and tells it to them
+                                       of call is new or due to be checked
               `call` of a pair         the call before, in this direction   the sender learns a codec, and the receiver
               (_pairs.py)                                                   reads it in a note behind a raw tensor
     size      Collective.pieces,       nothing                              nobody: sizes of messages follow from the
@@ -22,6 +22,9 @@ takes these steps:
                                        all of them have coded the tensor
     repair    Collective.repair        torch's own call, if rows were lost  all ranks, at the next check of the kind by
                                                                             Collective.plan: they learn a codec anew
+
+Each piece takes encode, exchange and decode. Tell is taken once, just before the exchange of the last piece, and the
+other steps once a call.
 
 A call that is given a status (by _fsdp.py) leaves out tell, check and repair. A rank raises that a message was damaged
 only after it has taken part in a repair, because other ranks do not know of the damage and wait for it.

@@ -1,14 +1,18 @@
 // cache.cu - a cache of rows: kernels that find rows in maps, copy rows into slabs, and claim, drop and change rows.
-// gather.cu has the gather that reads slabs.
+// decode/gather.cuh has the gather that reads slabs.
 //
-// A map is an array of sets of ways, 16 bytes each; two ways share a sector:
+// A slab is memory near the GPUs that holds stored rows. A map is an array of sets of ways, 16 bytes each; two ways
+// share a sector. The entry of a row says where the row lies in a slab:
 //
 //     set 0    | row, entry | row, entry | ...    set 1    | row, entry | row, entry | ...
 //
-// Finding is bound by latency and by the sectors of random reads. A lane looks up one row; in a cache of least recently
-// used rows a warp looks up one row, and each lane compares one way. Copying is bound by the memory that rows are read
-// from. A warp fills a slab row by row; in a cache of least recently used rows it copies all rows that it has claimed
-// together.
+// A claim, in a cache of least recently used rows, consists of two kernels: touch_rows finds and stamps the requested
+// rows that are in the cache, and claim_rows gives the missing rows the ways of the least recently used rows and copies
+// the missing rows there.
+//
+// Finding is bound by latency and by the sectors of random reads. A lane looks up one row; in a claim a warp looks up
+// one row, and each lane compares one way. Copying is bound by the memory that rows are read from. A warp fills a slab
+// row by row; in a claim it claims ways for up to 32 rows, and then copies these rows as one sequence of vectors.
 #include "../../core/cache.h"
 #include "../../core/ids.h"
 #include "../cuda_checks.h"

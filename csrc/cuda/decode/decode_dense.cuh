@@ -4,18 +4,20 @@
 // It works as decode_pairs.cuh does, with digits of any width. The bytes of a row, and the levels of names in shared
 // memory, are drawn in tiles.cuh.
 //
-// 1. The warp goes down the planes. A lane spreads its digits of planes 0 and 1 to nibbles, which it keeps, and counts
-//    escapes, because their number says where the next plane begins. Elements that reach plane 2, plane 3 or raw
-//    symbols get their names one at a time: level 2 receives the names of all elements of plane 2, and a list holds the
-//    elements that have no name yet.
+// 1. The warp goes down the planes. A lane spreads its digits of planes 0 and 1 to nibbles, and counts escapes, because
+//    their number says where the next plane begins. It keeps the nibbles of plane 0 in shared memory, and the first
+//    chunk of plane 1 in registers; further chunks are loaded again in step 2. Elements that reach plane 2, plane 3 or
+//    raw symbols get their names one at a time: level 2 receives the names of all elements of plane 2, and a list holds
+//    the elements that have no name yet.
 // 2. It goes up through plane 1. A lane takes 16 digits at a time, whose nibbles select bytes of the plane's names
 //    (`prmt`). Escaped elements take bytes of level 2 instead; a prefix sum over the nibbles says which bytes.
 // 3. It goes up through plane 0 in the same way. In each step a lane makes 16 bytes of output: symbols are joined with
 //    their residuals and stored.
 //
-// A name is a symbol if all columns share entries of up to a byte. Otherwise it is a rank, which is the number of the
-// symbol's entry, or kRaw if the symbol is raw. If names are ranks, their symbols are looked up, and the elements with
-// raw symbols are stored last, one at a time.
+// A name is a symbol if elements have less than eight bytes and all columns share entries of up to a byte. Otherwise it
+// is a rank, which is the number of the symbol's entry, or kRaw if the symbol is raw. If names are ranks, each step
+// looks up their symbols; after the step's 16 bytes are stored, its elements with raw symbols are stored over them, one
+// at a time.
 //
 // Integer instructions limit the decoder.
 #ifndef IBP_DECODE_DENSE_CUH

@@ -5,16 +5,20 @@
 //     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |
 //     | values of the listed elements: residuals | plane 0 | plane 1 | plane 2 | plane 3 | raw symbols |
 //
-// 1. Ranks. The listed elements are decoded as if they were a row of their own, one batch at a time. The digits give
-//    each element a rank of one byte, the number of its entry. A lane takes eight digits of plane 0 at a time. Elements
-//    whose digits are escapes go to a list, from which a lane takes one element at a time in the other planes.
-// 2. Elements. Entries and raw symbols are joined with residuals. A lane takes eight elements at a time.
-// 3. Positions. A list of positions is turned into a bitmap.
-// 4. Columns. A lane makes 16 bytes of output at a time. Its bits of the bitmap say which columns are listed, and a
-//    prefix sum of the counts of these bits says which elements belong to them. All other columns get the default.
+// 1. Count. The escapes of all planes are counted. Their numbers say where each part begins, and whether the row has
+//    the right length.
+// 2. Positions. A bitmap is used as it is, and a list is turned into a bitmap. If a list names at most one column in
+//    eight, and there is no signed_default, it becomes an array of columns instead.
+// 3. The warp goes through tiles of columns. For the listed elements of a tile it finds the ranks, which are the
+//    numbers of their entries: a lane takes eight digits of plane 0 at a time, and elements whose digits are escapes go
+//    to a list, from which a lane takes one element at a time in the other planes. Then entries and raw symbols are
+//    joined with residuals, eight elements of a lane at a time.
+// 4. A lane makes 16 bytes of output at a time. Its bits of the bitmap say which columns are listed, and a prefix sum
+//    of the counts of these bits says which elements belong to them. All other columns get the default. With an array
+//    of columns, the default is written to all columns, and then each listed element is stored in its column.
 //
-// If few elements are listed, another step replaces steps 3 and 4: the default is written to all columns, and then each
-// listed element is stored in its column.
+// The elements of a tile are a batch. If all listed elements fit one batch (up to 1,024 elements, or 256 if rows have
+// more than 8 KiB), their ranks are found during the count, and they are joined only once.
 #ifndef IBP_DECODE_LISTED_CUH
 #define IBP_DECODE_LISTED_CUH
 

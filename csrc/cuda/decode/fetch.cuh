@@ -4,13 +4,14 @@
 // A job is one row, which one group of threads fetches and decodes. In a warp this happens in the following order:
 //
 // 1. The lanes look up the warp's next rows together, one row each (look_up).
-// 2. Each group issues loads of its next row's bytes into registers (prefetch): the bytes in the slot, and the bytes in
-//    overflow, which may lie in memory that is far away.
-// 3. While these loads are under way, the group decodes its current row (finish).
-// 4. The group stores the loaded registers in its stage, or in the output if the row is raw (receive), and goes on with
-//    step 2.
+// 2. The registers that the last prefetch has loaded are stored in the stage, or in the output if the row is raw and
+//    both are aligned (receive). Vectors that had no register are fetched now.
+// 3. The group issues loads of its next row's bytes into registers (prefetch): the bytes in the slot, and the bytes in
+//    overflow, which may be in pinned host memory. Groups that share a warp load their rows together.
+// 4. While these loads are under way, the group decodes its current row (finish). It goes on with step 2, or with step
+//    1 if all rows that were looked up have been decoded.
 //
-// A regular row takes this path; its bytes are loaded as vectors of 16 bytes, whatever its alignment:
+// The bytes of a regular row are loaded as vectors of 16 bytes, whatever its alignment:
 //
 //     | ... shift | stored bytes of the row            | ... |      vectors as loaded, and as they lie in the stage
 //     ^ multiple of 16                                       ^ multiple of 16

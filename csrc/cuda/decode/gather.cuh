@@ -9,6 +9,8 @@
 //    once.
 // 3. For each turn it stores the row that was loaded (receive), issues the loads of the next turn's row (prefetch), and
 //    decodes the stored row while these loads are under way (finish). See fetch.cuh.
+//
+// The link limits the kernel if rows are in pinned memory; otherwise device memory or the issue of instructions does.
 #ifndef IBP_GATHER_CUH
 #define IBP_GATHER_CUH
 

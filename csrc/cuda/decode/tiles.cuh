@@ -6,13 +6,17 @@
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //
 // A warp decodes one tile of elements at a time. It goes down the planes (visit), because each plane begins where the
-// digits of the plane before end, and then up again (store). The escaped elements of a plane take their names from the
-// level below. A name is one byte: a symbol, or the rank of an entry.
+// digits of the plane before end, and then up again (store). Where a plane begins depends on the escapes of the whole
+// row. If a warp has one tile, its way down is also this count. Otherwise the escapes of the whole row are counted
+// first, and each tile goes down again to find its own digits.
+//
+// The escaped elements of a plane take their names from the level below. A name is one byte: a symbol, or the rank of
+// an entry.
 //
 //     level 1    the names of the elements that escaped plane 0
-//     level 2    the names of the elements that escaped plane 1; planes 2 and 3 and raw symbols fill them in
-#ifndef IBP_TILES_CUH
-#define IBP_TILES_CUH
+//     level 2    the names of the elements that escaped plane 1; they come from plane 2, plane 3 and raw symbols
+#ifndef IBP_DECODE_TILES_CUH
+#define IBP_DECODE_TILES_CUH
 
 #include "../planes_book.cuh"
 #include "decoder.cuh"

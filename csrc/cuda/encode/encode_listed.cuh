@@ -1,5 +1,5 @@
-// encode_listed.cuh - encodes listed rows of scheme planes (FORMAT.md section 6), if elements have up to four bytes and
-// a table has the codes of all symbols.
+// encode_listed.cuh - encodes listed rows of scheme planes (FORMAT.md section 6) if rows have up to 8 KiB and elements
+// up to four bytes, a table has the codes of all symbols, and there are no invariant bits and no constant columns.
 //
 //     | header: is_closed, k | positions of the k listed elements | highest bits of the others, with signed_default |
 //     | values of the listed elements: residuals | plane 0 | plane 1 | plane 2 | plane 3 | raw symbols |

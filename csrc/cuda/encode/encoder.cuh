@@ -22,12 +22,12 @@
 //     Group          the threads that encode one row together
 //     kBlocks        number of blocks for which an SM has registers; a block has kMostEncodeThreads threads or, if rows
 //                    are measured, Group::kThreads
-//     kFillsStage    whether encode writes every byte of the coded row, and reads none
+//     kFillsStage    whether encode writes every byte of the coded row, and reads no byte of the stage
 //     table_bytes    size in bytes of a block's table, which begins at byte 0 of shared memory, where `table` points; a
 //                    multiple of 16
 //     scratch_bytes  size in bytes of a group's scratch, which lies behind its stage in shared memory; a multiple of 16
 //     select         turns the struct into the encoder for rows of cluster k; k is 0 if there is one cluster
-//     measure        returns the size of the coded row in bits
+//     measure        returns the size of the coded row in bits, or kNoCodedForm if the row cannot be coded
 //     default_bytes  returns the largest size in bytes, including a cluster's number, that a whole default row would
 //                    have if coded; ~0u if any size is possible
 //     encode         writes the coded row into the stage; returns the byte of the stage at which its bits end
@@ -37,8 +37,10 @@
 //   - The fields of the codebook are checked (ibp_check_codebook_fields). The content of its arrays is not.
 //   - All threads of a block call the constructor once.
 //   - All lanes of a group call measure and encode together. The groups of one warp diverge.
-//   - The stage is all zeros, unless kFillsStage. start_bit is 0 or 8, and most_bytes is less than the row's valid
-//     bytes.
+//   - start_bit is 0 or 8. From byte start_bit / 8 on the stage is all zeros, unless kFillsStage. If start_bit is 8,
+//     byte 0 holds the cluster's number and must be kept.
+//   - most_bytes is less than row.valid, the number of the row's bytes that exist; only a table's last row has fewer
+//     than row_bytes.
 //
 // An encoder must do this:
 //

@@ -1,7 +1,8 @@
-// planes.cuh - encodes rows of scheme planes (FORMAT.md section 6). A group of lanes encodes a row, and in each step
-// every lane takes 16 bytes. T is the type of an element; the other fields of a codebook are run-time values.
+// planes.cuh - encodes rows of scheme planes (FORMAT.md section 6). A group of lanes encodes a row, and in each step of
+// encoding every lane takes 16 bytes. T is the type of an element. LISTED says whether rows are listed, and FIELDS
+// which rarer fields a codebook may use; all other fields are run-time values.
 //
-//     | header | positions | highest bits of unlisted elements |                            in listed rows only
+//     | header | positions | highest bits of unlisted elements, with signed_default |       in listed rows only
 //     | residuals | plane 0: a digit for each element | plane 1: a digit for each escape of plane 0 | plane 2 |
 //     | plane 3 | raw symbols: one for each escape of the last plane |
 //

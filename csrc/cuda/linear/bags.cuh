@@ -4,9 +4,11 @@
 // of these steps:
 //
 // 1. The groups of the team decode consecutive rows to shared memory, each group different rows (decode/fetch.cuh),
-//    while the bytes of their next rows are loaded. 2. The team meets at a barrier. 3. Threads of the team add the rows
-//    to the sums of their bags, in the order of the rows (bag_sums.cuh), and write the sums of the bags that are
-//    complete. 4. The team meets again. After that the rows may be overwritten.
+//    while the bytes of their next rows are loaded.
+// 2. The team meets at a barrier.
+// 3. Threads of the team add the rows to the sums of their bags, in the order of the rows (bag_sums.cuh), and write the
+//    sums of the bags that are complete.
+// 4. The team meets again. After that the rows may be overwritten.
 //
 // So a sum is the same as that of a single thread that adds the bag's rows in order, although all warps of a team
 // decode the rows of a long bag.

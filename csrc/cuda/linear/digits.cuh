@@ -157,8 +157,8 @@ constexpr uint32_t kStripRows = 16, kStepColumns = 128;
 
 // Columns are divided into steps, and step s belongs to piece s % 16, so that warps with neighbouring pieces read
 // adjacent bytes of a row at the same time. The products of a piece are added one after the other. The sums of pieces
-// are then added in pairs, pairs of pairs and so on. Every kernel adds in this order, for any number of blocks and
-// vectors.
+// are then added in pairs, pairs of pairs and so on. The kernels of linear.cuh and many.cuh add in this order, for any
+// number of blocks and vectors; tiles.cuh does not.
 constexpr uint32_t kPieces = 16;
 
 __host__ __device__ __forceinline__ uint32_t num_steps(const LinearJob &job)

@@ -1,21 +1,26 @@
 // linear.cuh - multiplies up to 8 vectors with coded matrices of BF16: rows are decoded in registers, as operands of
-// tensor cores, and never written.
+// tensor cores, and never written. The vectors may also come in groups of up to 8, each of which is multiplied by one
+// matrix of a stack.
 //
-// A block takes strips of 16 rows, one after the other:
+// The columns are divided into steps of 128, and step s belongs to piece s % 16 (digits.cuh). A block takes strips of
+// 16 rows, one after the other:
 //
-// 1. Each of its 8 multiplying warps has two neighbouring pieces of the 16 pieces into which the columns are divided
-//    (digits.cuh), and multiplies their steps of 128 columns from left to right. While it multiplies a step, the bytes
-//    of the following steps, including those of the next strip, are copied to shared memory. 2. A lane holds 32
-//    elements of row g and 32 elements of row g + 8, where g = lane / 4. An instruction of the tensor cores takes 4
-//    elements of each row. Columns are permuted so that the digits unpack cheaply; the vectors are permuted in the same
-//    way. 3. Escapes are multiplied like other digits, as if their symbols followed those of the digits. 4. A ninth
-//    warp, the finisher, adds up the other warps' sums. It subtracts the products of escapes and adds the products with
-//    the right weights, which it reads from a list that was made in advance. It stores the results while the other
-//    warps multiply the next strip.
+// 1. Warp w of its 8 multiplying warps takes pieces 2 w and 2 w + 1: it multiplies steps 2 w, 2 w + 1, 2 w + 16,
+//    2 w + 17 and so on. While it multiplies a step, the bytes of the following steps, including those of the next
+//    strip, are copied to shared memory.
+// 2. A lane holds 32 elements of row g and 32 elements of row g + 8, where g = lane / 4. An instruction of the tensor
+//    cores takes 4 elements of each row. Columns are permuted so that the digits unpack cheaply; the vectors are
+//    permuted in the same way.
+// 3. Escapes, which are digits of 15, are multiplied like other digits, as if their symbols followed those of the
+//    digits.
+// 4. A ninth warp, the finisher, adds up the other warps' sums. It subtracts the products of escapes and adds the
+//    products with the right weights, which it reads from a list that was made in advance. It stores the results while
+//    the other warps multiply the next strip.
 //
 // On GPUs of compute capability 9.0 and later a launch overlaps the previous launch of the stream (programmatic
-// dependent launch): loads of the first bytes of the matrix are issued before the vectors are ready. The kernel is
-// bound by device memory.
+// dependent launch): loads of the first bytes of the matrix are issued before the vectors are ready.
+//
+// The kernel is bound by device memory.
 #ifndef IBP_LINEAR_CUH
 #define IBP_LINEAR_CUH
 

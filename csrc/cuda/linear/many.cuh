@@ -3,16 +3,20 @@
 //
 // A cluster of blocks takes tiles of 64 rows, one after the other:
 //
-// 1. Each block has some neighbouring pieces of the 16 pieces into which the columns are divided (digits.cuh). It keeps
-//    the vectors' elements of these columns in shared memory, in the order in which digits unpack cheaply, so that only
-//    weights are read through L2. 2. Two groups of four warps multiply; each group takes half of the block's pieces. If
-//    there are so many columns that 16 blocks have one piece each, tiles have 128 rows, and each group takes half of
-//    the rows. While a group multiplies a step, the bytes of the following steps, including those of the next tile, are
-//    copied to shared memory. 3. The groups write the sums of a tile to shared memory. 4. Four more warps of each
-//    block, the finishers, read the sums of all blocks of the cluster for their block's share of the vectors. They
-//    correct the products of escapes as linear.cuh does.
+// 1. Each block has some neighbouring pieces of the 16 pieces of the columns; step s of 128 columns belongs to piece s
+//    % 16 (digits.cuh). It keeps the vectors' elements of these columns in shared memory, in the order in which digits
+//    unpack cheaply, so that the vectors are not read again for every tile.
+// 2. Two groups of four warps multiply; each group takes half of the block's pieces. If there are so many columns that
+//    16 blocks have one piece each, tiles have 128 rows, and each group takes half of the rows. While a group
+//    multiplies a step, the bytes of the following steps, including those of the next tile, are copied to shared
+//    memory.
+// 3. The groups write the sums of a tile to shared memory.
+// 4. Four more warps of each block, the finishers, read the sums of all blocks of the cluster for their block's share
+//    of the vectors. They correct the products of escapes as linear.cuh does.
 //
-// Sums are added in the order of linear.cuh, so the results have the same bits. The kernel is bound by device memory.
+// Sums are added in the order of linear.cuh, so the results have the same bits.
+//
+// The kernel is bound by device memory.
 #ifndef IBP_MANY_CUH
 #define IBP_MANY_CUH
 

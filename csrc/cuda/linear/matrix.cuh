@@ -1,14 +1,14 @@
 // matrix.cuh - decodes all weights of a coded matrix of BF16, for products of more vectors than the kernels multiply by
 // coded rows.
 //
-// A slot, which is a row as it is stored:
+// A slot, which holds a stored row:
 //
 //     | residuals: 1 byte for each column | digits: 4 bits for each column |
 //
 // 1. A warp takes a stretch of a row. Each load of a lane brings the residuals and digits of 8 elements into registers.
-// 2. The lane joins them, and stores the weights in device memory. 3. The warp overwrites the weights of escapes with
-// the right ones from the list of escapes. Because of this list, the kernel need not count escapes, stage symbols or
-// exchange data between lanes.
+// 2. The lane joins them, and stores the weights in device memory.
+// 3. The warp overwrites the weights of escapes with the right ones from the list of escapes. Because of this list, the
+//    kernel need not count escapes, stage symbols or exchange data between lanes.
 //
 // The kernel is bound by device memory.
 #ifndef IBP_MATRIX_CUH

@@ -7,8 +7,8 @@
 // Groups of four warps multiply 64 rows each: tensor cores multiply half a step while the warps decode the next half. A
 // warp finds an escaped weight in about one step of three and puts it into the operand, so sums need no correction. The
 // blocks of a cluster add up their sums through shared memory. The kernel is bound by tensor cores and by decoding.
-#ifndef IBP_TILES_CUH
-#define IBP_TILES_CUH
+#ifndef IBP_LINEAR_TILES_CUH
+#define IBP_LINEAR_TILES_CUH
 
 #include "sm90.cuh"
 #ifdef __CUDACC__

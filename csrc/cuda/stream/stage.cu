@@ -3,7 +3,8 @@
 //
 // The call is bound by the CPU's memory or by the link. The items are divided into chunks, and the chunks into blocks,
 // which threads take one after the other. Chunk k uses place k % kPlaces of two rings, one in pinned memory and one on
-// the GPU. A place holds
+// the GPU; the next call goes on with the place after the last one. Overflow is not staged: the decoder reads it over
+// the link. A place holds
 //
 //     | slots of the chunk's items | up to a multiple of 16 bytes | ids of the items |
 //
