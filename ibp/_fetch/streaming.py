@@ -3,7 +3,7 @@
 Stored bytes in pinned host memory come to a GPU on one of two paths: one kernel fetches and decodes them, or, if they
 are many, the copy engine brings them through a ring of buffers while earlier chunks are decoded (`TensorStream`, which
 `ibp.offload` uses, too). Several tables share one stream, and tables that a GPU decodes in its own memory share
-launches. """
+launches."""
 
 from __future__ import annotations
 
