@@ -19,6 +19,7 @@ from ._compressing import ModelReport, compress
 from ._decompressing import decompress
 from ._embedding import Embedding, EmbeddingBag
 from ._experts import Experts
+from ._parameters import TableParameter
 from ._tables import Conv1D, Linear, coded_state_dict, multiply_together
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "Experts",
     "Linear",
     "ModelReport",
+    "TableParameter",
     "coded_state_dict",
     "compress",
     "decompress",

@@ -21,7 +21,7 @@ from ..checkpoints._source import is_chosen
 from ._embedding import Embedding
 from ._experts import Experts
 from ._stacks import by_rows, is_stack, reshaped
-from ._tables import Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
+from ._tables import CodedModule, Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
 _MIN_BYTES = 1 << 20  # bytes; smaller weights are not coded unless the caller says otherwise
 # A weight of which a table saves a smaller share stays plain, because decoding it would gain nothing.
@@ -173,20 +173,18 @@ def compress(
     return plan.report()
 
 
-_CODED = TableModule, Experts
-
-
 def options_of(model: torch.nn.Module) -> dict[str, Any]:
     """Returns the arguments with which `compress` codes just those weights that are coded in a model."""
-    coded = [module for module in model.modules() if isinstance(module, TableModule)]
-    min_bytes = min([_MIN_BYTES, *(module.weight.original_bytes for module in coded)])
+    coded = [module for module in model.modules() if isinstance(module, CodedModule)]
+    tables = [(module, shared.weight) for module in coded for shared in module.shared_tables().values()]
+    min_bytes = min([_MIN_BYTES, *(table.original_bytes for _, table in tables)])
     plain, _ = _find(model, _Choice(model, None, ()), min_bytes)
     exclude = [name.rpartition(".")[0] if weight.is_stacked else name for weight in plain for name in weight.names]
-    matrices = [module.weight for module in coded if not isinstance(module, Embedding)]
+    matrices = [table for module, table in tables if not isinstance(module, Embedding)]
     return {
         "exclude": exclude,
         "level": "fast" if all(map(is_fast_matrix, matrices)) else "default",
-        "fused": all(getattr(module, "fused", True) for module in model.modules() if isinstance(module, _CODED)),
+        "fused": all(getattr(module, "fused", True) for module in coded),
         "min_bytes": min_bytes,
     }
 
@@ -284,7 +282,7 @@ class ModelPlan:
                 if module not in made:
                     made[module] = _module_over(table, module, self._fused)
                     made[module].share_table(next(iter(made.values())))
-                    made[module]._shared.requires_grad = module.get_parameter("weight").requires_grad
+                    made[module].shared_tables()["weight"].requires_grad = module.get_parameter("weight").requires_grad
                     made[module].train(module.training)
                 parent, _, attribute = name.rpartition(".")
                 setattr(self._model.get_submodule(parent), attribute, made[module])

@@ -55,9 +55,7 @@ class RowsModule(TableModule):
     def __init__(
         self, table: CompressedTensor, stays: bool, trainable: bool, cache: RowCache | int | None = None
     ) -> None:
-        super().__init__(table, stays)
-        if trainable and not table.is_floating_point():
-            raise TypeError(f"table has dtype {table.dtype}; wanted floating-point rows to train")
+        super().__init__(table, stays, trainable)
         self.num_embeddings, self.embedding_dim = table.shape
         self.trainable = trainable
         self.cache = _checked_cache(cache, table, trainable)
@@ -175,9 +173,9 @@ class RowsModule(TableModule):
             return
         warn_once(
             f"{_MOST_UNREAD} backward passes gave gradients to rows of an ibp.nn module {list(self.weight.shape)}, and "
-            "no optimizer has read them. An optimizer of torch does not train these rows, because parameters() does "
-            "not list them: give the model to one of ibp.optim too, such as ibp.optim.SGD(model), and call its step() "
-            "and zero_grad(). Make the module with trainable=False if its rows are not to train.",
+            "no optimizer has read them. An optimizer of torch does not train these rows, because no gradient reaches "
+            "their parameter: give the model to one of ibp.optim too, such as ibp.optim.SGD(model), and call its "
+            "step() and zero_grad(). Make the module with trainable=False if its rows are not to train.",
             key="unread gradients",
         )
 
@@ -239,6 +237,10 @@ class RowsModule(TableModule):
         self.flush()
         return self.weight
 
+    def _save_tables(self, state: dict[str, Any], prefix: str) -> None:
+        self.flush()
+        super()._save_tables(state, prefix)
+
     def refit(self, **options: Any) -> None:
         """Compresses the rows again, with a codebook that fits them as they are now, and frees unused memory. It calls
         `CompressedTensor.refit`, which meanwhile needs memory for all rows. Use it when `weight.savings` has fallen.
@@ -254,7 +256,7 @@ class RowsModule(TableModule):
         self.current_table().refit(**options)
         self.cache.refill(cached)
 
-    def _take(self, table: CompressedTensor) -> None:
+    def _take(self, name: str, table: CompressedTensor) -> None:
         """Takes a new table, and makes a cache of it with the rows that the old cache has."""
         cache = self.cache
         if cache is not None:
@@ -266,7 +268,7 @@ class RowsModule(TableModule):
                 policy=cache.policy,
                 writable=cache.writable,
             )
-        super()._take(table)
+        super()._take(name, table)
         self.drop_gradients()
         self._num_writes += 1
 

@@ -1,0 +1,288 @@
+"""How modules hold the tables of their weights, and the parameters by which tools find these weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .._common.modes import outside_of_modes
+from .._common.states import SavedTensor
+from .._layout.geometry import bytes_of
+from .._machine import memory
+from .._schemes import PlanesCodebook
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
+from ._stacks import by_rows
+
+_aten = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default)
+_SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+_ASKS_FOR_GRADIENTS: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
+_READS_ON_THE_CPU = (torch.Tensor.numpy, torch.Tensor.tolist)  # torch refuses them for subclasses of tensors
+
+
+class Form(NamedTuple):
+    """The way in which the rows of a table hold a plain weight.
+
+    Attributes:
+        transposed: whether the plain weight is [columns, rows], or a stack of such matrices.
+        stacked: () for a matrix. If the plain weight is a stack of matrices, which the table holds one below the other:
+            the leading dimensions of the stack.
+    """
+
+    transposed: bool = False
+    stacked: tuple[int, ...] = ()
+
+    def coded_shape(self, table: CompressedTensor) -> torch.Size:
+        """Returns the shape that a table has in a coded state."""
+        rows, columns = table.shape
+        return torch.Size((*self.stacked, rows // prod(self.stacked), columns))
+
+    def plain_shape(self, table: CompressedTensor) -> torch.Size:
+        """Returns the shape of the plain weight."""
+        *leading, rows, columns = self.coded_shape(table)
+        return torch.Size((*leading, columns, rows) if self.transposed else (*leading, rows, columns))
+
+    def plain_of(self, table: CompressedTensor, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the weight in its plain shape, made from rows of the table: from all rows, or from those of whole
+        matrices of a stack."""
+        matrices = rows.view(-1, *self.coded_shape(table)[1:]) if self.stacked else rows
+        return matrices.mT.contiguous() if self.transposed else matrices
+
+    def rows_of(self, weight: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of a plain weight."""
+        matrices = weight.mT if self.transposed else weight
+        return matrices.reshape(-1, matrices.shape[-1]).contiguous()
+
+
+class SharedTable:
+    """The holder of a table that several modules share, like a shared parameter: if the table is loaded or moved,
+    the new one replaces the old one in all of these modules. The table is ready for compiled code and for products.
+
+    Attributes:
+        weight: the table.
+        form: how it holds the plain weight.
+        stays: whether the table keeps its place when a module is moved.
+        requires_grad: of the parameter that the table has replaced.
+        saved: the plain weight in the `state_dict()` that was made last.
+    """
+
+    def __init__(
+        self,
+        table: CompressedTensor,
+        requires_grad: bool = False,
+        form: Form = Form(),  # noqa: B008
+        stays: bool = False,
+    ) -> None:
+        self.weight, self.requires_grad, self.form, self.stays = table, requires_grad, form, stays
+        self.saved = SavedTensor()
+
+    @property
+    def weight(self) -> CompressedTensor:
+        return self._weight
+
+    @weight.setter
+    def weight(self, table: CompressedTensor) -> None:
+        self._weight = table.prepare_linear()
+
+    @outside_of_modes()
+    def decoded(self, device: torch.device) -> torch.Tensor:
+        """Returns the plain weight on a device, in memory of its own."""
+        return self.form.plain_of(self.weight, self.weight.decompress(device=device))
+
+    def plain_parameter(self, requires_grad: bool) -> torch.nn.Parameter:
+        """Returns the plain weight as a parameter, in the memory where the table is.
+
+        Raises:
+            CorruptTableError: the table is damaged.
+        """
+        rows = self.weight.decompress(check=True)
+        return torch.nn.Parameter(self.form.plain_of(self.weight, rows), requires_grad=requires_grad)
+
+    def __reduce__(self) -> tuple[type[SharedTable], tuple]:
+        return SharedTable, (self.weight, self.requires_grad, self.form, self.stays)
+
+
+class TableParameter(torch.nn.Parameter):
+    """The parameter by which `parameters()` lists a weight whose rows are coded. Its shape, dtype and device are those
+    of the plain weight, and it takes no memory besides the table.
+
+    Functions of torch that read it decode the whole weight for the call. `copy_` codes new values, and so does setting
+    `data`. All other functions that write to it raise a RuntimeError. A view such as `parameter[0]` is one of a decoded
+    copy: writing to it does not change the weight.
+
+    It never has a gradient. `requires_grad` is True if rows of the table train; their gradients are given to an
+    optimizer of `ibp.optim`. If the table stays in host memory, `device` is the one that the module was moved to.
+
+    Example:
+        >>> linear = ibp.nn.Linear(ibp.compress(torch.ones(128, 64), device="cpu"))
+        >>> weight = next(linear.parameters())
+        >>> weight
+        ibp.nn.TableParameter([128, 64], torch.float32, cpu)
+        >>> weight.numel(), weight.sum(), weight.table is linear.weight
+        (8192, tensor(8192.), True)
+
+    Args:
+        table: the table, or the holder that the parameter shares with modules.
+        requires_grad: whether rows of the table train.
+        device: the device that the parameter shows. None: the table's.
+
+    Attributes:
+        table: the table that the modules use. It cannot be set.
+    """
+
+    __module__ = "ibp.nn"
+
+    _shared: SharedTable
+
+    def __new__(
+        cls,
+        table: CompressedTensor | SharedTable,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+    ) -> TableParameter:
+        shared = table if isinstance(table, SharedTable) else SharedTable(table)
+        shape, dtype = shared.form.plain_shape(shared.weight), shared.weight.dtype
+        device = shared.weight.device if device is None else device
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        made._shared = shared
+        return made
+
+    @property
+    def table(self) -> CompressedTensor:
+        return self._shared.weight
+
+    def show(self, device: torch.device | None = None) -> None:
+        """Takes on shape and dtype of the plain weight, after its table was replaced, and a device. None: the
+        table's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.data = TableParameter(self._shared, device=device)
+
+    def decoded(self) -> torch.Tensor:
+        """Returns the plain weight, in memory of its own, on the parameter's device."""
+        return self._shared.decoded(self.device)
+
+    @torch.no_grad()
+    @outside_of_modes()
+    def _write(self, values: torch.Tensor) -> None:
+        """Codes values in place of the table's rows, unless the rows have the same bits."""
+        held = self.decoded()
+        new = values.detach().to(held.device, held.dtype).expand_as(held).contiguous()
+        if not torch.equal(bytes_of(held), bytes_of(new)):
+            rows = self._shared.form.rows_of(new)
+            table = self.table.update_(torch.arange(len(rows), device=rows.device), rows)
+            table.refit(slot_bytes=table.slot_bytes or None).prepare_linear()
+
+    def _set_data(self, data: torch.Tensor) -> None:
+        """Takes the table of another parameter, or codes a tensor's values."""
+        if (data.shape, data.dtype) != (self.shape, self.dtype):
+            raise self._refusal(f"of {self.dtype} cannot become {list(data.shape)} of {data.dtype}")
+        if not isinstance(data, TableParameter):
+            self._write(data)
+        elif not self._shared.stays and data.table is not self.table:
+            self._shared.weight = data.table
+        self.show(data.device if self._shared.stays else None)
+
+    def _refusal(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"a coded weight {list(self.shape)} {what}: load_state_dict() and copy_() code new values, and "
+            "ibp.nn.decompress(model) makes plain weights"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first, kwargs = args[0] if args else None, kwargs or {}
+        if isinstance(first, TableParameter):
+            if function == _SETS_DATA:
+                return first._set_data(args[1])
+            if function in _ASKS_FOR_GRADIENTS and all((*args[1:], *kwargs.values())) and not first.requires_grad:
+                raise first._refusal("is fixed and cannot require grad")
+            if function is torch.Tensor.__setitem__:
+                raise first._refusal("cannot be written to")
+            if function in _READS_ON_THE_CPU:
+                args = first.decoded(), *args[1:]
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first, kwargs = args[0] if args else None, kwargs or {}
+        if isinstance(first, TableParameter):
+            if operation in _ALIASES:
+                return TableParameter(first._shared, device=first.device)
+            if operation is _aten.copy_.default:
+                first._write(args[1])
+                return first
+            if operation is _aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):
+                device = kwargs.get("device") or first.device
+                if device.type != "meta":
+                    return first._moved(memory.canonical(device))
+        for number, argument in enumerate(operation._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[number] if number < len(args) else kwargs.get(argument.name)
+                for written in tree_leaves(given):
+                    if isinstance(written, TableParameter):
+                        raise written._refusal("cannot be written to")
+        args, kwargs = tree_map_only(TableParameter, TableParameter.decoded, (args, kwargs))
+        return operation(*args, **kwargs)
+
+    def _moved(self, device: torch.device) -> TableParameter:
+        """Returns a parameter over a copy of the table on a device, or over the table itself if it stays."""
+        shared = self._shared
+        if shared.stays:
+            return TableParameter(shared, device=device)
+        return TableParameter(SharedTable(self.table.to(device, copy=True), form=shared.form), device=device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
+        copied = memo[id(self)] = TableParameter(copy.deepcopy(self._shared, memo), self.requires_grad, self.device)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[TableParameter], tuple]:
+        return TableParameter, (self._shared, self.requires_grad)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        trains = ", requires_grad=True" if self.requires_grad else ""
+        return f"ibp.nn.TableParameter({list(self.shape)}, {self.dtype}, {self.device}{trains})"
+
+
+def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torch.Tensor | CompressedTensor:
+    """Returns the rows of a module's table, made from a plain weight (a matrix or a stack of matrices) or from a
+    table of it. turns: whether the rows are the matrices' columns."""
+    columns = weight.shape[-1]
+    if isinstance(weight, CompressedTensor):
+        if weight.dim() == 2 and not turns:
+            return weight
+        if weight.row_bytes == columns * weight.dtype.itemsize and not turns:
+            return by_rows(weight)
+        weight = weight.decompress()
+    return Form(turns).rows_of(weight)
+
+
+def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
+    """Returns a table of the weights in the same memory as another table, pinned if that is pinned. A plain tensor
+    is compressed with that table's layout and level. A table may share memory with the result until one of the two
+    changes."""
+    if isinstance(weight, torch.Tensor):
+        options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
+        if is_fast(held):
+            options |= {"level": "fast", "slot_bytes": held.slot_bytes or None}
+        table = compress_rows(weight.detach(), **options, memory=None if weight.is_cuda else "host").to(held.device)
+    else:
+        table = weight.to(held.device)
+        table = copy.copy(table) if table is weight else table
+    if held.is_pinned():
+        memory.pin_if_possible(table)
+    return table
+
+
+def is_fast(table: CompressedTensor) -> bool:
+    """Returns whether a table was coded at level "fast"."""
+    return isinstance(table.codebook, PlanesCodebook) and table.codebook.first_symbol is not None
