@@ -138,6 +138,7 @@ def _register(name: str) -> None:
 _after_import("transformers.modeling_utils", lambda: _register("_transformers_weights"))
 _after_import("diffusers.models.modeling_utils", lambda: _register("_diffusers_weights"))
 _after_import("peft", lambda: _register("peft"))
+_after_import("accelerate.big_modeling", lambda: _register("_accelerate_hooks"))
 
 
 def cuda_is_available() -> bool:

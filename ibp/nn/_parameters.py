@@ -111,9 +111,9 @@ class TableParameter(torch.nn.Parameter):
     """The parameter by which `parameters()` lists a weight whose rows are coded. Its shape, dtype and device are those
     of the plain weight, and it takes no memory besides the table.
 
-    Functions of torch that read it decode the whole weight for the call. `copy_` codes new values, and so does setting
-    `data`. All other functions that write to it raise a RuntimeError. A view such as `parameter[0]` is one of a decoded
-    copy: writing to it does not change the weight.
+    Functions of torch that read it decode the whole weight for the call. Functions that write to it, such as `copy_`,
+    decode it and code the results. A view such as `parameter[0]` is one of a decoded copy: writing to the view does not
+    change the weight.
 
     It never has a gradient. `requires_grad` is True if rows of the table train; their gradients are given to an
     optimizer of `ibp.optim`. If the table stays in host memory, `device` is the one that the module was moved to.
@@ -138,6 +138,7 @@ class TableParameter(torch.nn.Parameter):
     __module__ = "ibp.nn"
 
     _shared: SharedTable
+    _trains: bool
 
     def __new__(
         cls,
@@ -149,7 +150,7 @@ class TableParameter(torch.nn.Parameter):
         shape, dtype = shared.form.plain_shape(shared.weight), shared.weight.dtype
         device = shared.weight.device if device is None else device
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
-        made._shared = shared
+        made._shared, made._trains = shared, requires_grad
         return made
 
     @property
@@ -183,14 +184,15 @@ class TableParameter(torch.nn.Parameter):
             raise self._refusal(f"of {self.dtype} cannot become {list(data.shape)} of {data.dtype}")
         if not isinstance(data, TableParameter):
             self._write(data)
-        elif not self._shared.stays and data.table is not self.table:
+        elif data.table is not self.table and self._shared.stays:
+            self._write(data.decoded())
+        elif data.table is not self.table:
             self._shared.weight = data.table
         self.show(data.device if self._shared.stays else None)
 
     def _refusal(self, what: str) -> RuntimeError:
         return RuntimeError(
-            f"a coded weight {list(self.shape)} {what}: load_state_dict() and copy_() code new values, and "
-            "ibp.nn.decompress(model) makes plain weights"
+            f"a coded weight {list(self.shape)} {what}: ibp.nn.decompress(model) gives a model plain weights"
         )
 
     @classmethod
@@ -201,10 +203,15 @@ class TableParameter(torch.nn.Parameter):
         if isinstance(first, TableParameter):
             if function == _SETS_DATA:
                 return first._set_data(args[1])
-            if function in _ASKS_FOR_GRADIENTS and all((*args[1:], *kwargs.values())) and not first.requires_grad:
+            if function in _ASKS_FOR_GRADIENTS and all((*args[1:], *kwargs.values())) and not first._trains:
                 raise first._refusal("is fixed and cannot require grad")
             if function is torch.Tensor.__setitem__:
-                raise first._refusal("cannot be written to")
+                values = first.decoded()
+                values[args[1]] = args[2]
+                return first._write(values)
+            if function is torch.Tensor.share_memory_:
+                first.table.share_memory_()
+                return first
             if function in _READS_ON_THE_CPU:
                 args = first.decoded(), *args[1:]
         with torch._C.DisableTorchFunctionSubclass():
@@ -218,21 +225,29 @@ class TableParameter(torch.nn.Parameter):
         if isinstance(first, TableParameter):
             if operation in _ALIASES:
                 return TableParameter(first._shared, device=first.device)
-            if operation is _aten.copy_.default:
-                first._write(args[1])
-                return first
+            if operation is _aten.is_pinned.default:
+                return first.table.is_pinned()
+            if operation is _aten._pin_memory.default:
+                pinned = SharedTable(first.table.clone().pin_memory(), form=first._shared.form)
+                return TableParameter(pinned, device=first.device)
+            if operation is _aten.record_stream.default:
+                for part in (first.table.slots, first.table.overflow, first.table.lengths, first.table.bases):
+                    operation(part, *args[1:])
+                return None
             if operation is _aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):
                 device = kwargs.get("device") or first.device
                 if device.type != "meta":
                     return first._moved(memory.canonical(device))
-        for number, argument in enumerate(operation._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = args[number] if number < len(args) else kwargs.get(argument.name)
-                for written in tree_leaves(given):
-                    if isinstance(written, TableParameter):
-                        raise written._refusal("cannot be written to")
-        args, kwargs = tree_map_only(TableParameter, TableParameter.decoded, (args, kwargs))
-        return operation(*args, **kwargs)
+        given = {each._shared: each for each in tree_leaves((args, kwargs)) if isinstance(each, TableParameter)}
+        values = {shared: each.decoded() for shared, each in given.items()}  # one tensor for all aliases of a weight
+        args, kwargs = tree_map_only(TableParameter, lambda each: values[each._shared], (args, kwargs))
+        result = operation(*args, **kwargs)
+        if not operation._schema.is_mutable:
+            return result
+        for shared, parameter in given.items():
+            parameter._write(values[shared])
+        written = {id(values[shared]): parameter for shared, parameter in given.items()}
+        return tree_map_only(torch.Tensor, lambda tensor: written.get(id(tensor), tensor), result)
 
     def _moved(self, device: torch.device) -> TableParameter:
         """Returns a parameter over a copy of the table on a device, or over the table itself if it stays."""
@@ -242,11 +257,11 @@ class TableParameter(torch.nn.Parameter):
         return TableParameter(SharedTable(self.table.to(device, copy=True), form=shared.form), device=device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
-        copied = memo[id(self)] = TableParameter(copy.deepcopy(self._shared, memo), self.requires_grad, self.device)
-        return copied
+        copied = memo[id(self)] = TableParameter(copy.deepcopy(self._shared, memo), self._trains, self.device)
+        return copied.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[TableParameter], tuple]:
-        return TableParameter, (self._shared, self.requires_grad)
+        return TableParameter, (self._shared, self._trains)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         trains = ", requires_grad=True" if self.requires_grad else ""
