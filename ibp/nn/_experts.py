@@ -14,7 +14,7 @@ from .._fetch.gather import index_select
 from .._fetch.ids import checked_ids
 from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, multiply_groups
 from .._tables.compressed_tensor import CompressedTensor
-from ._parameters import Form, SharedTable, TableParameter
+from ._parameters import SharedTable, TableParameter
 from ._stacks import Calls, are_few, by_rows, slots_for
 from ._tables import CodedModule
 
@@ -101,8 +101,9 @@ class Experts(CodedModule):
 
     def put(self, name: str, table: CompressedTensor) -> SharedTable:
         """Replaces a stacked weight by a table, which holds the plain weight or its transposed matrices."""
-        form = Form(bool(self.is_transposed), table.shape[:1])
-        stack = self.stacks[name] = SharedTable(by_rows(table), self.get_parameter(name).requires_grad, form)
+        requires_grad = self.get_parameter(name).requires_grad
+        stack = SharedTable(by_rows(table), requires_grad, bool(self.is_transposed), table.shape[:1])
+        self.stacks[name] = stack
         self._parameters[name] = TableParameter(stack)
         self._calls = Calls(self._kind, self.stacks)
         return stack
@@ -185,10 +186,7 @@ class Experts(CodedModule):
 
     def _plain(self, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns the plain weights of some experts or of all, by name, made from the rows of each table."""
-        return {
-            name: stack.form.plain_of(stack.weight, of_stack)
-            for (name, stack), of_stack in zip(self.stacks.items(), rows)
-        }
+        return {name: stack.plain_of(of_stack) for (name, stack), of_stack in zip(self.stacks.items(), rows)}
 
     def extra_repr(self) -> str:
         return f"{self._kind.__name__}, {self.num_experts} experts{', fused=True' if self.fused else ''}"

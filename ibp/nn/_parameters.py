@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -25,49 +25,17 @@ _ASKS_FOR_GRADIENTS: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBas
 _READS_ON_THE_CPU = (torch.Tensor.numpy, torch.Tensor.tolist)  # torch refuses them for subclasses of tensors
 
 
-class Form(NamedTuple):
-    """The way in which the rows of a table hold a plain weight.
-
-    Attributes:
-        transposed: whether the plain weight is [columns, rows], or a stack of such matrices.
-        stacked: () for a matrix. If the plain weight is a stack of matrices, which the table holds one below the other:
-            the leading dimensions of the stack.
-    """
-
-    transposed: bool = False
-    stacked: tuple[int, ...] = ()
-
-    def coded_shape(self, table: CompressedTensor) -> torch.Size:
-        """Returns the shape that a table has in a coded state."""
-        rows, columns = table.shape
-        return torch.Size((*self.stacked, rows // prod(self.stacked), columns))
-
-    def plain_shape(self, table: CompressedTensor) -> torch.Size:
-        """Returns the shape of the plain weight."""
-        *leading, rows, columns = self.coded_shape(table)
-        return torch.Size((*leading, columns, rows) if self.transposed else (*leading, rows, columns))
-
-    def plain_of(self, table: CompressedTensor, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the weight in its plain shape, made from rows of the table: from all rows, or from those of whole
-        matrices of a stack."""
-        matrices = rows.view(-1, *self.coded_shape(table)[1:]) if self.stacked else rows
-        return matrices.mT.contiguous() if self.transposed else matrices
-
-    def rows_of(self, weight: torch.Tensor) -> torch.Tensor:
-        """Returns the rows of a plain weight."""
-        matrices = weight.mT if self.transposed else weight
-        return matrices.reshape(-1, matrices.shape[-1]).contiguous()
-
-
 class SharedTable:
     """The holder of a table that several modules share, like a shared parameter: if the table is loaded or moved,
     the new one replaces the old one in all of these modules. The table is ready for compiled code and for products.
 
     Attributes:
-        weight: the table.
-        form: how it holds the plain weight.
-        stays: whether the table keeps its place when a module is moved.
+        weight: the table [rows, columns].
         requires_grad: of the parameter that the table has replaced.
+        transposed: whether the plain weight is [columns, rows], or a stack of such matrices.
+        stacked: () for a matrix. If the plain weight is a stack of matrices, which the table holds one below the other:
+            the leading dimensions of the stack.
+        stays: whether the table keeps its place when a module is moved.
         saved: the plain weight in the `state_dict()` that was made last.
     """
 
@@ -75,11 +43,12 @@ class SharedTable:
         self,
         table: CompressedTensor,
         requires_grad: bool = False,
-        form: Form = Form(),  # noqa: B008
+        transposed: bool = False,
+        stacked: tuple[int, ...] = (),
         stays: bool = False,
     ) -> None:
-        self.weight, self.requires_grad, self.form, self.stays = table, requires_grad, form, stays
-        self.saved = SavedTensor()
+        self.weight, self.requires_grad, self.saved = table, requires_grad, SavedTensor()
+        self.transposed, self.stacked, self.stays = transposed, stacked, stays
 
     @property
     def weight(self) -> CompressedTensor:
@@ -89,10 +58,28 @@ class SharedTable:
     def weight(self, table: CompressedTensor) -> None:
         self._weight = table.prepare_linear()
 
+    @property
+    def coded_shape(self) -> torch.Size:
+        """The shape of the table in a coded state."""
+        rows, columns = self.weight.shape
+        return torch.Size((*self.stacked, rows // prod(self.stacked), columns))
+
+    @property
+    def plain_shape(self) -> torch.Size:
+        """The shape of the plain weight."""
+        *leading, rows, columns = self.coded_shape
+        return torch.Size((*leading, columns, rows) if self.transposed else (*leading, rows, columns))
+
+    def plain_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the weight in its plain shape, made from rows of the table: from all rows, or from those of whole
+        matrices of a stack."""
+        matrices = rows.view(-1, *self.coded_shape[1:]) if self.stacked else rows
+        return matrices.mT.contiguous() if self.transposed else matrices
+
     @outside_of_modes()
     def decoded(self, device: torch.device) -> torch.Tensor:
         """Returns the plain weight on a device, in memory of its own."""
-        return self.form.plain_of(self.weight, self.weight.decompress(device=device))
+        return self.plain_of(self.weight.decompress(device=device))
 
     def plain_parameter(self, requires_grad: bool) -> torch.nn.Parameter:
         """Returns the plain weight as a parameter, in the memory where the table is.
@@ -100,11 +87,14 @@ class SharedTable:
         Raises:
             CorruptTableError: the table is damaged.
         """
-        rows = self.weight.decompress(check=True)
-        return torch.nn.Parameter(self.form.plain_of(self.weight, rows), requires_grad=requires_grad)
+        return torch.nn.Parameter(self.plain_of(self.weight.decompress(check=True)), requires_grad=requires_grad)
+
+    def holder_of(self, table: CompressedTensor) -> SharedTable:
+        """Returns a new holder, of a table that is a copy of this one in other memory."""
+        return SharedTable(table, self.requires_grad, self.transposed, self.stacked)
 
     def __reduce__(self) -> tuple[type[SharedTable], tuple]:
-        return SharedTable, (self.weight, self.requires_grad, self.form, self.stays)
+        return SharedTable, (self.weight, self.requires_grad, self.transposed, self.stacked, self.stays)
 
 
 class TableParameter(torch.nn.Parameter):
@@ -147,9 +137,13 @@ class TableParameter(torch.nn.Parameter):
         device: torch.device | None = None,
     ) -> TableParameter:
         shared = table if isinstance(table, SharedTable) else SharedTable(table)
-        shape, dtype = shared.form.plain_shape(shared.weight), shared.weight.dtype
-        device = shared.weight.device if device is None else device
-        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device, requires_grad=requires_grad)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shared.plain_shape,
+            dtype=shared.weight.dtype,
+            device=shared.weight.device if device is None else device,
+            requires_grad=requires_grad,
+        )
         made._shared, made._trains = shared, requires_grad
         return made
 
@@ -174,7 +168,7 @@ class TableParameter(torch.nn.Parameter):
         held = self.decoded()
         new = values.detach().to(held.device, held.dtype).expand_as(held).contiguous()
         if not torch.equal(bytes_of(held), bytes_of(new)):
-            rows = self._shared.form.rows_of(new)
+            rows = rows_of(new, self._shared.transposed)
             table = self.table.update_(torch.arange(len(rows), device=rows.device), rows)
             table.refit(slot_bytes=table.slot_bytes or None).prepare_linear()
 
@@ -228,8 +222,7 @@ class TableParameter(torch.nn.Parameter):
             if operation is _aten.is_pinned.default:
                 return first.table.is_pinned()
             if operation is _aten._pin_memory.default:
-                pinned = SharedTable(first.table.clone().pin_memory(), form=first._shared.form)
-                return TableParameter(pinned, device=first.device)
+                return TableParameter(first._shared.holder_of(first.table.clone().pin_memory()), device=first.device)
             if operation is _aten.record_stream.default:
                 for part in (first.table.slots, first.table.overflow, first.table.lengths, first.table.bases):
                     operation(part, *args[1:])
@@ -254,11 +247,12 @@ class TableParameter(torch.nn.Parameter):
         shared = self._shared
         if shared.stays:
             return TableParameter(shared, device=device)
-        return TableParameter(SharedTable(self.table.to(device, copy=True), form=shared.form), device=device)
+        return TableParameter(shared.holder_of(self.table.to(device, copy=True)), device=device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
         copied = memo[id(self)] = TableParameter(copy.deepcopy(self._shared, memo), self._trains, self.device)
-        return copied.requires_grad_(self.requires_grad)
+        copied.requires_grad_(self.requires_grad)
+        return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type[TableParameter], tuple]:
         return TableParameter, (self._shared, self._trains)
@@ -266,6 +260,12 @@ class TableParameter(torch.nn.Parameter):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         trains = ", requires_grad=True" if self.requires_grad else ""
         return f"ibp.nn.TableParameter({list(self.shape)}, {self.dtype}, {self.device}{trains})"
+
+
+def rows_of(weight: torch.Tensor, turns: bool) -> torch.Tensor:
+    """Returns the rows of a plain weight, a matrix or a stack of matrices. turns: whether they are its columns."""
+    matrices = weight.mT if turns else weight
+    return matrices.reshape(-1, matrices.shape[-1]).contiguous()
 
 
 def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torch.Tensor | CompressedTensor:
@@ -278,7 +278,7 @@ def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torc
         if weight.row_bytes == columns * weight.dtype.itemsize and not turns:
             return by_rows(weight)
         weight = weight.decompress()
-    return Form(turns).rows_of(weight)
+    return rows_of(weight, turns)
 
 
 def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:

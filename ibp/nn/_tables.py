@@ -18,7 +18,7 @@ from .._fetch.products import differentiable
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from .._tables.torch_functions import linear_of
 from ._neighbours import Neighbours
-from ._parameters import Form, SharedTable, TableParameter, is_fast, placed_like, rows_of_weight
+from ._parameters import SharedTable, TableParameter, is_fast, placed_like, rows_of_weight
 from ._stacks import reshaped
 
 _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that do not choose slots
@@ -127,10 +127,10 @@ class CodedModule(torch.nn.Module):
     def _save_tables(self, state: dict[str, Any], prefix: str) -> None:
         """Puts the tables into a state, or their plain weights."""
         for name, shared in self.shared_tables().items():
-            key, table, form = prefix + name, shared.weight, shared.form
+            key, table = prefix + name, shared.weight
             if saves_tables():
-                state[key + TRANSPOSED if form.transposed else key] = (
-                    reshaped(table, form.coded_shape(table)) if form.stacked else table
+                state[key + TRANSPOSED if shared.transposed else key] = (
+                    reshaped(table, shared.coded_shape) if shared.stacked else table
                 )
                 continue
             if key in state:  # from an earlier state_dict(): the tensor that was made for it may be old
@@ -146,9 +146,10 @@ class CodedModule(torch.nn.Module):
     def _load_table(self, name: str, shared: SharedTable, *args: Any) -> None:
         """Takes the table that a state has under a name. args: the arguments of `_load_from_state_dict`."""
         state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs = args
-        held, form, key = shared.weight, shared.form, prefix + name
-        is_coded = form.transposed and key + TRANSPOSED in state_dict
-        key, shape = (key + TRANSPOSED, form.coded_shape(held)) if is_coded else (key, form.plain_shape(held))
+        held, key, shape = shared.weight, prefix + name, shared.plain_shape
+        is_coded = shared.transposed and key + TRANSPOSED in state_dict
+        if is_coded:
+            key, shape = key + TRANSPOSED, shared.coded_shape
         if key in unexpected_keys:
             unexpected_keys.remove(key)
         if key not in state_dict:
@@ -162,7 +163,7 @@ class CodedModule(torch.nn.Module):
                 f"{key} has shape {list(value.shape)} and dtype {value.dtype}; wanted {list(shape)} and {held.dtype}"
             )
         else:
-            table = rows_of_weight(value, form.transposed and not is_coded)
+            table = rows_of_weight(value, shared.transposed and not is_coded)
             # whether tables are used as they are; otherwise they are copied
             assigns = metadata.get("assign_to_params_buffers", False)
             self._take(name, table if assigns and isinstance(table, CompressedTensor) else placed_like(held, table))
@@ -189,7 +190,7 @@ class TableModule(CodedModule):
         if trains and not table.is_floating_point():
             raise TypeError(f"table has dtype {table.dtype}; wanted floating-point rows to train")
         self.stays = stays
-        self._shared = SharedTable(table, form=Form(self.transposed), stays=stays)
+        self._shared = SharedTable(table, transposed=self.transposed, stays=stays)
         self._parameters["weight"] = TableParameter(self._shared, trains)
 
     def shared_tables(self) -> dict[str, SharedTable]:
@@ -212,7 +213,7 @@ class TableModule(CodedModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "weight" not in self._parameters:  # pickled before tables were parameters
-            self._shared.form, self._shared.stays = Form(self.transposed), self.stays
+            self._shared.transposed, self._shared.stays = self.transposed, self.stays
             vars(self)["_parameters"] = {"weight": TableParameter(self._shared), **self._parameters}
 
     def share_table(self, other: TableModule) -> None:

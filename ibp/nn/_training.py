@@ -28,13 +28,7 @@ class RowGradient(NamedTuple):
     ids: torch.Tensor  # int64 [U], the numbers of the rows, in increasing order
     rows: torch.Tensor  # [U, D], the values of the rows
     grad: torch.Tensor  # [U, D]
-
-
-class _Noted(NamedTuple):
-    """A gradient and the number of writes that its rows had seen when they were looked up."""
-
-    gradient: RowGradient
-    num_writes: int
+    num_writes: int  # how often the module had written rows when these were looked up
 
 
 class LookedUp(NamedTuple):
@@ -59,7 +53,7 @@ class RowsModule(TableModule):
         self.num_embeddings, self.embedding_dim = table.shape
         self.trainable = trainable
         self.cache = _checked_cache(cache, table, trainable)
-        self._noted: list[_Noted] = []
+        self._noted: list[RowGradient] = []
         self._num_unread, self._last_pass = 0, -1  # backward passes since gradients were read or forgotten
         self._num_writes = 0
 
@@ -155,7 +149,7 @@ class RowsModule(TableModule):
 
         def note(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
-            self._noted.append(_Noted(RowGradient(ids, leaf.detach(), leaf.grad), num_writes))
+            self._noted.append(RowGradient(ids, leaf.detach(), leaf.grad, num_writes))
             leaf.grad = None
             if len(self._noted) == _MOST_KEPT:
                 self._sum_up()
@@ -180,10 +174,9 @@ class RowsModule(TableModule):
         )
 
     @torch.no_grad()
-    def _sum_up(self) -> _Noted:
+    def _sum_up(self) -> RowGradient:
         """Replaces all gradients by their sum, added in their order, and returns it."""
-        total = _sum_of([noted.gradient for noted in self._noted])
-        self._noted = [_Noted(total, min(noted.num_writes for noted in self._noted))]
+        self._noted = [_sum_of(self._noted)]
         return self._noted[0]
 
     # ---- what optimizers do ----
@@ -193,21 +186,21 @@ class RowsModule(TableModule):
         the rows as they are now, or None if there were no gradients."""
         if not self._noted:
             return None
-        total, num_writes = self._sum_up()
-        if num_writes != self._num_writes:
-            total = total._replace(rows=self._fetched(total.ids))
-        self._keep([_Noted(total, self._num_writes)])
+        total = self._sum_up()
+        if total.num_writes != self._num_writes:
+            total = total._replace(rows=self._fetched(total.ids), num_writes=self._num_writes)
+        self._keep([total])
         return total
 
     def set_gradient(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
         """Replaces all gradients by one. ids: int64 [U], in increasing order."""
-        self._keep([_Noted(RowGradient(ids, self._fetched(ids), grad), self._num_writes)])
+        self._keep([RowGradient(ids, self._fetched(ids), grad, self._num_writes)])
 
     def drop_gradients(self) -> None:
         """Forgets all gradients."""
         self._keep([])
 
-    def _keep(self, noted: list[_Noted]) -> None:
+    def _keep(self, noted: list[RowGradient]) -> None:
         """Keeps only these gradients, because an optimizer has read or forgotten all others."""
         self._noted, self._num_unread = noted, 0
 
@@ -321,7 +314,7 @@ def _sum_of(parts: list[RowGradient]) -> RowGradient:
     rows = parts[0].rows.new_empty(grad.shape)
     for part, place in zip(parts, places):
         rows[place] = part.rows
-    return RowGradient(ids, rows, grad)
+    return RowGradient(ids, rows, grad, min(part.num_writes for part in parts))
 
 
 def summed(
