@@ -178,7 +178,7 @@ def options_of(model: torch.nn.Module) -> dict[str, Any]:
     coded = [module for module in model.modules() if isinstance(module, CodedModule)]
     tables = [(module, shared.weight) for module in coded for shared in module.shared_tables().values()]
     min_bytes = min([_MIN_BYTES, *(table.original_bytes for _, table in tables)])
-    plain, _ = _find(model, _Choice(model, None, ()), min_bytes)
+    plain, _ = _find(model, _chosen(model), min_bytes)
     exclude = [name.rpartition(".")[0] if weight.is_stacked else name for weight in plain for name in weight.names]
     matrices = [table for module, table in tables if not isinstance(module, Embedding)]
     return {
@@ -206,7 +206,7 @@ class ModelPlan:
         if level not in ("fast", "default"):
             raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
         self._model, self._level, self._fused = model, level, fused
-        self._weights, self._plain = _find(model, _Choice(model, include, exclude), min_bytes)
+        self._weights, self._plain = _find(model, _chosen(model, include, exclude), min_bytes)
         if not self._weights and _TRAINS in self._plain.values():
             raise ValueError("the weights of the model train: call model.eval() or model.requires_grad_(False) first")
         self._of = {key: weight for weight in self._weights for key in weight.keys}
@@ -329,21 +329,18 @@ class ModelPlan:
         return None
 
 
-class _Choice:
-    """The modules that include and exclude choose."""
-
-    def __init__(
-        self, model: torch.nn.Module, include: str | Iterable[str] | None, exclude: str | Iterable[str]
-    ) -> None:
-        self._include = None if include is None else _patterns(include)
-        self._exclude = _patterns(exclude)
-        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        for pattern in (*(self._include or ()), *self._exclude):
-            if not any(is_chosen(name, [pattern], ()) for name in names):
-                raise ValueError(f"there is no module whose name matches {pattern!r}")
-
-    def has(self, name: str) -> bool:
-        return is_included(name, self._include, self._exclude)
+def _chosen(
+    model: torch.nn.Module, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] = ()
+) -> set[str]:
+    """Returns the names of the modules that include and exclude choose. Raises ValueError if a pattern matches no
+    module."""
+    include = (include,) if isinstance(include, str) else None if include is None else tuple(include)
+    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for pattern in (*(include or ()), *exclude):
+        if not any(is_chosen(name, [pattern], ()) for name in names):
+            raise ValueError(f"there is no module whose name matches {pattern!r}")
+    return {name for name in names if is_included(name, include, exclude)}
 
 
 def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
@@ -355,16 +352,12 @@ def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]
     )
 
 
-def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
 # ---- finding weights ----
 
 
-def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list[_Weight], dict[str, str]]:
+def _find(model: torch.nn.Module, chosen: set[str], min_bytes: int) -> tuple[list[_Weight], dict[str, str]]:
     """Returns the weights to code, and why other modules of these kinds stay plain, by name. It keeps no weight
-    alive."""
+    alive. chosen: the names of the modules that may be coded."""
     found: dict[object, _Weight] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
@@ -373,7 +366,7 @@ def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list
             weight = found.setdefault(place_of(parameter), _Weight())
             is_stacked = parameter.dim() == 3 and is_stack(module)
             is_of_a_kind = attribute == "weight" and isinstance(module, _kinds())
-            if not (is_stacked or is_of_a_kind) or not choice.has(name):
+            if not (is_stacked or is_of_a_kind) or name not in chosen:
                 weight.stays = True
                 continue
             weight.is_stacked = is_stacked
