@@ -123,9 +123,10 @@ def compress(
     table would not make at least 2 % smaller stays plain.
 
     Tables are in the memory where the weights were: on the GPU, or in host memory (pinned, if there is a GPU), from
-    which `model.to("cuda")` moves them. Their weights are fixed, and are not parameters. Gradients reach inputs, biases
-    and all other parameters. On the CPU, results have the bits of the plain model. On a GPU, `ibp.linear` adds the
-    products of few vectors in another order, unless `fused=False`.
+    which `model.to("cuda")` moves them. Their weights are fixed: `parameters()` lists each as an
+    `ibp.nn.TableParameter`, which gets no gradient. Gradients reach inputs, biases and all other parameters. On the
+    CPU, results have the bits of the plain model. On a GPU, `ibp.linear` adds the products of few vectors in another
+    order, unless `fused=False`.
 
     `model.state_dict()`, `save_pretrained` and `safetensors.torch.save_model` give plain tensors on the CPU, under the
     names of the plain model; `load_state_dict` takes them and codes them. `ibp.nn.coded_state_dict` gives the tables.
