@@ -92,7 +92,7 @@ class _Weight:
         # weight: its own name.
         self.names: list[str] = []
         self.is_stacked = False  # whether it is a stacked weight of a module of experts
-        self.stays = False  # whether it stays plain
+        self.is_left = False  # whether it is left plain
         # Why a module of these kinds keeps it plain. None: none does, or another module does.
         self.reason: str | None = None
 
@@ -368,7 +368,7 @@ def _find(model: torch.nn.Module, chosen: set[str], min_bytes: int) -> tuple[lis
             is_stacked = parameter.dim() == 3 and is_stack(module)
             is_of_a_kind = attribute == "weight" and isinstance(module, _kinds())
             if not (is_stacked or is_of_a_kind) or name not in chosen:
-                weight.stays = True
+                weight.is_left = True
                 continue
             weight.is_stacked = is_stacked
             weight.names.append(f"{name}.{attribute}" if is_stacked and name else name)
@@ -376,7 +376,7 @@ def _find(model: torch.nn.Module, chosen: set[str], min_bytes: int) -> tuple[lis
             if is_stacked and len(weight.names) > 1:
                 reason = _SHARED_STACK
             if reason is not None:
-                weight.stays, weight.reason = True, reason
+                weight.is_left, weight.reason = True, reason
                 continue
             weight.num_bytes = parameter.numel() * parameter.element_size()
             if not name:
@@ -384,8 +384,8 @@ def _find(model: torch.nn.Module, chosen: set[str], min_bytes: int) -> tuple[lis
                     f"model is a {type(module).__name__}, which cannot be replaced in place: wanted one around it, "
                     "or a call of ibp.nn.Linear.from_linear or ibp.nn.Embedding.from_pretrained"
                 )
-    weights = [weight for weight in found.values() if not weight.stays]
-    plain = {name: weight.reason or _SHARED for weight in found.values() if weight.stays for name in weight.names}
+    weights = [weight for weight in found.values() if not weight.is_left]
+    plain = {name: weight.reason or _SHARED for weight in found.values() if weight.is_left for name in weight.names}
     return weights, plain
 
 

@@ -36,13 +36,7 @@ def saves_tables() -> bool:
 
 class CodedModule(torch.nn.Module):
     """A module that holds weights as tables. `parameters()` of a module around it lists each of them as a
-    `TableParameter`, which has no part in `forward`.
-
-    Attributes:
-        stays: whether tables keep their place and their dtype when the module is moved or converted.
-    """
-
-    stays = False
+    `TableParameter`, which has no part in `forward`."""
 
     def shared_tables(self) -> dict[str, SharedTable]:
         """Returns the holders of the tables, by the names of the plain weights."""
@@ -66,14 +60,14 @@ class CodedModule(torch.nn.Module):
         if isinstance(self._parameters.get(name), TableParameter):
             raise RuntimeError(
                 f"the {name} of an ibp.nn.{type(self).__name__} is a table, which no parameter can replace: "
-                f"load_state_dict() codes a plain tensor, and {name} takes an ibp.CompressedTensor"
+                "load_state_dict() takes a plain tensor, which it codes, or an ibp.CompressedTensor"
             )
         super().register_parameter(name, param)
 
     def check_conversion(self, convert: Callable) -> None:
         """Raises TypeError for conversions that a table does not support, such as one to another dtype."""
-        if not self.stays:
-            for shared in self.shared_tables().values():
+        for shared in self.shared_tables().values():
+            if not shared.stays:
                 table = shared.weight
                 convert(compress_rows(torch.empty(0, table.shape[1], dtype=table.dtype, device="cpu")))
 
@@ -96,7 +90,7 @@ class CodedModule(torch.nn.Module):
         with self._only_plain_parameters():
             super()._apply(fn, recurse)
         for name, shared in self.shared_tables().items():
-            if self.stays:
+            if shared.stays:
                 parameter = self._parameter_of(name)
                 device = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).device
                 if device.type != "meta":
@@ -113,9 +107,9 @@ class CodedModule(torch.nn.Module):
 
     def _take(self, name: str, table: CompressedTensor) -> None:
         """Replaces a table by one that was loaded or moved."""
-        self.shared_tables()[name].weight = table
-        parameter = self._parameter_of(name)
-        parameter.show(parameter.device if self.stays else None)
+        shared, parameter = self.shared_tables()[name], self._parameter_of(name)
+        shared.weight = table
+        parameter.show(parameter.device if shared.stays else None)
 
     # ---- states ----
 
@@ -189,12 +183,20 @@ class TableModule(CodedModule):
             raise ValueError(f"table has shape {list(table.shape)}; wanted two dimensions")
         if trains and not table.is_floating_point():
             raise TypeError(f"table has dtype {table.dtype}; wanted floating-point rows to train")
-        self.stays = stays
         self._shared = SharedTable(table, transposed=self.transposed, stays=stays)
         self._parameters["weight"] = TableParameter(self._shared, trains)
 
     def shared_tables(self) -> dict[str, SharedTable]:
         return {"weight": self._shared}
+
+    @property
+    def stays(self) -> bool:
+        """Whether the table keeps its place and its dtype when the module is moved or converted."""
+        return self._shared.stays
+
+    @stays.setter
+    def stays(self, stays: bool) -> None:
+        self._shared.stays = stays
 
     @property
     def weight(self) -> CompressedTensor:
@@ -213,7 +215,7 @@ class TableModule(CodedModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "weight" not in self._parameters:  # pickled before tables were parameters
-            self._shared.transposed, self._shared.stays = self.transposed, self.stays
+            self._shared.transposed, self._shared.stays = self.transposed, vars(self).pop("stays")
             vars(self)["_parameters"] = {"weight": TableParameter(self._shared), **self._parameters}
 
     def share_table(self, other: TableModule) -> None:

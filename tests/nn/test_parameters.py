@@ -388,7 +388,7 @@ def test_modules_that_were_pickled_before():
         ibp.nn.Embedding(30, 8, device="cpu"),
     ):
         wanted = describe(module)
-        state = dict(vars(module))
+        state = {**vars(module), "stays": module.stays}
         state["_parameters"] = {name: own for name, own in state["_parameters"].items() if name != "weight"}
         state["_shared"] = type(module._shared)(module.weight, False)
         old = type(module).__new__(type(module))
@@ -436,6 +436,9 @@ def test_compiled():
     compiled = torch.compile(coded, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(IDS), plain(IDS))
     assert len(list(compiled.parameters())) == len(list(plain.parameters()))
+    coded.state_dict(), coded.to("cpu")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        torch.testing.assert_close(compiled(IDS), plain(IDS))
 
 
 # ---- frameworks ----
