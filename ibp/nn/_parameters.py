@@ -22,7 +22,8 @@ _aten = torch.ops.aten
 _ALIASES = (_aten.detach.default, _aten.alias.default)
 _SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 _ASKS_FOR_GRADIENTS: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
-_READS_ON_THE_CPU = (torch.Tensor.numpy, torch.Tensor.tolist)  # torch refuses them for subclasses of tensors
+# Methods that read a tensor's memory without an operation.
+_READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
 
 
 class SharedTable:
@@ -206,8 +207,10 @@ class TableParameter(torch.nn.Parameter):
             if function is torch.Tensor.share_memory_:
                 first.table.share_memory_()
                 return first
-            if function in _READS_ON_THE_CPU:
+            if function in _READS_MEMORY:
                 args = first.decoded(), *args[1:]
+        elif function is torch.Tensor.set_:  # which would give a plain tensor the parameter's memory
+            args = tree_map_only(TableParameter, TableParameter.decoded, args)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -225,7 +228,8 @@ class TableParameter(torch.nn.Parameter):
                 return TableParameter(first._shared.holder_of(first.table.clone().pin_memory()), device=first.device)
             if operation is _aten.record_stream.default:
                 for part in (first.table.slots, first.table.overflow, first.table.lengths, first.table.bases):
-                    operation(part, *args[1:])
+                    if part.is_cuda:
+                        operation(part, *args[1:])
                 return None
             if operation is _aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):
                 device = kwargs.get("device") or first.device

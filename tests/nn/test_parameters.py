@@ -8,6 +8,7 @@ import pickle
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -127,6 +128,10 @@ def test_collections():
         lambda x: torch.stack(torch._foreach_norm([x, x])),
         lambda x: torch.from_numpy(x.detach().cpu().numpy()),
         lambda x: torch.tensor(x.tolist()),
+        lambda x: torch.from_numpy(np.asarray(x.data)),
+        lambda x: torch.from_dlpack(x.detach()),
+        lambda x: torch.zeros(3).set_(x.detach()),
+        lambda x: torch.vmap(torch.sum)(x),
         lambda x: x.to("meta"),
         lambda x: x.new_ones(3),
         lambda x: nn.utils.parameters_to_vector([x]),
