@@ -216,7 +216,8 @@ class TableModule(CodedModule):
         super().__setstate__(state)
         if "weight" not in self._parameters:  # pickled before tables were parameters
             self._shared.transposed, self._shared.stays = self.transposed, vars(self).pop("stays")
-            vars(self)["_parameters"] = {"weight": TableParameter(self._shared), **self._parameters}
+            weight = TableParameter(self._shared, getattr(self, "trainable", False))
+            vars(self)["_parameters"] = {"weight": weight, **self._parameters}
 
     def share_table(self, other: TableModule) -> None:
         """Uses another module's table from now on."""

@@ -400,6 +400,7 @@ def test_modules_that_were_pickled_before():
         old.__setstate__(state)
         assert describe(old) == wanted and torch.equal(*(next(each.parameters()) for each in (old, module)))
         assert old._shared.stays == module.stays
+        assert next(old.parameters()).requires_grad == next(module.parameters()).requires_grad
 
 
 def test_moving():
