@@ -207,9 +207,11 @@ class TableModule(CodedModule):
         CodedModule._take(self, "weight", table)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and isinstance(value, CompressedTensor):
+        if name != "weight":
+            super().__setattr__(name, value)
+        elif isinstance(value, CompressedTensor):
             object.__setattr__(self, name, value)  # torch's method takes nothing but a parameter under this name
-        else:
+        elif name in self._parameters:  # else this is a replica of torch.nn.DataParallel, which gets a decoded copy
             super().__setattr__(name, value)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -434,6 +434,17 @@ def test_tools_that_set_data():
     assert staying.double().weight is table and weight.dtype == torch.float32
 
 
+def test_replicas():
+    """`torch.nn.DataParallel` sets copies of the parameters as attributes of modules without parameters."""
+    module, weight = parameter_of(embedding(24, 32))
+    replica, x = module._replicate_for_data_parallel(), embedding(3, 32)
+    replica._parameters["bias"] = None
+    for copied in (weight.detach(), weight.clone()):
+        replica.weight = copied
+        assert replica.weight is module.weight
+        assert_same_bits(replica(x), module(x))
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_compiled():
