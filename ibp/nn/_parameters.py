@@ -171,7 +171,8 @@ class TableParameter(torch.nn.Parameter):
         if not torch.equal(bytes_of(held), bytes_of(new)):
             rows = rows_of(new, self._shared.transposed)
             table = self.table.update_(torch.arange(len(rows), device=rows.device), rows)
-            table.refit(slot_bytes=table.slot_bytes or None).prepare_linear()
+            # A matrix of level "fast" keeps the slots that the kernel of `ibp.linear` takes.
+            table.refit(slot_bytes=table.slot_bytes or None if is_fast(table) else None).prepare_linear()
 
     def _set_data(self, data: torch.Tensor) -> None:
         """Takes the table of another parameter, or codes a tensor's values."""

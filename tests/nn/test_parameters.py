@@ -204,6 +204,18 @@ def plain_of(values):
 
 
 @torch.no_grad()
+def test_what_is_written_takes_what_it_would_take_elsewhere():
+    """Neither codebook nor slots of the earlier values limit it."""
+    values = embedding(256, 64, torch.bfloat16)
+    module, weight = parameter_of(torch.zeros_like(values))
+    weight.copy_(values)
+    wanted = ibp.compress(values, device="cpu")
+    assert (module.weight.scheme, module.weight.slot_bytes) == (wanted.scheme, wanted.slot_bytes)
+    assert module.weight.nbytes == wanted.nbytes
+    assert_same_bits(weight.clone(), values)
+
+
+@torch.no_grad()
 def test_values_that_are_there_are_not_coded_anew():
     module, weight = parameter_of(embedding(24, 32))
     weight.copy_(weight.clone())
