@@ -247,7 +247,8 @@ class Memory:
 
 def counted_bytes(model):
     """Returns the bytes of a model's weights, by their `nbytes`."""
-    tensors = [*model.parameters(), *(module.weight for module in model.modules() if is_coded(module))]
+    plain = [tensor for tensor in model.parameters() if not isinstance(tensor, ibp.nn.TableParameter)]
+    tensors = [*plain, *(module.weight for module in model.modules() if is_coded(module))]
     return sum(tensor.nbytes for tensor in tensors)
 
 

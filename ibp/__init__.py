@@ -131,11 +131,13 @@ def _register(name: str) -> None:
         _import_module(f"ibp.integrations.{name}")
 
 
-# Importing ibp lets transformers and diffusers load directories of coded weights, and lets PEFT adapt coded models. The
-# order in which ibp and the framework are imported does not matter.
+# Importing ibp lets transformers and diffusers load directories of coded weights, lets PEFT adapt coded models, and
+# lets accelerate's hooks leave tables where they are. The order in which ibp and the framework are imported does not
+# matter.
 _after_import("transformers.modeling_utils", lambda: _register("_transformers_weights"))
 _after_import("diffusers.models.modeling_utils", lambda: _register("_diffusers_weights"))
 _after_import("peft", lambda: _register("peft"))
+_after_import("accelerate.big_modeling", lambda: _register("_accelerate_hooks"))
 
 
 def cuda_is_available() -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from .._common.rounding import rounded_up
+from ..nn import TableParameter
 from ..nn._compressing import place_of
 from ..nn._stacks import is_stack
 from .weights import Weight, can_be_stored
@@ -199,9 +200,10 @@ def _find_blocks(model: nn.Module, division: Division, num_devices: int) -> None
 
 
 def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Yields (attribute, tensor, whether it is a parameter) for the tensors of a module without its submodules."""
+    """Yields (attribute, tensor, whether it is a parameter) for the tensors of a module without its submodules, except
+    coded weights."""
     for attribute, parameter in module._parameters.items():
-        if parameter is not None:
+        if parameter is not None and not isinstance(parameter, TableParameter):
             yield attribute, parameter, True
     for attribute, buffer in module._buffers.items():
         if buffer is not None:

@@ -33,8 +33,9 @@ from .._rows.table import handle_on
 from .._schemes import check_scheme
 from .._tables.compressed_tensor import CompressedTensor
 from .._tables.weights import WeightCompressor
+from ..nn import TableParameter
 from ..nn._stacks import by_rows, stand_in
-from ..nn._tables import TableModule
+from ..nn._tables import CodedModule
 from .experts import ExpertsForward
 from .fetcher import CudaWeightFetcher, WeightFetcher
 from .groups import Division, Group, Lookup, StackedModule, Use, divide, spread
@@ -149,7 +150,8 @@ def offload(
     resident_bytes = whole_number("resident_bytes", 0 if resident_bytes is None else resident_bytes, 0)
     min_bytes = whole_number("min_bytes", min_bytes, 0)
     if group_bytes is None:
-        total = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+        plain = (tensor for tensor in model.parameters() if not isinstance(tensor, TableParameter))
+        total = sum(tensor.numel() * tensor.element_size() for tensor in plain)
         group_bytes = max(1, min(_GROUP_BYTES, total // _LEAST_GROUPS))
     division = divide(
         model,
@@ -653,7 +655,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
         others = [
             module
             for module in outside
-            if any(True for _ in module.parameters(recurse=False)) or isinstance(module, TableModule)
+            if any(True for _ in module.parameters(recurse=False)) or isinstance(module, CodedModule)
         ]
         for module in [*blocks, *others]:
             move = _MoveHook(self._devices[numbers[module]])

@@ -31,7 +31,7 @@ from ..checkpoints._safetensors_files import open_ibp
 from ..checkpoints._source import SourceTensor
 from ..nn import coded_state_dict
 from ..nn._compressing import options_of
-from ..nn._tables import TRANSPOSED, TableModule
+from ..nn._tables import TRANSPOSED, CodedModule, TableModule
 from ._loading import CodingFields, CodingQuantizer, Loading, away_of, is_coded
 
 # bytes of a BF16 matrix at level "fast", escapes included, as a share; for the choice of a device map
@@ -193,12 +193,13 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
                     )
                 }
         for module in model.modules():
-            if isinstance(module, TableModule):
-                vars(module.weight).pop(_INITIALIZED, None)
+            if isinstance(module, CodedModule):
+                for shared in module.shared_tables().values():
+                    vars(shared.weight).pop(_INITIALIZED, None)
         del model.config.quantization_config  # makes save_pretrained write a plain configuration
         if self._device is not None:
             for module in model.modules():
-                if isinstance(module, TableModule):
+                if isinstance(module, CodedModule):
                     module.to(self._device)
             self.offloaded = offload(model, self._device, min_bytes=self.quantization_config.min_bytes)
         return model

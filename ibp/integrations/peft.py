@@ -19,7 +19,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
 from ..nn import Conv1D, Linear
-from ..nn._tables import TableModule, placed_like, rows_of_weight
+from ..nn._parameters import placed_like, rows_of_weight
+from ..nn._tables import CodedModule, TableModule
 
 __all__ = ["LoraLinear"]
 
@@ -83,7 +84,7 @@ _check_module = ModulesToSaveWrapper.check_module
 def _check_that_it_trains(wrapper: Any) -> None:
     """Refuses `modules_to_save` that would not train, because PEFT trains parameters, and tables are not parameters."""
     for module in wrapper.original_module.modules():
-        if isinstance(module, TableModule):
+        if isinstance(module, CodedModule):
             raise TypeError(
                 f"modules_to_save has an ibp.nn.{type(module).__name__}, whose weights are fixed: leave a module that "
                 "is to train plain, by exclude= of ibp.nn.compress or IbpConfig"

@@ -9,8 +9,9 @@
 A table is not a torch.Tensor (docs/guide.md says why), so that a module cannot hold it as a parameter or buffer. These
 modules hold it as `weight`. `module.to()`, `cuda()`, `state_dict()`, `load_state_dict()`, `copy.deepcopy`, pickling and
 torch.compile work as for other modules. `state_dict()` has plain tensors on the CPU, and `coded_state_dict` has the
-tables; `load_state_dict` takes both, and compresses plain tensors. `parameters()` and `buffers()` do not list tables,
-so that optimizers of torch, DDP and FSDP leave them alone. docs/embeddings.md says how they are trained.
+tables; `load_state_dict` takes both, and compresses plain tensors. `parameters()` lists each table as a
+`TableParameter` of the plain weight's shape, without a gradient: optimizers of torch leave it alone. docs/embeddings.md
+says how rows are trained.
 """
 
 from .._common.publishing import published
@@ -19,6 +20,7 @@ from ._compressing import ModelReport, compress
 from ._decompressing import decompress
 from ._embedding import Embedding, EmbeddingBag
 from ._experts import Experts
+from ._parameters import TableParameter
 from ._tables import Conv1D, Linear, coded_state_dict, multiply_together
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "Experts",
     "Linear",
     "ModelReport",
+    "TableParameter",
     "coded_state_dict",
     "compress",
     "decompress",

@@ -112,9 +112,9 @@ class _Group(RowsModule):
             results.append(self._pool(rows[part], own, mode, weights, include_last_offset=True))
         return torch.cat(results)
 
-    def _save_weight(self, state: dict[str, Any], prefix: str) -> None:
+    def _save_tables(self, state: dict[str, Any], prefix: str) -> None:
         if saves_tables():
-            super()._save_weight(state, prefix)
+            super()._save_tables(state, prefix)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_near": {}, "_numbers": {}}

@@ -21,7 +21,7 @@ from ..checkpoints._source import is_chosen
 from ._embedding import Embedding
 from ._experts import Experts
 from ._stacks import by_rows, is_stack, reshaped
-from ._tables import Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
+from ._tables import CodedModule, Conv1D, Linear, TableModule, is_fast_matrix, matrix_table, multiply_together
 
 _MIN_BYTES = 1 << 20  # bytes; smaller weights are not coded unless the caller says otherwise
 # A weight of which a table saves a smaller share stays plain, because decoding it would gain nothing.
@@ -92,7 +92,7 @@ class _Weight:
         # weight: its own name.
         self.names: list[str] = []
         self.is_stacked = False  # whether it is a stacked weight of a module of experts
-        self.stays = False  # whether it stays plain
+        self.is_left = False  # whether it is left plain
         # Why a module of these kinds keeps it plain. None: none does, or another module does.
         self.reason: str | None = None
 
@@ -123,9 +123,10 @@ def compress(
     table would not make at least 2 % smaller stays plain.
 
     Tables are in the memory where the weights were: on the GPU, or in host memory (pinned, if there is a GPU), from
-    which `model.to("cuda")` moves them. Their weights are fixed, and are not parameters. Gradients reach inputs, biases
-    and all other parameters. On the CPU, results have the bits of the plain model. On a GPU, `ibp.linear` adds the
-    products of few vectors in another order, unless `fused=False`.
+    which `model.to("cuda")` moves them. Their weights are fixed: `parameters()` lists each as an
+    `ibp.nn.TableParameter`, which gets no gradient. Gradients reach inputs, biases and all other parameters. On the
+    CPU, results have the bits of the plain model. On a GPU, `ibp.linear` adds the products of few vectors in another
+    order, unless `fused=False`.
 
     `model.state_dict()`, `save_pretrained` and `safetensors.torch.save_model` give plain tensors on the CPU, under the
     names of the plain model; `load_state_dict` takes them and codes them. `ibp.nn.coded_state_dict` gives the tables.
@@ -173,20 +174,18 @@ def compress(
     return plan.report()
 
 
-_CODED = TableModule, Experts
-
-
 def options_of(model: torch.nn.Module) -> dict[str, Any]:
     """Returns the arguments with which `compress` codes just those weights that are coded in a model."""
-    coded = [module for module in model.modules() if isinstance(module, TableModule)]
-    min_bytes = min([_MIN_BYTES, *(module.weight.original_bytes for module in coded)])
-    plain, _ = _find(model, _Choice(model, None, ()), min_bytes)
+    coded = [module for module in model.modules() if isinstance(module, CodedModule)]
+    tables = [(module, shared.weight) for module in coded for shared in module.shared_tables().values()]
+    min_bytes = min([_MIN_BYTES, *(table.original_bytes for _, table in tables)])
+    plain, _ = _find(model, _chosen(model), min_bytes)
     exclude = [name.rpartition(".")[0] if weight.is_stacked else name for weight in plain for name in weight.names]
-    matrices = [module.weight for module in coded if not isinstance(module, Embedding)]
+    matrices = [table for module, table in tables if not isinstance(module, Embedding)]
     return {
         "exclude": exclude,
         "level": "fast" if all(map(is_fast_matrix, matrices)) else "default",
-        "fused": all(getattr(module, "fused", True) for module in model.modules() if isinstance(module, _CODED)),
+        "fused": all(getattr(module, "fused", True) for module in coded),
         "min_bytes": min_bytes,
     }
 
@@ -208,7 +207,7 @@ class ModelPlan:
         if level not in ("fast", "default"):
             raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
         self._model, self._level, self._fused = model, level, fused
-        self._weights, self._plain = _find(model, _Choice(model, include, exclude), min_bytes)
+        self._weights, self._plain = _find(model, _chosen(model, include, exclude), min_bytes)
         if not self._weights and _TRAINS in self._plain.values():
             raise ValueError("the weights of the model train: call model.eval() or model.requires_grad_(False) first")
         self._of = {key: weight for weight in self._weights for key in weight.keys}
@@ -284,7 +283,7 @@ class ModelPlan:
                 if module not in made:
                     made[module] = _module_over(table, module, self._fused)
                     made[module].share_table(next(iter(made.values())))
-                    made[module]._shared.requires_grad = module.get_parameter("weight").requires_grad
+                    made[module].shared_tables()["weight"].requires_grad = module.get_parameter("weight").requires_grad
                     made[module].train(module.training)
                 parent, _, attribute = name.rpartition(".")
                 setattr(self._model.get_submodule(parent), attribute, made[module])
@@ -331,21 +330,18 @@ class ModelPlan:
         return None
 
 
-class _Choice:
-    """The modules that include and exclude choose."""
-
-    def __init__(
-        self, model: torch.nn.Module, include: str | Iterable[str] | None, exclude: str | Iterable[str]
-    ) -> None:
-        self._include = None if include is None else _patterns(include)
-        self._exclude = _patterns(exclude)
-        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-        for pattern in (*(self._include or ()), *self._exclude):
-            if not any(is_chosen(name, [pattern], ()) for name in names):
-                raise ValueError(f"there is no module whose name matches {pattern!r}")
-
-    def has(self, name: str) -> bool:
-        return is_included(name, self._include, self._exclude)
+def _chosen(
+    model: torch.nn.Module, include: str | Iterable[str] | None = None, exclude: str | Iterable[str] = ()
+) -> set[str]:
+    """Returns the names of the modules that include and exclude choose. Raises ValueError if a pattern matches no
+    module."""
+    include = (include,) if isinstance(include, str) else None if include is None else tuple(include)
+    exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for pattern in (*(include or ()), *exclude):
+        if not any(is_chosen(name, [pattern], ()) for name in names):
+            raise ValueError(f"there is no module whose name matches {pattern!r}")
+    return {name for name in names if is_included(name, include, exclude)}
 
 
 def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
@@ -357,16 +353,12 @@ def is_included(name: str, include: Iterable[str] | None, exclude: Iterable[str]
     )
 
 
-def _patterns(given: str | Iterable[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
-
-
 # ---- finding weights ----
 
 
-def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list[_Weight], dict[str, str]]:
+def _find(model: torch.nn.Module, chosen: set[str], min_bytes: int) -> tuple[list[_Weight], dict[str, str]]:
     """Returns the weights to code, and why other modules of these kinds stay plain, by name. It keeps no weight
-    alive."""
+    alive. chosen: the names of the modules that may be coded."""
     found: dict[object, _Weight] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for attribute, parameter in module._parameters.items():
@@ -375,8 +367,8 @@ def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list
             weight = found.setdefault(place_of(parameter), _Weight())
             is_stacked = parameter.dim() == 3 and is_stack(module)
             is_of_a_kind = attribute == "weight" and isinstance(module, _kinds())
-            if not (is_stacked or is_of_a_kind) or not choice.has(name):
-                weight.stays = True
+            if not (is_stacked or is_of_a_kind) or name not in chosen:
+                weight.is_left = True
                 continue
             weight.is_stacked = is_stacked
             weight.names.append(f"{name}.{attribute}" if is_stacked and name else name)
@@ -384,7 +376,7 @@ def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list
             if is_stacked and len(weight.names) > 1:
                 reason = _SHARED_STACK
             if reason is not None:
-                weight.stays, weight.reason = True, reason
+                weight.is_left, weight.reason = True, reason
                 continue
             weight.num_bytes = parameter.numel() * parameter.element_size()
             if not name:
@@ -392,8 +384,8 @@ def _find(model: torch.nn.Module, choice: _Choice, min_bytes: int) -> tuple[list
                     f"model is a {type(module).__name__}, which cannot be replaced in place: wanted one around it, "
                     "or a call of ibp.nn.Linear.from_linear or ibp.nn.Embedding.from_pretrained"
                 )
-    weights = [weight for weight in found.values() if not weight.stays]
-    plain = {name: weight.reason or _SHARED for weight in found.values() if weight.stays for name in weight.names}
+    weights = [weight for weight in found.values() if not weight.is_left]
+    plain = {name: weight.reason or _SHARED for weight in found.values() if weight.is_left for name in weight.names}
     return weights, plain
 
 

@@ -85,7 +85,7 @@ class Embedding(_Rows):
     """`torch.nn.Embedding` over compressed rows, which are decoded when they are looked up.
 
     Results are on the device of the ids, wherever the table is: GPUs fetch rows of a table in pinned host memory
-    themselves. The optimizers of `ibp.optim` change rows that train; `parameters()` does not list them.
+    themselves. The optimizers of `ibp.optim` change rows that train.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)
@@ -131,8 +131,7 @@ class Embedding(_Rows):
 class EmbeddingBag(_Rows):
     """`torch.nn.EmbeddingBag` over compressed rows: sums, means or maxima of bags of rows.
 
-    Results have the bits of torch's on the same device. The optimizers of `ibp.optim` change rows that train;
-    `parameters()` does not list them.
+    Results have the bits of torch's on the same device. The optimizers of `ibp.optim` change rows that train.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)

@@ -14,39 +14,11 @@ from .._fetch.gather import index_select
 from .._fetch.ids import checked_ids
 from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups, group_vectors, multiply_groups
 from .._tables.compressed_tensor import CompressedTensor
+from ._parameters import SharedTable, TableParameter
 from ._stacks import Calls, are_few, by_rows, slots_for
-from ._tables import TableModule
+from ._tables import CodedModule
 
 _DOWN, _BIAS = "down_proj", "_bias"
-
-
-class CodedStack(TableModule):
-    """The table of a stacked weight of `Experts`. The module's name is the weight's.
-
-    table: [experts, rows, columns], whose rows are the table's rows. transposed: whether plain weights are [experts,
-    columns, rows].
-    """
-
-    def __init__(self, table: CompressedTensor, transposed: bool, requires_grad: bool) -> None:
-        super().__init__(by_rows(table), stays=False)
-        self._shared.requires_grad = requires_grad
-        self.stacked, self.transposed, self.num_rows = table.shape[:1], transposed, table.shape[1]
-
-    def all(self, device: torch.device) -> torch.Tensor:
-        """Returns the plain weights of all experts on a device."""
-        return self.plain_of(matrix_of(self.weight, device))
-
-    def fetch(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the plain weights of experts, given the numbers of their rows, on the device of these numbers."""
-        return self.plain_of(index_select(self.weight, rows, device=rows.device))
-
-    def _name_of_weight(self, prefix: str) -> str:
-        return prefix[:-1]
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        """Loads no table. `Experts` loads it, because torch passes a module only names that begin with the module's
-        name and a dot."""
-        super(TableModule, self)._load_from_state_dict(*args)
 
 
 def multiply_experts(
@@ -78,7 +50,7 @@ def multiply_experts(
     return (y.view(*index.shape, -1) * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-class Experts(torch.nn.Module):
+class Experts(CodedModule):
     """Stacked experts of transformers whose stacked weights are coded, as `ibp.nn.compress` makes them.
 
     On a GPU, a call for few tokens sorts the choices by expert and multiplies with a kernel that decodes weights in
@@ -102,11 +74,15 @@ class Experts(torch.nn.Module):
         module: a module of a class that transformers' `use_experts_implementation` decorates. Its attributes become
             this module's.
         fused: whether the kernel multiplies.
+
+    Attributes:
+        stacks: by the name of each coded weight, the holder of its table: `stacks[name].weight`.
     """
 
     __module__ = "ibp.nn"
 
     num_experts: int
+    stacks: dict[str, SharedTable]
     has_gate: bool
     has_bias: bool
     is_transposed: bool
@@ -117,31 +93,28 @@ class Experts(torch.nn.Module):
         super().__init__()
         held = {name: dict(vars(module)[name]) for name in ("_parameters", "_buffers", "_modules")}
         vars(self).update({**vars(module), **held})
-        self.fused, self._kind = fused, cast(Any, type(module))
-        self._calls, self._order = Calls(self._kind, []), tuple(self._parameters)
+        self.fused, self._kind, self.stacks = fused, cast(Any, type(module)), {}
+        self._calls = Calls(self._kind, [])
 
-    @property
-    def stacks(self) -> dict[str, CodedStack]:
-        """The coded weights, by name."""
-        return {name: module for name, module in self._modules.items() if isinstance(module, CodedStack)}
+    def shared_tables(self) -> dict[str, SharedTable]:
+        return self.stacks
 
-    def put(self, name: str, table: CompressedTensor) -> CodedStack:
+    def put(self, name: str, table: CompressedTensor) -> SharedTable:
         """Replaces a stacked weight by a table, which holds the plain weight or its transposed matrices."""
-        stack = CodedStack(table, bool(self.is_transposed), self.get_parameter(name).requires_grad)
-        del self._parameters[name]
-        self.add_module(name, stack)
+        requires_grad = self.get_parameter(name).requires_grad
+        stack = SharedTable(by_rows(table), requires_grad, bool(self.is_transposed), table.shape[:1])
+        self.stacks[name] = stack
+        self._parameters[name] = TableParameter(stack)
         self._calls = Calls(self._kind, self.stacks)
         return stack
 
     def turn_plain(self) -> None:
         """Turns this module itself into the plain module, of the class that it was made from."""
-        plain = {name: stack.parameter() for name, stack in self.stacks.items()}
+        plain = {name: stack.plain_parameter(stack.requires_grad) for name, stack in self.stacks.items()}
         state = {
-            name: value for name, value in vars(self).items() if name not in ("fused", "_kind", "_calls", "_order")
+            name: value for name, value in vars(self).items() if name not in ("fused", "_kind", "_calls", "stacks")
         }
-        held = {**self._parameters, **plain}
-        state["_parameters"] = {name: held[name] for name in (*self._order, *held)}
-        state["_modules"] = {name: module for name, module in self._modules.items() if name not in plain}
+        state["_parameters"] = {**self._parameters, **plain}
         self.__dict__, self.__class__ = state, self._kind
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -164,14 +137,21 @@ class Experts(torch.nn.Module):
             return None
         stacks, names = self.stacks, {self._up, _DOWN}
         biases = {name + _BIAS for name in names} if self.has_bias else set()
-        if stacks.keys() != names or {*self._parameters, *self._buffers} != biases or self.num_experts > MOST_STACKED:
+        if stacks.keys() != names or self.num_experts > MOST_STACKED:
             return None
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, weights, *self.parameters())):
+        if {*self._parameters, *self._buffers} != names | biases:
             return None
-        found = escapes_for_groups(
-            hidden, [stack.weight for stack in stacks.values()], [stack.num_rows for stack in stacks.values()]
-        )
+        if torch.is_grad_enabled():
+            others = [self.get_parameter(name) for name in biases]
+            others += [own for module in self.children() for own in module.parameters()]
+            if any(x.requires_grad for x in (hidden, weights, *others)):
+                return None
+        found = escapes_for_groups(hidden, [stack.weight for stack in stacks.values()], self._rows_of_an_expert())
         return None if found is None else dict(zip(stacks, found))
+
+    def _rows_of_an_expert(self) -> list[int]:
+        """Returns how many rows an expert has in each table."""
+        return [stack.weight.shape[0] // self.num_experts for stack in self.stacks.values()]
 
     @property
     def _up(self) -> str:
@@ -195,16 +175,18 @@ class Experts(torch.nn.Module):
         calls, stacks = self._calls, self.stacks
         if not are_few(ids, self.num_experts):
             device = next(iter(stacks.values())).weight.device if ids is None else ids.device
-            return calls.with_all(self, args, kwargs, {name: stack.all(device) for name, stack in stacks.items()})
+            decoded = [matrix_of(stack.weight, device) for stack in stacks.values()]
+            return calls.with_all(self, args, kwargs, self._plain(decoded))
         calls.check(ids, self.num_experts, self._kind.__name__)
-        slots, held, rows = slots_for(ids, self.num_experts, [stack.num_rows for stack in stacks.values()])
-        weights = {name: stack.fetch(of_stack) for (name, stack), of_stack in zip(stacks.items(), rows)}
-        return calls.with_slots(self, args, kwargs, slots, held, weights)
+        slots, held, rows = slots_for(ids, self.num_experts, self._rows_of_an_expert())
+        fetched = [
+            index_select(stack.weight, numbers, device=numbers.device) for stack, numbers in zip(stacks.values(), rows)
+        ]
+        return calls.with_slots(self, args, kwargs, slots, held, self._plain(fetched))
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        for name, stack in self.stacks.items():
-            stack.load_weight(args[1] + name, *args)
+    def _plain(self, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Returns the plain weights of some experts or of all, by name, made from the rows of each table."""
+        return {name: stack.plain_of(of_stack) for (name, stack), of_stack in zip(self.stacks.items(), rows)}
 
     def extra_repr(self) -> str:
         return f"{self._kind.__name__}, {self.num_experts} experts{', fused=True' if self.fused else ''}"

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from math import prod
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 
 from .._common.conversions import check_conversion
 from .._common.graphs import cannot_record
-from .._common.modes import outside_of_modes
 from .._common.states import SavedTensor
 from .._fetch.linear import linear, slot_bytes_for
 from .._fetch.products import differentiable
-from .._machine import memory
-from .._schemes import PlanesCodebook
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
 from .._tables.torch_functions import linear_of
 from ._neighbours import Neighbours
-from ._stacks import by_rows, reshaped
+from ._parameters import SharedTable, TableParameter, is_fast, placed_like, rows_of_weight
+from ._stacks import reshaped
 
 _LEAVES_SLOTS = {"device", "memory", "numa", "progress", "level"}  # arguments of `compress` that do not choose slots
 TRANSPOSED = "_transposed"  # the end of the names of transposed tables in a coded state
@@ -36,40 +34,146 @@ def saves_tables() -> bool:
     return _is_coded.get()
 
 
-class SharedTable:
-    """The holder of a table that several modules share, like a shared parameter: if the table is loaded or moved,
-    the new one replaces the old one in all of these modules. The table is ready for compiled code and for products.
-    requires_grad: of the parameter that the table has replaced."""
+class CodedModule(torch.nn.Module):
+    """A module that holds weights as tables. `parameters()` of a module around it lists each of them as a
+    `TableParameter`, which has no part in `forward`."""
 
-    def __init__(self, table: CompressedTensor, requires_grad: bool = False) -> None:
-        self.table, self.requires_grad, self.saved = table, requires_grad, SavedTensor()
+    def shared_tables(self) -> dict[str, SharedTable]:
+        """Returns the holders of the tables, by the names of the plain weights."""
+        raise NotImplementedError
 
-    @property
-    def table(self) -> CompressedTensor:
-        return self._table
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yields names and parameters as torch does, but leaves tables out with recurse=False. FSDP2, DDP's reducer and
+        hooks of accelerate ask each module in this way for parameters that they shard, reduce or move themselves."""
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if recurse or not isinstance(parameter, TableParameter):
+                yield name, parameter
 
-    @table.setter
-    def table(self, table: CompressedTensor) -> None:
-        self._table = table.prepare_linear()
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
+        """Registers a parameter; torch also calls this for `module.name = param`.
 
-    def __reduce__(self) -> tuple[type[SharedTable], tuple[CompressedTensor, bool]]:
-        return SharedTable, (self.table, self.requires_grad)
+        Raises:
+            RuntimeError: the name is a table's.
+        """
+        if isinstance(self._parameters.get(name), TableParameter):
+            raise RuntimeError(
+                f"the {name} of an ibp.nn.{type(self).__name__} is a table, which no parameter can replace: "
+                "load_state_dict() takes a plain tensor, which it codes, or an ibp.CompressedTensor"
+            )
+        super().register_parameter(name, param)
+
+    def check_conversion(self, convert: Callable) -> None:
+        """Raises TypeError for conversions that a table does not support, such as one to another dtype."""
+        for shared in self.shared_tables().values():
+            if not shared.stays:
+                table = shared.weight
+                convert(compress_rows(torch.empty(0, table.shape[1], dtype=table.dtype, device="cpu")))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Raises an error; torch.jit.script calls this, also for modules within modules."""
+        raise cannot_record("torch.jit.script")
+
+    @contextlib.contextmanager
+    def _only_plain_parameters(self) -> Iterator[None]:
+        """Hides tables from the methods of torch's module that convert, save and load each parameter."""
+        state, held = vars(self), self._parameters
+        state["_parameters"] = {name: own for name, own in held.items() if not isinstance(own, TableParameter)}
+        try:
+            yield
+        finally:
+            state["_parameters"] = {**held, **self._parameters}
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> CodedModule:
+        check_conversion(self, fn)
+        with self._only_plain_parameters():
+            super()._apply(fn, recurse)
+        for name, shared in self.shared_tables().items():
+            if shared.stays:
+                parameter = self._parameter_of(name)
+                device = fn(torch.empty(0, dtype=parameter.dtype, device=parameter.device)).device
+                if device.type != "meta":
+                    parameter.show(device)
+                continue
+            moved = fn(shared.weight)
+            if moved is not shared.weight:
+                self._take(name, moved)
+        return self
+
+    def _parameter_of(self, name: str) -> TableParameter:
+        """Returns the parameter of a table."""
+        return cast(TableParameter, self._parameters[name])
+
+    def _take(self, name: str, table: CompressedTensor) -> None:
+        """Replaces a table by one that was loaded or moved."""
+        shared, parameter = self.shared_tables()[name], self._parameter_of(name)
+        shared.weight = table
+        parameter.show(parameter.device if shared.stays else None)
+
+    # ---- states ----
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        self._save_tables(destination, prefix)
+        with self._only_plain_parameters():
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _save_tables(self, state: dict[str, Any], prefix: str) -> None:
+        """Puts the tables into a state, or their plain weights."""
+        for name, shared in self.shared_tables().items():
+            key, table = prefix + name, shared.weight
+            if saves_tables():
+                state[key + TRANSPOSED if shared.transposed else key] = (
+                    reshaped(table, shared.coded_shape) if shared.stacked else table
+                )
+                continue
+            if key in state:  # from an earlier state_dict(): the tensor that was made for it may be old
+                shared.saved = SavedTensor()
+            state[key] = shared.saved.of(state, functools.partial(shared.decoded, torch.device("cpu")))
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        with self._only_plain_parameters():
+            super()._load_from_state_dict(*args)
+        for name, shared in self.shared_tables().items():
+            self._load_table(name, shared, *args)
+
+    def _load_table(self, name: str, shared: SharedTable, *args: Any) -> None:
+        """Takes the table that a state has under a name. args: the arguments of `_load_from_state_dict`."""
+        state_dict, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs = args
+        held, key, shape = shared.weight, prefix + name, shared.plain_shape
+        is_coded = shared.transposed and key + TRANSPOSED in state_dict
+        if is_coded:
+            key, shape = key + TRANSPOSED, shared.coded_shape
+        if key in unexpected_keys:
+            unexpected_keys.remove(key)
+        if key not in state_dict:
+            missing_keys += [key] if strict else []
+            return
+        value = state_dict[key]
+        if not isinstance(value, (CompressedTensor, torch.Tensor)):
+            error_msgs.append(f"{key} is a {type(value).__name__}; wanted an ibp.CompressedTensor or a tensor")
+        elif (value.shape, value.dtype) != (shape, held.dtype):
+            error_msgs.append(
+                f"{key} has shape {list(value.shape)} and dtype {value.dtype}; wanted {list(shape)} and {held.dtype}"
+            )
+        else:
+            table = rows_of_weight(value, shared.transposed and not is_coded)
+            # whether tables are used as they are; otherwise they are copied
+            assigns = metadata.get("assign_to_params_buffers", False)
+            self._take(name, table if assigns and isinstance(table, CompressedTensor) else placed_like(held, table))
 
 
-class TableModule(torch.nn.Module):
+class TableModule(CodedModule):
     """A module with one table [rows, columns], its `weight`.
 
     Attributes:
         transposed: whether plain weights are [columns, rows]. In a coded state such a table has a name of its own,
             because the shape of a square table does not tell.
-        stacked: () for a matrix. If plain weights are a stack of matrices, which the table holds one below the other:
-            the leading dimensions of the stack.
     """
 
     transposed = False
-    stacked: tuple[int, ...] = ()
 
-    def __init__(self, table: CompressedTensor, stays: bool) -> None:
+    def __init__(self, table: CompressedTensor, stays: bool, trains: bool = False) -> None:
         super().__init__()
         if not isinstance(table, CompressedTensor):
             raise TypeError(
@@ -77,42 +181,49 @@ class TableModule(torch.nn.Module):
             )
         if table.dim() != 2:
             raise ValueError(f"table has shape {list(table.shape)}; wanted two dimensions")
-        self._shared = SharedTable(table)
-        self.stays = stays
+        if trains and not table.is_floating_point():
+            raise TypeError(f"table has dtype {table.dtype}; wanted floating-point rows to train")
+        self._shared = SharedTable(table, transposed=self.transposed, stays=stays)
+        self._parameters["weight"] = TableParameter(self._shared, trains)
+
+    def shared_tables(self) -> dict[str, SharedTable]:
+        return {"weight": self._shared}
+
+    @property
+    def stays(self) -> bool:
+        """Whether the table keeps its place and its dtype when the module is moved or converted."""
+        return self._shared.stays
+
+    @stays.setter
+    def stays(self, stays: bool) -> None:
+        self._shared.stays = stays
 
     @property
     def weight(self) -> CompressedTensor:
-        return self._shared.table
+        return self._shared.weight
 
     @weight.setter
     def weight(self, table: CompressedTensor) -> None:
-        self._shared.table = table
+        CodedModule._take(self, "weight", table)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "weight":
+            super().__setattr__(name, value)
+        elif isinstance(value, CompressedTensor):
+            object.__setattr__(self, name, value)  # torch's method takes nothing but a parameter under this name
+        elif name in self._parameters:  # else this is a replica of torch.nn.DataParallel, which gets a decoded copy
+            super().__setattr__(name, value)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "weight" not in self._parameters:  # pickled before tables were parameters
+            self._shared.transposed, self._shared.stays = self.transposed, vars(self).pop("stays")
+            weight = TableParameter(self._shared, getattr(self, "trainable", False))
+            vars(self)["_parameters"] = {"weight": weight, **self._parameters}
 
     def share_table(self, other: TableModule) -> None:
         """Uses another module's table from now on."""
-        self._shared = other._shared
-
-    def check_conversion(self, convert: Callable) -> None:
-        """Raises TypeError for conversions that a table does not support, such as one to another dtype."""
-        if not self.stays:
-            convert(compress_rows(torch.empty(0, self.weight.shape[1], dtype=self.weight.dtype, device="cpu")))
-
-    def register_parameter(self, name: str, param: torch.nn.Parameter | None) -> None:
-        """Registers a parameter; torch also calls this for `module.name = param`.
-
-        Raises:
-            RuntimeError: the name is the table's.
-        """
-        if name == "weight":
-            raise RuntimeError(
-                f"the weight of an ibp.nn.{type(self).__name__} is a table, which no parameter can replace: "
-                "load_state_dict() codes a plain tensor, and weight takes an ibp.CompressedTensor"
-            )
-        super().register_parameter(name, param)
-
-    def __prepare_scriptable__(self) -> NoReturn:
-        """Raises an error; torch.jit.script calls this, also for modules within modules."""
-        raise cannot_record("torch.jit.script")
+        self._shared, self._parameters["weight"] = other._shared, other._parameters["weight"]
 
     # ---- the plain module ----
 
@@ -121,14 +232,18 @@ class TableModule(torch.nn.Module):
         """Whether the plain weights require grad."""
         return self._shared.requires_grad
 
+    def current_table(self) -> CompressedTensor:
+        """Returns the table, with all rows as they are now."""
+        return self.weight
+
     def parameter(self) -> torch.nn.Parameter:
         """Returns the plain weights, in the memory where the table is.
 
         Raises:
             CorruptTableError: the table is damaged.
         """
-        weight = self.plain_of(self.current_table().decompress(check=True))
-        return torch.nn.Parameter(weight, requires_grad=self._requires_grad)
+        self.current_table()
+        return self._shared.plain_parameter(self._requires_grad)
 
     def _module_over(self, weight: torch.nn.Parameter) -> torch.nn.Module:
         """Returns the plain module over its weights."""
@@ -145,87 +260,6 @@ class TableModule(torch.nn.Module):
         self.__dict__ = {**vars(plain), **{name: vars(self)[name] for name in _OF_ANY_MODULE}}
         self.__class__ = type(plain)  # type: ignore[assignment]
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> TableModule:
-        check_conversion(self, fn)
-        super()._apply(fn, recurse)
-        if not self.stays:
-            moved = fn(self.weight)
-            if moved is not self.weight:
-                self._take(moved)
-        return self
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        self._save_weight(destination, prefix)
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-
-    def _name_of_weight(self, prefix: str) -> str:
-        """Returns the name of the weights in a state. prefix: the prefix of the module's names."""
-        return prefix + "weight"
-
-    def _save_weight(self, state: dict[str, Any], prefix: str) -> None:
-        key, table = self._name_of_weight(prefix), self.current_table()
-        if saves_tables():
-            state[key + TRANSPOSED if self.transposed else key] = (
-                reshaped(table, self._shape) if self.stacked else table
-            )
-        else:
-            if key in state:  # from an earlier state_dict(): the tensor that was made for it may be old
-                self._shared.saved = SavedTensor()
-            state[key] = self._shared.saved.of(state, self._plain)
-
-    @property
-    def _shape(self) -> torch.Size:
-        """The shape of the table in a coded state."""
-        rows, columns = self.weight.shape
-        return torch.Size((*self.stacked, rows // prod(self.stacked), columns))
-
-    def plain_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the weights in the plain module's shape, made from rows of the table: from all rows, or from those
-        of whole matrices of a stack."""
-        matrices = rows.view(-1, *self._shape[1:]) if self.stacked else rows
-        return matrices.mT.contiguous() if self.transposed else matrices
-
-    @outside_of_modes()
-    def _plain(self) -> torch.Tensor:
-        """Returns the plain weights on the CPU."""
-        return self.plain_of(self.weight.decompress(device="cpu"))
-
-    def current_table(self) -> CompressedTensor:
-        """Returns the table, with all rows as they are now."""
-        return self.weight
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self.load_weight(self._name_of_weight(args[1]), *args)
-
-    def load_weight(self, name: str, *args: Any) -> None:
-        """Takes the weights that a state has under a name. args: the arguments of `_load_from_state_dict`."""
-        state_dict, _, metadata, strict, missing_keys, unexpected_keys, error_msgs = args
-        held, shape = self.weight, self._shape
-        is_table = self.transposed and name + TRANSPOSED in state_dict
-        key, turns = (name + TRANSPOSED, False) if is_table else (name, self.transposed)
-        if key in unexpected_keys:
-            unexpected_keys.remove(key)
-        if key not in state_dict:
-            missing_keys += [key] if strict else []
-            return
-        value, shape = state_dict[key], torch.Size((*shape[:-2], shape[-1], shape[-2])) if turns else shape
-        if not isinstance(value, (CompressedTensor, torch.Tensor)):
-            error_msgs.append(f"{key} is a {type(value).__name__}; wanted an ibp.CompressedTensor or a tensor")
-        elif (value.shape, value.dtype) != (shape, held.dtype):
-            error_msgs.append(
-                f"{key} has shape {list(value.shape)} and dtype {value.dtype}; wanted {list(shape)} and {held.dtype}"
-            )
-        else:
-            table = rows_of_weight(value, turns)
-            # whether tables are used as they are; otherwise they are copied
-            assigns = metadata.get("assign_to_params_buffers", False)
-            self._take(table if assigns and isinstance(table, CompressedTensor) else placed_like(held, table))
-
-    def _take(self, table: CompressedTensor) -> None:
-        """Replaces the table by one that was loaded or moved."""
-        self.weight = table
-
     def extra_repr(self) -> str:
         table = self.weight
         megabytes = f"{table.nbytes / 1e6:.2f} of {table.original_bytes / 1e6:.2f} MB"
@@ -233,45 +267,9 @@ class TableModule(torch.nn.Module):
         return f"{kept}{', stays=True' if self.stays else ''}"
 
 
-def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torch.Tensor | CompressedTensor:
-    """Returns the rows of a module's table, made from a plain weight (a matrix or a stack of matrices) or from a
-    table of it. turns: whether the rows are the matrices' columns."""
-    columns = weight.shape[-1]
-    if isinstance(weight, CompressedTensor):
-        if weight.dim() == 2 and not turns:
-            return weight
-        if weight.row_bytes == columns * weight.dtype.itemsize and not turns:
-            return by_rows(weight)
-        weight = weight.decompress()
-    matrices = weight.mT if turns else weight
-    return matrices.reshape(-1, matrices.shape[-1]).contiguous()
-
-
-def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
-    """Returns a table of the weights in the same memory as another table, pinned if that is pinned. A plain tensor
-    is compressed with that table's layout and level. A table may share memory with the result until one of the two
-    changes."""
-    if isinstance(weight, torch.Tensor):
-        options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
-        if _is_fast(held):
-            options |= {"level": "fast", "slot_bytes": held.slot_bytes or None}
-        table = compress_rows(weight.detach(), **options, memory=None if weight.is_cuda else "host").to(held.device)
-    else:
-        table = weight.to(held.device)
-        table = copy.copy(table) if table is weight else table
-    if held.is_pinned():
-        memory.pin_if_possible(table)
-    return table
-
-
-def _is_fast(table: CompressedTensor) -> bool:
-    """Returns whether a table was coded at level "fast"."""
-    return isinstance(table.codebook, PlanesCodebook) and table.codebook.first_symbol is not None
-
-
 def is_fast_matrix(table: CompressedTensor) -> bool:
     """Returns whether a table has the form that `matrix_table` makes at level "fast"."""
-    if not _is_fast(table) or table.layout != "slots" or table.geometry.item_bytes != table.row_bytes:
+    if not is_fast(table) or table.layout != "slots" or table.geometry.item_bytes != table.row_bytes:
         return False
     least = slot_bytes_for(table.shape[1], table.dtype)
     return least is None or table.slot_bytes >= least

@@ -28,13 +28,7 @@ class RowGradient(NamedTuple):
     ids: torch.Tensor  # int64 [U], the numbers of the rows, in increasing order
     rows: torch.Tensor  # [U, D], the values of the rows
     grad: torch.Tensor  # [U, D]
-
-
-class _Noted(NamedTuple):
-    """A gradient and the number of writes that its rows had seen when they were looked up."""
-
-    gradient: RowGradient
-    num_writes: int
+    num_writes: int  # how often the module had written rows when these were looked up
 
 
 class LookedUp(NamedTuple):
@@ -55,13 +49,11 @@ class RowsModule(TableModule):
     def __init__(
         self, table: CompressedTensor, stays: bool, trainable: bool, cache: RowCache | int | None = None
     ) -> None:
-        super().__init__(table, stays)
-        if trainable and not table.is_floating_point():
-            raise TypeError(f"table has dtype {table.dtype}; wanted floating-point rows to train")
+        super().__init__(table, stays, trainable)
         self.num_embeddings, self.embedding_dim = table.shape
         self.trainable = trainable
         self.cache = _checked_cache(cache, table, trainable)
-        self._noted: list[_Noted] = []
+        self._noted: list[RowGradient] = []
         self._num_unread, self._last_pass = 0, -1  # backward passes since gradients were read or forgotten
         self._num_writes = 0
 
@@ -157,7 +149,7 @@ class RowsModule(TableModule):
 
         def note(leaf: torch.Tensor) -> None:
             assert leaf.grad is not None
-            self._noted.append(_Noted(RowGradient(ids, leaf.detach(), leaf.grad), num_writes))
+            self._noted.append(RowGradient(ids, leaf.detach(), leaf.grad, num_writes))
             leaf.grad = None
             if len(self._noted) == _MOST_KEPT:
                 self._sum_up()
@@ -175,17 +167,16 @@ class RowsModule(TableModule):
             return
         warn_once(
             f"{_MOST_UNREAD} backward passes gave gradients to rows of an ibp.nn module {list(self.weight.shape)}, and "
-            "no optimizer has read them. An optimizer of torch does not train these rows, because parameters() does "
-            "not list them: give the model to one of ibp.optim too, such as ibp.optim.SGD(model), and call its step() "
-            "and zero_grad(). Make the module with trainable=False if its rows are not to train.",
+            "no optimizer has read them. An optimizer of torch does not train these rows, because no gradient reaches "
+            "their parameter: give the model to one of ibp.optim too, such as ibp.optim.SGD(model), and call its "
+            "step() and zero_grad(). Make the module with trainable=False if its rows are not to train.",
             key="unread gradients",
         )
 
     @torch.no_grad()
-    def _sum_up(self) -> _Noted:
+    def _sum_up(self) -> RowGradient:
         """Replaces all gradients by their sum, added in their order, and returns it."""
-        total = _sum_of([noted.gradient for noted in self._noted])
-        self._noted = [_Noted(total, min(noted.num_writes for noted in self._noted))]
+        self._noted = [_sum_of(self._noted)]
         return self._noted[0]
 
     # ---- what optimizers do ----
@@ -195,21 +186,21 @@ class RowsModule(TableModule):
         the rows as they are now, or None if there were no gradients."""
         if not self._noted:
             return None
-        total, num_writes = self._sum_up()
-        if num_writes != self._num_writes:
-            total = total._replace(rows=self._fetched(total.ids))
-        self._keep([_Noted(total, self._num_writes)])
+        total = self._sum_up()
+        if total.num_writes != self._num_writes:
+            total = total._replace(rows=self._fetched(total.ids), num_writes=self._num_writes)
+        self._keep([total])
         return total
 
     def set_gradient(self, ids: torch.Tensor, grad: torch.Tensor) -> None:
         """Replaces all gradients by one. ids: int64 [U], in increasing order."""
-        self._keep([_Noted(RowGradient(ids, self._fetched(ids), grad), self._num_writes)])
+        self._keep([RowGradient(ids, self._fetched(ids), grad, self._num_writes)])
 
     def drop_gradients(self) -> None:
         """Forgets all gradients."""
         self._keep([])
 
-    def _keep(self, noted: list[_Noted]) -> None:
+    def _keep(self, noted: list[RowGradient]) -> None:
         """Keeps only these gradients, because an optimizer has read or forgotten all others."""
         self._noted, self._num_unread = noted, 0
 
@@ -239,6 +230,10 @@ class RowsModule(TableModule):
         self.flush()
         return self.weight
 
+    def _save_tables(self, state: dict[str, Any], prefix: str) -> None:
+        self.flush()
+        super()._save_tables(state, prefix)
+
     def refit(self, **options: Any) -> None:
         """Compresses the rows again, with a codebook that fits them as they are now, and frees unused memory. It calls
         `CompressedTensor.refit`, which meanwhile needs memory for all rows. Use it when `weight.savings` has fallen.
@@ -254,7 +249,7 @@ class RowsModule(TableModule):
         self.current_table().refit(**options)
         self.cache.refill(cached)
 
-    def _take(self, table: CompressedTensor) -> None:
+    def _take(self, name: str, table: CompressedTensor) -> None:
         """Takes a new table, and makes a cache of it with the rows that the old cache has."""
         cache = self.cache
         if cache is not None:
@@ -266,7 +261,7 @@ class RowsModule(TableModule):
                 policy=cache.policy,
                 writable=cache.writable,
             )
-        super()._take(table)
+        super()._take(name, table)
         self.drop_gradients()
         self._num_writes += 1
 
@@ -319,7 +314,7 @@ def _sum_of(parts: list[RowGradient]) -> RowGradient:
     rows = parts[0].rows.new_empty(grad.shape)
     for part, place in zip(parts, places):
         rows[place] = part.rows
-    return RowGradient(ids, rows, grad)
+    return RowGradient(ids, rows, grad, min(part.num_writes for part in parts))
 
 
 def summed(

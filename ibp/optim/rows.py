@@ -7,7 +7,7 @@
 
 They are used like torch's optimizers and work with its learning-rate schedulers. A step reads and writes only the rows
 that were looked up since `zero_grad()`. Other parameters also need an optimizer of torch. `zero_grad()` of the
-optimizer forgets the rows' gradients; that of a module does not, because `parameters()` does not list rows.
+optimizer forgets the rows' gradients; that of a module does not, because they are not gradients of its parameters.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .._common.graphs import outside_of_graphs
 from .._common.group import RankGroup
 from .._tables.changes import put_items
 from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from ..nn._tables import placed_like
+from ..nn._parameters import placed_like
 from ..nn._training import RowGradient, RowsModule, summed
 
 __all__ = ["SGD", "Adagrad", "RowWiseAdagrad", "average_gradients"]
 
 _VECTOR_ELEMENTS = 64  # torch's CPU loops round the last few elements of a tensor differently
-_GIVE_MODULES = "give the module itself, as in ibp.optim.SGD(model), because its parameters() does not list rows"
+_GIVE_MODULES = "give the module itself, as in ibp.optim.SGD(model), because its parameters() have no gradients"
 _CONSTANT_ROWS = 1024  # so many that they are stored in fewer bytes than they have
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 import ibp
 from helpers import assert_same_bits, embedding
-from ibp.nn._experts import CodedStack
 from ibp.nn._stacks import slots_for
 from products import kernels_on_the_cpu, lists
 
@@ -297,7 +296,7 @@ def test_damaged_rows():
     """A damaged expert is an error where it is asked for, and nowhere else."""
     plain, coded = pair()
     stack = coded.experts.stacks["down_proj"]
-    stack.weight.lengths[5 * stack.num_rows] = 4000
+    stack.weight.lengths[5 * WIDTH] = 4000
     x, index, weights = arguments(1)
     with pytest.raises(ibp.CorruptTableError):
         coded(x, torch.tensor([[5, 2]]), weights)
@@ -332,7 +331,7 @@ def test_states(options):
     for assign in (False, True):
         for held in (state, tables):
             _, other = pair(**options)
-            other.experts.down_proj.weight.update_([0], torch.ones(1, INNER).bfloat16())
+            other.experts.stacks["down_proj"].weight.update_([0], torch.ones(1, INNER).bfloat16())
             assert str(other.load_state_dict(held, assign=assign)) == "<All keys matched successfully>"
             assert_same_bits(other(*args), plain(*args))
 
@@ -359,7 +358,7 @@ def test_tables_of_other_rows():
     state = dict(coded.state_dict())
     state["experts.down_proj"] = ibp.compress(state["experts.down_proj"], row_bytes=4096, layout="packed")
     coded.load_state_dict(state, assign=True)
-    assert coded.experts.down_proj.weight.shape == (EXPERTS * WIDTH, INNER)
+    assert coded.experts.stacks["down_proj"].weight.shape == (EXPERTS * WIDTH, INNER)
     assert_same_bits(coded(*args), plain(*args))
 
 
@@ -436,7 +435,7 @@ def test_on_a_gpu(cuda, options, number):
     args = arguments(number, cuda)
     assert_close(coded(*args), plain(*args))
     moved = pair(**options)[1].to(cuda)
-    assert all(stack.weight.is_cuda for stack in moved.experts.modules() if isinstance(stack, CodedStack))
+    assert all(stack.weight.is_cuda for stack in moved.experts.stacks.values())
     assert_close(moved(*args), plain(*args))
 
 

@@ -76,6 +76,7 @@ def test_a_state_that_was_taken_in_inference_mode():
 def test_results_and_states_are_those_of_the_plain_model(dtype, tie):
     model = Net(dtype=dtype, tie=tie)
     wanted, before = model(IDS), {name: value.clone() for name, value in model.state_dict().items()}
+    shapes = [(name, p.shape, p.dtype) for name, p in model.named_parameters()]
     report = compress(model)
     assert set(report.coded) == set(tables_of(model)) and len(report.coded) == 12 and not report.plain
     assert_same_bits(model(IDS), wanted)
@@ -92,9 +93,8 @@ def test_results_and_states_are_those_of_the_plain_model(dtype, tie):
         before[f"{name}.weight"].nbytes for name in report.coded if not tie or name != "head"
     )
     assert report.savings == 1 - report.nbytes / report.num_bytes > 0.05
-    assert not any(
-        "blocks" in name and "norm" not in name and "bias" not in name for name, _ in model.named_parameters()
-    )
+    assert [(name, p.shape, p.dtype) for name, p in model.named_parameters()] == shapes
+    assert all(isinstance(p, ibp.nn.TableParameter) == (p.dim() > 1) for p in model.parameters())
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -62,7 +62,8 @@ def test_new_weights_are_torchs(kind, mode):
     ours, torchs = made
     assert_same_bits(ours.weight.decompress(), torchs.weight.detach())
     assert ours.padding_idx == torchs.padding_idx == 49 and ours.trainable and ours.stays
-    assert not list(ours.parameters())
+    (weight,) = ours.parameters()
+    assert weight.shape == torchs.weight.shape and weight.requires_grad and weight.table is ours.weight
     back = ours.to_torch()
     assert_same_bits(back.weight.detach(), torchs.weight.detach())
     assert back.padding_idx == 49 and back.weight.requires_grad

@@ -279,12 +279,13 @@ def test_schedulers_groups_and_closures():
 def test_optimizers_refuse():
     module, fixed = ibp.nn.Embedding(9, 4), ibp.nn.Embedding.from_pretrained(embedding(9, 4))
     no_modules = r"there are no modules: give the module itself, as in ibp.optim.SGD\(model\), because its parameters"
+    of_parameters = "params has a TableParameter; wanted modules: give the module itself"
     for error, message, make in (
         (ValueError, "Embedding has no ibp.nn module that trains", lambda: ibp.optim.SGD(fixed)),
         (TypeError, "params has a Tensor; wanted modules: give", lambda: ibp.optim.SGD([torch.zeros(3)])),
-        (ValueError, no_modules, lambda: ibp.optim.SGD(module.parameters())),
-        (ValueError, no_modules, lambda: ibp.optim.SGD([{"params": module.parameters(), "lr": 0.1}])),
-        (ValueError, no_modules, lambda: ibp.optim.average_gradients(module.parameters())),
+        (TypeError, of_parameters, lambda: ibp.optim.SGD(module.parameters())),
+        (TypeError, of_parameters, lambda: ibp.optim.SGD([{"params": module.parameters(), "lr": 0.1}])),
+        (TypeError, of_parameters, lambda: ibp.optim.average_gradients(module.parameters())),
         (ValueError, "lr is -1; wanted at least 0", lambda: ibp.optim.SGD(module, lr=-1)),
         (ValueError, "eps is nan; wanted at least 0", lambda: ibp.optim.Adagrad(module, eps=float("nan"))),
         (ValueError, "in the optimizer already", lambda: ibp.optim.SGD(module).add_param_group({"params": module})),

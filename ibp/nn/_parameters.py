@@ -1,0 +1,308 @@
+"""How modules hold the tables of their weights, and the parameters by which tools find these weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .._common.modes import outside_of_modes
+from .._common.states import SavedTensor
+from .._layout.geometry import bytes_of
+from .._machine import memory
+from .._schemes import PlanesCodebook
+from .._tables.compressed_tensor import CompressedTensor, compress_rows
+from ._stacks import by_rows
+
+_aten = torch.ops.aten
+_ALIASES = (_aten.detach.default, _aten.alias.default)
+_SETS_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
+_ASKS_FOR_GRADIENTS: Any = (torch.Tensor.requires_grad_, vars(torch._C.TensorBase)["requires_grad"].__set__)
+# Methods that read a tensor's memory without an operation.
+_READS_MEMORY = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__, torch.Tensor.__dlpack__)
+
+
+class SharedTable:
+    """The holder of a table that several modules share, like a shared parameter: if the table is loaded or moved,
+    the new one replaces the old one in all of these modules. The table is ready for compiled code and for products.
+
+    Attributes:
+        weight: the table [rows, columns].
+        requires_grad: of the parameter that the table has replaced.
+        transposed: whether the plain weight is [columns, rows], or a stack of such matrices.
+        stacked: () for a matrix. If the plain weight is a stack of matrices, which the table holds one below the other:
+            the leading dimensions of the stack.
+        stays: whether the table keeps its place when a module is moved.
+        saved: the plain weight in the `state_dict()` that was made last.
+    """
+
+    def __init__(
+        self,
+        table: CompressedTensor,
+        requires_grad: bool = False,
+        transposed: bool = False,
+        stacked: tuple[int, ...] = (),
+        stays: bool = False,
+    ) -> None:
+        self.weight, self.requires_grad, self.saved = table, requires_grad, SavedTensor()
+        self.transposed, self.stacked, self.stays = transposed, stacked, stays
+
+    @property
+    def weight(self) -> CompressedTensor:
+        return self._weight
+
+    @weight.setter
+    def weight(self, table: CompressedTensor) -> None:
+        self._weight = table.prepare_linear()
+
+    @property
+    def coded_shape(self) -> torch.Size:
+        """The shape of the table in a coded state."""
+        rows, columns = self.weight.shape
+        return torch.Size((*self.stacked, rows // prod(self.stacked), columns))
+
+    @property
+    def plain_shape(self) -> torch.Size:
+        """The shape of the plain weight."""
+        *leading, rows, columns = self.coded_shape
+        return torch.Size((*leading, columns, rows) if self.transposed else (*leading, rows, columns))
+
+    def plain_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Returns the weight in its plain shape, made from rows of the table: from all rows, or from those of whole
+        matrices of a stack."""
+        matrices = rows.view(-1, *self.coded_shape[1:]) if self.stacked else rows
+        return matrices.mT.contiguous() if self.transposed else matrices
+
+    @outside_of_modes()
+    def decoded(self, device: torch.device) -> torch.Tensor:
+        """Returns the plain weight on a device, in memory of its own."""
+        return self.plain_of(self.weight.decompress(device=device))
+
+    def plain_parameter(self, requires_grad: bool) -> torch.nn.Parameter:
+        """Returns the plain weight as a parameter, in the memory where the table is.
+
+        Raises:
+            CorruptTableError: the table is damaged.
+        """
+        return torch.nn.Parameter(self.plain_of(self.weight.decompress(check=True)), requires_grad=requires_grad)
+
+    def holder_of(self, table: CompressedTensor) -> SharedTable:
+        """Returns a new holder, of a table that is a copy of this one in other memory."""
+        return SharedTable(table, self.requires_grad, self.transposed, self.stacked)
+
+    def __reduce__(self) -> tuple[type[SharedTable], tuple]:
+        return SharedTable, (self.weight, self.requires_grad, self.transposed, self.stacked, self.stays)
+
+
+class TableParameter(torch.nn.Parameter):
+    """The parameter by which `parameters()` lists a weight whose rows are coded. Its shape, dtype and device are those
+    of the plain weight, and it takes no memory besides the table.
+
+    Functions of torch that read it decode the whole weight for the call. Functions that write to it, such as `copy_`,
+    decode it and code the results. A view such as `parameter[0]` is one of a decoded copy: writing to the view does not
+    change the weight.
+
+    It never has a gradient. `requires_grad` is True if rows of the table train; their gradients are given to an
+    optimizer of `ibp.optim`. If the table stays in host memory, `device` is the one that the module was moved to.
+
+    Example:
+        >>> linear = ibp.nn.Linear(ibp.compress(torch.ones(128, 64), device="cpu"))
+        >>> weight = next(linear.parameters())
+        >>> weight
+        ibp.nn.TableParameter([128, 64], torch.float32, cpu)
+        >>> weight.numel(), weight.sum(), weight.table is linear.weight
+        (8192, tensor(8192.), True)
+
+    Args:
+        table: the table, or the holder that the parameter shares with modules.
+        requires_grad: whether rows of the table train.
+        device: the device that the parameter shows. None: the table's.
+
+    Attributes:
+        table: the table that the modules use. It cannot be set.
+    """
+
+    __module__ = "ibp.nn"
+
+    _shared: SharedTable
+    _trains: bool
+
+    def __new__(
+        cls,
+        table: CompressedTensor | SharedTable,
+        requires_grad: bool = False,
+        device: torch.device | None = None,
+    ) -> TableParameter:
+        shared = table if isinstance(table, SharedTable) else SharedTable(table)
+        made = torch.Tensor._make_wrapper_subclass(
+            cls,
+            shared.plain_shape,
+            dtype=shared.weight.dtype,
+            device=shared.weight.device if device is None else device,
+            requires_grad=requires_grad,
+        )
+        made._shared, made._trains = shared, requires_grad
+        return made
+
+    @property
+    def table(self) -> CompressedTensor:
+        return self._shared.weight
+
+    def show(self, device: torch.device | None = None) -> None:
+        """Takes on shape and dtype of the plain weight, after its table was replaced, and a device. None: the
+        table's."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.data = TableParameter(self._shared, device=device)
+
+    def decoded(self) -> torch.Tensor:
+        """Returns the plain weight, in memory of its own, on the parameter's device."""
+        return self._shared.decoded(self.device)
+
+    @torch.no_grad()
+    @outside_of_modes()
+    def _write(self, values: torch.Tensor) -> None:
+        """Codes values in place of the table's rows, unless the rows have the same bits."""
+        held = self.decoded()
+        new = values.detach().to(held.device, held.dtype).expand_as(held).contiguous()
+        if not torch.equal(bytes_of(held), bytes_of(new)):
+            rows = rows_of(new, self._shared.transposed)
+            table = self.table.update_(torch.arange(len(rows), device=rows.device), rows)
+            # A matrix of level "fast" keeps the slots that the kernel of `ibp.linear` takes.
+            table.refit(slot_bytes=table.slot_bytes or None if is_fast(table) else None).prepare_linear()
+
+    def _set_data(self, data: torch.Tensor) -> None:
+        """Takes the table of another parameter, or codes a tensor's values."""
+        if (data.shape, data.dtype) != (self.shape, self.dtype):
+            raise self._refusal(f"of {self.dtype} cannot become {list(data.shape)} of {data.dtype}")
+        if not isinstance(data, TableParameter):
+            self._write(data)
+        elif data.table is not self.table and self._shared.stays:
+            self._write(data.decoded())
+        elif data.table is not self.table:
+            self._shared.weight = data.table
+        self.show(data.device if self._shared.stays else None)
+
+    def _refusal(self, what: str) -> RuntimeError:
+        return RuntimeError(
+            f"a coded weight {list(self.shape)} {what}: ibp.nn.decompress(model) gives a model plain weights"
+        )
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first, kwargs = args[0] if args else None, kwargs or {}
+        if isinstance(first, TableParameter):
+            if function == _SETS_DATA:
+                return first._set_data(args[1])
+            if function in _ASKS_FOR_GRADIENTS and all((*args[1:], *kwargs.values())) and not first._trains:
+                raise first._refusal("is fixed and cannot require grad")
+            if function is torch.Tensor.__setitem__:
+                values = first.decoded()
+                values[args[1]] = args[2]
+                return first._write(values)
+            if function is torch.Tensor.share_memory_:
+                first.table.share_memory_()
+                return first
+            if function in _READS_MEMORY:
+                args = first.decoded(), *args[1:]
+        elif function is torch.Tensor.set_:  # which would give a plain tensor the parameter's memory
+            args = tree_map_only(TableParameter, TableParameter.decoded, args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Iterable[type], args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        first, kwargs = args[0] if args else None, kwargs or {}
+        if isinstance(first, TableParameter):
+            if operation in _ALIASES:
+                return TableParameter(first._shared, device=first.device)
+            if operation is _aten.is_pinned.default:
+                return first.table.is_pinned()
+            if operation is _aten._pin_memory.default:
+                return TableParameter(first._shared.holder_of(first.table.clone().pin_memory()), device=first.device)
+            if operation is _aten.record_stream.default:
+                for part in (first.table.slots, first.table.overflow, first.table.lengths, first.table.bases):
+                    if part.is_cuda:
+                        operation(part, *args[1:])
+                return None
+            if operation is _aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):
+                device = kwargs.get("device") or first.device
+                if device.type != "meta":
+                    return first._moved(memory.canonical(device))
+        given = {each._shared: each for each in tree_leaves((args, kwargs)) if isinstance(each, TableParameter)}
+        values = {shared: each.decoded() for shared, each in given.items()}  # one tensor for all aliases of a weight
+        args, kwargs = tree_map_only(TableParameter, lambda each: values[each._shared], (args, kwargs))
+        result = operation(*args, **kwargs)
+        if not operation._schema.is_mutable:
+            return result
+        for shared, parameter in given.items():
+            parameter._write(values[shared])
+        written = {id(values[shared]): parameter for shared, parameter in given.items()}
+        return tree_map_only(torch.Tensor, lambda tensor: written.get(id(tensor), tensor), result)
+
+    def _moved(self, device: torch.device) -> TableParameter:
+        """Returns a parameter over a copy of the table on a device, or over the table itself if it stays."""
+        shared = self._shared
+        if shared.stays:
+            return TableParameter(shared, device=device)
+        return TableParameter(shared.holder_of(self.table.to(device, copy=True)), device=device)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableParameter:
+        copied = memo[id(self)] = TableParameter(copy.deepcopy(self._shared, memo), self._trains, self.device)
+        copied.requires_grad_(self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[TableParameter], tuple]:
+        return TableParameter, (self._shared, self._trains)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        trains = ", requires_grad=True" if self.requires_grad else ""
+        return f"ibp.nn.TableParameter({list(self.shape)}, {self.dtype}, {self.device}{trains})"
+
+
+def rows_of(weight: torch.Tensor, turns: bool) -> torch.Tensor:
+    """Returns the rows of a plain weight, a matrix or a stack of matrices. turns: whether they are its columns."""
+    matrices = weight.mT if turns else weight
+    return matrices.reshape(-1, matrices.shape[-1]).contiguous()
+
+
+def rows_of_weight(weight: torch.Tensor | CompressedTensor, turns: bool) -> torch.Tensor | CompressedTensor:
+    """Returns the rows of a module's table, made from a plain weight (a matrix or a stack of matrices) or from a
+    table of it. turns: whether the rows are the matrices' columns."""
+    columns = weight.shape[-1]
+    if isinstance(weight, CompressedTensor):
+        if weight.dim() == 2 and not turns:
+            return weight
+        if weight.row_bytes == columns * weight.dtype.itemsize and not turns:
+            return by_rows(weight)
+        weight = weight.decompress()
+    return rows_of(weight, turns)
+
+
+def placed_like(held: CompressedTensor, weight: CompressedTensor | torch.Tensor) -> CompressedTensor:
+    """Returns a table of the weights in the same memory as another table, pinned if that is pinned. A plain tensor
+    is compressed with that table's layout and level. A table may share memory with the result until one of the two
+    changes."""
+    if isinstance(weight, torch.Tensor):
+        options: dict[str, Any] = {"layout": held.layout, "row_bytes": held.row_bytes}
+        if is_fast(held):
+            options |= {"level": "fast", "slot_bytes": held.slot_bytes or None}
+        table = compress_rows(weight.detach(), **options, memory=None if weight.is_cuda else "host").to(held.device)
+    else:
+        table = weight.to(held.device)
+        table = copy.copy(table) if table is weight else table
+    if held.is_pinned():
+        memory.pin_if_possible(table)
+    return table
+
+
+def is_fast(table: CompressedTensor) -> bool:
+    """Returns whether a table was coded at level "fast"."""
+    return isinstance(table.codebook, PlanesCodebook) and table.codebook.first_symbol is not None
