@@ -22,7 +22,7 @@ import torch
 from .._common.arguments import number, whole_number
 from .._layout import geometry as _rows
 from .._machine import calibration, memory, staging
-from .._machine.calibration import Calibration
+from .._machine.calibration import Calibration, CoderRates
 from .._machine.numa import Numa
 from . import masks, planes
 from .clusters import check_clusters, split
@@ -176,7 +176,7 @@ class Request:
 
     @functools.cached_property
     def few_rows(self) -> torch.Tensor:
-        """The sampled rows that `compare` measures with every scheme, and that clusters are learned from."""
+        """The sampled rows that clusters are learned from."""
         geometry = self.geometry
         if self.options.sample is None:
             most = max(1, _SAMPLE_BYTES[self.device.type] // geometry.row_bytes)
@@ -317,7 +317,7 @@ def learn(scheme: str, request: Request) -> AnyCodebook | None:
             scheme = "ibp"
         elif options.level not in ("default", None):
             scheme = "planes"
-    return _best(request).codebook if scheme == "auto" else learn_scheme(scheme, request)
+    return choose(compare(request)[0], request.in_place).codebook if scheme == "auto" else learn_scheme(scheme, request)
 
 
 def learn_scheme(scheme: str, request: Request) -> AnyCodebook | None:
@@ -422,13 +422,27 @@ class Candidate:
         return "raw" if self.codebook is None else self.codebook.scheme
 
 
-def compare(request: Request) -> list[Candidate]:
-    """Returns a candidate of every scheme, measured on the same sample of the table's rows. Raw rows come first. A
-    scheme is left out if its table would not take fewer bytes than x."""
-    found = [_raw(request)]
-    for scheme in _CODED if request.geometry.num_bytes else ():
-        found += _coded(request, learn_scheme(scheme, request), request.few_rows, request.device)
-    return found
+def compare(request: Request) -> tuple[list[Candidate], dict[str, float]]:
+    """Compares the schemes on a sample of the table's rows.
+
+    A scheme that cannot be best is not learned. A scheme is left out if its table would not take fewer bytes than x.
+
+    Returns:
+        The candidates, raw rows first; and the share of the bytes that each scheme would save that was not learned, by
+        its bound.
+    """
+    candidates, not_learned, geometry = [_raw(request)], dict[str, float](), request.geometry
+    for scheme in _CODED if geometry.num_bytes else ():
+        bounds = SCHEMES[scheme].estimates
+        if bounds is not None and request.options.clusters in (None, 1):
+            best = choose(candidates, request.in_place)
+            found = bounds(request.host_rows, geometry.row_bytes, geometry.num_rows)
+            hopeless = next((savings for savings in found if not _may_be_best(savings, best, request)), None)
+            if hopeless is not None:
+                not_learned[scheme] = hopeless
+                continue
+        candidates += _coded(request, learn_scheme(scheme, request), request.host_rows, _CPU)
+    return candidates, not_learned
 
 
 def exact(request: Request, codebook: AnyCodebook) -> list[Candidate]:
@@ -450,21 +464,6 @@ def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
         return min(candidates, key=lambda candidate: candidate.stored_bytes + candidate.index_bytes)
     better = [candidate for candidate in coded if (candidate.row_ns, candidate.nbytes) < (raw.row_ns, raw.nbytes)]
     return min(better, key=lambda candidate: (candidate.fetch_bytes, candidate.stored_bytes), default=raw)
-
-
-def _best(request: Request) -> Candidate:
-    """Returns the candidate that `choose` takes, measured on fewer rows than `compare` looks at. A scheme that cannot
-    be best is not learned."""
-    candidates, geometry = [_raw(request)], request.geometry
-    for name in _CODED if geometry.num_bytes else ():
-        estimates = SCHEMES[name].estimates
-        if estimates is not None and request.options.clusters in (None, 1):
-            best = choose(candidates, request.in_place)
-            bounds = estimates(request.host_rows, geometry.row_bytes, geometry.num_rows)
-            if not all(_may_be_best(savings, best, request) for savings in bounds):
-                continue
-        candidates += _coded(request, learn_scheme(name, request), request.host_rows, _CPU)
-    return choose(candidates, request.in_place)
 
 
 def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
@@ -549,7 +548,12 @@ def row_ns(
     """
     if codebook is None:
         return max(link_bytes / machine.read_gbps, machine.least_row_ns)
-    rates, work = coder_rates(codebook, machine), work_of(codebook, row_bytes, stored_bytes)
+    work = work_of(codebook, row_bytes, stored_bytes)
+    return coded_row_ns(coder_rates(codebook, machine), work, row_bytes, link_bytes, machine)
+
+
+def coded_row_ns(rates: CoderRates, work: float, row_bytes: int, link_bytes: float, machine: Calibration) -> float:
+    """Returns what `row_ns` returns, for a decoder of these rates. work: see `work_of`."""
     fetch_ns = max(link_bytes / (machine.read_gbps * machine.coded_read_share), machine.least_row_ns)
     # While the decoder works, the row is also written to device memory, at memset_gbps.
     return max(fetch_ns, row_bytes / machine.memset_gbps, rates.least_row_ns, work / rates.work_per_ns)
