@@ -14,7 +14,7 @@ from .._common.statistics import share_saved
 from .._layout import geometry as _rows
 from .._machine import calibration
 from .codebook import AnyCodebook
-from .learning import SCHEMES, Candidate, Options, Request, choose, coded_row_ns, compare, exact
+from .learning import SCHEMES, Candidate, Options, Request, choose, coded_row_ns, compare, exact, learned
 
 _LONGER_ROW_BYTES = 512  # Dense rows of this size are fetched at more than 0.9 of the link's rate (results/gather.csv).
 
@@ -167,6 +167,22 @@ def estimate(
     names = SCHEMES if codebook is None else dict.fromkeys(["raw", codebook.scheme])
     # Rows that would not be smaller stay raw.
     return Estimate(request.geometry, layout, {name: _beside(raw, name, found.get(name, raw)) for name in names}, auto)
+
+
+def expected_savings(scheme: str, request: Request) -> float:
+    """Returns the share of the bytes of a tensor that a packed table of a scheme would save, index included. Scheme
+    "ibp" is not learned: its savings follow from their bound.
+
+    Args:
+        request: its data are a sample of the tensor's rows, and its geometry is that of the whole tensor.
+    """
+    geometry, bounds = request.geometry, SCHEMES[scheme].estimates
+    if bounds is None:
+        found = learned(request, scheme)
+    else:
+        found = [_bounded(request, min(bounds(request.host_rows, geometry.row_bytes, geometry.num_rows)))]
+    taken = min((of.stored_bytes + of.index_bytes for of in found), default=geometry.num_bytes)
+    return share_saved(geometry.num_bytes, taken)
 
 
 def _beside(raw: Candidate, scheme: str, of: Candidate) -> SchemeEstimate:

@@ -441,8 +441,14 @@ def compare(request: Request) -> tuple[list[Candidate], dict[str, float]]:
             if hopeless is not None:
                 not_learned[scheme] = hopeless
                 continue
-        candidates += _coded(request, learn_scheme(scheme, request), request.host_rows, _CPU)
+        candidates += learned(request, scheme)
     return candidates, not_learned
+
+
+def learned(request: Request, scheme: str) -> list[Candidate]:
+    """Returns a list of the candidate of a scheme, which is learned and measured on a sample of the rows. The list is
+    empty if its table would not take fewer bytes than raw rows."""
+    return _coded(request, learn_scheme(scheme, request), request.host_rows, _CPU)
 
 
 def exact(request: Request, codebook: AnyCodebook) -> list[Candidate]:
