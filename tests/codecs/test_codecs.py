@@ -458,6 +458,16 @@ def test_samples_of_ans(monkeypatch):
     assert len(_nvcomp._sample(data, 1 << 14)) == 1 << 14
 
 
+def test_files_of_nvcomp(fake_nvcomp, tmp_path):
+    dense, sparse = floats()
+    ibp.save(tmp_path / "x.safetensors", {"dense": ibp.compress(dense, scheme="nvcomp:ans", **PAGEABLE)}, content=True)
+    ibp.save(tmp_path / "y.safetensors", ibp.compress(sparse, scheme="nvcomp:lz4", **PAGEABLE))
+    assert_same_bits(ibp.load(tmp_path / "x.safetensors")["dense"].decompress(), dense)
+    with ibp.open(tmp_path / "y.safetensors") as file:
+        (name,) = file
+        assert_same_bits(file[name].decompress(), sparse)
+
+
 def test_choose_measures_both_types_of_ans(fake_nvcomp):
     dense, sparse = floats()
     names = ["nvcomp:ans:floats", "nvcomp:ans:bytes"]
