@@ -158,8 +158,9 @@ def choose(
     other.
 
     Every candidate codes and decodes a sample of the tensor on the device, and is timed; the sample is the whole tensor
-    if it is small. General codecs are candidates if their packages are installed. The call takes from a tenth of a
-    second to some seconds. Nothing else should run on the device meanwhile.
+    if it is small. General codecs are candidates if their packages are installed, and if they give the bits of the
+    sample back. The call takes from a tenth of a second to some seconds. Nothing else should run on the device
+    meanwhile.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -178,7 +179,8 @@ def choose(
         rows: whether rows must be decodable alone. If so, general codecs are left out, tables have slots, and the bytes
             that are moved are those of fetching every row once.
         schemes: the candidates in addition to "raw": some of "planes", "ibp" and the general codecs, such as "zstd:9".
-            None: all that are available, general codecs at their default levels.
+            None: all that are available, general codecs at their default levels. nvCOMP's ANS and Cascaded are tried
+            in several ways, such as "nvcomp:ans:bytes" and "nvcomp:cascaded:r1d0b1" (see `ibp.compress`).
 
     Returns:
         `ibp.codecs.Choice`: the scheme, level and codebook, with times and bytes of every candidate.
@@ -213,12 +215,12 @@ def _candidates(
     found: list[tuple[str, str]] = []
     for scheme in schemes:
         if is_general(scheme):
-            codec = codec_of(scheme)[0]
+            codec = codec_of(scheme)
             if rows or codec.device_type != device.type:
                 why = "has no rows that decode alone" if rows else f"codes on a {codec.device_type.upper()} device"
                 raise ValueError(f"schemes has {scheme!r}, which {why}")
             codec.require()
-            found += [(variant, "default") for variant in _nvcomp.variants_of(scheme, dtype)]
+            found += [(f"{scheme}:{text}" if text else scheme, "default") for text in codec.tried_variants(dtype)]
         elif scheme not in SCHEMES:
             known = [*SCHEMES, *CODECS]
             raise ValueError(f"schemes has {scheme!r}{near(scheme, known)}; wanted some of {known}")
