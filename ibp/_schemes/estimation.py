@@ -116,6 +116,7 @@ def estimate(
     says how much each scheme should save in coded bytes, in memory and over the link, and which scheme `compress`
     chooses. As in `compress`, a scheme that cannot be the best on the sample is not learned. Its numbers are
     approximate, because they follow from a count of equal bits (about 3 points of savings for 1,000 rows).
+    `ibp.checkpoints.estimate` takes a model or a checkpoint.
 
     Example:
         >>> estimate = ibp.estimate(torch.randn(1000, 1024).bfloat16(), device="cpu")

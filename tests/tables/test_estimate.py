@@ -6,7 +6,7 @@ import torch
 import ibp
 from helpers import assert_same_bits, embedding, make_tensor, one_hot_rows, spiky_rows
 from ibp._layout.geometry import Geometry
-from ibp._schemes import estimation
+from ibp._schemes import estimation, masks, planes
 from ibp._schemes.learning import row_ns
 
 SETS = {
@@ -57,6 +57,23 @@ def test_estimates_are_what_compress_does(name, arguments):
         else:
             assert expected.stored_bytes == pytest.approx(table.stored_bytes, rel=0.01)
             assert expected.nbytes == pytest.approx(table.nbytes, rel=0.01)
+
+
+@pytest.mark.parametrize("layout", ["slots", "packed"])
+def test_an_estimate_takes_less_than_compressing(layout, monkeypatch):
+    """It learns from fewer elements, and learns no scheme that cannot be the best, as `compress` does."""
+    seen, learn = [], planes.learn_planes
+    monkeypatch.setattr(
+        planes, "learn_planes", lambda rows, *args, **kw: seen.append(len(rows)) or learn(rows, *args, **kw)
+    )
+    monkeypatch.setattr(masks, "learn_masks", lambda *args, **kw: pytest.fail("masks were learned"))
+    for num_rows in (100, 1000, 6000):
+        x, before = embedding(num_rows, 256, torch.bfloat16), len(seen)
+        estimate, table = ibp.estimate(x, layout=layout, device="cpu"), ibp.compress(x, layout=layout, device="cpu")
+        assert estimate.auto == table.scheme == "planes" and 0.2 < estimate["ibp"] < 0.25
+        estimated, compressed = seen[before:]
+        least, most = 2 * estimation._LEAST_ELEMENTS, 2 * estimation._MOST_ELEMENTS
+        assert estimated <= min(most, max(least, compressed // 4)) + 512 and estimated <= compressed
 
 
 def test_short_rows_that_save_no_sector_are_raw():
