@@ -523,8 +523,12 @@ def _coded(
     index_bytes = geometry.index_bytes(overflow_bytes > 0)
     words = codebook.words(_CPU)
     nbytes = geometry.slots_size(slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
-    link_bytes = sampled.link_bytes(lengths, slot_bytes, found=survey)
-    second_fetches = survey.spilled(slot_bytes)[0] if slot_bytes else 0  # one for each row that overflows its slot
+    if slot_bytes:
+        link_bytes = sampled.link_bytes(lengths, slot_bytes, found=survey)
+        second_fetches = survey.spilled(slot_bytes)[0]  # one for each row that overflows its slot
+    else:  # A row that need not begin a sector touches (length + 31) / 32 sectors on average.
+        link_bytes = survey.stored + (_rows.SECTOR_BYTES - 1) * (sampled.num_rows - int(survey.sectors[0]))
+        second_fetches = 0
     fetched_bytes = link_bytes + second_fetches * _rows.SECOND_FETCH_BYTES
     stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
     found = Candidate(

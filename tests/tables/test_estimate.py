@@ -52,7 +52,9 @@ def test_estimates_are_what_compress_does(name, arguments):
             assert expected.link_bytes / x.nbytes == pytest.approx(table.link_bytes / x.nbytes, rel=0.1, abs=2 * apart)
         elif x.numel() <= estimation._LEAST_ELEMENTS:
             assert expected.stored_bytes == table.stored_bytes and expected.slot_bytes == table.slot_bytes
-            assert expected.nbytes == table.nbytes and expected.link_bytes == table.link_bytes
+            assert expected.nbytes == table.nbytes
+            near = 0.0 if table.slot_bytes else 0.02  # Where packed rows begin in their sectors is not known.
+            assert expected.link_bytes == pytest.approx(table.link_bytes, rel=near)
             assert expected.memory_savings == pytest.approx(1 - table.nbytes / x.nbytes)
         else:
             assert expected.stored_bytes == pytest.approx(table.stored_bytes, rel=0.01)
