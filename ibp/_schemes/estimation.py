@@ -14,7 +14,18 @@ from .._common.statistics import share_saved
 from .._layout import geometry as _rows
 from .._machine import calibration
 from .codebook import AnyCodebook
-from .learning import SCHEMES, Candidate, Options, Request, choose, coded_row_ns, compare, exact, learned
+from .learning import (
+    SCHEMES,
+    Candidate,
+    Options,
+    Request,
+    choose,
+    coded_row_ns,
+    compare,
+    exact,
+    implied_scheme,
+    learned,
+)
 
 _LONGER_ROW_BYTES = 512  # Dense rows of this size are fetched at more than 0.9 of the link's rate (results/gather.csv).
 
@@ -164,7 +175,8 @@ def estimate(
     raw, found = candidates[0], {candidate.scheme: candidate for candidate in candidates}
     for name, savings in not_learned.items():
         found[name] = min(raw, _bounded(request, savings), key=lambda candidate: candidate.stored_bytes)
-    auto = choose(candidates).scheme if codebook is None else candidates[-1].scheme
+    is_free = codebook is None and implied_scheme(request) is None
+    auto = choose(candidates).scheme if is_free else candidates[-1].scheme
     names = SCHEMES if codebook is None else dict.fromkeys(["raw", codebook.scheme])
     # Rows that would not be smaller stay raw.
     return Estimate(request.geometry, layout, {name: _beside(raw, name, found.get(name, raw)) for name in names}, auto)

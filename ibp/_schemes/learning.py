@@ -312,12 +312,18 @@ def learn(scheme: str, request: Request) -> AnyCodebook | None:
     Scheme "auto" takes the scheme that is best on a sample (see `choose`), or the scheme whose options are given.
     """
     if scheme == "auto":
-        options = request.options
-        if options.chunk_bytes is not None or options.tau is not None or request.paper:
-            scheme = "ibp"
-        elif options.level not in ("default", None):
-            scheme = "planes"
-    return choose(compare(request)[0], request.in_place).codebook if scheme == "auto" else learn_scheme(scheme, request)
+        scheme = implied_scheme(request) or scheme
+    if scheme == "auto":
+        return choose(compare(request)[0], request.in_place).codebook
+    return learn_scheme(scheme, request)
+
+
+def implied_scheme(request: Request) -> str | None:
+    """Returns the scheme whose options are given, which "auto" takes then. Returns None if no scheme's are."""
+    options = request.options
+    if options.chunk_bytes is not None or options.tau is not None or request.paper:
+        return "ibp"
+    return None if options.level in ("default", None) else "planes"
 
 
 def learn_scheme(scheme: str, request: Request) -> AnyCodebook | None:
@@ -425,23 +431,25 @@ class Candidate:
 def compare(request: Request) -> tuple[list[Candidate], dict[str, float]]:
     """Compares the schemes on a sample of the table's rows.
 
-    A scheme that cannot be best is not learned. A scheme is left out if its table would not take fewer bytes than x.
+    A scheme is not learned if it cannot be best, or if options of another scheme are given. A scheme is left out if its
+    table would not take fewer bytes than x.
 
     Returns:
         The candidates, raw rows first; and the share of the bytes that each scheme would save that was not learned, by
         its bound.
     """
     candidates, not_learned, geometry = [_raw(request)], dict[str, float](), request.geometry
+    implied = implied_scheme(request)
     for scheme in _CODED if geometry.num_bytes else ():
-        bounds = SCHEMES[scheme].estimates
-        if bounds is not None and request.options.clusters in (None, 1):
+        bounds, is_other = SCHEMES[scheme].estimates, implied not in (None, scheme)
+        if bounds is not None and (is_other or request.options.clusters in (None, 1)):
             best = choose(candidates, request.in_place)
-            found = bounds(request.host_rows, geometry.row_bytes, geometry.num_rows)
-            hopeless = next((savings for savings in found if not _may_be_best(savings, best, request)), None)
-            if hopeless is not None:
-                not_learned[scheme] = hopeless
-                continue
-        candidates += learned(request, scheme)
+            for savings in bounds(request.host_rows, geometry.row_bytes, geometry.num_rows):
+                if is_other or not _may_be_best(savings, best, request):
+                    not_learned[scheme] = savings
+                    break
+        if scheme not in not_learned:
+            candidates += learned(request, scheme)
     return candidates, not_learned
 
 
