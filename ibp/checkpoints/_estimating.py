@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -171,14 +171,16 @@ def _rows_of(tensor: SourceTensor, learning: CheckpointLearning) -> torch.Tensor
 
 def _source_of(state: Mapping[str, torch.Tensor]) -> Source:
     """Returns the tensors of a model as a source. Values that are not tensors are left out."""
-    tensors: dict[tuple, SourceTensor] = {}
+    tensors, of_memory = dict[str, SourceTensor](), dict[tuple, SourceTensor]()
     for name, value in state.items():
         if isinstance(value, torch.Tensor):
             check_tensor(value, name)
-            memory = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
             read = partial(_read, bytes_of(value.detach()))
-            tensors.setdefault(memory, SourceTensor(name, value.dtype, tuple(value.shape), read))
-    return Source("the model", "torch", {tensor.name: tensor for tensor in tensors.values()})
+            tensor = SourceTensor(name, value.dtype, tuple(value.shape), read)
+            memory = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
+            first = of_memory.setdefault(memory, tensor)
+            tensors[name] = tensor if first is tensor else replace(tensor, base=first)
+    return Source("the model", "torch", tensors)
 
 
 def _read(data: torch.Tensor, start: int, end: int) -> np.ndarray:
