@@ -31,6 +31,7 @@ _ROUNDS = 3  # candidates take turns in each round, so that other work on the ma
 _LONG_S = 1.0  # a call that takes longer is timed only once
 # Candidates that take longer are measured only once, because other work on the machine changes their time little.
 _STEADY_S = 20e-3
+_POISON = 0xA5  # memory that a decoder has not written must not look like x
 _LEVELS = {"planes": ("default", "fast"), "ibp": ("default",)}  # the levels to try of schemes with codebooks
 _Result = TypeVar("_Result")
 
@@ -275,7 +276,7 @@ def _tried(candidates: list[tuple[str, str]], sample: torch.Tensor, num_bytes: i
     for turn in range(_ROUNDS):
         for place, cost in enumerate(costs):
             if not turn or cost.encode_s + cost.decode_s < _STEADY_S:
-                costs[place] = _measured(cost, sample, rows)
+                costs[place] = measured(cost, sample, rows)
     _nvcomp.forget_coders()
     scale = num_bytes / sample.nbytes
     return [
@@ -290,40 +291,37 @@ def _tried(candidates: list[tuple[str, str]], sample: torch.Tensor, num_bytes: i
     ]
 
 
-def _measured(cost: CodingCost, x: torch.Tensor, rows: bool) -> CodingCost:
-    """Returns the cost of a candidate for x, with the smaller ones of its times so far and of its times now. A general
-    codec that does not give the bits back takes the bytes of x, so that it is not chosen."""
+def measured(cost: CodingCost, x: torch.Tensor, rows: bool) -> CodingCost:
+    """Returns the cost of a candidate for x, with the smaller ones of its times so far and of its times now. If it does
+    not give the bits back, it takes the bytes of x, so that it is not chosen."""
     arguments = arguments_of(cost.scheme, cost.codebook, rows)
-    table, encode_s = timed(lambda: compress(x, **arguments, device=x.device, memory="device"), x.device)
+    table, encode_s = _timed(lambda: compress(x, **arguments, device=x.device, memory="device"), x.device)
     out = torch.empty_like(x)
-    _, decode_s = timed(lambda: decompress(table, out=out), x.device)
-    is_lossless = isinstance(table, CompressedTensor) or torch.equal(bytes_of(out), bytes_of(x))
+    bytes_of(out).fill_(_POISON)
+    _, decode_s = _timed(lambda: decompress(table, out=out), x.device)
+    # What goes over a link to move x, including what decoding needs.
+    if isinstance(table, WholeTensor):
+        moved_bytes = table.nbytes
+    else:
+        moved_bytes = (table.link_bytes if rows else table.stored_bytes) + table.index_bytes
     return replace(
         cost,
-        stored_bytes=moved_bytes(table, rows) if is_lossless else x.nbytes,
+        stored_bytes=moved_bytes if torch.equal(bytes_of(out), bytes_of(x)) else x.nbytes,
         encode_s=min(cost.encode_s, encode_s),
         decode_s=min(cost.decode_s, decode_s),
     )
 
 
-def moved_bytes(table: CompressedTensor | WholeTensor, rows: bool) -> int:
-    """Returns the bytes that go over a link to move a coded tensor, including what decoding needs. rows: whether
-    every row is fetched."""
-    if isinstance(table, WholeTensor):
-        return table.nbytes
-    return (table.link_bytes if rows else table.stored_bytes) + table.index_bytes
-
-
-def timed(call: Callable[[], _Result], device: torch.device, budget_s: float = _BUDGET_S) -> tuple[_Result, float]:
+def _timed(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
     """Returns (what a call returns, the least seconds until its work is done), from calls that together take about
-    budget_s. The least is taken because other work can only add to the time. The first call also prepares what later
+    _BUDGET_S. The least is taken because other work can only add to the time. The first call also prepares what later
     calls reuse, and counts only if it is long."""
     result, first = timed_once(call, device)
     if first > _LONG_S:
         return result, first
     del result  # frees its memory for the next result
     result, least = timed_once(call, device)
-    for _ in range(min(_MOST_REPEATS, int(budget_s / least))):
+    for _ in range(min(_MOST_REPEATS, int(_BUDGET_S / least))):
         del result
         result, again = timed_once(call, device)
         least = min(least, again)

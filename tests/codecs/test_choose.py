@@ -35,7 +35,7 @@ def measured(monkeypatch):
         n = x.nbytes
         return dataclasses.replace(cost, stored_bytes=round(share * n), encode_s=encode_s * n, decode_s=decode_s * n)
 
-    monkeypatch.setattr(_choice, "_measured", measure)
+    monkeypatch.setattr(_choice, "measured", measure)
     monkeypatch.setattr(_choice, "_is_there", lambda name: True)
     for name in ("zstd", "lz4"):
         monkeypatch.setattr(_choice.CODECS[name], "require", lambda: None)
@@ -147,7 +147,7 @@ def test_costs_of_a_sample_are_those_of_the_whole(monkeypatch):
             decode_s=min(cost.decode_s, seconds),
         )
 
-    monkeypatch.setattr(_choice, "_measured", measure)
+    monkeypatch.setattr(_choice, "measured", measure)
     x = weights(2048)
     found = ibp.codecs.choose(x, 1e-3, device="cpu", schemes=["planes", "ibp"])
     assert seen.count(("ibp", "default")) == 1 and seen.count(("planes", "fast")) == _choice._ROUNDS
