@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,7 @@ _LONGER_ROW_BYTES = 512  # Dense rows of this size are fetched at more than 0.9 
 # The sample has a quarter of the elements, but at least and at most these numbers of them. `compress` learns from 2^19
 # elements, and an estimate should take at most half of its time.
 _LEAST_ELEMENTS, _MOST_ELEMENTS = 1 << 15, 1 << 17
+_LEAST_ROWS = 64  # The sample has at least this many rows, because symbols may be learned for each column.
 
 
 @dataclass(frozen=True)
@@ -158,8 +159,6 @@ def estimate(
             "layout, slot_bytes, level and row_bytes belong to an estimate without a codebook: "
             "the bytes of rows are the same in all layouts"
         )
-    wanted = min(max(_LEAST_ELEMENTS, x.numel() // 4), _MOST_ELEMENTS)
-    sample = wanted / x.numel() if codebook is None and wanted < x.numel() else None
     options = Options(
         level=level,
         codebook=codebook,
@@ -168,9 +167,12 @@ def estimate(
         row_bytes=row_bytes,
         device=device,
         progress=progress,
-        sample=sample,
     )
     request = Request.of(x, options)
+    if codebook is None:
+        num_rows, wanted = request.geometry.num_rows, min(max(_LEAST_ELEMENTS, x.numel() // 4), _MOST_ELEMENTS)
+        sample = max(_LEAST_ROWS / max(1, num_rows), wanted / max(1, x.numel()))
+        request = replace(request, options=replace(options, sample=min(1.0, sample)))
     candidates, not_learned = compare(request) if codebook is None else (exact(request, codebook), dict[str, float]())
     raw, found = candidates[0], {candidate.scheme: candidate for candidate in candidates}
     for name, savings in not_learned.items():

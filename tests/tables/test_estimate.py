@@ -78,6 +78,14 @@ def test_an_estimate_takes_less_than_compressing(layout, monkeypatch):
         assert estimated <= min(most, max(least, compressed // 4)) + 512 and estimated <= compressed
 
 
+def test_few_long_rows_are_all_looked_at():
+    """Symbols that are learned for each column take more than a quarter of 60 rows."""
+    x = torch.randn(60, 4000, generator=torch.Generator().manual_seed(0)) * 2.0 ** (torch.arange(4000) % 16)
+    table = ibp.compress(x, device="cpu", layout="packed")
+    assert table.codebook.per_column
+    assert ibp.estimate(x, device="cpu", layout="packed")["planes"] == pytest.approx(table.savings, abs=0.002)
+
+
 def test_short_rows_that_save_no_sector_are_raw():
     """A third of the bytes saved, and nothing of the memory: three sectors a row all the same, and an index."""
     x = torch.randn(3000, 48).bfloat16()
