@@ -17,6 +17,7 @@ machine.
 """
 
 import argparse
+import math
 import sys
 import time
 from dataclasses import replace
@@ -36,7 +37,6 @@ LINKS_GBPS = (6.0, 55.0, 360.0)  # The links are a network or NVMe, PCIe 5 x16, 
 DATA_BYTES = 256 * inputs.MIB  # On a GPU each set has this many bytes.
 QUICK_ITEMS = 1 << 14
 WANTED_LOSS = 0.03
-BUDGET_S = 4e-3  # One measurement takes about this many seconds.
 ROUNDS = 3  # The candidates are measured in turn, in this many rounds.
 STEADY_S = 20e-3  # If encoding and decoding take more seconds than this, they are measured once.
 HOPELESS = 3.0  # Candidates that take this many times as long as the best one over every link are left out.
@@ -144,38 +144,19 @@ def is_hopeless(found, cost):
     )
 
 
-def measured(found, cost, x, what):
-    """Returns the measured cost of a candidate: encodes and decodes the whole tensor, and compares it."""
-    alone = ibp.codecs.Choice(found.num_bytes, found.link_gbps, found.encode, found.rows, (cost,))
-
-    def encode():
-        return alone.compress(x, device=x.device, memory=None if x.is_cuda else "host")
-
-    coded, encode_s = choosing.timed(encode, x.device, BUDGET_S)
-    out = torch.empty_like(x)
-    harness.poison(out)
-    _, decode_s = choosing.timed(lambda: ibp.decompress(coded, out=out), x.device, BUDGET_S)
-    harness.check_bits(out, x, f"{what}, {cost.name}")
-    stored_bytes = choosing.moved_bytes(coded, found.rows)
-    return replace(cost, codebook=None, stored_bytes=stored_bytes, encode_s=encode_s, decode_s=decode_s)
-
-
-def least(one, other):
-    """Returns a measurement with the smaller times of two measurements of a candidate."""
-    times = {name: min(getattr(one, name), getattr(other, name)) for name in ("encode_s", "decode_s")}
-    return replace(one, **times)
-
-
 def measured_in_turn(run, found, costs, x, what):
-    """Returns (predicted, measured) cost of each candidate that does not fail."""
+    """Returns (predicted, measured) cost of each candidate that does not fail. The whole tensor is encoded and decoded,
+    in turns, and compared."""
     real = {}
     for _ in range(ROUNDS):
         for cost in costs:
-            if cost.name in real and real[cost.name].encode_s + real[cost.name].decode_s > STEADY_S:
+            before = real.get(cost.name, replace(cost, encode_s=math.inf, decode_s=math.inf))
+            if cost.name in real and before.encode_s + before.decode_s > STEADY_S:
                 continue
             with run.cell(f"{what}, {cost.name}"):
-                again = measured(found, cost, x, what)
-                real[cost.name] = least(real.get(cost.name, again), again)
+                again = choosing.measured(before, x, found.rows)
+                assert again.stored_bytes < x.nbytes, f"{what}, {cost.name}: not the same bits, or nothing is saved"
+                real[cost.name] = again
     return [(cost, real[cost.name]) for cost in costs if cost.name in real]
 
 

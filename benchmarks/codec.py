@@ -286,7 +286,7 @@ def ans_coders(x):
     """Returns {end of an arm's name: a coder of nvCOMP's ANS on the current stream}: as `ibp.compress` uses it, with
     its policy for latency, and with checksums that decoding verifies."""
     ans, data = CODECS["nvcomp:ans"], x.view(torch.uint8).view(-1)
-    options = ans.suited(ans.options(x.dtype, None, None), x.dtype, data, x.device)
+    options = ans.suited(ans.plan(x.dtype, None)[1], x.dtype, data, x.device)
     data_type, chunk_bytes = options["codec_data_type"], int(options["codec_chunk_bytes"])
     of = nvcomp, "ans", data_type, chunk_bytes, x.device.index, stream_number(x.device)
     return {

@@ -16,7 +16,10 @@ MOST_BYTES = 256 << 10  # A choice is made from rows of this many bytes.
 
 
 def measured_rates():
-    """Returns GB/s with all multiprocessors by (case, dtype, bytes of a row) and arm."""
+    """Returns GB/s with all multiprocessors by (case, dtype, bytes of a row) and arm.
+
+    What raw rows hold does not change how fast they are fetched, but one measurement of them differs from the next by
+    up to 4 %. Raw rows of one size therefore all have the highest rate that was measured for this size."""
     with open(harness.RESULTS / "gather.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     most = max(int(row["sms"]) for row in rows)
@@ -24,6 +27,10 @@ def measured_rates():
     for row in rows:
         if int(row["sms"]) == most:
             found.setdefault((row["case"], row["dtype"], int(row["row_bytes"])), {})[row["arm"]] = float(row["gbps"])
+    for (_, _, row_bytes), rates in found.items():
+        if ARMS["raw"] in rates:
+            of_size = (other for (_, _, size), other in found.items() if size == row_bytes)
+            rates[ARMS["raw"]] = max(other.get(ARMS["raw"], 0.0) for other in of_size)
     return found
 
 
@@ -31,12 +38,11 @@ RATES = measured_rates()
 
 
 def choice_for(x, row_bytes):
-    """Returns the scheme that `compress` chooses by default, and all candidates by name."""
+    """Returns the scheme that `compress` chooses by default, and the candidates."""
     x = x[: max(16, MOST_BYTES // row_bytes)].contiguous()
     request = learning.Request(geometry.bytes_of(x), geometry.Geometry.of(x, row_bytes), torch.device("cpu"))
-    codebook = learning.learn("auto", request)
-    candidates = {candidate.scheme: candidate for candidate in learning.compare(request)}
-    return "raw" if codebook is None else codebook.scheme, candidates
+    candidates, _ = learning.compare(request)
+    return learning.choose(candidates).scheme, candidates
 
 
 def assert_no_slower(key, scheme, candidates):
@@ -90,7 +96,7 @@ def test_synthetic_rows(key, monkeypatch):
     x = inputs.agreeing_rows(64, mask, bitval, "cpu")
     request = learning.Request(geometry.bytes_of(x), geometry.Geometry.of(x, row_bytes), torch.device("cpu"))
     monkeypatch.setattr(learning, "learn_scheme", lambda scheme, request: codebook)
-    raw, coded, *_ = learning.compare(request)
+    (raw, coded, *_), _ = learning.compare(request)
     rates = RATES[key] | RATES["synthetic", "int32", row_bytes]
     assert coded.row_ns >= raw.row_ns or rates["ibp slots"] >= rates["raw rows"]
     if rates["ibp slots"] > 1.2 * rates["raw rows"]:

@@ -87,7 +87,8 @@ class Geometry:
     Attributes:
         num_items, item_bytes, item_shape: the number of items, and the bytes and the shape of one item.
         num_bytes: size in bytes of the tensor.
-        num_rows: the number of rows. The last row may be shorter than row_bytes.
+        num_rows: the number of rows. The last row may be shorter than row_bytes. A tensor that a general codec has
+            coded as a whole has no rows, and its row_bytes is 0.
     """
 
     shape: torch.Size
@@ -108,7 +109,7 @@ class Geometry:
             item_bytes=item_bytes,
             item_shape=item_shape,
             num_bytes=num_bytes,
-            num_rows=-(-num_bytes // self.row_bytes),
+            num_rows=-(-num_bytes // self.row_bytes) if self.row_bytes else 0,
         )
 
     @classmethod

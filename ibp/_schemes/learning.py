@@ -22,7 +22,7 @@ import torch
 from .._common.arguments import number, whole_number
 from .._layout import geometry as _rows
 from .._machine import calibration, memory, staging
-from .._machine.calibration import Calibration
+from .._machine.calibration import Calibration, CoderRates
 from .._machine.numa import Numa
 from . import masks, planes
 from .clusters import check_clusters, split
@@ -176,7 +176,7 @@ class Request:
 
     @functools.cached_property
     def few_rows(self) -> torch.Tensor:
-        """The sampled rows that `compare` measures with every scheme, and that clusters are learned from."""
+        """The sampled rows that clusters are learned from."""
         geometry = self.geometry
         if self.options.sample is None:
             most = max(1, _SAMPLE_BYTES[self.device.type] // geometry.row_bytes)
@@ -312,12 +312,18 @@ def learn(scheme: str, request: Request) -> AnyCodebook | None:
     Scheme "auto" takes the scheme that is best on a sample (see `choose`), or the scheme whose options are given.
     """
     if scheme == "auto":
-        options = request.options
-        if options.chunk_bytes is not None or options.tau is not None or request.paper:
-            scheme = "ibp"
-        elif options.level not in ("default", None):
-            scheme = "planes"
-    return _best(request).codebook if scheme == "auto" else learn_scheme(scheme, request)
+        scheme = implied_scheme(request) or scheme
+    if scheme == "auto":
+        return choose(compare(request)[0], request.in_place).codebook
+    return learn_scheme(scheme, request)
+
+
+def implied_scheme(request: Request) -> str | None:
+    """Returns the scheme whose options are given, which "auto" takes then. Returns None if no scheme's are."""
+    options = request.options
+    if options.chunk_bytes is not None or options.tau is not None or request.paper:
+        return "ibp"
+    return None if options.level in ("default", None) else "planes"
 
 
 def learn_scheme(scheme: str, request: Request) -> AnyCodebook | None:
@@ -422,13 +428,35 @@ class Candidate:
         return "raw" if self.codebook is None else self.codebook.scheme
 
 
-def compare(request: Request) -> list[Candidate]:
-    """Returns a candidate of every scheme, measured on the same sample of the table's rows. Raw rows come first. A
-    scheme is left out if its table would not take fewer bytes than x."""
-    found = [_raw(request)]
-    for scheme in _CODED if request.geometry.num_bytes else ():
-        found += _coded(request, learn_scheme(scheme, request), request.few_rows, request.device)
-    return found
+def compare(request: Request) -> tuple[list[Candidate], dict[str, float]]:
+    """Compares the schemes on a sample of the table's rows.
+
+    A scheme is not learned if it cannot be best, or if options of another scheme are given. A scheme is left out if its
+    table would not take fewer bytes than x.
+
+    Returns:
+        The candidates, raw rows first; and the share of the bytes that each scheme would save that was not learned, by
+        its bound.
+    """
+    candidates, not_learned, geometry = [_raw(request)], dict[str, float](), request.geometry
+    implied = implied_scheme(request)
+    for scheme in _CODED if geometry.num_bytes else ():
+        bounds, is_other = SCHEMES[scheme].estimates, implied not in (None, scheme)
+        if bounds is not None and (is_other or request.options.clusters in (None, 1)):
+            best = choose(candidates, request.in_place)
+            for savings in bounds(request.host_rows, geometry.row_bytes, geometry.num_rows):
+                if is_other or not _may_be_best(savings, best, request):
+                    not_learned[scheme] = savings
+                    break
+        if scheme not in not_learned:
+            candidates += learned(request, scheme)
+    return candidates, not_learned
+
+
+def learned(request: Request, scheme: str) -> list[Candidate]:
+    """Returns a list of the candidate of a scheme, which is learned and measured on a sample of the rows. The list is
+    empty if its table would not take fewer bytes than raw rows."""
+    return _coded(request, learn_scheme(scheme, request), request.host_rows, _CPU)
 
 
 def exact(request: Request, codebook: AnyCodebook) -> list[Candidate]:
@@ -450,21 +478,6 @@ def choose(candidates: list[Candidate], in_place: bool = False) -> Candidate:
         return min(candidates, key=lambda candidate: candidate.stored_bytes + candidate.index_bytes)
     better = [candidate for candidate in coded if (candidate.row_ns, candidate.nbytes) < (raw.row_ns, raw.nbytes)]
     return min(better, key=lambda candidate: (candidate.fetch_bytes, candidate.stored_bytes), default=raw)
-
-
-def _best(request: Request) -> Candidate:
-    """Returns the candidate that `choose` takes, measured on fewer rows than `compare` looks at. A scheme that cannot
-    be best is not learned."""
-    candidates, geometry = [_raw(request)], request.geometry
-    for name in _CODED if geometry.num_bytes else ():
-        estimates = SCHEMES[name].estimates
-        if estimates is not None and request.options.clusters in (None, 1):
-            best = choose(candidates, request.in_place)
-            bounds = estimates(request.host_rows, geometry.row_bytes, geometry.num_rows)
-            if not all(_may_be_best(savings, best, request) for savings in bounds):
-                continue
-        candidates += _coded(request, learn_scheme(name, request), request.host_rows, _CPU)
-    return choose(candidates, request.in_place)
 
 
 def _may_be_best(savings: float, best: Candidate, request: Request) -> bool:
@@ -518,8 +531,12 @@ def _coded(
     index_bytes = geometry.index_bytes(overflow_bytes > 0)
     words = codebook.words(_CPU)
     nbytes = geometry.slots_size(slot_bytes) + overflow_bytes + index_bytes + codebook.nbytes + words.nbytes
-    link_bytes = sampled.link_bytes(lengths, slot_bytes, found=survey)
-    second_fetches = survey.spilled(slot_bytes)[0] if slot_bytes else 0  # one for each row that overflows its slot
+    if slot_bytes:
+        link_bytes = sampled.link_bytes(lengths, slot_bytes, found=survey)
+        second_fetches = survey.spilled(slot_bytes)[0]  # one for each row that overflows its slot
+    else:  # A row that need not begin a sector touches (length + 31) / 32 sectors on average.
+        link_bytes = survey.stored + (_rows.SECTOR_BYTES - 1) * (sampled.num_rows - int(survey.sectors[0]))
+        second_fetches = 0
     fetched_bytes = link_bytes + second_fetches * _rows.SECOND_FETCH_BYTES
     stored, fetched = survey.stored / sampled.num_rows, fetched_bytes / sampled.num_rows
     found = Candidate(
@@ -549,7 +566,12 @@ def row_ns(
     """
     if codebook is None:
         return max(link_bytes / machine.read_gbps, machine.least_row_ns)
-    rates, work = coder_rates(codebook, machine), work_of(codebook, row_bytes, stored_bytes)
+    work = work_of(codebook, row_bytes, stored_bytes)
+    return coded_row_ns(coder_rates(codebook, machine), work, row_bytes, link_bytes, machine)
+
+
+def coded_row_ns(rates: CoderRates, work: float, row_bytes: int, link_bytes: float, machine: Calibration) -> float:
+    """Returns what `row_ns` returns, for a decoder of these rates. work: see `work_of`."""
     fetch_ns = max(link_bytes / (machine.read_gbps * machine.coded_read_share), machine.least_row_ns)
     # While the decoder works, the row is also written to device memory, at memset_gbps.
     return max(fetch_ns, row_bytes / machine.memset_gbps, rates.least_row_ns, work / rates.work_per_ns)

@@ -1,24 +1,28 @@
-"""`estimate`: what a checkpoint would become, judged by samples of its rows."""
+"""`estimate`: what a checkpoint or a model would become, judged by samples of its rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from .._common.progress import tqdm
 from .._common.statistics import share_saved
 from .._files import PathLike, as_json
-from .._layout.geometry import as_tensor
-from .._schemes import SCHEMES, AnyCodebook, Options
+from .._layout.geometry import as_tensor, bytes_of, check_tensor
+from .._schemes import Options, Request
+from .._schemes.estimation import expected_savings
 from ._learning import TRIED_BYTES, CheckpointLearning, Codebooks, sample_of, savings_of
 from ._outputs import compressed_bytes, table_bytes
-from ._source import SourceTensor, chosen
+from ._source import Source, SourceTensor, chosen
 from ._sources import open_sources
 
 _COMPARED = ("ibp", "planes")
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class CheckpointEstimate:
 
 
 def estimate(
-    inputs: PathLike | Iterable[PathLike],
+    inputs: PathLike | Iterable[PathLike] | torch.nn.Module | Mapping[str, torch.Tensor],
     *,
     level: str = "default",
     row_bytes: int | None = None,
@@ -101,90 +105,82 @@ def estimate(
     exclude: Iterable[str] = (),
     progress: bool = False,
 ) -> CheckpointEstimate:
-    """Estimates what `compress` would make of a checkpoint, from a sample of its rows. Nothing is written.
+    """Estimates what `compress` would make of a checkpoint, or of the state of a model, from a sample of its rows.
+    Nothing is written.
 
     Example:
         >>> torch.save({"w": torch.randn(1000, 256)}, "model.pt")
         >>> estimate = ibp.checkpoints.estimate("model.pt")
         >>> {scheme: f"{savings:.0%}" for scheme, savings in estimate.tensors[0].savings.items()}
         {'ibp': '13%', 'planes': '17%'}
+        >>> ibp.checkpoints.estimate(torch.nn.Linear(1024, 512))
+        ibp.checkpoints.CheckpointEstimate(2 tensors, 2,099,200 -> 1,65... bytes, 21...% saved)
 
     Args:
-        inputs: as in `compress`.
+        inputs: as in `compress`; or a model, or its `state_dict()`, on any device. Tensors that are one tensor under
+            several names count once.
         level, row_bytes: as in `compress`.
         include, exclude: patterns of names, as in `compress`. The other tensors are kept as they are.
         progress: whether to show a progress bar.
 
     Raises:
         FileNotFoundError, SourceFormatError, ibp.FileFormatError: as in `compress`.
-        TypeError, ValueError: level or row_bytes is not as described, or a pattern of include matches no name.
+        TypeError, ValueError: level or row_bytes is not as described, a pattern of include matches no name, or a tensor
+            of a model is of a kind that cannot be compressed.
     """
     learning = CheckpointLearning.of(Options(level=level, row_bytes=row_bytes, device="cpu"))
-    with open_sources(inputs) as source:
+    if isinstance(inputs, torch.nn.Module):
+        inputs = inputs.state_dict()
+    with _source_of(inputs) if isinstance(inputs, Mapping) else open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
-        kinds = _Kinds(learning, source.stored(), kept)
-        found, books, stored = {}, {}, {}
+        codebooks = Codebooks(learning, source.stored(), kept)
+        of_others: dict[tuple, float] = {}  # what the schemes that a kind does not take save, by kind and scheme
+        found, books, stored = [], {}, {}
         for tensor in tqdm(source.stored(), desc="estimate", unit="tensor", disable=not progress):
-            name = tensor.name
-            books[name] = kinds.codebook(tensor)
-            found[name] = estimate = kinds.estimate(tensor, books[name])
+            codebooks.prepare([tensor])
+            taken, savings = codebooks.of(tensor), dict[str, float]()
+            for scheme in _COMPARED if codebooks.is_coded(tensor) else ():
+                if taken is not None and taken.scheme == scheme:
+                    tried = codebooks.savings(tensor)
+                    saved = savings_of(_rows_of(tensor, learning), taken) if tried is None else tried
+                else:
+                    key = *learning.kind_of(tensor), scheme
+                    if key not in of_others:
+                        rows, geometry = _rows_of(tensor, learning), learning.geometry_of(tensor)
+                        of_others[key] = expected_savings(scheme, Request(rows, geometry, _CPU, learning.options, 0))
+                    saved = of_others[key]
+                savings[scheme] = max(0.0, saved)
+            best = None if taken is None else taken.scheme
+            of = TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, best)
             num_rows = learning.geometry_of(tensor).num_rows
-            stored[name] = table_bytes(estimate.stored_bytes, num_rows) if estimate.best else tensor.num_bytes
+            stored[tensor.name] = table_bytes(of.stored_bytes, num_rows) if best else tensor.num_bytes
+            books[tensor.name] = taken
+            found.append(of)
         file_bytes = compressed_bytes(source, stored, books)
-    tensors = tuple(found.values())
-    before, after = sum(tensor.num_bytes for tensor in tensors), sum(tensor.stored_bytes for tensor in tensors)
-    return CheckpointEstimate(tensors, before, after, file_bytes)
+    before, after = sum(tensor.num_bytes for tensor in found), sum(tensor.stored_bytes for tensor in found)
+    return CheckpointEstimate(tuple(found), before, after, file_bytes)
 
 
-class _Kinds:
-    """What schemes save of tensors. For the codebook that `compress` takes, rows of each tensor are tried; for other
-    schemes, rows of each kind.
+def _rows_of(tensor: SourceTensor, learning: CheckpointLearning) -> torch.Tensor:
+    """Returns about 256 KiB of rows of a tensor, or all of its bytes if there are no more: uint8 on the CPU."""
+    if tensor.num_bytes > TRIED_BYTES:
+        return sample_of([tensor], learning.geometry_of(tensor), TRIED_BYTES)
+    return as_tensor(tensor.read(0, tensor.num_bytes))
 
-    Args:
-        learning: how codebooks are learned.
-        tensors: the tensors of the checkpoint.
-        kept: names of tensors that are not to be coded.
-    """
 
-    def __init__(self, learning: CheckpointLearning, tensors: list[SourceTensor], kept: frozenset[str]) -> None:
-        self._learning = learning
-        self._taken = Codebooks(learning, tensors, kept)
-        self._others: dict[tuple, float] = {}  # by kind and scheme
+def _source_of(state: Mapping[str, torch.Tensor]) -> Source:
+    """Returns the tensors of a model as a source. Values that are not tensors are left out."""
+    tensors, of_memory = dict[str, SourceTensor](), dict[tuple, SourceTensor]()
+    for name, value in state.items():
+        if isinstance(value, torch.Tensor):
+            check_tensor(value, name)
+            read = partial(_read, bytes_of(value.detach()))
+            tensor = SourceTensor(name, value.dtype, tuple(value.shape), read)
+            memory = (value.data_ptr(), value.shape, value.stride(), value.dtype) if value.numel() else (name,)
+            first = of_memory.setdefault(memory, tensor)
+            tensors[name] = tensor if first is tensor else replace(tensor, base=first)
+    return Source("the model", "torch", tensors)
 
-    def codebook(self, tensor: SourceTensor) -> AnyCodebook | None:
-        """Returns the codebook that `compress` takes, or None if it keeps the tensor."""
-        self._taken.prepare([tensor])
-        return self._taken.of(tensor)
 
-    def estimate(self, tensor: SourceTensor, taken: AnyCodebook | None) -> TensorEstimate:
-        savings = {}
-        for scheme in _COMPARED if self._taken.is_coded(tensor) else []:
-            if taken is None or taken.scheme != scheme:
-                key = *self._learning.kind_of(tensor), scheme
-                if key not in self._others:
-                    self._others[key] = self._share_saved(tensor, scheme)
-                saved = self._others[key]
-            else:
-                saved = self._taken_saves(tensor, taken)
-            savings[scheme] = max(0.0, saved)
-        best = None if taken is None else taken.scheme
-        return TensorEstimate(tensor.name, tensor.dtype, tensor.shape, tensor.num_bytes, savings, best)
-
-    def _taken_saves(self, tensor: SourceTensor, taken: AnyCodebook) -> float:
-        tried = self._taken.savings(tensor)
-        if tried is not None:
-            return tried
-        geometry = self._learning.geometry_of(tensor)
-        if geometry.num_bytes > TRIED_BYTES:
-            return savings_of(sample_of([tensor], geometry, TRIED_BYTES), taken)
-        return savings_of(as_tensor(tensor.read(0, geometry.num_bytes)), taken)
-
-    def _share_saved(self, tensor: SourceTensor, scheme: str) -> float:
-        geometry, estimates = self._learning.geometry_of(tensor), SCHEMES[scheme].estimates
-        if estimates is not None:
-            rows = sample_of([tensor], geometry, TRIED_BYTES)
-            index_share = geometry.index_bytes(True) / geometry.num_bytes
-            return min(estimates(rows, geometry.row_bytes, geometry.num_rows)) - index_share
-        sample = sample_of([tensor], geometry)
-        codebook = self._learning.learn(scheme, sample, geometry, False)
-        return 0.0 if codebook is None else savings_of(sample, codebook)
+def _read(data: torch.Tensor, start: int, end: int) -> np.ndarray:
+    return data[start:end].cpu().numpy()

@@ -9,8 +9,7 @@ them.
 from .._common.publishing import published
 from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from .._schemes.learning import analyze
-from ._choice import choose
-from ._chosen import Choice, CodingCost
+from ._choice import Choice, CodingCost, choose
 from ._whole import WholeTensor
 
 __all__ = [

@@ -6,22 +6,11 @@ import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 
-from .._rows.faults import CorruptTableError
-
 MAX_BLOCK_BYTES = 1 << 30  # of the tensor's bytes in a block
 OnBytes = Callable[[int], object]  # called with the number of bytes of the tensor that are done
-
-
-class BlockCoding(NamedTuple):
-    """How a codec codes blocks."""
-
-    block_bytes: int  # bytes of the tensor in a block
-    options: Mapping[str, str]  # options of the codec, as text
-    level: int | None = None  # the level of the codec to code with; None: its default
 
 
 class GeneralCodec(ABC):
@@ -30,7 +19,6 @@ class GeneralCodec(ABC):
     name: str  # such as "zstd", "nvcomp:ans"
     package: str  # the package that has it, under its name for pip
     device_type: str  # the type of the devices that code and decode
-    block_bytes: int  # bytes of the tensor in a block, unless the caller asks for another number
     is_safe: bool  # whether its makers promise that decoding any bytes is safe
     option_names: tuple[str, ...] = ()  # names of the fields of files that decoding needs; each begins with "codec_"
 
@@ -40,9 +28,20 @@ class GeneralCodec(ABC):
         it is not installed."""
 
     @abstractmethod
-    def options(self, dtype: torch.dtype, level: int | None, chunk_bytes: int | None) -> dict[str, str]:
-        """Returns what decoding needs, as text. Raises ValueError for a level or chunk_bytes that the codec does not
-        have."""
+    def variant(self, text: str) -> GeneralCodec | None:
+        """Returns the codec that codes as the text behind its name in a scheme says, such as a level. Blocks of all
+        variants are decoded alike. Returns None for any other text, and raises ValueError for a level that the codec
+        does not have."""
+
+    def tried_variants(self, dtype: torch.dtype) -> Sequence[str]:
+        """Returns the texts of the variants among which `ibp.codecs.choose` chooses for elements of a dtype; "" is the
+        codec itself."""
+        return [""]
+
+    @abstractmethod
+    def plan(self, dtype: torch.dtype, chunk_bytes: int | None) -> tuple[int, dict[str, str]]:
+        """Returns the bytes of a tensor of a dtype in a block, and what decoding needs, as text. Raises ValueError for
+        chunk_bytes that the codec does not have. chunk_bytes: None: the codec's own."""
 
     def suited(
         self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
@@ -52,29 +51,32 @@ class GeneralCodec(ABC):
         return options
 
     def check_options(self, options: Mapping[str, str]) -> None:
-        """Raises ValueError if the options do not have the names that `options` gives."""
+        """Raises ValueError if the options do not have the names that `plan` gives."""
         if set(options) != set(self.option_names):
             raise ValueError(f"{self.name!r} has the options {sorted(options)}; wanted {sorted(self.option_names)}")
 
     @abstractmethod
-    def blocks_of(self, options: Mapping[str, str], chunk_bytes: int | None) -> int:
-        """Returns the bytes of a block if the caller asks for chunk_bytes."""
-
-    @abstractmethod
     def encode(
-        self, data: torch.Tensor, worker: torch.device, how: BlockCoding, on_bytes: OnBytes
+        self, data: torch.Tensor, worker: torch.device, block_bytes: int, options: Mapping[str, str], on_bytes: OnBytes
     ) -> list[torch.Tensor]:
         """Returns the coded blocks of bytes, on the worker, the device that codes. A block that would not shrink is
         kept as it is. data: uint8 [bytes], at least one, on any device."""
 
     @abstractmethod
-    def decode(self, blocks: torch.Tensor, offsets: Sequence[int], how: BlockCoding, out: torch.Tensor) -> None:
+    def decode(
+        self,
+        blocks: torch.Tensor,
+        offsets: Sequence[int],
+        block_bytes: int,
+        options: Mapping[str, str],
+        out: torch.Tensor,
+    ) -> None:
         """Decodes consecutive blocks, on the current stream of a CUDA device.
 
         Args:
             blocks: uint8, contiguous, on the device that decodes.
             offsets: where each block begins in `blocks`, and where the last one ends.
-            how: how the blocks were coded.
+            block_bytes, options: how the blocks were coded.
             out: uint8, contiguous, on the device that decodes; as long as the blocks' original bytes.
 
         Raises:
@@ -104,8 +106,3 @@ def package(name: str, pip_name: str, codec: str) -> ModuleType:
         raise ImportError(
             f"the codec {codec!r} needs the package {pip_name}: type `pip install {pip_name}` ({error})"
         ) from error
-
-
-def corrupt(codec: GeneralCodec, block: int, why: object) -> CorruptTableError:
-    """Returns the error for a block that cannot be decoded."""
-    return CorruptTableError(f"block {block} of a tensor coded by {codec.name!r} is damaged: {why}")

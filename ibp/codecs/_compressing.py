@@ -110,7 +110,8 @@ def compress(
             "raw", rows as they are (to gather them by the same kernels). Or a general codec, for tensors that are only
             used whole, by its optional package: "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU
             nvCOMP's "nvcomp:ans" (floats are coded as floats or as bytes, whichever takes less of a sample;
-            "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one), "nvcomp:bitcomp", "nvcomp:cascaded",
+            "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one), "nvcomp:bitcomp", "nvcomp:cascaded" (two run-length
+            encodings, one delta encoding and packed bits; "nvcomp:cascaded:r1d0b1" asks for one, none and packed bits),
             "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". The result is then an
             `ibp.codecs.WholeTensor`, and the arguments for rows are refused. Or an `ibp.codecs.Choice` (see
             `ibp.codecs.choose`), which says how x is coded: packed, unless it is for rows.

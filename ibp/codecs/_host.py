@@ -3,7 +3,6 @@ time."""
 
 from __future__ import annotations
 
-import threading
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,10 @@ import numpy as np
 import torch
 
 from .._machine import staging
-from ._codec import MAX_BLOCK_BYTES, BlockCoding, GeneralCodec, OnBytes, corrupt, package
+from .._rows.faults import CorruptTableError
+from ._codec import MAX_BLOCK_BYTES, GeneralCodec, OnBytes, package
 
-_LEAST_BLOCK_BYTES = 4096
+_BLOCK_BYTES, _LEAST_BLOCK_BYTES = 2 << 20, 4096  # of the tensor in a block, unless the caller asks for others
 
 
 class HostCodec(GeneralCodec):
@@ -26,50 +26,59 @@ class HostCodec(GeneralCodec):
         module: the package's module.
         error: its class of exceptions for wrong bytes.
         levels: the levels that the codec has, in addition to None, its default.
+        level: the level that it codes with.
     """
 
     device_type = "cpu"
-    block_bytes = 2 << 20
     is_safe = True
     module: str
     error: str
     levels: range
 
+    def __init__(self, level: int | None = None) -> None:
+        self.level = level
+
     def require(self) -> ModuleType:
         return package(self.module, self.package, self.name)
 
-    def options(self, dtype: torch.dtype, level: int | None, chunk_bytes: int | None) -> dict[str, str]:
-        if level is not None and level not in self.levels:
+    def variant(self, text: str) -> HostCodec | None:
+        if not text.removeprefix("-").isdecimal():
+            return None
+        if int(text) not in self.levels:
             raise ValueError(
-                f"the level of {self.name!r} is {level}; wanted {self.levels.start} to {self.levels.stop - 1}"
+                f"the level of {self.name!r} is {int(text)}; wanted {self.levels.start} to {self.levels.stop - 1}"
             )
-        self.blocks_of({}, chunk_bytes)
-        return {}
+        return type(self)(int(text))
 
-    def blocks_of(self, options: Mapping[str, str], chunk_bytes: int | None) -> int:
+    def plan(self, dtype: torch.dtype, chunk_bytes: int | None) -> tuple[int, dict[str, str]]:
         if chunk_bytes is None:
-            return self.block_bytes
+            return _BLOCK_BYTES, {}
         if chunk_bytes % 8 or not _LEAST_BLOCK_BYTES <= chunk_bytes <= MAX_BLOCK_BYTES:
             raise ValueError(
                 f"chunk_bytes is {chunk_bytes}; {self.name!r} takes a multiple of 8 from {_LEAST_BLOCK_BYTES} to "
                 f"{MAX_BLOCK_BYTES}"
             )
-        return chunk_bytes
+        return chunk_bytes, {}
 
     def encode(
-        self, data: torch.Tensor, worker: torch.device, how: BlockCoding, on_bytes: OnBytes
+        self, data: torch.Tensor, worker: torch.device, block_bytes: int, options: Mapping[str, str], on_bytes: OnBytes
     ) -> list[torch.Tensor]:
-        whole = staging.to_host(data)
-
         def encode_block(block: torch.Tensor) -> torch.Tensor:
-            coded = self._encode(block.numpy().data, how.level)
+            coded = self._encode(block.numpy().data)
             on_bytes(block.numel())
             return torch.frombuffer(coded, dtype=torch.uint8) if len(coded) < block.numel() else block
 
-        return _by_threads(encode_block, whole.split(how.block_bytes))
+        return _by_threads(encode_block, staging.to_host(data).split(block_bytes))
 
-    def decode(self, blocks: torch.Tensor, offsets: Sequence[int], how: BlockCoding, out: torch.Tensor) -> None:
-        coded, targets = blocks.numpy(), out.split(how.block_bytes)
+    def decode(
+        self,
+        blocks: torch.Tensor,
+        offsets: Sequence[int],
+        block_bytes: int,
+        options: Mapping[str, str],
+        out: torch.Tensor,
+    ) -> None:
+        coded, targets = blocks.numpy(), out.split(block_bytes)
         errors: tuple[type[Exception], ...] = (ValueError, getattr(self.require(), self.error))
 
         def decode_block(number: int) -> None:
@@ -79,16 +88,18 @@ class HostCodec(GeneralCodec):
                 return
             try:
                 data = self._decode(part.data, target.size)
+                if len(data) != target.size:
+                    raise ValueError(f"it stands for {len(data)} bytes; wanted {target.size}")
             except errors as error:
-                raise corrupt(self, number, error) from error
-            if len(data) != target.size:
-                raise corrupt(self, number, f"it stands for {len(data)} bytes; wanted {target.size}")
+                raise CorruptTableError(
+                    f"block {number} of a tensor coded by {self.name!r} is damaged: {error}"
+                ) from error
             target[:] = np.frombuffer(data, np.uint8)
 
         _by_threads(decode_block, range(len(targets)))
 
     @abstractmethod
-    def _encode(self, data: memoryview, level: int | None) -> bytearray:
+    def _encode(self, data: memoryview) -> bytearray:
         """Returns a coded block."""
 
     @abstractmethod
@@ -103,23 +114,18 @@ class Zstd(HostCodec):
     name, package, module, error = "zstd", "zstandard", "zstandard", "ZstdError"
     levels = range(-100, 23)
 
-    def __init__(self) -> None:
-        self._of_thread = threading.local()  # one coder for each thread, because coders keep their working memory
-
-    def _encode(self, data: memoryview, level: int | None) -> bytearray:
-        coders: dict[Any, Any] = self._of_thread.__dict__
-        if level not in coders:
-            coders[level] = self.require().ZstdCompressor(level=3 if level is None else level)
-        return bytearray(coders[level].compress(data))
+    def _encode(self, data: memoryview) -> bytearray:
+        # A new coder for each block, because threads cannot share one; it takes 10 us.
+        coder = self.require().ZstdCompressor(level=3 if self.level is None else self.level)
+        return bytearray(coder.compress(data))
 
     def _decode(self, data: memoryview, num_bytes: int) -> bytes:
         zstandard = self.require()
         found = zstandard.frame_content_size(data)
         if found != num_bytes:
             raise ValueError(f"it stands for {found} bytes; wanted {num_bytes}")
-        if "decoder" not in self._of_thread.__dict__:
-            self._of_thread.decoder = zstandard.ZstdDecompressor()
-        decoded: bytes = self._of_thread.decoder.decompress(data, max_output_size=num_bytes, allow_extra_data=False)
+        coder = zstandard.ZstdDecompressor()
+        decoded: bytes = coder.decompress(data, max_output_size=num_bytes, allow_extra_data=False)
         return decoded
 
 
@@ -130,8 +136,10 @@ class Lz4(HostCodec):
     name, package, module, error = "lz4", "lz4", "lz4.block", "LZ4BlockError"
     levels = range(1, 13)
 
-    def _encode(self, data: memoryview, level: int | None) -> bytearray:
-        options: dict[str, Any] = {} if level is None else {"mode": "high_compression", "compression": level}
+    def _encode(self, data: memoryview) -> bytearray:
+        options: dict[str, Any] = {}
+        if self.level is not None:
+            options = {"mode": "high_compression", "compression": self.level}
         coded: bytearray = self.require().compress(data, store_size=False, return_bytearray=True, **options)
         return coded
 

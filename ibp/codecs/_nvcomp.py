@@ -13,7 +13,7 @@ import torch
 from .._common.locks import ForkLock
 from .._layout.geometry import INTEGERS
 from .._machine import staging
-from ._codec import BlockCoding, GeneralCodec, OnBytes, package
+from ._codec import GeneralCodec, OnBytes, package
 
 _CHUNK, _TYPE = "codec_chunk_bytes", "codec_data_type"
 _ALGORITHMS = {  # by the names of schemes
@@ -27,7 +27,13 @@ _ALGORITHMS = {  # by the names of schemes
     "zstd": "Zstd",
 }
 _TYPED = ("bitcomp", "cascaded")  # these work on whole elements
-_BYTES, _FLOATS = "bytes", "floats"  # what ANS can be told that floats are
+# By kind, the texts behind the codec's name that say how it codes. ANS can be told that floats are floats or bytes.
+# Cascaded takes numbers of run-length encodings (r) and of delta encodings (d), and packs bits (b1) or does not (b0);
+# by itself it codes as r2d1b1. Its chunks say how they were coded, so that one decoder serves all variants.
+_VARIANTS = {
+    "ans": ("floats", "bytes"),
+    "cascaded": ("r0d0b1", "r0d1b1", "r1d0b0", "r1d0b1", "r1d1b1", "r2d0b1", "r2d1b0"),
+}
 _SAMPLE_BYTES = 4 << 20  # bytes of a tensor on which both are tried
 _HUNGRY = ("deflate", "gdeflate", "zstd")  # coding with these needs several times a block's bytes of additional memory
 _BLOCK_BYTES, _LESS_BLOCK_BYTES = 256 << 20, 32 << 20
@@ -47,20 +53,35 @@ class NvComp(GeneralCodec):
     is_safe = False
     option_names = (_CHUNK, _TYPE)
 
-    def __init__(self, kind: str, only: str | None = None) -> None:
-        """Makes a codec. only: what ANS is told that floats are. None: what suits a tensor better."""
-        self.kind, self.name, self._only = kind, f"nvcomp:{kind}", only
-        self.block_bytes = _LESS_BLOCK_BYTES if kind in _HUNGRY else _BLOCK_BYTES
+    def __init__(self, kind: str, variant: str = "") -> None:
+        """Makes a codec. variant: "", or a variant of `_VARIANTS`, by which it codes."""
+        self.kind, self.name, self._variant = kind, f"nvcomp:{kind}", variant
 
     def require(self) -> ModuleType:
         return _module(self.name)
 
-    def options(self, dtype: torch.dtype, level: int | None, chunk_bytes: int | None) -> dict[str, str]:
-        if level is not None:
-            raise ValueError(f"the scheme is '{self.name}:{level}', but {self.name!r} has no levels")
-        options = self.fields(dtype, CHUNK_BYTES if chunk_bytes is None else chunk_bytes)
+    def variant(self, text: str) -> NvComp | None:
+        if text.removeprefix("-").isdecimal():
+            raise ValueError(f"the scheme is '{self.name}:{text}', but {self.name!r} has no levels")
+        return NvComp(self.kind, text) if text in _VARIANTS.get(self.kind, ()) else None
+
+    def tried_variants(self, dtype: torch.dtype) -> Sequence[str]:
+        if self.kind == "ans" and len(self.types(dtype)) > 1:
+            return _VARIANTS["ans"]
+        if (
+            self.kind == "cascaded"
+            and not self._variant
+            and "num_rles" in (self.require().Codec.__init__.__doc__ or "")
+        ):
+            return ["", *_VARIANTS["cascaded"]]
+        return [""]
+
+    def plan(self, dtype: torch.dtype, chunk_bytes: int | None) -> tuple[int, dict[str, str]]:
+        chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
+        options = self.fields(dtype, chunk_bytes)
         self.check_options(options)
-        return options
+        most = _LESS_BLOCK_BYTES if self.kind in _HUNGRY else _BLOCK_BYTES
+        return most // chunk_bytes * chunk_bytes, options
 
     def fields(self, dtype: torch.dtype, chunk_bytes: int) -> dict[str, str]:
         """Returns options for any size of chunks."""
@@ -101,30 +122,34 @@ class NvComp(GeneralCodec):
         Other codecs look at bytes, or at whole numbers of the elements' size."""
         size = dtype.itemsize
         if self.kind == "ans" and dtype.is_floating_point and size in (2, 4):
-            found = {_FLOATS: f"<f{size}", _BYTES: "|u1"}
-            return tuple(found.values()) if self._only is None else (found[self._only],)
+            found = {"floats": f"<f{size}", "bytes": "|u1"}
+            return (found[self._variant],) if self._variant else tuple(found.values())
         return (f"<u{size}" if self.kind in _TYPED and size > 1 else "|u1",)
 
-    def blocks_of(self, options: Mapping[str, str], chunk_bytes: int | None) -> int:
-        return self.block_bytes // int(options[_CHUNK]) * int(options[_CHUNK])
-
     def encode(
-        self, data: torch.Tensor, worker: torch.device, how: BlockCoding, on_bytes: OnBytes
+        self, data: torch.Tensor, worker: torch.device, block_bytes: int, options: Mapping[str, str], on_bytes: OnBytes
     ) -> list[torch.Tensor]:
         pieces = []
         with torch.cuda.device(worker):
-            coder = self.coder(worker, how.options)
-            for part in data.split(how.block_bytes):
+            coder = self.coder(worker, options)
+            for part in data.split(block_bytes):
                 near = aligned(staging.to_device(part, worker))
                 coded = coder.encode(near, coder.room(near))
                 pieces.append(_padded(coded) if coded.numel() + _ALIGNMENT < near.numel() else near.clone())
                 on_bytes(part.numel())
         return pieces
 
-    def decode(self, blocks: torch.Tensor, offsets: Sequence[int], how: BlockCoding, out: torch.Tensor) -> None:
+    def decode(
+        self,
+        blocks: torch.Tensor,
+        offsets: Sequence[int],
+        block_bytes: int,
+        options: Mapping[str, str],
+        out: torch.Tensor,
+    ) -> None:
         with torch.cuda.device(out.device):
-            coder = self.coder(out.device, how.options)
-            for number, target in enumerate(out.split(how.block_bytes)):
+            coder = self.coder(out.device, options)
+            for number, target in enumerate(out.split(block_bytes)):
                 coded = blocks[offsets[number] : offsets[number + 1]]
                 if coded.numel() == target.numel():
                     target.copy_(coded)
@@ -133,7 +158,8 @@ class NvComp(GeneralCodec):
 
     def coder(self, device: torch.device, options: Mapping[str, str]) -> Coder:
         """Returns the coder for the current stream of a device."""
-        return _coder(self.kind, options[_TYPE], int(options[_CHUNK]), device.index, stream_number(device))
+        cascade = self._variant if self.kind == "cascaded" else ""
+        return _coder(self.kind, options[_TYPE], int(options[_CHUNK]), device.index, stream_number(device), cascade)
 
 
 class Coder:
@@ -213,8 +239,11 @@ def _padded(coded: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(_MOST_CODERS)
-def _coder(kind: str, *of: Any) -> Coder:
-    return Coder(_module(f"nvcomp:{kind}"), kind, *of)
+def _coder(kind: str, data_type: str, chunk_bytes: int, device_index: int, stream: int, cascade: str) -> Coder:
+    policies = {}
+    if cascade:  # such as "r1d0b1"
+        policies = {"num_rles": int(cascade[1]), "num_deltas": int(cascade[3]), "use_bitpack": cascade[5] == "1"}
+    return Coder(_module(f"nvcomp:{kind}"), kind, data_type, chunk_bytes, device_index, stream, **policies)
 
 
 def forget_coders() -> None:
@@ -252,10 +281,3 @@ class _NvcompMemory:
 
 
 CODECS = {f"nvcomp:{kind}": NvComp(kind) for kind in _ALGORITHMS}
-VARIANTS = {f"nvcomp:ans:{only}": NvComp("ans", only) for only in (_FLOATS, _BYTES)}  # by the names of schemes
-
-
-def variants_of(scheme: str, dtype: torch.dtype) -> list[str]:
-    """Returns schemes that each code elements of a dtype in one way only; for most codecs, the scheme itself."""
-    several = scheme in CODECS and len(CODECS[scheme].types(dtype)) > 1
-    return [name for name in VARIANTS if name.startswith(f"{scheme}:")] if several else [scheme]

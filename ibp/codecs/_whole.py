@@ -17,7 +17,7 @@ from .._machine import memory as _memory
 from .._machine import staging
 from .._machine.numa import Numa, node_of
 from . import _host, _nvcomp
-from ._codec import MAX_BLOCK_BYTES, BlockCoding, GeneralCodec
+from ._codec import MAX_BLOCK_BYTES, GeneralCodec
 
 CODECS: Mapping[str, GeneralCodec] = {
     codec.name: codec for codec in (_host.Zstd(), _host.Lz4(), *_nvcomp.CODECS.values())
@@ -204,7 +204,7 @@ class WholeTensor(Movable, CodedManners, Saves):
         near = staging.to_host if out.device == _CPU else lambda data: staging.to_device(data, out.device)
         offsets = [offset - start for offset in self._starts[first : last + 1]]
         self._codec.require()
-        self._codec.decode(near(self.blocks[start:end]), offsets, BlockCoding(self.block_bytes, self.options), out)
+        self._codec.decode(near(self.blocks[start:end]), offsets, self.block_bytes, self.options, out)
 
     def _bytes(self, start: int, end: int) -> torch.Tensor:
         """Returns bytes [start, end) of the tensor, in host memory. Blocks that have none of them are not decoded."""
@@ -240,21 +240,19 @@ def is_general(scheme: object) -> bool:
     return isinstance(scheme, str) and scheme.partition(":")[0] in ("zstd", "lz4", "nvcomp")
 
 
-def codec_of(scheme: str) -> tuple[GeneralCodec, int | None]:
-    """Returns the codec of a scheme such as "nvcomp:ans" or "zstd:9", and the level that it names. Raises ValueError
-    for other schemes."""
-    name, level = scheme, None
-    if scheme in _nvcomp.VARIANTS:
-        return _nvcomp.VARIANTS[scheme], None
-    if scheme not in CODECS:
-        name, _, text = scheme.rpartition(":")
-        if name not in CODECS or not text.removeprefix("-").isdecimal():
-            raise ValueError(
-                f"scheme is {scheme!r}{near(scheme, CODECS)}; wanted one of {sorted(CODECS)}, or with a level, such as "
-                "'zstd:9'"
-            )
-        level = int(text)
-    return CODECS[name], level
+def codec_of(scheme: str) -> GeneralCodec:
+    """Returns the codec of a scheme such as "nvcomp:ans", "zstd:9" or "nvcomp:ans:bytes". Raises ValueError for other
+    schemes."""
+    if scheme in CODECS:
+        return CODECS[scheme]
+    name, _, text = scheme.rpartition(":")
+    found = CODECS[name].variant(text) if name in CODECS else None
+    if found is None:
+        raise ValueError(
+            f"scheme is {scheme!r}{near(scheme, CODECS)}; wanted one of {sorted(CODECS)}, or with a level, such as "
+            "'zstd:9'"
+        )
+    return found
 
 
 def compress_whole(
@@ -269,10 +267,9 @@ def compress_whole(
 ) -> WholeTensor:
     """Codes a tensor as a whole, see `ibp.compress`."""
     (home, pin), node = _memory.home_of(x.device, memory, _memory.usual(device, x)), node_of(numa)
-    codec, level = codec_of(scheme)
+    codec = codec_of(scheme)
     chunk_bytes = None if chunk_bytes is None else whole_number("chunk_bytes", chunk_bytes)
-    options = codec.options(x.dtype, level, chunk_bytes)
-    block_bytes = codec.blocks_of(options, chunk_bytes)
+    block_bytes, options = codec.plan(x.dtype, chunk_bytes)
     asked = None if device is None else _memory.canonical(device)
     if asked is not None and asked.type != codec.device_type:
         raise ValueError(f"device is {str(asked)!r}, but {codec.name!r} codes on a {codec.device_type.upper()} device")
@@ -280,9 +277,8 @@ def compress_whole(
     worker = codec.worker(asked or x.device, x.device)
     data = bytes_of(x)
     options = codec.suited(options, x.dtype, data, worker)
-    how = BlockCoding(block_bytes, options, level)
     with tqdm(total=data.numel(), desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
-        pieces = codec.encode(data, worker, how, bar.update) if data.numel() else []
+        pieces = codec.encode(data, worker, block_bytes, options, bar.update) if data.numel() else []
     blocks, offsets = _joined(pieces, x.device, pin if home == x.device else False, node)
     whole = WholeTensor(
         shape=tuple(x.shape),

@@ -411,6 +411,25 @@ def test_sets_are_estimated_as_sets(tmp_path):
     assert abs(estimate.savings - again.savings) < MOST_APART
 
 
+@pytest.mark.parametrize("as_module", [True, False])
+def test_models_are_estimated_as_their_checkpoints(as_module, tmp_path):
+    """A tied head counts once, and any strides will do."""
+    model = torch.nn.Sequential(torch.nn.Embedding(500, 128), torch.nn.Linear(128, 500, bias=False)).bfloat16()
+    model[1].weight = model[0].weight
+    model.register_buffer("across", torch.randn(64, 200).t())
+    safetensors.save_file(
+        {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name != "1.weight"},
+        tmp_path / "m.safetensors",
+    )
+    found = ibp.checkpoints.estimate(model if as_module else model.state_dict(), exclude=["across", "1.*"])
+    wanted = ibp.checkpoints.estimate(tmp_path / "m.safetensors", exclude=["across"])
+    assert {tensor.name for tensor in found.tensors} == {"0.weight", "across"}
+    assert sorted(found.as_dict()["tensors"], key=str) == sorted(wanted.as_dict()["tensors"], key=str)
+    assert found.savings == wanted.savings > 0.2
+    with pytest.raises(TypeError, match="on meta; wanted a dense tensor"):
+        ibp.checkpoints.estimate(torch.nn.Linear(100, 100, device="meta"))
+
+
 # ---- interruptions ----
 
 

@@ -230,7 +230,7 @@ def scheme_for(monkeypatch):
 
     def choose(x):
         request = requests.setdefault(id(x), learning.Request(geometry.bytes_of(x), geometry.Geometry.of(x), CPU))
-        candidates = learning.compare(request)
+        candidates, _ = learning.compare(request)
         chosen = learning.choose(candidates)
         return chosen.scheme, chosen.row_ns / candidates[0].row_ns
 

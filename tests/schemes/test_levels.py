@@ -98,7 +98,10 @@ def test_level_fast(dtype):
     assert table.codebook.digit_bits == (4,) and table.codebook.first_symbol is not None
     assert 100 * table.savings >= FAST[dtype]
     assert ibp.codecs.analyze(x, scheme="auto", level="fast", sample=None, device="cpu") == table.codebook
-    assert ibp.estimate(x, level="fast", device="cpu")["planes"] == pytest.approx(table.savings, abs=0.01)
+    for row_bytes in (128, None):  # "auto" takes scheme planes even if rows are too short for it to save a sector
+        found = ibp.estimate(x, level="fast", device="cpu", row_bytes=row_bytes)
+        assert found["planes"] == pytest.approx(table.savings, abs=0.01)
+        assert found.auto == compressed(x, level="fast", row_bytes=row_bytes).scheme == "planes"
 
 
 @pytest.mark.parametrize("dtype", FAST, ids=str)

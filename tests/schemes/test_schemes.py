@@ -26,6 +26,7 @@ from helpers import (
     reference_row,
     spiky_rows,
 )
+from ibp._schemes import estimation
 
 CPU = torch.device("cpu")
 NAMED = ["raw", "ibp", "planes"]
@@ -193,18 +194,21 @@ def test_unknown_schemes(function, scheme):
 
 @pytest.mark.parametrize("name", SETS)
 def test_estimates_are_what_compressing_gives(name):
+    """A scheme that is not learned, because it cannot be the best, has its bound."""
     x = SETS[name]()
-    estimates = ibp.estimate(x, device="cpu")
+    estimates = ibp.estimate(x, device="cpu", layout="packed")
     assert list(estimates) == NAMED and estimates["raw"] == 0
-    tolerance = 0.01 if name == "one dimension" else 1e-9  # its last row is short, and not in the sample
+    tolerance = 0.01 if name == "one dimension" else 0.002 if x.numel() > estimation._LEAST_ELEMENTS else 1e-9
     for scheme, savings in estimates.items():
-        assert max(0, savings) == pytest.approx(compress(x, scheme=scheme, layout="packed").savings, abs=tolerance)
+        table = compress(x, scheme=scheme, layout="packed")
+        near = 0.05 + 2 / table.num_rows if scheme == "ibp" != estimates.auto else tolerance
+        assert savings >= 0 and savings == pytest.approx(table.savings, abs=near)
 
 
 def test_estimates_of_a_sample():
     x = embedding(60000, 64, torch.bfloat16)
     for scheme, savings in ibp.estimate(x, device="cpu").items():
-        assert savings == pytest.approx(compress(x, scheme=scheme, layout="packed").savings, abs=0.003)
+        assert savings == pytest.approx(compress(x, scheme=scheme, layout="packed").savings, abs=0.005)
 
 
 def test_estimates_of_nothing():
