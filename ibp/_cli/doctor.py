@@ -51,18 +51,18 @@ _TESTED_KINDS = {**_KINDS, "INT64 numbers": torch.int64, "UINT8 noise": torch.ui
 _TEST_BYTES = 48 << 10  # Bytes of a tensor of the self-test, so that a test takes some milliseconds.
 _CPU_COLUMNS = {
     "copy": "copy",
-    "compress": "code",
-    "decompress": "decode",
+    "compress": "compress",
+    "decompress": "decompress",
     "raw_rows": "raw rows",
-    "rows": "coded rows",
+    "rows": "ibp rows",
 }
 _GPU_COLUMNS = {
     "torch_rows": "x[ids]",
     "raw_rows": "raw rows",
-    "rows": "coded rows",
+    "rows": "ibp rows",
     "copy": "copy",
-    "whole": "coded whole",
-    "decode": "decode",
+    "whole": "ibp whole",
+    "decode": "decompress",
 }
 
 
@@ -256,6 +256,8 @@ def made(kind: str, num_bytes: int, seed: int = 0) -> torch.Tensor:
     if not dtype.is_floating_point:
         return torch.randint(256, shape, generator=generator, dtype=dtype, device="cpu")
     values = 0.02 * torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+    if dtype is torch.float8_e4m3fn:  # checkpoints in FP8 have a scale for each row, so that its range is used
+        values *= torch.finfo(dtype).max / values.abs().amax(1, keepdim=True)
     return (values.clamp_(min=0) if "zeros" in kind else values).to(dtype)
 
 
