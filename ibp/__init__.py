@@ -8,16 +8,12 @@
 The method is that of the paper Invariant Bit Packing (EuroSys 2026); the bytes are specified in FORMAT.md
 beside the installed headers (`ibp.get_include()`).
 
-ibp.nn, ibp.optim    modules over tables, and what trains them
-ibp.checkpoints      whole checkpoints, compressed, decompressed and estimated
-ibp.deltas           differences between versions of tensors and checkpoints
-ibp.kv               KV-caches
-ibp.cache            rows of a table, kept on GPUs
-ibp.spill            tables on a GPU whose overflow is in host memory
-ibp.codecs           codebooks, general codecs, and the choice between them
-ibp.calibration      the rates of a machine
-ibp.distributed      tables in several processes, and collectives whose tensors travel coded
-ibp.integrations     bridges to frameworks
+ibp.nn, ibp.optim    modules whose weights are tables, and their optimizers ibp.checkpoints      whole checkpoints,
+compressed, decompressed and estimated ibp.deltas           differences between versions of tensors and checkpoints
+ibp.kv               KV-caches ibp.cache            rows of a table, kept on GPUs ibp.spill            tables on a GPU
+whose overflow is in host memory ibp.codecs           codebooks, general codecs, and the choice between them
+ibp.calibration      the rates of a machine ibp.distributed      tables in several processes, and collectives whose
+tensors travel coded ibp.integrations     bridges to frameworks
 """
 
 from contextlib import suppress as _suppress

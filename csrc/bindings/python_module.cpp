@@ -61,8 +61,8 @@ static_assert(sizeof(DLManagedTensor) == 64, "the layout of dlpack.h on a 64-bit
 enum : int32_t { kDLCUDA = 2 };
 enum : uint8_t { kDLUInt = 1 };
 
-// Pinned memory of an object, `owner`, as an array of DLPack on a CUDA device. It keeps the owner alive until the
-// DLPack capsule, or the tensor that was made from the capsule, releases the array.
+// Pinned memory of an object, `owner`, as a DLPack array on a CUDA device. It keeps the owner alive until the DLPack
+// capsule, or the tensor that was made from the capsule, releases the array.
 struct MappedBytes {
     DLManagedTensor managed;
     py::object owner;

@@ -216,7 +216,7 @@ struct Dimension {
 };
 
 // Returns a tensor's dimensions, the innermost first. Adjacent dimensions are merged if the outer one continues the
-// inner one. The first element stands for a contiguous run of bytes.
+// inner one. Entry 0 of the result is the innermost contiguous run of bytes.
 std::vector<Dimension> dimensions_of(const Tensor &x)
 {
     const auto element_bytes = static_cast<int64_t>(x.element_size());
@@ -487,7 +487,7 @@ void select_rows(const Device &, const Table &handle, const Tensor &ids, int64_t
 // table: as the GPU sees it.
 // host_slots: uint8 on the CPU, the table's slots as the CPU sees them.
 // host_ids: int32 or int64 [ids] on the CPU.
-// stager: the address of a living `_core.Stager` of the GPU.
+// stager: the address of a live `_core.Stager` of the GPU.
 // out: contiguous, any dtype; receives the items one after the other.
 void stage_items(const Device &device, const Table &handle, const OnCpu &host_slots, const OnCpu &ids, int64_t stager,
                  int64_t max_sms, const Out &out, const Out &fault)

@@ -37,8 +37,8 @@ IBP_INLINE uint64_t ibp_rewrite_entry(uint64_t entry, uint32_t length, bool dirt
 }
 
 /* Finds the bytes of a cached row. Fills in *place as ibp_split_row does: in_slot counts all bytes of the row, and they
- * begin at slot_start of *slab. Returns false if the row is corrupt: its entry names an absent slab, is longer than a
- * row, or lies outside its slab. */
+ * begin at slot_start of *slab. Returns false if the row is corrupt: its entry names an absent slab, or gives a length
+ * above row_bytes or a range outside the slab. */
 IBP_INLINE bool ibp_place_in_slab(const ibp_cache *cache, uint64_t entry, uint32_t row_bytes, ibp_row_place *place,
                                   const uint8_t **slab)
 {

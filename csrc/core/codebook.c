@@ -29,8 +29,8 @@ static uint32_t masked_chunks_of_word(const ibp_codebook *cb, uint32_t w)
     return masked & chunks;
 }
 
-/* Makes the entry of flags of word w. flagged: the set of its flagged chunks. *position: the position of the next
- * participation bit; the function advances it. */
+/* Returns flags[w], the entry of the array `flags` for word w. flagged: a bit for each flagged chunk that starts in
+ * word w. *position: the position of the next participation bit; the function advances it. */
 static uint32_t flags_entry(const ibp_codebook *cb, uint32_t w, uint32_t flagged, uint32_t *position)
 {
     const bool is_second =

@@ -8,7 +8,7 @@
 
 #include <string.h>
 
-/* To code a row takes less time than to load it from memory, and rows are too short for the processor to predict the
+/* Coding a row takes less time than loading it from memory, and rows are too short for the processor to predict the
  * next accesses. So while a row is coded, the row about IBP_BYTES_AHEAD bytes further on is prefetched. IBP_LINE_BYTES:
  * size of a cache line in bytes. */
 enum { IBP_BYTES_AHEAD = 2048, IBP_LINE_BYTES = 64 };

@@ -30,7 +30,8 @@ struct DeviceSizes {
 ibp_status read_device(DeviceSizes *sizes);
 
 // Lets a kernel use all the dynamic shared memory that a block can have. is_of_90: receives whether the kernel was
-// compiled for compute capability 9.0 or later, so that its blocks can form clusters, and await_work_before() waits.
+// compiled for compute capability 9.0 or later. Only such a kernel can be launched in clusters or overlap the kernel
+// before it; in other kernels await_work_before() does nothing.
 ibp_status prepare(const void *kernel, bool *is_of_90 = nullptr);
 
 // Plans a launch for groups of group_threads threads that take one job at a time. A block has up to most_threads

@@ -62,7 +62,7 @@ typedef struct ibp_planes {
 } ibp_planes;
 
 /* How the rows of a table are coded. The struct is copied by value; the caller keeps the arrays that it points to.
- * ibp_build_codebook and ibp_build_planes_codebook make codebooks whose fields fit each other.
+ * ibp_build_codebook and ibp_build_planes_codebook make codebooks whose fields are consistent.
  *
  * The pointers are host pointers for the functions of ibp.h and device pointers for the functions of ibp_cuda.h. To use
  * a codebook on a GPU, copy its arrays there and change the pointers. Only the fields of the codebook's own scheme are
@@ -108,8 +108,9 @@ IBP_API size_t ibp_codebook_words(uint32_t row_bytes);
 IBP_API ibp_status ibp_build_codebook(const uint8_t *mask, const uint8_t *bitval, uint32_t row_bytes,
                                       uint32_t chunk_bytes, bool flag_all, uint32_t *words, ibp_codebook *out);
 
-/* Builds a codebook of scheme planes (section 6): computes num_entries, symbol_bytes and the clusters from the other
- * fields. It reads no array, so the arrays may be in device memory.
+/* Builds a codebook of scheme planes (section 6). Computes num_entries and symbol_bytes from the other fields of
+ * `planes`, and num_clusters and cluster_stride from entries_bytes. It reads no array, so the arrays may be in device
+ * memory.
  *
  * planes: copied into *out. Its num_entries and symbol_bytes are not read. Keep its arrays as long as the codebook.
  * row_bytes: 1 to IBP_MAX_ROW_BYTES, a multiple of planes->element_bytes.

@@ -133,8 +133,8 @@ typedef uint64_t (*ibp_hash_function)(const void *bytes, size_t num_bytes);
 /* Compares all bytes of a file with the checksums of the file. Opening a file does not do this.
  *
  * xxh3: the hash function of the checksums, which the library does not contain.
- * block: receives the number of the first wrong checksum, counted as the entries of "ibp.checks": the blocks of the
- *   data come first, then the header, then the checksums themselves.
+ * block: receives the index in "ibp.checks" of the first checksum that does not match: the blocks of the data come
+ *   first, then the header, then the checksums themselves.
  * @return IBP_OK if all checksums are right; IBP_WRONG_CHECKSUM if one is not; IBP_NOT_IN_FILE if the file has no
  * checksums, as ordinary safetensors files; IBP_BAD_FILE if what it says about its checksums is wrong. */
 IBP_API ibp_status ibp_check_file(const ibp_file *file, ibp_hash_function xxh3, uint64_t *block);

@@ -111,8 +111,8 @@ IBP_API ibp_status ibp_encode_into(const ibp_place *place, const ibp_row_source 
  * table: the place's sizes and lengths, and bases as ibp_index_rows makes them from these lengths. Slots stay where
  *   they are, and are not read.
  * from: the place, with is_new, whose rows have all found room.
- * overflow: receives the parts; table->overflow_bytes bytes, which must not overlap from->overflow. A part that does
- *   not lie in both arrays is left out. */
+ * overflow: receives the parts; table->overflow_bytes bytes, which must not overlap from->overflow. A part whose source
+ *   or destination is out of bounds is skipped. */
 IBP_API ibp_status ibp_move_parts(const ibp_table *table, const ibp_place *from, uint8_t *overflow);
 
 #ifdef __cplusplus

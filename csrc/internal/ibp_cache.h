@@ -173,7 +173,7 @@ typedef struct ibp_lru {
  * or if the row is longer than a slot, its entry is 0. Equal ids get the same entry; the second and later ones count as
  * hits.
  *
- * counts: the counts are added to it; or NULL.
+ * counts: this call's counts are added to it. May be NULL.
  * @return the status of the first fault, which is noted in *fault if *fault is still zero: an id out of range, or a row
  * that lies outside the table. The entries of such rows are 0. IBP_INVALID_ARGUMENT also if items are not whole
  * rows. */

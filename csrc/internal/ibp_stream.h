@@ -46,12 +46,14 @@ IBP_API ibp_status ibp_cuda_destroy_stager(ibp_stager *stager);
 typedef void (*ibp_run)(void *runner, int64_t count, void (*work)(void *state, int64_t number), void *state);
 
 /* Gathers items as ibp_cuda_gather_items does. Items must be whole rows, ids are in host memory and have no positions,
- * and the output is contiguous. Returns when the last chunk is queued; ids and slots are not read after that.
+ * and the output is contiguous. Returns when the last chunk is queued; ids are not read after that. Kernels that are
+ * queued may still read slots of rows that are not in whole vectors.
  *
  * table: a table with slots, with the addresses that the device uses. The device itself reads the bytes of rows that
  *   are not in a slot.
  * slots: the address of the same slots for the CPU.
- * run, runner: run(runner, num_threads, ...) is called once.
+ * run, runner, num_threads: the way to spread the CPU's work: run(runner, num_threads, ...) is called once, and calls
+ *   the function that it is given num_threads times, on different threads if possible.
  * @return IBP_INVALID_ARGUMENT also if an item's slots do not fit into a twelfth of the ring. */
 IBP_API ibp_status ibp_cuda_stage_items(ibp_stager *stager, const ibp_table *table, const uint8_t *slots,
                                         const ibp_ids *ids, uint8_t *out, ibp_fault *fault, int max_sms, ibp_run run,

@@ -37,12 +37,12 @@ IBP_AVX2_INLINE uint64_t matching_chunks(uint64_t mismatch, uint32_t chunk_bytes
     }
 }
 
-/* Return the 8 bytes of a row that begin at byte `at`, with zeros past its end, and the bits among them that belong to
- * the row. */
+/* Returns the 8 bytes of a row from byte `at` on, with zeros past the row's end. */
 IBP_AVX2_INLINE uint64_t load_row(const uint8_t *row, uint32_t row_bytes, uint32_t at)
 {
     return at + 8 <= row_bytes ? ibp_load64(row + at) : ibp_load_number(row + at, row_bytes - at);
 }
+/* Returns a mask of the bits of these 8 bytes that lie inside the row. */
 IBP_AVX2_INLINE uint64_t row_bits(uint32_t row_bytes, uint32_t at)
 {
     return ibp_low_bits(~(uint64_t)0, 8 * (row_bytes - at));

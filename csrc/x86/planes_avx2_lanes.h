@@ -1,6 +1,6 @@
 /* planes_avx2_lanes.h - loops over elements or symbols in lanes of LANE_BITS bits. planes_avx2.c includes it once for
- * each width. Arrays of lanes are passed as bytes and may have any alignment. "Padded" means that PADDING bytes behind
- * an array may be read, and also written if the array is an output. */
+ * each width. Arrays of lanes are passed as bytes and may have any alignment. "Padded" means that PADDING bytes past
+ * the end of an array may be read, and also written if the array is an output. */
 #define NAME_OF(name, bits) name##bits
 #define EXPAND_NAME(name, bits) NAME_OF(name, bits)
 #define NAME(name) EXPAND_NAME(name, LANE_BITS)
@@ -142,7 +142,7 @@ IBP_AVX2 static void NAME(rank_in_column)(const ibp_planes *planes, const uint8_
     }
 }
 
-/* Copies the lanes whose bits in the bitmap are set to `out`, one after the other. */
+/* Copies to `out`, back to back, the lanes whose bits in the bitmap are 1. */
 IBP_AVX2 static void NAME(gather)(const uint8_t *row, const uint64_t *bitmap, uint32_t n, uint8_t *out)
 {
     lane *next = (lane *)out;

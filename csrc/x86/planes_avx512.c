@@ -40,7 +40,7 @@ IBP_AVX512_INLINE __m512i select_bits(__m512i mask, __m512i a, __m512i b)
 
 static const uint64_t byte_numbers = 0x0706050403020100, byte_ones = 0x0101010101010101;
 
-/* Returns the number of bits that the fields of a 64-bit word of lanes take together. */
+/* Returns how many packed bits a 64-bit word of lanes becomes: `bits` for each of its lanes. */
 IBP_AVX512_INLINE uint32_t bits_of_word(uint32_t bits, uint32_t lane_bytes) { return 8 / lane_bytes * bits; }
 
 /* Returns for each 64-bit word of lanes the bit at which its fields begin. */
@@ -77,9 +77,9 @@ IBP_AVX512_INLINE __m512i unpack(const unpacking *u, __m512i fields)
 
 /* The constants that pack lanes to fields, in two steps. The first step joins the fields of each 64-bit word: in words
  * of 16, then 32, then 64 bits, the upper half moves down to the end of the lower half's fields, unless a half is
- * smaller than a lane. The second step joins the words: each word moves up to the bit of a byte at which its fields
- * begin, and receives the last bits of the word before it, which did not fill a byte. Then its whole bytes are
- * stored. */
+ * smaller than a lane. The second step joins the words: each word is shifted up by the bit offset (0 to 7) of its
+ * fields in their first byte, whose low bits come from the end of the word before it. Then the whole bytes of each word
+ * are stored. */
 typedef struct packing {
     __m512i lower[3], down[3];     /* the bits of the lower half's fields, and the distance that the upper half moves */
     __m512i mask, offset, carried; /* mask: the bits of all fields; offset: the distance that a word moves up; carried:

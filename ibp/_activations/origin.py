@@ -27,9 +27,10 @@ class IndexOrigin:
 
     @classmethod
     def of(cls, data: torch.Tensor, view: SpanView) -> IndexOrigin | None:
-        """Returns an origin of the smallest element at each position, over images and channels, of a dense int64 tensor
-        [images, channels, one or more dimensions of positions] whose images lie one after the other. Returns None for
-        other tensors, and if elements are too far from the smallest ones. Waits for the device.
+        """Returns an origin whose value at each position is the minimum over all images and channels. The tensor must
+        be dense int64 [images, channels, one or more dimensions of positions], one image after the other in memory.
+        Returns None for other tensors, if all images have fewer than 16 channels together, if an element is negative,
+        or if a difference does not fit int16. Waits for the device.
 
         Args:
             data: uint8 [num_bytes], the tensor's bytes.

@@ -32,7 +32,7 @@ class OffloadOptions:
 
 
 class _RegionSize(NamedTuple):
-    """The sizes of a region of a pass.
+    """The sizes of the region with a number in a pass.
 
     share: the bytes that are moved or encoded, as a fraction of the region's bytes.
     num_bytes, left_bytes: size in bytes on the device if the region stays, and if it is moved.
@@ -114,8 +114,9 @@ class ActivationPolicy:
         return recipe if recipe is None or recipe.takes(data.numel()) else None
 
     def _mode(self, recipe: coding.ActivationRecipe | None, device: torch.device) -> str:
-        """Returns the mode of a region that is moved. It is moved to the host encoded if encoding and decoding take
-        less time than the link would take for the bytes that they save."""
+        """Returns the mode of a region, apart from the budget. On the CPU, and with memory="device", it is DEVICE if
+        encoding saves more than _LEAST_SAVED, and otherwise KEEP. On a GPU it is CODED if encoding and decoding take
+        less time than the link would take for the bytes that they save, and otherwise RAW."""
         saved = 0.0 if recipe is None else 1 - recipe.coded_share
         if device.type == "cpu" or self._options.memory == "device":
             return DEVICE if saved > _LEAST_SAVED else KEEP

@@ -146,9 +146,10 @@ class SavedRegion:
     # ---- coming back ----
 
     def data(self) -> torch.Tensor:
-        """Returns the bytes, uint8 [num_bytes], on the device, for the current stream. They are kept until every save
-        has been read, so that bytes that two operations need are decoded once. After the last read they replace encoded
-        bytes on the device, for graphs that are retained."""
+        """Returns the bytes, uint8 [num_bytes], on the device, for the current stream. The decoded bytes are kept until
+        every operation that saved them has read them, so that they are decoded once. If the encoded bytes exist only on
+        the device, they are freed at the last read, and the decoded bytes are kept instead, because the graph may be
+        retained."""
         self._check()
         self.of.note_use(self)
         self.uses += 1

@@ -25,9 +25,9 @@ class PieceTransfers:
 
     Args:
         device: the GPU.
-        window_bytes: number of bytes of device memory that copies to the host may use at the same time, and likewise
-            copies back; two pieces are always allowed. None: encoded pieces stay on the GPU, and the memory of at most
-            two pieces waits for the host.
+        window_bytes: largest number of bytes of device memory in use by copies to the host and, counted separately, by
+            copies back. Two pieces in each direction are always allowed. None: encoded pieces stay on the GPU, and up
+            to two pieces keep their full-size buffers until the host has read their encoded sizes.
         max_sms: number of multiprocessors that encoding and decoding may keep busy; 0: all.
     """
 

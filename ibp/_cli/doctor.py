@@ -151,7 +151,8 @@ def facts_of(device: torch.device) -> tuple[dict[str, str], list[str]]:
 
 
 def _ask(device: torch.device, of: str, *columns: str) -> list[list[str]]:
-    """Returns the lines of nvidia-smi's answer to a query about a GPU, as cells. Empty if it cannot be asked."""
+    """Returns the lines of nvidia-smi's answer to a query about a GPU, as cells. Empty if nvidia-smi cannot be run or
+    fails."""
     found: Any = torch.cuda.get_device_properties(device)
     query = f"--query-{of}={','.join(columns)}"
     command = ["nvidia-smi", f"--id=GPU-{found.uuid}", query, "--format=csv,noheader,nounits"]

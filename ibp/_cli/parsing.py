@@ -190,7 +190,7 @@ def _compress(commands: _Commands) -> None:
         "compress",
         help="compress checkpoints and arrays",
         description="""\
-Compress checkpoints and arrays into files whose tensors decode alone.
+Compress checkpoints and arrays into files. Each tensor of a file decodes alone.
 
 Reads safetensors, .npy, .npz, torch checkpoints and files of ibp, of any size,
 block by block. What does not become smaller stays as it is; names, metadata and
@@ -397,14 +397,17 @@ examples:
   ibp doctor
   ibp doctor --device cpu --seconds 2 --json
 
-Rates are GB/s of original bytes; the data is made, rows are of 2 KiB unless a
-table says otherwise. With a GPU the columns are, in their order: rows that
-torch gathers on the CPU and copies, rows that a kernel fetches, raw and
-compressed; whole tensors, raw by the copy engine, and compressed; decoding in
-the GPU's memory. The second table says how many times as fast as raw ones
-compressed rows and whole tensors come to the GPU. What is measured of the link
-is kept for later processes, which choose schemes and paths by it; --refresh
-measures it again.""",
+Rates are GB/s of original bytes. The data is synthetic, and rows have 2 KiB
+unless a table says otherwise. Columns with a GPU:
+  x[ids]      rows that torch gathers on the CPU and copies
+  raw rows    raw rows that a kernel fetches
+  ibp rows    compressed rows that a kernel fetches
+  copy        raw tensors that the copy engine moves
+  ibp whole   compressed tensors
+  decompress  compressed tensors in the GPU's memory
+The second table gives the speed-up of compressed over raw, for rows and for
+whole tensors. What is measured of the link is kept for later processes, which
+choose schemes and paths by it; --refresh measures it again.""",
     )
     _add_work(parser)
     parser.add_argument(

@@ -145,7 +145,7 @@ def files_to_verify(paths: Sequence[str]) -> list[str]:
 
 
 def report_files(arguments: argparse.Namespace, document: dict[str, Any], files: list[str], *more: str) -> None:
-    """Reports files that were written, here or at URLs, and further sentences, unless the files went to stdout."""
+    """Reports the files that were written, local or at URLs, and further sentences, unless the files went to stdout."""
     if arguments.output == STREAM:
         return
     sizes = [size_of(file) for file in files]

@@ -8,7 +8,8 @@ Unless an operation's documentation says otherwise:
   is given as a tensor of the CUDA device (`_machine.memory.device_view`).
 - Memory that an operation writes is shared with no other argument.
 - Arguments that break these rules or contradict each other raise RuntimeError, whatever their values are. An operation
-  trusts only the bytes of `table` and `cache`, and addresses: of streamers, stagers, `buffers`, `addresses` and deltas.
+  does not check the handles in `table` and `cache`, nor the addresses that it is given: those of streamers and stagers,
+  those in `buffers` and `addresses`, and those of deltas.
 - CPU implementations run on torch's intra-op threads if there is work for several. CUDA implementations run on the
   current stream of their tensors' device, whichever device is current. If they write to given tensors, they allocate
   nothing and do not synchronise; but `take.out` and products may take work memory from torch's allocator.
@@ -48,7 +49,7 @@ def _define(schema, shaped=lambda *args, **options: None):
         raise cannot_map(name)
 
     def fake(*args, **kwargs):
-        """Returns results without data, after the checks of devices that the compiled operation makes, too. Refuses
+        """Returns results without data, after it has checked the devices as the compiled operation does. Refuses
         torch.export because a handle holds addresses, which mean nothing to the process that loads the program."""
         if torch.compiler.is_exporting():
             raise cannot_record("torch.export", name)

@@ -39,8 +39,8 @@ def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
 def ahead(
     threads: Executor, work: Callable[[Item], Result], items: Iterable[Item], num_ahead: int
 ) -> Generator[Result, None, None]:
-    """Yields the results of `work` for each item, in order. num_ahead: how many items are worked on, or wait, while
-    the caller has a result. If the generator ends early, no more items are begun."""
+    """Yields the results of `work` for each item, in order. num_ahead: number of further items that are submitted
+    before a result is yielded. If the generator ends early, no more items are begun."""
     coming: deque[Future[Result]] = deque()
     try:
         for item in items:

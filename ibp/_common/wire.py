@@ -27,7 +27,8 @@ _classes: dict[str, tuple[type, tuple[str, ...]]] = {}  # with the names of thei
 
 def sent(kind: _Class) -> _Class:
     """Registers a class whose objects consist of the arguments of its constructor: named tuples, dataclasses and
-    codebooks. The constructors of dataclasses and codebooks must withstand any values."""
+    codebooks. A peer chooses the values, so the constructors of dataclasses and codebooks must check their arguments
+    and raise ValueError or TypeError if they are wrong."""
     is_record = dataclasses.is_dataclass(kind)
     names = [field.name for field in dataclasses.fields(kind)] if is_record else kind._fields  # type: ignore[attr-defined]
     _classes[kind.__name__] = kind, tuple(names)

@@ -21,10 +21,11 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _KINDS = _DTYPES[:3]  # The dtypes of the kernel. The position of a dtype is its ibp_float_kind.
 _PLANES = 2  # The number of scheme "planes" in a codec.
 _MOST_ROW_BYTES = 8192  # The kernel sums rows of at most this many bytes.
-# Coded rows in device memory of at most this many bytes are gathered and then reduced by torch's function, which is
-# faster for bags of several rows. With rows of 128 bytes in bags of 10 and of 50, the kernel sums 167 and 177 GB/s of
-# BF16 and 299 and 354 GB/s of FP32; torch's function, over gathered rows, sums 206 and 225 GB/s of BF16 and 397 and
-# 426 GB/s of FP32 (benchmarks/bags.py, an H200). Bags of one row become slower in this way: 103 instead of 167 GB/s.
+# Coded rows of at most this many bytes, if they are in device memory, are gathered and then reduced by torch's
+# function, which is faster for bags of several rows. With rows of 128 bytes in bags of 10 and of 50, the kernel sums
+# 167 and 177 GB/s of BF16 and 299 and 354 GB/s of FP32; torch's function, over gathered rows, sums 206 and 225 GB/s of
+# BF16 and 397 and 426 GB/s of FP32 (benchmarks/bags.py, an H200). Bags of one row become slower in this way: 103
+# instead of 167 GB/s.
 _SHORT_ROW_BYTES = 128
 
 

@@ -62,10 +62,10 @@ def index_select(
     path="cpu". There, CPU ids are checked in the same way as CUDA ids. A call with a list of tables ends the graph.
 
     One call can fetch items of several tables, such as a model's embeddings: item ids[k] of table[table_numbers[k]],
-    for every k. The ids are put in the order of the tables. Among every 32 tables, one kernel writes the items of all
-    tables that have the same scheme, the same element size and about the same length of rows, up to 2 KiB. The call
-    waits for table numbers that are on a GPU, but not for table numbers on the CPU. It cannot be captured in a CUDA
-    graph. Bad CUDA ids and corrupt rows are raised by the next call on their table.
+    for every k. The ids are put in the order of the tables. The tables are taken in groups of up to 32. In a group,
+    tables with the same scheme, the same element size and similar row lengths share a launch; tables with rows above 2
+    KiB have a launch each. The call waits for table numbers that are on a GPU, but not for table numbers on the CPU. It
+    cannot be captured in a CUDA graph. Bad CUDA ids and corrupt rows are raised by the next call on their table.
 
     Example:
         >>> x, ids = torch.randn(1000, 1024).bfloat16(), torch.tensor([3, 999, 3])

@@ -88,9 +88,9 @@ def linear(
     made decode W in every call, and a warning says so once. The list counts in the table's `nbytes`. It is made anew
     after the table has changed; then compile and capture again.
 
-    Rows that are stored raw, and rows with more than 64 escaped weights that are also more than one in 128 weights, are
-    kept decoded beside the list, and torch multiplies by them. If more than one row in 32 is such a row, all of W is
-    decoded in every call.
+    A row is kept decoded beside the list, and torch multiplies by it, if it is stored raw, is a default row, or has
+    more escaped weights than both 64 and K / 128. If more than one row in 32 is such a row, all of W is decoded in
+    every call.
 
     Example:
         >>> x, weight = torch.randn(2, 1024).bfloat16(), torch.randn(512, 1024).bfloat16()
@@ -199,8 +199,8 @@ def _product(
 def _products(
     x: torch.Tensor, tables: Sequence[Any], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor] | None:
-    """Returns the results of `linear` for several tables by one launch. Returns None if gradients are wanted, if there
-    is only one table, or if the kernel cannot multiply by all tables together."""
+    """Computes `linear` for several tables in one launch. Returns the results. Returns None if gradients are wanted, if
+    there is only one table, or if the kernel cannot multiply by all tables together."""
     if len(tables) == 1 or x.is_nested or any(wants_gradients(x, bias) for bias in biases):
         return None
     x, biases = _as_autocast(x), [None if bias is None else _as_autocast(bias) for bias in biases]

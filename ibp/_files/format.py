@@ -163,7 +163,7 @@ def _fingerprint_text(fingerprint: int | None) -> str | None:
 
 @dataclass(frozen=True)
 class TableFields:
-    """The fields that a file has of a table."""
+    """What the metadata of a file says about a table."""
 
     dtype: str  # the dtype's name in the file
     shape: tuple[int, ...]  # the tensor's shape
@@ -427,7 +427,7 @@ class Header:
     num_bytes: int  # bytes of the header, its own size included: the data begin there
     tensors: Mapping[str, Entry]  # by name, in the order of their bytes
     metadata: Mapping[str, str]  # texts by keys, as they are in the file
-    # The bytes of the blocks that have checksums, and the number of blocks; or the reason why the checksums are
+    # (size in bytes of a block that has a checksum, number of these blocks); or the reason why the checksums are
     # invalid; or None for an ordinary safetensors file.
     checks: tuple[int, int] | str | None
 

@@ -411,8 +411,8 @@ class File(Mapping[str, Value], Closing):
 
 
 def _viewed(view: View, base: Value) -> Value:
-    """Returns a view of its base. If the view is the whole base, it is the base itself; otherwise it is a tensor,
-    and a table is decoded for it."""
+    """Returns the value of a view. If the view covers its whole base, that is the base itself, tensor or table.
+    Otherwise it is a tensor, and a base that is a table is decompressed."""
     if isinstance(base, Delta):
         raise FileFormatError(f"there is a view of {view.base!r}, which is a delta")
     if view.is_whole(base.shape):
@@ -492,7 +492,8 @@ def stored_in(file: File) -> Iterator[tuple[str, Value, tuple[str, tuple[int, ..
 
 
 def views_in(file: File) -> Mapping[str, View]:
-    """Returns the tensors that a file has as views of what it stores."""
+    """Returns the views of a file by name: its tensors that share the memory of another tensor or storage in the
+    file."""
     return file._views
 
 

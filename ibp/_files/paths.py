@@ -257,7 +257,7 @@ def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
     """Yields the path to open on this machine: a path itself, or, for a URL, a copy of the file, set of files or
     directory, which exists as long as the context lasts.
 
-    suffixes: of the files of a directory that are copied.
+    suffixes: if the URL is a directory, only files whose names end with one of these are copied.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -460,9 +460,9 @@ def outputs_of(path: Path, count: int) -> list[str]:
 
 @contextlib.contextmanager
 def replacing(path: Path, names: Collection[str]) -> Iterator[None]:
-    """Removes, when the context is left normally, what is left of the earlier output of `path`: a file, or the index
-    of a set and the files that it names. Otherwise readers of the directory would find the old tensors. names: the
-    files of the new output, which stay."""
+    """When the context ends without an exception, removes what remains of the earlier output of `path`: a file, or the
+    index of a set and the files that it names. Otherwise readers of the directory would find the old tensors. names:
+    the files of the new output, which stay."""
     earlier = [index_of(path), path, *shards_of_index(path)]
     yield
     for file in earlier:  # the index goes first: a set without an index is not read as a set

@@ -321,8 +321,9 @@ class Checks:
         return end - start
 
     def read_into(self, start: int, data: memoryview) -> None:
-        """Fills memory from the file, block by block, and compares the checksums of these blocks. If a whole block
-        is read, it compares the bytes that were read. Raises ChecksumError like `check`."""
+        """Fills memory from the file, block by block, and compares the checksums of these blocks. A block that is read
+        whole is hashed in memory. For a block that is read in part, the whole block is hashed from the file unless it
+        was verified before. Raises ChecksumError like `check`."""
         end = start + len(data)
         for block in self.blocks_of(start, end):
             first, last = self._bounds(block)
@@ -339,7 +340,7 @@ class Checks:
         return start, min(start + self.block_bytes, self.end)
 
     def _compare(self, block: int, found: int) -> None:
-        """Notes that a block is right. Raises ChecksumError unless `found` is its hash."""
+        """Marks a block as verified. Raises ChecksumError unless `found` is its hash."""
         if found != int(self._hashes[block]):
             start, end = self._bounds(block)
             entries = self._file.header.tensors.items()

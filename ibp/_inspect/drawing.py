@@ -270,7 +270,7 @@ def _data(files: Sequence[FileReport]) -> dict[str, Any]:
 
 
 def _tensor(report: TensorContents, codebooks: dict[str, int]) -> dict[str, Any]:
-    """Returns a report without entries that are empty or zero."""
+    """Returns a report without most entries that are empty or zero."""
     values = vars(report) | {
         "codebook": codebooks.setdefault(report.codebook, len(codebooks)) if report.codebook else None,
         "left_out": report.left_out if any(report.left_out) else [],

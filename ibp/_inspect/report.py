@@ -104,7 +104,8 @@ class FileReport(Saves):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the compressed files; if only some of the tensors are reported, of these."""
+        """Size in bytes of the compressed files, or, if only some of the tensors are reported, the stored bytes of
+        those tensors."""
         return sum(tensor.stored_bytes for tensor in self.tensors) + self.other_bytes
 
     def as_dict(self) -> dict[str, Any]:

@@ -250,7 +250,7 @@ class Survey:
             overflow_cost: the price of a byte in the overflow, in bytes of slots.
             part_cost: the price of each row that has a part in the overflow, besides the price of the part's bytes.
             most_spilled: the largest number of rows that may have a part in the overflow.
-            near: the largest size is chosen that costs at most this many times the least cost.
+            near: chooses the largest size whose cost is at most `near` times the lowest cost.
             sizes: the sizes to choose from. None: all.
         """
         costs = (overflow_cost, part_cost, most_spilled, near)

@@ -30,7 +30,8 @@ FEW_SMS = 8  # how many of a GPU's multiprocessors the rates "few_..." are for
 LARGE_BYTES, LARGE_IDS = 2 << 30, 1 << 17
 # _GROWTH: how much longer a row at a random place takes, as a share of random_row_ns, each time that the size of the
 # table doubles. _LEAST_GAIN: the share of that time that remains if places are in order but rows are far apart. On an
-# H200, 128 B and 512 B out of 4 and 16 GiB (large_table.csv) take 21.8 and 33 ns; in order, 170 KiB apart, 21.8 ns.
+# H200 (large_table.csv), a row of 128 B from a table of 4 GiB takes 21.8 ns, and a row of 512 B from a table of 16 GiB
+# 33 ns; fetched in order, with rows 170 KiB apart, the latter takes 21.8 ns.
 _GROWTH, _LEAST_GAIN = 0.35, 2 / 3
 _MOST_STREAMED_BYTES = 1 << 30  # a larger tensor is streamed on any machine
 _FILE_VERSION = 2

@@ -4,12 +4,12 @@ The order of streams and events is the same for all rings. A buffer has two even
 fills it and another one empties it: copies fill a buffer with bytes that come in, and work empties it; work fills a
 buffer with bytes that go out, and copies empty it.
 
-| step | stream | what the host gives the stream |
+| step | stream | what the host queues there |
 | --- | --- | --- |
-| claim | that fills | a wait for `free`, then the writes to the buffer |
-| hand over | that fills | a record of `filled` |
-| wait | that empties | a wait for `filled`, then the reads of the buffer |
-| release | that empties | a record of `free` |
+| claim | filling | a wait for `free`, then the writes to the buffer |
+| hand over | filling | records `filled` |
+| wait | emptying | a wait for `filled`, then the reads of the buffer |
+| release | emptying | records `free` |
 
 The host takes the steps of a buffer in this order, and then begins again with the first; before that, wait and release
 may repeat on the same stream. In this way no byte is overwritten early: every write follows a wait for `free`, which

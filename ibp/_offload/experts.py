@@ -152,6 +152,6 @@ def _awaited(tensor: torch.Tensor, wait: Callable[[], None], left: set[str], nam
 
 @functools.cache
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """Returns the stream on which experts are fetched to a device. Its priority is high, so that its few blocks get
-    multiprocessors before the blocks of products."""
+    """Returns the stream on which experts are fetched to a device. Its priority is high, so that the few thread blocks
+    of a fetch are scheduled before those of matrix multiplications."""
     return torch.cuda.Stream(device, priority=-1)

@@ -755,7 +755,8 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
         self._last_use = time.perf_counter()
 
     def _start(self) -> None:
-        """Called before each call of the whole model. This thread cannot be within another call of it."""
+        """Prepares for a call of the whole model. Such calls do not nest, so uses that this thread has not ended were
+        interrupted; they are ended here."""
         self._abandon()
         self._thread.is_running = True
 

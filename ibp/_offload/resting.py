@@ -75,8 +75,9 @@ def _name_of(tensor: Any) -> str:
 
 
 class _Reading(TorchDispatchMode):
-    """A dispatch mode for a call of a function with the values of resting tensors. It refuses operations that write to
-    these values, or to values that were read before: their memory is not the model's, so writes would be lost."""
+    """The dispatch mode under which a function of torch is called with the values of resting tensors. It refuses
+    operations that write to these values, or to values that were read before: their memory is not the model's, so
+    writes would be lost."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -117,7 +117,8 @@ class Weight:
             resting.rest(tensor, self, self.blank)
 
     def read(self) -> torch.Tensor:
-        """Returns the values in newly allocated memory, for a read between uses."""
+        """Decodes the weight into newly allocated memory, for code that reads the parameter while it rests (see
+        resting.py)."""
         assert self._decode is not None
         return self._decode(self)
 

@@ -79,7 +79,7 @@ def least_bucketed(table: Table, ids_on_gpu: bool, machine: Calibration) -> int:
 
 
 def stages(table: Table, num_ids: int, machine: Calibration) -> bool:
-    """Returns whether it pays that the CPU gathers the items of a pinned table, for ids that are on the CPU."""
+    """Returns whether it pays to let the CPU gather the items of a pinned table, for ids that are on the CPU."""
     if num_ids * table.geometry.item_bytes < LEAST_STAGED_BYTES or spread_bytes(table) < machine.reach_bytes:
         return False
     by_gpu = min(fetched_ns(table, machine), bucketed_ns(table, num_ids, False, machine))
@@ -128,8 +128,9 @@ def staged_ns(table: Table, num_ids: int, machine: Calibration, num_threads: int
 
 def bucketed_sms(table: Table, machine: Calibration, all_sms: int) -> int:
     """Returns how many of a GPU's SMs fetch items in the order of windows, or 0 for all. For raw rows a few SMs are
-    enough; with more SMs the rows that are fetched at the same time would lie farther apart. For coded rows it takes as
-    many SMs as decode and write rows at the rate at which the link brings them."""
+    enough; with more SMs the rows that are fetched at the same time would lie farther apart. For coded rows it is the
+    smallest number of SMs that decode and write rows as fast as the link delivers them, but at least the number for raw
+    rows."""
     if table.codebook is None:
         return machine.bucketed_sms
     stored_bytes = spread_bytes(table) / max(1, table.num_rows)

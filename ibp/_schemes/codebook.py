@@ -250,7 +250,7 @@ def check_codebook(codebook: object) -> None:
 
 
 def measure(data: torch.Tensor, codebook: AnyCodebook, device: torch.device, progress: bool = False) -> torch.Tensor:
-    """Returns the `lengths` of all rows of the bytes (FORMAT.md section 2), uint16 on the device."""
+    """Returns the `lengths` of all rows of `data` (FORMAT.md section 2), uint16 on the device."""
     words, codec, parts = codebook.words(device), codebook.codec, []
     for _, _, block in _rows.blocks(data, codebook.row_bytes, device, "measure" if progress else None):
         parts.append(torch.ops.ibp.measure_rows.default(block, words, codec))
@@ -266,7 +266,8 @@ def surveyed(data: torch.Tensor, codebook: AnyCodebook, device: torch.device | N
 
 
 def coding_of(codebook: AnyCodebook | None, row_bytes: int, device: torch.device) -> tuple[list[int], torch.Tensor]:
-    """Returns the arguments (codec, words) of the operations on a device. codebook: None for raw rows."""
+    """Returns (codec, words): a codebook as the operations of torch.ops.ibp take it, with its words on a device.
+    codebook: None for raw rows."""
     if codebook is None:
         return [_RAW, row_bytes], torch.empty(0, dtype=torch.int32, device=device)
     return codebook.codec, codebook.words(device)

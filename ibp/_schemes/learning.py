@@ -400,7 +400,8 @@ def analyze(
 
 @dataclass(frozen=True)
 class Candidate:
-    """The expected cost of a table of all rows with a codebook, estimated from rows that were measured with it.
+    """The expected cost of coding a whole table with a codebook, estimated from a sample that was measured with this
+    codebook.
 
     Attributes:
         codebook: the codebook; None for raw rows.

@@ -359,7 +359,7 @@ def _palette_bytes(pairs: int, chunks: int, chunk_bytes: int) -> int:
 
 
 def relearn(codebook: Codebook, rows: torch.Tensor, sizes: list[int], tau: float | None) -> list[Codebook]:
-    """Returns codebooks of the same form as another, one for each group of rows.
+    """Learns a codebook for each group of rows, all of the form of a given one.
 
     Args:
         codebook: the codebook whose form the others get.

@@ -328,8 +328,8 @@ def _allocated(
 
 
 class Buffers:
-    """Tensors of equal layout, such as pages of a cache or layers of a model, that `ibp.encode_into` encodes by one
-    launch. Their addresses are copied to the device once, when the object is made.
+    """Tensors with the same layout, such as pages of a cache or layers of a model, that `ibp.encode_into` encodes in
+    one launch. Their addresses are copied to the device once, when the object is made.
 
     Example:
         >>> pages = [torch.randn(4, 1024).bfloat16() for _ in range(25)]

@@ -26,8 +26,8 @@ _FEW_BYTES = 1 << 20  # The CPU encodes at most this many bytes of host memory s
 # With a given codebook, rows are encoded while they are measured if there are at least _LEAST_TIMES times as many bytes
 # as are surveyed to choose the slots.
 _SURVEYED_BYTES, _LEAST_TIMES = 1 << 20, 32
-# Room for the overflow of rows that are encoded while they are measured: a multiple of what the sample needs, and a
-# share of all bytes, because few sampled rows have a part in the overflow.
+# The overflow of rows that are encoded while they are measured has 1.25 times the size that the sample predicts, plus
+# 1/512 of all bytes, because the prediction rests on few rows.
 _MORE_OVERFLOW, _LEAST_SHARE = 1.25, 1 / 512
 MOST_LACKING = 0.01  # Share of the bytes that may stay raw because rows lack what all sampled rows have in common.
 _CPU = torch.device("cpu")

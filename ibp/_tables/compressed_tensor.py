@@ -1,4 +1,4 @@
-"""CompressedTensor: a table of coded rows with the verbs of a tensor."""
+"""CompressedTensor: a table of coded rows with the methods of a tensor."""
 
 from __future__ import annotations
 

@@ -98,9 +98,9 @@ class RowCache(OfThisProcess, TensorManners):
     """A cache of a table's hot rows in the memory of one or more GPUs, in compressed form (Legion's cache in the
     paper's section 5). If rows compress to half their size, twice as many fit.
 
-    `index_select` answers hits from the GPU's own memory, hits of other GPUs over NVLink and misses from the table, in
-    one call and to one output. No GPU waits for the host, and the call can be captured in a CUDA graph after one
-    call outside it. With devices="cpu" the CPU does all of the work.
+    `index_select` reads rows that are cached on this GPU from its own memory, rows that are cached on other GPUs over
+    NVLink, and misses from the table, in one call and into one output. No GPU waits for the host, and the call can be
+    captured in a CUDA graph after one call outside it. With devices="cpu" the CPU does all of the work.
 
     A cache can be used wherever a table is read: `ibp.integrations` accept it as a table. It keeps the table alive. A
     device without a slab gets all rows from the table. A GPU gets rows from the table if they are in slabs that it

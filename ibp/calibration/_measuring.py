@@ -43,7 +43,8 @@ _CPU = torch.device("cpu")
 def calibrate(
     device: torch.device | str | int | None = None, *, refresh: bool = False, seconds: float = 4.0
 ) -> Calibration:
-    """Measures once, in a few seconds, what this machine does with one of its GPUs, and keeps the result.
+    """Measures how fast this machine and one of its GPUs move and decode data. Takes a few seconds, and saves the
+    result.
 
     From then on `ibp.compress` uses the result to choose a scheme, and the calls that fetch use it to choose a path: in
     this process and, for the same GPU, driver and version of ibp, in every later process. It is written to `ibp/` in

@@ -50,7 +50,7 @@ def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterabl
 
 @dataclass(frozen=True, eq=False)
 class SourceTensor:
-    """A tensor of a file. It is read by ranges of its bytes: those of the contiguous tensor, little-endian."""
+    """A tensor of a file. It is read by ranges of bytes of its contiguous, little-endian form."""
 
     name: str  # the name in its file
     # dtype, shape: of the tensor.

@@ -1,8 +1,8 @@
 """Reads checkpoints that torch.save wrote, with weights_only, and writes such checkpoints.
 
-The tensor at ["model"]["w"] has the name "model.w". A number or text at ["epoch"] has the key "torch.epoch" of the
-metadata, as JSON. One more text of the metadata, "torch_structure", holds what the names do not say. It is a JSON value
-of nodes:
+The tensor at ["model"]["w"] has the name "model.w". A number or string at ["epoch"] is stored as JSON in the metadata,
+under the key "torch.epoch". One more text of the metadata, "torch_structure", holds what the names do not say. It is a
+JSON value of nodes:
 
     null                  is the tensor or the value of the path that leads to it,
     [kind, children]      is a container of one of `_KINDS`. Children are [key, node] pairs for a mapping, and nodes for

@@ -292,8 +292,9 @@ def _tried(candidates: list[tuple[str, str]], sample: torch.Tensor, num_bytes: i
 
 
 def measured(cost: CodingCost, x: torch.Tensor, rows: bool) -> CodingCost:
-    """Returns the cost of a candidate for x, with the smaller ones of its times so far and of its times now. If it does
-    not give the bits back, it takes the bytes of x, so that it is not chosen."""
+    """Compresses and decompresses x with a candidate. Returns its cost, with the smaller of the earlier and the new
+    time of each direction. If the result differs from x, stored_bytes is x.nbytes, so that the candidate is not
+    chosen."""
     arguments = arguments_of(cost.scheme, cost.codebook, rows)
     table, encode_s = _timed(lambda: compress(x, **arguments, device=x.device, memory="device"), x.device)
     out = torch.empty_like(x)
@@ -313,8 +314,8 @@ def measured(cost: CodingCost, x: torch.Tensor, rows: bool) -> CodingCost:
 
 
 def _timed(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
-    """Returns (what a call returns, the least seconds until its work is done), from calls that together take about
-    _BUDGET_S. The least is taken because other work can only add to the time. The first call also prepares what later
+    """Calls a function repeatedly for about _BUDGET_S. Returns (its result, the shortest time in seconds until its work
+    was done). The least is taken because other work can only add to the time. The first call also prepares what later
     calls reuse, and counts only if it is long."""
     result, first = timed_once(call, device)
     if first > _LONG_S:

@@ -114,7 +114,8 @@ def compress(
             encodings, one delta encoding and packed bits; "nvcomp:cascaded:r1d0b1" asks for one, none and packed bits),
             "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". The result is then an
             `ibp.codecs.WholeTensor`, and the arguments for rows are refused. Or an `ibp.codecs.Choice` (see
-            `ibp.codecs.choose`), which says how x is coded: packed, unless it is for rows.
+            `ibp.codecs.choose`), whose scheme and codebook are then used. Its tables are packed, or have slots if
+            `choose` was called with rows=True.
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp", and are used if no codebook is given. A general
             codec codes each block of chunk_bytes alone: by default 64 KiB with nvCOMP, else 2 MiB.
         codebook: a codebook from `analyze`, `Codebook.from_masks` or another table; rows then have codebook.row_bytes.

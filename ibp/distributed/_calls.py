@@ -34,7 +34,7 @@ def all_gather_into_tensor(
 
     The bits of the result are the same as with torch. A tensor is divided into pieces: while one piece travels, the
     next one is coded and the one before it decoded. If a tensor does not fit the messages of its codec, it is sent
-    again, raw. A CUDA graph captures torch's own call.
+    again, raw. While a CUDA graph is being captured, tensors travel raw, by torch's own call.
 
     The first call of a kind (shape, dtype, level, name) is slower: the ranks compare their arguments and learn a codec
     from samples of their tensors. A group's first call with level="auto" also times a raw all-gather. Some later calls
@@ -251,8 +251,8 @@ class _AllToAll(Collective):
         self._raw = [data[:0] if coded else data for data, coded in zip(self._parts, self._is_coded)]
         if self._on_gpu and not any(self._is_coded):
             # Other ranks may send each other coded messages. An all-to-all of NCCL is a group of sends and receives
-            # between two ranks each, so this rank can leave out the calls that move none of its bytes. It moves raw
-            # parts as the other ranks do, as bytes of given sizes.
+            # between two ranks each, so this rank can leave out the all-to-alls in which it moves no bytes. Its raw
+            # parts move as bytes, because the other ranks send and receive them as bytes.
             to, back = ([data.numel() for data in parts] for parts in (sent, received))
             x, out = as_bytes(self._input), as_bytes(self._output)
             return dist.all_to_all_single(out, x, back, to, group=self.group, async_op=is_async)

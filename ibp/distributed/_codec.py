@@ -20,8 +20,8 @@ ROW_BYTES = 4096  # A message cuts a tensor's bytes into rows of this size.
 # Overflow is 1.25 times as large as rows like those of the sample need it, plus this fraction of a message's raw bytes.
 _SLACK = 1 / 256
 _LEAST_OVERFLOW = 4096  # Every message has this many bytes of overflow besides.
-# Slots are the largest ones that make messages at most this many times as large as the best slots do. Then the fewest
-# rows need overflow.
+# Slots have the largest size at which slots and overflow together take at most this many times the fewest possible
+# bytes. The larger the slots, the fewer rows need overflow.
 _NEAR = 1.01
 _LEAST_SAVINGS = 0.02  # If a codec would save less than this fraction of the bytes, tensors travel raw.
 _LAYOUT = 2  # Version of messages. Raise it when the meaning of their bytes changes: ranks then refuse each other.

@@ -275,7 +275,8 @@ class Collective(ABC):
         if is_due:
             learner.take(found)
         if num_pieces == 0:
-            # Calls by RAW are not compared any more. On the CPU, ranks compare raw calls, too.
+            # Calls whose plan is the object RAW skip `plan`, and so the comparison of the ranks' calls. On the CPU
+            # every call is compared, raw calls, too.
             return RAW if kind.device != "cpu" else Plan(None)
         return Plan(found, num_pieces, least, is_checked=codec is None, num_calls=num_calls)
 

@@ -83,7 +83,7 @@ _HOOKS = "_ibp_hooks"  # The attribute of a module that holds the handles of its
 
 
 class Shards:
-    """The shards of one module's parameters that this rank has, and how the module's all-gathers travel.
+    """The shards of one module's parameters that this rank has, and whether the module's all-gathers are coded.
 
     Attributes:
         module: the module.
@@ -176,7 +176,8 @@ class Shards:
         return True
 
     def code(self, slots: MessageSlots, status: Status) -> None:
-        """Codes what this rank sends in the next all-gather, only to note in a status whether all rows have room."""
+        """Encodes the shards of the next all-gather in advance and discards the messages. Only whether all rows have
+        room is kept, in a status."""
         assert self.plan is not None and self.kind is not None and self.state is not None
         self.status, inputs = status, _inputs_of(self.torchs())
         if sum(x.numel() for x in inputs) != self.kind.numel or any(x.dtype != self.kind.dtype for x in inputs):

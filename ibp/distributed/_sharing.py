@@ -69,8 +69,8 @@ def share_table(
 def open_shared(handle: SharedHandle, *, memory: str | None = None) -> CompressedTensor:
     """Opens a table that another process shares. The table is in the memory of that process; it is not a copy.
 
-    Several calls in a process map the memory once. If GPUs read rows from the memory, each process pins it when it
-    first uses the table on a GPU, or when it calls `pin_memory`.
+    Repeated calls in a process share one mapping. If GPUs read rows from the memory, each process pins it when it first
+    uses the table on a GPU, or when it calls `pin_memory`.
 
     Example:
         >>> rows = torch.arange(1000.0)[:, None].repeat(1, 64)

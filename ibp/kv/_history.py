@@ -117,7 +117,8 @@ class Pending:
         """Returns the sizes in bytes of the encoded keys and of the encoded values. Waits for the encoding.
 
         Raises:
-            RuntimeError: they were not encoded, which cannot happen.
+            RuntimeError: rows were lost, or the status or a size is invalid. This is an internal check; items that
+                `encode` has queued do not fail it.
         """
         states = iter(self._states.wait().tolist())
         keys, values = (

@@ -85,7 +85,7 @@ def table_of(
 
 
 def _sample_of(sources: Sequence[Rows], total: int, num_columns: int) -> torch.Tensor:
-    """Returns sampled rows of all sources on the CPU, of each source in proportion to its rows."""
+    """Samples rows from every source, in proportion to its number of rows. The sample is on the CPU."""
     wanted = max(1, _SAMPLED_ELEMENTS // num_columns)
     counts = [min(source.num_rows, -(-wanted * source.num_rows // total)) for source in sources]
     return torch.cat([source.sample(count).cpu() for source, count in zip(sources, counts) if count])

@@ -268,7 +268,8 @@ class TableParameter(torch.nn.Parameter):
 
 
 def rows_of(weight: torch.Tensor, turns: bool) -> torch.Tensor:
-    """Returns the rows of a plain weight, a matrix or a stack of matrices. turns: whether they are its columns."""
+    """Returns the rows that a table of a plain weight (a matrix or a stack of matrices) has, as one contiguous matrix.
+    turns: whether these are the columns of the matrices, as in a transposed weight."""
     matrices = weight.mT if turns else weight
     return matrices.reshape(-1, matrices.shape[-1]).contiguous()
 

@@ -1,4 +1,4 @@
-"""`Linear` and `Conv1D`, and what all modules over tables share."""
+"""`Linear` and `Conv1D`, and the base of all modules whose weights are tables."""
 
 from __future__ import annotations
 
@@ -450,7 +450,7 @@ def _transposed_product(x: torch.Tensor, table: CompressedTensor, bias: torch.Te
 
 
 def matrix_table(weight: torch.Tensor, **options: Any) -> CompressedTensor:
-    """Returns a table of a matrix to multiply by.
+    """Compresses a weight matrix for use in matrix products.
 
     Unless options choose slots, the level is "fast" by default. At that level the table has the form that the kernel of
     `ibp.linear` takes, if the kernel takes the matrix.

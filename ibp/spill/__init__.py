@@ -3,8 +3,8 @@
     profile = ibp.spill.profile(snapshots)               # how large slots have to be
     table   = ibp.spill.place(x, profile["weight"])      # slots of that size on the GPU, the rest in host memory
 
-`_targets.py` says how many bytes of a row stay on the GPU, `_profiling.py` finds it from snapshots of a run, and
-`_placing.py` moves tensors and tables.
+`_targets.py` computes sizes of slots from ratios and thresholds, `_profiling.py` finds the sizes of slots that
+snapshots of a run need, and `_placing.py` moves tensors and tables.
 """
 
 from .._common.publishing import published

@@ -100,7 +100,8 @@ def place(
 
 
 def _moved(table: CompressedTensor, device: torch.device) -> CompressedTensor:
-    """Returns a table with the same coded rows, placed as `place` does; the table itself if it is placed so already."""
+    """Returns a table with the same coded rows, with slots and overflow where `place` puts them; the table itself if
+    they are there already."""
     if device.type == "cpu" or (table.device == device and table.spills_to_host):
         return table.to(device)
 

@@ -236,8 +236,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
               top(num_bits != 0u && rotate ? kEach << (kWordBits - 1u) : 0u)
         {
         }
-        // Returns a word of elements: entries, whose residuals are 0, with their residuals added. fields: the
-        // residuals, side by side from bit 0; the bits behind them may be anything.
+        // Puts residuals into a word of elements. entries: the elements, with zeros in their residual bits. fields: the
+        // residuals, packed from bit 0; bits above them are ignored.
         __device__ __forceinline__ uint32_t beside(uint32_t entries, uint32_t fields) const
         {
             if (sizeof(T) == 1) fields = select_bits(0xffffu, fields, fields << (16u - 2u * num_bits));
@@ -374,8 +374,8 @@ template <typename T, uint32_t FIELDS> struct ListedDecoder : NoBlockMemory {
             for (uint32_t low = lows + rank * form.low_bits; G::any(ones != 0u);
                  ones &= ones - 1u, low += form.low_bits) {
                 if (ones == 0u)
-                    // All lanes stay in the loop. If only some did, the compiler would add code to an atomic in it that
-                    // finds out which lanes are there.
+                    // Lanes without positions stay in the loop, so that the warp does not diverge. Otherwise the
+                    // compiler would add code to the atomic in `take` that determines the active lanes.
                     continue;
                 const uint32_t bit = from + ibp_popcount(~ones & (ones - 1u)),
                                position = (bit - rank) << form.low_bits | low_bits(shared_bits(low), form.low_bits);

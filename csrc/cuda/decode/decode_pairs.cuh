@@ -158,8 +158,9 @@ template <typename T, class G, bool COLUMNS, uint32_t FIRST = 2> struct PairsDec
     struct Entries {
         uint32_t named, then; // the names of digits 0 to 3, and of digits 4 to 7, one byte each
 
-        // For digits of two bits. escaped: bit 0 is set in every nibble that is an escape. Such a nibble selects the
-        // byte at its own place among the bytes of the level below.
+        // For digits of two bits. escaped: bit 0 is set in every nibble that is an escape. In the selector, nibble k of
+        // an escape becomes 4 + k % 4, which selects one of the four escaped names that `order` has put in the order of
+        // the digits.
         __device__ __forceinline__ uint2 symbols(uint32_t digits, uint32_t escaped, uint32_t order, uint32_t from) const
         {
             const uint2 x = eight_bytes(from);

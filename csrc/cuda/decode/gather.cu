@@ -72,8 +72,8 @@ static bool is_of_triples(const ibp_codebook &cb)
            !planes.per_column && cb.row_bytes <= kWarpRowBytes;
 }
 
-// The decoders and the codebooks that they take. A codebook gets the first decoder in the list that has its scheme,
-// takes it and knows its fields.
+// The decoders, in order of preference. A codebook is decoded by the first decoder of its scheme whose `takes` accepts
+// it and whose `known` has all fields that the codebook uses.
 static const struct {
     ibp_scheme scheme;
     bool (*takes)(const ibp_codebook &codebook);

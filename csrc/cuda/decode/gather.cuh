@@ -4,11 +4,11 @@
 // In the kernel a warp, or a group of several warps, does the following:
 //
 // 1. It waits for earlier work of the stream, and the block fills the decoder's shared memory.
-// 2. It takes turns, which have one job for each group of the warp: an equal share of all turns (EvenTurns), or the
-//    next turns whenever it is done with the last ones (ClaimedTurns). Its lanes look up the rows of several turns at
-//    once.
-// 3. For each turn it stores the row that was loaded (receive), issues the loads of the next turn's row (prefetch), and
-//    decodes the stored row while these loads are under way (finish). See fetch.cuh.
+// 2. Work is divided into turns of one job for each group of the warp. A warp gets an equal share of all turns in
+//    advance (EvenTurns), or claims more turns whenever it has finished its last ones (ClaimedTurns). Its lanes look up
+//    the rows of several turns at once. 3. For each turn it stores the row that was loaded (receive), issues the loads
+//    of the next turn's row (prefetch), and decodes the stored row while these loads are under way (finish). See
+//    fetch.cuh.
 //
 // The link limits the kernel if rows are in pinned memory; otherwise device memory or the issue of instructions does.
 #ifndef IBP_GATHER_CUH

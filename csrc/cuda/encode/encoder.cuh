@@ -91,7 +91,8 @@ template <uint32_t LANES> struct EncodeGroup {
     static_assert(!kIsBlock || LANES % kEncodeThreads == 0, "more than a warp is a block");
 
     static __device__ __forceinline__ uint32_t lane() { return threadIdx.x % LANES; }
-    // If the group is a warp, the shuffle tells the compiler that its lanes go through a loop over rows together.
+    // Returns the group's number in its block. If the group is a warp, the shuffle makes the number uniform in the
+    // warp, so that the compiler knows that all lanes run the loop over rows together.
     static __device__ __forceinline__ uint32_t in_block()
     {
         return LANES == kWarp ? __shfl_sync(kAllLanes, threadIdx.x / LANES, 0) : threadIdx.x / LANES;

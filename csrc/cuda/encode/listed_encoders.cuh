@@ -25,8 +25,9 @@ template <uint32_t FIELDS> struct ListedEncoders {
     }
     // Elements of eight bytes are rare, so the encoders for kAllFields serve all their codebooks.
     template <typename T> static constexpr bool kHasAny = FIELDS == kAllFields || sizeof(T) < 8;
-    // Encodes with ListedEncoder, which keeps listed elements in shared memory. Short rows are encoded by parts of a
-    // warp: the shared memory of a block of eight warps has room for the elements of so many short rows.
+    // Encodes with ListedEncoder, which keeps listed elements in shared memory. Rows of up to kLongestOfPart bytes are
+    // encoded by kPartLanes lanes each: shared memory has room for the listed elements of all rows that a block of
+    // eight warps then encodes at once.
     template <template <uint32_t> class Encoder> static ibp_status launch_gathered(const Encode &encode)
     {
         const bool is_short = codebook_of(encode).row_bytes <= kLongestOfPart;

@@ -456,7 +456,7 @@ struct PlanesEncoder : PlanesBook<T, FIELDS> {
     {
         return LISTED ? static_cast<T>(static_cast<T>(planes.default_value) & listing_bits()) * kLowest : 0u;
     }
-    // Loads N vectors of a row. The first one begins at byte `first`, and each of the others `stride` bytes behind the
+    // Loads N vectors of a row. The first one begins at byte `first`, and each of the others `stride` bytes after the
     // one before. is_whole: the result of row.is_whole. Words behind the end of the row become normal_word().
     template <uint32_t N>
     __device__ __forceinline__ void load_vectors(const PlainRow &row, uint32_t first, uint32_t stride, bool is_whole,

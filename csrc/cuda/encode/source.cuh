@@ -1,5 +1,5 @@
-// source.cuh - the rows before coding, as a kernel receives them (ibp_row_source of ibp_place.h). Their addresses are
-// computed by multiplications instead of divisions.
+// source.cuh - the rows before coding, as a kernel receives them (ibp_row_source of ibp_place.h). Divisions in their
+// addresses are done by precomputed multipliers (Divider).
 #ifndef IBP_ENCODE_SOURCE_CUH
 #define IBP_ENCODE_SOURCE_CUH
 

@@ -1,5 +1,5 @@
-// many.cu - launches the kernel that multiplies up to 64 vectors. If the library is compiled for 9.0, this file is
-// compiled for the features that only compute capability 9.0 has.
+// many.cu - launches the kernel that multiplies up to 64 vectors. If 9.0 is among the compute capabilities that the
+// library is compiled for, this file is compiled for sm_90a (wgmma).
 #include "many.h"
 
 #include "many.cuh"

@@ -82,8 +82,9 @@ struct Place {
     uint32_t part, first_tile, tiles_apart;
 };
 
-// Copies the vectors' elements in the block's steps to shared memory. In each turn a thread copies the elements of one
-// vector that four lanes use in a pair of operands.
+// Copies the elements of all vectors in the columns of the block's steps to shared memory. In each iteration a thread
+// copies the elements of one vector that a pair of operands of a step hold: columns 8 * pair + 32 * t to 8 * pair + 32
+// * t + 7 of the step, for t = 0 to 3.
 template <class Block> __device__ __forceinline__ void bring_vectors(const LinearJob &job, uint32_t part)
 {
 #pragma unroll 2

@@ -210,8 +210,9 @@ struct LinedVectors {
 #endif
 };
 
-// Asynchronous products of a group of warps. The compiler does not know that they read operands and write sums after
-// `begin` has returned. So `await` must be called between `begin` and any other use of these registers.
+// Asynchronous matrix products of a group of four warps (wgmma). The hardware still reads the operand registers `a` and
+// writes `sums` after `begin` has returned, and the compiler does not know this. Call `await` on these registers before
+// any other use of them.
 struct GroupProducts {
     // Starts to add products to sums. vectors: PackedVectors or LinedVectors.
     template <uint32_t FLOATS, class Vectors>

@@ -1,5 +1,5 @@
-// tiles.cu - launches the kernels that multiply 65 to 256 vectors. If the library is compiled for 9.0, this file is
-// compiled for the features that only compute capability 9.0 has.
+// tiles.cu - launches the kernels that multiply 65 to 256 vectors. If 9.0 is among the compute capabilities that the
+// library is compiled for, this file is compiled for sm_90a (wgmma).
 #include "many.h"
 
 #include "tiles.cuh"

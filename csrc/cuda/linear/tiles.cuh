@@ -296,8 +296,8 @@ template <class Block> struct TileMultiplier {
     {
         return entry.x < end && entry.x % kStepColumns / 32u == t && entry.x / 16u % 2u == half;
     }
-    // Returns the halves of a step in which the warp has escapes: bit 2 half + r is set if a lane has one in its row
-    // `row + 8 r`, and bit 4 if a row has more than one escape in the step.
+    // Returns a mask, equal in all lanes, of the escapes of a step. Bit (2 * half + r) is set if any lane has an escape
+    // in that half, in its row `row + 8 * r`. Bit 4 is set if any row has a second escape in the step.
     __device__ __forceinline__ uint32_t find_escapes(uint32_t end) const
     {
         uint32_t found = 0;
