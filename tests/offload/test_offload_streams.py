@@ -116,7 +116,7 @@ def test_nothing_races(orders, lookahead, group_bytes, num_streams):
                 assert_same_bits(model(x), result)
 
 
-@pytest.mark.parametrize("missing", ["begin_use", "end_use", "over"])
+@pytest.mark.parametrize("missing", ["_wait", "_note_reads", "over"])
 def test_missing_waits_are_found(gpu, monkeypatch, missing):
     """The clocks see it when a fetcher waits for too little."""
     if missing == "over":
@@ -124,10 +124,10 @@ def test_missing_waits_are_found(gpu, monkeypatch, missing):
         monkeypatch.setattr(
             CudaWeightFetcher,
             "_queue",
-            lambda self, group, data, over: (group.done.clear(), queue(self, group, data, [])),
+            lambda self, place, over: (place.done.clear(), queue(self, place, [])),
         )
     else:
-        monkeypatch.setattr(CudaWeightFetcher, missing, lambda self, group: None)
+        monkeypatch.setattr(CudaWeightFetcher, missing, lambda self, place: None)
     model = Net(gpu)
     offloaded = ibp.offload(model, "cpu", min_bytes=1, lookahead=2, group_bytes=1)
     model.order, model.streams = list(range(6)), [gpu.current]
@@ -169,7 +169,7 @@ def test_pageable_weights_are_decoded_by_the_cpu(gpu, monkeypatch):
         offloaded = ibp.offload(model, "cpu", min_bytes=1, lookahead=2, group_bytes=1)
         for _ in range(3):
             assert_same_bits(model(x), wanted)
-        (weight,) = offloaded._groups[3].weights
+        (weight,) = offloaded._plan.groups[3].weights
         weight.table.lengths.fill_(1)
         with pytest.raises(ibp.CorruptTableError, match="row 0"):
             for _ in range(2):
@@ -197,7 +197,7 @@ def test_damage_is_raised_by_the_use_of_a_weight(gpu):
     with torch.no_grad():
         wanted = model(x)
         offloaded = ibp.offload(model, "cpu", min_bytes=1, group_bytes=1)
-        (weight,) = offloaded._groups[3].weights
+        (weight,) = offloaded._plan.groups[3].weights
         kept = weight.table.lengths.clone()
         weight.table.lengths.fill_(1)
         with pytest.raises(ibp.CorruptTableError, match="noted by an earlier call"):
