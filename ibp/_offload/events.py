@@ -17,9 +17,9 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -27,14 +27,51 @@ from torch import nn
 from .._common.locks import ForkLock
 from .._common.modes import is_transformed, outside_of_modes
 from . import hooks
-from .fetcher import Place, WeightFetcher
+from .fetcher import CudaWeightFetcher, Place, WeightFetcher
 from .plan import Group, Plan
-from .schedule import Schedule
 from .weights import Weight
 
 # A call of a module that has begun and not ended: the module, the groups that it uses, and the hooks by which autograd
 # saves weights (None: it saves none).
 Call = tuple[nn.Module, Sequence[Place], Any]
+
+
+Item = TypeVar("Item", bound=Hashable)
+
+
+class Schedule(Generic[Item]):
+    """A predictor of uses. It expects the item that followed the last two uses when they occurred before, or otherwise
+    the item that followed the last use.
+
+    After one pass, a constant order is predicted without error. If the order changes, each new step is mispredicted
+    once. If an item is used twice in a pass, the item before it tells the two uses apart. If the same run of items
+    occurs twice in a pass with different successors, one prediction per pass is wrong.
+
+    items: in the order that is expected for the first pass and, until another order is seen, for the following ones."""
+
+    def __init__(self, items: Sequence[Item]) -> None:
+        self._after_one: dict[Item, Item] = {}
+        self._after_two: dict[tuple[Item | None, Item], Item] = {}
+        self._last: tuple[Item | None, Item | None] = (None, items[-1] if items else None)
+        for number, item in enumerate(items):
+            self._after_one[item] = items[(number + 1) % len(items)]
+
+    def saw(self, item: Item) -> None:
+        before, last = self._last
+        if last is not None:
+            self._after_one[last] = item
+            self._after_two[before, last] = item
+        self._last = last, item
+
+    def coming(self) -> Iterator[Item]:
+        """Yields the expected uses, the next one first. The iterator does not end unless nothing is known."""
+        before, last = self._last
+        while last is not None:
+            item = self._after_two.get((before, last), self._after_one.get(last))
+            if item is None:
+                return
+            yield item
+            before, last = last, item
 
 
 class _ThreadState(threading.local):
@@ -57,11 +94,17 @@ class Events:
         first_use, last_use: times of the first use and of the end of the last one, in seconds of the host's clock.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, fetchers: Sequence[WeightFetcher], lookahead: int) -> None:
-        self._model, self._fetchers, self._lookahead = model, fetchers, lookahead
+    def __init__(self, model: nn.Module, plan: Plan, max_sms: int | None, lookahead: int) -> None:
+        self._model, self._lookahead = model, lookahead
         self.lock, self.thread = ForkLock(), _ThreadState()
+        self.fetchers = [
+            (CudaWeightFetcher if device.type == "cuda" else WeightFetcher)(device, arena_bytes, max_sms)
+            for device, arena_bytes in zip(plan.devices, plan.arena_bytes)
+        ]
         self.places = {
-            group: Place(group, fetchers[group.device_number]) for group in plan.groups if group not in plan.staying
+            group: Place(group, self.fetchers[group.device_number])
+            for group in plan.groups
+            if group not in plan.staying
         }
         self.users: dict[nn.Module, list[Place]] = {}
         self.undo: list[Callable[[], object]] = []
@@ -75,12 +118,12 @@ class Events:
     def reset_counts(self) -> None:
         self.uses, self.last_use = 0, 0.0
         self.first_use: float | None = None
-        for fetcher in self._fetchers:
+        for fetcher in self.fetchers:
             fetcher.reset_counts()
 
     def start(self) -> None:
         """Called when the tables of all groups have been made. Fetches the first groups."""
-        for fetcher in self._fetchers:
+        for fetcher in self.fetchers:
             fetcher.start([place for place in self.places.values() if place.fetcher is fetcher])
         self._fetch_ahead()
 
@@ -160,7 +203,7 @@ class Events:
         room."""
         if not self._lookahead:
             return
-        left, expected = [self._lookahead] * len(self._fetchers), []
+        left, expected = [self._lookahead] * len(self.fetchers), []
         for place in itertools.islice(self._schedule.coming(), len(self.places)):
             if not any(left):
                 break
@@ -170,7 +213,7 @@ class Events:
                     left[group.device_number] -= 1
                     expected.append(place)
         self._is_short = False
-        for fetcher in self._fetchers:
+        for fetcher in self.fetchers:
             if not fetcher.fetch_ahead([place for place in expected if place.fetcher is fetcher]):
                 self._is_short = True
 
@@ -248,7 +291,7 @@ class Events:
 
     def _packed(self, tensor: torch.Tensor) -> Any:
         with self.lock:
-            for fetcher in self._fetchers:
+            for fetcher in self.fetchers:
                 found = fetcher.find(tensor) if fetcher.device == tensor.device else None
                 if found is not None:
                     weight, start = found

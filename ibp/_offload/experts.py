@@ -9,7 +9,7 @@ that `down_proj` is fetched while `gate_up_proj` is multiplied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,7 @@ from .weights import Weight
 
 if TYPE_CHECKING:
     from .events import Events
-    from .plan import Group
+    from .plan import Group, Plan
 
 _BESIDE_ROWS = 512  # in bytes; the map and the counters of a cache of one row take less
 
@@ -39,10 +39,11 @@ class CachedStack:
 
     def __init__(self, weight: Weight, cache_bytes: int) -> None:
         assert weight.table is not None
-        self.weight, table = weight, weight.table
+        table = weight.table
         # Number of rows of an expert, and size of a row in bytes.
         self.num_rows, self.row_bytes = table.num_rows // weight.shape[0], table.row_bytes
         self._row_shape, self._dtype = table.shape[1:], table.dtype
+        self._expert_shape, self._stride = weight.shape[1:], weight.stride
         self.cache = RowCache(table, cache_bytes, [0], devices=weight.device, policy="lru")
         self.is_cached = self.cache.capacity > 0
         if not self.is_cached:
@@ -55,7 +56,8 @@ class CachedStack:
     def fetch(self, rows: torch.Tensor, out: torch.Tensor | None = None, max_sms: int | None = None) -> torch.Tensor:
         """Fetches experts by the numbers of their rows, into memory that `room_for` returned or, if out is None, into
         newly allocated memory. Returns them as a tensor of experts."""
-        return self.weight.items(self.cache.index_select(rows, out=out, max_sms=max_sms, in_order=True))
+        fetched, shape = self.cache.index_select(rows, out=out, max_sms=max_sms, in_order=True), self._expert_shape
+        return fetched.as_strided((rows.numel() // self.num_rows, *shape), self._stride)
 
 
 class ExpertsForward:
@@ -63,26 +65,23 @@ class ExpertsForward:
     use.
 
     Args:
-        weights: the stacked weights by attribute.
-        cache_bytes: size in bytes of the caches of all of them.
-        events: brings the whole group for a call for many tokens, and is told of calls for few tokens.
+        module: the module of experts.
+        group: its stacked weights, which a call for many tokens uses.
+        events: brings the group, and is told of calls for few tokens.
     """
 
-    def __init__(
-        self, module: nn.Module, weights: Mapping[str, Weight], group: Group, cache_bytes: int, events: Events
-    ) -> None:
-        self._module, self._name, self._events, self._place = module, group.name, events, events.places[group]
-        self._calls, self._num_experts = Calls(type(module), weights), int(module.num_experts)  # type: ignore[arg-type]
-        total = sum(weight.num_bytes for weight in weights.values())
+    def __init__(self, module: nn.Module, plan: Plan, group: Group, events: Events) -> None:
+        self.module, self._name, self._events, self._place = module, group.name, events, events.places[group]
+        self._calls, self._num_experts = Calls(type(module), plan.held[module]), int(module.num_experts)  # type: ignore
         self.stacks = {
-            name: CachedStack(weight, cache_bytes * weight.num_bytes // total) for name, weight in weights.items()
+            name: CachedStack(weight, plan.cache_bytes[weight]) for name, weight in plan.held[module].items()
         }
         self._num_rows = [stack.num_rows for stack in self.stacks.values()]
         # Number of slots without an expert, over all calls.
         self.num_spare = torch.zeros(1, dtype=torch.int64, device=group.weights[0].device)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        calls, module, num_experts = self._calls, self._module, self._num_experts
+        calls, module, num_experts = self._calls, self.module, self._num_experts
         ids = calls.ids_of(args, kwargs)
         if is_transformed() or not are_few(ids, num_experts):
             with self._events.using_all(module, self._place):

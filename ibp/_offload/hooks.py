@@ -5,18 +5,58 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 
+from .._common.conversions import guard_conversions
 from .._common.graphs import cannot_record, outside_of_graphs
 from .._common.modes import is_transformed
 from ..nn._stacks import stand_in
+from ..nn._tables import TableModule
+from .experts import ExpertsForward
+from .plan import Plan
 from .resting import refuse_copy, refuse_pickle
 from .weights import Weight
 
+if TYPE_CHECKING:
+    from .events import Events
+
 Undo = list[Callable[[], object]]
+
+
+def install(model: nn.Module, plan: Plan, events: Events) -> list[ExpertsForward]:
+    """Installs hooks and forwards in all modules of a model. Returns the forwards of mixtures whose experts are fetched
+    as the router chooses them."""
+    for module, groups in plan.users.items():
+        events.install_use(module, groups)
+    for module in plan.lookups:
+        weights = plan.held[module]
+        if all(weight.table is not None for weight in weights.values()):
+            events.undo += instead_of_forward(module, looking_up(module, weights))
+    experts = [
+        ExpertsForward(module, plan, group, events) for module, group in plan.experts.items() if group in events.places
+    ]
+    for forward in experts:
+        events.undo += instead_of_forward(forward.module, forward.call)
+    events.install_model()
+    if len(plan.devices) > 1:
+        within = {part for block in plan.blocks for part in block.modules()}
+        outside = [
+            module
+            for module in plan.device_numbers
+            if module not in within
+            and (any(True for _ in module.parameters(recurse=False)) or isinstance(module, TableModule))
+        ]
+        for module in (*plan.blocks, *outside):
+            events.undo += on_moves(module, plan.devices[plan.device_numbers[module]])
+    for module, weights in plan.held.items():
+        if any(weight.table is not None for weight in weights.values()):
+            events.undo += on_states(module, weights, events.is_used)
+    guard_conversions(model)
+    events.undo.append(lambda: guard_conversions(model))
+    return experts
 
 
 class Hook(functools.partial[Any]):

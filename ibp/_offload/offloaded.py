@@ -13,27 +13,21 @@ from torch import nn
 from .._common import ops
 from .._common.arguments import whole_number
 from .._common.closing import Closing
-from .._common.conversions import guard_conversions
 from .._common.in_place import NotTheModel, check_model
 from .._common.modes import outside_of_modes
 from .._common.process import OfThisProcess
-from .._common.progress import tqdm
 from .._common.statistics import Statistics, shown_memory
 from .._machine import memory
 from .._schemes import check_scheme
-from .._tables.weights import WeightCompressor
-from ..nn._tables import TableModule
-from . import hooks
 from .events import Events
 from .experts import ExpertsForward
-from .fetcher import CudaWeightFetcher, WeightFetcher
+from .hooks import install
 from .plan import Plan, plan_for
 from .resting import Resting
-from .weights import Checkpoint, sources
+from .weights import Checkpoint, store
 
 _GROUP_BYTES = 128 << 20  # size of a group; three such groups are about one layer of a model of 7 billion weights
 _LEAST_GROUPS = 16  # least number of groups of a small model, so that fetches overlap with computing
-_LONGEST_ELEMENT = 16  # size in bytes of an element of complex128
 _LOOKAHEAD = 2  # number of groups that are fetched ahead of the one in use
 
 
@@ -154,14 +148,12 @@ def offload(
             "model.requires_grad_(False), or lower min_bytes"
         )
     with outside_of_modes(), torch.no_grad():
-        fetchers = [
-            (CudaWeightFetcher if one.type == "cuda" else WeightFetcher)(one, arena_bytes, max_sms)
-            for one, arena_bytes in zip(devices, plan.arena_bytes)
-        ]
-        offloaded = Offloaded(model, plan, fetchers, lookahead)
+        events = Events(model, plan, max_sms, lookahead)
+        offloaded = Offloaded(model, plan, events)
         try:
-            offloaded._store(checkpoint, scheme, progress)
-            offloaded._install()
+            store(model, plan, checkpoint, scheme, progress, events.read)
+            offloaded._experts = install(model, plan, events)
+            events.start()
         except BaseException:
             offloaded.close()
             raise
@@ -251,9 +243,8 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
     _instead = "save the model's state_dict()"
     changed_by = "ibp.offload(model)"
 
-    def __init__(self, model: nn.Module, plan: Plan, fetchers: Sequence[WeightFetcher], lookahead: int) -> None:
-        self._model, self._plan, self._fetchers = model, plan, list(fetchers)
-        self._events = Events(model, plan, fetchers, lookahead)
+    def __init__(self, model: nn.Module, plan: Plan, events: Events) -> None:
+        self._model, self._plan, self._events = model, plan, events
         self._experts: list[ExpertsForward] = []  # mixtures whose experts are fetched as the router chooses them
         self._is_removed = False
 
@@ -273,7 +264,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
     def stats(self) -> OffloadStats:
         """Returns the counts of the offloaded model, and the memory that its weights take. Waits for the device if the
         model has a mixture of experts."""
-        events, weights, fetchers = self._events, self._plan.weights, self._fetchers
+        events, weights, fetchers = self._events, self._plan.weights, self._events.fetchers
         with events.lock:
             counts = [experts.counts() for experts in self._experts]
             hits, misses, missed_bytes, link_bytes = (sum(part) for part in zip((0, 0, 0, 0), *counts))
@@ -321,7 +312,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
                 events.abandon()
             if any(place.uses for place in events.places.values()):
                 raise RuntimeError("the model is in use: close() between its calls")
-            for fetcher in self._fetchers:
+            for fetcher in events.fetchers:
                 fetcher.synchronize()
             for place in events.places.values():
                 place.fetcher.drop(place)
@@ -332,64 +323,9 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
                     other.tensor.data = other.tensor.data.to(other.home)
             while events.undo:
                 events.undo.pop()()
-            for fetcher in self._fetchers:
+            for fetcher in events.fetchers:
                 fetcher.close()
             self._experts, self._is_removed = [], True
-
-    # ---- set-up ----
-
-    def _store(self, checkpoint: Checkpoint | None, scheme: str, progress: bool) -> None:
-        """Stores the weights, and moves all other tensors to their devices."""
-        plan, compressor = self._plan, WeightCompressor({"scheme": scheme})
-        # Between uses, all elements of a weight are one element in this memory. A float of all ones is NaN.
-        ones = {
-            device: torch.full((_LONGEST_ELEMENT,), 0xFF, dtype=torch.uint8, device=device) for device in plan.devices
-        }
-        total = sum(weight.num_bytes for weight in plan.weights)
-        with tqdm(total=total, desc="offload", unit="B", unit_scale=True, disable=not progress) as bar:
-            for weight, x in sources(self._model, plan, checkpoint):
-                weight.store(x, compressor, scheme, is_borrowed=checkpoint is not None)
-                if weight.table is not None:
-                    blank = ones[weight.device].view(weight.dtype)[0].expand(weight.shape)
-                    weight.prepare(blank, self._events.read)
-                bar.update(weight.num_bytes)
-        for other in plan.others:
-            other.tensor.data = other.tensor.data.to(other.device)
-
-    def _install(self) -> None:
-        """Installs hooks and forwards, and fetches the first groups."""
-        plan, events = self._plan, self._events
-        for module, groups in plan.users.items():
-            events.install_use(module, groups)
-        for module in plan.lookups:
-            weights = plan.held[module]
-            if all(weight.table is not None for weight in weights.values()):
-                events.undo += hooks.instead_of_forward(module, hooks.looking_up(module, weights))
-        experts = {module: group for module, group in plan.experts.items() if group in events.places}
-        for module, group in experts.items():
-            number, weights = group.device_number, plan.held[module]
-            total = sum(other.num_bytes for other in experts.values() if other.device_number == number)
-            num_bytes = sum(weight.num_bytes for weight in weights.values())
-            forward = ExpertsForward(module, weights, group, plan.cache_bytes[number] * num_bytes // total, events)
-            self._experts.append(forward)
-            events.undo += hooks.instead_of_forward(module, forward.call)
-        events.install_model()
-        if len(plan.devices) > 1:
-            within = {part for block in plan.blocks for part in block.modules()}
-            outside = [
-                module
-                for module in plan.device_numbers
-                if module not in within
-                and (any(True for _ in module.parameters(recurse=False)) or isinstance(module, TableModule))
-            ]
-            for module in (*plan.blocks, *outside):
-                events.undo += hooks.on_moves(module, plan.devices[plan.device_numbers[module]])
-        for module, weights in plan.held.items():
-            if any(weight.table is not None for weight in weights.values()):
-                events.undo += hooks.on_states(module, weights, events.is_used)
-        guard_conversions(self._model)
-        events.undo.append(lambda: guard_conversions(self._model))
-        events.start()
 
 
 def _is_within(modules: Sequence[nn.Module]) -> bool:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from .._common.rounding import rounded_up
+from .._layout.geometry import DTYPES
 from ..nn._compressing import place_of
 from ..nn._stacks import is_stack
-from .weights import Weight, can_be_stored
+from .weights import Weight
 
 # Alignment in bytes of the weights in a group. It is that of torch's allocator, and enough for cuBLAS.
 _ALIGNMENT = 256
@@ -69,15 +70,11 @@ class Plan:
     users: dict[nn.Module, list[Group]] = field(default_factory=dict)  # with the groups that its calls use
     lookups: list[nn.Module] = field(default_factory=list)  # its calls fetch the rows of `held` that they look up
     experts: dict[nn.Module, Group] = field(default_factory=dict)  # with the group of its stacks
-    # The following items are for each device.
     staying: set[Group] = field(default_factory=set)  # groups that stay on their devices, not compressed
-    arena_bytes: list[int] = field(default_factory=list)  # size of the memory for groups in use and fetched ahead
-    cache_bytes: list[int] = field(default_factory=list)  # size of all caches of experts
-
-    @property
-    def streamed(self) -> list[Group]:
-        """The groups that do not stay on their devices."""
-        return [group for group in self.groups if group not in self.staying]
+    # For each device, the size of the memory for groups that are in use or fetched ahead.
+    arena_bytes: list[int] = field(default_factory=list)
+    # The size of the cache of each stacked weight that is fetched.
+    cache_bytes: dict[Weight, int] = field(default_factory=dict)
 
 
 def plan_for(
@@ -142,7 +139,7 @@ def _find_tensors(model: nn.Module, plan: Plan, min_bytes: int, buffers: bool) -
             is_weight = (
                 (attribute in module._parameters or buffers)
                 and not is_trained
-                and can_be_stored(tensor)
+                and _can_be_stored(tensor)
                 and tensor.numel() * tensor.element_size() >= min_bytes
             )
             if not is_weight:
@@ -159,6 +156,18 @@ def _find_tensors(model: nn.Module, plan: Plan, min_bytes: int, buffers: bool) -
             weight.add(module, attribute, name, tensor)
             plan.held.setdefault(module, {})[attribute] = weight
     plan.others = list(others.values())
+
+
+def _can_be_stored(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is a plain dense tensor of a dtype that tables can hold, and not a subclass with its own
+    behaviour."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.dtype in DTYPES
+        and not tensor.is_quantized
+        and tensor.numel() > 0
+    )
 
 
 class _Divider:
@@ -265,8 +274,11 @@ def _plan_memory(plan: Plan, number: int, resident_bytes: int, lookahead: int, n
     is_all = sum(group.num_bytes for group in groups) <= resident_bytes
     staying = spread([group for group in groups if is_all or not group.are_experts], resident_bytes)
     plan.staying.update(staying)
-    plan.cache_bytes.append(resident_bytes - sum(group.num_bytes for group in staying))
-    sizes = [group.num_bytes for group in groups if group not in plan.staying]
+    left = resident_bytes - sum(group.num_bytes for group in staying)
+    stacks = [weight for group in groups if group.are_experts and group not in staying for weight in group.weights]
+    total = sum(weight.num_bytes for weight in stacks)
+    plan.cache_bytes.update({weight: left * weight.num_bytes // total for weight in stacks})
+    sizes = [group.num_bytes for group in groups if group not in staying]
     at_once = min(lookahead + 1, len(sizes))
     # The first group follows the last.
     runs = (sum([*sizes, *sizes][first : first + at_once]) for first in range(len(sizes)))

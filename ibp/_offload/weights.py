@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from .._common.modes import outside_of_modes
+from .._common.progress import tqdm
 from .._common.states import SavedTensor
 from .._files import open as open_file
-from .._layout.geometry import DTYPES
 from .._machine import memory
 from .._rows.table import handle_on
 from .._schemes.learning import ROW_BYTES
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _INDEX_NAME = "model.safetensors.index.json"
 
+_LONGEST_ELEMENT = 16  # size in bytes of an element of complex128
 _LEAST_STACKED_ROW_BYTES = 64  # in bytes; the index of shorter rows takes more than they save
 
 Value = torch.Tensor | CompressedTensor
@@ -98,11 +99,6 @@ class Weight:
         tensor."""
         return data.view(self.dtype).as_strided(self.shape, self.stride)
 
-    def items(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the bytes of some items x[i], which lie one after the other, as a tensor of these items."""
-        data = data if data.dtype == self.dtype else data.view(self.dtype)
-        return data.as_strided((data.numel() // self.shape[1:].numel(), *self.shape[1:]), self.stride)
-
     def bind(self, value: torch.Tensor) -> None:
         """Makes the model's tensors ordinary tensors with the memory of a value."""
         for tensor in self.tensors:
@@ -174,7 +170,7 @@ class Weight:
             self.bind(x.to(self.device, copy=is_borrowed))
         else:
             stored = x.to("cpu").permute(self.order)
-            row_bytes = {"weight": ROW_BYTES, "row": None, "expert": self.stacked_row_bytes}[self.unit]
+            row_bytes = self.stacked_row_bytes if self.unit == "expert" else None if self.unit == "row" else ROW_BYTES
             self.table = compressor.compress(self.name, stored, device=self.device, row_bytes=row_bytes)
         for tensor in self.tensors:
             tensor.requires_grad_(False)
@@ -206,21 +202,35 @@ class Weight:
         return self.view(self.data(device))
 
 
-def can_be_stored(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is a plain dense tensor of a dtype that tables can hold, and not a subclass with its own
-    behaviour."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
-        and tensor.dtype in DTYPES
-        and not tensor.is_quantized
-        and tensor.numel() > 0
-    )
+def store(
+    model: torch.nn.Module,
+    plan: Plan,
+    checkpoint: Checkpoint | None,
+    scheme: str,
+    progress: bool,
+    read: Callable[[Weight], torch.Tensor],
+) -> None:
+    """Stores all weights of a model, and moves its other tensors to their devices.
+
+    Args:
+        checkpoint, scheme, progress: as in `ibp.offload`.
+        read: returns the values of a weight that is read between uses.
+    """
+    compressor = WeightCompressor({"scheme": scheme})
+    # Between uses, all elements of a weight are one element in this memory. A float of all ones is NaN.
+    ones = {device: torch.full((_LONGEST_ELEMENT,), 0xFF, dtype=torch.uint8, device=device) for device in plan.devices}
+    total = sum(weight.num_bytes for weight in plan.weights)
+    with tqdm(total=total, desc="offload", unit="B", unit_scale=True, disable=not progress) as bar:
+        for weight, x in _sources(model, plan, checkpoint):
+            weight.store(x, compressor, scheme, is_borrowed=checkpoint is not None)
+            if weight.table is not None:
+                weight.prepare(ones[weight.device].view(weight.dtype)[0].expand(weight.shape), read)
+            bar.update(weight.num_bytes)
+    for other in plan.others:
+        other.tensor.data = other.tensor.data.to(other.device)
 
 
-def sources(
-    model: torch.nn.Module, plan: Plan, checkpoint: Checkpoint | None
-) -> Iterator[tuple[Weight, torch.Tensor | CompressedTensor]]:
+def _sources(model: torch.nn.Module, plan: Plan, checkpoint: Checkpoint | None) -> Iterator[tuple[Weight, Value]]:
     """Yields each weight of a plan with its values, from the model or from the checkpoint. The checkpoint also fills
     the tensors that are not offloaded."""
     if checkpoint is None:
@@ -233,7 +243,7 @@ def sources(
     by_name: dict[str, Weight] = {name: weight for weight in plan.weights for name in weight.names}
     others = {name: other.tensor for other in plan.others for name in other.names}
     seen: set[int] = set()
-    for name, x in read_checkpoint(checkpoint):
+    for name, x in _read(checkpoint):
         target = by_name.get(name, others.get(name))
         if target is None:
             raise ValueError(f"the checkpoint has {name!r}, which the model has not")
@@ -259,7 +269,7 @@ def sources(
             )
 
 
-def read_checkpoint(checkpoint: Checkpoint) -> Iterator[tuple[str, Value]]:
+def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Value]]:
     """Yields the pairs (name, value) of a checkpoint. Values are tensors, or tables if the checkpoint is compressed,
     and use the memory of the mapped file.
 

@@ -18,11 +18,11 @@ from torch._subclasses import FakeTensorMode
 
 import ibp
 from helpers import assert_same_bits, in_threads
+from ibp._offload.events import Schedule
 from ibp._offload.fetcher import WeightArena, WeightFetcher, overlap
 from ibp._offload.hooks import moved
 from ibp._offload.plan import plan_for, spread
 from ibp._offload.resting import Resting
-from ibp._offload.schedule import Schedule
 from ibp._rows.table import handle_on
 from ibp._tables.weights import WeightCompressor
 from models import IDS, WIDTH, Net, Wide
@@ -1353,7 +1353,7 @@ def test_without_room(monkeypatch):
         return made[-1]
 
     before = {name: parameter for name, parameter in model.named_parameters()}
-    monkeypatch.setattr("ibp._offload.offloaded.WeightFetcher", fetcher)
+    monkeypatch.setattr("ibp._offload.events.WeightFetcher", fetcher)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         offload(model, device=["cpu", "cpu"])
     assert all(parameter is before[name] for name, parameter in model.named_parameters())

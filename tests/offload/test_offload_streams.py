@@ -45,7 +45,7 @@ def use_gpu(monkeypatch):
 
     monkeypatch.setattr("ibp._offload.fetcher.TensorStream", Ring)
     monkeypatch.setattr(ibp.CompressedTensor, "_serves", lambda table, device: True)  # as if they were pinned
-    monkeypatch.setattr("ibp._offload.offloaded.WeightFetcher", CudaWeightFetcher)
+    monkeypatch.setattr("ibp._offload.events.WeightFetcher", CudaWeightFetcher)
     return gpu
 
 
