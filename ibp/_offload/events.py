@@ -34,8 +34,6 @@ from .weights import Weight
 # A call of a module that has begun and not ended: the module, the groups that it uses, and the hooks by which autograd
 # saves weights (None: it saves none).
 Call = tuple[nn.Module, Sequence[Place], Any]
-
-
 Item = TypeVar("Item", bound=Hashable)
 
 
@@ -85,8 +83,14 @@ class _ThreadState(threading.local):
 class Events:
     """What an offloaded model does while it runs. Several threads may call it at the same time.
 
+    Args:
+        plan: the plan that is carried out.
+        max_sms, lookahead: as in `ibp.offload`.
+
     Attributes:
         lock: guards the places, and everything else that changes while the model runs.
+        thread: what the current thread is doing with the model.
+        fetchers: the memory of each device.
         places: where each group that is fetched is.
         users: the modules that use groups, with the places of these groups.
         undo: functions that remove what was installed in the model, the first one last.
@@ -172,7 +176,7 @@ class Events:
                 self.thread.calls.append((module, begun, self._saving() if saves else None))
                 self._fetch_ahead()
 
-    def choose(self, place: Place) -> None:
+    def note_choice(self, place: Place) -> None:
         """Records a call of a mixture that uses some experts, which are not fetched to the group's place. All experts
         are then no longer fetched ahead."""
         with self.lock:
@@ -249,20 +253,16 @@ class Events:
             while self.thread.calls:
                 self._end(self.thread.calls.pop())
 
-    # ---- the whole model ----
+    # ---- a call of the whole model ----
 
-    def install_model(self) -> None:
-        """Makes each call of the whole model begin without uses that an interrupted call left."""
+    def begin_model(self, *_: Any) -> None:
+        """Called before each call of the model. This thread cannot be within another call of it."""
+        if self.thread.calls:
+            self.abandon()
+        self.thread.is_running = True
 
-        def start(*_: Any) -> None:
-            if self.thread.calls:  # this thread cannot be within another call of the model
-                self.abandon()
-            self.thread.is_running = True
-
-        def stop(*_: Any) -> None:
-            self.thread.is_running = False
-
-        self.undo += hooks.on_calls(self._model, start, stop)
+    def end_model(self, *_: Any) -> None:
+        self.thread.is_running = False
 
     # ---- reads of weights by others ----
 

@@ -87,7 +87,7 @@ class ExpertsForward:
             with self._events.using_all(module, self._place):
                 return calls.kind.forward(module, *args, **kwargs)
         calls.check(ids, num_experts, self._name)
-        self._events.choose(self._place)
+        self._events.note_choice(self._place)
         slots, held, rows = slots_for(ids, num_experts, self._num_rows, self.num_spare)
         if rows[0].is_cuda:
             return self._call_beside(rows, lambda experts: calls.with_slots(module, args, kwargs, slots, held, experts))

@@ -40,7 +40,7 @@ def install(model: nn.Module, plan: Plan, events: Events) -> list[ExpertsForward
     ]
     for forward in experts:
         events.undo += instead_of_forward(forward.module, forward.call)
-    events.install_model()
+    events.undo += on_calls(model, events.begin_model, events.end_model)
     if len(plan.devices) > 1:
         within = {part for block in plan.blocks for part in block.modules()}
         outside = [
