@@ -99,8 +99,7 @@ class Events:
     """
 
     def __init__(self, model: nn.Module, plan: Plan, max_sms: int | None, lookahead: int) -> None:
-        self._model, self._lookahead = model, lookahead
-        self.lock, self.thread = ForkLock(), _ThreadState()
+        self.lock, self.thread, self._lookahead = ForkLock(), _ThreadState(), lookahead
         self.fetchers = [
             (CudaWeightFetcher if device.type == "cuda" else WeightFetcher)(device, arena_bytes, max_sms)
             for device, arena_bytes in zip(plan.devices, plan.arena_bytes)
@@ -113,7 +112,8 @@ class Events:
         self.users: dict[nn.Module, list[Place]] = {}
         self.undo: list[Callable[[], object]] = []
         self._schedule: Schedule[Place] = Schedule(list(self.places.values()))
-        self._parents = {child: module for module in model.modules() for child in module.children()}
+        # The parent of each module below the model's children.
+        self._parents = {child: part for part in model.modules() if part is not model for child in part.children()}
         self._readers: dict[Weight, nn.Module] = {}  # modules that read weights which are not their own
         self._uses_all_experts = False  # whether the last call of a mixture used all of its experts
         self._is_short = False  # whether the arena had no room for an expected group; the end of a use makes room
@@ -140,10 +140,9 @@ class Events:
                 module, lambda *_: self.begin(module, self.users[module]), lambda *_: self.end(module)
             )
 
-    def is_used(self, weight: Weight) -> bool:
-        """Returns whether a call is using a weight."""
-        place = self.places.get(weight.group) if weight.group is not None else None
-        return place is not None and place.uses > 0
+    def place_of(self, weight: Weight) -> Place | None:
+        """Returns the place of a weight's group, or None if the weight is not fetched with a group."""
+        return None if weight.group is None else self.places.get(weight.group)
 
     # ---- a module begins ----
 
@@ -196,6 +195,7 @@ class Events:
             self.end(module)
 
     def _note(self, place: Place) -> None:
+        """Records a use of a group."""
         self._schedule.saw(place)
         self.uses += 1
         self.last_use = time.perf_counter()
@@ -211,11 +211,10 @@ class Events:
         for place in itertools.islice(self._schedule.coming(), len(self.places)):
             if not any(left):
                 break
-            group = place.group
-            if left[group.device_number] and not place.uses and place not in expected:
-                if self._uses_all_experts or not group.are_experts:
-                    left[group.device_number] -= 1
-                    expected.append(place)
+            number, is_fetched = place.group.device_number, self._uses_all_experts or not place.group.are_experts
+            if left[number] and is_fetched and not place.uses and place not in expected:
+                left[number] -= 1
+                expected.append(place)
         self._is_short = False
         for fetcher in self.fetchers:
             if not fetcher.fetch_ahead([place for place in expected if place.fetcher is fetcher]):
@@ -272,9 +271,9 @@ class Events:
         that parent fetch the weight."""
         with self.lock:
             reader = self._parents.get(self._readers.get(weight, weight.holders[0][0]))
-            place = self.places.get(weight.group) if weight.group is not None else None
+            place = self.place_of(weight)
             is_running = self.thread.is_running and not is_transformed()
-            if is_running and reader not in (None, self._model) and place is not None:
+            if is_running and reader is not None and place is not None:
                 self._readers[weight] = reader
                 if reader not in self.users:
                     self.install_use(reader, [place.group])
@@ -284,7 +283,7 @@ class Events:
 
     def _saving(self) -> Any:
         """Makes autograd save functions that decode weights, instead of their memory, which other weights will
-        overwrite. Returns the hooks."""
+        overwrite. Returns the hooks, which `__exit__` removes."""
         saving = torch.autograd.graph.saved_tensors_hooks(self._packed, _unpacked)
         saving.__enter__()
         return saving

@@ -16,6 +16,7 @@ from .._common.modes import is_transformed
 from ..nn._stacks import stand_in
 from ..nn._tables import TableModule
 from .experts import ExpertsForward
+from .fetcher import Place
 from .plan import Plan
 from .resting import refuse_copy, refuse_pickle
 from .weights import Weight
@@ -53,7 +54,7 @@ def install(model: nn.Module, plan: Plan, events: Events) -> list[ExpertsForward
             events.undo += on_moves(module, plan.devices[plan.device_numbers[module]])
     for module, weights in plan.held.items():
         if any(weight.table is not None for weight in weights.values()):
-            events.undo += on_states(module, weights, events.is_used)
+            events.undo += on_states(module, weights, events.place_of)
     guard_conversions(model)
     events.undo.append(lambda: guard_conversions(model))
     return experts
@@ -98,12 +99,12 @@ def moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-def on_states(module: nn.Module, weights: Mapping[str, Weight], is_used: Callable[[Weight], bool]) -> Undo:
+def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callable[[Weight], Place | None]) -> Undo:
     """Puts the values of a module's weights into its state_dict, and refuses to load others.
 
     Args:
         weights: the weights of the module, by attribute. Those without a table are left to torch.
-        is_used: returns whether a call is using a weight, so that it must not rest.
+        place_of: returns the place of a weight. If a call is using it, the weight must not rest.
     """
 
     def before_save(*_: Any) -> None:
@@ -114,7 +115,8 @@ def on_states(module: nn.Module, weights: Mapping[str, Weight], is_used: Callabl
     def after_save(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for attribute, weight in weights.items():
             if weight.table is not None:
-                if not is_used(weight):
+                place = place_of(weight)
+                if place is None or not place.uses:
                     weight.rest()
                 if prefix + attribute in state and weight.is_held(module, attribute):
                     state[prefix + attribute] = weight.saved.of(state, functools.partial(weight.value, "cpu"))

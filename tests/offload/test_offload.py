@@ -598,6 +598,22 @@ def test_what_cannot_be_copied():
     copy.deepcopy(model)
 
 
+def test_a_model_without_resting_weights_is_not_copied_either():
+    """All of its weights stay on the device, and its hooks are closures."""
+    model = Net()
+    offloaded = offload(model.blocks, resident_bytes=1 << 30)
+    assert not any(map(is_offloaded, model.parameters()))
+    for thing in (model, model.blocks):
+        with pytest.raises(RuntimeError, match="copied"):
+            copy.deepcopy(thing)
+        with pytest.raises(RuntimeError, match="pickled"):
+            pickle.dumps(thing)
+        assert len(list(copy.copy(thing).parameters())) == len(list(thing.parameters()))
+    offloaded.close()
+    copy.deepcopy(model)
+    pickle.dumps(model)
+
+
 def test_models_beside_each_other():
     models = [Net(seed=seed) for seed in range(3)]
     with torch.no_grad():
