@@ -105,9 +105,7 @@ class Events:
             for device, arena_bytes in zip(plan.devices, plan.arena_bytes)
         ]
         self.places = {
-            group: Place(group, self.fetchers[group.device_number])
-            for group in plan.groups
-            if group not in plan.staying
+            group: Place(group, self.fetchers[group.device_number]) for group in plan.groups if not group.stays
         }
         self.users: dict[nn.Module, list[Place]] = {}
         self.undo: list[Callable[[], object]] = []

@@ -29,6 +29,7 @@ class Group:
         self.name, self.device_number, self.weights = name, device_number, list(weights)
         # Whether the weights are stacks of experts, of which a call may fetch a few.
         self.are_experts = are_experts
+        self.stays = False  # whether the weights stay on their device, not compressed
         self.offsets: list[int] = []  # offset of each weight from the group's start, in bytes
         end = 0
         for weight in self.weights:
@@ -70,7 +71,6 @@ class Plan:
     users: dict[nn.Module, list[Group]] = field(default_factory=dict)  # with the groups that its calls use
     lookups: list[nn.Module] = field(default_factory=list)  # its calls fetch the rows of `held` that they look up
     experts: dict[nn.Module, Group] = field(default_factory=dict)  # with the group of its stacks
-    staying: set[Group] = field(default_factory=set)  # groups that stay on their devices, not compressed
     # For each device, the size of the memory for groups that are in use or fetched ahead.
     arena_bytes: list[int] = field(default_factory=list)
     # The size of the cache of each stacked weight that is fetched.
@@ -102,8 +102,6 @@ def plan_for(
     divider.visit(model, "", {})
     for number in range(len(devices)):
         _plan_memory(plan, number, resident_bytes, lookahead, divider.nested_bytes.get(number, 0))
-    for weight in plan.weights:
-        weight.stays = weight.group in plan.staying
     return plan
 
 
@@ -272,13 +270,14 @@ def _plan_memory(plan: Plan, number: int, resident_bytes: int, lookahead: int, n
     if all weights of the device stay."""
     groups = [group for group in plan.groups if group.device_number == number]
     is_all = sum(group.num_bytes for group in groups) <= resident_bytes
-    staying = spread([group for group in groups if is_all or not group.are_experts], resident_bytes)
-    plan.staying.update(staying)
-    left = resident_bytes - sum(group.num_bytes for group in staying)
-    stacks = [weight for group in groups if group.are_experts and group not in staying for weight in group.weights]
+    left = resident_bytes
+    for group in spread([group for group in groups if is_all or not group.are_experts], resident_bytes):
+        group.stays = True
+        left -= group.num_bytes
+    stacks = [weight for group in groups if group.are_experts and not group.stays for weight in group.weights]
     total = sum(weight.num_bytes for weight in stacks)
     plan.cache_bytes.update({weight: left * weight.num_bytes // total for weight in stacks})
-    sizes = [group.num_bytes for group in groups if group not in staying]
+    sizes = [group.num_bytes for group in groups if not group.stays]
     at_once = min(lookahead + 1, len(sizes))
     # The first group follows the last.
     runs = (sum([*sizes, *sizes][first : first + at_once]) for first in range(len(sizes)))

@@ -56,10 +56,9 @@ class Weight:
         )
         # The weight's device before it was offloaded; the CPU if a checkpoint fills it.
         self.home = torch.device("cpu") if tensor.is_meta else tensor.device
-        # The plan sets the next four attributes.
+        # The plan sets the next three attributes.
         self.group: Group | None = None  # the group that it is fetched with; None if single rows of it are looked up
         self.device = device  # the device that uses it
-        self.stays = False  # whether it stays on this device, not compressed
         self.unit: Literal["weight", "row", "expert"] = "weight"  # what a fetch brings: all of it, or parts
         # The table of `x.permute(order)`; None before the weight is stored and after it is restored.
         self.table: CompressedTensor | None = None
@@ -71,6 +70,11 @@ class Weight:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def stays(self) -> bool:
+        """Whether the weight stays on the device, not compressed."""
+        return self.group is not None and self.group.stays
 
     def add(self, module: torch.nn.Module, attribute: str, name: str, tensor: torch.Tensor) -> None:
         """Adds a name of the tensor, or of another tensor with the same memory."""
