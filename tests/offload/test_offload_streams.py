@@ -1,5 +1,6 @@
 """The streams and events of `ibp.offload` on a GPU, without one: see stream_clocks.py."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -10,9 +11,12 @@ from torch import nn
 
 import ibp
 from helpers import assert_same_bits, embedding
+from ibp._offload import experts
 from ibp._offload.fetcher import CudaWeightFetcher
 from ibp._rows.table import handle_on
-from stream_clocks import Gpu, clocked_gpu
+from ibp.nn._stacks import slots_for
+from stream_clocks import Event, Gpu, clocked_gpu
+from test_experts import SIZES, Experts
 
 WIDTH = 32
 
@@ -205,3 +209,41 @@ def test_damage_is_raised_by_the_use_of_a_weight(gpu):
                 model(x)
         weight.table.lengths.copy_(kept)
         assert_same_bits(model(x), wanted)
+
+
+@pytest.mark.parametrize("missing", ["", "wait_event", "wait_stream"])
+def test_experts_come_on_a_stream_of_their_own(monkeypatch, missing):
+    """The caller's stream waits for a weight when it reads it, and for the others before it uses their memory again."""
+    gpu, fetch, memory = clocked_gpu(monkeypatch), experts.CachedStack.fetch, []
+    beside = Gpu.Stream(gpu)
+
+    def record_event(stream):
+        event = Event()
+        event.record(stream)
+        return event
+
+    def clocked_fetch(stack, rows, out, max_sms):
+        gpu.use(out, writes=True)
+        memory.append(out)
+        return fetch(stack, rows, out, max_sms)
+
+    monkeypatch.setattr(Gpu.Stream, "record_event", record_event, raising=False)
+    monkeypatch.setattr(experts, "_stream_beside", lambda device: beside)
+    monkeypatch.setattr(experts.CachedStack, "fetch", clocked_fetch)
+    if missing:
+        monkeypatch.setattr(Gpu.Stream, missing, lambda stream, other: None)
+    model = Experts()
+    wanted = model.up_proj[[1, 5]]
+    with ibp.offload(model, "cpu", **SIZES) as offloaded:
+        (forward,) = offloaded._experts
+        _, _, rows = slots_for(torch.tensor([[1, 5]]), 8, forward._num_rows, forward.num_spare)
+
+        def read_one(weights):
+            value = weights["up_proj"]()
+            gpu.use(value, writes=False)
+            return value
+
+        with pytest.raises(AssertionError, match="races") if missing else contextlib.nullcontext():
+            assert_same_bits(forward._call_beside(rows, read_one), wanted)
+            for part in memory:
+                gpu.use(part, writes=True)
