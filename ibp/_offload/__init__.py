@@ -8,7 +8,7 @@
     model(x)
       a module begins and ends   events.py      the five events, and the prediction of the next group
       a group is fetched         fetcher.py     into the memory of a device, on a stream of its own
-      experts are fetched        experts.py     those that a router chose, through a cache
+      experts are fetched        experts.py     the experts that a router chose, through a cache
 """
 
 from .offloaded import Offloaded, OffloadStats, offload

@@ -28,7 +28,7 @@ from .._common.locks import ForkLock
 from .._common.modes import is_transformed, outside_of_modes
 from . import hooks
 from .fetcher import CudaWeightFetcher, Place, WeightFetcher
-from .plan import Group, Plan
+from .plan import Group, OffloadPlan
 from .weights import Weight
 
 # A call of a module that has begun and not ended: the module, the groups that it uses, and the hooks by which autograd
@@ -93,12 +93,12 @@ class Events:
         fetchers: the memory of each device.
         places: where each group that is fetched is.
         users: the modules that use groups, with the places of these groups.
-        undo: functions that remove what was installed in the model, the first one last.
+        undo: functions that remove what was installed in the model. They are called from the last to the first.
         uses: number of times that a module used a group.
         first_use, last_use: times of the first use and of the end of the last one, in seconds of the host's clock.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, max_sms: int | None, lookahead: int) -> None:
+    def __init__(self, model: nn.Module, plan: OffloadPlan, max_sms: int | None, lookahead: int) -> None:
         self.lock, self.thread, self._lookahead = ForkLock(), _ThreadState(), lookahead
         self.fetchers = [
             (CudaWeightFetcher if device.type == "cuda" else WeightFetcher)(device, arena_bytes, max_sms)

@@ -23,7 +23,7 @@ from .weights import Weight
 
 if TYPE_CHECKING:
     from .events import Events
-    from .plan import Group, Plan
+    from .plan import Group, OffloadPlan
 
 _BESIDE_ROWS = 512  # in bytes; the map and the counters of a cache of one row take less
 
@@ -70,7 +70,7 @@ class ExpertsForward:
         events: brings the group, and is told of calls for few tokens.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, group: Group, events: Events) -> None:
+    def __init__(self, module: nn.Module, plan: OffloadPlan, group: Group, events: Events) -> None:
         self.module, self._name, self._events, self._place = module, group.name, events, events.places[group]
         self._calls, self._num_experts = Calls(type(module), plan.held[module]), int(module.num_experts)  # type: ignore
         self.stacks = {

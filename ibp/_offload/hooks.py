@@ -17,7 +17,7 @@ from ..nn._stacks import stand_in
 from ..nn._tables import TableModule
 from .experts import ExpertsForward
 from .fetcher import Place
-from .plan import Plan
+from .plan import OffloadPlan
 from .resting import refuse_copy, refuse_pickle
 from .weights import Weight
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Undo = list[Callable[[], object]]
 
 
-def install(model: nn.Module, plan: Plan, events: Events) -> list[ExpertsForward]:
+def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[ExpertsForward]:
     """Installs hooks and forwards in all modules of a model. Returns the forwards of mixtures whose experts are fetched
     as the router chooses them."""
     for module, groups in plan.users.items():
@@ -103,7 +103,7 @@ def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callab
     """Puts the values of a module's weights into its state_dict, and refuses to load others.
 
     Args:
-        weights: the weights of the module, by attribute. Those without a table are left to torch.
+        weights: the weights of the module, by attribute. Weights without a table are left to torch.
         place_of: returns the place of a weight. If a call is using it, the weight must not rest.
     """
 

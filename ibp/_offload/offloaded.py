@@ -22,7 +22,7 @@ from .._schemes import check_scheme
 from .events import Events
 from .experts import ExpertsForward
 from .hooks import install
-from .plan import Plan, plan_for
+from .plan import OffloadPlan, plan_for
 from .resting import Resting
 from .weights import Checkpoint, store
 
@@ -243,7 +243,7 @@ class Offloaded(OfThisProcess, Closing, NotTheModel):
     _instead = "save the model's state_dict()"
     changed_by = "ibp.offload(model)"
 
-    def __init__(self, model: nn.Module, plan: Plan, events: Events) -> None:
+    def __init__(self, model: nn.Module, plan: OffloadPlan, events: Events) -> None:
         self._model, self._plan, self._events = model, plan, events
         self._experts: list[ExpertsForward] = []  # mixtures whose experts are fetched as the router chooses them
         self._is_removed = False

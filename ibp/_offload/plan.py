@@ -54,7 +54,7 @@ class Other:
 
 
 @dataclass(eq=False)
-class Plan:
+class OffloadPlan:
     """What `ibp.offload` does with each tensor and module of a model."""
 
     devices: list[torch.device]
@@ -67,10 +67,10 @@ class Plan:
     held: dict[nn.Module, dict[str, Weight]] = field(default_factory=dict)
     others: list[Other] = field(default_factory=list)  # all other parameters and buffers, each tensor once
     groups: list[Group] = field(default_factory=list)  # in the order of the modules
-    # A module that uses weights is in one of the next three.
-    users: dict[nn.Module, list[Group]] = field(default_factory=dict)  # with the groups that its calls use
-    lookups: list[nn.Module] = field(default_factory=list)  # its calls fetch the rows of `held` that they look up
-    experts: dict[nn.Module, Group] = field(default_factory=dict)  # with the group of its stacks
+    # The next three say how modules use weights.
+    users: dict[nn.Module, list[Group]] = field(default_factory=dict)  # the groups that a module's calls use
+    lookups: list[nn.Module] = field(default_factory=list)  # modules that look up rows of the weights that they hold
+    experts: dict[nn.Module, Group] = field(default_factory=dict)  # the stacks of a module of experts
     # For each device, the size of the memory for groups that are in use or fetched ahead.
     arena_bytes: list[int] = field(default_factory=list)
     # The size of the cache of each stacked weight that is fetched.
@@ -86,7 +86,7 @@ def plan_for(
     resident_bytes: int = 0,
     lookahead: int = 0,
     buffers: bool = False,
-) -> Plan:
+) -> OffloadPlan:
     """Returns the plan for a model. Its blocks, which are the children of its outermost `ModuleList` or `Sequential`,
     are assigned to the devices in turn.
 
@@ -95,7 +95,7 @@ def plan_for(
     group of the first of them; the other modules use that group, too.
 
     Arguments as in `ibp.offload`."""
-    plan = Plan(list(devices))
+    plan = OffloadPlan(list(devices))
     _find_blocks(model, plan)
     _find_tensors(model, plan, min_bytes, buffers)
     divider = _Divider(plan, group_bytes)
@@ -105,7 +105,7 @@ def plan_for(
     return plan
 
 
-def _find_blocks(model: nn.Module, plan: Plan) -> None:
+def _find_blocks(model: nn.Module, plan: OffloadPlan) -> None:
     def visit(module: nn.Module, device_number: int, in_block: bool) -> None:
         if module in plan.device_numbers:
             return
@@ -123,7 +123,7 @@ def _find_blocks(model: nn.Module, plan: Plan) -> None:
     visit(model, 0, False)
 
 
-def _find_tensors(model: nn.Module, plan: Plan, min_bytes: int, buffers: bool) -> None:
+def _find_tensors(model: nn.Module, plan: OffloadPlan, min_bytes: int, buffers: bool) -> None:
     """Fills in `weights`, `held` and `others` of a plan."""
     known: dict[object, Weight] = {}
     others: dict[int, Other] = {}
@@ -176,7 +176,7 @@ class _Divider:
             because a module uses its own group while its submodules use theirs.
     """
 
-    def __init__(self, plan: Plan, group_bytes: int) -> None:
+    def __init__(self, plan: OffloadPlan, group_bytes: int) -> None:
         self._plan, self._group_bytes = plan, group_bytes
         self._visited: set[nn.Module] = set()
         self.nested_bytes: dict[int, int] = {}
@@ -265,13 +265,13 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward and not isinstance(module, nn.Sequential)
 
 
-def _plan_memory(plan: Plan, number: int, resident_bytes: int, lookahead: int, nested_bytes: int) -> None:
+def _plan_memory(plan: OffloadPlan, number: int, resident_bytes: int, lookahead: int, nested_bytes: int) -> None:
     """Decides which groups stay on a device, and how large its arena and its caches of experts are. Experts stay only
     if all weights of the device stay."""
     groups = [group for group in plan.groups if group.device_number == number]
-    is_all = sum(group.num_bytes for group in groups) <= resident_bytes
+    all_fit = sum(group.num_bytes for group in groups) <= resident_bytes
     left = resident_bytes
-    for group in spread([group for group in groups if is_all or not group.are_experts], resident_bytes):
+    for group in spread([group for group in groups if all_fit or not group.are_experts], resident_bytes):
         group.stays = True
         left -= group.num_bytes
     stacks = [weight for group in groups if group.are_experts and not group.stays for weight in group.weights]

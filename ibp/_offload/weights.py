@@ -21,7 +21,7 @@ from ..nn._stacks import by_rows
 from . import resting
 
 if TYPE_CHECKING:
-    from .plan import Group, Plan
+    from .plan import Group, OffloadPlan
 
 _INDEX_NAME = "model.safetensors.index.json"
 
@@ -208,7 +208,7 @@ class Weight:
 
 def store(
     model: torch.nn.Module,
-    plan: Plan,
+    plan: OffloadPlan,
     checkpoint: Checkpoint | None,
     scheme: str,
     progress: bool,
@@ -234,7 +234,9 @@ def store(
         other.tensor.data = other.tensor.data.to(other.device)
 
 
-def _sources(model: torch.nn.Module, plan: Plan, checkpoint: Checkpoint | None) -> Iterator[tuple[Weight, Value]]:
+def _sources(
+    model: torch.nn.Module, plan: OffloadPlan, checkpoint: Checkpoint | None
+) -> Iterator[tuple[Weight, Value]]:
     """Yields each weight of a plan with its values, from the model or from the checkpoint. The checkpoint also fills
     the tensors that are not offloaded."""
     if checkpoint is None:
