@@ -1,11 +1,14 @@
-"""`ibp.offload` keeps the weights of a model compressed and streams them to the devices that use them, layer by layer.
+"""`ibp.offload` keeps the weights of a model compressed and streams them to the devices that use them, layer by layer
+(the paper's sections 2.1 and 6.4).
 
-The paper's sections 2.1 and 6.4.
-
-`groups.py` divides a model into groups of weights that are used together. `weights.py` holds each weight and its
-compressed table, and `resting.py` the tensors that stand for weights between uses. `schedule.py` predicts which group
-is used next, `fetcher.py` brings it to the device, and `experts.py` brings the experts that a router chooses.
-`offloaded.py` has `ibp.offload`, the object that it returns, and the hooks of the modules.
+    ibp.offload(model)         offloaded.py   checks the arguments, and returns the object that undoes all of this
+      what is to be done         plan.py        groups of weights, their order and devices, the sizes of memories: data
+      values become tables       weights.py     from the model or a checkpoint; the model's tensors rest (resting.py)
+      modules get hooks          hooks.py       closures, which call the events
+    model(x)
+      a module begins and ends   events.py      the five events, and the prediction of the next group
+      a group is fetched         fetcher.py     into the memory of a device, on a stream of its own
+      experts are fetched        experts.py     the experts that a router chose, through a cache
 """
 
 from .offloaded import Offloaded, OffloadStats, offload

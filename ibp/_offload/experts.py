@@ -9,20 +9,21 @@ that `down_proj` is fetched while `gate_up_proj` is multiplied.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
-from .._common.graphs import outside_of_graphs
 from .._common.modes import is_transformed
 from .._fetch.streaming import STREAM_SMS
 from ..cache import RowCache
 from ..nn._stacks import Calls, are_few, slots_for
-from .groups import StackedModule
-from .resting import NotCopied
 from .weights import Weight
+
+if TYPE_CHECKING:
+    from .events import Events
+    from .plan import Group, OffloadPlan
 
 _BESIDE_ROWS = 512  # in bytes; the map and the counters of a cache of one row take less
 
@@ -36,76 +37,74 @@ class CachedStack:
     cache_bytes: size in bytes of the cache on the device. If `RowCache` cannot replace rows with so few bytes, the
         cache holds only the first row."""
 
-    def __init__(self, weight: Weight, device: torch.device, cache_bytes: int) -> None:
+    def __init__(self, weight: Weight, cache_bytes: int) -> None:
         assert weight.table is not None
-        self.weight, table = weight, weight.table
+        table = weight.table
         # Number of rows of an expert, and size of a row in bytes.
         self.num_rows, self.row_bytes = table.num_rows // weight.shape[0], table.row_bytes
         self._row_shape, self._dtype = table.shape[1:], table.dtype
-        self.cache = RowCache(table, cache_bytes, [0], devices=device, policy="lru")
+        self._expert_shape, self._stride = weight.shape[1:], weight.stride
+        self.cache = RowCache(table, cache_bytes, [0], devices=weight.device, policy="lru")
         self.is_cached = self.cache.capacity > 0
         if not self.is_cached:
-            self.cache = RowCache(table, table.row_bytes + _BESIDE_ROWS, [0], devices=device)
+            self.cache = RowCache(table, table.row_bytes + _BESIDE_ROWS, [0], devices=weight.device)
 
     def room_for(self, rows: torch.Tensor) -> torch.Tensor:
         """Allocates memory for rows. rows: their numbers."""
         return torch.empty((rows.numel(), *self._row_shape), dtype=self._dtype, device=rows.device)
 
-    def fetch(self, rows: torch.Tensor, out: torch.Tensor, max_sms: int | None = None) -> torch.Tensor:
-        """Fetches experts by the numbers of their rows, into memory that `room_for` returned. Returns them as a tensor
-        of experts."""
-        return self.weight.items(self.cache.index_select(rows, out=out, max_sms=max_sms, in_order=True))
+    def fetch(self, rows: torch.Tensor, out: torch.Tensor | None = None, max_sms: int | None = None) -> torch.Tensor:
+        """Fetches experts by the numbers of their rows, into memory that `room_for` returned or, if out is None, into
+        newly allocated memory. Returns them as a tensor of experts."""
+        fetched, shape = self.cache.index_select(rows, out=out, max_sms=max_sms, in_order=True), self._expert_shape
+        return fetched.as_strided((rows.numel() // self.num_rows, *shape), self._stride)
 
 
-class ExpertsForward(NotCopied):
+class ExpertsForward:
     """The forward of a module of experts: the module's own, whichever implementation of experts transformers is set to
-    use. use_group: returns a context in which all weights are on the device, for a call for many tokens. note_use:
-    called before a call for few tokens."""
+    use.
 
-    def __init__(
-        self,
-        experts: StackedModule,
-        device: torch.device,
-        cache_bytes: int,
-        use_group: Callable[[], AbstractContextManager[None]],
-        note_use: Callable[[], None],
-    ) -> None:
-        self._experts, self._use_group, self._note_use = experts, use_group, note_use
-        self._calls = Calls(type(experts.module), experts.stacks)
-        total = sum(weight.num_bytes for weight in experts.stacks.values())
+    Args:
+        module: the module of experts.
+        group: its stacked weights, which a call for many tokens uses.
+        events: brings the group, and is told of calls for few tokens.
+    """
+
+    def __init__(self, module: nn.Module, plan: OffloadPlan, group: Group, events: Events) -> None:
+        self.module, self._name, self._events, self._place = module, group.name, events, events.places[group]
+        self._calls, self._num_experts = Calls(type(module), plan.held[module]), int(module.num_experts)  # type: ignore
         self.stacks = {
-            name: CachedStack(weight, device, cache_bytes * weight.num_bytes // total)
-            for name, weight in experts.stacks.items()
+            name: CachedStack(weight, plan.cache_bytes[weight]) for name, weight in plan.held[module].items()
         }
         self._num_rows = [stack.num_rows for stack in self.stacks.values()]
         # Number of slots without an expert, over all calls.
-        self.num_spare = torch.zeros(1, dtype=torch.int64, device=device)
-        self._compute = outside_of_graphs(ExpertsForward._called)
+        self.num_spare = torch.zeros(1, dtype=torch.int64, device=group.weights[0].device)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._compute(self, *args, **kwargs)
-
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
-        calls, module, num_experts = self._calls, self._experts.module, self._experts.num_experts
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        calls, module, num_experts = self._calls, self.module, self._num_experts
         ids = calls.ids_of(args, kwargs)
         if is_transformed() or not are_few(ids, num_experts):
-            with self._use_group():
+            with self._events.using_all(module, self._place):
                 return calls.kind.forward(module, *args, **kwargs)
-        calls.check(ids, num_experts, self._experts.group.name)
-        self._note_use()
+        calls.check(ids, num_experts, self._name)
+        self._events.note_choice(self._place)
         slots, held, rows = slots_for(ids, num_experts, self._num_rows, self.num_spare)
-        with self._coming(rows) as tensors:
-            return calls.with_slots(module, args, kwargs, slots, held, tensors)
+        if rows[0].is_cuda:
+            return self._call_beside(rows, lambda experts: calls.with_slots(module, args, kwargs, slots, held, experts))
+        fetches = {name: functools.partial(stack.fetch, of) for (name, stack), of in zip(self.stacks.items(), rows)}
+        return calls.with_slots(module, args, kwargs, slots, held, fetches)
 
-    @contextmanager
-    def _coming(self, rows: Sequence[torch.Tensor]) -> Iterator[dict[str, functools.partial[torch.Tensor]]]:
-        """Yields, by name of the stacked weight, a function that returns the experts of the slots. rows: for each
-        stacked weight, the numbers of the rows. On a GPU the current stream waits for a weight when its function is
-        called, or at the end of the context."""
+    def _call_beside(
+        self, rows: Sequence[torch.Tensor], forward: Callable[[dict[str, functools.partial[torch.Tensor]]], Any]
+    ) -> Any:
+        """Fetches experts on a stream beside the current one. Returns what forward computes.
+
+        Args:
+            rows: for each stacked weight, the numbers of the rows of the slots.
+            forward: receives, by name of the stacked weight, a function that returns the experts of the slots. The
+                current stream waits for a weight when its function is called, or when forward has returned.
+        """
         stacks = [(name, stack, of, stack.room_for(of)) for (name, stack), of in zip(self.stacks.items(), rows)]
-        if not rows[0].is_cuda:
-            yield {name: functools.partial(stack.fetch, of, out) for name, stack, of, out in stacks}
-            return
         current, beside = torch.cuda.current_stream(rows[0].device), _stream_beside(rows[0].device)
         beside.wait_stream(current)
         left = set(self.stacks)  # names of the weights that the current stream has not waited for
@@ -117,7 +116,7 @@ class ExpertsForward(NotCopied):
                     fetched = stack.fetch(of, out, sms)
                     ready = functools.partial(current.wait_event, beside.record_event())
                     tensors[name] = functools.partial(_awaited, fetched, ready, left, name)
-            yield tensors
+            return forward(tensors)
         finally:  # because the current stream owns the memory
             if left:
                 current.wait_stream(beside)

@@ -3,19 +3,89 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
 from .._fetch.streaming import STREAM_SMS, TensorStream, decode_items
 from .._rows.faults import CorruptTableError, new_record
+from .._rows.plan import spread_bytes
 from .._rows.table import handle_on
-from .groups import Group, Place, Region, WeightArena, overlap
+from .plan import Group
 from .weights import Weight
 
 # Largest and smallest size in bytes of the ring through which tables are streamed. The ring holds four chunks; the copy
 # engine pauses for 3 microseconds between two chunks.
 _MOST_RING_BYTES, _LEAST_RING_BYTES = 128 << 20, 1 << 20
+
+Region = tuple[int, int]  # [start, end) in bytes
+
+
+class Place:
+    """Where a group of weights is on its device while the model runs, and which work uses it. Only the fetcher changes
+    a place."""
+
+    def __init__(self, group: Group, fetcher: WeightFetcher) -> None:
+        self.group, self.fetcher = group, fetcher
+        self.stored_bytes = 0  # size of the compressed rows, which a fetch moves; 0 until the tables are made
+        self.uses = 0  # number of calls that are using the weights
+        # Whether the weights are in `memory`, or will be when `ready` has been reached.
+        self.is_loaded = False
+        self.is_ahead = False  # whether they were fetched ahead of a use that has not begun
+        # The present or latest region of the arena. None: the group has an allocation of its own, or no memory.
+        self.region: Region | None = None
+        self.memory: torch.Tensor | None = None  # uint8: the memory of the whole group
+        self.data: list[torch.Tensor] = []  # the bytes of each weight
+        self.values: list[torch.Tensor] = []  # the same bytes with the shapes and dtypes of the model's tensors
+        # CUDA: the arguments of `TensorStream.issue` for each weight, and the number of multiprocessors that they name.
+        self.prepared: list[tuple[Any, ...]] = []
+        self.sms = 0
+        self.ready: torch.cuda.Event | None = None  # CUDA: reached when the weights have arrived
+        # CUDA: recorded before and after the last wait for the weights.
+        self.wait: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        # CUDA, by stream: reached when the stream no longer reads the weights.
+        self.done: dict[int, torch.cuda.Event] = {}
+
+    def move(self, region: Region | None, memory: torch.Tensor | None) -> None:
+        """Gives the group other memory, or none. region: the region of the arena that the memory is, if it is one."""
+        self.region, self.memory, self.data, self.values, self.prepared = region, memory, [], [], []
+        if memory is not None:
+            weights, offsets = self.group.weights, self.group.offsets
+            self.data = [memory[start : start + weight.num_bytes] for weight, start in zip(weights, offsets)]
+            self.values = [weight.view(part) for weight, part in zip(weights, self.data)]
+
+
+class WeightArena:
+    """A ring of memory for groups: each new region begins where the last one ended, and at the end of the memory the
+    next region begins at its start again.
+
+    If every pass asks for the same sizes in the same order, the memory that is overwritten is thus the least recently
+    used.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._cursor = 0
+
+    def region(self, num_bytes: int, held: Iterable[Region], wish: Region | None = None) -> Region | None:
+        """Returns a region of num_bytes bytes that overlaps none of the held regions, or None if there is no such
+        region. It is `wish` if that is free, otherwise the first free region after the one that was given out last."""
+        held = list(held)
+        after_held = sorted(end for _, end in held)
+        starts = [self._cursor, *(end for end in after_held if end > self._cursor), 0, *after_held]
+        if wish is not None:
+            starts.insert(0, wish[0])
+        for start in starts:
+            region = start, start + num_bytes
+            if region[1] <= self.num_bytes and not any(overlap(region, other) for other in held):
+                self._cursor = region[1]
+                return region
+        return None
+
+
+def overlap(one: Region, other: Region) -> bool:
+    return one[0] < other[1] and other[0] < one[1]
 
 
 class WeightFetcher:
@@ -35,72 +105,90 @@ class WeightFetcher:
         self.device, self.max_sms = device, max_sms
         self.memory = torch.empty(arena_bytes, dtype=torch.uint8, device=device)
         self._arena = WeightArena(arena_bytes)
-        self._loaded: list[Group] = []
+        self._loaded: list[Place] = []
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        self.misses = 0  # number of uses whose weights were not being fetched when the use began
+        self.fetched_bytes = self.link_bytes = 0  # bytes of fetched weights, and of their compressed rows
         self.waited_s = 0.0  # seconds that uses have waited for their weights
 
     @property
     def device_bytes(self) -> int:
         """Size in bytes of the device memory for weights that are being fetched or used."""
-        return self.memory.numel() + sum(group.num_bytes for group in self._loaded if group.region is None)
+        return self.memory.numel() + sum(place.group.num_bytes for place in self._loaded if place.region is None)
 
-    def start(self, groups: Sequence[Group]) -> None:
-        """Called when the tables of all groups have been made. Later calls may read them."""
+    def start(self, places: Sequence[Place]) -> None:
+        """Called with the places of all groups when their tables have been made. Later calls may read the tables."""
+        for place in places:
+            tables = [weight.table for weight in place.group.weights if weight.table is not None]
+            place.stored_bytes = sum(spread_bytes(table) for table in tables)
 
-    def fetch_ahead(self, group: Group) -> bool:
-        """Fetches a group that is not loaded, ahead of its use. Returns False if there is no room for it now."""
-        region = self._region(group, keeps_ahead=True)
-        if region is None:
-            return False
-        self._fetch(group, region)
-        group.is_ahead = True
-        return True
+    def fetch_ahead(self, expected: Sequence[Place]) -> bool:
+        """Fetches groups ahead of their uses, unless they are loaded. Returns False if there is no room for one of
+        them now. Groups that are not expected any longer may be overwritten.
 
-    def fetch_now(self, group: Group) -> None:
-        """Fetches a group that is not loaded and is used now. If there is no room, it overwrites groups that were
-        fetched ahead; if all of the arena is in use, it gets an allocation of its own."""
-        self._fetch(group, self._region(group, keeps_ahead=True) or self._region(group, keeps_ahead=False))
+        Args:
+            expected: the groups whose uses are expected next, in this order.
+        """
+        for place in self._loaded:
+            place.is_ahead = place.is_ahead and place in expected
+        has_room = True
+        for place in expected:
+            if place.is_loaded:
+                place.is_ahead = True
+            elif has_room:  # otherwise it would take the room that an earlier group waits for
+                region = self._region(place, keeps_ahead=True)
+                try:
+                    if region is not None:
+                        self._fetch(place, region)
+                except CorruptTableError:  # the use that needs the group will raise it
+                    region = None
+                has_room = place.is_ahead = region is not None
+        return has_room
 
-    def expect(self, groups: Container[Group]) -> None:
-        """Allows groups that were fetched ahead to be overwritten, unless they are among `groups`, whose uses are still
-        expected."""
-        for group in self._loaded:
-            group.is_ahead = group.is_ahead and group in groups
+    def begin_use(self, place: Place) -> None:
+        """Makes the caller's current stream wait for a group. A group that is not loaded is fetched now: if there is no
+        room, it overwrites groups that were fetched ahead; if all of the arena is in use, it gets an allocation of its
+        own.
 
-    def check_use(self, group: Group) -> None:
-        """Raises RuntimeError if a use cannot begin now, and CorruptTableError if an earlier fetch found a fault."""
+        Raises:
+            RuntimeError: a CUDA graph is being captured.
+            ibp.CorruptTableError: this fetch or an earlier one found a fault.
+        """
+        self._check(place)
+        if not place.is_loaded:
+            self.misses += 1
+            self._fetch(place, self._region(place, keeps_ahead=True) or self._region(place, keeps_ahead=False))
+        self._wait(place)
+        place.is_ahead = False
+        place.uses += 1
 
-    def begin_use(self, group: Group) -> None:
-        """Makes the caller's current stream wait for a loaded group."""
+    def end_use(self, place: Place) -> None:
+        """Called when all work of a use has been issued to the caller's current stream."""
+        place.uses -= 1
+        self._note_reads(place)
+        if place.uses == 0 and place.region is None:
+            self.drop(place)
 
-    def end_use(self, group: Group) -> None:
-        """Called when all work that reads a group has been issued to the caller's current stream."""
-        if group.uses == 0 and group.region is None:
-            self.drop(group)
-
-    def drop(self, group: Group) -> None:
+    def drop(self, place: Place) -> None:
         """Removes a group that is not in use."""
-        group.is_ahead, group.place = False, None
-        if group in self._loaded:
-            self._loaded.remove(group)
-            group.is_loaded = False
+        place.is_ahead = False
+        place.move(None, None)
+        if place.is_loaded:
+            self._loaded.remove(place)
+            place.is_loaded = False
 
     def find(self, tensor: torch.Tensor) -> tuple[Weight, int] | None:
         """Returns (weight, offset in its bytes) if a tensor is a part of a weight that is loaded on this device,
         otherwise None."""
         address, start = tensor.untyped_storage().data_ptr(), int(tensor.storage_offset()) * tensor.element_size()
-        for group in self._loaded:
-            memory = self.place_of(group).memory
-            if memory.untyped_storage().data_ptr() != address:
-                continue
-            for weight, offset in zip(group.weights, group.offsets):
-                within = start - int(memory.storage_offset()) - offset
-                if 0 <= within < weight.num_bytes:
+        for place in self._loaded:
+            for weight, data in zip(place.group.weights, place.data):
+                within = start - int(data.storage_offset())
+                if 0 <= within < weight.num_bytes and data.untyped_storage().data_ptr() == address:
                     return weight, within
         return None
-
-    def place_of(self, group: Group) -> Place:
-        assert group.place is not None
-        return group.place
 
     def synchronize(self) -> None:
         """Waits for all fetches and uses that have been issued."""
@@ -108,46 +196,52 @@ class WeightFetcher:
     def close(self) -> None:
         """Frees the memory."""
         self.memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-        for group in list(self._loaded):
-            self.drop(group)
+        for place in list(self._loaded):
+            self.drop(place)
 
     # ---- placing ----
 
-    def _region(self, group: Group, keeps_ahead: bool) -> Region | None:
+    def _region(self, place: Place, keeps_ahead: bool) -> Region | None:
         """Returns a region of the arena for a group, its latest one if that is free, or None if there is no room.
         keeps_ahead: whether groups that were fetched ahead must not be overwritten."""
         held = [other for other in self._loaded if other.uses or (keeps_ahead and other.is_ahead)]
-        regions = [other.region for other in held if other.region is not None]
-        wish = None if group.region is None else group.region[0]
-        start = self._arena.place(group.num_bytes, regions, wish)
-        return None if start is None else (start, start + group.num_bytes)
+        return self._arena.region(place.group.num_bytes, [o.region for o in held if o.region is not None], place.region)
 
-    def _fetch(self, group: Group, region: Region | None) -> None:
+    def _fetch(self, place: Place, region: Region | None) -> None:
         """Fetches a group to a region of the arena. None: to an allocation of its own."""
-        is_known = group.place is not None and region is not None and group.region == region
-        place = self.place_of(group) if is_known else self._new_place(group, region)
+        if region is None:
+            place.move(None, torch.empty(place.group.num_bytes, dtype=torch.uint8, device=self.device))
+        elif place.region != region:
+            place.move(region, self.memory[slice(*region)])
         over = [other for other in self._loaded if region and other.region and overlap(other.region, region)]
         for other in over:
             other.is_loaded = other.is_ahead = False
             self._loaded.remove(other)
-        self._queue(group, place, over)
-        group.place, group.is_loaded = place, True
-        self._loaded.append(group)
+        try:
+            self._queue(place, over)
+        except BaseException:
+            self.drop(place)
+            raise
+        place.is_loaded = True
+        self._loaded.append(place)
+        self.fetched_bytes += place.group.num_bytes
+        self.link_bytes += place.stored_bytes
 
-    def _new_place(self, group: Group, region: Region | None) -> Place:
-        if region is None:
-            memory = torch.empty(group.num_bytes, dtype=torch.uint8, device=self.device)
-        else:
-            memory = self.memory[slice(*region)]
-        data = [memory[start : start + weight.num_bytes] for weight, start in zip(group.weights, group.offsets)]
-        return Place(region, memory, data, [weight.view(part) for weight, part in zip(group.weights, data)])
+    # ---- what a device does: here the CPU ----
 
-    # ---- decoding ----
+    def _check(self, place: Place) -> None:
+        """Raises RuntimeError if a use cannot begin now, and CorruptTableError if an earlier fetch found a fault."""
 
-    def _queue(self, group: Group, place: Place, over: list[Group]) -> None:
+    def _wait(self, place: Place) -> None:
+        """Makes the caller's current stream wait for a loaded group."""
+
+    def _note_reads(self, place: Place) -> None:
+        """Notes that the caller's current stream has been given all reads of a use."""
+
+    def _queue(self, place: Place, over: list[Place]) -> None:
         """Decodes a group's weights into its memory, after the last read of the groups that it overwrites."""
         begun = time.perf_counter()
-        for weight, part in zip(group.weights, place.data):
+        for weight, part in zip(place.group.weights, place.data):
             assert weight.table is not None
             fault = new_record()
             handle = handle_on(weight.table, self.device)
@@ -168,54 +262,17 @@ class CudaWeightFetcher(WeightFetcher):
         super().__init__(device, arena_bytes, max_sms)
         self._stream, self._ring_bytes = torch.cuda.Stream(device), _LEAST_RING_BYTES
         self._from_host: TensorStream | None = None
-        # Recorded before and after the last wait for each group.
-        self._waits: dict[Group, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
 
     @property
     def device_bytes(self) -> int:
         return super().device_bytes + (self._from_host.ring_bytes if self._from_host is not None else 0)
 
-    def start(self, groups: Sequence[Group]) -> None:
-        largest = max((group.stored_bytes for group in groups), default=0)
+    def start(self, places: Sequence[Place]) -> None:
+        super().start(places)
+        largest = max((place.stored_bytes for place in places), default=0)
         self._ring_bytes = max(_LEAST_RING_BYTES, min(_MOST_RING_BYTES, 4 * largest))
         self._stream.wait_stream(self._current())  # it allocated the arena and filled the tables
         self.memory.record_stream(self._stream)  # a fetch may still be running when the model is destroyed
-
-    def check_use(self, group: Group) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"the weights of {group.name!r} are streamed by ibp.offload, which a CUDA graph cannot capture: keep "
-                "them on the GPU (resident_bytes=), or capture other layers"
-            )
-        try:
-            for weight in group.weights:
-                if weight.table is not None:
-                    weight.table._raise_pending(self.device)
-        except CorruptTableError:
-            if not group.uses:
-                self.drop(group)  # its memory does not hold the weights, so the next use fetches them again
-            raise
-
-    def begin_use(self, group: Group) -> None:
-        assert group.ready is not None
-        stream, wait, place = self._current(), self._waits.get(group), self.place_of(group)
-        if place.region is None:
-            place.memory.record_stream(stream)
-        if wait is None:
-            wait = self._waits[group] = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        elif wait[1].query():  # otherwise the host is a whole pass ahead, and the wait before this one is not counted
-            self.waited_s += wait[0].elapsed_time(wait[1]) * 1e-3
-        wait[0].record(stream)
-        stream.wait_event(group.ready)
-        wait[1].record(stream)
-
-    def end_use(self, group: Group) -> None:
-        stream = self._current()
-        event = group.done.get(stream.cuda_stream)
-        if event is None:
-            event = group.done[stream.cuda_stream] = torch.cuda.Event()
-        event.record(stream)
-        super().end_use(group)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -227,28 +284,64 @@ class CudaWeightFetcher(WeightFetcher):
             self._from_host = None
         super().close()
 
-    def _queue(self, group: Group, place: Place, over: list[Group]) -> None:
+    def _check(self, place: Place) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the weights of {place.group.name!r} are streamed by ibp.offload, which a CUDA graph cannot capture: "
+                "keep them on the GPU (resident_bytes=), or capture other layers"
+            )
+        try:
+            for weight in place.group.weights:
+                if weight.table is not None:
+                    weight.table._raise_pending(self.device)
+        except CorruptTableError:
+            if not place.uses:
+                self.drop(place)  # its memory does not hold the weights, so the next use fetches them again
+            raise
+
+    def _wait(self, place: Place) -> None:
+        assert place.ready is not None and place.memory is not None
+        stream, wait = self._current(), place.wait
         if place.region is None:
+            place.memory.record_stream(stream)
+        if wait is None:
+            wait = place.wait = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        elif wait[1].query():  # otherwise the host is a whole pass ahead, and the wait before this one is not counted
+            self.waited_s += wait[0].elapsed_time(wait[1]) * 1e-3
+        wait[0].record(stream)
+        stream.wait_event(place.ready)
+        wait[1].record(stream)
+
+    def _note_reads(self, place: Place) -> None:
+        stream = self._current()
+        event = place.done.get(stream.cuda_stream)
+        if event is None:
+            event = place.done[stream.cuda_stream] = torch.cuda.Event()
+        event.record(stream)
+
+    def _queue(self, place: Place, over: list[Place]) -> None:
+        if place.region is None:
+            assert place.memory is not None
             self._stream.wait_stream(self._current())  # it allocated the memory
             place.memory.record_stream(self._stream)
-        if group.ready is None:
-            group.ready = torch.cuda.Event()
+        if place.ready is None:
+            place.ready = torch.cuda.Event()
         with torch.cuda.stream(self._stream):
-            for other in (*over, group):
+            for other in (*over, place):
                 for event in other.done.values():
                     self._stream.wait_event(event)
-            if all(weight.table is None or weight.table._serves(self.device) for weight in group.weights):
-                self._stream_to(group, place)
+            if all(weight.table is None or weight.table._serves(self.device) for weight in place.group.weights):
+                self._stream_to(place)
             else:  # the CPU decodes rows of pageable memory, and waits until they have been copied to the GPU
-                for weight, part in zip(group.weights, place.data):
+                for weight, part in zip(place.group.weights, place.data):
                     if weight.table is not None:
                         out = part.view(weight.table.dtype).view(weight.table.shape)
                         decode_items(weight.table, 0, None, out=out)
-            group.ready.record(self._stream)
+            place.ready.record(self._stream)
 
-    def _stream_to(self, group: Group, place: Place) -> None:
-        """Streams the group to its memory through the ring. The arguments of the stream are prepared once for each
-        `Place`."""
+    def _stream_to(self, place: Place) -> None:
+        """Streams a group to its memory through the ring. The arguments of the stream are prepared once for each memory
+        of the group."""
         if self._from_host is None:
             self._from_host = TensorStream(self.device, ring_bytes=self._ring_bytes)
         sms = self.max_sms or STREAM_SMS
@@ -258,7 +351,7 @@ class CudaWeightFetcher(WeightFetcher):
                 self._from_host.prepare(
                     weight.table, 0, weight.num_bytes, self.device, sms, part, weight.table._faults.on(self.device)
                 )
-                for weight, part in zip(group.weights, place.data)
+                for weight, part in zip(place.group.weights, place.data)
                 if weight.table is not None
             ]
         for prepared in place.prepared:

@@ -169,15 +169,14 @@ def _call(cls: type, function: Callable, types: tuple, args: tuple = (), kwargs:
     return reading.kept(result)
 
 
-class NotCopied:
-    """A base of objects that belong to one offloaded model and can be neither copied nor pickled with the model's
-    modules."""
+def refuse_copy(*_: Any) -> NoReturn:
+    """Raises the error of an object that is copied and belongs to an offloaded model."""
+    raise RuntimeError("an offloaded model cannot be copied: close() first, or copy its state_dict()")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise RuntimeError("an offloaded model cannot be copied: close() first, or copy its state_dict()")
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
+def refuse_pickle(*_: Any) -> NoReturn:
+    """Raises the error of an object that is pickled and belongs to an offloaded model."""
+    raise RuntimeError("an offloaded model cannot be pickled: save its state_dict(), or close() first")
 
 
 class _Refusing:
@@ -189,8 +188,10 @@ class _Refusing:
         _refuse_to_write(self)
 
 
-class Resting(NotCopied, _Refusing):
+class Resting(_Refusing):
     """The base of the classes of resting tensors."""
+
+    __deepcopy__, __reduce_ex__ = refuse_copy, refuse_pickle
 
     def as_subclass(self, cls: type) -> Any:  # torch does not call `__torch_function__` for it
         return _call(type(self), torch.Tensor.as_subclass, (), (self, cls))
@@ -222,16 +223,27 @@ _AWAKE: dict[type, type] = {resting: awake for awake, resting in _CLASSES.items(
 def rest(tensor: torch.Tensor, source: Source, blank: torch.Tensor) -> None:
     """Replaces the memory of a model's tensor by `blank`, a tensor of the same shape, dtype and device. Afterwards its
     values are read from `source`."""
-    wake(tensor)
+    kind = tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
     tensor.data = blank
     setattr(tensor, _SOURCE, source)
-    tensor.__class__ = _CLASSES[type(tensor)]
+    tensor.__class__ = _CLASSES[kind]
 
 
 def wake(tensor: torch.Tensor) -> None:
     """Makes a tensor an ordinary tensor: its values are the content of its memory. It keeps its source, because another
     thread may be about to read from it."""
     tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
+
+
+def bind(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Makes a parameter or buffer of a model an ordinary tensor with the memory of a value. The object stays the same,
+    because others may hold it."""
+    tensor.__class__ = _AWAKE.get(type(tensor), type(tensor))
+    if tensor.is_meta:  # its data cannot be set, so the contents of two objects are swapped
+        other = torch.nn.Parameter(value, False) if isinstance(tensor, torch.nn.Parameter) else value.view_as(value)
+        torch.utils.swap_tensors(tensor, other)
+    else:
+        tensor.data = value
 
 
 def release(tensor: torch.Tensor) -> None:

@@ -1,27 +1,31 @@
-"""The weights of a model with their tables, and the checkpoints that weights can come from."""
+"""The weights of a model with their tables, and where their values come from: the model itself or a checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from .._common.modes import outside_of_modes
+from .._common.progress import tqdm
 from .._common.states import SavedTensor
 from .._files import open as open_file
-from .._layout.geometry import DTYPES
+from .._machine import memory
+from .._rows.table import handle_on
 from .._schemes.learning import ROW_BYTES
 from .._tables.compressed_tensor import CompressedTensor
-from .._tables.weights import memory_order
+from .._tables.weights import WeightCompressor, memory_order
+from ..nn._stacks import by_rows
 from . import resting
 
 if TYPE_CHECKING:
-    from .groups import Group
+    from .plan import Group, OffloadPlan
 
 _INDEX_NAME = "model.safetensors.index.json"
 
+_LONGEST_ELEMENT = 16  # size in bytes of an element of complex128
 _LEAST_STACKED_ROW_BYTES = 64  # in bytes; the index of shorter rows takes more than they save
 
 Value = torch.Tensor | CompressedTensor
@@ -29,12 +33,18 @@ Checkpoint = str | Path | Mapping[str, Value] | Iterable[tuple[str, Value]]
 
 
 class Weight:
-    """A tensor of a model, or several tensors that share all of their memory."""
+    """A tensor of a model, or several tensors that share all of their memory.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    Args:
+        tensor: the first of the tensors.
+        device: the device of the first module that has it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, device: torch.device) -> None:
         self.names: list[str] = []  # its names in `state_dict()`
         self.holders: list[tuple[torch.nn.Module, str]] = []  # (module, attribute) for each name
         self.tensors: list[torch.Tensor] = []  # the parameters or buffers, each object once
+        self.requires_grad: list[bool] = []  # of each tensor, before it was offloaded
         self.shape, self.dtype = tensor.shape, tensor.dtype  # of all of them
         self.num_bytes = tensor.shape.numel() * tensor.dtype.itemsize
         # The dimensions in their order in memory: `x.permute(order)` is contiguous if x is dense.
@@ -46,18 +56,25 @@ class Weight:
         )
         # The weight's device before it was offloaded; the CPU if a checkpoint fills it.
         self.home = torch.device("cpu") if tensor.is_meta else tensor.device
-        self.requires_grad: list[bool] = []  # of each tensor, before it was offloaded
+        # The plan sets the next three attributes.
+        self.group: Group | None = None  # the group that it is fetched with; None if single rows of it are looked up
+        self.device = device  # the device that uses it
+        self.unit: Literal["weight", "row", "expert"] = "weight"  # what a fetch brings: all of it, or parts
         # The table of `x.permute(order)`; None before the weight is stored and after it is restored.
         self.table: CompressedTensor | None = None
-        # The content of the tensors between uses: a tensor of the right shape, dtype and device without values.
-        self.blank: torch.Tensor | None = None
-        self.group: Group | None = None  # the group that it is fetched with; None if single rows of it are looked up
         self.saved = SavedTensor()  # the tensor that state_dict() returned for it
-        self._decode: Callable[[Weight], torch.Tensor] | None = None  # returns the values between uses
+        # The content of the tensors between uses: a tensor of the right shape, dtype and device without values.
+        self._blank: torch.Tensor | None = None
+        self._read: Callable[[Weight], torch.Tensor] | None = None  # returns the values between uses
 
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def stays(self) -> bool:
+        """Whether the weight stays on the device, not compressed."""
+        return self.group is not None and self.group.stays
 
     def add(self, module: torch.nn.Module, attribute: str, name: str, tensor: torch.Tensor) -> None:
         """Adds a name of the tensor, or of another tensor with the same memory."""
@@ -86,46 +103,49 @@ class Weight:
         tensor."""
         return data.view(self.dtype).as_strided(self.shape, self.stride)
 
-    def items(self, data: torch.Tensor) -> torch.Tensor:
-        """Returns a view of the bytes of some items x[i], which lie one after the other, as a tensor of these items."""
-        data = data if data.dtype == self.dtype else data.view(self.dtype)
-        return data.as_strided((data.numel() // self.shape[1:].numel(), *self.shape[1:]), self.stride)
-
     def bind(self, value: torch.Tensor) -> None:
-        """Gives the model's tensors the memory of a value."""
+        """Makes the model's tensors ordinary tensors with the memory of a value."""
         for tensor in self.tensors:
-            resting.wake(tensor)
-            put(tensor, value)
+            resting.bind(tensor, value)
 
-    def prepare(self, blank: torch.Tensor, decode: Callable[[Weight], torch.Tensor]) -> None:
-        """Removes the content of the tensors for the first time. decode: returns the values when they are read between
-        uses."""
-        self.blank, self._decode = blank, decode
-        for tensor in self.tensors:
-            put(tensor, blank)
+    def prepare(self, blank: torch.Tensor, read: Callable[[Weight], torch.Tensor]) -> None:
+        """Removes the content of the tensors for the first time.
+
+        Args:
+            blank: a tensor of their shape, dtype and device without values.
+            read: returns the values when they are read between uses.
+        """
+        self._blank, self._read = blank, read
+        self.bind(blank)  # because tensors on the meta device cannot rest
         self.rest()
+
+    def rest(self) -> None:
+        """Removes the content of the tensors again."""
+        assert self._blank is not None
+        for tensor in self.tensors:
+            resting.rest(tensor, self, self._blank)
 
     def wake(self) -> None:
         """Makes the tensors ordinary tensors, whatever their memory holds."""
         for tensor in self.tensors:
             resting.wake(tensor)
 
-    def rest(self) -> None:
-        """Removes the content of the tensors again."""
-        assert self.blank is not None
-        for tensor in self.tensors:
-            resting.rest(tensor, self, self.blank)
-
     def read(self) -> torch.Tensor:
         """Decodes the weight into newly allocated memory, for code that reads the parameter while it rests (see
         resting.py)."""
-        assert self._decode is not None
-        return self._decode(self)
+        assert self._read is not None
+        return self._read(self)
 
-    def release(self) -> None:
-        """Makes the tensors ordinary and removes their sources."""
-        for tensor in self.tensors:
+    def restore(self) -> None:
+        """Makes the tensors ordinary tensors with their values on their original device, and frees the table."""
+        if self.table is not None:
+            self.bind(self.value(self.home))
+            self.table = None
+        elif self.stays and not self.tensors[0].is_meta:  # otherwise no checkpoint has filled it yet
+            self.bind(self.tensors[0].data.to(self.home))
+        for tensor, requires_grad in zip(self.tensors, self.requires_grad):
             resting.release(tensor)
+            tensor.requires_grad_(requires_grad)
 
     def is_held(self, module: torch.nn.Module, attribute: str) -> bool:
         """Returns whether an attribute of a module still is one of the tensors. It may have been assigned another
@@ -133,18 +153,45 @@ class Weight:
         held = module._parameters.get(attribute, module._buffers.get(attribute))
         return any(held is tensor for tensor in self.tensors)
 
-    def freeze(self) -> None:
+    def store(
+        self, x: torch.Tensor | CompressedTensor, compressor: WeightCompressor, scheme: str, is_borrowed: bool
+    ) -> None:
+        """Freezes the weight and puts its values where the plan wants them: as they are on the device, or into a table
+        in host memory.
+
+        Args:
+            x: the values, on any device.
+            compressor: makes the table, if x is not a table that can be used without decoding it.
+            scheme: the scheme that the user wants.
+            is_borrowed: whether x must not become the model's own memory.
+        """
+        if isinstance(x, CompressedTensor) and (self.stays or not self._fits(x, scheme)):
+            x = x.decompress(device="cpu").to(self.dtype)
+        if isinstance(x, CompressedTensor):
+            self.table = x.to("cpu")
+            if self.device.type == "cuda":
+                memory.pin_if_possible(self.table)
+        elif self.stays:
+            self.bind(x.to(self.device, copy=is_borrowed))
+        else:
+            stored = x.to("cpu").permute(self.order)
+            row_bytes = self.stacked_row_bytes if self.unit == "expert" else None if self.unit == "row" else ROW_BYTES
+            self.table = compressor.compress(self.name, stored, device=self.device, row_bytes=row_bytes)
         for tensor in self.tensors:
             tensor.requires_grad_(False)
+        if self.table is not None:
+            if self.unit == "expert":
+                self.table = by_rows(self.table)
+            if self.device.type == "cpu" or self.table._serves(self.device):
+                handle_on(self.table, self.device)  # copies the index to the device now instead of at the first use
 
-    def fits(self, table: CompressedTensor, scheme: str, by_rows: bool) -> bool:
-        """Returns whether a table of a checkpoint can be used as the weight's table without decoding it. scheme: the
-        scheme that the user wants. by_rows: whether rows of the weight are looked up."""
+    def _fits(self, table: CompressedTensor, scheme: str) -> bool:
+        """Returns whether a table of a checkpoint can be used without decoding it."""
         return (
             table.dtype == self.dtype
             and self.order == tuple(range(len(self.order)))
             and scheme in ("auto", table.scheme)
-            and (not by_rows or table.geometry.has_whole_rows)
+            and (self.unit == "weight" or table.geometry.has_whole_rows)
         )
 
     def data(self, device: torch.device | str) -> torch.Tensor:
@@ -160,29 +207,76 @@ class Weight:
         return self.view(self.data(device))
 
 
-def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Gives a parameter or buffer of a model the memory of a value. The object stays the same, because others may hold
-    it."""
-    if tensor.is_meta:  # its data cannot be set, so the contents of two objects are swapped
-        other = torch.nn.Parameter(value, False) if isinstance(tensor, torch.nn.Parameter) else value.view_as(value)
-        torch.utils.swap_tensors(tensor, other)
-    else:
-        tensor.data = value
+def store(
+    model: torch.nn.Module,
+    plan: OffloadPlan,
+    checkpoint: Checkpoint | None,
+    scheme: str,
+    progress: bool,
+    read: Callable[[Weight], torch.Tensor],
+) -> None:
+    """Stores all weights of a model, and moves its other tensors to their devices.
+
+    Args:
+        checkpoint, scheme, progress: as in `ibp.offload`.
+        read: returns the values of a weight that is read between uses.
+    """
+    compressor = WeightCompressor({"scheme": scheme})
+    # Between uses, all elements of a weight are one element in this memory. A float of all ones is NaN.
+    ones = {device: torch.full((_LONGEST_ELEMENT,), 0xFF, dtype=torch.uint8, device=device) for device in plan.devices}
+    total = sum(weight.num_bytes for weight in plan.weights)
+    with tqdm(total=total, desc="offload", unit="B", unit_scale=True, disable=not progress) as bar:
+        for weight, x in _sources(model, plan, checkpoint):
+            weight.store(x, compressor, scheme, is_borrowed=checkpoint is not None)
+            if weight.table is not None:
+                weight.prepare(ones[weight.device].view(weight.dtype)[0].expand(weight.shape), read)
+            bar.update(weight.num_bytes)
+    for other in plan.others:
+        other.tensor.data = other.tensor.data.to(other.device)
 
 
-def can_be_stored(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor is a plain dense tensor of a dtype that tables can hold, and not a subclass with its own
-    behaviour."""
-    return (
-        type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        and tensor.layout == torch.strided
-        and tensor.dtype in DTYPES
-        and not tensor.is_quantized
-        and tensor.numel() > 0
-    )
+def _sources(
+    model: torch.nn.Module, plan: OffloadPlan, checkpoint: Checkpoint | None
+) -> Iterator[tuple[Weight, Value]]:
+    """Yields each weight of a plan with its values, from the model or from the checkpoint. The checkpoint also fills
+    the tensors that are not offloaded."""
+    if checkpoint is None:
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_meta:
+                raise RuntimeError(f"{name} is on the meta device: give its values as checkpoint=")
+        for weight in plan.weights:
+            yield weight, weight.tensors[0].data
+        return
+    by_name: dict[str, Weight] = {name: weight for weight in plan.weights for name in weight.names}
+    others = {name: other.tensor for other in plan.others for name in other.names}
+    seen: set[int] = set()
+    for name, x in _read(checkpoint):
+        target = by_name.get(name, others.get(name))
+        if target is None:
+            raise ValueError(f"the checkpoint has {name!r}, which the model has not")
+        if x.shape != target.shape:
+            raise ValueError(f"{name} has shape {list(x.shape)} in the checkpoint; wanted {list(target.shape)}")
+        if id(target) in seen:
+            continue
+        seen.add(id(target))
+        if isinstance(target, Weight):
+            yield target, x if isinstance(x, CompressedTensor) else x.to(target.dtype)
+        else:
+            values = x.decompress() if isinstance(x, CompressedTensor) else x
+            resting.bind(target, values.to(target.dtype, copy=True))
+    missing = [weight.name for weight in plan.weights if id(weight) not in seen]
+    missing += [name for name, tensor in others.items() if id(tensor) not in seen]
+    if missing:
+        raise ValueError(f"the checkpoint lacks {len(missing)} of the model's tensors, the first {missing[0]!r}")
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise RuntimeError(
+                f"buffer {name} is on the meta device and no checkpoint holds it: make the model with its buffers, "
+                "for example under accelerate.init_empty_weights()"
+            )
 
 
-def read_checkpoint(checkpoint: Checkpoint) -> Iterator[tuple[str, Value]]:
+def _read(checkpoint: Checkpoint) -> Iterator[tuple[str, Value]]:
     """Yields the pairs (name, value) of a checkpoint. Values are tensors, or tables if the checkpoint is compressed,
     and use the memory of the mapped file.
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import ibp
 from helpers import assert_same_bits, embedding, in_threads
-from ibp._offload.groups import divide
+from ibp._offload.plan import plan_for
 
 WIDTH, INNER, EXPERTS, CHOICES, LAYERS = 256, 128, 8, 2, 3
 EXPERT_BYTES = 2 * 2 * WIDTH * INNER  # of a layer
@@ -330,8 +330,7 @@ def test_damaged_rows():
 
 def is_taken(module):
     with_experts = nn.Sequential(module).eval().requires_grad_(False)
-    division = divide(with_experts, min_bytes=1, group_bytes=1 << 20, num_devices=1, buffers=False)
-    return bool(division.experts)
+    return bool(plan_for(with_experts, [torch.device("cpu")], min_bytes=1, group_bytes=1 << 20).experts)
 
 
 def test_what_is_no_stack_of_experts():

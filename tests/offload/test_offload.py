@@ -18,11 +18,11 @@ from torch._subclasses import FakeTensorMode
 
 import ibp
 from helpers import assert_same_bits, in_threads
-from ibp._offload.fetcher import WeightFetcher
-from ibp._offload.groups import WeightArena, divide, overlap, spread
-from ibp._offload.offloaded import _MoveHook
+from ibp._offload.events import Schedule
+from ibp._offload.fetcher import WeightArena, WeightFetcher, overlap
+from ibp._offload.hooks import moved
+from ibp._offload.plan import plan_for, spread
 from ibp._offload.resting import Resting
-from ibp._offload.schedule import Schedule
 from ibp._rows.table import handle_on
 from ibp._tables.weights import WeightCompressor
 from models import IDS, WIDTH, Net, Wide
@@ -305,15 +305,19 @@ def test_arena_gives_places_that_are_free(wanted, num_bytes):
     arena, held = WeightArena(num_bytes), []
     for size, num_held in wanted:
         held = held[-num_held:] if num_held else []
-        start = arena.place(size, held, held[0][0] if held else None)
-        if start is None:
+        region = arena.region(size, held, held[0] if held else None)
+        if region is None:
             # No gap is large enough.
             ends = [0, *sorted(end for _, end in held)]
             starts = [*sorted(start for start, _ in held), num_bytes]
             assert all(free - end < size for end, free in zip(ends, starts))
         else:
-            region = start, start + size
-            assert 0 <= start and region[1] <= num_bytes and not any(overlap(region, other) for other in held)
+            assert (
+                0 <= region[0]
+                and region[1] == region[0] + size
+                and region[1] <= num_bytes
+                and not any(overlap(region, other) for other in held)
+            )
             held.append(region)
 
 
@@ -594,6 +598,22 @@ def test_what_cannot_be_copied():
     copy.deepcopy(model)
 
 
+def test_a_model_without_resting_weights_is_not_copied_either():
+    """All of its weights stay on the device, and its hooks are closures."""
+    model = Net()
+    offloaded = offload(model.blocks, resident_bytes=1 << 30)
+    assert not any(map(is_offloaded, model.parameters()))
+    for thing in (model, model.blocks):
+        with pytest.raises(RuntimeError, match="copied"):
+            copy.deepcopy(thing)
+        with pytest.raises(RuntimeError, match="pickled"):
+            pickle.dumps(thing)
+        assert len(list(copy.copy(thing).parameters())) == len(list(thing.parameters()))
+    offloaded.close()
+    copy.deepcopy(model)
+    pickle.dumps(model)
+
+
 def test_models_beside_each_other():
     models = [Net(seed=seed) for seed in range(3)]
     with torch.no_grad():
@@ -664,9 +684,9 @@ def test_removed_after_an_interrupt():
 
 
 def test_arguments_are_brought_to_the_device_of_their_module():
-    hook, layer = _MoveHook(torch.device("meta")), nn.Linear(2, 2)
-    near, cache = torch.ones(2), object()
-    args, kwargs = hook.before(layer, (near, [near, 3], (near,)), {"mask": near, "more": {"x": near}, "cache": cache})
+    device, near, cache = torch.device("meta"), torch.ones(2), object()
+    args = moved((near, [near, 3], (near,)), device)
+    kwargs = moved({"mask": near, "more": {"x": near}, "cache": cache}, device)
     found = [args[0], args[1][0], args[2][0], kwargs["mask"], kwargs["more"]["x"]]
     assert all(tensor.is_meta and tensor.shape == near.shape for tensor in found)
     assert args[1][1] == 3 and kwargs["cache"] is cache
@@ -676,7 +696,7 @@ def test_a_damaged_table():
     model = Net()
     with torch.no_grad():
         offloaded = offload(model, lookahead=1)
-        (weight,) = [weight for group in offloaded._uses_of[model.blocks[2].up].groups for weight in group.weights]
+        (weight,) = [weight for group in offloaded._plan.users[model.blocks[2].up] for weight in group.weights]
         kept = weight.table.lengths.clone()
         weight.table.lengths.fill_(1)
         for _ in range(2):
@@ -891,7 +911,7 @@ def test_a_model_that_differentiates_itself():
     with offload(model) as offloaded:
         for _ in range(2):
             torch.testing.assert_close(model(x), wanted)
-        assert not any(group.uses for group in offloaded._groups)
+        assert not any(place.uses for place in offloaded._events.places.values())
 
 
 @torch.no_grad()
@@ -1007,8 +1027,8 @@ def test_a_part_of_coded_modules_stays_on_the_gpu(cuda):
 
 def test_resident_groups_lie_apart():
     model = Net(16)
-    division = divide(model, min_bytes=1000, group_bytes=40000, num_devices=1, buffers=False)
-    blocks = [group for group in division.groups if group.name.startswith("blocks")]
+    plan = plan_for(model, [torch.device("cpu")], min_bytes=1000, group_bytes=40000)
+    blocks = [group for group in plan.groups if group.name.startswith("blocks")]
     assert len(blocks) == 16
     chosen = spread(blocks, 4 * blocks[0].num_bytes)
     numbers = sorted(blocks.index(group) for group in chosen)
@@ -1021,8 +1041,8 @@ def test_several_devices_take_turns():
     """Blocks alternate, and arguments are brought to them; here all devices are the CPU."""
     model = Net()
     wanted = model(IDS)
-    division = divide(model, min_bytes=1000, group_bytes=20000, num_devices=2, buffers=False)
-    lanes = {group.name: group.device_number for group in division.groups}
+    plan = plan_for(model, 2 * [torch.device("cpu")], min_bytes=1000, group_bytes=20000)
+    lanes = {group.name: group.device_number for group in plan.groups}
     assert lanes["blocks.0.up"] == lanes["blocks.2.down"] == lanes["head"] == 0 and lanes["blocks.3.up"] == 1
     offloaded = offload(model, device=["cpu", "cpu"], lookahead=2)
     for _ in range(2):
@@ -1149,7 +1169,7 @@ def test_compressed_checkpoints_are_opened_directly(scheme, tmp_path):
         (tmp_path / "plain.safetensors").unlink(missing_ok=True)
         model = meta_net(dtype=torch.bfloat16)
         offloaded = offload(model, checkpoint=checkpoint, scheme=scheme)
-        tables = {weight.name: weight.table for weight in offloaded._division.weights}
+        tables = {weight.name: weight.table for weight in offloaded._plan.weights}
         with ibp.open(report.path) as file:
             own = {name: file[name] for name in file.tables if name in tables}
             assert own
@@ -1174,7 +1194,7 @@ def test_a_gpu_takes_tables_of_compressed_checkpoints(cuda, tmp_path):
         model = Wide(num_layers=3)
     model.wanted = plain.wanted
     offloaded = offload(model, device=cuda, checkpoint=tmp_path)
-    tables = [weight.table for weight in offloaded._division.weights if weight.group is not None]
+    tables = [weight.table for weight in offloaded._plan.weights if weight.group is not None]
     assert tables and all(table.is_pinned() for table in tables)
     model.forget()
     assert_same_bits(model(ids), wanted)
@@ -1349,7 +1369,7 @@ def test_without_room(monkeypatch):
         return made[-1]
 
     before = {name: parameter for name, parameter in model.named_parameters()}
-    monkeypatch.setattr("ibp._offload.offloaded.WeightFetcher", fetcher)
+    monkeypatch.setattr("ibp._offload.events.WeightFetcher", fetcher)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         offload(model, device=["cpu", "cpu"])
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
@@ -1431,7 +1451,7 @@ def test_gpu_damaged_table(cuda):
     model = Wide(num_layers=8)
     ids = IDS.to(cuda)
     offloaded = ibp.offload(model, cuda, group_bytes=1 << 23)
-    (weight,) = offloaded._groups[4].weights
+    (weight,) = offloaded._plan.groups[4].weights
     lengths = handle_on(weight.table, cuda).parts.lengths
     kept = lengths.clone()
     model(ids)

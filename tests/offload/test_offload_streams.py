@@ -1,5 +1,6 @@
 """The streams and events of `ibp.offload` on a GPU, without one: see stream_clocks.py."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -10,9 +11,12 @@ from torch import nn
 
 import ibp
 from helpers import assert_same_bits, embedding
+from ibp._offload import experts
 from ibp._offload.fetcher import CudaWeightFetcher
 from ibp._rows.table import handle_on
-from stream_clocks import Gpu, clocked_gpu
+from ibp.nn._stacks import slots_for
+from stream_clocks import Event, Gpu, clocked_gpu
+from test_experts import SIZES, Experts
 
 WIDTH = 32
 
@@ -45,7 +49,7 @@ def use_gpu(monkeypatch):
 
     monkeypatch.setattr("ibp._offload.fetcher.TensorStream", Ring)
     monkeypatch.setattr(ibp.CompressedTensor, "_serves", lambda table, device: True)  # as if they were pinned
-    monkeypatch.setattr("ibp._offload.offloaded.WeightFetcher", CudaWeightFetcher)
+    monkeypatch.setattr("ibp._offload.events.WeightFetcher", CudaWeightFetcher)
     return gpu
 
 
@@ -116,7 +120,7 @@ def test_nothing_races(orders, lookahead, group_bytes, num_streams):
                 assert_same_bits(model(x), result)
 
 
-@pytest.mark.parametrize("missing", ["begin_use", "end_use", "over"])
+@pytest.mark.parametrize("missing", ["_wait", "_note_reads", "over"])
 def test_missing_waits_are_found(gpu, monkeypatch, missing):
     """The clocks see it when a fetcher waits for too little."""
     if missing == "over":
@@ -124,10 +128,10 @@ def test_missing_waits_are_found(gpu, monkeypatch, missing):
         monkeypatch.setattr(
             CudaWeightFetcher,
             "_queue",
-            lambda self, group, data, over: (group.done.clear(), queue(self, group, data, [])),
+            lambda self, place, over: (place.done.clear(), queue(self, place, [])),
         )
     else:
-        monkeypatch.setattr(CudaWeightFetcher, missing, lambda self, group: None)
+        monkeypatch.setattr(CudaWeightFetcher, missing, lambda self, place: None)
     model = Net(gpu)
     offloaded = ibp.offload(model, "cpu", min_bytes=1, lookahead=2, group_bytes=1)
     model.order, model.streams = list(range(6)), [gpu.current]
@@ -169,7 +173,7 @@ def test_pageable_weights_are_decoded_by_the_cpu(gpu, monkeypatch):
         offloaded = ibp.offload(model, "cpu", min_bytes=1, lookahead=2, group_bytes=1)
         for _ in range(3):
             assert_same_bits(model(x), wanted)
-        (weight,) = offloaded._groups[3].weights
+        (weight,) = offloaded._plan.groups[3].weights
         weight.table.lengths.fill_(1)
         with pytest.raises(ibp.CorruptTableError, match="row 0"):
             for _ in range(2):
@@ -197,7 +201,7 @@ def test_damage_is_raised_by_the_use_of_a_weight(gpu):
     with torch.no_grad():
         wanted = model(x)
         offloaded = ibp.offload(model, "cpu", min_bytes=1, group_bytes=1)
-        (weight,) = offloaded._groups[3].weights
+        (weight,) = offloaded._plan.groups[3].weights
         kept = weight.table.lengths.clone()
         weight.table.lengths.fill_(1)
         with pytest.raises(ibp.CorruptTableError, match="noted by an earlier call"):
@@ -205,3 +209,41 @@ def test_damage_is_raised_by_the_use_of_a_weight(gpu):
                 model(x)
         weight.table.lengths.copy_(kept)
         assert_same_bits(model(x), wanted)
+
+
+@pytest.mark.parametrize("missing", ["", "wait_event", "wait_stream"])
+def test_experts_come_on_a_stream_of_their_own(monkeypatch, missing):
+    """The caller's stream waits for a weight when it reads it, and for the others before it uses their memory again."""
+    gpu, fetch, memory = clocked_gpu(monkeypatch), experts.CachedStack.fetch, []
+    beside = Gpu.Stream(gpu)
+
+    def record_event(stream):
+        event = Event()
+        event.record(stream)
+        return event
+
+    def clocked_fetch(stack, rows, out, max_sms):
+        gpu.use(out, writes=True)
+        memory.append(out)
+        return fetch(stack, rows, out, max_sms)
+
+    monkeypatch.setattr(Gpu.Stream, "record_event", record_event, raising=False)
+    monkeypatch.setattr(experts, "_stream_beside", lambda device: beside)
+    monkeypatch.setattr(experts.CachedStack, "fetch", clocked_fetch)
+    if missing:
+        monkeypatch.setattr(Gpu.Stream, missing, lambda stream, other: None)
+    model = Experts()
+    wanted = model.up_proj[[1, 5]]
+    with ibp.offload(model, "cpu", **SIZES) as offloaded:
+        (forward,) = offloaded._experts
+        _, _, rows = slots_for(torch.tensor([[1, 5]]), 8, forward._num_rows, forward.num_spare)
+
+        def read_one(weights):
+            value = weights["up_proj"]()
+            gpu.use(value, writes=False)
+            return value
+
+        with pytest.raises(AssertionError, match="races") if missing else contextlib.nullcontext():
+            assert_same_bits(forward._call_beside(rows, read_one), wanted)
+            for part in memory:
+                gpu.use(part, writes=True)

@@ -37,7 +37,7 @@ LOCKS = {  # the public call that holds a lock, by the file that makes it
     "ibp/_activations/offload.py": "ibp.offload_activations",
     "ibp/_fetch/host_gather.py": "ibp.index_select",
     "ibp/_machine/segments.py": "ibp.CompressedTensor.share_memory_",
-    "ibp/_offload/offloaded.py": "ibp.offload",
+    "ibp/_offload/events.py": "ibp.offload",
     "ibp/cache/_state.py": "ibp.RowCache",
     "ibp/checkpoints/_numpy_files.py": "ibp.checkpoints.compress",
     "ibp/codecs/_nvcomp.py": "ibp.codecs.WholeTensor.decompress",

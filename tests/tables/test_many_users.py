@@ -22,7 +22,7 @@ from helpers import assert_same_bits, embedding, in_threads, spiky_rows, take
 from ibp._activations.offload import ActivationOffload
 from ibp._common import progress
 from ibp._fetch import host_gather
-from ibp._offload.offloaded import Offloaded
+from ibp._offload.events import Events
 from ibp.cache._order import StreamOrder
 
 NUM_ITEMS, THREADS, ROUNDS = 3000, 4, 8
@@ -236,7 +236,7 @@ def gathers_for_a_gpu(x):
         (puts_and_gets, (ibp.kv.KVStore, "_call")),
         (stores_and_loads, (ibp.kv.KVStore, "_plan")),
         (saves_activations, (ActivationOffload, "_save")),
-        (calls_an_offloaded_model, (Offloaded, "_fetch_ahead")),
+        (calls_an_offloaded_model, (Events, "_fetch_ahead")),
         (gathers_for_a_gpu, (host_gather, "_Stage")),
     ],
 )

@@ -1,0 +1,157 @@
+"""What `ibp.offload` installs in the modules of a model: hooks and forwards, which are closures. Each function returns
+functions that remove what it has installed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from .._common.conversions import guard_conversions
+from .._common.graphs import cannot_record, outside_of_graphs
+from .._common.modes import is_transformed
+from ..nn._stacks import stand_in
+from ..nn._tables import CodedModule
+from .experts import ExpertsForward
+from .fetcher import Place
+from .plan import OffloadPlan
+from .resting import refuse_copy, refuse_pickle
+from .weights import Weight
+
+if TYPE_CHECKING:
+    from .events import Events
+
+Undo = list[Callable[[], object]]
+
+
+def install(model: nn.Module, plan: OffloadPlan, events: Events) -> list[ExpertsForward]:
+    """Installs hooks and forwards in all modules of a model. Returns the forwards of mixtures whose experts are fetched
+    as the router chooses them."""
+    for module, groups in plan.users.items():
+        events.install_use(module, groups)
+    for module in plan.lookups:
+        weights = plan.held[module]
+        if all(weight.table is not None for weight in weights.values()):
+            events.undo += instead_of_forward(module, looking_up(module, weights))
+    experts = [
+        ExpertsForward(module, plan, group, events) for module, group in plan.experts.items() if group in events.places
+    ]
+    for forward in experts:
+        events.undo += instead_of_forward(forward.module, forward.call)
+    events.undo += on_calls(model, events.begin_model, events.end_model)
+    if len(plan.devices) > 1:
+        within = {part for block in plan.blocks for part in block.modules()}
+        outside = [
+            module
+            for module in plan.device_numbers
+            if module not in within
+            and (any(True for _ in module.parameters(recurse=False)) or isinstance(module, CodedModule))
+        ]
+        for module in (*plan.blocks, *outside):
+            events.undo += on_moves(module, plan.devices[plan.device_numbers[module]])
+    for module, weights in plan.held.items():
+        if any(weight.table is not None for weight in weights.values()):
+            events.undo += on_states(module, weights, events.place_of)
+    guard_conversions(model)
+    events.undo.append(lambda: guard_conversions(model))
+    return experts
+
+
+class Hook(functools.partial[Any]):
+    """A closure in a module of an offloaded model. It can be neither copied nor pickled with the module, because the
+    copy would act on the model."""
+
+    __deepcopy__, __reduce_ex__ = refuse_copy, refuse_pickle
+
+
+def on_calls(module: nn.Module, begin: Callable[..., None], end: Callable[..., None]) -> Undo:
+    """Calls `begin` before and `end` after each call of a module, also if the call raises an exception. torch.compile
+    does not trace them."""
+    vars(module)["__prepare_scriptable__"] = _refuse_script
+    return [
+        module.register_forward_pre_hook(Hook(outside_of_graphs(begin)), prepend=True).remove,
+        module.register_forward_hook(Hook(outside_of_graphs(end)), always_call=True).remove,
+        functools.partial(vars(module).pop, "__prepare_scriptable__", None),
+    ]
+
+
+def on_moves(module: nn.Module, device: torch.device) -> Undo:
+    """Moves the arguments of a module's calls to a device."""
+
+    def before(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return moved(args, device), moved(kwargs, device)
+
+    return [module.register_forward_pre_hook(Hook(before), prepend=True, with_kwargs=True).remove]
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Returns a value with its tensors moved to a device, including tensors in lists, tuples and dicts. A cache of
+    transformers is returned as it is, because its layers stay on the devices that fill them."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if type(value) in (tuple, list):
+        return type(value)(moved(held, device) for held in value)
+    if type(value) is dict:
+        return {key: moved(held, device) for key, held in value.items()}
+    return value
+
+
+def on_states(module: nn.Module, weights: Mapping[str, Weight], place_of: Callable[[Weight], Place | None]) -> Undo:
+    """Puts the values of a module's weights into its state_dict, and refuses to load others.
+
+    Args:
+        weights: the weights of the module, by attribute. Weights without a table are left to torch.
+        place_of: returns the place of a weight. If a call is using it, the weight must not rest.
+    """
+
+    def before_save(*_: Any) -> None:
+        for weight in weights.values():
+            if weight.table is not None:
+                weight.wake()  # so that torch lists the tensor without decoding it
+
+    def after_save(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for attribute, weight in weights.items():
+            if weight.table is not None:
+                place = place_of(weight)
+                if place is None or not place.uses:
+                    weight.rest()
+                if prefix + attribute in state and weight.is_held(module, attribute):
+                    state[prefix + attribute] = weight.saved.of(state, functools.partial(weight.value, "cpu"))
+
+    def before_load(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for attribute, weight in weights.items():
+            if prefix + attribute in state and weight.table is not None and weight.is_held(module, attribute):
+                raise RuntimeError(f"{prefix}{attribute} is offloaded and cannot be loaded: close() first")
+
+    return [
+        module.register_state_dict_pre_hook(Hook(before_save)).remove,
+        module.register_state_dict_post_hook(Hook(after_save)).remove,
+        module.register_load_state_dict_pre_hook(Hook(before_load)).remove,
+    ]
+
+
+def looking_up(module: nn.Module, weights: Mapping[str, Weight]) -> Callable[..., Any]:
+    """Returns a forward for a module that looks up rows: the module's own, with tables instead of the weights."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kind: Any = type(module)
+        if is_transformed():  # `vmap` may have batched the ids, which a table cannot look up
+            return kind.forward(module, *args, **kwargs)
+        tables = {attribute: weight.table for attribute, weight in weights.items()}
+        return kind.forward(stand_in(module, tables, kind), *args, **kwargs)
+
+    return forward
+
+
+def instead_of_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+    """Replaces the forward of a module, for this module alone. torch.compile does not trace it."""
+    module.forward = Hook(outside_of_graphs(forward))
+    return [functools.partial(vars(module).pop, "forward")]
+
+
+def _refuse_script() -> NoReturn:
+    """Raises an error. torch.jit.script calls this function of a module before it compiles the module and its hooks."""
+    raise cannot_record("torch.jit.script")

@@ -1,0 +1,303 @@
+"""Plans how a model is offloaded: which weights are fetched together, in which order, to which device, which of them
+stay there, and how much memory this takes. A plan is data; it does not change while the model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .._common.rounding import rounded_up
+from .._layout.geometry import DTYPES
+from ..nn import TableParameter
+from ..nn._compressing import place_of
+from ..nn._stacks import is_stack
+from .weights import Weight
+
+# Alignment in bytes of the weights in a group. It is that of torch's allocator, and enough for cuBLAS.
+_ALIGNMENT = 256
+
+# Modules of torch that read the weights of their submodules to choose how they compute. They are used as a whole.
+_WHOLE = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
+
+class Group:
+    """One or more weights that are fetched together and lie one after the other in memory."""
+
+    def __init__(self, name: str, device_number: int, weights: Sequence[Weight], are_experts: bool = False) -> None:
+        self.name, self.device_number, self.weights = name, device_number, list(weights)
+        # Whether the weights are stacks of experts, of which a call may fetch a few.
+        self.are_experts = are_experts
+        self.stays = False  # whether the weights stay on their device, not compressed
+        self.offsets: list[int] = []  # offset of each weight from the group's start, in bytes
+        end = 0
+        for weight in self.weights:
+            weight.group = self
+            start = rounded_up(end, _ALIGNMENT)
+            self.offsets.append(start)
+            end = start + weight.num_bytes
+        self.num_bytes = rounded_up(end, _ALIGNMENT)  # size of all weights as the model uses them
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, {len(self.weights)} weights, {self.num_bytes:,} bytes)"
+
+
+@dataclass(eq=False)
+class Other:
+    """A parameter or buffer that is not offloaded."""
+
+    tensor: torch.Tensor
+    device: torch.device  # device of the first module that has the tensor
+    home: torch.device  # its device before `offload`; the CPU for a tensor that a checkpoint fills
+    names: list[str] = field(default_factory=list)  # its names in state_dict()
+
+
+@dataclass(eq=False)
+class OffloadPlan:
+    """What `ibp.offload` does with each tensor and module of a model."""
+
+    devices: list[torch.device]
+    # The number of each module's device in `devices`.
+    device_numbers: dict[nn.Module, int] = field(default_factory=dict)
+    # The repeated modules that are distributed over the devices in turn.
+    blocks: list[nn.Module] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)  # all offloaded weights
+    # The weights of each module without its submodules, by attribute.
+    held: dict[nn.Module, dict[str, Weight]] = field(default_factory=dict)
+    others: list[Other] = field(default_factory=list)  # all other parameters and buffers, each tensor once
+    groups: list[Group] = field(default_factory=list)  # in the order of the modules
+    # The next three say how modules use weights.
+    users: dict[nn.Module, list[Group]] = field(default_factory=dict)  # the groups that a module's calls use
+    lookups: list[nn.Module] = field(default_factory=list)  # modules that look up rows of the weights that they hold
+    experts: dict[nn.Module, Group] = field(default_factory=dict)  # the stacks of a module of experts
+    # For each device, the size of the memory for groups that are in use or fetched ahead.
+    arena_bytes: list[int] = field(default_factory=list)
+    # The size of the cache of each stacked weight that is fetched.
+    cache_bytes: dict[Weight, int] = field(default_factory=dict)
+
+
+def plan_for(
+    model: nn.Module,
+    devices: Sequence[torch.device],
+    *,
+    min_bytes: int,
+    group_bytes: int,
+    resident_bytes: int = 0,
+    lookahead: int = 0,
+    buffers: bool = False,
+) -> OffloadPlan:
+    """Returns the plan for a model. Its blocks, which are the children of its outermost `ModuleList` or `Sequential`,
+    are assigned to the devices in turn.
+
+    The weights of a module with at most group_bytes bytes of weights are one group. In a larger module, its own weights
+    are a group, and each of its children is divided in the same way. A weight that several modules use belongs to the
+    group of the first of them; the other modules use that group, too.
+
+    Arguments as in `ibp.offload`."""
+    plan = OffloadPlan(list(devices))
+    _find_blocks(model, plan)
+    _find_tensors(model, plan, min_bytes, buffers)
+    divider = _Divider(plan, group_bytes)
+    divider.visit(model, "", {})
+    for number in range(len(devices)):
+        _plan_memory(plan, number, resident_bytes, lookahead, divider.nested_bytes.get(number, 0))
+    return plan
+
+
+def _find_blocks(model: nn.Module, plan: OffloadPlan) -> None:
+    def visit(module: nn.Module, device_number: int, in_block: bool) -> None:
+        if module in plan.device_numbers:
+            return
+        plan.device_numbers[module] = device_number
+        children = [child for child in module.children() if next(child.parameters(), None) is not None]
+        is_list = isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1 and not in_block
+        for child in module.children():
+            if is_list and child in children and child not in plan.device_numbers:
+                number = len(plan.blocks)
+                plan.blocks.append(child)
+                visit(child, number % len(plan.devices), True)
+            else:
+                visit(child, device_number, in_block)
+
+    visit(model, 0, False)
+
+
+def _find_tensors(model: nn.Module, plan: OffloadPlan, min_bytes: int, buffers: bool) -> None:
+    """Fills in `weights`, `held` and `others` of a plan."""
+    known: dict[object, Weight] = {}
+    others: dict[int, Other] = {}
+    for prefix, module in model.named_modules():
+        device = plan.devices[plan.device_numbers[module]]
+        for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or isinstance(tensor, TableParameter):  # coded weights stay where they are
+                continue
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            is_trained = tensor.requires_grad and module.training
+            is_weight = (
+                (attribute in module._parameters or buffers)
+                and not is_trained
+                and _can_be_stored(tensor)
+                and tensor.numel() * tensor.element_size() >= min_bytes
+            )
+            if not is_weight:
+                home = torch.device("cpu") if tensor.is_meta else tensor.device
+                other = others.setdefault(id(tensor), Other(tensor, device, home))
+                if attribute not in module._non_persistent_buffers_set:
+                    other.names.append(name)
+                continue
+            weight = known.get(id(tensor)) or known.get(place_of(tensor))
+            if weight is None:
+                weight = Weight(tensor, device)
+                plan.weights.append(weight)
+            known[id(tensor)] = known[place_of(tensor)] = weight
+            weight.add(module, attribute, name, tensor)
+            plan.held.setdefault(module, {})[attribute] = weight
+    plan.others = list(others.values())
+
+
+def _can_be_stored(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is a plain dense tensor of a dtype that tables can hold, and not a subclass with its own
+    behaviour."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and tensor.dtype in DTYPES
+        and not tensor.is_quantized
+        and tensor.numel() > 0
+    )
+
+
+class _Divider:
+    """Divides the weights of a plan into groups, and finds the modules that use them.
+
+    Attributes:
+        nested_bytes: by number of the device, the largest size in bytes of groups that are in use at the same time
+            because a module uses its own group while its submodules use theirs.
+    """
+
+    def __init__(self, plan: OffloadPlan, group_bytes: int) -> None:
+        self._plan, self._group_bytes = plan, group_bytes
+        self._visited: set[nn.Module] = set()
+        self.nested_bytes: dict[int, int] = {}
+
+    def visit(self, module: nn.Module, name: str, outer: dict[int, int]) -> None:
+        """Divides a module. outer: by number of the device, the size in bytes of the groups that the modules around
+        this one use."""
+        if module in self._visited:
+            return
+        self._visited.add(module)
+        below = self._weights_of(module.modules())
+        if not below:
+            return
+        for number, num_bytes in outer.items():
+            self.nested_bytes[number] = max(self.nested_bytes.get(number, 0), num_bytes)
+        used: list[Group] = []
+        if self._looks_rows_up(module):
+            self._plan.lookups.append(module)
+            for weight in self._plan.held[module].values():
+                weight.unit = "row"
+            return
+        if self._is_stack(module):
+            used = [self._new_group(module, name, list(self._plan.held[module].values()), are_experts=True)]
+            self._plan.experts[module] = used[0]
+            for weight in used[0].weights:
+                weight.unit = "expert"
+        elif isinstance(module, _WHOLE) or (name and self._fits(module, below)):
+            self._visited.update(module.modules())
+            self._use(module, name, below)
+            return
+        elif _has_forward(module):  # it uses its own weights, and those in its lists of parameters
+            lists = [child for child in module.children() if isinstance(child, (nn.ParameterList, nn.ParameterDict))]
+            used = self._use(module, name, self._weights_of([module, *lists]))
+        held = dict(outer)
+        for group in used:
+            held[group.device_number] = held.get(group.device_number, 0) + group.num_bytes
+        for child_name, child in module.named_children():
+            self.visit(child, f"{name}.{child_name}" if name else child_name, held)
+
+    def _weights_of(self, modules: Iterable[nn.Module]) -> list[Weight]:
+        """Returns the weights of modules without their submodules, each weight once."""
+        return list(dict.fromkeys(weight for part in modules for weight in self._plan.held.get(part, {}).values()))
+
+    def _fits(self, module: nn.Module, below: list[Weight]) -> bool:
+        return (
+            _has_forward(module)
+            and sum(weight.num_bytes for weight in below) <= self._group_bytes
+            and not any(self._looks_rows_up(part) or self._is_stack(part) for part in module.modules())
+        )
+
+    def _is_stack(self, module: nn.Module) -> bool:
+        weights = self._plan.held.get(module, {}).values()
+        return (
+            bool(weights)
+            and is_stack(module)
+            and all(len(weight.holders) == 1 and weight.stacked_row_bytes is not None for weight in weights)
+        )
+
+    def _looks_rows_up(self, module: nn.Module) -> bool:
+        is_usual = isinstance(module, nn.Embedding) and module.max_norm is None and "forward" not in vars(module)
+        return is_usual and module in self._plan.held
+
+    def _use(self, module: nn.Module, name: str, weights: list[Weight]) -> list[Group]:
+        """Makes a group of the weights that have none yet, and records that the module uses the groups of all weights.
+        Returns these groups."""
+        new = [weight for weight in weights if weight.group is None]
+        if new:
+            self._new_group(module, name, new)
+        groups = list(dict.fromkeys(weight.group for weight in weights if weight.group is not None))
+        if groups:
+            self._plan.users[module] = groups
+        return groups
+
+    def _new_group(self, module: nn.Module, name: str, weights: list[Weight], are_experts: bool = False) -> Group:
+        number = self._plan.device_numbers[module]
+        group = Group(name or type(module).__name__, number, weights, are_experts)
+        for weight in weights:
+            weight.device = self._plan.devices[number]
+        self._plan.groups.append(group)
+        return group
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Returns whether a module is certainly called when its children are used. A list or a sequence may be iterated
+    over instead."""
+    return type(module).forward is not nn.Module.forward and not isinstance(module, nn.Sequential)
+
+
+def _plan_memory(plan: OffloadPlan, number: int, resident_bytes: int, lookahead: int, nested_bytes: int) -> None:
+    """Decides which groups stay on a device, and how large its arena and its caches of experts are. Experts stay only
+    if all weights of the device stay."""
+    groups = [group for group in plan.groups if group.device_number == number]
+    all_fit = sum(group.num_bytes for group in groups) <= resident_bytes
+    left = resident_bytes
+    for group in spread([group for group in groups if all_fit or not group.are_experts], resident_bytes):
+        group.stays = True
+        left -= group.num_bytes
+    stacks = [weight for group in groups if group.are_experts and not group.stays for weight in group.weights]
+    total = sum(weight.num_bytes for weight in stacks)
+    plan.cache_bytes.update({weight: left * weight.num_bytes // total for weight in stacks})
+    sizes = [group.num_bytes for group in groups if not group.stays]
+    at_once = min(lookahead + 1, len(sizes))
+    # The first group follows the last.
+    runs = (sum([*sizes, *sizes][first : first + at_once]) for first in range(len(sizes)))
+    plan.arena_bytes.append(nested_bytes + max(runs, default=0))
+
+
+def spread(groups: Sequence[Group], num_bytes: int) -> list[Group]:
+    """Returns groups of at most num_bytes in all, evenly spaced, so that the groups between them can be fetched while
+    they are used."""
+    share = min(1.0, num_bytes / max(1, sum(group.num_bytes for group in groups)))
+    chosen, left, due = [], num_bytes, 0.0
+    for group in groups:
+        due += group.num_bytes * share
+        if group.num_bytes <= left and due >= group.num_bytes * 0.5:
+            chosen.append(group)
+            left -= group.num_bytes
+            due -= group.num_bytes
+    for group in groups:  # the room that even spacing left
+        if group not in chosen and group.num_bytes <= left:
+            chosen.append(group)
+            left -= group.num_bytes
+    return chosen
