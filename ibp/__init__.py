@@ -135,8 +135,8 @@ def _register(name: str) -> None:
 
 # Importing ibp lets transformers and diffusers load directories of coded weights, and lets PEFT adapt coded models. The
 # order in which ibp and the framework are imported does not matter.
-_after_import("transformers.modeling_utils", lambda: _register("_transformers_weights"))
-_after_import("diffusers.models.modeling_utils", lambda: _register("_diffusers_weights"))
+_after_import("transformers.modeling_utils", lambda: _register("transformers.weights"))
+_after_import("diffusers.models.modeling_utils", lambda: _register("diffusers.weights"))
 _after_import("peft", lambda: _register("peft"))
 
 

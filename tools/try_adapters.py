@@ -43,7 +43,7 @@ import try_sync
 import try_weights
 from record_interfaces import ENGINES
 
-from ibp.integrations import _engines
+from ibp.integrations.shared import engines
 
 # Modules that are imported as they are.
 REAL = (
@@ -405,7 +405,7 @@ class Tiers:
             create_kv_memoryview=lambda: memoryview(self.memory.numpy()), cleanup=lambda: None
         )
         primary = manager.CPUPrimaryTierOffloadingManager(self.NUM_CHUNKS, region)
-        options = {"type": "IBPSecondaryTier", "module_path": "ibp.integrations.vllm_tiers", "pool_bytes": 200_000}
+        options = {"type": "IBPSecondaryTier", "module_path": "ibp.integrations.vllm.tiers", "pool_bytes": 200_000}
         tiers = factory.SecondaryTierFactory
         # Before 0.28 a tier is registered as a plugin does it.
         if "module_path" not in inspect.getsource(tiers.get_tier_class):
@@ -634,7 +634,7 @@ def host_pool_of(device_pool, host_bytes):
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     os.environ["SGLANG_PLUGINS"] = "ibp_host_pool"
-    _engines.register_host_pool()
+    engines.register_host_pool()
     HookRegistry.apply_hooks()
     made = mha.get_mha_host_pool_cls(device_pool)
     given = {}

@@ -21,7 +21,7 @@ import ibp
 
 from .._common.closing import Closing
 from .._fetch.prefetch import Prefetch, prefetch
-from ._features import Table, fetch, table_of
+from .shared.features import Table, fetch, table_of
 
 __all__ = ["Feature"]
 

@@ -20,7 +20,7 @@ import torch
 import ibp
 
 from .._common.locks import ForkLock
-from ._engines import Tasks, check_engine, pages_by
+from .shared.engines import Tasks, check_engine, pages_by
 
 try:
     from lmcache.lmcache_native import Bitmap  # type: ignore

@@ -23,7 +23,7 @@ import ibp
 
 from .._common.closing import Closing
 from .._machine import memory
-from ._features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
+from .shared.features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
 __all__ = ["FeatureStore", "FetchFeatures", "attach"]
 

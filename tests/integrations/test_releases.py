@@ -1,12 +1,13 @@
 """Releases of host frameworks that are too old: the import says which ones work."""
 
 import importlib
+import subprocess
 import sys
 import types
 
 import pytest
 
-from ibp.integrations._releases import check_release, numbers
+from ibp.integrations.shared.releases import check_release, numbers
 
 pytestmark = pytest.mark.frameworks
 
@@ -37,3 +38,43 @@ def test_newer_releases_are_taken(installed):
 def test_numbers_of_versions():
     assert numbers("5.24.0") == [5, 24, 0] and numbers("0.2.0+cu130") == [0, 2, 0]
     assert numbers("5.9.1") < numbers("5.17") < numbers("5.17.0") < numbers("5.17.1")
+
+
+@pytest.mark.parametrize(
+    "old, new, name",
+    [
+        ("vllm_tiers", "vllm.tiers", "IBPSecondaryTier"),
+        ("vllm_weights", "vllm.weights", "register"),
+        ("vllm_sync", "vllm.sync", "send"),
+        ("sglang_pool", "sglang.pool", "register"),
+    ],
+)
+def test_former_names_of_modules(old, new, name):
+    """Options of engines, imports and pickles name them: both names are one module."""
+    code = f"""
+import importlib, pickle
+former, module = (importlib.import_module("ibp.integrations." + name) for name in ("{old}", "{new}"))
+assert former is module and module.__name__ == "ibp.integrations.{new}"
+from ibp.integrations.{old} import {name}
+assert pickle.loads(b"cibp.integrations.{old}\\n{name}\\n.") is module.{name}
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "package, names",
+    [
+        ("vllm", ["IBPOffloadingSpec", "IBPOffloadingWorker"]),
+        ("sglang", ["IBPHiCacheStorage"]),
+        ("transformers", ["CompressedCache", "CompressedCacheStats", "CompressedLayer", "IbpConfig", "IbpQuantizer"]),
+        ("diffusers", ["CompressedGroups", "GroupBytes", "IbpDiffusersConfig", "IbpDiffusersQuantizer"]),
+    ],
+)
+def test_names_of_a_package(package, names):
+    """A package has the names of its modules, and imports a module when one of its names is asked for."""
+    if package in ("transformers", "diffusers"):
+        pytest.importorskip(package)
+    module = importlib.import_module(f"ibp.integrations.{package}")
+    assert [getattr(module, name).__name__ for name in names] == names and set(names) <= set(module.__all__)
+    with pytest.raises(AttributeError, match=f"module 'ibp.integrations.{package}' has no attribute 'none'"):
+        module.none  # noqa: B018

@@ -41,7 +41,7 @@ LOCKS = {  # the public call that holds a lock, by the file that makes it
     "ibp/cache/_state.py": "ibp.RowCache",
     "ibp/checkpoints/_numpy_files.py": "ibp.checkpoints.compress",
     "ibp/codecs/_nvcomp.py": "ibp.codecs.WholeTensor.decompress",
-    "ibp/integrations/_transformers_weights.py": "ibp.integrations.transformers.IbpQuantizer",
+    "ibp/integrations/transformers/weights.py": "ibp.integrations.transformers.IbpQuantizer",
     "ibp/integrations/lmcache.py": "ibp.integrations.lmcache.IBPL2Adapter",
     "ibp/kv/_keyed.py": "ibp.kv.KeyedPages",
     "ibp/kv/_store.py": "ibp.kv.KVStore",
@@ -105,7 +105,7 @@ TESTED = {
         ),
     },
 }
-SAVES_MODEL, SENDS = "ibp.integrations.transformers.save_coded", "ibp.integrations.vllm_sync.send"
+SAVES_MODEL, SENDS = "ibp.integrations.transformers.save_coded", "ibp.integrations.vllm.sync.send"
 UNTESTED = {  # {resource: {reason: calls}}
     **{
         resource: {
@@ -127,7 +127,7 @@ UNTESTED = {  # {resource: {reason: calls}}
         "ibp.integrations.transformers.IbpQuantizer",
     },
     MESSAGE: {
-        "by `ibp.deltas.Receiver.apply`, which has a test": "ibp.integrations.vllm_sync.ModelReceiver.apply",
+        "by `ibp.deltas.Receiver.apply`, which has a test": "ibp.integrations.vllm.sync.ModelReceiver.apply",
         "copies messages to files, or broadcasts them in the order of the stream": SENDS,
     },
     PAGE: {
@@ -154,13 +154,20 @@ def of_package():
 
 def of_integrations():
     """From the sources, since modules import their frameworks."""
-    trees = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "ibp" / "integrations").glob("*.py")}
+    folder = ROOT / "ibp" / "integrations"
+    trees = {path.relative_to(folder): ast.parse(path.read_text()) for path in folder.rglob("*.py")}
     defined = {node.name: node for tree in trees.values() for node in tree.body if hasattr(node, "name")}
-    for module, tree in trees.items():
-        (named,) = [
-            node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "__all__"
-        ] or [ast.List([])]
-        for name in ast.literal_eval(named) if module != "__init__" else ():
+    named = {
+        path: ast.literal_eval(node.value)
+        for path, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "__all__"
+    }
+    packages = {path.parent: set(names) for path, names in named.items() if path.stem == "__init__"}
+    for path, names in named.items():
+        for name in names if path.stem != "__init__" else ():
+            of_package = name in packages.get(path.parent, ())
+            module = ".".join((path.parent if of_package else path.with_suffix("")).parts)
             node, called = defined[name], f"ibp.integrations.{module}.{name}"
             methods = (
                 [(called, node)]

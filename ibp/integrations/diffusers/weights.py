@@ -16,12 +16,14 @@ from diffusers.quantizers import auto
 from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 
-from .._files.reader import part_names
-from .._files.sets import INDEX_SUFFIX, coded_name
-from ..checkpoints._ibp_files import open_ibp
-from ..checkpoints._model_files import METHOD
-from ..checkpoints._source import SourceTensor
-from ._loading import CodingFields, CodingQuantizer, Loading, check_device_map, is_coded
+from ..._files.reader import part_names
+from ..._files.sets import INDEX_SUFFIX, coded_name
+from ...checkpoints._ibp_files import open_ibp
+from ...checkpoints._model_files import METHOD
+from ...checkpoints._source import SourceTensor
+from ..shared.loading import CodingFields, CodingQuantizer, Loading, check_device_map, is_coded
+
+__all__ = ["IbpDiffusersConfig", "IbpDiffusersQuantizer"]
 
 
 class _Method(str, Enum):

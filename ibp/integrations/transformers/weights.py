@@ -20,21 +20,23 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .._common.locks import ForkLock
-from .._common.rounding import rounded_up
-from .._files.fields import dtype_name
-from .._files.saving import save
-from .._files.sets import INDEX_SUFFIX, coded_name, index_of
-from .._offload.offloaded import Offloaded, offload
-from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from ..checkpoints._ibp_files import open_ibp
-from ..checkpoints._model_files import CODED_WEIGHTS, METHOD, WEIGHTS, lines_that_load
-from ..checkpoints._planning import SHARD_BYTES
-from ..checkpoints._source import SourceTensor
-from ..nn import coded_state_dict
-from ..nn._compressing import options_of
-from ..nn._tables import TRANSPOSED, TableModule
-from ._loading import CodingFields, CodingQuantizer, Loading, away_of, is_coded
+from ..._common.locks import ForkLock
+from ..._common.rounding import rounded_up
+from ..._files.fields import dtype_name
+from ..._files.saving import save
+from ..._files.sets import INDEX_SUFFIX, coded_name, index_of
+from ..._offload.offloaded import Offloaded, offload
+from ..._tables.compressed_tensor import CompressedTensor, compress_rows
+from ...checkpoints._ibp_files import open_ibp
+from ...checkpoints._model_files import CODED_WEIGHTS, METHOD, WEIGHTS, lines_that_load
+from ...checkpoints._planning import SHARD_BYTES
+from ...checkpoints._source import SourceTensor
+from ...nn import coded_state_dict
+from ...nn._compressing import options_of
+from ...nn._tables import TRANSPOSED, TableModule
+from ..shared.loading import CodingFields, CodingQuantizer, Loading, away_of, is_coded
+
+__all__ = ["IbpConfig", "IbpQuantizer", "save_coded"]
 
 # bytes of a BF16 matrix at level "fast", escapes included, as a share; for the choice of a device map
 _CODED_SHARE = 0.77

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._tables.compressed_tensor import CompressedTensor
-from ..deltas import Receiver
-from ..deltas._applying import Base
-from ..deltas._on_pieces import Memory
-from ..deltas._receiving import bases_of_rows, rows_of
-from ..deltas._regions import Region, TensorRows
-from ._vllm_incoming import IncomingTensor, storage_of
-from ._vllm_methods import CodedMethod
+from ..._tables.compressed_tensor import CompressedTensor
+from ...deltas import Receiver
+from ...deltas._applying import Base
+from ...deltas._on_pieces import Memory
+from ...deltas._receiving import bases_of_rows, rows_of
+from ...deltas._regions import Region, TensorRows
+from ._incoming import IncomingTensor, storage_of
+from ._methods import CodedMethod
 
 
 class ShardPlace(NamedTuple):

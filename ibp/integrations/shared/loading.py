@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from .._common.arguments import whole_number
-from .._common.conversions import guard_conversions
-from .._files.header import FORMAT
-from .._files.paths import SUFFIX
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.weights import is_worth_coding
-from ..checkpoints._model_files import METHOD
-from ..nn import ModelReport
-from ..nn._compressing import ModelPlan, join_neighbours
+from ..._common.arguments import whole_number
+from ..._common.conversions import guard_conversions
+from ..._files.header import FORMAT
+from ..._files.paths import SUFFIX
+from ..._tables.compressed_tensor import CompressedTensor
+from ..._tables.weights import is_worth_coding
+from ...checkpoints._model_files import METHOD
+from ...nn import ModelReport
+from ...nn._compressing import ModelPlan, join_neighbours
 
 
 class CodingFields:

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .._fetch.streaming import decode_items
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.joining import Items, join
-from ..nn._stacks import by_rows
+from ..._fetch.streaming import decode_items
+from ..._tables.compressed_tensor import CompressedTensor
+from ..._tables.joining import Items, join
+from ...nn._stacks import by_rows
 
 _CPU = torch.device("cpu")
 

@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-from .._fetch.escapes import Escapes, matrix_of
-from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups
-from .._tables.compressed_tensor import CompressedTensor
-from ..nn._experts import multiply_experts
-from ..nn._stacks import stand_in
-from ._vllm_incoming import TablePart, noted
+from ..._fetch.escapes import Escapes, matrix_of
+from ..._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups
+from ..._tables.compressed_tensor import CompressedTensor
+from ...nn._experts import multiply_experts
+from ...nn._stacks import stand_in
+from ._incoming import TablePart, noted
 
 try:
     from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # type: ignore
     from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing  # type: ignore
-except ImportError:  # vllm_weights reports the error
+except ImportError:  # `weights` reports the error
     FusedMoEMethodBase = object
 
 

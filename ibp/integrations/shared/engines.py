@@ -16,7 +16,7 @@ import torch
 
 import ibp
 
-from ._releases import numbers
+from .releases import numbers
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def register_host_pool() -> None:
     """Registers the plugin `ibp_host_pool`. SGLang calls it in each of its processes, even if nobody uses the
     plugin. It does nothing, and imports nothing of SGLang, unless `SGLANG_PLUGINS` names the plugin."""
     if "ibp_host_pool" in os.environ.get("SGLANG_PLUGINS", "").replace(" ", "").split(","):
-        importlib.import_module("ibp.integrations.sglang_pool").register()
+        importlib.import_module("ibp.integrations.sglang.pool").register()
 
 
 def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.KeyedPages]:

@@ -1,20 +1,7 @@
-"""Models of Hugging Face transformers with coded weights, and KV-caches whose older tokens are compressed, losslessly.
-
-    from ibp.integrations.transformers import IbpConfig
-
-    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=IbpConfig())
-
-Matrices become tables while the model is loaded. The same holds for directories that `ibp compress` or `save_coded`
-wrote.
-
-    from ibp.integrations.transformers import CompressedCache
-
-    cache = CompressedCache(config=model.config)
-    model.generate(**inputs, cache=cache)       # the tokens and logits of DynamicCache
-    print(cache.stats())
+"""KV-caches of transformers whose older tokens are compressed, losslessly.
 
 Blocks of older tokens are coded on the GPU and kept in pinned host memory, or on the GPU. While one layer computes, the
-coded tokens of the next one are brought back and decoded. Works with transformers 5.17 and newer; checked up to 5.24.
+coded tokens of the next one are brought back and decoded.
 """
 
 from __future__ import annotations
@@ -25,26 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from .._common.arguments import whole_number
-from .._common.process import OfThisProcess
-from .._common.statistics import Saves, Statistics, shown_memory
-from .._fetch.calls import sms_of
-from .._machine.memory import check_memory
-from .._schemes import AnyCodebook, check_scheme
-from ..kv._coding import Form, Options
-from ..kv._decoder import Fetch, TokenDecoder, decoder_for
-from ..kv._history import History, Pending
-from ._releases import check_release
+from ..._common.arguments import whole_number
+from ..._common.process import OfThisProcess
+from ..._common.statistics import Saves, Statistics, shown_memory
+from ..._fetch.calls import sms_of
+from ..._machine.memory import check_memory
+from ..._schemes import AnyCodebook, check_scheme
+from ...kv._coding import Form, Options
+from ...kv._decoder import Fetch, TokenDecoder, decoder_for
+from ...kv._history import History, Pending
 
-check_release(transformers, "5.17")  # must come before names are imported that older releases do not have
-
-from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
-
-from ._transformers_weights import IbpConfig, IbpQuantizer, save_coded  # noqa: E402
-
-__all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer", "IbpConfig", "IbpQuantizer", "save_coded"]
+__all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer"]
 
 _SCHEMES = ("planes", "ibp", "raw")
 
@@ -66,6 +46,8 @@ class CompressedCacheStats(Statistics, Saves):
         num_codebooks: how many codebooks were learned.
         plain_bytes: bytes that all tokens would take uncompressed.
     """
+
+    __module__ = "ibp.integrations.transformers"
 
     num_tokens: int
     num_coded_tokens: int
@@ -122,6 +104,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         raw: the raw keys and values behind the coded ones. () before the first call.
         last_query: how many tokens came with the last call of `update`.
     """
+
+    __module__ = "ibp.integrations.transformers"
 
     _instead = "pickle its keys and values, or copy the cache"
 
@@ -375,6 +359,8 @@ class CompressedCache(OfThisProcess, DynamicCache):
     Raises:
         TypeError, ValueError: an argument is not as described.
     """
+
+    __module__ = "ibp.integrations.transformers"
 
     _instead = (
         "copy.deepcopy copies it; to keep it, pickle the keys and values of its layers, and give them to update() of a "

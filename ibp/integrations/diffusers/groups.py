@@ -1,21 +1,7 @@
-"""Models of Hugging Face diffusers with coded weights, and its group offloading with compressed weights.
-
-    from ibp.integrations.diffusers import IbpDiffusersConfig
-
-    DiTTransformer2DModel.from_pretrained(name, quantization_config=IbpDiffusersConfig(), torch_dtype=torch.bfloat16)
-
-Matrices become tables while the model is loaded. Or they stay compressed in host memory:
-
-    from diffusers.hooks import apply_group_offloading
-    from ibp.integrations.diffusers import compress_groups
-
-    apply_group_offloading(model, onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True)
-    compress_groups(model)
+"""The group offloading of diffusers with compressed weights.
 
 Hooks, prefetching and streams stay diffusers' own. Only the source of a group's parameters changes: instead of raw
 copies in host memory, tables are decoded on the onload device, all tables of a group in one call.
-
-Works with diffusers 0.39 and newer; checked up to 0.42.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -27,32 +13,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import torch
+from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
-from .._common.closing import Closing
-from .._common.conversions import guard_conversions
-from .._common.in_place import NotTheModel, check_model
-from .._common.process import OfThisProcess
-from .._common.statistics import Saves, Statistics, shown_memory
-from .._fetch.streaming import decompress
-from .._offload import resting
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
-from ._releases import check_release
+from ..._common.closing import Closing
+from ..._common.conversions import guard_conversions
+from ..._common.in_place import NotTheModel, check_model
+from ..._common.process import OfThisProcess
+from ..._common.statistics import Saves, Statistics, shown_memory
+from ..._fetch.streaming import decompress
+from ..._offload import resting
+from ..._tables.compressed_tensor import CompressedTensor
+from ..._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
 
-check_release(diffusers, "0.39")  # must come before names are imported that older releases do not have
-
-from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup  # noqa: E402
-
-from ._diffusers_weights import IbpDiffusersConfig, IbpDiffusersQuantizer  # noqa: E402
-
-__all__ = ["CompressedGroups", "GroupBytes", "IbpDiffusersConfig", "IbpDiffusersQuantizer", "close", "compress_groups"]
+__all__ = ["CompressedGroups", "GroupBytes", "close", "compress_groups"]
 
 
 @dataclass(frozen=True)
 class GroupBytes(Statistics, Saves):
     """Bytes of a model's compressed parameters, originally and as they are stored. A shared parameter counts once."""
+
+    __module__ = "ibp.integrations.diffusers"
 
     original_bytes: int
     stored_bytes: int
@@ -64,6 +45,8 @@ class CompressedGroups(OfThisProcess, Closing, NotTheModel):
     Attributes:
         model: as given.
     """
+
+    __module__ = "ibp.integrations.diffusers"
 
     _instead = "save the model's state_dict()"
     changed_by = "compress_groups(model)"
