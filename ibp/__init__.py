@@ -17,6 +17,7 @@ ibp.spill            tables on a GPU whose overflow is in host memory
 ibp.codecs           codebooks, general codecs, and the choice between them
 ibp.calibration      the rates of a machine
 ibp.distributed      tables in several processes, and collectives whose tensors travel coded
+ibp.adapters         what bridges to frameworks are made of
 ibp.integrations     bridges to frameworks
 """
 
@@ -32,7 +33,7 @@ if _find_spec("ibp._core") is None:
         "directory to import the ibp that is installed, or build it here by `pip install --no-build-isolation -e .`"
     )
 
-from . import _core, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
+from . import _core, adapters, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
 from ._activations import ActivationOffload, ActivationStats, offload_activations
 from ._common import ops
 from ._common.importing import after_import as _after_import
@@ -74,6 +75,7 @@ __all__ = [
     "RowCache",
     "RowCounts",
     "TensorInfo",
+    "adapters",
     "cache",
     "calibration",
     "checkpoints",

@@ -9,7 +9,7 @@ from .._machine import memory as _memory
 from .._machine.ring import Ring, Turn
 from .._rows.faults import Faults, FaultWords
 from ._coding import Options
-from ._history import History, Pending, TokenArena
+from ._history import Pending, TokenArena, TokenHistory
 
 _WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
 _SLACK = 8  # a buffer that has to grow becomes an eighth larger than the layer
@@ -83,7 +83,7 @@ class TokenDecoder:
     def new_arena(self) -> TokenArena:
         return TokenArena(self.device, pinned=False)
 
-    def store(self, history: History, pending: Pending) -> None:
+    def store(self, history: TokenHistory, pending: Pending) -> None:
         """Appends coded blocks to those of a layer, once their sizes are known. If it is interrupted, either all of
         the blocks are appended or none."""
         sizes, start, offsets = pending.sizes(), history.arena.used, []
@@ -102,7 +102,7 @@ class TokenDecoder:
         """Queues the copy of coded bytes to memory of an arena."""
         memory.copy_(data)
 
-    def fetch(self, history: History, num_tokens: int, blocks: range | None = None) -> Fetch:
+    def fetch(self, history: TokenHistory, num_tokens: int, blocks: range | None = None) -> Fetch:
         """Begins to decode blocks (None: all) to the first of `num_tokens` tokens of new keys and values."""
         blocks = range(history.num_blocks) if blocks is None else blocks
         keys, values = history.empty(num_tokens)
@@ -111,7 +111,7 @@ class TokenDecoder:
         return Fetch(keys, values)
 
     def _decode(
-        self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
+        self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
     ) -> None:
         """Queues the decoding of blocks to the first tokens of keys and values. staged: the arena's bytes."""
         for codec, out in ((history.keys, keys), (history.values, values)):
@@ -135,7 +135,7 @@ class CudaTokenDecoder(TokenDecoder):
         self._decoder, self._issued = torch.cuda.Stream(device), torch.cuda.Event()
         self._faults.on(device)
 
-    def fetch(self, history: History, num_tokens: int, blocks: range | None = None) -> Fetch:
+    def fetch(self, history: TokenHistory, num_tokens: int, blocks: range | None = None) -> Fetch:
         self.check()
         blocks = range(history.num_blocks) if blocks is None else blocks
         with torch.cuda.device(self.device):
@@ -149,7 +149,7 @@ class CudaTokenDecoder(TokenDecoder):
                 torch.cuda.set_stream(current)
             return Fetch(keys, values, current, self._decoder)
 
-    def _decode_beside(self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
+    def _decode_beside(self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
         """Queues the decoding on the stream beside the current one. It may leave any stream as the current one."""
         torch.cuda.set_stream(self._decoder)
         self._decode(history, keys, values, blocks, history.arena.parts()[0][1])
@@ -182,7 +182,7 @@ class HostTokenDecoder(CudaTokenDecoder):
         data.record_stream(self._sender)
         self.sent_bytes += data.numel()
 
-    def _decode_beside(self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
+    def _decode_beside(self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
         turn = self._ring.last
         if self._stamps.get(turn) != history.stamp:
             turn = self._ring.next()

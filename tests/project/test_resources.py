@@ -38,11 +38,10 @@ LOCKS = {  # the public call that holds a lock, by the file that makes it
     "ibp/_fetch/host_gather.py": "ibp.index_select",
     "ibp/_machine/segments.py": "ibp.CompressedTensor.share_memory_",
     "ibp/_offload/offloaded.py": "ibp.offload",
+    "ibp/adapters/_loading.py": "ibp.adapters.ModelLoading",
     "ibp/cache/_state.py": "ibp.RowCache",
     "ibp/checkpoints/_numpy_files.py": "ibp.checkpoints.compress",
     "ibp/codecs/_nvcomp.py": "ibp.codecs.WholeTensor.decompress",
-    "ibp/integrations/transformers/weights.py": "ibp.integrations.transformers.IbpQuantizer",
-    "ibp/integrations/lmcache.py": "ibp.integrations.lmcache.IBPL2Adapter",
     "ibp/kv/_keyed.py": "ibp.kv.KeyedPages",
     "ibp/kv/_store.py": "ibp.kv.KVStore",
 }
@@ -51,10 +50,11 @@ LOCKS = {  # the public call that holds a lock, by the file that makes it
 PATHS = "tests/files/test_paths.py::"
 READERS = (
     "ibp.load, ibp.open, ibp.offload, ibp.checkpoints.compress, ibp.checkpoints.decompress, ibp.checkpoints.estimate, "
-    "ibp apply, ibp compress, ibp decompress, ibp diff, ibp estimate, ibp inspect, ibp verify"
+    "ibp.checkpoints.open, ibp apply, ibp compress, ibp decompress, ibp diff, ibp estimate, ibp inspect, ibp verify"
 )
 WRITERS = (
-    "ibp.save, ibp.checkpoints.compress, ibp.checkpoints.decompress, ibp apply, ibp compress, ibp decompress, ibp diff"
+    "ibp.save, ibp.checkpoints.CheckpointWriter, ibp.checkpoints.compress, ibp.checkpoints.decompress, ibp apply, "
+    "ibp compress, ibp decompress, ibp diff"
 )
 PAGES = f"{WRITERS}, ibp inspect"
 TESTED = {
@@ -114,17 +114,25 @@ UNTESTED = {  # {resource: {reason: calls}}
         }
         for resource in WRITTEN
     },
+    **{
+        resource: {
+            "tells files of ibp from others, and has a test of its own, tests/checkpoints/test_writing.py": (
+                "ibp.checkpoints.is_coded"
+            ),
+        }
+        for resource in READ
+    },
     "a mapped file that is cut": {
+        "reads the header of a file, and maps none": "ibp.checkpoints.is_coded",
         "a cut while the call has the file mapped ends the process, as SECURITY.md says": READERS.replace(
             "ibp.open, ", ""
-        )
+        ),
     },
     HELD: {
-        "held while memory is pinned, or a deflated array is read; tests/common/test_locks.py tests the class of all "
-        "locks": "ibp.CompressedTensor.share_memory_, ibp.checkpoints.compress",
+        "held while memory is pinned, a deflated array is read or a weight is decoded; tests/common/test_locks.py "
+        "tests the class of all locks": "ibp.CompressedTensor.share_memory_, ibp.checkpoints.compress, "
+        "ibp.adapters.ModelLoading",
         "needs a GPU, which no child can use": "ibp.codecs.WholeTensor.decompress",
-        "needs the host framework in two processes": "ibp.integrations.lmcache.IBPL2Adapter, "
-        "ibp.integrations.transformers.IbpQuantizer",
     },
     MESSAGE: {
         "by `ibp.deltas.Receiver.apply`, which has a test": "ibp.integrations.vllm.sync.ModelReceiver.apply",
@@ -137,7 +145,8 @@ UNTESTED = {  # {resource: {reason: calls}}
     },
     PINNED: {
         "memory is pinned for a GPU only, and no test refuses it there": "ibp.CodedRows, ibp.kv.KVRows, "
-        "ibp.kv.KVStore, ibp.codecs.WholeTensor.pin_memory, ibp.integrations.transformers.CompressedCache",
+        "ibp.kv.KVStore, ibp.kv.TokenCoder, ibp.codecs.WholeTensor.pin_memory, "
+        "ibp.integrations.transformers.CompressedCache",
         "pins by `ibp.compress`, which has a test": "ibp.distributed.ShardedTable.from_local",
         "pins by `CompressedTensor.pin_memory` or `open_shared`, which have tests": "ibp.distributed.share_table, "
         "ibp.integrations.graphbolt.Feature.pin_memory_",

@@ -6,7 +6,6 @@ load models by a configuration, and `releases.py` checks which release of a host
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -23,8 +22,6 @@ def lazily(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str]
     def __getattr__(name: str) -> Any:
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(import_module(f"{package}.{places[name]}"), name)
-        setattr(sys.modules[package], name, found)
-        return found
+        return getattr(import_module(f"{package}.{places[name]}"), name)
 
     return __getattr__

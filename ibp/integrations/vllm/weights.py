@@ -16,17 +16,13 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from ..._fetch.escapes import takes
-from ..._fetch.linear import linear
-from ..._files.sets import INDEX_SUFFIX
-from ..._tables.compressed_tensor import CompressedTensor
-from ..._tables.torch_functions import embedding_of
-from ...checkpoints._ibp_files import open_ibp
-from ...checkpoints._model_files import CODED_WEIGHTS, METHOD, WEIGHTS
-from ...nn._compressing import LEAST_SAVINGS, is_included
-from ...nn._tables import matrix_table
+import ibp
+
+from ... import CompressedTensor
+from ...adapters import compress_matrix
+from ...checkpoints import coded_name, is_coded
 from ..shared.engines import check_engine
-from ..shared.loading import CodingFields, is_coded
+from ..shared.loading import METHOD, CodingFields
 from ._incoming import TablePart, incoming, joined
 from ._methods import CodedMethod, IBPExpertsMethod, why_plain_experts
 
@@ -55,6 +51,9 @@ except ImportError as error:
 
 __all__ = ["IBPConfig", "IBPModelLoader", "IBPWeightMethod", "register"]
 
+_WEIGHTS = "model.safetensors"
+# A weight of which a table saves a smaller share stays plain, as in `ibp.nn.compress`.
+_LEAST_SAVINGS = 0.02
 _logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers below its own
 # By the address of a table's slots. Compiled graphs have the slots as inputs, so that layers of the same shape share a
 # graph.
@@ -143,8 +142,7 @@ class IBPConfig(QuantizationConfig):
         around, _, last = prefix.rpartition(".")
         parts = self.packed_modules_mapping.get(last, [last])
         names = [prefix, *(f"{around}.{part}".lstrip(".") for part in parts)]
-        is_wanted = any(is_included(name, self.fields.include, ()) for name in names)
-        return is_wanted and all(is_included(name, None, self.fields.exclude) for name in names)
+        return self.fields.includes(*names)
 
     def table_of(self, weight: torch.Tensor, name: str, parts: Sequence[TablePart] = ()) -> CompressedTensor | None:
         """Returns a table of a loaded weight, or None if it stays plain. The log says why, once for each reason.
@@ -159,11 +157,11 @@ class IBPConfig(QuantizationConfig):
             why = f"it has fewer bytes than min_bytes, {self.fields.min_bytes}"
         else:
             table = joined(parts, weight)
-            if table is None or not takes(table):
+            if table is None or not table.fits_linear:
                 for part in parts:
                     part.write()
-                table = matrix_table(weight)
-            if table.nbytes > num_bytes * (1 - LEAST_SAVINGS) or not takes(table):
+                table = compress_matrix(weight)
+            if table.nbytes > num_bytes * (1 - _LEAST_SAVINGS) or not table.fits_linear:
                 table, why = None, f"it does not shrink, or the kernel takes no shape {list(weight.shape)}"
         if table is not None and not self._has_told:
             self._has_told, sizes = True, (table.nbytes / 1e6, num_bytes / 1e6)
@@ -231,7 +229,7 @@ def _table_of(slots: torch.Tensor) -> CompressedTensor:
 
 @torch.library.custom_op("ibp_engines::linear", mutates_args=())
 def _linear(x: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None, num_rows: int) -> torch.Tensor:
-    return linear(x, _table_of(slots), bias)
+    return ibp.linear(x, _table_of(slots), bias)
 
 
 @_linear.register_fake
@@ -241,7 +239,8 @@ def _(x: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None, num_rows:
 
 @torch.library.custom_op("ibp_engines::rows", mutates_args=())
 def _rows(ids: torch.Tensor, slots: torch.Tensor, num_columns: int) -> torch.Tensor:
-    return embedding_of(ids, _table_of(slots))
+    rows = ibp.index_select(_table_of(slots), ids.reshape(-1))
+    return rows.view(*ids.shape, num_columns)
 
 
 @_rows.register_fake
@@ -273,9 +272,9 @@ class IBPModelLoader(DefaultModelLoader):
         if not any(is_coded(file) for file in files):
             yield from super()._get_weights_iterator(source)
             return
-        indices = [os.path.join(folder, name + INDEX_SUFFIX) for name in (CODED_WEIGHTS, WEIGHTS)]
+        indices = [os.path.join(folder, f"{name}.index.json") for name in (coded_name(_WEIGHTS), _WEIGHTS)]
         for path in list(filter(os.path.exists, indices))[:1] or files:
-            with open_ibp(path) as opened:
+            with ibp.checkpoints.open(path) as opened:
                 for name, tensor in opened.tensors.items():
                     table = tensor.table
                     yield source.prefix + name, tensor.tensor() if table is None else incoming(table)
