@@ -26,8 +26,7 @@ import torch
 
 import ibp
 
-from .._common.closing import Closing
-from .._common.process import OfThisProcess
+from ..adapters import Closing, OfThisProcess
 from .shared.features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
 
