@@ -794,15 +794,15 @@ def test_sglang_host_pool_wrong_use(framework):
 
 def test_sglang_builds_the_host_pool_where_the_plugin_is_wanted(framework, monkeypatch, caplog):
     adapter, mha = framework("sglang.pool", "sglang.srt.mem_cache.pool_host.mha")
-    registry, engines = adapter.HookRegistry, importlib.import_module("ibp.integrations.shared.engines")
+    registry, package = adapter.HookRegistry, importlib.import_module("ibp.integrations.sglang")
     for value in (None, "", "others"):
         monkeypatch.delenv("SGLANG_PLUGINS", raising=False) if value is None else monkeypatch.setenv(
             "SGLANG_PLUGINS", value
         )
-        engines.register_host_pool()
+        package.register_host_pool()
         assert registry.hooks == []
     monkeypatch.setenv("SGLANG_PLUGINS", "others, ibp_host_pool")
-    engines.register_host_pool()
+    package.register_host_pool()
     ((target, hook, _),) = registry.hooks
     assert target == "sglang.srt.mem_cache.pool_host.mha.get_mha_host_pool_cls"
     assert hook(mha.MHATokenToKVPoolHost, None) is adapter.IBPHostPool
@@ -811,7 +811,7 @@ def test_sglang_builds_the_host_pool_where_the_plugin_is_wanted(framework, monke
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["sglang.srt.plugins"] == {
-        "ibp_host_pool": f"{engines.__name__}:{engines.register_host_pool.__name__}"
+        "ibp_host_pool": f"{package.__name__}:{package.register_host_pool.__name__}"
     }
 
 

@@ -12,14 +12,16 @@ from typing import Any
 
 
 def lazily(package: str, modules: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """Returns `__getattr__` of a package whose names are in modules of its own. A module is imported when one of its
-    names is first asked for, so that an adapter needs only the classes of the host that it uses.
+    """Returns `__getattr__` of a package, which has its modules and some of their names. A module is imported when it,
+    or one of its names, is first asked for, so that an adapter needs only the classes of the host that it uses.
 
-    modules: for each module its names.
+    modules: for each module the names that the package has, too.
     """
     places = {name: module for module, names in modules.items() for name in names}
 
     def __getattr__(name: str) -> Any:
+        if name in modules:
+            return import_module(f"{package}.{name}")
         if name not in places:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(import_module(f"{package}.{places[name]}"), name)

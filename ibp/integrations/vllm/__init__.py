@@ -18,4 +18,4 @@ if TYPE_CHECKING:
     from .offloading import IBPOffloadingSpec, IBPOffloadingWorker
 
 __all__ = ["IBPOffloadingSpec", "IBPOffloadingWorker"]
-__getattr__ = lazily(__name__, {"offloading": __all__})
+__getattr__ = lazily(__name__, {"offloading": __all__, "tiers": [], "weights": [], "sync": []})
