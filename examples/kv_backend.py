@@ -22,7 +22,7 @@ class CodedBackend:
         self.caches, self.pages = caches, ibp.kv.KeyedPages(pool_bytes, device=caches[0].device)
 
     def save(self, keys, blocks):
-        """Codes blocks that are not here yet. Those used longest ago make room for them."""
+        """Codes blocks that are not here yet. Blocks that were used longest ago make room for them."""
         for key, block in zip(keys, blocks):
             self.pages.put(key, torch.stack([cache[block] for cache in self.caches]))
 

@@ -10,10 +10,10 @@ class OfThisProcess:
     TypeError, which says what to do instead. Copying it also raises, unless its class has a `__deepcopy__`.
 
     Example:
-        >>> import pickle
+        >>> import copy
         >>> class Pool(ibp.adapters.OfThisProcess):
         ...     _instead = "make it anew there"    # each class says what to do instead
-        >>> pickle.dumps(Pool())
+        >>> copy.copy(Pool())
         Traceback (most recent call last):
         TypeError: an ...Pool cannot be pickled or copied: make it anew there
     """

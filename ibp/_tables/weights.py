@@ -60,9 +60,9 @@ class CodedWeight:
 class WeightCompressor:
     """Compresses the weights of a model into packed tables, one after the other.
 
-    Weights of one kind share a codebook, which is learned from the first of them: those whose names differ only in
-    numbers, such as the same weight of all layers, and that have the same shape and dtype. If the first one is best
-    kept raw, all weights of its kind are kept raw.
+    Weights of one kind share a codebook, which is learned from the first of them. They are of one kind if they have the
+    same shape and dtype, and if their names differ only in numbers, such as the same weight of all layers. If the first
+    one is best kept raw, all weights of its kind are kept raw.
 
     Example:
         >>> compressor = ibp.adapters.WeightCompressor({"device": "cpu", "memory": "host"})

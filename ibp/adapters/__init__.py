@@ -12,7 +12,7 @@ loaded, parameters that rest in tables, and products with coded experts.
 
 An adapter holds the policy of its host alone. Other names that it needs are in `ibp.kv` (`BlockStore`, `KeyedPages`,
 `TokenCoder`), `ibp.checkpoints` (`open`, `CheckpointWriter`) and `ibp.deltas` (`Receiver`, `PlacedReceiver`).
-docs/adapters.md shows two whole adapters, and `ibp.integrations` has those of known frameworks.
+docs/adapters.md shows two whole adapters, and `ibp.integrations` has adapters of known frameworks.
 """
 
 from .._common.closing import Closing

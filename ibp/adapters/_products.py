@@ -107,13 +107,14 @@ class ExpertTables:
         absent: float = torch.nan,
     ) -> torch.Tensor:
         """Returns for each token the weighted sum of its experts' results, with a kernel that decodes weights in
-        registers. It neither waits for the GPU nor allocates more than products, so that graphs can capture it.
+        registers. The call does not wait for the GPU, so that CUDA graphs can capture it.
 
         Args:
             x, ids: as in `multiplies`.
             weights: [tokens, choices], the weights of the experts' results.
-            activate: makes the input of the second matrix [n, columns] of the products of the first [n, rows].
-            biases: of both matrices, [num_experts, rows] or None.
+            activate: a function that is called with the products of the first matrix, [n, rows], and returns what the
+                second one multiplies, [n, columns].
+            biases: the biases of both matrices, [num_experts, rows] or None.
             absent: what the second matrix gives for an expert that does not exist.
 
         Raises:

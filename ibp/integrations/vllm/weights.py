@@ -18,7 +18,6 @@ import torch
 
 import ibp
 
-from ... import CompressedTensor
 from ...adapters import compress_matrix
 from ...checkpoints import coded_name, is_coded
 from ..shared.engines import check_engine
@@ -57,7 +56,7 @@ _LEAST_SAVINGS = 0.02
 _logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers below its own
 # By the address of a table's slots. Compiled graphs have the slots as inputs, so that layers of the same shape share a
 # graph.
-_tables: WeakValueDictionary[int, CompressedTensor] = WeakValueDictionary()
+_tables: WeakValueDictionary[int, ibp.CompressedTensor] = WeakValueDictionary()
 
 
 def register() -> None:
@@ -144,7 +143,7 @@ class IBPConfig(QuantizationConfig):
         names = [prefix, *(f"{around}.{part}".lstrip(".") for part in parts)]
         return self.fields.includes(*names)
 
-    def table_of(self, weight: torch.Tensor, name: str, parts: Sequence[TablePart] = ()) -> CompressedTensor | None:
+    def table_of(self, weight: torch.Tensor, name: str, parts: Sequence[TablePart] = ()) -> ibp.CompressedTensor | None:
         """Returns a table of a loaded weight, or None if it stays plain. The log says why, once for each reason.
 
         parts: parts of the tables of a coded checkpoint, which have not been copied to the weight's memory.
@@ -190,7 +189,7 @@ class IBPWeightMethod(CodedMethod, LinearMethodBase):
         layer.weight, self._tied, self.is_tied = embed_tokens.weight, embed_tokens, True
         return layer
 
-    def _coded(self, layer: Any) -> dict[str, CompressedTensor]:
+    def _coded(self, layer: Any) -> dict[str, ibp.CompressedTensor]:
         if self._tied is None:
             table = self._tables_of(layer).get("weight")
         elif isinstance(self._tied.quant_method, IBPWeightMethod):
@@ -216,7 +215,7 @@ class IBPWeightMethod(CodedMethod, LinearMethodBase):
         return torch.ops.ibp_engines.rows(input_, layer.ibp_weight, layer.ibp_shape[1])
 
 
-def _table_of(slots: torch.Tensor) -> CompressedTensor:
+def _table_of(slots: torch.Tensor) -> ibp.CompressedTensor:
     table = _tables.get(slots.data_ptr())
     if table is None:
         raise RuntimeError("the coded weights of a layer have been moved or replaced since they were loaded")
