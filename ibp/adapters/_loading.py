@@ -55,7 +55,7 @@ class ModelOptions:
 
     @classmethod
     def of(cls: type[_Self], model: torch.nn.Module) -> _Self:
-        """Returns the options with which just those weights of a model are coded that are coded in it now."""
+        """Returns options that choose exactly the weights which are coded in a model now."""
         return cls(**options_of(model))
 
     def includes(self, *names: str) -> bool:

@@ -25,8 +25,7 @@ class ShardPlace(NamedTuple):
         torch.Size([4, 4])
 
     Attributes:
-        memory: a tensor whose rows are as long as those of the part, or a table. A tensor without dimensions is one
-            row.
+        memory: a table, or a tensor whose rows are as long as the part's rows. A tensor without dimensions is one row.
         first_row: the first row in the memory.
         box: for each dimension of the checkpoint's tensor, the first element of the part, and how many it has.
     """

@@ -101,7 +101,7 @@ class Pending:
 
     Args:
         keys, values: what was queued on the current stream.
-        num_blocks: how many blocks they are: those of the oldest raw tokens.
+        num_blocks: how many blocks of the oldest raw tokens they are.
         batch_size: sequences in a block.
     """
 
@@ -291,8 +291,8 @@ class TokenHistory(OfThisProcess):
             self._batch_size = sequences.numel()
 
     def truncate(self, num_blocks: int) -> None:
-        """Keeps the first blocks, and forgets those behind them. The bytes of a call's blocks become free when none
-        of these blocks is left."""
+        """Keeps the first blocks, and forgets all others. The bytes of a call's blocks become free when none of these
+        blocks is left."""
         while self._batches and self.num_blocks - self._batches[-1].num_blocks >= num_blocks:
             self.num_blocks -= self._batches[-1].num_blocks
             self.arena.rewind(self._batches.pop().start)

@@ -20,10 +20,11 @@ _MOST_TOKENS = 2**31  # the largest block and window, in tokens
 class TokenCoder(OfThisProcess):
     """How a KV-cache that grows token by token codes the older tokens of its layers, and what brings them back.
 
-    It is for engines whose keys and values of a layer are one tensor, as in transformers; `BlockStore` is for paged
-    ones. All layers of a cache have one coder, so that the coded bytes of one layer come while another layer's are
-    decoded. Blocks of tokens are coded on the device of the keys and values, with codebooks that are learned from the
-    first blocks (the prompt's, as in section 6.4 of the paper), and again when savings fall.
+    It is for engines that keep the keys of a layer in one tensor, and the values in another one, as transformers does.
+    `BlockStore` is for engines with paged caches. All layers of a cache have one coder, so that the coded bytes of one
+    layer come while another layer's are decoded. Blocks of tokens are coded on the device of the keys and values, with
+    codebooks that are learned from the first blocks (the prompt's, as in section 6.4 of the paper), and again when
+    savings fall.
 
     Example:
         >>> coder = ibp.kv.TokenCoder(block=16, window=32)

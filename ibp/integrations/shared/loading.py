@@ -16,7 +16,7 @@ METHOD = "ibp"  # quant_method of quantization_config in config.json, by which f
 
 
 class CodingFields(ModelOptions):
-    """The fields of a configuration: those of `ibp.adapters.ModelOptions`, and the method that frameworks look for."""
+    """The fields of a configuration: `ibp.adapters.ModelOptions`, and the method that frameworks look for."""
 
     def __init__(self, *, quant_method: str = METHOD, **options: Any) -> None:
         if quant_method != METHOD:
