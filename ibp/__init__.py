@@ -8,12 +8,17 @@
 The method is that of the paper Invariant Bit Packing (EuroSys 2026); the bytes are specified in FORMAT.md
 beside the installed headers (`ibp.get_include()`).
 
-ibp.nn, ibp.optim    modules whose weights are tables, and their optimizers ibp.checkpoints      whole checkpoints,
-compressed, decompressed and estimated ibp.deltas           differences between versions of tensors and checkpoints
-ibp.kv               KV-caches ibp.cache            rows of a table, kept on GPUs ibp.spill            tables on a GPU
-whose overflow is in host memory ibp.codecs           codebooks, general codecs, and the choice between them
-ibp.calibration      the rates of a machine ibp.distributed      tables in several processes, and collectives whose
-tensors travel coded ibp.integrations     bridges to frameworks
+ibp.nn, ibp.optim    modules whose weights are tables, and their optimizers
+ibp.checkpoints      whole checkpoints, compressed, decompressed and estimated
+ibp.deltas           differences between versions of tensors and checkpoints
+ibp.kv               KV-caches
+ibp.cache            rows of a table, kept on GPUs
+ibp.spill            tables on a GPU whose overflow is in host memory
+ibp.codecs           codebooks, general codecs, and the choice between them
+ibp.calibration      the rates of a machine
+ibp.distributed      tables in several processes, and collectives whose tensors travel coded
+ibp.adapters         what bridges to frameworks are made of
+ibp.integrations     bridges to frameworks
 """
 
 from contextlib import suppress as _suppress
@@ -28,7 +33,7 @@ if _find_spec("ibp._core") is None:
         "directory to import the ibp that is installed, or build it here by `pip install --no-build-isolation -e .`"
     )
 
-from . import _core, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
+from . import _core, adapters, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
 from ._activations import ActivationOffload, ActivationStats, offload_activations
 from ._common import ops
 from ._common.importing import after_import as _after_import
@@ -68,6 +73,7 @@ __all__ = [
     "RowCache",
     "RowCounts",
     "TensorInfo",
+    "adapters",
     "cache",
     "calibration",
     "checkpoints",
@@ -130,8 +136,8 @@ def _register(name: str) -> None:
 # Importing ibp lets transformers and diffusers load directories of coded weights, lets PEFT adapt coded models, and
 # lets accelerate's hooks leave tables where they are. The order in which ibp and the framework are imported does not
 # matter.
-_after_import("transformers.modeling_utils", lambda: _register("_transformers_weights"))
-_after_import("diffusers.models.modeling_utils", lambda: _register("_diffusers_weights"))
+_after_import("transformers.modeling_utils", lambda: _register("transformers.weights"))
+_after_import("diffusers.models.modeling_utils", lambda: _register("diffusers.weights"))
 _after_import("peft", lambda: _register("peft"))
 _after_import("accelerate.big_modeling", lambda: _register("_accelerate_hooks"))
 

@@ -41,6 +41,7 @@ FLOORS = (
     "_offload",
     "_activations",
     "distributed",
+    "adapters",
     "_inspect",
     "_cli",
     "integrations",

@@ -2,11 +2,12 @@
 
     python tools/try_adapters.py                                     all releases in build/engines
     python tools/try_adapters.py build/engines/vllm-0.33.0           one of them
+    python tools/try_adapters.py lmcache                             the installed package, with all of its modules
 
 tools/record_interfaces.py unpacks releases there.
 
-No package is installed and no server runs. The packages' modules around KV-cache offloading are imported as they are.
-Objects that do nothing replace all other modules, such as those with compiled parts.
+An unpacked release is not installed, and no server runs. Its modules around KV-cache offloading are imported as they
+are. Objects that do nothing replace all other modules, such as those with compiled parts.
 
 vLLM's own manager, and the worker's side of its connector, store and load random chunks for a few hundred steps, as a
 scheduler does: blocks are overwritten as soon as vLLM may do so, pages find no room, and caches are reset. vLLM's
@@ -43,7 +44,7 @@ import try_sync
 import try_weights
 from record_interfaces import ENGINES
 
-from ibp.integrations import _engines
+from ibp.integrations import sglang
 
 # Modules that are imported as they are.
 REAL = (
@@ -405,7 +406,7 @@ class Tiers:
             create_kv_memoryview=lambda: memoryview(self.memory.numpy()), cleanup=lambda: None
         )
         primary = manager.CPUPrimaryTierOffloadingManager(self.NUM_CHUNKS, region)
-        options = {"type": "IBPSecondaryTier", "module_path": "ibp.integrations.vllm_tiers", "pool_bytes": 200_000}
+        options = {"type": "IBPSecondaryTier", "module_path": "ibp.integrations.vllm.tiers", "pool_bytes": 200_000}
         tiers = factory.SecondaryTierFactory
         # Before 0.28 a tier is registered as a plugin does it.
         if "module_path" not in inspect.getsource(tiers.get_tier_class):
@@ -634,7 +635,7 @@ def host_pool_of(device_pool, host_bytes):
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     os.environ["SGLANG_PLUGINS"] = "ibp_host_pool"
-    _engines.register_host_pool()
+    sglang.register_host_pool()
     HookRegistry.apply_hooks()
     made = mha.get_mha_host_pool_cls(device_pool)
     given = {}
@@ -798,8 +799,12 @@ TRIES = {"vllm": try_vllm, "sglang": try_sglang, "lmcache": try_lmcache}
 
 
 def run(release):
-    """Tries an unpacked release in this process. A process can import only one release of each package."""
+    """Tries an unpacked release in this process, or an installed package if there is no such folder. A process can
+    import only one release of each package."""
     package = release.name.split("-")[0]
+    if not release.is_dir():
+        TRIES[package]()
+        return
     sys.meta_path.insert(0, Finder(release, package))
     TRIES[package]()
     if (release / "sglang" / "srt" / "plugins").exists():
@@ -816,7 +821,7 @@ def run(release):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("releases", nargs="*", type=Path, metavar="FOLDER", help="PACKAGE-VERSION, unpacked")
+    parser.add_argument("releases", nargs="*", type=Path, metavar="FOLDER", help="PACKAGE-VERSION, or a name")
     releases = parser.parse_args().releases or sorted(ENGINES.glob("*-*"))
     if len(releases) == 1:
         run(releases[0])

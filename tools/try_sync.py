@@ -142,13 +142,13 @@ def _write_compressed(checkpoint, folder):
 
 def _loaded(api, folder, config):
     """Returns a model that vLLM's loader has read, and the names of the tensors that were decoded for it."""
-    from ibp.integrations import _vllm_incoming
+    from ibp.integrations.vllm import _incoming
 
     load_config = types.SimpleNamespace(load_format="ibp", model_loader_extra_config={}, safetensors_load_strategy=None)
     loader = api.IBPModelLoader(load_config)
     loader._prepare_weights = lambda *args: (str(folder), [str(folder / "model.safetensors")], True, "")
     source, decoded, names = loader.Source(str(folder), None, prefix=""), [], {}
-    given = _vllm_incoming.CodedOrigin.values
+    given = _incoming.CodedOrigin.values
 
     def values(origin, *args):
         decoded.append(names[id(origin)])
@@ -156,22 +156,22 @@ def _loaded(api, folder, config):
 
     def named(weights):
         for name, weight in weights:
-            if isinstance(weight, _vllm_incoming.IncomingTensor):
+            if isinstance(weight, _incoming.IncomingTensor):
                 names[id(weight.origin)] = name
                 kept.append(weight)
             yield name, weight
 
     kept = []
-    _vllm_incoming.CodedOrigin.values = values
+    _incoming.CodedOrigin.values = values
     model = model_of(dict(named(loader._get_weights_iterator(source))), config)
-    _vllm_incoming.CodedOrigin.values = given
+    _incoming.CodedOrigin.values = given
     return model, {*decoded}
 
 
 def try_checkpoints():
     """Checks which tensors are decoded. Tables that products can read stay compressed, except if a rank cuts their
     columns or if rows are padded."""
-    from ibp.integrations import vllm_weights as api
+    from ibp.integrations.vllm import weights as api
 
     checkpoint = first_checkpoint()
     for rank, size in ((0, 1), (0, 2), (1, 2)):
@@ -272,18 +272,18 @@ def try_model(api, config, what):
 
 
 def try_sync():
-    from ibp.integrations import vllm_sync, vllm_weights
+    from ibp.integrations.vllm import sync, weights
 
     torch.accelerator.synchronize = lambda *args: None
     torch.cuda.current_stream = lambda *args: None
-    vllm_sync.register()
+    sync.register()
     for rank, size in ((0, 1), (0, 2), (1, 2)):
         Ranks.rank, Ranks.size = rank, size
-        try_model(vllm_sync, None, f"rank {rank} of {size}")
-        config = vllm_weights.IBPConfig.from_config({"quant_method": "ibp", **OPTIONS})
-        try_model(vllm_sync, config, f"coded, rank {rank} of {size}")
+        try_model(sync, None, f"rank {rank} of {size}")
+        config = weights.IBPConfig.from_config({"quant_method": "ibp", **OPTIONS})
+        try_model(sync, config, f"coded, rank {rank} of {size}")
     try:
-        Workers(model_of(first_checkpoint(), vllm_weights.IBPConfig(**OPTIONS)), is_eager=False)
+        Workers(model_of(first_checkpoint(), weights.IBPConfig(**OPTIONS)), is_eager=False)
     except NotImplementedError:
         print(
             "sync: pushes of deltas and of all weights give the bits that are loaded, plain and coded, on 1 and 2 ranks"

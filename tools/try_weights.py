@@ -247,7 +247,7 @@ def _try_config(api):
 def try_weights():
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
-    from ibp.integrations import vllm_weights as api
+    from ibp.integrations.vllm import weights as api
 
     torch.manual_seed(0)
     api.register()

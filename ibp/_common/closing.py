@@ -9,7 +9,17 @@ _Self = TypeVar("_Self", bound="Closing")
 
 
 class Closing(ABC):
-    """An object with a `close()` method, as a context manager that calls it."""
+    """An object with a `close()` method, as a context manager that calls it.
+
+    Example:
+        >>> class Attached(ibp.adapters.Closing):
+        ...     def close(self):
+        ...         print("detached")
+        >>> with Attached() as attached:
+        ...     print("attached")
+        attached
+        detached
+    """
 
     @abstractmethod
     def close(self) -> object:

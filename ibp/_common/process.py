@@ -7,9 +7,18 @@ from typing import NoReturn
 
 class OfThisProcess:
     """Base of classes whose objects hold memory, streams or locks of this process. Pickling an object raises
-    TypeError, which says what to do instead. Copying it also raises, unless its class has a `__deepcopy__`."""
+    TypeError, which says what to do instead. Copying it also raises, unless its class has a `__deepcopy__`.
 
-    _instead: str  # what to do in place of pickling or copying; each class says it
+    Example:
+        >>> import copy
+        >>> class Pool(ibp.adapters.OfThisProcess):
+        ...     _instead = "make it anew there"    # each class says what to do instead
+        >>> copy.copy(Pool())
+        Traceback (most recent call last):
+        TypeError: an ...Pool cannot be pickled or copied: make it anew there
+    """
+
+    _instead: str
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         kind = type(self)

@@ -16,7 +16,16 @@ def share_saved(num_bytes: int, stored_bytes: int) -> float:
 
 def shown_memory(nbytes: int, original_bytes: int) -> str:
     """Returns the beginning of every `repr`: the memory that coded bytes take with everything that belongs to them,
-    and its share of the plain tensors' bytes. This differs from what the coded rows alone save."""
+    and its share of the plain tensors' bytes. This differs from what the coded rows alone save.
+
+    Example:
+        >>> ibp.adapters.shown_memory(1500, 2000)
+        'nbytes=1,500 (75.0% of 2,000)'
+
+    Args:
+        nbytes: bytes of all memory that coded tensors take.
+        original_bytes: bytes of the plain tensors. 0: no share is shown.
+    """
     share = f" ({nbytes / original_bytes:.1%} of {original_bytes:,})" if original_bytes else ""
     return f"nbytes={nbytes:,}{share}"
 

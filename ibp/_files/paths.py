@@ -87,7 +87,13 @@ def format_of_name(path: PathLike) -> str | None:
 
 
 def coded_name(name: str) -> str:
-    """Returns the name of the coded form of a file of tensors; for a coded file, its own name."""
+    """Returns the name of the coded form of a file of tensors; for a coded file, its own name. Frameworks that do not
+    know ibp do not look for such names.
+
+    Example:
+        >>> ibp.checkpoints.coded_name("model.safetensors"), ibp.checkpoints.coded_name("optimizer.pt")
+        ('model.ibp.safetensors', 'optimizer.pt.ibp.safetensors')
+    """
     if name.endswith(_CODED_SUFFIX):
         return name
     stem = name.removesuffix(SUFFIX)

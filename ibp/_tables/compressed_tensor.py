@@ -365,6 +365,40 @@ class CompressedTensor(Movable, CodedManners, Table):
         """See `ibp.decompress`."""
         return streaming.decompress(self, device=device, out=out, check=check, max_sms=max_sms, path=path)
 
+    def decompress_items(
+        self,
+        first: int,
+        last: int,
+        *,
+        device: torch.device | str | int | None = None,
+        out: torch.Tensor | None = None,
+        check: bool = False,
+        max_sms: int | None = None,
+        path: str | None = None,
+    ) -> torch.Tensor:
+        """Returns x[first:last], as `ibp.decompress` returns x: for a part of a table, which goes to memory that is
+        there already.
+
+        Example:
+            >>> x = torch.randn(1000, 1024).bfloat16()
+            >>> rows = torch.empty(100, 1024).bfloat16()
+            >>> _ = ibp.compress(x).decompress_items(200, 300, out=rows)
+            >>> torch.equal(rows, x[200:300])
+            True
+
+        Args:
+            first, last: the first item, and the one behind the last. A table without dimensions has one item.
+            device, out, check, max_sms, path: as in `ibp.decompress`. out has the shape of x[first:last].
+
+        Raises:
+            IndexError: the table does not have these items.
+
+        It also raises what `ibp.decompress` raises.
+        """
+        if not 0 <= first <= last <= self.geometry.num_items:
+            raise IndexError(f"items {first} to {last} are asked of {self.geometry.num_items}; wanted some of them")
+        return streaming.decode_items(self, first, last, device, out, check, max_sms, path)
+
     def prefetch(
         self,
         ids: gather.Ids | None = None,
@@ -415,6 +449,12 @@ class CompressedTensor(Movable, CodedManners, Table):
         """
         escapes.prepare(self)
         return self
+
+    @property
+    def fits_linear(self) -> bool:
+        """Whether the kernel of `ibp.linear` multiplies by these rows as they are coded, on a GPU that has them: a
+        matrix of BF16 at level "fast", whose rows are slots that are large enough."""
+        return escapes.takes(self)
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         """Returns x[key]. Only the rows that the key needs are decoded.

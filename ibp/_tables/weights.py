@@ -30,6 +30,14 @@ def is_worth_coding(x: torch.Tensor) -> bool:
 class CodedWeight:
     """A weight as a table, with the order that its dimensions had in memory, such as channels last.
 
+    Example:
+        >>> weight = torch.randn(64, 32, 3, 3).to(memory_format=torch.channels_last)
+        >>> coded = ibp.adapters.WeightCompressor({}).code("conv.weight", weight)
+        >>> coded.shape == weight.shape, coded.stride == weight.stride(), coded.table.shape
+        (True, True, torch.Size([64, 3, 3, 32]))
+        >>> torch.equal(coded.decoded("cpu"), weight)
+        True
+
     Attributes:
         table: holds the weight with its dimensions in the order of memory.
         shape, stride: of the weight. If the weight had gaps in memory or overlapped itself, the stride is that of a
@@ -50,10 +58,20 @@ class CodedWeight:
 
 
 class WeightCompressor:
-    """Compresses the weights of a model into packed tables.
+    """Compresses the weights of a model into packed tables, one after the other.
 
-    Weights of one kind (see `_schemes/learning.py`) share a codebook, which is learned from the first of them. If the
-    first one is best kept raw, all weights of its kind are kept raw.
+    Weights of one kind share a codebook, which is learned from the first of them. They are of one kind if they have the
+    same shape and dtype, and if their names differ only in numbers, such as the same weight of all layers. If the first
+    one is best kept raw, all weights of its kind are kept raw.
+
+    Example:
+        >>> compressor = ibp.adapters.WeightCompressor({"device": "cpu", "memory": "host"})
+        >>> layers = [torch.randn(256, 1024).mul(0.02).bfloat16() for _ in range(2)]
+        >>> tables = [compressor.compress(f"layers.{number}.weight", x) for number, x in enumerate(layers)]
+        >>> tables[0].codebook is tables[1].codebook, torch.equal(tables[1].decompress(), layers[1])
+        (True, True)
+        >>> compressor.takes(layers[0]), compressor.takes(torch.ones(3))
+        (True, False)
 
     Args:
         options: options of `ibp.compress` other than x and codebook. By default layout is "packed" and row_bytes is
@@ -68,6 +86,12 @@ class WeightCompressor:
             raise TypeError(f"{', '.join(unknown)}: no such option; wanted some of {', '.join(sorted(_OF_A_MODEL))}")
         self._options = dict(options)
         self._learned: dict[tuple[Kind, int | None], Learner[AnyCodebook]] = {}
+
+    @staticmethod
+    def takes(x: torch.Tensor) -> bool:
+        """Returns whether coding a tensor is worth the time: it is dense, has at least 4 KiB, and is of class
+        torch.Tensor itself. Subclasses, such as quantised weights and parameters, are not; pass `parameter.data`."""
+        return is_worth_coding(x)
 
     def code(self, name: str, x: torch.Tensor, **defaults: Any) -> CodedWeight:
         """Compresses a weight of any strides. Arguments as in `compress`."""

@@ -15,6 +15,7 @@ from .._common.arguments import whole_number
 from .._common.graphs import outside_of_graphs
 from .._common.process import OfThisProcess
 from .._common.statistics import Statistics
+from .._fetch import prefetch as prefetching
 from .._fetch.calls import IN_ORDER, PLANNED, check_out, refusal, sms_of, target_of
 from .._fetch.gather import raise_for
 from .._fetch.ids import ID_DTYPES, check_range, flat_ids, refuse_mapped
@@ -322,6 +323,26 @@ class RowCache(OfThisProcess, TensorManners):
         if given is not None and result is not given:
             given.copy_(result.view(given.shape))
         return out
+
+    def prefetch(
+        self,
+        ids: Ids,
+        *,
+        device: Device | None = None,
+        out: torch.Tensor | None = None,
+        stream: torch.cuda.Stream | None = None,
+        max_sms: int | None = None,
+    ) -> prefetching.Prefetch:
+        """Starts to bring items to a GPU on another stream, as `CompressedTensor.prefetch` does. Cached rows come from
+        the cache.
+
+        Raises:
+            ValueError: stream is of another device.
+
+        It also raises what `index_select` raises.
+        """
+        cached: Any = self
+        return prefetching.prefetch(cached, ids, device=device, out=out, stream=stream, max_sms=max_sms)
 
     def _take(self, ids: torch.Tensor, sms: int, in_order: bool, out: torch.Tensor | None) -> torch.Tensor:
         """Returns the items at ids. ids: on a device of the cache. out: receives the items if it is given."""

@@ -4,6 +4,11 @@
     report = ibp.checkpoints.compress("model.safetensors", "model.ibp.safetensors")
     ibp.checkpoints.decompress("model.ibp.safetensors", "again.safetensors")    # the same tensors and metadata
 
+Loaders of frameworks read and write such files themselves:
+
+    with ibp.checkpoints.open("model.ibp.safetensors") as source:               # a file of any format
+        tables = {name: tensor.table for name, tensor in source.tensors.items()}
+
 The way of a tensor, block by block:
 
     file of any format -> SourceTensor -> Block  -> CodedBlock -> file of ibp    `compress`
@@ -13,25 +18,35 @@ The way of a tensor, block by block:
 a file of its own: `_safetensors_files.py`, `_numpy_files.py`, `_torch_files.py`. `_learning.py` decides which codebook
 a tensor gets, and `_coding.py` codes blocks on the CPU or a GPU. `_outputs.py` plans the files of ibp, keeps those of
 an interrupted call, and reports them. `_model_files.py` takes along the files beside tensors if a directory becomes a
-directory. `compress`, `decompress` and `estimate` are each in a file of their own.
+directory. `compress`, `decompress` and `estimate` are each in a file of their own. `_writing.py` has `CheckpointWriter`
+and `is_coded`.
 """
 
 from .._common.publishing import published
+from .._files import coded_name
 from ._compressing import compress
 from ._decompressing import decompress
 from ._estimating import CheckpointEstimate, TensorEstimate, estimate
 from ._outputs import CheckpointReport, TensorReport
-from ._source import SourceFormatError
+from ._source import Source, SourceFormatError, SourceTensor
+from ._sources import open_source as open
+from ._writing import CheckpointWriter, is_coded
 
 __all__ = [
     "CheckpointEstimate",
     "CheckpointReport",
+    "CheckpointWriter",
+    "Source",
     "SourceFormatError",
+    "SourceTensor",
     "TensorEstimate",
     "TensorReport",
+    "coded_name",
     "compress",
     "decompress",
     "estimate",
+    "is_coded",
+    "open",
 ]
 
 __dir__ = published(__name__)

@@ -68,10 +68,24 @@ def open_source(path: PathLike) -> Source:
     The format is recognised by the file's bytes, whatever its name. A URL of fsspec ("s3://...") is copied to a
     temporary file first, which is removed when the source is closed.
 
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> ibp.save("model.ibp.safetensors", {"weight": ibp.compress(x), "bias": torch.ones(1000)})
+        >>> with ibp.checkpoints.open("model.ibp.safetensors") as source:
+        ...     weight, bias = source.tensors["weight"], source.tensors["bias"]
+        ...     weight.shape, weight.table is not None, bias.table
+        ...     torch.equal(weight.tensor(), x)
+        ((1000, 1024), True, None)
+        True
+
+    Returns:
+        A `Source`, whose `tensors` are read when they are asked for.
+
     Raises:
         FileNotFoundError: there is no such file.
         SourceFormatError: the file has no known format, or contradicts itself.
-        ibp.FileFormatError: a file of ibp contradicts itself."""
+        ibp.FileFormatError: a file of ibp contradicts itself.
+    """
     path = path_text(path)
     if is_url(path):
         with contextlib.ExitStack() as stack:

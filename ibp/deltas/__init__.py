@@ -12,6 +12,7 @@ from .._common.publishing import published
 from ._checkpoints import CheckpointDelta
 from ._fingerprint import DeltaMismatchError, fingerprint
 from ._making import make
+from ._places import PlacedReceiver, ShardPlace
 from ._receiving import OutOfSyncError, Receiver
 from ._sending import Sender
 from ._tensors import Delta
@@ -21,8 +22,10 @@ __all__ = [
     "Delta",
     "DeltaMismatchError",
     "OutOfSyncError",
+    "PlacedReceiver",
     "Receiver",
     "Sender",
+    "ShardPlace",
     "fingerprint",
     "make",
 ]

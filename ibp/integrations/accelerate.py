@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 
-from .._common.statistics import Saves, shown_memory
-from .._machine import memory
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
+from .. import CompressedTensor
+from ..adapters import CodedWeight, WeightCompressor, checked_device, shown_memory
 
 __all__ = ["CompressedWeights"]
 
 
-class CompressedWeights(Mapping[str, torch.Tensor], Saves):
+class CompressedWeights(Mapping[str, torch.Tensor]):
     """The weights of a model by name, compressed in host memory. Each is decoded when it is asked for.
 
     Use it for `accelerate.cpu_offload(model, execution_device, state_dict=weights)`. If part of a model stays on GPUs,
@@ -56,7 +54,7 @@ class CompressedWeights(Mapping[str, torch.Tensor], Saves):
         **compress_options: Any,
     ) -> None:
         compressor = WeightCompressor(compress_options)
-        self.device = memory.canonical("cpu" if device is None else device)
+        self.device = checked_device("cpu" if device is None else device)
         self._stored: dict[str, CodedWeight | torch.Tensor] = {}
         # The key identifies a tensor only as long as it lives: a later one may be at the address of a freed one.
         seen: dict[tuple, tuple[weakref.ref[torch.Tensor], CodedWeight | torch.Tensor]] = {}
@@ -72,7 +70,7 @@ class CompressedWeights(Mapping[str, torch.Tensor], Saves):
             alive, stored = seen.get(key, (None, None))
             if stored is None or alive is None or alive() is None or not x.numel():
                 near = x.detach().cpu()
-                stored = compressor.code(name, near) if is_worth_coding(near) else near.clone()
+                stored = compressor.code(name, near) if compressor.takes(near) else near.clone()
                 seen[key] = weakref.ref(x), stored
             self._stored[name] = stored
 
@@ -105,6 +103,11 @@ class CompressedWeights(Mapping[str, torch.Tensor], Saves):
     def stored_bytes(self) -> int:
         """Bytes of the coded rows, codebooks and raw tensors. A tensor with several names counts once."""
         return sum(one.stored_bytes if isinstance(one, CompressedTensor) else one.nbytes for one in self._each())
+
+    @property
+    def savings(self) -> float:
+        """1 - stored_bytes / original_bytes; 0 if there are no bytes."""
+        return 1 - self.stored_bytes / self.original_bytes if self.original_bytes else 0.0
 
     @property
     def nbytes(self) -> int:

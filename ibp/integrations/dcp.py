@@ -13,12 +13,10 @@ of ranks can load a checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
 import uuid
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +36,9 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from .._common.sequences import ahead
-from .._fetch.streaming import decompress
-from .._files import File, FileFormatError, FileWriter, entry_of, header_room, is_url, write_plain, write_table
-from .._files import open as open_file
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.weights import WeightCompressor, is_worth_coding
+import ibp
+
+from ..adapters import WeightCompressor
 
 __all__ = ["Reader", "Writer"]
 
@@ -51,10 +46,6 @@ __all__ = ["Reader", "Writer"]
 # and refuses the tensor with a ValueError that has the name.
 _DESCRIPTOR = "ibp.integrations.dcp/1"
 _SUFFIX = ".ibp.safetensors"
-_AHEAD = 1  # compressed tensors that wait while another one is written; each takes memory
-_UNUSUAL_NAME = re.compile(
-    r"ibp\.|__metadata__|.*[:\[]", re.DOTALL
-)  # Names that parts of tables or of tensors can have.
 
 
 class Writer(FileSystemWriter):
@@ -168,13 +159,13 @@ class Reader(FileSystemReader):
             else:
                 others.append(item)
         for name, items in files.items():
-            with open_file(Path(self.path) / name, memory="host") as file:
+            with ibp.open(Path(self.path) / name, memory="host") as file:
                 self._read_tensors(file, items, planner)
         return super().read_data(dataclasses.replace(plan, items=others), planner)
 
-    def _read_tensors(self, file: File, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
+    def _read_tensors(self, file: ibp.File, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
         """Reads parts of tensors to where the planner wants them. Whole tables are decompressed as one stream."""
-        tables: list[CompressedTensor] = []
+        tables: list[ibp.CompressedTensor] = []
         outs: list[torch.Tensor] = []
         planned = []
         for item in items:
@@ -186,26 +177,26 @@ class Reader(FileSystemReader):
                 raise ValueError(
                     f"{item.storage_index.fqn!r}: the plan wants {list(item.lengths)} for {list(out.shape)}"
                 )
-            if isinstance(value, CompressedTensor) and tuple(item.lengths) == whole and out.dtype == value.dtype:
+            if isinstance(value, ibp.CompressedTensor) and tuple(item.lengths) == whole and out.dtype == value.dtype:
                 tables.append(value)
                 outs.append(out)
             else:
                 out.copy_(_part(value, item, out.device))
-        decompress(tables, out=outs, check=True)
+        ibp.decompress(tables, out=outs, check=True)
         for item, out in planned:
             planner.commit_tensor(item, out)
 
-    def _value(self, file: File, index: MetadataIndex) -> CompressedTensor | torch.Tensor:
+    def _value(self, file: ibp.File, index: MetadataIndex) -> ibp.CompressedTensor | torch.Tensor:
         """Returns a chunk of a tensor as it is stored. Raises FileFormatError unless it is what the metadata say."""
         name = _name_of(index)
         if name not in file:
-            raise FileFormatError(f"{file.path} has no tensor {name!r}, which the checkpoint's metadata name")
+            raise ibp.FileFormatError(f"{file.path} has no tensor {name!r}, which the checkpoint's metadata name")
         value = file[name]
         tensor = self._metadata.state_dict_metadata[index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
         sizes = [tuple(chunk.sizes) for chunk in tensor.chunks if _is_at(chunk, index)]
         if value.dtype != tensor.properties.dtype or tuple(value.shape) not in sizes:
-            raise FileFormatError(
+            raise ibp.FileFormatError(
                 f"{file.path} has {name!r} as {value.dtype} {list(value.shape)}; the checkpoint's metadata say "
                 f"{tensor.properties.dtype} {', '.join(str(list(size)) for size in sizes) or 'nothing'}"
             )
@@ -213,7 +204,8 @@ class Reader(FileSystemReader):
 
 
 def _check_path(path: Any) -> None:
-    if is_url(str(path)):
+    protocol, is_split, _ = str(path).partition("://")
+    if is_split and protocol not in ("file", "local"):
         raise ValueError(f"{str(path)!r} is a URL; wanted a directory of this machine")
 
 
@@ -232,14 +224,10 @@ def _is_at(chunk: ChunkStorageMetadata, index: MetadataIndex) -> bool:
 
 
 def _is_stored(item: WriteItem, planner: SavePlanner) -> bool:
-    """Returns whether an item is a tensor that a file of ibp can hold: a dense one, of no subclass, of a dtype of
-    safetensors, and of a name that no other entry of such a file can have."""
-    name = item.index.fqn
-    if item.type == WriteItemType.BYTE_IO or not name.isprintable() or _UNUSUAL_NAME.match(name):
-        return False
-    tensor = _tensor_of(item, planner)
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
-    return is_plain and entry_of(tensor.dtype, tuple(tensor.shape)) is not None and not tensor.is_meta
+    """Returns whether an item is a tensor that a file of ibp can hold."""
+    return item.type != WriteItemType.BYTE_IO and ibp.checkpoints.CheckpointWriter.takes(
+        item.index.fqn, _tensor_of(item, planner)
+    )
 
 
 def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
@@ -250,44 +238,35 @@ def _tensor_of(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
 
 def _write_tensors(path: Path, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
     """Writes tensors to a file, each on a thread while the next one is compressed."""
-    names = [_name_of(item.index) for item in items]
-    dimensions = sum(len(item.tensor_data.size) for item in items if item.tensor_data is not None)
-    room = header_room(names, None, len(items)) + 32 * dimensions
+    shapes = {_name_of(item.index): item.tensor_data.size if item.tensor_data else () for item in items}
     compressor = WeightCompressor({"memory": "host"})
 
-    def compressed() -> Iterator[tuple[WriteItem, CompressedTensor | torch.Tensor]]:
+    def compressed() -> Iterator[tuple[str, ibp.CompressedTensor | torch.Tensor]]:
         # This runs in the caller's thread, because a tensor on a GPU is complete only in the order of this thread's
         # stream. A tensor is compressed where it is, because the GPU of a tensor in host memory may be training.
         for item in items:
             tensor = _tensor_of(item, planner).detach()
-            if is_worth_coding(tensor):
+            if compressor.takes(tensor):
                 table = compressor.compress(item.index.fqn, tensor, device=tensor.device)
-                yield item, tensor.cpu() if table.scheme == "raw" else table
+                yield _name_of(item.index), tensor.cpu() if table.scheme == "raw" else table
             else:
-                yield item, tensor.cpu()
+                yield _name_of(item.index), tensor.cpu()
 
-    def write(pair: tuple[WriteItem, CompressedTensor | torch.Tensor]) -> WriteResult:
-        item, value = pair
-        start = writer.data_bytes
-        if isinstance(value, CompressedTensor):
-            write_table(writer, _name_of(item.index), value)
-        else:
-            write_plain(writer, _name_of(item.index), value)
-        stored = writer.data_bytes - start
-        return WriteResult(item.index, stored, _StorageInfo(path.name, 0, stored, [_DESCRIPTOR]))
-
-    with FileWriter(path, header_bytes=room) as writer, ThreadPoolExecutor(1, "ibp-writer") as thread:
-        with contextlib.closing(ahead(thread, write, compressed(), _AHEAD)) as results:
-            return list(results)
+    with ibp.checkpoints.CheckpointWriter(path, shapes) as writer:
+        stored = writer.write_all(compressed())
+    return [
+        WriteResult(item.index, stored[name], _StorageInfo(path.name, 0, stored[name], [_DESCRIPTOR]))
+        for item, name in zip(items, shapes)
+    ]
 
 
 # ---- reading ----
 
 
-def _part(value: CompressedTensor | torch.Tensor, item: ReadItem, device: torch.device) -> torch.Tensor:
+def _part(value: ibp.CompressedTensor | torch.Tensor, item: ReadItem, device: torch.device) -> torch.Tensor:
     """Returns the part of a stored tensor that an item names, on a device if rows are decompressed."""
     if not value.shape:
-        return value if isinstance(value, torch.Tensor) else decompress(value, device=device)
+        return value if isinstance(value, torch.Tensor) else ibp.decompress(value, device=device)
     first, count = item.storage_offsets[0], item.lengths[0]
     rows = value[first : first + count]
     for dim, (start, length) in enumerate(zip(item.storage_offsets[1:], item.lengths[1:]), 1):

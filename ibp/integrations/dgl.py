@@ -26,9 +26,8 @@ import torch
 
 import ibp
 
-from .._common.closing import Closing
-from .._common.process import OfThisProcess
-from ._features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
+from ..adapters import Closing, OfThisProcess
+from .shared.features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
 
 def _leave_out_graphbolt() -> None:

@@ -30,9 +30,8 @@ import torch
 from flexgen.pytorch_backend import DeviceType, TorchDevice, TorchTensor
 from flexgen.utils import torch_dtype_to_np_dtype
 
-from .._fetch.streaming import decode_items, decompress
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.weights import WeightCompressor
+from .. import CompressedTensor, decompress
+from ..adapters import WeightCompressor
 
 __all__ = ["CompressedWeight", "close", "enable", "main"]
 
@@ -93,9 +92,9 @@ class CompressedWeight(TorchTensor):
         if shape == self.shape:
             _fetch(self.data, copied.data)
         elif shape[1:] == self.shape[1:]:
-            decode_items(self.data, *_rows(spans), out=copied.data)
+            self.data.decompress_items(*_rows(spans), out=copied.data)
         elif copied.data.numel():
-            rows = decode_items(self.data, *_rows(spans), device=copied.data.device)
+            rows = self.data.decompress_items(*_rows(spans), device=copied.data.device)
             columns = tuple(slice(start, stop) for start, stop in spans[1:])
             copied.data.copy_(rows[(slice(None), *columns)], non_blocking=True)
         return copied

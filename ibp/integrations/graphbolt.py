@@ -19,9 +19,8 @@ from dgl import graphbolt as gb  # type: ignore
 
 import ibp
 
-from .._common.closing import Closing
-from .._fetch.prefetch import Prefetch, prefetch
-from ._features import Table, fetch, table_of
+from ..adapters import Closing
+from .shared.features import Table, fetch, table_of
 
 __all__ = ["Feature"]
 
@@ -65,11 +64,15 @@ class Feature(gb.Feature, Closing):
         """
         return self.table.decompress() if ids is None else fetch(self.table, ids, None, "the feature")
 
-    def read_async(self, ids: torch.Tensor) -> Iterator[Prefetch]:
+    def read_async(self, ids: torch.Tensor) -> Iterator[ibp.Prefetch | torch.futures.Future[torch.Tensor]]:
         """Yields, once, an object whose `wait()` returns the rows. On a GPU they are fetched on a stream beside the
         current one."""
-        table: Any = self.table  # a cache also needs only ids
-        yield prefetch(table, ids) if ids.is_cuda else Prefetch(self.read(ids), None, True)
+        if ids.is_cuda:
+            yield self.table.prefetch(ids)
+        else:
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(self.read(ids))
+            yield done
 
     def read_async_num_stages(self, ids_device: torch.device) -> int:
         """Returns 1, because `read_async` yields once."""

@@ -10,8 +10,10 @@ has locked them in order to load them.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import queue
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +21,7 @@ import torch
 
 import ibp
 
-from .._common.locks import ForkLock
-from ._engines import Tasks, check_engine, pages_by
+from .shared.engines import Tasks, check_engine, pages_by
 
 try:
     from lmcache.lmcache_native import Bitmap  # type: ignore
@@ -58,8 +59,8 @@ class IBPL2Adapter(L2AdapterInterface):
         self._make_pool = pages_by(adapter_params, "adapter_params")
         super().__init__()
         self._pools: dict[int, ibp.kv.KeyedPages] = {}  # by bytes of an object
-        self._dropped: list[tuple[ObjectKey, int]] = []  # keys of which LMCache has not been told yet, and their bytes
-        self._lock = ForkLock()  # guards self._dropped
+        # keys of which LMCache has not been told yet, and their bytes; threads of several tasks put and take them
+        self._dropped: queue.SimpleQueue[tuple[ObjectKey, int]] = queue.SimpleQueue()
         self._notifiers = [create_event_notifier() for _ in range(3)]
         numbers = itertools.count()
         self._stores, self._lookups, self._loads = (Tasks(numbers, each.notify) for each in self._notifiers)
@@ -166,12 +167,13 @@ class IBPL2Adapter(L2AdapterInterface):
         return loaded
 
     def _note_dropped(self, num_bytes: int, key: ObjectKey) -> None:
-        with self._lock:
-            self._dropped.append((key, num_bytes))
+        self._dropped.put((key, num_bytes))
 
     def _tell_dropped(self) -> None:
-        with self._lock:
-            dropped, self._dropped = self._dropped, []
+        dropped = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                dropped.append(self._dropped.get_nowait())
         if dropped:
             self._notify_keys_deleted(*map(list, zip(*dropped)))
 

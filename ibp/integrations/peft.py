@@ -19,8 +19,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
 from ..nn import Conv1D, Linear
-from ..nn._parameters import placed_like, rows_of_weight
-from ..nn._tables import CodedModule, TableModule
+from .shared.loading import holds_table
 
 __all__ = ["LoraLinear"]
 
@@ -54,7 +53,7 @@ class LoraLinear(lora.Linear):
         self.base_layer = plain
         try:
             yield
-            coded.weight = placed_like(coded.weight, rows_of_weight(weight.detach(), coded.transposed))
+            coded.load_state_dict({"weight": weight.detach()}, strict=False)  # codes it where the table was
         finally:
             self.base_layer = coded
 
@@ -65,7 +64,7 @@ _dispatch_default = lora.model.dispatch_default
 def _dispatch(target: torch.nn.Module, adapter_name: str, config: Any, **options: Any) -> torch.nn.Module | None:
     """Replaces PEFT's `dispatch_default`, which makes the adapter of a module, and also knows coded modules."""
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-    if isinstance(base, TableModule) and (config.use_dora or not isinstance(base, Linear)):
+    if holds_table(base) and (config.use_dora or not isinstance(base, Linear)):
         raise TypeError(
             f"{'DoRA' if config.use_dora else 'LoRA'} cannot adapt an ibp.nn.{type(base).__name__}: leave this module "
             "plain, by exclude= of ibp.nn.compress or IbpConfig"
@@ -84,7 +83,7 @@ _check_module = ModulesToSaveWrapper.check_module
 def _check_that_it_trains(wrapper: Any) -> None:
     """Refuses `modules_to_save` that would not train, because PEFT trains parameters, and tables are not parameters."""
     for module in wrapper.original_module.modules():
-        if isinstance(module, CodedModule):
+        if holds_table(module):
             raise TypeError(
                 f"modules_to_save has an ibp.nn.{type(module).__name__}, whose weights are fixed: leave a module that "
                 "is to train plain, by exclude= of ibp.nn.compress or IbpConfig"

@@ -21,9 +21,8 @@ from torch_geometric.transforms import BaseTransform  # type: ignore
 
 import ibp
 
-from .._common.closing import Closing
-from .._machine import memory
-from ._features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
+from ..adapters import Closing, checked_device
+from .shared.features import TABLES, Table, check_rows, fetch, refuse_cuda_in_worker, table_of
 
 __all__ = ["FeatureStore", "FetchFeatures", "attach"]
 
@@ -205,7 +204,7 @@ class FetchFeatures(BaseTransform, Closing):
             else _tables_of(given, what)
             for given, what in ((nodes or {}, "nodes"), (edges or {}, "edges"))
         )
-        self.device = None if device is None else memory.canonical(device)
+        self.device = None if device is None else checked_device(device)
 
     def forward(self, data: Any) -> Any:
         """Returns the batch, which is not copied, with its features.
@@ -288,7 +287,7 @@ class FeatureStore(torch_geometric.data.FeatureStore, Closing):
     def __init__(self, *, device: _Device = None, **options: Any) -> None:
         super().__init__()
         self._tables: dict[tuple[Any, str], Table] = {}
-        self._device = None if device is None else memory.canonical(device)
+        self._device = None if device is None else checked_device(device)
         self._options, self._is_closed = options, False
 
     def close(self) -> None:

@@ -15,15 +15,18 @@
 
 docs/kv-cache.md shows all three. Adapters of serving engines, such as `ibp.integrations.vllm` and `sglang`, build on
 `BlockStore`, which keeps blocks of layers as numbered pages, and on `KeyedPages`, which finds pages by their keys.
+Caches that grow token by token, such as `CompressedCache` of `ibp.integrations.transformers`, build on `TokenCoder`.
 """
 
 from .._common.publishing import published
 from ._blocks import BlockStore
+from ._history import TokenHistory
 from ._keyed import KeyedPages
 from ._packed import PackedPages, PageCodec, pack, packed_bytes, unpack
 from ._paged import PagedTensors
 from ._rows import KVRows, KVRowsStats
 from ._store import KVStore, KVStoreStats, Transfer
+from ._tokens import TokenCoder
 
 __all__ = [
     "BlockStore",
@@ -35,6 +38,8 @@ __all__ = [
     "PackedPages",
     "PageCodec",
     "PagedTensors",
+    "TokenCoder",
+    "TokenHistory",
     "Transfer",
     "pack",
     "packed_bytes",

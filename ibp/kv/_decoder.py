@@ -9,7 +9,7 @@ from .._machine import memory as _memory
 from .._machine.ring import Ring, Turn
 from .._rows.faults import Faults, FaultWords
 from ._coding import Options
-from ._history import History, Pending, TokenArena
+from ._history import Pending, TokenArena, TokenHistory
 
 _WORDS = FaultWords("coded tokens were damaged: {status}, item {value} at position {position}", RuntimeError, later="")
 _SLACK = 8  # a buffer that has to grow is allocated an eighth larger than the layer needs
@@ -85,7 +85,7 @@ class TokenDecoder:
     def new_arena(self) -> TokenArena:
         return TokenArena(self.device, pinned=False)
 
-    def store(self, history: History, pending: Pending) -> None:
+    def store(self, history: TokenHistory, pending: Pending) -> None:
         """Appends encoded blocks to a layer. Waits until their sizes are known. If the call is interrupted, either all
         of the blocks are appended or none of them."""
         sizes, start, offsets = pending.sizes(), history.arena.used, []
@@ -104,7 +104,7 @@ class TokenDecoder:
         """Queues a copy of coded bytes to a part of an arena's memory."""
         memory.copy_(data)
 
-    def fetch(self, history: History, num_tokens: int, blocks: range | None = None) -> Fetch:
+    def fetch(self, history: TokenHistory, num_tokens: int, blocks: range | None = None) -> Fetch:
         """Begins to decode blocks (None: all blocks) into the first tokens of newly allocated keys and values of
         num_tokens tokens."""
         blocks = range(history.num_blocks) if blocks is None else blocks
@@ -114,7 +114,7 @@ class TokenDecoder:
         return Fetch(keys, values)
 
     def _decode(
-        self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
+        self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range, staged: torch.Tensor
     ) -> None:
         """Queues the decoding of blocks into the first tokens of keys and values. staged: all bytes of the arena, on
         the device that decodes."""
@@ -139,7 +139,7 @@ class CudaTokenDecoder(TokenDecoder):
         self._decoder, self._issued = torch.cuda.Stream(device), torch.cuda.Event()
         self._faults.on(device)
 
-    def fetch(self, history: History, num_tokens: int, blocks: range | None = None) -> Fetch:
+    def fetch(self, history: TokenHistory, num_tokens: int, blocks: range | None = None) -> Fetch:
         self.check()
         blocks = range(history.num_blocks) if blocks is None else blocks
         with torch.cuda.device(self.device):
@@ -153,7 +153,7 @@ class CudaTokenDecoder(TokenDecoder):
                 torch.cuda.set_stream(current)
             return Fetch(keys, values, current, self._decoder)
 
-    def _decode_beside(self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
+    def _decode_beside(self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
         """Queues the decoding on the decoder's own stream. The caller restores the current stream, which may be any
         stream when this function returns."""
         torch.cuda.set_stream(self._decoder)
@@ -187,7 +187,7 @@ class HostTokenDecoder(CudaTokenDecoder):
         data.record_stream(self._sender)
         self.sent_bytes += data.numel()
 
-    def _decode_beside(self, history: History, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
+    def _decode_beside(self, history: TokenHistory, keys: torch.Tensor, values: torch.Tensor, blocks: range) -> None:
         turn = self._ring.last
         if self._stamps.get(turn) != history.stamp:
             turn = self._ring.next()

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
+from .._common.process import OfThisProcess
 from .._common.rounding import rounded_up
 from .._machine import memory as _memory
 from .._machine.staging import Coming
 from ._coding import CodedTokens, Form, Options, TokenCodec, TokenOrder
+
+if TYPE_CHECKING:
+    from ._decoder import Fetch, TokenDecoder
 
 # An arena grows by at least a quarter of what is used; if less than 1 MiB is used, it at least doubles.
 _SHARE, _FIRST_BYTES = 4, 1 << 20
@@ -131,21 +136,42 @@ class Pending:
         self.sequences = sequences.clone() if self.sequences is None else self.sequences[sequences]
 
 
-class History:
-    """The oldest tokens of a layer, which are encoded in whole blocks.
+class TokenHistory(OfThisProcess):
+    """The oldest tokens of a layer, which are encoded in whole blocks. `TokenCoder.history` makes it.
+
+    Newer tokens stay with the caller. `encode` queues the encoding of the oldest of these. Until `store` has taken over
+    their blocks, they count as raw tokens of the caller; afterwards `fetch` brings them back, in front of room for
+    raw ones.
+
+    Example:
+        >>> coder = ibp.kv.TokenCoder(block=16, window=16)
+        >>> keys, values = torch.randn(2, 1, 4, 48, 32).bfloat16()    # [B, heads, tokens, head_dim] each
+        >>> history = coder.history(keys, values)
+        >>> pending = history.encode(keys[..., :32, :], values[..., :32, :])
+        >>> history.store(pending)    # now the caller may forget these 32 tokens
+        >>> fetched, _ = history.fetch(num_tokens=48).wait()
+        >>> fetched.shape, torch.equal(fetched[..., :32, :], keys[..., :32, :])
+        (torch.Size([1, 4, 48, 32]), True)
 
     Args:
         keys, values: the geometry of keys and of values.
         options: the options of the cache.
-        arena: memory for the coded bytes.
-        device: where they are coded and decoded.
+        decoder: stores and decodes on the layer's device.
+
+    Attributes:
+        device: the device that encodes and decodes.
+        num_blocks: number of encoded blocks. Each block has tokens of all sequences.
     """
 
-    def __init__(self, keys: Form, values: Form, options: Options, arena: TokenArena, device: torch.device) -> None:
-        given = options.codebooks or (None, None)
-        self._options, self.arena, self.device = options, arena, device
-        self.keys, self.values = (TokenCodec(form, options, book, device) for form, book in zip((keys, values), given))
-        self.num_blocks = 0  # each block has tokens of all sequences
+    _instead = "fetch() its keys and values, which can be pickled"
+
+    def __init__(self, keys: Form, values: Form, options: Options, decoder: TokenDecoder) -> None:
+        given, self.device = options.codebooks or (None, None), decoder.device
+        self._options, self._decoder, self.arena = options, decoder, decoder.new_arena()
+        self.keys, self.values = (
+            TokenCodec(form, options, book, self.device) for form, book in zip((keys, values), given)
+        )
+        self.num_blocks = 0
         self.stamp = next(_stamps)  # changes whenever the bytes change
         self._batches: list[Batch] = []
         self._num_slots, self._batch_size = 0, 0
@@ -154,6 +180,7 @@ class History:
 
     @property
     def num_tokens(self) -> int:
+        """Coded tokens of a sequence."""
         return self.num_blocks * self._options.block
 
     @property
@@ -168,7 +195,23 @@ class History:
         return sum(batch.num_coded * batch.batch_size for batch in self._batches) * item_bytes
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes that all these tokens take as coded rows, each rounded up to 32."""
+        return self.arena.used
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the memory for coded rows: of the device, or of the host."""
+        return self.arena.nbytes
+
+    @property
+    def num_codebooks(self) -> int:
+        """How many codebooks were learned."""
+        return self.keys.num_learned + self.values.num_learned
+
+    @property
     def index_bytes(self) -> int:
+        """Bytes of device memory that say where rows are, and which sequence is which."""
         order = 0 if self.order is None else self.order.slots.numel() * 8
         return order + sum(span.index_bytes for codec in (self.keys, self.values) for span in codec.spans)
 
@@ -179,9 +222,36 @@ class History:
         return 2 * self.num_blocks * self._batch_size < coded
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor) -> Pending:
-        """Queues the encoding of the next whole blocks, [B, heads, n * block, head_dim]."""
+        """Queues the encoding of the next whole blocks, [B, heads, n * block, head_dim].
+
+        Returns:
+            An object for `store`. Its `num_blocks` is n; `is_ready()` returns whether `store` would not wait for the
+            GPU; `take(sequences)` does what the history's `take` does, before the blocks are stored.
+        """
         num_blocks = keys.shape[2] // self._options.block
         return Pending(self.keys.encode(keys), self.values.encode(values), num_blocks, keys.shape[0])
+
+    def store(self, pending: Pending) -> None:
+        """Takes over blocks that `encode` has queued. Waits for the GPU unless they are ready. If it is interrupted,
+        either all of the blocks are taken over or none."""
+        with torch.inference_mode(False):
+            self._decoder.store(self, pending)
+
+    def fetch(self, num_tokens: int, blocks: range | None = None) -> Fetch:
+        """Begins to bring coded tokens back and to decode them.
+
+        Args:
+            num_tokens: the tokens for which the new keys and values have room, at least the coded ones.
+            blocks: numbers of the blocks. None: all.
+
+        Returns:
+            An object whose `wait()` makes the current stream wait, and returns new keys and values, [B, heads,
+            num_tokens, head_dim]. The coded tokens are the first ones; the content of the others is undefined.
+
+        Raises:
+            RuntimeError: coded bytes in memory were damaged.
+        """
+        return self._decoder.fetch(self, num_tokens, blocks)
 
     def add(self, pending: Pending, sizes: tuple[int, int], offsets: tuple[int, int], start: int) -> None:
         """Appends blocks whose bytes have been copied to the arena, or whose copy has been queued before any work that
@@ -254,8 +324,10 @@ class History:
         )
         return keys, values
 
-    def clone(self) -> History:
-        copied = History(self.keys.form, self.values.form, self._options, self.arena.clone(), self.device)
+    def clone(self, decoder: TokenDecoder | None = None) -> TokenHistory:
+        """Returns a copy of the coded bytes. decoder: what decodes it. None: the decoder of this one."""
+        copied = TokenHistory(self.keys.form, self.values.form, self._options, decoder or self._decoder)
+        copied.arena = self.arena.clone()
         copied.keys, copied.values = self.keys.clone(), self.values.clone()
         copied.num_blocks, copied._num_slots, copied._batch_size = self.num_blocks, self._num_slots, self._batch_size
         copied._batches = [Batch(**vars(batch)) for batch in self._batches]

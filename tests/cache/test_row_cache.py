@@ -1065,3 +1065,23 @@ def test_functions_of_tables_take_a_cache(tmp_path):
             ibp.index_select(wrong, ids)
         with pytest.raises(TypeError, match="wanted an ibp.CompressedTensor"):
             ibp.linear(x[:5], wrong)
+
+
+def test_rows_ahead_of_use():
+    x = tensor()
+    cache = ibp.RowCache(ibp.compress(x, **ON_CPU, **KINDS["planes"]), 1 << 14, range(NUM_ITEMS), devices="cpu")
+    ids, out = torch.tensor([3, 0, 599, 3]), torch.empty(4, COLUMNS)
+    with cache.prefetch(ids, out=out) as rows:
+        assert rows is out
+    assert_same_bits(out, x[ids])
+    assert_same_bits(cache.prefetch(ids).wait(), x[ids])
+    with pytest.raises(IndexError):
+        cache.prefetch([NUM_ITEMS])
+
+
+def test_rows_ahead_of_use_on_a_gpu(cuda):
+    x = tensor()
+    cache = ibp.RowCache(ibp.compress(x), 1 << 14, range(NUM_ITEMS), devices=cuda)
+    ids = torch.tensor([3, 0, 599, 3], device=cuda)
+    ahead = cache.prefetch(ids, stream=torch.cuda.Stream(cuda))
+    assert_same_bits(ahead.wait().cpu(), x[ids.cpu()])

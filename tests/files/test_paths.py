@@ -57,6 +57,16 @@ def offload(path):
     return model.state_dict()
 
 
+def read_source(path):
+    with ibp.checkpoints.open(path) as source:
+        return {name: tensor.tensor() for name, tensor in source.tensors.items()}
+
+
+def write_tensors(path):
+    with ibp.checkpoints.CheckpointWriter(path, {name: tensor.shape for name, tensor in TENSORS.items()}) as writer:
+        writer.write_all(TENSORS.items())
+
+
 READS = {
     "ibp.open": lambda path: ibp.open(path, memory="host"),
     "ibp.load": lambda path: ibp.load(path, memory="host"),
@@ -64,6 +74,7 @@ READS = {
     "ibp.checkpoints.compress": lambda path: ibp.checkpoints.compress(path, OUT, device="cpu", jobs=1),
     "ibp.checkpoints.decompress": lambda path: ibp.checkpoints.decompress(path, OUT),
     "ibp.checkpoints.estimate": ibp.checkpoints.estimate,
+    "ibp.checkpoints.open": read_source,
     "ibp.deltas.make": lambda path: bool(ibp.deltas.make(ibp.open(path), ibp.open(FILE))),
     "ibp compress": lambda path: run("compress", path, "-o", OUT),
     "ibp decompress": lambda path: run("decompress", path, "-o", OUT),
@@ -77,6 +88,7 @@ READS = {
 READS_DELTAS = {"ibp apply, delta": lambda path: run("apply", FILE, path, "-o", OUT)}
 WRITES = {
     "ibp.save": lambda path: ibp.save(path, TENSORS),
+    "ibp.checkpoints.CheckpointWriter": write_tensors,
     "ibp.checkpoints.compress": lambda path: ibp.checkpoints.compress(FILE, path, device="cpu", jobs=1, force=True),
     "ibp.checkpoints.decompress": lambda path: ibp.checkpoints.decompress(FILE, path, force=True),
     "ibp compress": lambda path: run("compress", FILE, "-o", path, "--force"),
@@ -237,7 +249,12 @@ def test_the_next_call_removes_what_a_killed_one_left(call, request, monkeypatch
     assert sorted(os.listdir()) == sorted([*before, path])
 
 
-BESIDE = {"ibp.save", "ibp diff", "ibp inspect"}  # two of them at once: the last one leaves its file
+BESIDE = {
+    "ibp.save",
+    "ibp.checkpoints.CheckpointWriter",
+    "ibp diff",
+    "ibp inspect",
+}  # two of them at once: the last one leaves its file
 
 
 @pytest.mark.parametrize("name", WRITES | WRITES_PAGES)

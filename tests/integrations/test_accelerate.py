@@ -1,5 +1,7 @@
 """CompressedWeights: the tensors it was given, bit for bit, and models that accelerate runs from it."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -193,3 +195,16 @@ def test_weights_of_a_gpu_move_to_host_memory(cuda):
     assert weights.tables["a"].device.type == "cpu" and weights.tables["a"].is_pinned()
     assert_same_bits(weights["a"], x)
     assert_same_bits(weights["small"], x[0])
+
+
+def test_pickles_under_the_former_names():
+    """Pickles made before the classes were public name the modules that define them."""
+    given = {"a": torch.randn(64, 128).bfloat16(), "b": torch.ones(3)}
+    text = pickle.dumps(CompressedWeights(given, **ON_CPU), protocol=0)
+    former = text.replace(b"cibp.adapters\nCodedWeight", b"cibp._tables.weights\nCodedWeight").replace(
+        b"ibp.adapters\n", b"ibp._tables.weights\n"
+    )
+    assert former != text and b"adapters" not in former
+    loaded = pickle.loads(former)
+    for name, tensor in given.items():
+        assert_same_bits(loaded[name], tensor)

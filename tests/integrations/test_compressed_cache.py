@@ -567,4 +567,4 @@ def test_layers_on_two_gpus(gpus):
                 got, wanted = cache.update(keys, values, index), right.update(keys, values, index)
             for tensor, exact in zip(got, wanted):
                 assert_same_bits(tensor, exact)
-    assert len(cache._decoders.all()) == 2 and cache.stats().num_coded_tokens == 240
+    assert len(cache._coder.devices) == 2 and cache.stats().num_coded_tokens == 240

@@ -16,8 +16,8 @@ from diffusers.hooks.group_offloading import _maybe_remove_and_reapply_group_off
 
 from helpers import assert_same_bits  # noqa: E402
 from ibp._offload.resting import Resting  # noqa: E402
-from ibp.integrations import diffusers as adapter  # noqa: E402
 from ibp.integrations.diffusers import close, compress_groups  # noqa: E402
+from ibp.integrations.diffusers import groups as adapter  # noqa: E402
 
 CPU = torch.device("cpu")
 ON_CPU = {"memory": "host"}

@@ -1,12 +1,13 @@
 """Releases of host frameworks that are too old: the import says which ones work."""
 
 import importlib
+import subprocess
 import sys
 import types
 
 import pytest
 
-from ibp.integrations._releases import check_release, numbers
+from ibp.integrations.shared.releases import check_release, numbers
 
 pytestmark = pytest.mark.frameworks
 
@@ -37,3 +38,58 @@ def test_newer_releases_are_taken(installed):
 def test_numbers_of_versions():
     assert numbers("5.24.0") == [5, 24, 0] and numbers("0.2.0+cu130") == [0, 2, 0]
     assert numbers("5.9.1") < numbers("5.17") < numbers("5.17.0") < numbers("5.17.1")
+
+
+def run(code):
+    """Runs code in a process of its own, because other tests import adapters with stand-ins for their hosts."""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_former_names_of_modules():
+    """Options of engines, imports and pickles name them: both names are one module."""
+    run("""
+import importlib, pickle
+for old, new, name in (
+    ("vllm_tiers", "vllm.tiers", b"IBPSecondaryTier"),
+    ("vllm_weights", "vllm.weights", b"register"),
+    ("vllm_sync", "vllm.sync", b"send"),
+    ("sglang_pool", "sglang.pool", b"register"),
+):
+    former, module = (importlib.import_module("ibp.integrations." + name) for name in (old, new))
+    assert former is module and module.__name__ == "ibp.integrations." + new
+    assert pickle.loads(b"cibp.integrations." + old.encode() + b"\\n" + name + b"\\n.") is vars(module)[name.decode()]
+from ibp.integrations.vllm_weights import register
+from ibp.integrations import vllm, vllm_sync
+assert vllm_sync is vllm.sync and register is vllm.weights.register
+""")
+
+
+def test_modules_of_a_package():
+    """A package has its modules and some of their names. They are imported when they are first asked for."""
+    run("""
+import sys
+from ibp.integrations import sglang, vllm
+loaded = [name for name in sys.modules if name.startswith(("ibp.integrations.vllm.", "ibp.integrations.sglang."))]
+assert loaded == [], loaded
+assert vllm.IBPOffloadingSpec.__module__ == vllm.IBPOffloadingWorker.__module__ == "ibp.integrations.vllm.offloading"
+assert sglang.IBPHiCacheStorage.__module__ == "ibp.integrations.sglang.storage"
+for package, name in ((vllm, "tiers"), (vllm, "weights"), (vllm, "sync"), (sglang, "pool")):
+    assert getattr(package, name) is sys.modules[f"{package.__name__}.{name}"]
+try:
+    vllm.none
+except AttributeError as error:
+    assert str(error) == "module 'ibp.integrations.vllm' has no attribute 'none'", error
+else:
+    raise AssertionError("it has any name")
+""")
+
+
+@pytest.mark.parametrize("package", ["transformers", "diffusers"])
+def test_names_of_a_package(package):
+    """Classes say, to pickle and to readers, that they are the package's."""
+    pytest.importorskip(package)
+    module = importlib.import_module(f"ibp.integrations.{package}")
+    for name in module.__all__:
+        found = getattr(module, name)
+        assert found.__name__ == name
+        assert not isinstance(found, type) or found.__module__ == module.__name__

@@ -17,11 +17,10 @@ import pytest
 import torch
 
 from helpers import assert_same_bits, in_threads
-from ibp.integrations._engines import dtype_of
+from ibp.integrations.shared.engines import dtype_of
 
 STUBS = Path(__file__).parent / "stubs"
 ENGINES = ("vllm", "sglang", "lmcache")
-ADAPTERS = (*ENGINES, "vllm_tiers", "sglang_pool")
 PAGE = (2, 16, 2, 32)  # K and V, tokens, heads, head dim: 4,096 bytes of BF16
 
 
@@ -37,7 +36,7 @@ def framework(monkeypatch):
     before = set(sys.modules)
     yield imported
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in ENGINES or name in [f"ibp.integrations.{adapter}" for adapter in ADAPTERS]:
+        if name.split(".")[0] in ENGINES or name.startswith("ibp.integrations."):
             del sys.modules[name]
 
 
@@ -98,7 +97,7 @@ def test_the_default_dtype_of_a_cache_is_bf16():
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])
 def test_vllm_blocks_come_back(framework, blocks_per_chunk):
-    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, base = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     spec = adapter.IBPOffloadingSpec(config_of(blocks_per_chunk, 2))
     assert spec.num_chunks == int(40 * 1.4) and spec.build_metric_definitions({})
     layers = [pages_of(40), pages_of(40, seed=1)]
@@ -131,7 +130,7 @@ def test_vllm_blocks_come_back(framework, blocks_per_chunk):
 
 def test_vllm_groups_of_layers(framework):
     """Two groups that use the same tensors for blocks of their own, and one of fewer layers."""
-    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, base = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     layers = [pages_of(30, seed=seed) for seed in range(3)]
     caches = caches_of(base, layers, [[0, 1], [2]])
     worker = adapter.IBPOffloadingSpec(config_of(2, 2)).get_worker(caches)
@@ -149,7 +148,7 @@ def test_vllm_groups_of_layers(framework):
 
 def test_vllm_keeps_what_finds_no_room(framework):
     """No transfer fails: pages that do not compress are kept as they are, until their chunk is stored anew."""
-    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, base = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     layers = [torch.cat([pages_of(20), noise(20)])]
     caches = caches_of(base, layers, [[0]])
     worker = adapter.IBPOffloadingSpec(config_of(1, 1)).get_worker(caches)
@@ -173,7 +172,7 @@ def test_vllm_keeps_what_finds_no_room(framework):
 
 def test_vllm_a_scheduler_at_work(framework):
     """Chunks are stored, given up and loaded at random, as a scheduler asks for it."""
-    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, base = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     kv = torch.cat([pages_of(60), noise(4)])
     caches = caches_of(base, [kv, kv.flip(0)], [[0, 1]])
     spec = adapter.IBPOffloadingSpec(
@@ -199,7 +198,7 @@ def test_vllm_a_scheduler_at_work(framework):
 
 def all_noise(framework, count=40):
     """(worker, vLLM's modules, its tensors of one layer) of pages for many of which the pool has no room."""
-    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, base = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     caches = caches_of(base, [noise(count)], [[0]])
     return adapter.IBPOffloadingSpec(config_of(1, 1)).get_worker(caches), base, caches
 
@@ -234,7 +233,7 @@ def test_vllm_a_page_keeps_its_last_store(framework):
 
 def test_vllm_expedited_loads_and_the_null_block(framework):
     """A load may name the null block several times; an expedited one is waited for within the step."""
-    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, base = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     kv = pages_of(10)
     caches = caches_of(base, [kv], [[0]])
     worker = adapter.IBPOffloadingSpec(config_of(2, 1)).get_worker(caches)
@@ -248,7 +247,7 @@ def test_vllm_expedited_loads_and_the_null_block(framework):
 
 
 def test_vllm_a_load_of_what_is_not_stored_fails(framework):
-    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, base = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     worker = adapter.IBPOffloadingSpec(config_of(1, 1)).get_worker(caches_of(base, [pages_of(10)], [[0]]))
     worker.submit_store(1, base.GPULoadStoreSpec([1], [1], [0]), base.BlockIDsLoadStoreSpec([5]))
     finish(worker, 1)
@@ -259,7 +258,7 @@ def test_vllm_a_load_of_what_is_not_stored_fails(framework):
 
 def test_vllm_several_sizes_of_pages(framework):
     """A hybrid model: a group of two sizes; one that shares a tensor with it, and uses less of each block."""
-    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, base = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     wide, narrow = pages_of(40), pages_of(20, seed=1).view(40, -1)
     tensors = [
         wide.reshape(40, -1).clone().view(torch.int8),
@@ -295,7 +294,7 @@ def test_vllm_several_sizes_of_pages(framework):
 
 def test_vllm_a_chunk_that_changes_groups(framework):
     """What is kept beside the pools of a chunk's last group is dropped when another group takes the chunk."""
-    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, base = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     layers = [noise(40), pages_of(40)]
     caches = caches_of(base, layers, [[0], [0, 1]])
     caches.tensors[1].tensor = caches.tensors[1].tensor[:, :4096].contiguous()  # a pool of its own
@@ -316,7 +315,7 @@ def test_vllm_a_chunk_that_changes_groups(framework):
 
 def test_vllm_options_of_its_own(framework):
     """vLLM's spec reads them: for its manager, and for the metrics that it announces."""
-    adapter, _ = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, _ = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     spec = adapter.IBPOffloadingSpec(config_of(1, 1, store_threshold=3, ibp_gain=2))
     manager = spec.get_manager()
     assert spec.num_chunks == manager.num_chunks == 80 and manager.store_threshold == 3
@@ -328,7 +327,7 @@ def test_vllm_options_of_its_own(framework):
 
 def test_vllm_before_0_30(framework, monkeypatch):
     """Chunks were called blocks; in 0.26 a config had no replicated_layout."""
-    _, module = framework("vllm", "vllm.v1.kv_offload.cpu.spec")
+    _, module = framework("vllm.offloading", "vllm.v1.kv_offload.cpu.spec")
 
     class Older(module.OffloadingSpec):
         def __init__(self, config):
@@ -342,7 +341,7 @@ def test_vllm_before_0_30(framework, monkeypatch):
         get_worker = get_manager
 
     monkeypatch.setattr(module, "CPUOffloadingSpec", Older)
-    adapter, _ = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, _ = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     config = config_of(1, 1)
     fields = [field.name for field in dataclasses.fields(config) if field.name != "replicated_layout"]
     older = dataclasses.make_dataclass("OffloadingConfig", fields, frozen=True)
@@ -350,7 +349,7 @@ def test_vllm_before_0_30(framework, monkeypatch):
 
 
 def test_vllm_wrong_options(framework):
-    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, base = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     with pytest.raises(ValueError, match="cpu_bytes_to_use"):
         adapter.IBPOffloadingSpec(config_of(1, 1, cpu_bytes_to_use=0))
     with pytest.raises(ValueError, match="ibp_gain is 0.5"):
@@ -365,7 +364,7 @@ def test_vllm_wrong_options(framework):
 
 
 def test_vllm_on_the_gpu(framework, cuda):
-    adapter, base = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, base = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     layers = [torch.cat([pages_of(20), noise(20)]), pages_of(40, seed=1)]
     caches = caches_of(base, layers, [[0, 1]], cuda)
     worker = adapter.IBPOffloadingSpec(config_of(2, 2)).get_worker(caches)
@@ -396,7 +395,7 @@ def tiered(framework):
     made = []
 
     def make(pool_bytes=40 * 4096, chunk_bytes=4096, **options):
-        adapter, of = framework("vllm_tiers", "vllm.v1.kv_offload.tiering.base")
+        adapter, of = framework("vllm.tiers", "vllm.v1.kv_offload.tiering.base")
         memory = torch.zeros(20, chunk_bytes, dtype=torch.int8)
         view = memoryview(memory.numpy())
         spec = types.SimpleNamespace(config=types.SimpleNamespace(model=types.SimpleNamespace(dtype="bfloat16")))
@@ -496,7 +495,7 @@ class HostPool:
 
 
 def storage_of(framework, pool_bytes=20 * 4096, is_mla_model=False, tp_size=1, **options):
-    adapter, module = framework("sglang", "sglang.srt.mem_cache.hicache_storage")
+    adapter, module = framework("sglang.storage", "sglang.srt.mem_cache.hicache_storage")
     ranks = {"tp_rank": 0, "tp_size": tp_size, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0, "attn_cp_size": 1}
     config = module.HiCacheStorageConfig(
         **ranks,
@@ -626,7 +625,7 @@ def test_sglang_before_0_5_20(framework, monkeypatch):
     """Results had no restorable_prefix_pages."""
     storage, module = storage_of(framework)
     older = dataclasses.make_dataclass("PoolTransferResult", ["kv_hit_pages", "extra_pool_hit_pages"])
-    monkeypatch.setattr(sys.modules["ibp.integrations.sglang"], "PoolTransferResult", older)
+    monkeypatch.setattr(sys.modules["ibp.integrations.sglang.storage"], "PoolTransferResult", older)
     assert storage.set("a", pages_of(1).flatten())
     assert storage.batch_exists_v2(["a", "b"]) == older(1, {"kv": 1})
 
@@ -715,7 +714,7 @@ class DeviceCache:
 
 
 def host_pool_of(framework, cache, num_raw_pages=20, drafts=(), **options):
-    adapter, _ = framework("sglang_pool", "sglang.srt.mem_cache.pool_host.mha")
+    adapter, _ = framework("sglang.pool", "sglang.srt.mem_cache.pool_host.mha")
     page_bytes = 2 * cache.num_layers * cache.head_num * cache.head_dim * PAGE[1] * cache.dtype.itemsize
     made = {"device_capacity_tokens": 384, "start_layer": 0, "end_layer": 2, "draft_buffer_infos": drafts}
     return adapter.IBPHostPool(
@@ -794,16 +793,16 @@ def test_sglang_host_pool_wrong_use(framework):
 
 
 def test_sglang_builds_the_host_pool_where_the_plugin_is_wanted(framework, monkeypatch, caplog):
-    adapter, mha = framework("sglang_pool", "sglang.srt.mem_cache.pool_host.mha")
-    registry, engines = adapter.HookRegistry, importlib.import_module("ibp.integrations._engines")
+    adapter, mha = framework("sglang.pool", "sglang.srt.mem_cache.pool_host.mha")
+    registry, package = adapter.HookRegistry, importlib.import_module("ibp.integrations.sglang")
     for value in (None, "", "others"):
         monkeypatch.delenv("SGLANG_PLUGINS", raising=False) if value is None else monkeypatch.setenv(
             "SGLANG_PLUGINS", value
         )
-        engines.register_host_pool()
+        package.register_host_pool()
         assert registry.hooks == []
     monkeypatch.setenv("SGLANG_PLUGINS", "others, ibp_host_pool")
-    engines.register_host_pool()
+    package.register_host_pool()
     ((target, hook, _),) = registry.hooks
     assert target == "sglang.srt.mem_cache.pool_host.mha.get_mha_host_pool_cls"
     assert hook(mha.MHATokenToKVPoolHost, None) is adapter.IBPHostPool
@@ -812,7 +811,7 @@ def test_sglang_builds_the_host_pool_where_the_plugin_is_wanted(framework, monke
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert project["entry-points"]["sglang.srt.plugins"] == {
-        "ibp_host_pool": f"{engines.__name__}:{engines.register_host_pool.__name__}"
+        "ibp_host_pool": f"{package.__name__}:{package.register_host_pool.__name__}"
     }
 
 
@@ -1024,7 +1023,7 @@ def test_lmcache_on_the_gpu(tier, cuda):
 @pytest.mark.parametrize("installed", ["0.33.1", "0.25.1", "0.34.0.dev3+cu130"])
 def test_another_release(framework, monkeypatch, installed):
     """It is tried, with a warning: its classes are there."""
-    adapter, _ = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, _ = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     monkeypatch.setattr(importlib.metadata, "version", lambda package: installed)
     with pytest.warns(UserWarning, match=rf"was tried with vLLM 0.26.0 to 0.33.0; {re.escape(installed)} is installed"):
         adapter.IBPOffloadingSpec(config_of(1, 1))
@@ -1032,7 +1031,7 @@ def test_another_release(framework, monkeypatch, installed):
 
 @pytest.mark.parametrize("installed", ["0.26.0", "0.31.0", "0.33.0+cu130"])
 def test_a_release_that_was_tried(framework, monkeypatch, recwarn, installed):
-    adapter, _ = framework("vllm", "vllm.v1.kv_offload.base")
+    adapter, _ = framework("vllm.offloading", "vllm.v1.kv_offload.base")
     monkeypatch.setattr(importlib.metadata, "version", lambda package: installed)
     adapter.IBPOffloadingSpec(config_of(1, 1))
     assert not recwarn.list
@@ -1056,15 +1055,15 @@ def test_a_release_without_a_class(monkeypatch):
             "vllm",
             lambda module: module.IBPOffloadingWorker(None, num_chunks=1, blocks_per_chunk=1, pool_bytes=1, dtype=None),
         ),
-        ("vllm_tiers", lambda module: module.IBPSecondaryTier(None, None, "IBPSecondaryTier", pool_bytes=1)),
+        ("vllm.tiers", lambda module: module.IBPSecondaryTier(None, None, "IBPSecondaryTier", pool_bytes=1)),
         ("sglang", lambda module: module.IBPHiCacheStorage(None)),
-        ("sglang_pool", lambda module: module.IBPHostPool(None)),
-        ("sglang_pool", lambda module: module.register()),
+        ("sglang.pool", lambda module: module.IBPHostPool(None)),
+        ("sglang.pool", lambda module: module.register()),
         ("lmcache", lambda module: module.IBPL2Adapter({})),
     ],
 )
 def test_without_the_framework(name, make):
-    engine = name.split("_")[0]
+    engine = name.split(".")[0]
     if importlib.util.find_spec(engine) is not None:
         pytest.skip(f"{engine} is here")
     with pytest.raises(ImportError, match=f"ibp.integrations.{engine} needs"):

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ibp.integrations import _engines, _vllm_methods, vllm_sync, vllm_weights
+from ibp.integrations.shared import engines
+from ibp.integrations.vllm import _methods, sync, weights
 from native import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -120,7 +121,9 @@ def adapter_of(monkeypatch):
 
     def imported(package):
         monkeypatch.syspath_prepend(str(STUBS))
-        names = {"vllm": ("vllm_tiers", "vllm"), "sglang": ("sglang_pool", "sglang")}.get(package, (package,))
+        names = {"vllm": ("vllm.tiers", "vllm.offloading"), "sglang": ("sglang.pool", "sglang.storage")}.get(
+            package, (package,)
+        )
         return [importlib.reload(importlib.import_module(f"ibp.integrations.{name}")) for name in names][-1]
 
     before = set(sys.modules)
@@ -144,8 +147,8 @@ def of_class(interface, names, what):
 
 def class_named(adapter, name):
     """A class of an adapter; vLLM has four adapters, SGLang two."""
-    others = (importlib.import_module(f"ibp.integrations.{each}") for each in ("vllm_tiers", "sglang_pool"))
-    return next(getattr(each, name) for each in (adapter, vllm_weights, vllm_sync, *others) if hasattr(each, name))
+    others = (importlib.import_module(f"ibp.integrations.{each}") for each in ("vllm.tiers", "sglang.pool"))
+    return next(getattr(each, name) for each in (adapter, weights, sync, *others) if hasattr(each, name))
 
 
 def signature_of(tool, interface, name):
@@ -239,7 +242,7 @@ def wrong_calls_of_theirs(tool, interface, source):
         )
     yield from wrong_uses(tool, interface, tree, VARIABLES[package])
     if "experts" in interface["uses"]:
-        yield from wrong_uses(tool, interface, ast.parse(Path(_vllm_methods.__file__).read_text()), OF_EXPERTS)
+        yield from wrong_uses(tool, interface, ast.parse(Path(_methods.__file__).read_text()), OF_EXPERTS)
 
 
 def wrong_uses(tool, interface, tree, variables):
@@ -329,7 +332,7 @@ def test_releases_that_are_there():
         versions = [each["version"] for each in INTERFACES if each["package"] == package]
         assert len(versions) >= count
         assert all(f"`{version}`" in page for version in (versions[0], versions[-1])), versions
-        name, *ends = _engines.TRIED[package]
+        name, *ends = engines.TRIED[package]
         assert ends == [versions[0], versions[-1]]
         # These are the releases whose own code has run.
         assert f"| {name} {versions[0]}" in page or f"; {name} {versions[0]}" in page

@@ -322,7 +322,7 @@ if "ibp" not in sys.modules:
     else:
         raise AssertionError("loaded without ibp")
 import ibp
-assert not {is_lazy} or "ibp.integrations._transformers_weights" not in sys.modules
+assert not {is_lazy} or "ibp.integrations.transformers.weights" not in sys.modules
 torch.save(load(folder)(ids).logits, sys.argv[2])
 """
 
@@ -405,7 +405,7 @@ def test_parts_off_the_device_are_offloaded(llama, tmp_path, monkeypatch):
     folder, plain = llama
     device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.norm": 0, "model.rotary_emb": 0}
     device_map |= {"model.layers.1": "cpu", "lm_head": "disk"}
-    monkeypatch.setattr("ibp.integrations._transformers_weights._device_of", lambda place: torch.device("cpu"))
+    monkeypatch.setattr("ibp.integrations.transformers.weights._device_of", lambda place: torch.device("cpu"))
     infer = lambda *arguments, **options: dict(device_map)  # noqa: E731
     monkeypatch.setattr("transformers.integrations.accelerate.infer_auto_device_map", infer)
     save_coded(load(folder, IbpConfig(min_bytes=LEAST)), tmp_path / "small")

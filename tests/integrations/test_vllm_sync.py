@@ -14,8 +14,8 @@ import torch
 import ibp
 from helpers import assert_same_bits
 from ibp.deltas import _on_pieces
-from ibp.integrations import vllm_sync
-from ibp.integrations._vllm_places import ModelReceiver
+from ibp.integrations.vllm import sync as vllm_sync
+from ibp.integrations.vllm._places import ModelReceiver
 from native import ROOT
 
 without_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
@@ -175,7 +175,7 @@ def test_messages_are_sent_by_files_or_by_a_group(tmp_path, monkeypatch):
 def test_without_vllm(caplog):
     with pytest.raises(ImportError, match=r"needs vLLM 0.26.0 to 0.33.0; none is installed"):
         vllm_sync.IBPWeightTransferEngine(None, None, torch.device("cpu"), Model())
-    with caplog.at_level(logging.WARNING, "ibp.integrations.vllm_sync"):
+    with caplog.at_level(logging.WARNING, "ibp.integrations.vllm.sync"):
         vllm_sync.register.__wrapped__()
     assert "backend ibp_delta is not there with this vLLM: No module named 'vllm'" in caplog.text
 

@@ -10,7 +10,7 @@ from ibp._machine import memory, staging
 from ibp._machine.ring import Ring, Turn
 from ibp.checkpoints import _coding
 from ibp.kv._decoder import HostTokenDecoder
-from ibp.kv._history import History
+from ibp.kv._history import TokenHistory
 from kv_blocks import Raw, any_changes
 from stream_clocks import Gpu, clock_copies, clocked_gpu
 
@@ -168,7 +168,7 @@ class Layers:
         decode = self.decoder._decode
         for raw in self.raws:
             forms = (raw.history.keys.form, raw.history.values.form)
-            raw.decoder, raw.history = self.decoder, History(*forms, raw.options, self.decoder.new_arena(), CPU)
+            raw.decoder, raw.history = self.decoder, TokenHistory(*forms, raw.options, self.decoder)
 
         def clocked_decode(history, keys, values, blocks, staged):
             gpu.use(staged, writes=False)

@@ -22,6 +22,8 @@ SHOWN = {
     "ibp.cache.CacheStats": "ibp.RowCache",
     "ibp.calibration.CoderRates": "ibp.calibration.Calibration",
     "ibp.calibration.H200": "ibp.calibration.Calibration",
+    "ibp.checkpoints.Source": "ibp.checkpoints.open",
+    "ibp.checkpoints.SourceTensor": "ibp.checkpoints.open",
     "ibp.codecs.Choice": "ibp.codecs.choose",
     "ibp.codecs.CodingCost": "ibp.codecs.choose",
     "ibp.spill.Profile": "ibp.spill.profile",

@@ -38,11 +38,10 @@ LOCKS = {  # the public call that holds a lock, by the file that makes it
     "ibp/_fetch/host_gather.py": "ibp.index_select",
     "ibp/_machine/segments.py": "ibp.CompressedTensor.share_memory_",
     "ibp/_offload/events.py": "ibp.offload",
+    "ibp/adapters/_loading.py": "ibp.adapters.ModelLoading",
     "ibp/cache/_state.py": "ibp.RowCache",
     "ibp/checkpoints/_numpy_files.py": "ibp.checkpoints.compress",
     "ibp/codecs/_nvcomp.py": "ibp.codecs.WholeTensor.decompress",
-    "ibp/integrations/_transformers_weights.py": "ibp.integrations.transformers.IbpQuantizer",
-    "ibp/integrations/lmcache.py": "ibp.integrations.lmcache.IBPL2Adapter",
     "ibp/kv/_keyed.py": "ibp.kv.KeyedPages",
     "ibp/kv/_store.py": "ibp.kv.KVStore",
 }
@@ -51,10 +50,11 @@ LOCKS = {  # the public call that holds a lock, by the file that makes it
 PATHS = "tests/files/test_paths.py::"
 READERS = (
     "ibp.load, ibp.open, ibp.offload, ibp.checkpoints.compress, ibp.checkpoints.decompress, ibp.checkpoints.estimate, "
-    "ibp apply, ibp compress, ibp decompress, ibp diff, ibp estimate, ibp inspect, ibp verify"
+    "ibp.checkpoints.open, ibp apply, ibp compress, ibp decompress, ibp diff, ibp estimate, ibp inspect, ibp verify"
 )
 WRITERS = (
-    "ibp.save, ibp.checkpoints.compress, ibp.checkpoints.decompress, ibp apply, ibp compress, ibp decompress, ibp diff"
+    "ibp.save, ibp.checkpoints.CheckpointWriter, ibp.checkpoints.compress, ibp.checkpoints.decompress, ibp apply, "
+    "ibp compress, ibp decompress, ibp diff"
 )
 PAGES = f"{WRITERS}, ibp inspect"
 TESTED = {
@@ -105,7 +105,7 @@ TESTED = {
         ),
     },
 }
-SAVES_MODEL, SENDS = "ibp.integrations.transformers.save_coded", "ibp.integrations.vllm_sync.send"
+SAVES_MODEL, SENDS = "ibp.integrations.transformers.save_coded", "ibp.integrations.vllm.sync.send"
 UNTESTED = {  # {resource: {reason: calls}}
     **{
         resource: {
@@ -114,20 +114,28 @@ UNTESTED = {  # {resource: {reason: calls}}
         }
         for resource in WRITTEN
     },
+    **{
+        resource: {
+            "tells files of ibp from others, and has a test of its own, tests/checkpoints/test_writing.py": (
+                "ibp.checkpoints.is_coded"
+            ),
+        }
+        for resource in READ
+    },
     "a mapped file that is cut": {
+        "reads the header of a file, and maps none": "ibp.checkpoints.is_coded",
         "a cut while the call has the file mapped ends the process, as SECURITY.md says": READERS.replace(
             "ibp.open, ", ""
-        )
+        ),
     },
     HELD: {
-        "held while memory is pinned, or a deflated array is read; tests/common/test_locks.py tests the class of all "
-        "locks": "ibp.CompressedTensor.share_memory_, ibp.checkpoints.compress",
+        "held while memory is pinned, a deflated array is read or a weight is decoded; tests/common/test_locks.py "
+        "tests the class of all locks": "ibp.CompressedTensor.share_memory_, ibp.checkpoints.compress, "
+        "ibp.adapters.ModelLoading",
         "needs a GPU, which no child can use": "ibp.codecs.WholeTensor.decompress",
-        "needs the host framework in two processes": "ibp.integrations.lmcache.IBPL2Adapter, "
-        "ibp.integrations.transformers.IbpQuantizer",
     },
     MESSAGE: {
-        "by `ibp.deltas.Receiver.apply`, which has a test": "ibp.integrations.vllm_sync.ModelReceiver.apply",
+        "by `ibp.deltas.Receiver.apply`, which has a test": "ibp.integrations.vllm.sync.ModelReceiver.apply",
         "copies messages to files, or broadcasts them in the order of the stream": SENDS,
     },
     PAGE: {
@@ -137,7 +145,8 @@ UNTESTED = {  # {resource: {reason: calls}}
     },
     PINNED: {
         "memory is pinned for a GPU only, and no test refuses it there": "ibp.CodedRows, ibp.kv.KVRows, "
-        "ibp.kv.KVStore, ibp.codecs.WholeTensor.pin_memory, ibp.integrations.transformers.CompressedCache",
+        "ibp.kv.KVStore, ibp.kv.TokenCoder, ibp.codecs.WholeTensor.pin_memory, "
+        "ibp.integrations.transformers.CompressedCache",
         "pins by `ibp.compress`, which has a test": "ibp.distributed.ShardedTable.from_local",
         "pins by `CompressedTensor.pin_memory` or `open_shared`, which have tests": "ibp.distributed.share_table, "
         "ibp.integrations.graphbolt.Feature.pin_memory_",
@@ -154,13 +163,20 @@ def of_package():
 
 def of_integrations():
     """From the sources, since modules import their frameworks."""
-    trees = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "ibp" / "integrations").glob("*.py")}
+    folder = ROOT / "ibp" / "integrations"
+    trees = {path.relative_to(folder): ast.parse(path.read_text()) for path in folder.rglob("*.py")}
     defined = {node.name: node for tree in trees.values() for node in tree.body if hasattr(node, "name")}
-    for module, tree in trees.items():
-        (named,) = [
-            node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "__all__"
-        ] or [ast.List([])]
-        for name in ast.literal_eval(named) if module != "__init__" else ():
+    named = {
+        path: ast.literal_eval(node.value)
+        for path, tree in trees.items()
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "__all__"
+    }
+    packages = {path.parent: set(names) for path, names in named.items() if path.stem == "__init__"}
+    for path, names in named.items():
+        for name in names if path.stem != "__init__" else ():
+            of_package = name in packages.get(path.parent, ())
+            module = ".".join((path.parent if of_package else path.with_suffix("")).parts)
             node, called = defined[name], f"ibp.integrations.{module}.{name}"
             methods = (
                 [(called, node)]

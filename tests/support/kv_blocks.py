@@ -5,7 +5,7 @@ import torch
 from helpers import assert_same_bits
 from ibp.kv._coding import Form, Options
 from ibp.kv._decoder import decoder_for
-from ibp.kv._history import History
+from ibp.kv._history import TokenHistory
 
 HEADS, BLOCK = 2, 4
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ class Raw:
         self.options, self.dtype = options(**changed), dtype
         self.decoder = decoder_for(device, self.options)
         forms = [Form.of(x, BLOCK, None) for x in tokens(1, 1, dtype)]
-        self.history = History(*forms, self.options, self.decoder.new_arena(), self.decoder.device)
+        self.history = TokenHistory(*forms, self.options, self.decoder)
         self.right, self.batch = [], 3
 
     def add(self, num_blocks, scale=0.02, sequences=None):

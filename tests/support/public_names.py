@@ -3,9 +3,9 @@
 import inspect
 
 import ibp
-from ibp import cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
+from ibp import adapters, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill
 
-MODULES = (ibp, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill)
+MODULES = (ibp, adapters, cache, calibration, checkpoints, codecs, deltas, distributed, kv, nn, optim, spill)
 
 
 def public_functions():

@@ -691,9 +691,9 @@ def test_public_names_of_a_table():
         share_memory_ size to
     """
     of_tables = """
-        append bases check codebook decompress device_bytes geometry host_bytes index_bytes index_select layout lengths
-        link_bytes nbytes num_rows of_parts original_bytes overflow prefetch prepare_linear refit row_bytes savings
-        scheme share slot_bytes slots spills_to_host stored_bytes update_ version
+        append bases check codebook decompress decompress_items device_bytes fits_linear geometry host_bytes index_bytes
+        index_select layout lengths link_bytes nbytes num_rows of_parts original_bytes overflow prefetch prepare_linear
+        refit row_bytes savings scheme share slot_bytes slots spills_to_host stored_bytes update_ version
     """
     public = {name for name in dir(table) if not name.startswith("_")}
     assert public == {*of_tensors.split(), *of_tables.split()}

@@ -851,3 +851,31 @@ def test_rows_coded_while_they_are_measured(monkeypatch, options):
     monkeypatch.setattr(coding, "_MORE_OVERFLOW", 0)
     monkeypatch.setattr(coding, "_LEAST_SHARE", 0)
     assert_same_table(ibp.compress(x, device="cpu", **options), table)
+
+
+@pytest.mark.parametrize("shape", [(50, 40), (50, 3, 700), (50,), ()])
+@pytest.mark.parametrize("options", [{}, {"layout": "packed"}, {"scheme": "raw"}], ids=str)
+def test_some_items_in_given_memory(shape, options):
+    x = torch.randn(shape)
+    table = ibp.compress(x, device="cpu", memory="host", **options)
+    items = x if shape else x.view(1)
+    for first, last in [(0, len(items)), (7, 31), (20, 20), (len(items), len(items))] if shape else [(0, 1)]:
+        wanted = items[first:last]
+        assert_same_bits(table.decompress_items(first, last), wanted)
+        out = torch.full_like(wanted, -1)
+        assert table.decompress_items(first, last, out=out, check=True) is out
+        assert_same_bits(out, wanted)
+    for first, last in [(-1, 3), (3, 2), (0, len(items) + 1)]:
+        with pytest.raises(IndexError, match=f"items {first} to {last} are asked of {len(items)}; wanted some of them"):
+            table.decompress_items(first, last)
+    with pytest.raises(ValueError, match="out"):
+        table.decompress_items(0, 1, out=torch.empty(2, 2))
+
+
+def test_some_items_on_a_gpu(cuda):
+    x = torch.randn(5000, 64).bfloat16()
+    pinned, near = ibp.compress(x, device="cpu"), ibp.compress(x.to(cuda))
+    for table, device in ((pinned, cuda), (near, None)):
+        got = table.decompress_items(100, 4000, device=device, check=True)
+        assert got.device == cuda
+        assert_same_bits(got.cpu(), x[100:4000])

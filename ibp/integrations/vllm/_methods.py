@@ -10,17 +10,14 @@ from typing import Any
 
 import torch
 
-from .._fetch.escapes import Escapes, matrix_of
-from .._fetch.linear import MOST_GROUPED, MOST_STACKED, escapes_for_groups
-from .._tables.compressed_tensor import CompressedTensor
-from ..nn._experts import multiply_experts
-from ..nn._stacks import stand_in
-from ._vllm_incoming import TablePart, noted
+from ... import CompressedTensor
+from ...adapters import ExpertTables
+from ._incoming import TablePart, noted
 
 try:
     from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase  # type: ignore
     from vllm.model_executor.model_loader.reload.layerwise import initialize_online_processing  # type: ignore
-except ImportError:  # vllm_weights reports the error
+except ImportError:  # `weights` reports the error
     FusedMoEMethodBase = object
 
 
@@ -164,23 +161,20 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         self, layer: Any, x: Any, topk_weights: Any, topk_ids: Any, shared_experts: Any, shared_experts_input: Any
     ) -> torch.Tensor:
         if self.tables:
-            tables, count = [*self.tables.values()], layer.local_num_experts
-            if 0 < topk_ids.numel() <= MOST_GROUPED and count <= MOST_STACKED:
-                escapes = escapes_for_groups(x, tables, [table.shape[0] // count for table in tables])
-                if escapes is not None:
-                    return self._multiplied(layer, x, topk_weights, topk_ids, escapes)
-            weights = [matrix_of(table, x.device).view(count, -1, table.shape[1]) for table in tables]
-            layer = stand_in(layer, dict(zip(self.tables, weights)), type(layer))
+            up, down = self.tables.values()
+            experts = ExpertTables(up, down, layer.local_num_experts)
+            if experts.multiplies(x, topk_ids):
+                return self._multiplied(layer, experts, x, topk_weights, topk_ids)
+            layer = _with(layer, dict(zip(self.tables, experts.decoded(x.device))))
         return self._plain.apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
 
     def _multiplied(
-        self, layer: Any, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor, escapes: list[Escapes]
+        self, layer: Any, experts: ExpertTables, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
     ) -> torch.Tensor:
         """Returns what vLLM's kernel computes, except that products are added in another order."""
-        (up, down), (of_up, of_down) = self.tables.values(), escapes
 
         def activate(y: torch.Tensor) -> torch.Tensor:
-            out = y.new_empty(len(y), down.shape[1])
+            out = y.new_empty(len(y), experts.down.shape[1])
             self.moe_kernel.fused_experts.activation(layer.activation, out, y)
             return out
 
@@ -189,6 +183,14 @@ class IBPExpertsMethod(CodedMethod, FusedMoEMethodBase):
         if layer.expert_map is not None:  # -1: the expert is on another rank
             ids = layer.expert_map[ids]
             weights = weights.masked_fill(ids < 0, 0)
-        first = up, of_up, getattr(layer, "w13_bias", None), activate
-        second = down, of_down, getattr(layer, "w2_bias", None), None
-        return multiply_experts(x, ids, weights, layer.local_num_experts, [first, second], absent=0)
+        biases = getattr(layer, "w13_bias", None), getattr(layer, "w2_bias", None)
+        return experts.multiply(x, ids, weights, activate, biases=biases, absent=0)
+
+
+def _with(layer: Any, weights: dict[str, torch.Tensor]) -> Any:
+    """Returns an object that stands for a layer in one call, with other weights."""
+    made = object.__new__(type(layer))
+    parameters = {name: parameter for name, parameter in layer._parameters.items() if name not in weights}
+    vars(made).update(vars(layer), _parameters=parameters)
+    vars(made).update(weights)
+    return made

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .._fetch.streaming import decode_items
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.joining import Items, join
-from ..nn._stacks import by_rows
+from ... import CompressedTensor
+from ...adapters import join
 
 _CPU = torch.device("cpu")
 
@@ -120,12 +118,13 @@ class CodedOrigin:
 
     def _decoded(self, first: int, last: int, device: torch.device) -> torch.Tensor:
         """Returns items first to last - 1, decoded on the device, to which the coded bytes are copied."""
-        cut = join([Items(self.table, first, last)], device)
-        if cut is not None:
-            return cut.decompress(check=True)
+        if self.table.dim() == 2:
+            cut = join([(self.table, first, last)], device)
+            if cut is not None:
+                return cut.decompress(check=True)
         if self._near.device != device:
             self._near = self.table.to(device)
-        return decode_items(self._near, first, last, device, check=True)
+        return self._near.decompress_items(first, last, check=True)
 
 
 class TablePart(NamedTuple):
@@ -139,9 +138,9 @@ class TablePart(NamedTuple):
     def write(self) -> None:
         self.target.copy_(self.origin.values(self.source, self.target.device))
 
-    def place(self) -> tuple[int, Items] | None:
-        """Returns (a row of the weight, the rows that go there and below), or None if they are not whole rows of a
-        table."""
+    def place(self) -> tuple[int, tuple[CompressedTensor, int, int]] | None:
+        """Returns (a row of the weight, the rows that go there and below, as `join` takes them), or None if they are
+        not whole rows of a table."""
         table, columns = self.origin.table, self.target.shape[-1]
         if table.dtype != self.target.dtype or table.row_bytes != columns * table.dtype.itemsize:
             return None
@@ -149,7 +148,7 @@ class TablePart(NamedTuple):
         if at % columns or to % columns or not (self.source.is_contiguous() and self.target.is_contiguous()):
             return None
         first, count = at // columns, self.source.numel() // columns
-        return to // columns, Items(by_rows(table), first, first + count)
+        return to // columns, (table, first, first + count)
 
 
 # The list to which parts are added while a loader runs whose weight takes coded rows as they are.
@@ -161,7 +160,7 @@ def joined(parts: Sequence[TablePart], weight: torch.Tensor) -> CompressedTensor
     not all of its rows in coded form, or if their tables have several codebooks."""
     places = [part.place() for part in parts]
     found = sorted((place for place in places if place is not None), key=lambda place: place[0])
-    ends = [0, *(row + items.last - items.first for row, items in found)]
+    ends = [0, *(row + last - first for row, (_, first, last) in found)]
     if not found or len(found) < len(places) or ends != [*(row for row, _ in found), len(weight)]:
         return None
-    return join([items for _, items in found], weight.device)
+    return join([rows for _, rows in found], weight.device)

@@ -17,29 +17,24 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming, revert_weight_conversion
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
-from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .._common.locks import ForkLock
-from .._common.rounding import rounded_up
-from .._files import INDEX_SUFFIX, coded_name, dtype_name, index_of, save
-from .._offload.offloaded import Offloaded, offload
-from .._tables.compressed_tensor import CompressedTensor, compress_rows
-from ..checkpoints._model_files import CODED_WEIGHTS, METHOD, WEIGHTS, lines_that_load
-from ..checkpoints._outputs import SHARD_BYTES
-from ..checkpoints._safetensors_files import open_ibp
-from ..checkpoints._source import SourceTensor
-from ..nn import coded_state_dict
-from ..nn._compressing import options_of
-from ..nn._tables import TRANSPOSED, CodedModule, TableModule
-from ._loading import CodingFields, CodingQuantizer, Loading, away_of, is_coded
+import ibp
+
+from ...adapters import ModelLoading
+from ...checkpoints import SourceTensor, coded_name, is_coded
+from ..shared.loading import METHOD, CodingFields, CodingQuantizer, away_of, holds_table
+
+__all__ = ["IbpConfig", "IbpQuantizer", "save_coded"]
 
 # bytes of a BF16 matrix at level "fast", escapes included, as a share; for the choice of a device map
 _CODED_SHARE = 0.77
+_SHARD_BYTES = 5 << 30  # bytes of weights in a file, at most, as `ibp compress` writes them
+_TRANSPOSED = "_transposed"  # the end of the names that `ibp.nn.coded_state_dict` gives tables of transposed matrices
 _INITIALIZED = "_is_hf_initialized"  # the attribute that transformers' functions of initialisation look for
 # Since 5.20, transformers tells for each tensor of a checkpoint which parameter it becomes, before it is read.
 _SAYS_TARGETS = hasattr(HfQuantizer, "get_new_dtype")
-_LOCK = ForkLock()  # transformers reads in several threads, but only one table at a time is decoded or coded
 _without_weights: ContextVar[bool] = ContextVar("without_weights", default=False)  # whether to save without weights
 
 
@@ -103,7 +98,7 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
 
     def __init__(self, quantization_config: IbpConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self.offloaded: Offloaded | None = None
+        self.offloaded: ibp.Offloaded | None = None
         self._away: tuple[str, ...] = ()  # modules that a device map puts elsewhere than on the device that computes
         self._device: torch.device | None = None
 
@@ -165,7 +160,7 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
         coded = [path for path in checkpoint_files or () if is_coded(path)]
         self.pre_quantized = bool(coded) and _SAYS_TARGETS  # otherwise transformers calls `param_needs_quantization`
         tied = model.all_tied_weights_keys
-        self._loading = Loading(self.quantization_config, model, later={*tied, *tied.values()})
+        self._loading = ModelLoading(self.quantization_config, model, later={*tied, *tied.values()})
         self._loading.leave(self._away)
         if not _SAYS_TARGETS:
             _loadings.update(dict.fromkeys(coded, self._loading))
@@ -187,21 +182,18 @@ class IbpQuantizer(CodingQuantizer, HfQuantizer):
                 module.all_tied_weights_keys = {
                     target: source
                     for target, source in module.all_tied_weights_keys.items()
-                    if not any(
-                        isinstance(module.get_submodule(key.rpartition(".")[0]), TableModule)
-                        for key in (target, source)
-                    )
+                    if not any(holds_table(module.get_submodule(key.rpartition(".")[0])) for key in (target, source))
                 }
         for module in model.modules():
-            if isinstance(module, CodedModule):
+            if holds_table(module):
                 for shared in module.shared_tables().values():
                     vars(shared.weight).pop(_INITIALIZED, None)
         del model.config.quantization_config  # makes save_pretrained write a plain configuration
         if self._device is not None:
             for module in model.modules():
-                if isinstance(module, CodedModule):
+                if holds_table(module):
                     module.to(self._device)
-            self.offloaded = offload(model, self._device, min_bytes=self.quantization_config.min_bytes)
+            self.offloaded = ibp.offload(model, self._device, min_bytes=self.quantization_config.min_bytes)
         return model
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any] | None, dict[str, str]]:
@@ -241,7 +233,7 @@ class _Coding(ConversionOps):
 
 # Loads under way, by path of a coded file, for releases of transformers that do not tell targets: a tensor with the
 # name of one of the model's parameters becomes that parameter. A load that ends or fails leaves nothing here.
-_loadings: WeakValueDictionary[str, Loading] = WeakValueDictionary()
+_loadings: WeakValueDictionary[str, ModelLoading] = WeakValueDictionary()
 
 
 class _CodedEntry:
@@ -252,10 +244,10 @@ class _CodedEntry:
 
     def __init__(self, tensor: SourceTensor) -> None:
         self._tensor = tensor
-        self.wanted: tuple[Loading, str] | None = None
+        self.wanted: tuple[ModelLoading, str] | None = None
 
     def get_dtype(self) -> str:
-        return dtype_name(self._tensor.dtype) if self._tensor.table is not None else self._tensor.header_entry()[0]
+        return self._tensor.header_entry()[0]
 
     def get_shape(self) -> list[int]:
         return list(self._tensor.shape)
@@ -269,25 +261,22 @@ class _CodedEntry:
 class _Coming:
     """A table of a file that is being brought to a device."""
 
-    def __init__(self, table: CompressedTensor, wanted: tuple[Loading, str] | None) -> None:
+    def __init__(self, table: ibp.CompressedTensor, wanted: tuple[ModelLoading, str] | None) -> None:
         self._table, self._wanted = table, wanted
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Any:
         device = "cpu" if device is None else device
         loading, key = self._wanted or (None, "")
-        if loading is not None and loading.takes(key, self._table, dtype):
-            return self._table.to(device)
-        with _LOCK:
-            if loading is not None:
-                return loading.value_of(key, self._table, device, dtype)
-            return self._table.decompress(device=device).to(dtype or self._table.dtype)
+        if loading is not None:
+            return loading.value_of(key, self._table, device, dtype)
+        return ModelLoading.decoded(self._table, device, dtype)
 
 
 class _CodedFile:
     """A coded file with the methods of a safetensors file that transformers calls."""
 
     def __init__(self, path: str) -> None:
-        self._source, self._loading = open_ibp(path), _loadings.get(path)
+        self._source, self._loading = ibp.checkpoints.open(path), _loadings.get(path)
 
     def keys(self) -> list[str]:
         return list(self._source.tensors)
@@ -331,11 +320,11 @@ def _resize_plain(
 ) -> Any:
     """Refuses to resize coded embeddings, before transformers has resized one of two."""
     held = (model.get_input_embeddings(), model.get_output_embeddings())
-    names = [name for name, module in model.named_modules() if isinstance(module, TableModule) and module in held]
+    names = [name for name, module in model.named_modules() if holds_table(module) and module in held]
     for name in names:
         num_rows = model.get_submodule(name).weight.shape[0]
         wanted = num_rows if new_num_tokens is None else new_num_tokens
-        wanted = wanted if pad_to_multiple_of is None else rounded_up(wanted, pad_to_multiple_of)
+        wanted = wanted if pad_to_multiple_of is None else -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
         if wanted != num_rows:
             raise TypeError(
                 f"{name} is coded and has {num_rows} rows, which cannot become {wanted}: call ibp.nn.decompress(model) "
@@ -358,7 +347,7 @@ def _resolve_either(**options: Any) -> Any:
     except OSError:
         for plain in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
             name = coded_name(transformers.modeling_utils._add_variant(plain, options.get("variant")))
-            for explicit in (name, name + INDEX_SUFFIX):
+            for explicit in (name, f"{name}.index.json"):
                 with contextlib.suppress(OSError, ValueError):
                     files, index = _resolve(**{**options, "transformers_explicit_filename": explicit})
                     if all(map(os.path.isfile, files)):
@@ -370,7 +359,7 @@ transformers.modeling_utils._get_resolved_checkpoint_files = _resolve_either
 
 
 def save_coded(
-    model: PreTrainedModel, directory: str | os.PathLike[str], *, shard_bytes: int | None = SHARD_BYTES
+    model: PreTrainedModel, directory: str | os.PathLike[str], *, shard_bytes: int | None = _SHARD_BYTES
 ) -> None:
     """Writes a model to a directory, its tables as they are, so that `from_pretrained(directory)` takes them without
     coding.
@@ -408,30 +397,31 @@ def save_coded(
     if isinstance(quantizer, IbpQuantizer):
         config = quantizer.quantization_config
     else:
-        config = IbpConfig(**options_of(model))
-    target = Path(directory) / CODED_WEIGHTS
+        config = IbpConfig.of(model)
     with _set(model.config, quantization_config=config.to_dict()), _no_weights():
         model.save_pretrained(directory, state_dict={})
-    for stale in (target, Path(directory) / WEIGHTS):
-        index_of(stale).unlink(missing_ok=True)
-        stale.unlink(missing_ok=True)
-    save(target, _in_file(model), metadata={"format": "pt"}, shard_bytes=shard_bytes)
-    print(lines_that_load(directory))
+    folder = Path(directory)
+    for plain in (SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME):
+        (folder / plain).unlink(missing_ok=True)
+    target = folder / coded_name(SAFE_WEIGHTS_NAME)
+    ibp.save(target, _in_file(model), metadata={"format": "pt"}, shard_bytes=shard_bytes)
+    kind = model.config.architectures[0]
+    print(f"import ibp, transformers\nmodel = transformers.{kind}.from_pretrained({os.fspath(directory)!r})")
 
 
 def _in_file(model: PreTrainedModel) -> dict[str, Any]:
     """Returns tables and tensors by the names that the model's checkpoint has for them, each once."""
     held: dict[object, str] = {}
     state = {}
-    for key, value in coded_state_dict(model).items():
-        is_table = isinstance(value, CompressedTensor)
+    for key, value in ibp.nn.coded_state_dict(model).items():
+        is_table = isinstance(value, ibp.CompressedTensor)
         place = id(value) if is_table else (value.data_ptr(), value.shape, value.stride(), value.dtype, value.device)
         if held.setdefault(place, key) != key and (is_table or value.numel()):
             continue
-        if is_table and key.endswith(TRANSPOSED):
-            key = key.removesuffix(TRANSPOSED)
-            value = compress_rows(value.decompress().mT.contiguous(), layout="packed")
-        state[key] = value if isinstance(value, CompressedTensor) else value.contiguous()
+        if is_table and key.endswith(_TRANSPOSED):
+            key = key.removesuffix(_TRANSPOSED)
+            value = ibp.compress(value.decompress().mT.contiguous(), layout="packed")
+        state[key] = value if isinstance(value, ibp.CompressedTensor) else value.contiguous()
     conversions = getattr(model, "_weight_conversions", None) or get_model_conversion_mapping(model, add_legacy=False)
     if any(isinstance(conversion, WeightConverter) for conversion in conversions):
         return state  # such conversions compute with tensors; transformers also loads the model's own names

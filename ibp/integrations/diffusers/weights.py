@@ -16,11 +16,13 @@ from diffusers.quantizers import auto
 from diffusers.quantizers.base import DiffusersQuantizer
 from diffusers.quantizers.quantization_config import QuantizationConfigMixin
 
-from .._files import INDEX_SUFFIX, coded_name, part_names
-from ..checkpoints._model_files import METHOD
-from ..checkpoints._safetensors_files import open_ibp
-from ..checkpoints._source import SourceTensor
-from ._loading import CodingFields, CodingQuantizer, Loading, check_device_map, is_coded
+import ibp
+
+from ...adapters import ModelLoading
+from ...checkpoints import SourceTensor, coded_name, is_coded
+from ..shared.loading import METHOD, CodingFields, CodingQuantizer, check_device_map
+
+__all__ = ["IbpDiffusersConfig", "IbpDiffusersQuantizer"]
 
 
 class _Method(str, Enum):
@@ -93,7 +95,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         """Returns the names of the tensors in coded files, in place of the names of tables' parts."""
         for path in checkpoint_files:
             if is_coded(path):
-                with open_ibp(path) as source:
+                with ibp.checkpoints.open(path) as source:
                     self._coded.update(source.tensors)
         return list(self._coded) or loaded_keys
 
@@ -102,11 +104,11 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
         for now."""
         if not self._coded:
             return state_dict
-        tensors = {}
+        tensors, tables = {}, {name.rpartition(":")[0] for name in state_dict}  # parts of tables are "<table>:<part>"
         for name, tensor in self._coded.items():
             if name in state_dict:
                 tensors[name] = state_dict[name]
-            elif any(part in state_dict for part in part_names(name)):
+            elif name in tables:
                 is_table = self._codes(name) and tensor.table is not None
                 placeholder = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
                 tensors[name] = placeholder if is_table else tensor.tensor()
@@ -140,7 +142,7 @@ class IbpDiffusersQuantizer(CodingQuantizer, DiffusersQuantizer):
 
     def _process_model_before_weight_loading(self, model: torch.nn.Module, **options: Any) -> None:
         model.eval()  # from_pretrained does this later; in training mode weights would train
-        self._loading = Loading(self.quantization_config, model)
+        self._loading = ModelLoading(self.quantization_config, model)
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         assert self._loading is not None
@@ -184,7 +186,7 @@ def _fetch_either(**options: Any) -> Path | None:
         given = {key: value for key, value in options.items() if key not in ("is_local", "use_safetensors", "variant")}
         pretrained = given.pop("pretrained_model_name_or_path")
         with contextlib.suppress(OSError):
-            return Path(_get_file(pretrained, weights_name=coded_name(plain) + INDEX_SUFFIX, **given))
+            return Path(_get_file(pretrained, weights_name=f"{coded_name(plain)}.index.json", **given))
     return found
 
 

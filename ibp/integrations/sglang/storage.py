@@ -17,7 +17,7 @@ import torch
 
 import ibp
 
-from ._engines import check_engine, pages_by
+from ..shared.engines import check_engine, pages_by
 
 try:
     from sglang.srt.mem_cache.hicache_storage import (  # type: ignore

@@ -1,21 +1,7 @@
-"""Models of Hugging Face diffusers with coded weights, and its group offloading with compressed weights.
-
-    from ibp.integrations.diffusers import IbpDiffusersConfig
-
-    DiTTransformer2DModel.from_pretrained(name, quantization_config=IbpDiffusersConfig(), torch_dtype=torch.bfloat16)
-
-Matrices become tables while the model is loaded. Or they stay compressed in host memory:
-
-    from diffusers.hooks import apply_group_offloading
-    from ibp.integrations.diffusers import compress_groups
-
-    apply_group_offloading(model, onload_device=torch.device("cuda"), offload_type="leaf_level", use_stream=True)
-    compress_groups(model)
+"""The group offloading of diffusers with compressed weights.
 
 Hooks, prefetching and streams stay diffusers' own. Only the source of a group's parameters changes: instead of raw
 copies in host memory, tables are decoded on the onload device, all tables of a group in one call.
-
-Works with diffusers 0.39 and newer; checked up to 0.42.
 """
 # mypy: disable-error-code="import-untyped, import-not-found"
 
@@ -27,49 +13,39 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import diffusers
 import torch
+from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup
 
-from .._common.closing import Closing
-from .._common.conversions import guard_conversions
-from .._common.in_place import NotTheModel, check_model
-from .._common.process import OfThisProcess
-from .._common.statistics import Saves, Statistics, shown_memory
-from .._fetch.streaming import decompress
-from .._offload import resting
-from .._tables.compressed_tensor import CompressedTensor
-from .._tables.weights import CodedWeight, WeightCompressor, is_worth_coding
-from ._releases import check_release
+from ... import CompressedTensor, decompress
+from ...adapters import CodedStatistics, ModelChange, RestingWeight, WeightCompressor, shown_memory
 
-check_release(diffusers, "0.39")  # must come before names are imported that older releases do not have
-
-from diffusers.hooks.group_offloading import _GROUP_OFFLOADING, ModuleGroup  # noqa: E402
-
-from ._diffusers_weights import IbpDiffusersConfig, IbpDiffusersQuantizer  # noqa: E402
-
-__all__ = ["CompressedGroups", "GroupBytes", "IbpDiffusersConfig", "IbpDiffusersQuantizer", "close", "compress_groups"]
+__all__ = ["CompressedGroups", "GroupBytes", "close", "compress_groups"]
 
 
 @dataclass(frozen=True)
-class GroupBytes(Statistics, Saves):
+class GroupBytes(CodedStatistics):
     """Bytes of a model's compressed parameters, originally and as they are stored. A shared parameter counts once."""
+
+    __module__ = "ibp.integrations.diffusers"
 
     original_bytes: int
     stored_bytes: int
 
 
-class CompressedGroups(OfThisProcess, Closing, NotTheModel):
+class CompressedGroups(ModelChange):
     """A model that `compress_groups` has compressed. `close()`, and the end of a `with` block, undo the compression.
 
     Attributes:
         model: as given.
     """
 
+    __module__ = "ibp.integrations.diffusers"
+
     _instead = "save the model's state_dict()"
     changed_by = "compress_groups(model)"
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
+        super().__init__(model, "of a pipeline each of its models")
 
     def stats(self) -> GroupBytes:
         """Returns the bytes of all compressed parameters that the model has now."""
@@ -90,7 +66,7 @@ class CompressedGroups(OfThisProcess, Closing, NotTheModel):
             compressed = _compressed(group)
             if compressed is not None:
                 compressed.restore()
-        guard_conversions(self.model)
+        self.guard_conversions()
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -127,7 +103,7 @@ def compress_groups(
         TypeError: model is not a module, or an option is not one of `ibp.compress`.
         ValueError: model has no group offloading, or groups that are offloaded to disk or to another device.
     """
-    compressor = WeightCompressor(compress_options)
+    compressor, change = WeightCompressor(compress_options), CompressedGroups(model)
     groups = _groups_of(model)
     if not groups:
         raise ValueError(
@@ -143,19 +119,20 @@ def compress_groups(
     for group, hooks in groups.items():
         if _compressed(group) is None:
             at_rest = {parameter: known[parameter] for parameter in _parameters_of(group) if parameter in known}
-            for parameter in at_rest:  # it also belongs to another group
-                resting.wake(parameter)
+            for parameter, weight in at_rest.items():  # it also belongs to another group
+                weight.wake(parameter)
             group._offload_to_memory()  # the values may still be on the onload device
             for parameter, weight in at_rest.items():
-                resting.rest(parameter, weight, weight.blank)
+                weight.rest(parameter)
             device = group.onload_device if torch.device(group.onload_device).type == "cuda" else None
             for parameter in _parameters_of(group):
-                if type(parameter) is torch.nn.Parameter and parameter not in known and is_worth_coding(parameter.data):
+                is_plain = type(parameter) is torch.nn.Parameter
+                if is_plain and parameter not in known and compressor.takes(parameter.data):
                     coded = compressor.code(names.get(parameter, ""), parameter.data, device=device)
-                    known[parameter] = _Weight(names.get(parameter, "a parameter"), coded, group.offload_device)
+                    known[parameter] = RestingWeight(names.get(parameter, "a parameter"), coded, group.offload_device)
             _CompressedGroup(group, hooks, known, {"path": path, "max_sms": max_sms})
-    guard_conversions(model)
-    return CompressedGroups(model)
+    change.guard_conversions()
+    return change
 
 
 def close(model: torch.nn.Module) -> None:
@@ -165,23 +142,6 @@ def close(model: torch.nn.Module) -> None:
         TypeError: model is not a module.
     """
     CompressedGroups(model).close()
-
-
-class _Weight:
-    """The weight that a parameter stands for while its group is offloaded. device: the device of the parameter
-    meanwhile."""
-
-    def __init__(self, name: str, coded: CodedWeight, device: torch.device) -> None:
-        self.name, self.coded, self._device = name, coded, device
-        # The content of the parameter's memory meanwhile: one element, which is NaN in every floating-point dtype.
-        element = torch.full((coded.table.dtype.itemsize,), 0xFF, dtype=torch.uint8, device=device)
-        self.blank = element.view(coded.table.dtype)[0].expand(coded.shape)
-
-    def like(self) -> torch.Tensor:
-        return torch.empty_strided(self.coded.shape, self.coded.stride, dtype=self.coded.table.dtype, device="meta")
-
-    def read(self) -> torch.Tensor:
-        return self.coded.decoded(self._device)
 
 
 class _CompressedGroup:
@@ -194,7 +154,7 @@ class _CompressedGroup:
         self,
         group: ModuleGroup,
         hooks: list[Any],
-        known: dict[torch.nn.Parameter, _Weight],
+        known: dict[torch.nn.Parameter, RestingWeight],
         fetching: dict[str, Any],
     ) -> None:
         self.group, self.hooks, self.fetching = group, hooks, fetching
@@ -229,8 +189,7 @@ class _CompressedGroup:
             tables = [weight.coded.table for weight in self.weights.values()]
             decoded = decompress(tables, device=group.onload_device, **self.fetching)
             for (parameter, weight), values in zip(self.weights.items(), decoded):
-                resting.wake(parameter)
-                parameter.data = weight.coded.as_it_was(values)
+                weight.wake(parameter, values)
                 if group.record_stream:
                     values.record_stream(current)
         # parameters that no other group prefetches are needed at once
@@ -249,9 +208,7 @@ class _CompressedGroup:
             return
         self.offload()
         for parameter, weight in self.weights.items():
-            values = weight.read()
-            resting.release(parameter)
-            parameter.data = values
+            weight.release(parameter)
             if group.stream is not None:
                 parameter.data = group.cpu_param_dict[parameter] = group._to_cpu(parameter, group.low_cpu_mem_usage)
         del vars(group)["_onload_from_memory"], vars(group)["_offload_to_memory"]
@@ -260,7 +217,7 @@ class _CompressedGroup:
 
     def _let_go(self) -> None:
         for parameter, weight in self.weights.items():
-            resting.rest(parameter, weight, weight.blank)
+            weight.rest(parameter)
 
     def _on_removal(self, module: torch.nn.Module) -> torch.nn.Module:
         """Replaces a hook's `deinitalize_hook` (spelled so in diffusers)."""
@@ -273,7 +230,6 @@ class _CompressedGroup:
 
 def _groups_of(model: torch.nn.Module) -> dict[ModuleGroup, list[Any]]:
     """Returns diffusers' groups, each with the hooks through which it is found."""
-    check_model(model, "of a pipeline each of its models")
     groups: dict[ModuleGroup, list[Any]] = {}
     for module in model.modules():
         registry = getattr(module, "_diffusers_hook", None)
@@ -297,9 +253,9 @@ def _compressed(group: ModuleGroup) -> _CompressedGroup | None:
     return owner if isinstance(owner, _CompressedGroup) else None
 
 
-def _weights_of(groups: Iterable[ModuleGroup]) -> dict[torch.nn.Parameter, _Weight]:
+def _weights_of(groups: Iterable[ModuleGroup]) -> dict[torch.nn.Parameter, RestingWeight]:
     """Returns the coded weights, by parameter."""
-    found: dict[torch.nn.Parameter, _Weight] = {}
+    found: dict[torch.nn.Parameter, RestingWeight] = {}
     for group in groups:
         compressed = _compressed(group)
         if compressed is not None:

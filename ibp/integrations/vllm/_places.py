@@ -7,43 +7,18 @@ changes go to these places, and nothing is loaded.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from .._tables.compressed_tensor import CompressedTensor
-from ..deltas import Receiver
-from ..deltas._applying import Base
-from ..deltas._on_pieces import Memory
-from ..deltas._receiving import bases_of_rows, rows_of
-from ..deltas._regions import Region, TensorRows
-from ._vllm_incoming import IncomingTensor, storage_of
-from ._vllm_methods import CodedMethod
+from ... import CompressedTensor
+from ...deltas import PlacedReceiver, ShardPlace
+from ._incoming import IncomingTensor, storage_of
+from ._methods import CodedMethod
 
 
-class ShardPlace(NamedTuple):
-    """The place where a worker keeps a part of a checkpoint's tensor. box: first element and length in each
-    dimension."""
-
-    memory: torch.Tensor | CompressedTensor
-    first_row: int  # first row in the memory
-    box: tuple[tuple[int, int], ...]
-
-    def within(self, rows: TensorRows) -> tuple[Memory, tuple[slice, ...]] | None:
-        """Returns the memory here that holds a part of a tensor's rows, and the place of that part in the rows, or
-        None if no part is here."""
-        if not rows.shape:
-            return rows_of(self.memory, 0, 1), ()
-        (start, length), *others = self.box
-        first, last = max(start, rows.start), min(start + length, rows.start + rows.shape[0])
-        if first >= last:
-            return None
-        memory = rows_of(self.memory, self.first_row + first - start, self.first_row + last - start)
-        return memory, (slice(first - rows.start, last - rows.start), *(slice(at, at + size) for at, size in others))
-
-
-class ModelReceiver(Receiver):
+class ModelReceiver(PlacedReceiver):
     """Receives a checkpoint's tensors for a model of an engine, which keeps them merged, sharded or coded.
 
     Args:
@@ -55,9 +30,8 @@ class ModelReceiver(Receiver):
     """
 
     def __init__(self, model: torch.nn.Module, is_eager: bool = False) -> None:
-        super().__init__({})
+        super().__init__()
         self._model: Any = model
-        self._places: dict[str, list[ShardPlace]] = {}
         self._coded: list[tuple[Any, Any]] = [
             (layer, layer.quant_method) for layer in model.modules() if _is_coded(layer)
         ]
@@ -73,36 +47,16 @@ class ModelReceiver(Receiver):
                 table.prepare_linear()
         return is_done
 
-    def bases_of(self, regions: Sequence[Region]) -> list[list[Base]]:
-        all_rows = [region.tensor_rows() for region in regions]
-        asked = {
-            name: (rows.full_shape, region.dtype)
-            for region, each in zip(regions, all_rows)
-            for rows in each
-            for name in rows.names
-            if name not in self._places
-        }
-        if asked:
-            self._places |= self._found(asked)
-        return [
-            bases_of_rows([(rows, self._within(rows)) for rows in each], region.dtype)
-            for region, each in zip(regions, all_rows)
-        ]
-
-    def _within(self, rows: TensorRows) -> list[tuple[Memory, tuple[slice, ...]]]:
-        places = [place.within(rows) for name in rows.names for place in self._places[name]]
-        return [place for place in places if place is not None]
-
-    def _found(self, asked: dict[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[ShardPlace]]:
+    def places_of(self, tensors: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, list[ShardPlace]]:
         """Returns the places of tensors. Tensors that the model does not load, such as those of other pipeline
         stages, have no places."""
-        copies = {name: _Copies() for name in asked}
-        weights = {name: IncomingTensor.of(copies[name], *each) for name, each in asked.items()}
+        copies = {name: _Copies() for name in tensors}
+        weights = {name: IncomingTensor.of(copies[name], *each) for name, each in tensors.items()}
         with contextlib.ExitStack() as stack:
-            tables = [stack.enter_context(method.as_plain(layer)) for layer, method in self._coded]
+            plain = [stack.enter_context(method.as_plain(layer)) for layer, method in self._coded]
             with torch.no_grad():
                 self._model.load_weights(iter(weights.items()))
-        by_storage = {storage_of(weight): table for of_layer in tables for weight, table in of_layer.items()}
+        by_storage = {storage_of(weight): table for tables in plain for weight, table in tables.items()}
         return {
             name: [_place(name, weight.as_subclass(torch.Tensor), *copied, by_storage) for copied in copies[name].found]
             for name, weight in weights.items()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 import logging
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +14,7 @@ import torch
 
 import ibp
 
-from ._releases import numbers
+from .releases import numbers
 
 _logger = logging.getLogger(__name__)
 
@@ -57,13 +55,6 @@ def check_engine(package: str, missing: ImportError | None, since: str | None = 
             f"ibp.integrations.{package} was tried with {name} {first} to {last}; {installed} is installed",
             stacklevel=3,
         )
-
-
-def register_host_pool() -> None:
-    """Registers the plugin `ibp_host_pool`. SGLang calls it in each of its processes, even if nobody uses the
-    plugin. It does nothing, and imports nothing of SGLang, unless `SGLANG_PLUGINS` names the plugin."""
-    if "ibp_host_pool" in os.environ.get("SGLANG_PLUGINS", "").replace(" ", "").split(","):
-        importlib.import_module("ibp.integrations.sglang_pool").register()
 
 
 def pages_by(options: dict[str, Any], where: str) -> functools.partial[ibp.kv.KeyedPages]:

@@ -1,20 +1,7 @@
-"""Models of Hugging Face transformers with coded weights, and KV-caches whose older tokens are compressed, losslessly.
-
-    from ibp.integrations.transformers import IbpConfig
-
-    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=IbpConfig())
-
-Matrices become tables while the model is loaded. The same holds for directories that `ibp compress` or `save_coded`
-wrote.
-
-    from ibp.integrations.transformers import CompressedCache
-
-    cache = CompressedCache(config=model.config)
-    model.generate(**inputs, cache=cache)       # the tokens and logits of DynamicCache
-    print(cache.stats())
+"""KV-caches of transformers whose older tokens are compressed, losslessly.
 
 Blocks of older tokens are coded on the GPU and kept in pinned host memory, or on the GPU. While one layer computes, the
-coded tokens of the next one are brought back and decoded. Works with transformers 5.17 and newer; checked up to 5.24.
+coded tokens of the next one are brought back and decoded.
 """
 
 from __future__ import annotations
@@ -25,32 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from .._common.arguments import whole_number
-from .._common.process import OfThisProcess
-from .._common.statistics import Saves, Statistics, shown_memory
-from .._fetch.calls import sms_of
-from .._machine.memory import check_memory
-from .._schemes import AnyCodebook, check_scheme
-from ..kv._coding import Form, Options
-from ..kv._decoder import Fetch, TokenDecoder, decoder_for
-from ..kv._history import History, Pending
-from ._releases import check_release
+from ...adapters import CodedStatistics, OfThisProcess, shown_memory
+from ...codecs import AnyCodebook
+from ...kv import TokenCoder, TokenHistory
 
-check_release(transformers, "5.17")  # must come before names are imported that older releases do not have
-
-from transformers.cache_utils import DynamicCache, DynamicLayer  # noqa: E402
-
-from ._transformers_weights import IbpConfig, IbpQuantizer, save_coded  # noqa: E402
-
-__all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer", "IbpConfig", "IbpQuantizer", "save_coded"]
-
-_SCHEMES = ("planes", "ibp", "raw")
+__all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer"]
 
 
 @dataclass(frozen=True)
-class CompressedCacheStats(Statistics, Saves):
+class CompressedCacheStats(CodedStatistics):
     """What a cache holds, summed over all compressed layers.
 
     Attributes:
@@ -67,6 +39,8 @@ class CompressedCacheStats(Statistics, Saves):
         plain_bytes: bytes that all tokens would take uncompressed.
     """
 
+    __module__ = "ibp.integrations.transformers"
+
     num_tokens: int
     num_coded_tokens: int
     original_bytes: int
@@ -82,19 +56,6 @@ class CompressedCacheStats(Statistics, Saves):
     def nbytes(self) -> int:
         """Bytes of all memory that the cache takes, on the host and on GPUs."""
         return self.host_bytes + self.device_bytes
-
-
-class _Decoders(dict[torch.device, TokenDecoder]):
-    """The decoders of a cache, one for each device. Each is made when it is first asked for."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-
-    def __missing__(self, device: torch.device) -> TokenDecoder:
-        return self.setdefault(device, decoder_for(device, self.options))
-
-    def all(self) -> list[TokenDecoder]:
-        return list(self.values())
 
 
 def _decoded(number: int, what: str) -> property:
@@ -123,19 +84,21 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         last_query: how many tokens came with the last call of `update`.
     """
 
+    __module__ = "ibp.integrations.transformers"
+
     _instead = "pickle its keys and values, or copy the cache"
 
-    def __init__(self, decoders: _Decoders) -> None:
-        self._decoders, self._options = decoders, decoders.options
+    def __init__(self, coder: TokenCoder) -> None:
+        self._coder = coder
         self._forget()
         super().__init__()
 
     def _forget(self) -> None:
-        self.history: History | None = None
+        self.history: TokenHistory | None = None
         self.raw: tuple[torch.Tensor, ...] = ()
         self.last_query = 0
-        self._pending: Pending | None = None
-        self._fetch: Fetch | None = None
+        self._pending: Any = None  # blocks that are being coded, from `TokenHistory.encode`
+        self._fetch: Any = None  # what was fetched ahead, from `TokenHistory.fetch`
 
     # ---- what it holds ----
 
@@ -145,7 +108,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     def _all(self) -> tuple[torch.Tensor, ...]:
         """Returns keys and values of all tokens."""
         history = self._coded()
-        return self.raw if history is None else self._joined(self._decoder.fetch(history, self.get_seq_length()))
+        return self.raw if history is None else self._joined(history.fetch(self.get_seq_length()))
 
     def get_seq_length(self) -> int:
         """Returns the number of tokens of a sequence, coded and raw."""
@@ -155,22 +118,16 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
     def _num_raw(self) -> int:
         return self.raw[0].shape[-2] if self.raw and self.raw[0].dim() == 4 else 0
 
-    def _coded(self) -> History | None:
+    def _coded(self) -> TokenHistory | None:
         """Returns the coded tokens, or None if there are none."""
         return self.history if self.history is not None and self.history.num_blocks else None
-
-    @property
-    def _decoder(self) -> TokenDecoder:
-        return self._decoders[self.device]
 
     # ---- new tokens ----
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Takes dtype, device and sizes from the first keys and values."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        books = self._options.codebooks or (None, None)
-        keys, values = (Form.of(x, self._options.block, book) for x, book in zip((key_states, value_states), books))
-        self.history = History(keys, values, self._options, self._decoder.new_arena(), key_states.device)
+        self.history = self._coder.history(key_states, value_states)
         nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         self.raw = nothing, nothing.to(value_states.dtype)
         self.is_initialized = True
@@ -198,16 +155,16 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self._begin_coding()
         return keys, values
 
-    def _fetched(self, history: History) -> Fetch:
+    def _fetched(self, history: TokenHistory) -> Any:
         """Returns what was fetched ahead, if it has the present number of tokens; otherwise fetches now."""
         fetch, self._fetch = self._fetch, None
         num_tokens = self.get_seq_length()
         if fetch is not None and fetch.keys.shape[-2] == num_tokens:
             return fetch
         del fetch  # must come first, because the current stream waits for it
-        return self._decoder.fetch(history, num_tokens)
+        return history.fetch(num_tokens)
 
-    def _joined(self, fetch: Fetch) -> tuple[torch.Tensor, torch.Tensor]:
+    def _joined(self, fetch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values of all tokens: the coded ones decoded, and the raw ones behind them."""
         whole, num_raw = fetch.wait(), self._num_raw()
         for tensor, tail in zip(whole, self.raw):
@@ -219,9 +176,9 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
 
     def _begin_coding(self) -> None:
         """Queues the coding of blocks that the window has left behind."""
-        num_blocks = (self._num_raw() - self._options.window) // self._options.block
+        num_blocks = self._coder.num_due(self._num_raw())
         if self._pending is None and self.history is not None and num_blocks > 0:
-            keys, values = (tail[..., : num_blocks * self._options.block, :] for tail in self.raw)
+            keys, values = (tail[..., : num_blocks * self._coder.block, :] for tail in self.raw)
             self._pending = self.history.encode(keys, values)
 
     def is_coding_much(self) -> bool:
@@ -236,8 +193,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             return
         self._fetch = None
         with torch.inference_mode(False), torch.no_grad():
-            self._decoder.store(self.history, pending)
-            num_tokens = pending.num_blocks * self._options.block
+            self.history.store(pending)
+            num_tokens = pending.num_blocks * self._coder.block
             self._pending = None
             self.raw = tuple(tail[..., num_tokens:, :].clone() for tail in self.raw)
 
@@ -250,7 +207,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         self.store(wait=self.is_coding_much())
         history = self._coded()
         if history is not None:
-            self._fetch = self._decoder.fetch(history, self.get_seq_length() + new_tokens)
+            self._fetch = history.fetch(self.get_seq_length() + new_tokens)
 
     def prefetch(self) -> None:
         """Begins to bring what the next call needs if it has one new token."""
@@ -281,8 +238,8 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         num_coded = history.num_tokens if history is not None else 0
         if history is not None and num_left < num_coded:
             self._pending = None
-            num_blocks, num_raw = divmod(num_left, self._options.block)
-            fetch = self._decoder.fetch(history, self._options.block, range(num_blocks, num_blocks + 1))
+            num_blocks, num_raw = divmod(num_left, self._coder.block)
+            fetch = history.fetch(self._coder.block, range(num_blocks, num_blocks + 1))
             raw = tuple(whole[..., :num_raw, :].clone() for whole in fetch.wait())
             with torch.inference_mode(False):
                 history.truncate(num_blocks)
@@ -290,7 +247,7 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
             self._code_anew_if_sparse()
         else:
             self.raw = tuple(tail[..., : num_left - num_coded, :] for tail in self.raw)
-        if self._pending is not None and self._pending.num_blocks * self._options.block > self._num_raw():
+        if self._pending is not None and self._pending.num_blocks * self._coder.block > self._num_raw():
             self._pending = None
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -326,15 +283,15 @@ class CompressedLayer(OfThisProcess, DynamicLayer):
         with torch.inference_mode(False):
             self.history.truncate(0)
 
-    def clone(self, decoders: _Decoders) -> CompressedLayer:
-        """Returns a copy of all tokens, for a cache with decoders of its own. Waits for tokens that are being coded."""
+    def clone(self, coder: TokenCoder) -> CompressedLayer:
+        """Returns a copy of all tokens, for a cache with another coder. Waits for tokens that are being coded."""
         self.store(wait=True)
-        copied = CompressedLayer(decoders)
+        copied = CompressedLayer(coder)
         if self.history is not None:
             copied.dtype, copied.device, copied.is_initialized = self.dtype, self.device, True
             copied.last_query = self.last_query
             with torch.inference_mode(False):
-                copied.history, copied.raw = self.history.clone(), tuple(tail.clone() for tail in self.raw)
+                copied.history, copied.raw = coder.clone_of(self.history), tuple(tail.clone() for tail in self.raw)
         return copied
 
     def __repr__(self) -> str:
@@ -376,6 +333,8 @@ class CompressedCache(OfThisProcess, DynamicCache):
         TypeError, ValueError: an argument is not as described.
     """
 
+    __module__ = "ibp.integrations.transformers"
+
     _instead = (
         "copy.deepcopy copies it; to keep it, pickle the keys and values of its layers, and give them to update() of a "
         "new cache"
@@ -396,23 +355,24 @@ class CompressedCache(OfThisProcess, DynamicCache):
         codebooks: tuple[AnyCodebook, AnyCodebook] | None = None,
         max_sms: int | None = None,
     ) -> None:
-        check_memory(memory, among=("device", "pinned"))
-        if scheme not in _SCHEMES:
-            raise ValueError(f"scheme is {scheme!r}; wanted one of {list(_SCHEMES)}")
-        check_scheme("planes", level=level)
-        if codebooks is not None and (scheme == "raw" or len(codebooks) != 2):
-            raise ValueError("codebooks are a pair, of keys and of values, and not for scheme 'raw'")
-        block, window = whole_number("block", block, 1, 2**31), whole_number("window", window, 0, 2**31)
-        options = Options(block, window, memory or "pinned", scheme, level, codebooks, sms_of(max_sms))
+        coder = TokenCoder(
+            block=block,
+            window=window,
+            memory=memory,
+            scheme=scheme,
+            level=level,
+            codebooks=codebooks,
+            max_sms=max_sms,
+        )
         super().__init__(config=config)
-        self._begin(options)
-        self.layers = [CompressedLayer(self._decoders) if type(one) is DynamicLayer else one for one in self.layers]
+        self._begin(coder)
+        self.layers = [CompressedLayer(coder) if type(one) is DynamicLayer else one for one in self.layers]
 
-    def _begin(self, options: Options) -> None:
-        self._options, self._decoders = options, _Decoders(options)
+    def _begin(self, coder: TokenCoder) -> None:
+        self._coder = coder
         self._coding: CompressedLayer | None = None  # a layer that codes many tokens, which are also there raw
         if self.layer_class_to_replicate is not None:
-            self.layer_class_to_replicate = functools.partial(CompressedLayer, self._decoders)
+            self.layer_class_to_replicate = functools.partial(CompressedLayer, coder)
 
     @torch.compiler.disable
     def update(
@@ -443,32 +403,30 @@ class CompressedCache(OfThisProcess, DynamicCache):
         """Returns what the cache holds and has moved so far."""
         layers = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         histories = [layer.history for layer in layers if layer.history is not None]
-        decoders, on_host = self._decoders.all(), self._options.memory == "pinned"
         raw = sum(tail.numel() * tail.element_size() for layer in layers for tail in layer.raw)
-        near = raw + sum(history.index_bytes for history in histories)
-        near += sum(decoder.device_bytes for decoder in decoders)
-        arenas = sum(history.arena.nbytes for history in histories)
-        in_host = sum(one.arena.nbytes for one in histories if on_host or one.device.type == "cpu")
+        near = raw + sum(history.index_bytes for history in histories) + self._coder.device_bytes
+        on_host, rows = self._coder.memory == "pinned", sum(history.nbytes for history in histories)
+        in_host = sum(history.nbytes for history in histories if on_host or history.device.type == "cpu")
         coded = sum(history.original_bytes for history in histories)
         return CompressedCacheStats(
             num_tokens=max((layer.get_seq_length() for layer in layers), default=0),
             num_coded_tokens=max((history.num_tokens for history in histories), default=0),
             original_bytes=coded,
-            stored_bytes=sum(history.arena.used for history in histories),
+            stored_bytes=sum(history.stored_bytes for history in histories),
             host_bytes=in_host,
-            device_bytes=near + arenas - in_host,
-            fetched_bytes=sum(decoder.fetched_bytes for decoder in decoders),
-            sent_bytes=sum(decoder.sent_bytes for decoder in decoders),
-            num_codebooks=sum(codec.num_learned for one in histories for codec in (one.keys, one.values)),
+            device_bytes=near + rows - in_host,
+            fetched_bytes=self._coder.fetched_bytes,
+            sent_bytes=self._coder.sent_bytes,
+            num_codebooks=sum(history.num_codebooks for history in histories),
             plain_bytes=coded + raw,
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         memo[id(self)] = copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
-        copied._begin(self._options)
+        copied._begin(self._coder.copy())
         copied.layers = [
-            layer.clone(copied._decoders) if isinstance(layer, CompressedLayer) else copy.deepcopy(layer, memo)
+            layer.clone(copied._coder) if isinstance(layer, CompressedLayer) else copy.deepcopy(layer, memo)
             for layer in self.layers
         ]
         return copied
@@ -478,5 +436,5 @@ class CompressedCache(OfThisProcess, DynamicCache):
         return (
             f"CompressedCache({len(self.layers)} layers, tokens={stats.num_tokens}, coded={stats.num_coded_tokens}, "
             f"{shown_memory(stats.nbytes, stats.plain_bytes)}, stored_bytes={stats.stored_bytes:,}, "
-            f"savings={stats.savings:.1%}, memory={self._options.memory!r})"
+            f"savings={stats.savings:.1%}, memory={self._coder.memory!r})"
         )

@@ -1,0 +1,172 @@
+"""`ModelLoading`: models whose weights are coded while they are read. `ModelOptions` says which weights, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+
+from .._common.arguments import whole_number
+from .._common.conversions import guard_conversions
+from .._common.locks import ForkLock
+from .._tables.compressed_tensor import CompressedTensor
+from .._tables.weights import is_worth_coding
+from ..nn import ModelReport
+from ..nn._compressing import ModelPlan, is_included, join_neighbours, options_of
+
+_Self = TypeVar("_Self", bound="ModelOptions")
+_FIELDS = ("include", "exclude", "level", "fused", "min_bytes")
+# Readers may have several threads, but one table at a time is decoded or coded, because each takes memory.
+_LOCK = ForkLock()
+
+
+class ModelOptions:
+    """Which weights of a model are coded, and how: the arguments of `ibp.nn.compress`, in a form that JSON can hold.
+
+    Example:
+        >>> options = ibp.adapters.ModelOptions(exclude="lm_head")
+        >>> vars(options)
+        {'level': 'fast', 'fused': True, 'min_bytes': 1048576, 'include': None, 'exclude': ['lm_head']}
+        >>> options.includes("model.layers.0.mlp.up_proj"), options.includes("lm_head")
+        (True, False)
+
+    Args:
+        level, include, exclude, fused, min_bytes: as in `ibp.nn.compress`.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, or is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        level: str = "fast",
+        include: str | Iterable[str] | None = None,
+        exclude: str | Iterable[str] = (),
+        fused: bool = True,
+        min_bytes: int = 1 << 20,
+    ) -> None:
+        if level not in ("fast", "default"):
+            raise ValueError(f"level is {level!r}; wanted 'fast' or 'default'")
+        self.level, self.fused, self.min_bytes = level, bool(fused), whole_number("min_bytes", min_bytes, 0)
+        self.include = None if include is None else _names(include)
+        self.exclude = _names(exclude)
+
+    @classmethod
+    def of(cls: type[_Self], model: torch.nn.Module) -> _Self:
+        """Returns options that choose exactly the weights which are coded in a model now."""
+        return cls(**options_of(model))
+
+    def includes(self, *names: str) -> bool:
+        """Returns whether a module is to be coded. names: its name in the model; or, for a module into which a host has
+        merged several, the names of all of them, of which `include` has to match one and `exclude` none."""
+        is_wanted = any(is_included(name, self.include, ()) for name in names)
+        return is_wanted and all(is_included(name, None, self.exclude) for name in names)
+
+
+def _names(given: str | Iterable[str]) -> list[str]:
+    return [given] if isinstance(given, str) else list(given)
+
+
+class ModelLoading:
+    """A model whose weights are read from a checkpoint, and coded one after the other. Memory holds the coded model and
+    one plain weight.
+
+    Example:
+        >>> checkpoint = torch.nn.Sequential(torch.nn.Linear(1024, 1024)).bfloat16().state_dict()
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Sequential(torch.nn.Linear(1024, 1024)).bfloat16().eval()
+        >>> loading = ibp.adapters.ModelLoading(ibp.adapters.ModelOptions(), model)
+        >>> for name, tensor in checkpoint.items():
+        ...     held = loading.put(name, tensor)
+        ...     if isinstance(held, torch.Tensor):    # it stays plain
+        ...         module = model.get_submodule(name.rpartition(".")[0])
+        ...         setattr(module, name.rpartition(".")[2], torch.nn.Parameter(held, requires_grad=False))
+        >>> loading.finish().coded, model(torch.ones(1, 1024).bfloat16()).shape
+        (('0',), torch.Size([1, 1024]))
+
+    Args:
+        options: which weights are coded, and how.
+        model: on the meta device, in eval mode.
+        later: names of weights that are loaded plain and coded at the end, because modules may share them.
+
+    Raises:
+        ValueError: a pattern of include or exclude matches no module.
+    """
+
+    def __init__(self, options: ModelOptions, model: torch.nn.Module, later: Iterable[str] = ()) -> None:
+        self._options, self._model, self._later = options, model, set(later)
+        self._plan, self._away = self._new_plan(), frozenset[str]()
+        self._tables: dict[str, CompressedTensor] = {}  # tables of the weights in `later`, from the checkpoint
+
+    def _new_plan(self) -> ModelPlan:
+        return ModelPlan(self._model, **{name: getattr(self._options, name) for name in _FIELDS})
+
+    def leave(self, names: Iterable[str]) -> None:
+        """Keeps modules with these names, and all modules below them, plain. Call it before the first weight is
+        read."""
+        self._away = frozenset(names)
+
+    def has(self, key: str) -> bool:
+        """Returns whether the model has a parameter with this name that is coded, now or later."""
+        return self._plan.has(key)
+
+    def codes(self, key: str) -> bool:
+        """Returns whether a parameter, with this name in the model, is coded when it is read."""
+        return self._plan.has(key) and key not in self._later and not self._is_away(key)
+
+    def _is_away(self, key: str) -> bool:
+        return any(key.startswith(f"{name}.") for name in self._away)
+
+    def takes(self, key: str, table: CompressedTensor, dtype: torch.dtype | None) -> bool:
+        """Returns whether the model can hold a table of a checkpoint as it is. dtype: the dtype that the model wants.
+        None: the table's."""
+        return self.codes(key) and dtype in (None, table.dtype) and self._plan.takes(key, table)
+
+    def value_of(
+        self, key: str, table: CompressedTensor, device: Any, dtype: torch.dtype | None
+    ) -> CompressedTensor | torch.Tensor:
+        """Returns the form in which the model holds a table of a checkpoint, on a device: a table, or a plain tensor.
+        Other threads that need a decoded weight wait."""
+        if self.takes(key, table, dtype):
+            return table.to(device)
+        if key in self._later:
+            self._tables[key] = table
+        with _LOCK:
+            values = self.decoded(table, device, dtype)
+            return self._plan.table_of(key, values) if self.codes(key) else values
+
+    @staticmethod
+    def decoded(table: CompressedTensor, device: Any, dtype: torch.dtype | None) -> torch.Tensor:
+        """Returns a table of a checkpoint, decoded on a device, in a dtype. None: the table's. One table at a time is
+        decoded, also if several threads read the checkpoint, because each takes memory."""
+        with _LOCK:
+            return table.decompress(device=device).to(table.dtype if dtype is None else dtype)
+
+    def put(self, key: str, value: CompressedTensor | torch.Tensor) -> CompressedTensor | torch.Tensor:
+        """Puts a weight into its modules, coded, and returns its table. If it stays plain, returns the tensor that
+        is to be a parameter."""
+        if isinstance(value, torch.Tensor) and not (self.codes(key) and is_worth_coding(value.detach())):
+            return value
+        held = self._model.get_parameter(key)  # tables of some modules hold transposed matrices
+        is_transposed = not isinstance(value, torch.Tensor) and self._plan.is_transposed(key)
+        if value.shape != (held.mT.shape if is_transposed else held.shape):
+            self._later.add(key)  # the framework refuses it, or fills the weight with other values
+            return value if isinstance(value, torch.Tensor) else value.decompress()
+        table = self._plan.table_of(key, value) if isinstance(value, torch.Tensor) else value
+        if self._plan.put(key, table):
+            return table
+        return value if isinstance(value, torch.Tensor) else value.decompress()
+
+    def finish(self) -> ModelReport:
+        """Codes the remaining weights, after the checkpoint has been read. Returns what is coded, and why other weights
+        stay plain."""
+        rest = self._new_plan()
+        rest.code_all(self._tables, but=self._is_away)
+        join_neighbours(self._model)
+        guard_conversions(self._model)
+        first, second = self._plan.report(), rest.report()
+        coded = (*first.coded, *second.coded)
+        plain = {name: why for name, why in (first.plain | second.plain).items() if name not in set(coded)}
+        return ModelReport(coded, plain, first.num_bytes + second.num_bytes, first.nbytes + second.nbytes)

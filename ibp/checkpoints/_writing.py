@@ -1,0 +1,150 @@
+"""`CheckpointWriter` writes files of tables and tensors while the tensors come. `is_coded` tells which files are of
+ibp."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from .._common.closing import Closing
+from .._common.sequences import ahead
+from .._files import (
+    FORMAT,
+    MAX_HEADER_BYTES,
+    SUFFIX,
+    FileWriter,
+    PathLike,
+    check_names_safetensors,
+    entry_of,
+    header_room,
+    open_regular,
+    path_text,
+    write_plain,
+    write_table,
+    written_to,
+)
+from .._tables.compressed_tensor import CompressedTensor
+
+_AHEAD = 1  # tensors that wait while another one is written; each takes memory
+_DIMENSION_BYTES = 32  # bytes of a dimension in a header, for tensors of more dimensions than `header_room` counts
+# Names that parts of tables or of tensors can have.
+_UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
+
+
+class CheckpointWriter(Closing):
+    """A file of tables and tensors that is written tensor by tensor, for programs whose tensors come one after the
+    other. `ibp.save` writes what is in memory already. `ibp.open` reads the file.
+
+    It is a context manager. If it is left normally, the file appears under its name, whole and on disk; if it is left
+    by an exception, an earlier file of that name stays as it was.
+
+    Example:
+        >>> x = torch.randn(1000, 1024).bfloat16()
+        >>> with ibp.checkpoints.CheckpointWriter("weights.safetensors", {"a": x.shape, "b": [4]}) as writer:
+        ...     a_bytes = writer.write("a", ibp.compress(x))
+        ...     b_bytes = writer.write("b", torch.ones(4))
+        >>> a_bytes < x.nbytes, torch.equal(ibp.open("weights.safetensors")["b"], torch.ones(4))
+        (True, True)
+
+    Args:
+        output: path of the file; a directory, for "model.safetensors" in it; or a URL that fsspec knows.
+        shapes: the names of the tables and tensors to come, with their shapes, for which the header gets room.
+        metadata: texts by keys, kept in the file; no key begins with "ibp.".
+
+    Raises:
+        TypeError, ValueError: metadata is not as described, or output ends like files of another format.
+        OSError: (on entering, writing and leaving) the file cannot be written.
+    """
+
+    def __init__(
+        self,
+        output: PathLike,
+        shapes: Mapping[str, Sequence[int]],
+        *,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        check_names_safetensors(output)
+        room = header_room(shapes, metadata, len(shapes)) + _DIMENSION_BYTES * sum(map(len, shapes.values()))
+        self._output, self._metadata, self._header_bytes = output, metadata, room
+        self._file: FileWriter | None = None
+        self._open = contextlib.ExitStack()
+
+    @staticmethod
+    def takes(name: str, tensor: torch.Tensor) -> bool:
+        """Returns whether a file can hold a tensor under a name: it is dense, of no subclass but torch.nn.Parameter,
+        and of a dtype of safetensors, and no entry of such a file has the name for itself.
+
+        Example:
+            >>> [ibp.checkpoints.CheckpointWriter.takes(name, torch.ones(3)) for name in ("weight", "weight:slots")]
+            [True, False]
+        """
+        if not name.isprintable() or _UNUSUAL_NAME.match(name):
+            return False
+        is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+        return is_plain and entry_of(tensor.dtype, tuple(tensor.shape)) is not None and not tensor.is_meta
+
+    def write(self, name: str, value: CompressedTensor | torch.Tensor) -> int:
+        """Writes a table or tensor from any device, block by block. Returns the bytes that it takes in the file.
+
+        Raises:
+            ValueError: the file is not open, has the name already or cannot have it, or the tensor has a dtype that
+                safetensors lacks.
+        """
+        file = self._file
+        if file is None:
+            raise ValueError("the file is not open; wanted `with ibp.checkpoints.CheckpointWriter(...) as writer:`")
+        start = file.data_bytes
+        if isinstance(value, CompressedTensor):
+            write_table(file, name, value)
+        else:
+            write_plain(file, name, value)
+        return file.data_bytes - start
+
+    def write_all(self, values: Iterable[tuple[str, CompressedTensor | torch.Tensor]]) -> dict[str, int]:
+        """Writes tables and tensors, each on a thread while the next one is made. Returns the bytes that they take in
+        the file, by name. values: pairs (name, value); the calling thread makes them."""
+        with ThreadPoolExecutor(1, "ibp-writer") as thread:
+            written = ahead(thread, lambda pair: (pair[0], self.write(*pair)), values, _AHEAD)
+            with contextlib.closing(written):
+                return dict(written)
+
+    def __enter__(self) -> CheckpointWriter:
+        with contextlib.ExitStack() as stack:
+            target = stack.enter_context(written_to(self._output))
+            file = FileWriter(target, metadata=self._metadata, header_bytes=self._header_bytes)
+            self._file = stack.enter_context(file)
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file = None
+        self._open.__exit__(*error)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Ends the file, as leaving the `with` block normally does. A second call does nothing."""
+        self.__exit__(None, None, None)
+
+
+def is_coded(path: PathLike) -> bool:
+    """Returns whether a file of tensors is one of ibp. Only its header is read. A file of another format, or a damaged
+    one, is not.
+
+    Example:
+        >>> ibp.save("coded.safetensors", {"a": ibp.compress(torch.ones(1000, 1024))})
+        >>> ibp.checkpoints.is_coded("coded.safetensors"), ibp.checkpoints.is_coded("pytorch_model.bin")
+        (True, False)
+
+    Raises:
+        OSError: a file whose name ends in ".safetensors" cannot be read.
+    """
+    text = path_text(path)
+    if not text.endswith(SUFFIX):
+        return False
+    with os.fdopen(open_regular(text), "rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        return header_bytes <= MAX_HEADER_BYTES and f'"{FORMAT}":'.encode() in file.read(header_bytes)

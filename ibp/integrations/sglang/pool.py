@@ -1,0 +1,205 @@
+"""SGLang's hierarchical cache with coded pages in its host pool: the same memory keeps 1.4 times the tokens.
+
+    SGLANG_PLUGINS=ibp_host_pool python -m sglang.launch_server --model-path MODEL --enable-hierarchical-cache
+        --hicache-size 32 --hicache-io-backend direct --page-size 64
+
+SGLang's plugin of that name calls `register`. `docs/serving.md` names the releases that were tried, and how.
+
+SGLang cannot lose a page, and writes to the blocks of a store when it is done. If a page under way may find no room,
+the host therefore waits, and keeps such pages raw: `IBPHostPool.blocks.num_raw_pages` counts them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import Any
+
+import torch
+
+import ibp
+
+from ..shared.engines import check_engine
+
+try:
+    from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost  # type: ignore
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore
+
+    _missing: ImportError | None = None
+except ImportError as error:
+    MHATokenToKVPoolHost = object
+    _missing = error
+
+__all__ = ["IBPHostPool", "register"]
+
+_logger = logging.getLogger(__name__)
+_Moves = dict[int, tuple[list[int], list[int]]]  # as in ibp.kv.BlockStore: layers are group 0, `_page` is group 1
+
+
+def register() -> None:
+    """Makes SGLang build `IBPHostPool` for models whose keys and values have the same width. Pages of other models stay
+    plain.
+
+    Raises:
+        ImportError: SGLang is not installed, or does not have a class.
+    """
+    check_engine("sglang", _missing, since="0.5.21")
+    HookRegistry.register(f"{MHATokenToKVPoolHost.__module__}.get_mha_host_pool_cls", _class_of, HookType.AFTER)
+
+
+def _class_of(found: type, *args: Any, **kwargs: Any) -> type:
+    if found is MHATokenToKVPoolHost:
+        return IBPHostPool
+    _logger.warning("ibp: pages of %s stay plain", found.__name__)
+    return found
+
+
+class IBPHostPool(MHATokenToKVPoolHost):
+    """SGLang's host pool, with pages in an `ibp.kv.BlockStore`. It is made like SGLang's own.
+
+    The host memory that `--hicache-size` asks for holds `gain` times as many tokens. With `--hicache-ratio` the pool
+    has as many tokens as without coding, in less memory. Transfers run on the current stream.
+
+    Attributes:
+        gain: how many tokens are kept for each one that would fit raw. It is an attribute of the class: set it before
+            SGLang starts.
+        blocks: the `ibp.kv.BlockStore`.
+
+    Raises:
+        ImportError: SGLang is not installed, or does not have a class.
+        ValueError: keys and values are neither BF16 nor FP16 or are not together, or layers belong to a draft model or
+            are elsewhere.
+    """
+
+    gain = 1.4
+
+    def __init__(self, buffer_info: Any, *args: Any, **kwargs: Any) -> None:
+        check_engine("sglang", _missing, since="0.5.21")
+        super().__init__(buffer_info, *args, **kwargs)
+        # before 0.5.22 they belong to the device's pool
+        keys = getattr(self, "device_k_buffers", None) or buffer_info.k_buffer
+        values = getattr(self, "device_v_buffers", None) or buffer_info.v_buffer
+        if not self.layer_num == self.target_layer_num == len(keys):
+            raise ValueError(
+                f"the host pool has {self.layer_num} layers, {self.target_layer_num} of the model, and the device "
+                f"{len(keys)}; wanted as many: neither draft layers nor layers of other ranks"
+            )
+        layers = [self._blocks_of(tensor) for pair in zip(keys, values) for tensor in pair]
+        self._device, self._jobs = layers[0].device, itertools.count()
+        self._page = torch.zeros(len(layers), 1, layers[0].shape[1], dtype=torch.int8, device=self._device)
+        # indices of the last load, because loads come layer by layer
+        self._last: tuple[Any, Any, _Moves] = None, None, {}
+        self.blocks = ibp.kv.BlockStore(
+            [layers, list(self._page)],
+            num_pages=self.page_num,
+            pool_bytes=self.size * self.size_per_token,
+            dtype=self.dtype,
+            kinds=[[0, 1] * self.layer_num] * 2,  # keys and values, which differ too much for one codebook
+        )
+
+    def get_size_per_token(self) -> int:
+        """Returns the bytes of host memory for a token, coded."""
+        return -int(-super().get_size_per_token() // self.gain)
+
+    def init_kv_buffer(self) -> torch.Tensor:
+        """Returns one element in place of the raw pool, because SGLang makes a view of the pool for each layer."""
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            raise ValueError(f"keys and values are {self.dtype}; wanted torch.bfloat16 or torch.float16")
+        self.token_stride_size = self.head_num * self.head_dim * self.dtype.itemsize
+        self.layout_dim = self.token_stride_size * self.layer_num
+        self.pin_memory = False  # so that SGLang does not register or unregister it
+        return torch.zeros(1, dtype=self.dtype, device="cpu").expand(2, self.layer_num, self.layer_num)
+
+    def destroy(self) -> None:
+        """Waits for all transfers, and frees the pool."""
+        self.blocks.close()
+        super().destroy()
+
+    # ---- between the GPU and the pool ----
+
+    def backup_from_device_all_layer(
+        self, device_pool: Any, host_indices: torch.Tensor, device_indices: torch.Tensor, io_backend: str
+    ) -> None:
+        """Stores pages. The indices are those of tokens, in whole pages."""
+        self._store({0: (self._pages_of(host_indices), self._pages_of(device_indices))})
+
+    def load_to_device_per_layer(
+        self,
+        device_pool: Any,
+        host_indices: torch.Tensor,
+        device_indices: torch.Tensor,
+        layer_id: int,
+        io_backend: str,
+        is_draft: bool = False,
+    ) -> None:
+        """Loads one layer of pages."""
+        if is_draft or not 0 <= layer_id < self.layer_num:
+            return
+        with self.lock:
+            if self._last[0] is not host_indices or self._last[1] is not device_indices:
+                moves = {0: (self._pages_of(host_indices), self._pages_of(device_indices))}
+                self._last = host_indices, device_indices, moves
+            self._load(self._last[2], range(2 * layer_id, 2 * layer_id + 2))
+
+    # ---- between the pool and storage ----
+
+    def get_data_page(self, index: int, flat: bool = True) -> torch.Tensor:
+        """Returns a page as it is, on the CPU: [2, layers, tokens, heads, width], or flat. Waits for it."""
+        with self.lock:
+            self._load({1: ([int(index) // self.page_size], [0])}, waits=True)
+            page = self._page_view().contiguous().to("cpu", copy=True)
+        return page.flatten() if flat else page
+
+    def set_from_flat_data_page(self, index: int, data_page: torch.Tensor) -> None:
+        """Stores a page that `get_data_page` returned. Waits for it."""
+        with self.lock:
+            view = self._page_view()
+            view.copy_(data_page.view(self.dtype).view(view.shape))
+            self._store({1: ([int(index) // self.page_size], [0])}, waits=True)
+
+    def get_page_buffer_meta(self, indices: Any = None, split_factor: Any = None) -> Any:
+        """Raises NotImplementedError, because coded pages have no addresses from which storage could read."""
+        raise NotImplementedError("pages of the host pool are coded: use a storage backend that copies pages")
+
+    get_hybrid_pool_buffer = get_split_heads_page_buffer_meta = get_page_buffer_meta
+
+    # ---- how ----
+
+    def _init_write_back_staging_buffers(self, *args: Any) -> None:
+        self.can_use_write_back_jit = False
+
+    def _blocks_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_contiguous():
+            raise ValueError(f"a layer has strides {tensor.stride()}; wanted rows that lie one after the other")
+        count = len(tensor) // self.page_size
+        return tensor[: count * self.page_size].view(torch.int8).view(count, -1)
+
+    def _page_view(self) -> torch.Tensor:
+        shape = self.layer_num, 2, self.page_size, self.head_num, self.head_dim
+        return self._page.view(self.dtype).view(shape).transpose(0, 1)
+
+    def _pages_of(self, indices: torch.Tensor) -> list[int]:
+        firsts = indices.cpu()[:: self.page_size]
+        if indices.numel() % self.page_size or (firsts % self.page_size).any():
+            raise ValueError(f"{indices.numel()} tokens do not begin and end with pages of {self.page_size}")
+        return (firsts // self.page_size).tolist()
+
+    def _store(self, moves: _Moves, waits: bool = False) -> None:
+        with self.lock:
+            self.blocks.store(next(self._jobs), moves, stream=self._stream())
+            self._settle(waits or self.blocks.may_lose)
+
+    def _stream(self) -> torch.cuda.Stream | None:
+        return torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+    def _load(self, moves: _Moves, tensors: range | None = None, waits: bool = False) -> None:
+        self.blocks.load(next(self._jobs), moves, tensors=tensors, stream=self._stream())
+        self._settle(waits)
+
+    def _settle(self, waits: bool) -> None:
+        """Raises RuntimeError if a page that was loaded is damaged, or was never stored. waits: whether to wait for
+        all jobs first."""
+        if waits:
+            self.blocks.wait()
+        if not all(success for _, success, _ in self.blocks.finished()):
+            raise RuntimeError("a page of the host pool is damaged, or was never stored")

@@ -1,0 +1,69 @@
+"""What the quantizers of transformers and diffusers share: their configuration, and the device maps of accelerate."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...adapters import ModelLoading, ModelOptions
+from ...nn import Conv1D, Embedding, EmbeddingBag, Experts, Linear, ModelReport
+
+METHOD = "ibp"  # quant_method of quantization_config in config.json, by which frameworks find the quantizer
+
+
+class CodingFields(ModelOptions):
+    """The fields of a configuration: `ibp.adapters.ModelOptions`, and the method that frameworks look for."""
+
+    def __init__(self, *, quant_method: str = METHOD, **options: Any) -> None:
+        if quant_method != METHOD:
+            raise ValueError(f"quant_method is {quant_method!r}; wanted {METHOD!r}")
+        self.quant_method = quant_method
+        super().__init__(**options)
+
+
+def holds_table(module: torch.nn.Module) -> bool:
+    """Returns whether a module's weights are tables, as in modules of `ibp.nn`."""
+    return isinstance(module, (Conv1D, Embedding, EmbeddingBag, Experts, Linear))
+
+
+def check_device_map(device_map: object) -> None:
+    """Raises ValueError for a device map that puts a part of the model elsewhere than on the devices that compute."""
+    for key, place in away_of(device_map).items():
+        raise ValueError(
+            f"the device map puts {key or 'the model'!r} on {place!r}, from where hooks of accelerate would bring "
+            "weights that they do not know: load the model without quantization_config and device_map, and call "
+            "ibp.offload(model)"
+        )
+
+
+def away_of(device_map: object) -> dict[str, str]:
+    """Returns the parts of a model that a device map puts elsewhere than on the devices that compute, each with its
+    place."""
+    places = {key: str(place) for key, place in device_map.items()} if isinstance(device_map, Mapping) else {}
+    names = {"disk"} if set(places.values()) == {"cpu"} else {"cpu", "disk"}
+    return {key: place for key, place in places.items() if place in names}
+
+
+class CodingQuantizer:
+    """What the quantizers of both frameworks have: a report, and a `ModelLoading` while a model is loaded. It must come
+    before the framework's class among the bases."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.report: ModelReport | None = None
+        self._loading: ModelLoading | None = None
+
+    def _codes(self, name: str) -> bool:
+        """Returns whether a parameter is coded when it is loaded."""
+        return self._loading is not None and self._loading.codes(name)
+
+    @property
+    def is_trainable(self) -> bool:
+        """True, because gradients reach adapters through coded weights."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True

@@ -1,0 +1,34 @@
+"""Hugging Face transformers: models with coded weights (`weights`), and KV-caches whose older tokens are compressed
+losslessly (`cache`).
+
+    from ibp.integrations.transformers import IbpConfig
+
+    model = AutoModelForCausalLM.from_pretrained(name, quantization_config=IbpConfig())
+
+Matrices become tables while the model is loaded. The same holds for directories that `ibp compress` or `save_coded`
+wrote.
+
+    from ibp.integrations.transformers import CompressedCache
+
+    cache = CompressedCache(config=model.config)
+    model.generate(**inputs, cache=cache)       # the tokens and logits of DynamicCache
+    print(cache.stats())
+
+Works with transformers 5.17 and newer; checked up to 5.24.
+"""
+
+from typing import TYPE_CHECKING
+
+import transformers
+
+from ..shared import lazily
+from ..shared.releases import check_release
+
+check_release(transformers, "5.17")  # before the modules here import names that older releases do not have
+
+if TYPE_CHECKING:
+    from .cache import CompressedCache, CompressedCacheStats, CompressedLayer
+    from .weights import IbpConfig, IbpQuantizer, save_coded
+
+__all__ = ["CompressedCache", "CompressedCacheStats", "CompressedLayer", "IbpConfig", "IbpQuantizer", "save_coded"]
+__getattr__ = lazily(__name__, {"cache": __all__[:3], "weights": __all__[3:]})

@@ -1,0 +1,150 @@
+"""Weights that a trainer pushes into a running vLLM: `--weight-transfer-config '{"backend": "ibp_delta"}'`.
+
+vLLM finds this module by the entry point `vllm.general_plugins` and calls `register`. Messages of `ibp.deltas.Sender`
+have names and shapes of a checkpoint; `_places.py` finds where a worker keeps them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..shared.engines import check_engine
+from ._places import ModelReceiver
+
+try:
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory  # type: ignore
+    from vllm.distributed.weight_transfer.base import (  # type: ignore
+        WeightTransferEngine,
+        WeightTransferInitInfo,
+        WeightTransferUpdateInfo,
+    )
+    from vllm.distributed.weight_transfer.nccl_common import (  # type: ignore
+        NCCLWeightTransferInitInfo,
+        worker_init_process_group,
+    )
+
+    _missing: ImportError | None = None
+except ImportError as error:
+    WeightTransferEngine = WeightTransferInitInfo = WeightTransferUpdateInfo = object
+    _missing = error
+
+__all__ = ["IBPWeightTransferEngine", "ModelReceiver", "register", "send"]
+
+_logger = logging.getLogger(__name__)
+BACKEND = "ibp_delta"
+
+
+@functools.cache
+def register() -> None:
+    """Registers the backend with vLLM, which calls this in each of its processes. If vLLM does not have a class, it
+    only warns."""
+    if _missing is not None:
+        _logger.warning("ibp: the weight transfer backend %s is not there with this vLLM: %s", BACKEND, _missing)
+        return
+    WeightTransferEngineFactory.register_engine(BACKEND, __name__, "IBPWeightTransferEngine")
+
+
+@dataclass
+class IBPTransferInit(WeightTransferInitInfo):
+    """Options of the backend. nccl: fields of vLLM's `NCCLWeightTransferInitInfo`, if messages come by NCCL from
+    rank 0 of its group."""
+
+    nccl: dict[str, Any] | None = None
+
+
+@dataclass
+class IBPTransferUpdate(WeightTransferUpdateInfo):
+    """The messages of an update. paths: paths of files on the workers' machine; num_bytes: bytes of messages that
+    come by NCCL, in this order."""
+
+    paths: list[str] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+
+
+class IBPWeightTransferEngine(WeightTransferEngine):
+    """The engine that vLLM makes in each worker for the backend "ibp_delta".
+
+    Every worker gets all messages and takes what its parameters hold. `update_weights` raises what
+    `ibp.deltas.Receiver.apply` raises; the weights are then unchanged, and have to be pushed whole.
+
+    A kernel may keep weights in another order than vLLM's loaders write them, as some do for experts. If a worker has
+    whole tensors, fingerprints detect this, and pushes are refused. Parts of tensors have no fingerprints: there it
+    goes unnoticed, as with vLLM's own sparse backend.
+
+    Raises:
+        ImportError: vLLM is not installed, or does not have a class.
+    """
+
+    init_info_cls, update_info_cls = IBPTransferInit, IBPTransferUpdate
+    supports_draft_weight_update = False
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: torch.nn.Module) -> None:
+        check_engine("vllm", _missing)
+        super().__init__(config, vllm_config, device, model)
+        self._receiver = ModelReceiver(model, vllm_config.model_config.enforce_eager)
+        self._group: Any = None
+
+    def init_transfer_engine(self, init_info: IBPTransferInit) -> None:
+        if init_info.nccl is not None:
+            self._group = worker_init_process_group(NCCLWeightTransferInitInfo(**init_info.nccl), self.parallel_config)
+
+    def start_weight_update(self) -> None:
+        """Does nothing, because parameters change in place."""
+
+    def finish_weight_update(self) -> None:
+        """Does nothing, like `start_weight_update`."""
+
+    def receive_weights(self, update_info: IBPTransferUpdate) -> None:
+        for path in update_info.paths:
+            size = os.path.getsize(path)
+            self._receiver.apply(torch.from_file(path, shared=False, size=size, dtype=torch.uint8))
+        for size in update_info.num_bytes:
+            message = torch.empty(size, dtype=torch.uint8, device=self._group.device)
+            self._group.broadcast(message, src=0, stream=torch.cuda.current_stream(message.device))
+            self._receiver.apply(message)
+
+    def shutdown(self) -> None:
+        if self._group is not None and hasattr(self._group, "destroy"):
+            self._group.destroy()
+        self._group = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Iterator[torch.Tensor], trainer_args: dict[str, Any]) -> None:
+        """Calls `send`, in the form of vLLM 0.26. iterator: messages; trainer_args: the other arguments."""
+        send(list(iterator), **trainer_args)
+
+
+def send(messages: Sequence[torch.Tensor], client: Any, *, group: Any = None, folder: str = "/dev/shm") -> None:
+    """Brings the messages of a push to the workers of a vLLM, through one of vLLM's clients: the trainer's side.
+
+    Args:
+        messages: the results of `ibp.deltas.Sender.push`, of all senders together.
+        client: an object of vLLM's `HTTPVLLMWeightSyncClient` or `RayVLLMWeightSyncClient`, or one with the same
+            methods.
+        group: the result of vLLM's `nccl_common.trainer_init`: messages, on its device, go by NCCL. None: messages go
+            by files.
+        folder: where files are for the duration of the call; the workers read them. By default in memory.
+    """
+    client.start_weight_update()
+    if group is None:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            paths = [os.path.join(place, str(number)) for number in range(len(messages))]
+            for path, message in zip(paths, messages):
+                message.cpu().numpy().tofile(path)
+            client.update_weights({"paths": paths})
+    else:
+        with ThreadPoolExecutor(1) as thread:  # the workers take part while the client tells them
+            told = thread.submit(client.update_weights, {"num_bytes": [message.numel() for message in messages]})
+            for message in messages:
+                group.broadcast(message, src=0, stream=torch.cuda.current_stream(message.device))
+            told.result()
+    client.finish_weight_update()

@@ -1,0 +1,129 @@
+"""A tier of coded chunks behind vLLM's host memory, for its `TieringOffloadingSpec`.
+
+    vllm serve MODEL --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 4294967296,
+        "secondary_tiers": [{"type": "IBPSecondaryTier", "module_path": "ibp.integrations.vllm.tiers",
+        "pool_bytes": 34359738368}]}}'
+
+`docs/serving.md` names the versions that were tried, and how. vLLM keeps raw chunks in `cpu_bytes_to_use` bytes of host
+memory, and gives the tier every chunk that is stored there. The tier keeps the chunks coded, by their keys, in
+`ibp.kv.KeyedPages`. Chunks that were used longest ago make room.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from ..shared.engines import Tasks, check_engine, dtype_of, pages_by
+
+try:
+    from vllm.v1.kv_offload import base  # type: ignore
+    from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext  # type: ignore
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager  # type: ignore
+
+    _missing: ImportError | None = None
+    _MEDIUM = base.Medium.CPU if hasattr(base, "Medium") else None  # since vLLM 0.27
+except ImportError as error:
+    SecondaryTierManager = object
+    _missing, _MEDIUM = error, None
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.base import OffloadKey, ReqContext
+    from vllm.v1.kv_offload.tiering.base import TransferJob
+
+__all__ = ["IBPSecondaryTier"]
+
+
+class IBPSecondaryTier(SecondaryTierManager):
+    """The tier that vLLM makes from `type` and `module_path` of `secondary_tiers`.
+
+    It reads from its configuration: `pool_bytes`, bytes of host memory for coded chunks; optionally `device`, "cpu"
+    (the default: chunks are coded where they are) or "cuda"; `level`, "default" or "fast"; and `dtype`, the dtype of
+    the chunks, if it is not the model's. Stores and loads have a thread each, in the scheduler's process. If the pool
+    has no room for a chunk, it is not stored, and vLLM does not find it later. A chunk that made room for another
+    between lookup and load is computed again.
+
+    Attributes:
+        pages: the `ibp.kv.KeyedPages`.
+
+    Raises:
+        ImportError: vLLM is not installed, or does not have a class.
+        ValueError: `pool_bytes` is missing.
+    """
+
+    medium = _MEDIUM
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        **options: Any,
+    ) -> None:
+        check_engine("vllm", _missing)
+        self.pages = pages_by(options, "the tier's configuration")()
+        # releases before 0.31 have no detector
+        detector = () if backpressure_detector is None else (backpressure_detector,)
+        super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
+        dtype = dtype_of(offloading_spec.config.model.dtype, options.get("dtype"))
+        self._chunks = _chunks_of(primary_kv_view, dtype)
+        numbers = itertools.count()
+        self._stores, self._loads = (Tasks(numbers, lambda: None) for _ in range(2))
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Returns whether a chunk is there."""
+        return LookupResult.HIT if key in self.pages else LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        """Begins to code chunks of vLLM's memory."""
+        self._stores.submit(self._run, self.pages.put, job_metadata, failed=JobResult(job_metadata.job_id, False))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        """Begins to decode chunks to vLLM's memory."""
+        self._loads.submit(self._run, self.pages.get, job_metadata, failed=JobResult(job_metadata.job_id, False))
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """Returns the jobs that have ended since the last call."""
+        return [*self._stores.take_all().values(), *self._loads.take_all().values()]
+
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """Counts chunks as used now."""
+        self.pages.touch(keys)
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        """Returns an empty context, because all requests are treated alike."""
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        """Waits for the jobs so far."""
+        for tasks in (self._stores, self._loads):
+            tasks.wait()
+
+    def shutdown(self) -> None:
+        """Waits for the jobs that have begun, and frees the pool and its references to vLLM's memory."""
+        for tasks in (self._stores, self._loads):
+            tasks.close()
+        self.pages.clear()
+        del self._chunks
+
+    def _run(self, move: Any, job: TransferJob) -> JobResult:
+        """Moves the chunks of a job, as many as can be moved. The job succeeds if all are moved."""
+        return JobResult(job.job_id, all([move(key, self._chunks[number]) for key, number in _numbered(job)]))
+
+
+def _chunks_of(view: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """Returns vLLM's memory as a tensor [chunks, values]."""
+    chunks = torch.from_numpy(np.asarray(view)).view(torch.uint8)
+    return chunks.view(dtype) if chunks.shape[1] % dtype.itemsize == 0 else chunks
+
+
+def _numbered(job: TransferJob) -> Iterator[tuple[OffloadKey, int]]:
+    """Yields the keys of a job, and the numbers of their chunks. The numbers had another name before vLLM 0.30."""
+    numbers = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    return zip(job.keys, (int(number) for number in numbers), strict=True)

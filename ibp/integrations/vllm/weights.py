@@ -1,0 +1,279 @@
+"""Coded weights in vLLM: `vllm serve MODEL --quantization ibp`.
+
+vLLM finds this module by the entry point `vllm.general_plugins` and calls `register`. `docs/serving.md` names the
+releases that were tried, and what stays plain.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+import ibp
+
+from ...adapters import compress_matrix
+from ...checkpoints import coded_name, is_coded
+from ..shared.engines import check_engine
+from ..shared.loading import METHOD, CodingFields
+from ._incoming import TablePart, incoming, joined
+from ._methods import CodedMethod, IBPExpertsMethod, why_plain_experts
+
+try:
+    from vllm.config import get_current_vllm_config  # type: ignore
+    from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod  # type: ignore
+    from vllm.model_executor.layers.linear import (  # type: ignore
+        LinearBase,
+        LinearMethodBase,
+        UnquantizedLinearMethod,
+        register_weight_loader_v2_supported_method,
+    )
+    from vllm.model_executor.layers.quantization import register_quantization_config  # type: ignore
+    from vllm.model_executor.layers.quantization.base_config import QuantizationConfig  # type: ignore
+    from vllm.model_executor.layers.vocab_parallel_embedding import (  # type: ignore
+        UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
+    )
+    from vllm.model_executor.model_loader import register_model_loader  # type: ignore
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader  # type: ignore
+
+    _missing: ImportError | None = None
+except ImportError as error:
+    QuantizationConfig = LinearMethodBase = DefaultModelLoader = object
+    _missing = error
+
+__all__ = ["IBPConfig", "IBPModelLoader", "IBPWeightMethod", "register"]
+
+_WEIGHTS = "model.safetensors"
+# A weight of which a table saves a smaller share stays plain, as in `ibp.nn.compress`.
+_LEAST_SAVINGS = 0.02
+_logger = logging.getLogger("vllm.ibp")  # vLLM shows the messages of loggers below its own
+# By the address of a table's slots. Compiled graphs have the slots as inputs, so that layers of the same shape share a
+# graph.
+_tables: WeakValueDictionary[int, ibp.CompressedTensor] = WeakValueDictionary()
+
+
+def register() -> None:
+    """Registers `--quantization ibp` and `--load-format ibp` with vLLM. vLLM calls this in each of its processes,
+    even for models that do not use them; if vLLM does not have a class, it only warns."""
+    if _missing is not None:
+        _logger.warning("ibp: --quantization ibp is not there with this vLLM: %s", _missing)
+        return
+    register_quantization_config(METHOD)(IBPConfig)
+    register_model_loader(METHOD)(IBPModelLoader)
+    register_weight_loader_v2_supported_method(IBPWeightMethod)
+
+
+class IBPConfig(QuantizationConfig):
+    """The configuration that `--quantization ibp` makes: linear layers, fused experts, embeddings and heads with BF16
+    weights are coded.
+
+    Args:
+        fields: fields of `quantization_config` in config.json or `--hf-overrides`: include, exclude and min_bytes, as
+            in `ibp.nn.compress`; level and fused are ignored, because everything is coded at level "fast". Names are
+            those of vLLM's layers. A layer that vLLM has merged, such as qkv_proj, is excluded with any of its parts,
+            such as q_proj.
+
+    Raises:
+        ImportError: vLLM is not installed, or does not have a class.
+        TypeError, ValueError: a field is unknown, has a wrong type, or is out of range.
+    """
+
+    def __init__(self, **fields: Any) -> None:
+        check_engine("vllm", _missing)
+        super().__init__()
+        self.fields = CodingFields(**fields)
+        self._is_coded = False  # whether the checkpoint has tables
+        self._said: set[str] = set()
+        self._has_told = False  # whether the log already says that weights are compressed
+
+    def get_name(self) -> str:
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80  # BF16
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []  # config.json has the fields, or there are none
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> IBPConfig:
+        return cls(**config)
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        self._is_coded = any(is_coded(path) for path in Path(model_name).glob("*.safetensors"))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """Returns how a layer keeps its weight. None: as in vLLM, for attention.
+
+        Raises:
+            ValueError: the checkpoint is coded, and `--load-format ibp` is missing.
+        """
+        if self._is_coded and get_current_vllm_config().load_config.load_format != METHOD:
+            raise ValueError("the checkpoint is coded by ibp; wanted --load-format ibp, which reads it")
+        made: type[CodedMethod] = IBPWeightMethod
+        if isinstance(layer, LinearBase):
+            plain = UnquantizedLinearMethod()
+        elif isinstance(layer, VocabParallelEmbedding):
+            plain = UnquantizedEmbeddingMethod()
+        elif isinstance(layer, RoutedExperts):
+            made, plain = IBPExpertsMethod, UnquantizedFusedMoEMethod(layer.moe_config)
+        else:
+            return None
+        if not self._includes(prefix):
+            return plain
+        why = why_plain_experts(plain) if made is IBPExpertsMethod else ""
+        self._say(prefix, why)
+        return plain if why else made(self, prefix, plain)
+
+    def _includes(self, prefix: str) -> bool:
+        around, _, last = prefix.rpartition(".")
+        parts = self.packed_modules_mapping.get(last, [last])
+        names = [prefix, *(f"{around}.{part}".lstrip(".") for part in parts)]
+        return self.fields.includes(*names)
+
+    def table_of(self, weight: torch.Tensor, name: str, parts: Sequence[TablePart] = ()) -> ibp.CompressedTensor | None:
+        """Returns a table of a loaded weight, or None if it stays plain. The log says why, once for each reason.
+
+        parts: parts of the tables of a coded checkpoint, which have not been copied to the weight's memory.
+        """
+        weight = weight.detach().as_subclass(torch.Tensor)
+        num_bytes, table, why = weight.numel() * weight.element_size(), None, ""
+        if weight.dim() != 2 or weight.dtype != torch.bfloat16:
+            why = f"it has {weight.dim()} dimensions of {weight.dtype}; wanted 2 of torch.bfloat16"
+        elif num_bytes < self.fields.min_bytes:
+            why = f"it has fewer bytes than min_bytes, {self.fields.min_bytes}"
+        else:
+            table = joined(parts, weight)
+            if table is None or not table.fits_linear:
+                for part in parts:
+                    part.write()
+                table = compress_matrix(weight)
+            if table.nbytes > num_bytes * (1 - _LEAST_SAVINGS) or not table.fits_linear:
+                table, why = None, f"it does not shrink, or the kernel takes no shape {list(weight.shape)}"
+        if table is not None and not self._has_told:
+            self._has_told, sizes = True, (table.nbytes / 1e6, num_bytes / 1e6)
+            _logger.info("ibp: weights are compressed while they are loaded: %s takes %.1f MB of %.1f", name, *sizes)
+        self._say(name, why)
+        return None if table is None else table.prepare_linear()
+
+    def _say(self, name: str, why: str) -> None:
+        """Logs why weights stay plain, once for each reason. If why is empty, it logs nothing."""
+        if why and why not in self._said:
+            self._said.add(why)
+            _logger.warning("ibp: the weight of %s stays plain, as may others: %s", name, why)
+
+
+class IBPWeightMethod(CodedMethod, LinearMethodBase):
+    """How a linear layer, an embedding or a head keeps its weight. Embeddings and heads, which may be tied, are
+    coded at the end."""
+
+    def __init__(self, config: IBPConfig, prefix: str, plain: Any) -> None:
+        super().__init__(config, prefix, plain)
+        self.uses_meta_device = isinstance(plain, UnquantizedLinearMethod)
+        self._tied: Any = None  # an embedding with the same weight
+
+    def tie_weights(self, layer: Any, embed_tokens: Any) -> Any:
+        """Makes a head multiply by an embedding's table."""
+        layer.weight, self._tied, self.is_tied = embed_tokens.weight, embed_tokens, True
+        return layer
+
+    def _coded(self, layer: Any) -> dict[str, ibp.CompressedTensor]:
+        if self._tied is None:
+            table = self._tables_of(layer).get("weight")
+        elif isinstance(self._tied.quant_method, IBPWeightMethod):
+            self._tied.quant_method.process_weights_after_loading(self._tied)
+            table = self._tied.quant_method.tables.get("weight")
+        else:
+            table = None
+        if table is None:
+            self._plain.process_weights_after_loading(layer)
+            return {}
+        _tables[table.slots.data_ptr()] = table
+        layer.ibp_shape = tuple(table.shape)
+        return {"weight": table}
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not self.tables:
+            return self._plain.apply(layer, x, bias)
+        return torch.ops.ibp_engines.linear(x, layer.ibp_weight, bias, layer.ibp_shape[0])
+
+    def embedding(self, layer: Any, input_: torch.Tensor) -> torch.Tensor:
+        if not self.tables:
+            return self._plain.embedding(layer, input_)
+        return torch.ops.ibp_engines.rows(input_, layer.ibp_weight, layer.ibp_shape[1])
+
+
+def _table_of(slots: torch.Tensor) -> ibp.CompressedTensor:
+    table = _tables.get(slots.data_ptr())
+    if table is None:
+        raise RuntimeError("the coded weights of a layer have been moved or replaced since they were loaded")
+    return table
+
+
+# Compiled graphs hold these operations. The number of vectors that the kernel takes is decided when they run, because
+# vLLM compiles one graph for all numbers of tokens.
+
+
+@torch.library.custom_op("ibp_engines::linear", mutates_args=())
+def _linear(x: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None, num_rows: int) -> torch.Tensor:
+    return ibp.linear(x, _table_of(slots), bias)
+
+
+@_linear.register_fake
+def _(x: torch.Tensor, slots: torch.Tensor, bias: torch.Tensor | None, num_rows: int) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], num_rows)
+
+
+@torch.library.custom_op("ibp_engines::rows", mutates_args=())
+def _rows(ids: torch.Tensor, slots: torch.Tensor, num_columns: int) -> torch.Tensor:
+    rows = ibp.index_select(_table_of(slots), ids.reshape(-1))
+    return rows.view(*ids.shape, num_columns)
+
+
+@_rows.register_fake
+def _(ids: torch.Tensor, slots: torch.Tensor, num_columns: int) -> torch.Tensor:
+    return ids.new_empty(*ids.shape, num_columns, dtype=torch.bfloat16)
+
+
+class IBPModelLoader(DefaultModelLoader):
+    """The loader that `--load-format ibp` makes. It reads a directory of `ibp compress` or `save_coded`.
+
+    Coded layers take the coded rows of their shards as they are, if `save_coded` wrote them in the form of
+    `ibp.linear`, with one codebook for all weights of a merged layer. Other tables go to the GPU in coded form, and are
+    decoded there. Directories of other files are read as vLLM reads them.
+    """
+
+    def __init__(self, load_config: Any) -> None:
+        load_config = copy.copy(load_config)
+        load_config.load_format = "safetensors"
+        super().__init__(load_config)
+
+    def _get_weights_iterator(self, source: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        folder, files, *_ = self._prepare_weights(
+            source.model_or_path,
+            source.subfolder,
+            source.revision,
+            source.fall_back_to_pt,
+            source.allow_patterns_overrides,
+        )
+        if not any(is_coded(file) for file in files):
+            yield from super()._get_weights_iterator(source)
+            return
+        indices = [os.path.join(folder, f"{name}.index.json") for name in (coded_name(_WEIGHTS), _WEIGHTS)]
+        for path in list(filter(os.path.exists, indices))[:1] or files:
+            with ibp.checkpoints.open(path) as opened:
+                for name, tensor in opened.tensors.items():
+                    table = tensor.table
+                    yield source.prefix + name, tensor.tensor() if table is None else incoming(table)
