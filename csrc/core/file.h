@@ -1,5 +1,5 @@
-/* file.h - declarations that the parts of the reader of files share. A part needs only the parts before it: json.c reads
- * texts, file_fields.c the fields in them, file.c the header of a file, and file_tables.c the tables of files. */
+/* file.h - declarations that the parts of the reader of files share. A part needs only the parts before it: json.c
+ * reads texts, file_fields.c the fields in them, file.c the header of a file, and file_tables.c the tables of files. */
 #ifndef IBP_CORE_FILE_H
 #define IBP_CORE_FILE_H
 
