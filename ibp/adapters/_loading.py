@@ -145,8 +145,8 @@ class ModelLoading:
             return table.decompress(device=device).to(table.dtype if dtype is None else dtype)
 
     def put(self, key: str, value: CompressedTensor | torch.Tensor) -> CompressedTensor | torch.Tensor:
-        """Puts a weight into its modules, coded, and returns its table. If it stays plain, returns the tensor that
-        is to be a parameter."""
+        """Puts a weight into its modules, coded, and returns its table. Returns the tensor that is to be a parameter if
+        the weight stays plain, or if its shape is not the parameter's: frameworks then say which shape they want."""
         if isinstance(value, torch.Tensor) and not (self.codes(key) and is_worth_coding(value.detach())):
             return value
         held = self._model.get_parameter(key)  # tables of some modules hold transposed matrices
@@ -161,7 +161,11 @@ class ModelLoading:
 
     def finish(self) -> ModelReport:
         """Codes the remaining weights, after the checkpoint has been read. Returns what is coded, and why other weights
-        stay plain."""
+        stay plain.
+
+        Raises:
+            ValueError: a weight that is to be coded has no values: the checkpoint lacks it, or has another shape.
+        """
         rest = self._new_plan()
         rest.code_all(self._tables, but=self._is_away)
         join_neighbours(self._model)

@@ -167,7 +167,6 @@ def compress(
     check_model(model)
     min_bytes = whole_number("min_bytes", min_bytes, 0)
     plan = ModelPlan(model, include=include, exclude=exclude, level=level, fused=fused, min_bytes=min_bytes)
-    plan.check_values()
     plan.code_all(progress=progress)
     join_neighbours(model)
     guard_conversions(model)
@@ -214,12 +213,6 @@ class ModelPlan:
         self._coded: list[str] = []
         self._num_bytes = self._nbytes = 0
         self._beside: dict[tuple, CompressedTensor] = {}  # for each set of neighbours, the table of the first one
-
-    def check_values(self) -> None:
-        """Raises ValueError if a weight that is to be coded has no values yet."""
-        for key in self._of:
-            if self._model.get_parameter(key).is_meta:
-                raise ValueError(f"{key} is on the meta device: load the model's weights first")
 
     def has(self, key: str) -> bool:
         """Returns whether a parameter, with this name in the model's state, is to be coded."""
@@ -304,8 +297,14 @@ class ModelPlan:
             tables: tables of the same values, by parameter. A table is used if it has the form that is needed.
             but: a function that says which parameters stay plain.
             progress: whether to show a progress bar.
+
+        Raises:
+            ValueError: a weight is on the meta device. The model is unchanged then.
         """
         left = [weight for weight in self._weights if not any(map(but, weight.keys))]
+        for key in (key for weight in left for key in weight.keys):
+            if self._model.get_parameter(key).is_meta:
+                raise ValueError(f"{key} is on the meta device: load the model's weights first")
         total = sum(weight.num_bytes for weight in left)
         with tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not progress) as bar:
             for weight in left:

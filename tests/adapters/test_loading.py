@@ -71,6 +71,17 @@ def test_names_and_places():
         ModelLoading(ModelOptions(include="down"), blank())
 
 
+def test_a_weight_without_values():
+    """A checkpoint lacks a matrix, or has another shape of it."""
+    state, model = made().state_dict(), blank()
+    loading = ModelLoading(ModelOptions(**SMALL), model)
+    wrong = state.pop("up.weight")[:, :32].contiguous()
+    assert loading.put("up.weight", wrong) is wrong
+    load(loading, model, {name: state[name] for name in state if name != "head.weight"})
+    with pytest.raises(ValueError, match="up.weight is on the meta device: load the model's weights first"):
+        loading.finish()
+
+
 def test_tables_of_a_checkpoint():
     """A table of the form that a module needs is taken as it is. Another one is decoded, and coded anew."""
     plain, model = made(), blank()
