@@ -46,8 +46,8 @@ class ChecksumError(FileFormatError):
 
 @contextlib.contextmanager
 def refused(what: str) -> Iterator[None]:
-    """Converts a ValueError or TypeError that is raised inside to a FileFormatError. what: the beginning of the message,
-    which says what is being read."""
+    """Converts a ValueError or TypeError that is raised inside to a FileFormatError. what: what is being read; the
+    message begins with it."""
     try:
         yield
     except FileFormatError:
