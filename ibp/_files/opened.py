@@ -504,7 +504,8 @@ def views_in(file: File) -> Mapping[str, View]:
 
 
 def _reopened(path: str, verify: bool, memory: str | bool | None, share: bool) -> File:
-    """Opens the file of an unpickled `File`. memory: also a bool, because ibp 0.2 pickled whether tables are pinned."""
+    """Opens the file of an unpickled `File`. memory: a bool in pickles of ibp 0.2, which tell whether tables are
+    pinned."""
     if isinstance(memory, bool):
         memory = "pinned" if memory else "host"
     return open(path, verify=verify, memory=memory, share=share)

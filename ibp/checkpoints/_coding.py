@@ -22,7 +22,8 @@ from .._schemes import AnyCodebook
 from ._source import SourceTensor
 
 _WORD_BYTES = 8  # bytes of a word of a fingerprint (FORMAT.md section 10)
-_HASHED_BYTES = 1 << 20  # bytes that the calling thread adds to a fingerprint at once
+# Number of bytes that one call adds to a fingerprint. `sum_words` does not divide them among torch's threads.
+_HASHED_BYTES = 1 << 20
 _CPU = torch.device("cpu")
 
 
@@ -157,6 +158,7 @@ class CudaCoder:
                     stream.synchronize()
 
     def _begin(self, block: Block, pool: ThreadPoolExecutor) -> _Passing:
+        """Starts reading a block on a thread: to pinned memory if the block is to be coded."""
         if block.codebook is None:
             return _Passing(block, None, pool.submit(block.tensor.read, block.start, block.end))
         slot = self._slot(block.end - block.start)
@@ -169,6 +171,7 @@ class CudaCoder:
         return _Passing(block, slot, pool.submit(read))
 
     def _slot(self, num_bytes: int) -> _Slot:
+        """Returns a free or a new slot with room for num_bytes bytes."""
         if self._free:
             slot = self._free.popleft()
         else:
@@ -228,6 +231,7 @@ class CudaCoder:
         return passing
 
     def _finish(self, passing: _Passing) -> CodedBlock:
+        """Waits until the stored form of a block is in host memory, and returns it."""
         slot = passing.slot
         if slot is None:
             return _kept(passing.block, passing.read.result())

@@ -56,6 +56,7 @@ class CheckpointLearning:
         return cls(replace(options, clusters=clusters, row_bytes=rows), memory.usual(options.device))
 
     def geometry_of(self, tensor: SourceTensor) -> _rows.Geometry:
+        """Returns how a tensor is divided into rows."""
         whole = _rows.Geometry(torch.Size(tensor.shape), tensor.dtype, 1)
         row_bytes = self.options.row_bytes or min(ROW_BYTES, max(1, whole.num_bytes))
         if self.options.row_bytes is None and tensor.has_items and len(tensor.shape) > 1:
@@ -199,4 +200,5 @@ def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
 
 
 def _pays(savings: float, geometry: _rows.Geometry) -> bool:
+    """Returns whether a share of a tensor's bytes that a table saves is large enough to make the table."""
     return savings > CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES

@@ -76,8 +76,8 @@ class Shard:
 def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str]) -> list[Shard]:
     """Plans the files that a checkpoint becomes. If it is a set of safetensors files or of files of torch, each of them
     becomes a file; otherwise all tensors become one file. A file whose tensors have more than shard_bytes bytes is cut
-    between tensors. target: the path, within the directory of the output, after which the
-    files are named."""
+    between tensors; None: it is not cut. target: the path, within the directory of the output, that the files are named
+    after."""
     stay_apart = len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts)
     contents = [
         (tuple(tensors), {**part.metadata, **part.view_texts(), **metadata})
@@ -189,6 +189,7 @@ class Journal:
                 continue
 
     def _take(self, file: int) -> None:
+        """Locks an open file. Raises BlockingIOError if another call has locked it."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

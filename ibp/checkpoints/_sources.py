@@ -195,6 +195,7 @@ def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None
 
 
 def _matches(path: str) -> list[str]:
+    """Returns the paths or URLs that a glob matches, sorted; or the path itself if it is not a glob."""
     if not glob.has_magic(path) or (not is_url(path) and os.path.exists(path)):
         return [path]
     if is_url(path):

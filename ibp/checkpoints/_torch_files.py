@@ -244,12 +244,14 @@ class _Flattening:
         return [children, *(self.node(inner, None, level) for inner in attributes.values())]
 
     def _enter(self, where: dict[str, Any], path: str, value: Any) -> None:
+        """Adds a value under its path to `tensors` or `texts`. Raises SourceFormatError if the path is taken."""
         name = path or "tensor"
         if name in self.tensors or PREFIX + name in self.texts:
             raise SourceFormatError(f"two values have the path {name!r}")
         where[name if where is self.tensors else PREFIX + name] = value
 
     def _take(self, num_bytes: int) -> None:
+        """Subtracts bytes from what is left of the limit. Raises SourceFormatError if that is not enough."""
         self._room -= num_bytes
         if self._room < 0:
             raise SourceFormatError(

@@ -247,6 +247,7 @@ def _padded(coded: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(_MOST_CODERS)
 def _coder(kind: str, data_type: str, chunk_bytes: int, device_index: int, stream: int, cascade: str) -> Coder:
+    """Returns a coder, one of the _MOST_CODERS last used or a new one. cascade: a variant of Cascaded, or ""."""
     policies = {}
     if cascade:  # such as "r1d0b1"
         policies = {"num_rles": int(cascade[1]), "num_deltas": int(cascade[3]), "use_bitpack": cascade[5] == "1"}
