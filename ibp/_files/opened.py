@@ -75,7 +75,7 @@ class TensorInfo:
         num_bytes: size in bytes of the original tensor. None if dtype is None.
         stored_bytes: size in bytes of the tensor in the file, index and padding included, without the codebook. 0 for a
             tensor that is stored as a view of another one's memory.
-        fields: fields of a table, as texts by keys; empty for other tensors.
+        fields: the fields of a table, a mapping from keys to texts; empty for other tensors.
         files: names of the files that hold the tensor's bytes.
     """
 
@@ -318,8 +318,8 @@ class File(Mapping[str, Value], Closing):
         return self._owners[name].fields(name)
 
     def _parts(self, name: str) -> list[TensorPlace]:
-        """Returns the places of a tensor's bytes, which for a view are those of its base. The parts of codebooks are
-        left out."""
+        """Returns the places of the parts of a tensor. For a view, they are the places of its base. Parts of codebooks
+        are left out."""
         if name in self._views:
             name = self._views[name].base
         elif name not in self._names and name not in self._stored:

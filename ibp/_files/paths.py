@@ -83,7 +83,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def format_of_name(path: PathLike) -> str | None:
-    """Returns the format that the suffix of a name stands for, or None if it stands for none."""
+    """Returns the format that the suffix of a name stands for, or None for an unknown suffix."""
     return SUFFIXES.get(os.path.splitext(path_text(path))[1].lower())
 
 
@@ -256,7 +256,8 @@ def find_files(path: Path) -> FileSet:
 
 
 def _of_weights(paths: Iterable[Path]) -> list[Path]:
-    """Returns, sorted, the paths whose names are those of weights (see `is_of_weights`), or all if there are none."""
+    """Returns the paths whose names stand for weights (see `is_of_weights`), sorted. If no name does, returns all paths,
+    sorted."""
     found = sorted(paths)
     return [path for path in found if is_of_weights(path.name)] or found
 

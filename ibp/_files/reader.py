@@ -136,8 +136,8 @@ class OpenFile:
         return table_fields(f"{self.path}: table {name!r}", self.tables[name])
 
     def is_own(self, name: str) -> bool:
-        """Returns whether a tensor in the header is none of the user's: it is padding, checksums or a part of a
-        codebook."""
+        """Returns whether a tensor in the header belongs to the format and not to the user: padding, checksums, or a
+        part of a codebook."""
         return not self.header.is_plain and (name == CHECKS or name.startswith((PADDING, CODEBOOK_KEY)))
 
     # ---- bytes ----

@@ -109,10 +109,10 @@ def compress(
             URL of fsspec, to which the files are copied when they are whole. If a directory is compressed, a name
             without a suffix is that of a directory.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
-        row_bytes: bytes of a row. None: 4,096 bytes of the flat tensor, or an item of an array of numpy if it has 512
-            bytes to 64 KiB.
+        row_bytes: size in bytes of a row. None: 4,096 bytes of the flat tensor; for an array of numpy the size of an
+            item, if that is 512 bytes to 64 KiB.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
-            and none of exclude, are compressed. The others are kept as they are.
+            and no pattern of exclude, are compressed. The others are kept as they are.
         metadata: a mapping from keys to texts, which are added to the metadata of the inputs.
         shard_bytes: the largest total size in bytes of the tensors of a file, before coding, unless a single tensor is
             larger. None: one file. Files of a set, such as those of a sharded model, are never joined.

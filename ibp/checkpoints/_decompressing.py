@@ -74,7 +74,7 @@ def decompress(
             It must agree with the suffix of the output. None: chosen by the suffix of the output; in a directory by the
             names of the files.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
-            and none of exclude, are written.
+            and no pattern of exclude, are written.
         progress: whether to show a progress bar.
         force: whether to replace an existing output.
 

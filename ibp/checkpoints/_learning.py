@@ -37,8 +37,8 @@ class CheckpointLearning:
     """How codebooks are learned.
 
     Attributes:
-        options: options of `ibp.compress`. row_bytes None: 4,096 bytes of the flat tensor, or an item of an array of
-            numpy if it has 512 bytes to 64 KiB.
+        options: options of `ibp.compress`. If row_bytes is None, a row has 4,096 bytes of the flat tensor; in an array
+            of numpy it is an item, if that has 512 bytes to 64 KiB.
         device: the device that codes rows with the codebooks.
     """
 

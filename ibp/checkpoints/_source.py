@@ -29,8 +29,8 @@ class NotTensorsError(SourceFormatError):
 
 
 def is_chosen(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
-    """Returns whether a name matches a pattern of include (None: any name) and none of exclude. Patterns are those
-    of fnmatch."""
+    """Returns whether a name matches a pattern of include (None: any name matches), and no pattern of exclude. The
+    patterns are those of the module fnmatch."""
 
     def matches(patterns: Iterable[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
@@ -39,7 +39,7 @@ def is_chosen(name: str, include: Iterable[str] | None, exclude: Iterable[str]) 
 
 
 def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterable[str]) -> list[str]:
-    """Returns the names that patterns choose. Raises ValueError if a pattern of include matches none of the names."""
+    """Returns the names that patterns choose. Raises ValueError if a pattern of include does not match any name."""
     every, unwanted = list(names), tuple(exclude)
     wanted = None if include is None else tuple(include)
     for pattern in wanted or ():

@@ -160,7 +160,7 @@ def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list[str]]]:
-    """Joins those of the sorted spans that overlap. Returns (start, end, names) for each joined span."""
+    """Joins sorted spans that overlap one another. Returns (start, end, names) for each joined span."""
     joined: list[tuple[int, int, list[str]]] = []
     for start, end, name in spans:
         if joined and start < joined[-1][1]:

@@ -120,8 +120,8 @@ def compress(
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp", and are used if no codebook is given. A general
             codec codes each block of chunk_bytes alone: by default 64 KiB with nvCOMP, else 2 MiB.
         codebook: a codebook from `analyze`, `Codebook.from_masks` or another table; rows then have codebook.row_bytes.
-        sample: fraction of the rows from which the codebook is learned. None: as many rows as hold 2^19 elements, or,
-            for scheme "ibp", as many as fit 64 MiB (16 MiB without a GPU).
+        sample: fraction of the rows from which the codebook is learned. None: the rows of 2^19 elements, or, for
+            scheme "ibp", of 64 MiB (16 MiB without a GPU).
         clusters: number of codebooks that the rows are divided among, 1 to 256, by k-means over their bits and then by
             coded size (the paper's section 6.5); "auto": the number is doubled for as long as the net saving grows.
             None: one.

@@ -27,7 +27,7 @@ _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offse
 
 
 class WholeTensor(Movable, CodedManners, Saves):
-    """A tensor that a general codec has coded as a whole, in blocks each of which decodes alone. It is made by
+    """A tensor that a general codec has coded as a whole, in blocks that decode independently. It is made by
     `ibp.compress` with a scheme such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is
     internal.
 
