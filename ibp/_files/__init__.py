@@ -1,9 +1,9 @@
 """Files of tables: safetensors files whose tensors are the parts of tables, and everything else that such a file holds
 (FORMAT.md section 9).
 
-`format.py` says what the bytes of a file mean, and `paths.py` where files are and what they are called. `reader.py`
-reads one file, and `opened.py` has `ibp.open`, `ibp.load` and `ibp.File`, which may be a set of files. `writer.py` has
-`ibp.save` and the writer of one file. Of these files, each imports only those named before it.
+`format.py` defines the format of a file, and `paths.py` handles paths, URLs and the names of files. `reader.py` reads
+one file, and `opened.py` has `ibp.open`, `ibp.load` and `ibp.File`, which also reads sets of files. `writer.py` has
+`ibp.save` and the writer of one file. Each module imports only those of the others that are named before it here.
 """
 
 # ruff: noqa: F401

@@ -1,5 +1,5 @@
-"""What the bytes of a file say (FORMAT.md section 9): its names, the fields of its tables and codebooks, views, and the
-header. Nothing here opens a file: `reader.py` does, and `writer.py` writes one."""
+"""The format of files (FORMAT.md section 9): names and keys, the fields of tables and codebooks, views, and the header.
+This module opens no file: `reader.py` reads files, and `writer.py` writes them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from .._schemes import AnyCodebook, ClusteredCodebook, Codebook, PlanesCodebook
 from .._schemes.planes import num_entries, symbol_bytes
 
 ALIGNMENT = 128  # bytes: every tensor's data in a file begin at a multiple of this
-MAX_HEADER_BYTES = 100_000_000  # bytes of the JSON; readers of safetensors refuse more
+MAX_HEADER_BYTES = 100_000_000  # the largest size in bytes of the JSON that readers of safetensors accept
 
-PREFIX = "ibp."  # the beginning of the metadata's keys, and of the tensors' names, that are not the user's
+PREFIX = "ibp."  # the beginning of the keys of metadata, and of the names of tensors, that are not the user's
 FORMAT = "ibp.format"  # the key whose value is the format's version
-CHECKS = "ibp.checks"  # the key of the fields of the checksums, and the tensor that holds them
-PADDING = "ibp.padding."  # the beginning of the names of tensors of zeros between others
-# Beginnings of keys. A table's name, a codebook's number and a removed tensor's name follow.
+CHECKS = "ibp.checks"  # the key of the fields of the checksums, and the name of the tensor that holds the checksums
+PADDING = "ibp.padding."  # the beginning of the names of the tensors of zeros that fill gaps between other tensors
+# Beginnings of keys, which end with the name of a table, the number of a codebook and the name of a removed tensor.
 TABLE_KEY, CODEBOOK_KEY, REMOVED_KEY = "ibp.table.", "ibp.codebook.", "ibp.removed."
 
+# Names of the parts of a table, and of a tensor that an external codec has coded, with the names of their dtypes.
 TABLE_PARTS = {"slots": "U8", "overflow": "U8", "lengths": "U16", "bases": "U64"}
 CODEC_PARTS = {"blocks": "U8", "offsets": "U64"}
 
@@ -45,7 +46,8 @@ class ChecksumError(FileFormatError):
 
 @contextlib.contextmanager
 def refused(what: str) -> Iterator[None]:
-    """Turns a ValueError or TypeError that is raised inside into a FileFormatError that shows the refused text."""
+    """Converts a ValueError or TypeError that is raised inside to a FileFormatError. what: what is being read; the
+    message begins with it."""
     try:
         yield
     except FileFormatError:
@@ -60,13 +62,14 @@ def part_names(table: str) -> list[str]:
 
 
 def rounded_up(num_bytes: int) -> int:
-    """Returns the bytes that a tensor takes in a file, with its padding."""
+    """Returns the size in bytes, with padding, that a tensor of num_bytes bytes has in a file."""
     return rounding.rounded_up(num_bytes, ALIGNMENT)
 
 
 # ---- dtypes ----
 
-# Names of dtypes in headers of safetensors. Other dtypes have torch's name in capitals.
+# Names of dtypes in headers of safetensors, with torch's names. In the fields of tables, a dtype that safetensors lacks
+# has torch's name in capitals.
 _DTYPES = {
     "BOOL": "bool",
     "U8": "uint8",
@@ -89,23 +92,24 @@ _DTYPES = {
     "C64": "complex64",
 }
 _NAMES = {name: text for text, name in _DTYPES.items()}
+# Bytes of an element, for each dtype of safetensors that this torch has.
 PLAIN_ITEM_BYTES = {text: getattr(torch, name).itemsize for text, name in _DTYPES.items() if hasattr(torch, name)}
-_PAIRS = "F4"  # an item of torch's tensors of this dtype has two values
+_PAIRS = "F4"  # 4-bit floats: an element of torch's corresponding dtype holds two of them
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
-    """Returns the name in a file of a dtype, or of torch's name for one."""
+    """Returns the name that a dtype has in files. dtype: the dtype, or torch's name for it."""
     name = str(dtype).removeprefix("torch.")
     return _NAMES.get(name, name.upper())
 
 
 def as_json(record: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass that has a dtype and a shape, in the form for JSON."""
+    """Returns the fields of a dataclass, with dtype and shape in a form that JSON can hold."""
     return {**vars(record), "dtype": dtype_name(record.dtype), "shape": list(record.shape)}
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Returns the dtype with a name in a file. Raises FileFormatError if this torch does not have it."""
+    """Returns the dtype that has a name in files. Raises FileFormatError if this torch does not have it."""
     dtype = getattr(torch, _DTYPES.get(name, name.lower()), None)
     if not isinstance(dtype, torch.dtype) or dtype_name(dtype) != name:
         raise FileFormatError(f"the dtype {name!r} is none of torch {torch.__version__}")
@@ -122,10 +126,11 @@ def entry_of(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int
 
 
 def form_of(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Returns the dtype and shape of the tensor that a plain entry of a header becomes.
+    """Returns the dtype and shape that a plain tensor gets in torch, from its dtype, shape and size in the header.
 
-    If torch does not have the dtype, the tensor holds the bytes: uint8, and the last dimension has as many bytes as
-    its values take. If this is not a whole number, the tensor has one dimension.
+    If torch does not have the dtype, the tensor consists of its bytes: the dtype is uint8, and the size of the last
+    dimension is the number of bytes of its values. If that is not a whole number, the tensor has one dimension. 4-bit
+    floats become pairs, if torch has a dtype for these.
     """
     with contextlib.suppress(FileFormatError):
         return dtype_of(dtype), shape
@@ -140,7 +145,7 @@ def form_of(dtype: str, shape: tuple[int, ...], num_bytes: int) -> tuple[torch.d
 
 
 def write_fields(fields: Mapping[str, object]) -> str:
-    """Returns `key=value` pairs. Fields that are None are left out."""
+    """Returns fields as text: `key=value` pairs with spaces between them. Fields that are None are left out."""
     return " ".join(f"{key}={_written(value)}" for key, value in fields.items() if value is not None)
 
 
@@ -174,7 +179,7 @@ class TableFields:
     codebook: int | None = None  # number of the codebook; None for scheme raw
     rows_per_base: int = _core.ROWS_PER_BASE
     content: int | None = None  # fingerprint of the tensor's bytes, if it is known
-    # base, result: for a delta, the fingerprints of what it is applied to and of the result.
+    # base, result: for a delta, the fingerprints of the tensor that it is applied to, and of the result.
     base: int | None = None
     result: int | None = None
     # codec, block_bytes, codec_fields: for a table of an external codec.
@@ -188,7 +193,7 @@ class TableFields:
         return TABLE_PARTS if self.codec is None else CODEC_PARTS
 
     def text(self) -> str:
-        """Returns the line of a table."""
+        """Returns the fields as text, the form that they have in the metadata."""
         return write_fields(
             {
                 **vars(self),
@@ -206,8 +211,8 @@ class TableFields:
 
 
 def table_fields(what: str, text: str) -> TableFields:
-    """Returns the fields of a table's line. Raises FileFormatError for wrong and unknown fields. what: what the line
-    belongs to, for the message."""
+    """Reads the fields of a table from their text. Raises FileFormatError if a field is missing, wrong or unknown.
+    what: the file and the table, for the message."""
     with refused(what):
         fields = _core.read_table(_in_json(text))
         own = [pair for pair in text.split(" ") if pair.startswith("codec_")]
@@ -218,7 +223,7 @@ def table_fields(what: str, text: str) -> TableFields:
 
 
 def _in_json(text: str) -> str:
-    """Returns a text as it appears within the quotes of JSON."""
+    """Returns a text with the escapes of JSON, without the quotes around it."""
     return json.dumps(text)[1:-1]
 
 
@@ -235,8 +240,8 @@ _PLANES_VALUES = ("default", "closed", "signed_default", "invariant_bits", "inva
 def codebook_record(
     codebook: AnyCodebook, number_of: Callable[[AnyCodebook], int]
 ) -> tuple[str, dict[str, np.ndarray]]:
-    """Returns the line and the parts of a codebook. number_of: returns the number in the file of a codebook that is
-    one of several clusters."""
+    """Returns the fields of a codebook as text, and its parts by name, without empty ones. number_of: a function that
+    returns the number that a cluster's codebook has in the file."""
     fields: dict[str, Any]
     parts: dict[str, np.ndarray] = {}
     if isinstance(codebook, ClusteredCodebook):
@@ -275,13 +280,13 @@ def read_codebook(
 
     Args:
         file: the file's name, for messages.
-        metadata: the file's metadata, in which the codebook has a line.
+        metadata: the file's metadata, which has the fields of the codebook.
         part: a function of (number, part, name of the dtype, number of entries) that returns the entries of a
             codebook's part.
-        is_cluster: whether the codebook is one of several clusters.
+        is_cluster: whether the codebook belongs to a cluster of another codebook, so that it must have no clusters.
 
     Raises:
-        FileFormatError: a line is missing or wrong, or a part does not fit it.
+        FileFormatError: the fields are missing or wrong, or a part does not fit them.
     """
     line = metadata.get(f"{CODEBOOK_KEY}{number}")
     if line is None:
@@ -307,7 +312,7 @@ def _read_masks(fields: dict[str, Any], part: Parts) -> Codebook:
 
 
 def _read_planes(values: dict[str, Any], part: Parts) -> PlanesCodebook:
-    """Returns the codebook of scheme "planes" with these values of fields, and these parts."""
+    """Returns the codebook of scheme "planes" with these fields and parts."""
     live, is_consecutive = values.pop("live", None), "first_symbol" in values
     values.update((name, bool(values[name])) for name in _PLANES_FLAGS)
     if live is not None:
@@ -323,17 +328,18 @@ def _read_planes(values: dict[str, Any], part: Parts) -> PlanesCodebook:
 
 # ---- views ----
 
-VIEW_KEY, STORAGE = "ibp_view.", "torch_storage."  # beginnings of keys, and of names of bases
-MOST_TIMES = 1000  # a view has at most this many times the elements of its base
-_LIMIT = 1 << 62  # the numbers of a view are smaller, because torch takes no larger ones
+# The beginning of the keys of views, and the beginning of the names of bases that are not tensors of the checkpoint.
+VIEW_KEY, STORAGE = "ibp_view.", "torch_storage."
+MOST_TIMES = 1000  # the largest allowed ratio of the number of elements of a view to that of its base
+_LIMIT = 1 << 62  # Sizes, strides and the offset of a view must be less than this; torch holds them in 64 bits.
 
 
 class View(NamedTuple):
     """A tensor that shares memory with another tensor of its checkpoint, and is stored as a view of it.
 
-    A key "ibp_view.<name>" of the metadata has [base, shape, strides, offset] as JSON: the tensor is `torch.as_strided`
-    of the contiguous base, and has its dtype. A base whose name begins with "torch_storage." holds memory that no
-    single tensor covers; it is not itself a tensor of the checkpoint.
+    The metadata has it under the key "ibp_view.<name>", as JSON: [base, shape, strides, offset]. The tensor is
+    `torch.as_strided` of the contiguous base, and has the base's dtype. A base whose name begins with "torch_storage."
+    holds memory that no single tensor covers; it is not itself a tensor of the checkpoint.
     """
 
     base: str  # the name of the base
@@ -343,31 +349,31 @@ class View(NamedTuple):
     offset: int
 
     def check(self, num_elements: int) -> None:
-        """Raises FileFormatError if a base of num_elements elements has no such view, or if the view has more than
-        1,000 times as many elements."""
+        """Raises FileFormatError if the view ends after a base of num_elements elements, or has more than 1,000 times
+        that number of elements."""
         last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides))
         if math.prod(self.shape) > MOST_TIMES * num_elements or (0 not in self.shape and last >= num_elements):
             elements = f"{math.prod(self.shape)} elements up to number {last}"
             raise FileFormatError(f"a view of {self.base!r} has {elements}; the base has {num_elements}")
 
     def of(self, base: torch.Tensor) -> torch.Tensor:
-        """Returns the view of the base's values. Raises FileFormatError like `check`."""
+        """Returns the view of a base. Raises FileFormatError like `check`."""
         self.check(base.numel())
         return base.contiguous().view(-1).as_strided(self.shape, self.strides, self.offset)
 
     def is_whole(self, shape: tuple[int, ...]) -> bool:
-        """Returns whether the view covers a whole base of this shape."""
+        """Returns whether the view is the same tensor as a contiguous base of this shape."""
         return self[1:] == (tuple(shape), torch.empty(shape, dtype=torch.uint8, device="meta").stride(), 0)
 
     def text(self) -> str:
-        """Returns the text of the view in metadata."""
+        """Returns the view as JSON, the form that it has in the metadata."""
         return json.dumps(self)
 
 
 def views_of(metadata: Mapping[str, str], names: Container[str]) -> dict[str, View]:
-    """Returns the views that metadata names.
+    """Reads the views in metadata. Returns them by name.
 
-    names: the names of the tensors that are stored.
+    names: the names of the tensors that the file stores.
 
     Raises:
         FileFormatError: an entry is not a view, has the name of a stored tensor, or has a base that does not exist.
@@ -398,7 +404,7 @@ def _read_view(text: str) -> View:
 
 # ---- the header ----
 
-_OTHERS = {
+_OTHERS = {  # for messages: what a file of each format of `other_format` is
     "npy": "an array of numpy",
     "archive": "an archive, as torch.save and numpy.savez write them",
     "pickle": "a pickle, as torch.save once wrote them",
@@ -411,7 +417,7 @@ class Entry(NamedTuple):
 
     dtype: str  # the dtype's name in the header
     shape: tuple[int, ...]  # the tensor's shape; a part of a table has one dimension, padding included
-    # start, end: the place of its bytes, counted from the beginning of the file.
+    # start, end: offsets in the file at which its bytes begin and end.
     start: int
     end: int
 
@@ -422,11 +428,11 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """The content of a file before its data."""
+    """The header of a file, which comes before the data."""
 
-    num_bytes: int  # bytes of the header, its own size included: the data begin there
-    tensors: Mapping[str, Entry]  # by name, in the order of their bytes
-    metadata: Mapping[str, str]  # texts by keys, as they are in the file
+    num_bytes: int  # size in bytes, including the 8 bytes that hold the size of the JSON; the data begin at this offset
+    tensors: Mapping[str, Entry]  # by name, in the order of their bytes in the file
+    metadata: Mapping[str, str]  # a mapping from keys to texts, with the user's entries and ibp's
     # (size in bytes of a block that has a checksum, number of these blocks); or the reason why the checksums are
     # invalid; or None for an ordinary safetensors file.
     checks: tuple[int, int] | str | None
@@ -443,7 +449,8 @@ class Header:
 
 
 def header_of(file: BinaryIO, name: str) -> Header:
-    """Reads the header of an open file. name: the file's name, for messages."""
+    """Reads the header of a file that is open at its beginning. Raises FileFormatError if there is no valid header.
+    name: the file's name, for messages."""
     size, start = os.fstat(file.fileno()).st_size, file.read(9)
     other = other_format(start)
     if other is not None:
@@ -469,9 +476,9 @@ def header_of(file: BinaryIO, name: str) -> Header:
 
 
 def other_format(start: bytes) -> str | None:
-    """Returns what kind of file begins with these bytes, if it is not a safetensors file: "npy", "archive" or
-    "pickle". Returns None for any other start. start: at least 9 bytes."""
-    # This must come first, because the sizes of some headers look like the first bytes of pickles.
+    """Recognises a format other than safetensors by the first bytes of a file. Returns "npy", "archive" or "pickle", or
+    None for any other file. start: the first bytes, at least 9."""
+    # This test must come first, because the sizes of some headers look like the first bytes of pickles.
     if start[8:9] == b"{":
         return None
     if start.startswith(b"\x93NUMPY"):
@@ -483,11 +490,11 @@ def other_format(start: bytes) -> str | None:
 
 # ---- checksums ----
 
-BLOCK_BYTES = 1 << 20  # bytes of data that have a checksum of their own
+BLOCK_BYTES = 1 << 20  # size in bytes of a block of data; each block has a checksum
 HASH = "xxh3_64"  # the name of the hash function in the fields of the checksums
 
 
 def checksum_bytes(data_bytes: int) -> int:
-    """Returns the bytes of the checksums for data_bytes bytes of data: one for each block, one for the header, and
-    one for the checksums themselves."""
+    """Returns the size in bytes of the checksums for data_bytes bytes of data: 8 bytes for each block, for the header,
+    and for the checksums themselves."""
     return 8 * (-(-data_bytes // BLOCK_BYTES) + 2)

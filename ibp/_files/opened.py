@@ -1,4 +1,4 @@
-"""`ibp.open` and `ibp.load`: files that are opened, and read."""
+"""`ibp.open`, which maps files of tables and tensors, and `ibp.load`, which reads them into memory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from .reader import (
     shown_names,
 )
 
-_COMPARED_NAMES = 4096  # the most names that an unknown name is compared with; each takes 0.1 ms
+_COMPARED_NAMES = 4096  # An unknown name is compared with at most this many names; each comparison takes 0.1 ms.
 
 Value = CompressedTensor | WholeTensor | torch.Tensor | Delta
 
@@ -66,17 +66,17 @@ class TensorInfo:
 
     Attributes:
         name: name of the tensor.
-        dtype: dtype of the original tensor. For a table it is None if this torch does not have the dtype. A plain
-            tensor of such a dtype is read as its bytes, and has their dtype here.
-        shape: shape of the original tensor, or of its bytes.
+        dtype: dtype of the original tensor. If this torch does not have that dtype: None for a table; for a plain
+            tensor, which is then read as bytes, the dtype of the tensor of bytes.
+        shape: shape of the original tensor, or of the tensor of bytes.
         scheme: "ibp", "planes" or "raw" for a table; None for a tensor that is kept as it is or is coded by `codec`.
         codebook: codebook of a table, or None.
         codec: name of the external codec of a table, or None.
-        num_bytes: bytes of the original tensor. None if its dtype is unknown.
-        stored_bytes: bytes that it takes in the file, index and padding included, without the codebook. 0 for a tensor
-            that is stored as a view of another one's memory.
-        fields: fields of a table, as the file has them; otherwise empty.
-        files: names of the files that hold its bytes.
+        num_bytes: size in bytes of the original tensor. None if dtype is None.
+        stored_bytes: size in bytes of the tensor in the file, index and padding included, without the codebook. 0 for a
+            tensor that is stored as a view of another one's memory.
+        fields: the fields of a table, a mapping from keys to texts; empty for other tensors.
+        files: names of the files that hold the tensor's bytes.
     """
 
     name: str
@@ -95,8 +95,8 @@ class File(Mapping[str, Value], Closing):
     """A file, or a set of files, opened by `ibp.open`: a mapping from names to tables, tensors and deltas over the
     mapped file.
 
-    A table or tensor is made when it is first asked for, and reads the file when its rows are read. It stays valid
-    after `close`. If a value is written to, it gets memory of its own, and the file does not change.
+    A table or tensor is made when it is first asked for, and its bytes are read from the file when they are used. It
+    stays valid after `close`. What is changed in it gets memory of its own, and the file does not change.
 
     Example:
         >>> ibp.save("model.safetensors", {"weight": ibp.compress(torch.ones(1000, 1024)), "bias": torch.ones(1000)})
@@ -108,7 +108,7 @@ class File(Mapping[str, Value], Closing):
 
     Attributes:
         path: the path that was opened.
-        metadata: the user's texts, by keys.
+        metadata: the user's metadata, a mapping from keys to texts.
         tables: names of the compressed tensors.
         removed: for the delta of a checkpoint, names of tensors that no longer exist.
     """
@@ -118,7 +118,7 @@ class File(Mapping[str, Value], Closing):
         found = find_files(path)
         self._files = {name: OpenFile(file, verify=verify) for name, file in found.files.items()}
         self._places = _places_of(self._files, found)
-        self._owners: dict[str, OpenFile] = {}  # by table, the file that has its fields
+        self._owners: dict[str, OpenFile] = {}  # for each table, the file that has its fields
         for file in self._files.values():
             for name in file.tables:
                 if name in self._owners:
@@ -167,7 +167,7 @@ class File(Mapping[str, Value], Closing):
 
         Raises:
             KeyError: there is no such name.
-            TypeError: the name is that of a delta.
+            TypeError: the value with this name is a delta.
             FileFormatError, ChecksumError, ValueError: as in `file[name]`.
         """
         value, home = self[name], _memory.canonical("cpu" if device is None else device)
@@ -178,9 +178,10 @@ class File(Mapping[str, Value], Closing):
         return value.decompress(device=home)
 
     def _value(self, name: str) -> Value:
-        """Returns the value with a name in the file: a tensor, or a base of views that users do not see as a tensor."""
+        """Returns the value with a name, which may also be a base of views that the mapping does not have. Makes it
+        once, and keeps it."""
         if name not in self._made:
-            self._made.setdefault(name, self._map(name))  # if several threads make it, the first one's is kept
+            self._made.setdefault(name, self._map(name))  # of several threads, the first one's value is kept
         return self._made[name]
 
     def _check_name(self, name: str) -> None:
@@ -190,14 +191,14 @@ class File(Mapping[str, Value], Closing):
             raise self._unknown(name)
 
     def _unknown(self, name: object) -> KeyError:
-        """Returns the error that says which names there are."""
+        """Returns the error for an unknown name. Its message lists some names that there are."""
         there = f"it has {shown_names(self._names)}" if self._names else "it has no tensors"
         alike = itertools.islice(self._names, _COMPARED_NAMES)
         return KeyError(f"{self.path} has no tensor {name!r}{near(name, alike)}; {there}")
 
     def _map(self, name: str) -> Value:
-        """Returns the table or tensor with a name, over the mapped file. Its checksums are compared first; checksums
-        of an external codec's table are compared while it is read."""
+        """Makes the value with a name, over the mapped file. With `verify`, its checksums are compared first. A tensor
+        that an external codec has coded is read instead of mapped, and its checksums are compared as it is read."""
         if name in self._views:
             return _viewed(self._views[name], self._value(self._views[name].base))
         if name in self._owners and self.fields(name).codec is not None:
@@ -217,8 +218,8 @@ class File(Mapping[str, Value], Closing):
         return _with_fields(table, fields)
 
     def _share_between_processes(self, name: str, table: CompressedTensor) -> None:
-        """Moves a table to memory that is shared by all processes that open the file with share=True. If they cannot
-        meet, the table stays where it is, and a warning is given."""
+        """Moves a table to memory that is shared by all processes that open the file with share=True. If the system
+        does not allow it, the table stays where it is, and a warning says so."""
         identities = {place.file.identity for place in self._parts(name)}
         try:
             segment, copies = segment_of(f"{sorted(identities)} {name}", table._tensors())
@@ -229,7 +230,8 @@ class File(Mapping[str, Value], Closing):
         table._move(copies, segment)
 
     def _load(self, name: str, device: torch.device, pin: bool | None) -> Value:
-        """Returns the value with a name in memory of its own, see `load`."""
+        """Reads the value with a name into memory of its own, see `load`. pin: whether that memory is pinned. None: it
+        is pinned for tables, if the system allows, and pageable for plain tensors."""
         if name in self._views:
             return _viewed(self._views[name], self._load(self._views[name].base, device, pin))
         if device.type == "cuda":
@@ -269,7 +271,7 @@ class File(Mapping[str, Value], Closing):
         return id(self)
 
     def __reduce__(self) -> Any:
-        """Opens the file again when it is unpickled."""
+        """Pickles the path and the options. Unpickling opens the file again."""
         return _reopened, (os.fspath(self.path), self._verify, self._memory, self._share)
 
     # ---- what the file says ----
@@ -316,7 +318,8 @@ class File(Mapping[str, Value], Closing):
         return self._owners[name].fields(name)
 
     def _parts(self, name: str) -> list[TensorPlace]:
-        """Returns where the bytes of a tensor are. The parts of its codebook are left out."""
+        """Returns the places of the parts of a tensor. For a view, they are the places of its base. Parts of codebooks
+        are left out."""
         if name in self._views:
             name = self._views[name].base
         elif name not in self._names and name not in self._stored:
@@ -333,12 +336,12 @@ class File(Mapping[str, Value], Closing):
         return all(file.checks is not None for file in self._files.values())
 
     def verify(self, names: Iterable[str] | None = None, *, content: bool = False, progress: bool = False) -> int:
-        """Compares checksums of the file's bytes with the checksums that were written.
+        """Computes the checksums of the file's bytes, and compares them with the checksums in the file.
 
         Args:
-            names: tensors whose blocks are read. None: all tensors, and everything else in the file.
-            content: whether to decode tables, too, and to compare the fingerprints of the tensors, if the file has
-                them.
+            names: names of the tensors to verify. None: the whole file.
+            content: whether to decode tables, too, and to compare the fingerprints of the decoded tensors with those
+                in the file, if it has them.
             progress: whether to show a progress bar.
 
         Returns:
@@ -349,7 +352,7 @@ class File(Mapping[str, Value], Closing):
             CorruptTableError: with `content`, a table cannot be decoded.
             FileFormatError: a table is not valid.
             KeyError: there is no tensor with a given name.
-            TypeError: names is a text.
+            TypeError: names is a single text.
             ValueError: the file is closed.
         """
         self._check_open()
@@ -372,7 +375,7 @@ class File(Mapping[str, Value], Closing):
         return total
 
     def _blocks_of(self, names: Iterable[str]) -> dict[Checks, Sequence[int]]:
-        """Returns the blocks of tensors and of their codebooks."""
+        """Returns the numbers of the blocks that hold these tensors, and the codebooks in the files of the tables."""
         blocks: dict[Checks, set[int]] = {}
         for name in names:
             places = self._parts(name)
@@ -387,7 +390,8 @@ class File(Mapping[str, Value], Closing):
         return {checks: sorted(numbers) for checks, numbers in blocks.items()}
 
     def _verify_content(self, name: str) -> None:
-        """Decodes a table whose fingerprint is known, and compares it."""
+        """Decodes a table if the file has the fingerprint of its tensor. Raises ChecksumError if the decoded tensor has
+        another fingerprint."""
         if name not in self._owners:
             return
         wanted = self.fields(name).content
@@ -395,10 +399,10 @@ class File(Mapping[str, Value], Closing):
         if isinstance(value, (CompressedTensor, WholeTensor)) and wanted is not None and fingerprint(value) != wanted:
             raise ChecksumError(f"{self._owners[name].path}: {name!r} decodes to other bytes than were compressed")
 
-    # ---- its end ----
+    # ---- closing ----
 
     def close(self) -> None:
-        """Forgets the tables and tensors. The mapping goes with the last of them."""
+        """Closes the file. Tables and tensors that the caller holds stay valid, and keep the file mapped."""
         self._is_closed = True
         self._made.clear()
         for file in self._files.values():
@@ -426,7 +430,8 @@ def _with_fields(table: CompressedTensor, fields: TableFields) -> CompressedTens
 
 
 def _places_of(files: Mapping[str, OpenFile], found: FileSet) -> dict[str, TensorPlace]:
-    """Returns the place of each tensor in the files, except tensors that belong to a file itself."""
+    """Returns the place of each tensor in the files, without padding, checksums and codebooks. Raises FileFormatError
+    if two files have a tensor with the same name, or if a file lacks a tensor that the index says it has."""
     places: dict[str, TensorPlace] = {}
     for file_name, file in files.items():
         for name, entry in file.header.tensors.items():
@@ -457,17 +462,18 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
 
     Args:
         path: a file, the index of a set of files (`model.safetensors.index.json`), or a directory of either. An
-            ordinary safetensors file also works: all of its tensors are kept as they are.
+            ordinary safetensors file also works: all of its tensors are plain.
         verify: whether to compare the header's checksum now, and a tensor's checksums when it is first asked for, which
             reads all of its bytes. False by default, because a checksum covers 1 MiB: rows of some hundred bytes, which
             the CPU and GPUs read from the map as they need them, would each wait for 1 MiB.
         memory: "pinned": GPUs read rows themselves. A table's mapped bytes are pinned when it is first asked for. If
             the system refuses, the table is copied to pinned memory, and a RuntimeWarning is given once per process.
             "host": rows pass through the CPU. None: pinned when a GPU first fetches from a table.
-        share: matters if the system does not pin mapped memory. The processes of this machine and user that open the
-            file with share=True then use one pinned copy of a table together, instead of one each. The copy ends with
-            the last of them; such a table cannot be changed. The processes meet in `$XDG_RUNTIME_DIR` or the directory
-            of temporary files. If they cannot meet there, a RuntimeWarning is given, and each has a copy of its own.
+        share: has an effect only if the system cannot pin mapped memory. The processes of this machine and user that
+            open the file with share=True then use one pinned copy of a table together, instead of one each. The copy is
+            freed with the last of them; such a table cannot be changed. The processes find it by a small file in
+            `$XDG_RUNTIME_DIR`, or else in the directory of temporary files. If this fails, a RuntimeWarning says so,
+            and the process has a copy of its own.
 
     Returns:
         An `ibp.File`, a mapping from names to tables and tensors.
@@ -485,8 +491,8 @@ def open(path: PathLike, *, verify: bool = False, memory: str | None = None, sha
 
 
 def stored_in(file: File) -> Iterator[tuple[str, Value, tuple[str, tuple[int, ...]] | None]]:
-    """Yields (name, value, dtype and shape in the header if it is plain, else None) for everything that a file
-    stores, bases of views included."""
+    """Yields (name, value, entry) for everything that a file stores, bases of views included. entry: the dtype and the
+    shape of a plain tensor in the header; None for a table."""
     for name in file._stored:
         yield name, file._value(name), None if name in file._owners else file._places[name].entry[:2]
 
@@ -498,7 +504,8 @@ def views_in(file: File) -> Mapping[str, View]:
 
 
 def _reopened(path: str, verify: bool, memory: str | bool | None, share: bool) -> File:
-    """Opens a file again. memory: may be a bool, because ibp 0.2 pickled whether tables are pinned."""
+    """Opens the file of an unpickled `File`. memory: a bool in pickles of ibp 0.2, which tell whether tables are
+    pinned."""
     if isinstance(memory, bool):
         memory = "pinned" if memory else "host"
     return open(path, verify=verify, memory=memory, share=share)
@@ -526,8 +533,8 @@ def load(
             a temporary file for the duration of the call.
         device: where tables and tensors go. None: host memory, or with memory="device" the current CUDA device.
         names: names of the tensors to read. None: all.
-        verify: whether to compare the checksums of the header and of the bytes, as they are read. Files without
-            checksums, as other libraries write them, are read without it.
+        verify: whether to compare the checksums of the header, and those of the bytes as they are read. A file without
+            checksums, such as one of another library, is read without comparing any.
         memory: where tables and tensors live: "device", on the device; "pinned", in host memory that GPUs read; "host",
             in pageable memory. None: on the device if one is given; otherwise tables in pinned memory and tensors in
             pageable memory.
@@ -558,6 +565,6 @@ def load(
 
 
 def _check_names(names: Iterable[str] | None) -> None:
-    """Raises TypeError if one text is given in place of a list of names."""
+    """Raises TypeError if the names are a single text instead of a list."""
     if isinstance(names, str):
         raise TypeError(f"names is the text {names!r}; wanted a list of names")

@@ -1,22 +1,23 @@
-"""Where files are: paths, URLs, and the names of files. Files that fsspec reads and writes pass through files of this
-machine.
+"""Paths, URLs, names of files, and outputs. Files at URLs are read and written by way of temporary files on this
+machine, which fsspec copies.
 
-A set of files has an index, which says which file each tensor is in. In a directory a coded file has a name of its own,
-so that a loader that does not know ibp finds no weights there instead of weights that it cannot read. The name says
-which file the coded file was made from:
+A set of files has an index, which says which file each tensor is in. A coded file in a directory has a special name. A
+loader that does not know ibp then reports that there are no weights, instead of reading weights that it cannot decode.
+The name tells which file the coded file was made from:
 
     model.safetensors    model.ibp.safetensors
     optimizer.pt         optimizer.pt.ibp.safetensors
 
-One policy holds for the outputs of `ibp.save`, `ibp.checkpoints` and the command line:
+These rules hold for the outputs of `ibp.save`, `ibp.checkpoints` and the command line:
 
-- A name that ends in a slash, or that is the name of a directory, names a directory. If the input is a directory, so
-  does any name without the suffix of a format. The directory is made if it does not exist; its parent must exist.
+- An output is a directory if its name ends in a slash or is that of an existing directory. If the input is a directory,
+  an output whose name has no suffix of a format is a directory, too. The directory is made if it does not exist; its
+  parent must exist.
 - The content of a file agrees with the suffix of its name: safetensors are not written under a name like "model.pt".
-- `ibp.save` replaces what is at its path, as torch.save does; `ibp.checkpoints` and the command line do so with
+- `ibp.save` replaces what is at its path, as torch.save does; `ibp.checkpoints` and the command line do so only with
   `force`.
-- An output is replaced as a whole: if a file takes the place of a set of files, the set and its index go, and vice
-  versa.
+- An output is replaced as a whole: if a single file replaces a set of files, the set and its index are removed, and
+  vice versa.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ PathLike = Union[str, "os.PathLike[str]"]
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".index.json"
 _CODED_SUFFIX = f".ibp{SUFFIX}"
-WEIGHTS = f"model{SUFFIX}"  # the file that a directory of a model has
-# The formats of files of tensors, by the suffixes of their names. Files of the other formats are not written.
+WEIGHTS = f"model{SUFFIX}"  # the name of the file of weights in the directory of a model
+# The formats of files of tensors, by suffix, and suffixes of formats that this library does not write.
 _TENSOR_FORMATS = {SUFFIX: "safetensors", ".ibp": "safetensors", ".npy": "npy", ".npz": "npz"}
 _TENSOR_FORMATS.update(dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch"))
 _OTHER_SUFFIXES = (
@@ -57,8 +58,8 @@ _HERE = ("file", "local")  # protocols of fsspec for files of this machine
 
 
 def path_text(path: PathLike) -> str:
-    """Returns a path or URL as text; for a URL of a file of this machine, the path. Raises TypeError for anything
-    else."""
+    """Returns a path or URL as text. A URL of a file on this machine ("file://...") becomes its path. Raises TypeError
+    for anything else."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"path is a {type(text).__name__}; wanted text or a path")
@@ -82,7 +83,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 def format_of_name(path: PathLike) -> str | None:
-    """Returns the format that the suffix of a name stands for, or None."""
+    """Returns the format that the suffix of a name stands for, or None for an unknown suffix."""
     return SUFFIXES.get(os.path.splitext(path_text(path))[1].lower())
 
 
@@ -109,12 +110,13 @@ def plain_name(name: str) -> str:
 
 
 def is_of_weights(name: str) -> bool:
-    """Returns whether a file, or an index, is one of safetensors, or the coded form of one."""
+    """Returns whether a name is that of a safetensors file, of the coded form of one, or of an index of such files."""
     return plain_name(name.removesuffix(INDEX_SUFFIX)).endswith(SUFFIX)
 
 
 def names_of_set(path: Path, count: int) -> list[str]:
-    """Returns the names of the files of a set whose index belongs to `path`; for one file, its own name."""
+    """Returns the names of the `count` files of a set that is named after `path`. If count is 1, that is the name of
+    `path` itself."""
     if count == 1:
         return [path.name]
     stem, suffix = _split_name(path)
@@ -127,8 +129,9 @@ def index_of(path: Path) -> Path:
 
 
 def _split_name(path: Path) -> tuple[str, str]:
-    """Returns the beginning and the end of the names of a set's files. The end of a name like "llama-3.1" is not a
-    suffix: its files are "llama-3.1-00001-of-00002.safetensors" and so on, which readers of a directory find."""
+    """Returns the beginning and the suffix of the names of a set's files. The ".1" of a name like "llama-3.1" is not
+    taken for a suffix: the files are "llama-3.1-00001-of-00002.safetensors" and so on, so that readers of a directory
+    find them."""
     return (path.stem, path.suffix) if path.suffix in TENSOR_SUFFIXES else (path.name, SUFFIX)
 
 
@@ -136,7 +139,7 @@ def _split_name(path: Path) -> tuple[str, str]:
 
 
 def open_regular(path: str | os.PathLike[str]) -> int:
-    """Returns a descriptor for reading of a regular file. A symbolic link to one is followed. The call never blocks.
+    """Opens a regular file for reading, and returns its descriptor. Symbolic links are followed. The call never blocks.
 
     Raises:
         OSError: the path names something else, such as a pipe, or cannot be opened.
@@ -163,8 +166,8 @@ def _check_regular(path: str | os.PathLike[str], found: os.stat_result) -> None:
 
 
 def open_locked(path: str | os.PathLike[str], mode: int, lock: Callable[[int], None]) -> int:
-    """Returns a descriptor of a file that `lock` has locked and that still has this name. If another process removed
-    the file in between, a new file is made and locked."""
+    """Opens a file, which is made if it does not exist, and locks it. Returns its descriptor. If another process has
+    removed the file before it is locked, a new file is made and locked. lock: a function that locks a descriptor."""
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         try:
@@ -179,7 +182,7 @@ def open_locked(path: str | os.PathLike[str], mode: int, lock: Callable[[int], N
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Returns the name of each tensor's file.
+    """Reads the index of a set of files. Returns the name of each tensor's file, by the tensor's name.
 
     Raises:
         FileFormatError: the file is not an index.
@@ -225,8 +228,8 @@ class FileSet:
 
 
 def find_files(path: Path) -> FileSet:
-    """Finds the files of a path: a file, an index of shards, or a directory of either. In a directory, the coded forms
-    of other kinds of files (`optimizer.pt.ibp.safetensors`) are left out if they are beside a model.
+    """Finds the files that a path stands for: a file, an index of shards, or a directory of either. In a directory, the
+    coded forms of other kinds of files (`optimizer.pt.ibp.safetensors`) are left out if they are beside a model.
 
     Raises:
         FileNotFoundError: there is no file, or an index names a file that does not exist.
@@ -253,15 +256,16 @@ def find_files(path: Path) -> FileSet:
 
 
 def _of_weights(paths: Iterable[Path]) -> list[Path]:
-    """Returns the safetensors files that hold weights, sorted. If no file holds weights, returns all files."""
+    """Returns the paths whose names stand for weights (see `is_of_weights`), sorted. If no name does, returns all
+    paths, sorted."""
     found = sorted(paths)
     return [path for path in found if is_of_weights(path.name)] or found
 
 
 @contextlib.contextmanager
 def read_here(url: str, suffixes: tuple[str, ...]) -> Iterator[str]:
-    """Yields the path to open on this machine: a path itself, or, for a URL, a copy of the file, set of files or
-    directory, which exists as long as the context lasts.
+    """Yields the path on this machine of a file, a set of files or a directory. For a path, that is the path itself. A
+    URL is copied to a temporary directory, which is removed when the context is left.
 
     suffixes: if the URL is a directory, only files whose names end with one of these are copied.
 
@@ -306,8 +310,7 @@ def _fetched(url: str, folder: Path, suffixes: tuple[str, ...]) -> Path:
 
 
 def check_names_safetensors(output: PathLike) -> None:
-    """Raises ValueError if an output, which is written as safetensors, has a name that readers take for another
-    format."""
+    """Raises ValueError if an output that will be written as safetensors has the suffix of another format."""
     text = file_of(output)
     stem, suffix = os.path.splitext(text)
     if format_of_name(text) not in (None, "safetensors"):
@@ -318,7 +321,8 @@ def check_names_safetensors(output: PathLike) -> None:
 
 
 def names_directory(output: PathLike) -> bool:
-    """Returns whether an output is a directory, here or at a URL."""
+    """Returns whether an output is a directory: its name ends in a slash, or it is an existing directory on this
+    machine."""
     text = path_text(output)
     return text.endswith("/") or (not is_url(text) and os.path.isdir(text))
 
@@ -340,7 +344,8 @@ def output_of(inputs: PathLike | Iterable[PathLike], output: PathLike) -> str:
 
 
 def target_of(output: PathLike, name: str = WEIGHTS) -> Path:
-    """Returns the file of this machine that an output names. In a directory it has the given name."""
+    """Returns the path on this machine of the file that an output stands for. name: the file's name if the output is a
+    directory."""
     text = path_text(output)
     return Path(text) / name if names_directory(text) else Path(text)
 
@@ -358,7 +363,8 @@ def is_there(output: PathLike, name: str = WEIGHTS) -> bool:
 
 
 def file_of(output: PathLike, name: str = WEIGHTS) -> str:
-    """Returns the file that an output names, here or at a URL. In a directory it has the given name."""
+    """Returns the path or URL of the file that an output stands for. name: the file's name if the output is a
+    directory."""
     text = path_text(output)
     if is_url(text):
         return f"{text}{name}" if names_directory(text) else text
@@ -366,8 +372,8 @@ def file_of(output: PathLike, name: str = WEIGHTS) -> str:
 
 
 def check_other_sets(folder: Path, own: Iterable[Path]) -> None:
-    """Raises FileExistsError if a directory has an index of another set of files, because readers of the directory
-    would go on finding that set. own: indices that will be replaced or removed."""
+    """Raises FileExistsError if a directory has the index of another set of files, because readers of the directory
+    would find that set and not the output. own: indices that the output will replace or remove."""
     others = sorted(set(folder.glob(f"*{SUFFIX}{INDEX_SUFFIX}")).difference(own))
     if others:
         raise FileExistsError(
@@ -390,10 +396,11 @@ def check_other_files(path: Path) -> None:
 
 @contextlib.contextmanager
 def _made_directory(output: str, folder: Path) -> Iterator[None]:
-    """Makes the directory of an output, if the output itself names it, and removes it again if nothing is written.
+    """Makes the directory of an output, if the output is a directory that does not exist. An exception within the
+    context removes it again, unless it has files.
 
     Raises:
-        OSError: there is no such directory, or no directory to make it in.
+        OSError: the directory of a file, or the parent of a directory, does not exist.
     """
     is_new = names_directory(output) and not os.path.lexists(folder)
     home = folder.parent if is_new else folder
@@ -414,10 +421,11 @@ def _made_directory(output: str, folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def written_to(output: PathLike, name: str = WEIGHTS) -> Iterator[Path]:
-    """Yields the path where to write an output. In a directory the file has the given name.
+    """Yields the path on this machine to which the caller writes an output. name: the file's name if the output is a
+    directory.
 
-    For a URL the path is in a temporary directory, from which the files are copied to the URL afterwards, the index
-    last. Files that `replacing` would remove here are removed there, too.
+    For a URL, that path is in a temporary directory. After the context the files are copied from there to the URL, the
+    index last, and files of an earlier output that the new one does not have are removed from the URL.
     """
     text = path_text(output)
     if not is_url(text):
@@ -449,15 +457,15 @@ def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> 
     Args:
         path: the path that the set is named after.
         weight_map: the name of each tensor's file.
-        total_bytes: bytes of the tensors.
+        total_bytes: size in bytes of all tensors.
     """
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
     write_whole(index_of(path), json.dumps(index, ensure_ascii=False, indent=2).encode())
 
 
 def outputs_of(path: Path, count: int) -> list[str]:
-    """Returns the names of all files of an output; the index of a set is the last. Raises OSError if something that
-    must not be replaced, such as a device, has one of the names."""
+    """Returns the names of all files of an output: `count` files of tensors and, if they are a set, its index last.
+    Raises OSError if something that must not be replaced, such as a device, has one of the names."""
     names = [*names_of_set(path, count), *([index_of(path).name] if count > 1 else [])]
     for name in names:
         check_replaceable(path.with_name(name))

@@ -1,5 +1,5 @@
-"""Reads one file: its header, its bytes, mapped or copied, its checksums, and the tables and tensors in it. The
-processes of a machine can share one copy of a table."""
+"""Reads one file: its header, its bytes (mapped or copied), its checksums, and the tables and tensors in it. The
+processes of a machine can also share one copy of a table."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ from .format import (
 )
 from .paths import open_locked, open_regular
 
-_ROWS = ("slots", "overflow")
-_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap of older Pythons does not have
+_ROWS = ("slots", "overflow")  # the parts of a table that hold its rows
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which the module mmap of older versions of Python does not have
 _SHOWN_NAMES = 6  # A message shows at most this many names of tensors.
-_PIECE_BYTES = 8 << 20  # bytes that a thread reads at once
-_THREADS = min(16, os.cpu_count() or 1)  # threads that read at once
+_PIECE_BYTES = 8 << 20  # number of bytes that a thread reads at once
+_THREADS = min(16, os.cpu_count() or 1)  # number of threads that read at once
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -81,8 +81,8 @@ def read_header(path: Path) -> Header:
 
 
 def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """Yields the results of a function for each item, in order. Several items are worked on by several threads.
-    After an exception no more items are begun."""
+    """Calls a function for each item, on several threads if there are several items. Yields the results in order. After
+    an exception no more items are begun."""
     if len(items) <= 1:
         yield from map(function, items)
         return
@@ -91,7 +91,7 @@ def in_threads(function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
 
 
 def shown_names(names: Collection[str]) -> str:
-    """Returns the first names for a message, and how many more there are."""
+    """Returns a text for a message: the first names, and the number of the others."""
     shown = ", ".join(map(repr, itertools.islice(names, _SHOWN_NAMES)))
     return f"{shown} and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else shown
 
@@ -104,8 +104,7 @@ class TensorPlace(NamedTuple):
 
 
 class OpenFile:
-    """One file, open until `close`. If another file takes its name, it still reads the bytes that its header
-    describes.
+    """One file, open until `close`. If another file replaces it at its path, this object still reads the old one.
 
     Args:
         path: path of the file.
@@ -121,12 +120,14 @@ class OpenFile:
             self.header = header_of(file, str(path))
         self._checks = Checks(self) if verify and not self.header.is_plain else None
         metadata = {} if self.header.is_plain else self.header.metadata
-        # Lines of the tables by their names, and names of tensors that the delta of a checkpoint removes.
+        # The fields of each table as text, by the table's name.
         self.tables = {key[len(TABLE_KEY) :]: text for key, text in metadata.items() if key.startswith(TABLE_KEY)}
+        # Names of the tensors that no longer exist, if the file is the delta of a checkpoint.
         self.removed = [key[len(REMOVED_KEY) :] for key in metadata if key.startswith(REMOVED_KEY)]
         self._codebooks: dict[int, AnyCodebook] = {}
-        # The whole file, mapped when it is first needed. One map serves all tensors, however many there are, because a
-        # process can have only few descriptors and maps. The tensors keep the map alive.
+        # Two maps of the whole file, each made when it is first needed: one for tensors that may be written to, which
+        # does not change the file, and a read-only one. All tensors use the same maps, because the system limits the
+        # number of maps of a process. The tensors keep their map alive.
         self._private_map: mmap.mmap | None = None
         self._shared_map: _core.FilePages | None = None
 
@@ -135,7 +136,8 @@ class OpenFile:
         return table_fields(f"{self.path}: table {name!r}", self.tables[name])
 
     def is_own(self, name: str) -> bool:
-        """Returns whether a tensor belongs to the file itself: padding, checksums, codebooks."""
+        """Returns whether a tensor in the header belongs to the format and not to the user: padding, checksums, or a
+        part of a codebook."""
         return not self.header.is_plain and (name == CHECKS or name.startswith((PADDING, CODEBOOK_KEY)))
 
     # ---- bytes ----
@@ -147,8 +149,8 @@ class OpenFile:
         return self._file
 
     def read(self, start: int, num_bytes: int, pin: bool | None = False) -> torch.Tensor:
-        """Returns bytes of the file, uint8 [num_bytes], in new memory. Many bytes are read by several threads. pin:
-        whether the memory is pinned. None: if the system allows.
+        """Reads bytes of the file into new memory, uint8 [num_bytes]. Several threads read a large range. pin: whether
+        to pin the memory. None: it is pinned if the system allows.
 
         Raises:
             ChecksumError: with `verify`, bytes are damaged.
@@ -156,7 +158,8 @@ class OpenFile:
         (target,), _ = memory.empty_parts([num_bytes], torch.device("cpu"), pin)
         data = memoryview(target.numpy().data)
         read_into = self._checks.read_into if self._verify and self._checks is not None else self.read_into
-        first_end = -(start - self.header.num_bytes) % _PIECE_BYTES or _PIECE_BYTES  # pieces end at the ends of blocks
+        # Pieces end where blocks with checksums end, so that no block is in two pieces.
+        first_end = -(start - self.header.num_bytes) % _PIECE_BYTES or _PIECE_BYTES
         starts = [0, *range(first_end, len(data), _PIECE_BYTES)]
         pieces = list(zip(starts, [*starts[1:], len(data)]))
         for _ in in_threads(lambda piece: read_into(start + piece[0], data[piece[0] : piece[1]]), pieces):
@@ -164,7 +167,8 @@ class OpenFile:
         return target
 
     def read_into(self, start: int, data: memoryview) -> None:
-        """Fills memory from the file. Raises FileFormatError if the file ends before."""
+        """Reads the file, beginning at byte `start`, until `data` is full. Raises FileFormatError if the file ends too
+        early."""
         while data:
             count = os.preadv(self.fileno(), [data], start)
             if count == 0:
@@ -172,7 +176,7 @@ class OpenFile:
             data, start = data[count:], start + count
 
     def hash_of(self, start: int, num_bytes: int) -> int:
-        """Returns the hash of bytes of the file, of which it reads one block after the other."""
+        """Returns the hash of a range of the file's bytes, which are read block by block."""
         if not hasattr(_buffers, "block"):  # one buffer for each thread: new memory would cost more than the hash
             _buffers.block = memoryview(bytearray(BLOCK_BYTES))
         hasher, data = xxhash.xxh3_64(), _buffers.block
@@ -183,8 +187,8 @@ class OpenFile:
         return hasher.intdigest()
 
     def mapped(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Returns bytes of the file, uint8 [num_bytes], mapped. Pages that are written to get memory of their own. The
-        tensor keeps the map alive.
+        """Returns bytes of the file as a mapped tensor, uint8 [num_bytes], which may be written to: the system then
+        copies the page, and the file does not change. The tensor keeps the map alive.
 
         Raises:
             FileFormatError: the file has been cut since it was opened.
@@ -200,19 +204,20 @@ class OpenFile:
         return _part_of(pages, start, num_bytes)
 
     def mapped_read_only(self, start: int, num_bytes: int) -> torch.Tensor:
-        """Returns bytes of the file, uint8 [num_bytes], mapped, that must not be written to. They lie in the page
-        cache."""
+        """Returns bytes of the file as a mapped tensor, uint8 [num_bytes], which must not be written to. Its memory is
+        the page cache. Raises FileFormatError like `mapped`."""
         pages = self._shared_map
         if pages is None:
             pages = self._shared_map = self.pages(0, self._whole_size())
         return _part_of(pages, start, num_bytes)
 
     def pages(self, start: int, num_bytes: int) -> _core.FilePages:
-        """Maps bytes of the file read-only, separately from all other maps, so that they can be pinned."""
+        """Returns a new read-only map of bytes of the file. It is separate from all other maps, so that it can be
+        pinned alone."""
         return _core.FilePages(self.fileno(), start, num_bytes)
 
     def _whole_size(self) -> int:
-        """Returns the file's size. Raises FileFormatError if the file has been cut since it was opened."""
+        """Returns the file's size in bytes. Raises FileFormatError if the file has been cut since it was opened."""
         size = os.fstat(self.fileno()).st_size
         if size < self._num_bytes:
             raise FileFormatError(f"{self.path} has been cut since it was opened")
@@ -220,7 +225,8 @@ class OpenFile:
 
     @property
     def identity(self) -> str:
-        """A text that is the same for everyone who opens the file, as long as it is not changed."""
+        """A text that identifies the file and its content: it is the same for every process that opens the file, until
+        the file changes."""
         found = os.fstat(self.fileno())
         return f"{found.st_dev}-{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
 
@@ -231,8 +237,8 @@ class OpenFile:
         self._private_map = self._shared_map = None
 
     def tensor(self, name: str, take: Callable[[int, int], torch.Tensor]) -> torch.Tensor:
-        """Returns a plain tensor, in the form that `form_of` describes. take: returns bytes of the file, given the
-        place where they start and their number."""
+        """Returns a plain tensor, in the form that `form_of` describes. Raises FileFormatError if its size does not fit
+        that form. take: a function of (start, num_bytes) that returns bytes of the file as a uint8 tensor."""
         entry = self.header.tensors[name]
         dtype, shape = form_of(*entry[:2], entry.num_bytes)
         if dtype.itemsize * math.prod(shape) != entry.num_bytes:
@@ -245,14 +251,14 @@ class OpenFile:
     # ---- codebooks ----
 
     def codebook(self, number: int) -> AnyCodebook:
-        """Returns the codebook with a number, and reads it only once."""
+        """Returns the codebook with a number. It is read by the first call, and kept."""
         if number not in self._codebooks:
             metadata = self.header.metadata
             self._codebooks[number] = read_codebook(str(self.path), metadata, number, self._codebook_part)
         return self._codebooks[number]
 
     def _codebook_part(self, number: int, part: str, dtype: str, count: int) -> np.ndarray:
-        """Returns `count` entries of a codebook's part. dtype: the name in the file of their dtype."""
+        """Returns a part of a codebook, an array of `count` entries. dtype: name of their dtype in the file."""
         name = f"{CODEBOOK_KEY}{number}:{part}"
         numpy_dtype = np.dtype(f"<u{int(dtype[1:]) // 8}")
         entry = self.header.tensors.get(name)
@@ -279,11 +285,12 @@ def _part_of(pages: mmap.mmap | _core.FilePages, start: int, num_bytes: int) -> 
 
 
 class Checks:
-    """The checksums of a file, which are themselves checked first. Notes which blocks have been compared.
+    """The checksums of a file. The constructor verifies the checksums themselves, and the header. Blocks of data are
+    verified by `check` and `read_into`, which remember the verified ones.
 
     Raises:
         ChecksumError: the header or the checksums are damaged.
-        FileFormatError: the file's description of its checksums is wrong.
+        FileFormatError: the fields of the checksums in the header are wrong.
     """
 
     def __init__(self, file: OpenFile) -> None:
@@ -304,16 +311,17 @@ class Checks:
             raise ChecksumError(f"{self._file.path}: the header has another checksum: it is damaged")
 
     def blocks_of(self, start: int, end: int) -> range:
-        """Returns the blocks that hold the bytes from start to end, both counted from the beginning of the file."""
+        """Returns the numbers of the blocks that hold bytes [start, end) of the file."""
         if start == end:
             return range(0)
         return range((start - self.start) // self.block_bytes, (end - 1 - self.start) // self.block_bytes + 1)
 
     def check(self, block: int) -> int:
-        """Compares the checksum of a block, unless it has been compared before. Returns the block's bytes.
+        """Verifies a block, unless it was verified before. Returns the block's size in bytes.
 
         Raises:
-            ChecksumError: the checksum is wrong. The message names the block and the tensors that have bytes in it.
+            ChecksumError: the block has another checksum. The message names the block, and the tensors that have bytes
+                in it.
         """
         start, end = self._bounds(block)
         if not self._is_right[block]:
@@ -321,9 +329,9 @@ class Checks:
         return end - start
 
     def read_into(self, start: int, data: memoryview) -> None:
-        """Fills memory from the file, block by block, and compares the checksums of these blocks. A block that is read
-        whole is hashed in memory. For a block that is read in part, the whole block is hashed from the file unless it
-        was verified before. Raises ChecksumError like `check`."""
+        """Reads the file, beginning at byte `start`, until `data` is full, and verifies the blocks that hold these
+        bytes. A block that is read whole is hashed in memory. A block that is read in part is read a second time, as a
+        whole, to hash it, unless it was verified before. Raises ChecksumError like `check`."""
         end = start + len(data)
         for block in self.blocks_of(start, end):
             first, last = self._bounds(block)
@@ -357,8 +365,8 @@ class Checks:
 
 
 def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, num_bytes: int) -> int:
-    """Returns where the bytes of a part begin in the file. Raises FileFormatError unless the part exists, has the
-    dtype, is aligned, and is as long as it must be."""
+    """Returns the offset in the file at which a part begins. Raises FileFormatError unless the part exists, has this
+    dtype, is aligned, and has the size of num_bytes with padding. entry: the part's entry in the header, or None."""
     padded = rounded_up(num_bytes)
     if entry is None:
         raise FileFormatError(f"{file.path}: {name!r}, of {num_bytes} bytes, is missing")
@@ -370,13 +378,14 @@ def start_of_part(file: OpenFile, name: str, entry: Entry | None, dtype: str, nu
     return entry.start
 
 
-Take = Callable[["OpenFile", int, int, str], torch.Tensor]  # (file, start, bytes, part) -> the bytes of a table's part
+# A function of (file, offset in it, number of bytes, name of the part) that returns the bytes of a table's part.
+Take = Callable[["OpenFile", int, int, str], torch.Tensor]
 
 
 def mapped_parts(pages: list[_core.FilePages] | None) -> Take:
-    """Returns a function that returns parts as they are in the page cache. pages: a list to which the maps of slots
-    and overflow are added; these then have maps of their own, so that a single table can be pinned. None: they are
-    in the file's one map."""
+    """Returns a `Take` that maps parts read-only. pages: if it is a list, slots and overflow get maps of their own,
+    which are appended to the list, so that a single table can be pinned. None: all parts are in the file's read-only
+    map."""
 
     def take(file: OpenFile, start: int, num_bytes: int, part: str) -> torch.Tensor:
         if pages is None or part not in _ROWS:
@@ -388,8 +397,8 @@ def mapped_parts(pages: list[_core.FilePages] | None) -> Take:
 
 
 def read_parts(pin: bool | None) -> Take:
-    """Returns a function that returns parts in memory of their own. pin: whether rows and blocks are in pinned
-    memory. None: if the system allows."""
+    """Returns a `Take` that reads parts into new memory. pin: whether to pin the memory of slots, overflow and blocks.
+    None: it is pinned if the system allows."""
     pinned = (*_ROWS, "blocks")
     return lambda file, start, num_bytes, part: file.read(start, num_bytes, pin if part in pinned else False)
 
@@ -432,8 +441,8 @@ def read_table(
 
 
 def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin: bool | None) -> WholeTensor:
-    """Reads a table of an external codec. Its blocks are read now, because tensors of such a codec are used as a whole.
-    file, places: as in `read_table`; pin: as in `read_parts`.
+    """Reads a tensor that an external codec has coded. Its blocks are read now, not mapped, because such a tensor is
+    only decoded as a whole. file, places: as in `read_table`; pin: as in `read_parts`.
 
     Raises:
         FileFormatError: the fields are wrong, a part does not fit them, or the codec is not available.
@@ -475,7 +484,8 @@ def read_whole(file: OpenFile, name: str, places: Mapping[str, TensorPlace], pin
 def _taken(
     file: OpenFile, place: TensorPlace | None, name: str, dtype: str, num_bytes: int, take: Take
 ) -> torch.Tensor:
-    """Returns the bytes of a part, without padding. file: the file that it belongs to, wherever the part itself is."""
+    """Returns the bytes of a part without padding, or an empty tensor if num_bytes is 0. place: None if the part is
+    missing. file: the file with the table's fields, which the message names then."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8, device="cpu")
     owner, entry = (file, None) if place is None else (place.file, place.entry)
@@ -484,16 +494,16 @@ def _taken(
 
 
 def _geometry(fields: TableFields, dtype: torch.dtype, what: str) -> Geometry:
-    """Returns how a table's tensor is cut into rows. Raises FileFormatError if tables cannot have its dtype. what:
-    names the table in the message."""
+    """Returns the geometry of a table's tensor. Raises FileFormatError if tables cannot have its dtype. what: the
+    table's name for the message."""
     if dtype not in DTYPES:
         raise FileFormatError(f"{what} has {fields.dtype}, which tables cannot have")
     return Geometry(torch.Size(fields.shape), dtype, fields.row_bytes)
 
 
 def _part_bytes(part: str, fields: TableFields, geometry: Geometry, entry: Entry | None) -> int:
-    """Returns the bytes of a table's part without padding (FORMAT.md sections 1 to 3); for overflow, the bytes in
-    the file."""
+    """Returns the size in bytes of a table's part, without padding (FORMAT.md sections 1 to 3). Only the overflow of a
+    coded table has the size of its entry, padding included. entry: the part's entry in the header, or None."""
     is_raw = fields.scheme == "raw"
     if part == "slots":
         return geometry.slots_size(fields.slot_bytes)
@@ -507,12 +517,12 @@ def _part_bytes(part: str, fields: TableFields, geometry: Geometry, entry: Entry
 
 # ---- one copy of a table for all processes of a machine ----
 
-_can_pin: dict[int, bool] = {}  # by the number of the device that a file is on
+_can_pin: dict[int, bool] = {}  # results of `can_pin` by st_dev, which identifies a file system
 
 
 def can_pin(file: OpenFile) -> bool:
-    """Returns whether GPUs can read the mapping of a file, judged by its first page. It tries once for each file
-    system."""
+    """Returns whether the map of a file can be pinned, so that GPUs can read it. The first page of the first file of
+    each file system is tried."""
     device = os.fstat(file.fileno()).st_dev
     if device not in _can_pin:
         torch.cuda.init()
@@ -525,26 +535,26 @@ def can_pin(file: OpenFile) -> bool:
 
 
 def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, dict[str, torch.Tensor]]:
-    """Returns the shared memory with a key, and the tensors in it. The first process makes the memory from the given
-    tensors, and the others open it. This serves systems on which GPUs cannot read mapped files themselves.
+    """Returns the shared memory for a key, and the tensors in it. The first process makes the memory and copies the
+    given tensors there, and the other processes open it. This is for systems on which mapped files cannot be pinned.
 
-    The processes meet at a small file in a directory of the user's own. The file is locked while it is used, and names
-    the processes that have the memory. The last of them removes it. The file of processes that were killed is removed
-    by the next process that makes such memory. The memory itself has no name: it ends with the last process that has
-    it, however that process ends.
+    A process finds the memory by a small file in a directory that belongs to the user alone. The file lists the
+    processes that hold the memory. A process locks the file while it uses it, and the last process that holds the
+    memory removes the file. If all holders were killed, their file is removed by the next process that makes such
+    memory. The memory itself has no name: the system frees it when the last process that holds it ends, in any way.
 
     Args:
-        key: the same for the same tensors.
-        tensors: the tensors of a table.
+        key: a text that is the same in all processes for the same tensors, and different for others.
+        tensors: the tensors of a table, by the names of the parts.
 
     Raises:
-        RuntimeError: the directory where processes meet does not belong to this user alone.
+        RuntimeError: the directory of these files cannot be made, or does not belong to this user alone.
     """
     path = _folder() / hashlib.sha256(f"{_core.version()} {key}".encode()).hexdigest()[:32]
     with _locked(path) as (record, write):
         living = record.living()
         for process, file in living:
-            with contextlib.suppress(RuntimeError):  # it may have ended meanwhile
+            with contextlib.suppress(RuntimeError):  # the holder may have ended meanwhile
                 handle = SharedHandle(process, record.num_bytes, file, record.name, False, b"", b"")
                 segment = Segment.opened(handle)
                 own = os.getpid(), segment.file
@@ -561,8 +571,8 @@ def segment_of(key: str, tensors: Mapping[str, torch.Tensor]) -> tuple[Segment, 
 
 
 class _Record(NamedTuple):
-    """What processes write to the file: the memory's name and size, and its holders, each a process and its
-    descriptor."""
+    """The content of the file by which processes find shared memory: the memory's name, its size in bytes, and its
+    holders, each as (number of the process, its descriptor of the memory)."""
 
     name: str
     num_bytes: int
@@ -570,7 +580,8 @@ class _Record(NamedTuple):
 
     @classmethod
     def of(cls, text: bytes) -> _Record:
-        """Reads a record. It is empty if the file is new, or if its writer was killed."""
+        """Returns the record that a file's content stands for. It is empty if the content is not a record, because the
+        file is new or its writer was killed."""
         try:
             name, num_bytes, holders = json.loads(text)
             return cls(str(name), int(num_bytes), [(int(process), int(file)) for process, file in holders])
@@ -589,8 +600,8 @@ class _Record(NamedTuple):
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
-    """Yields the record in a file, and a function that writes a new one. The file is locked until the context is
-    left."""
+    """Yields the record in a file, and a function that replaces it by a new one. The file is locked until the context
+    is left."""
     file = open_locked(path, 0o600, lambda file: fcntl.flock(file, fcntl.LOCK_EX))
     try:
 
@@ -604,9 +615,9 @@ def _locked(path: Path) -> Iterator[tuple[_Record, Callable[[_Record], None]]]:
 
 
 def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
-    """Removes the file if no process needs it and none has locked it. own: this process and its descriptor, which
-    are not counted."""
-    if own is not None and own[0] != os.getpid():  # in a forked child the holder is its parent
+    """Removes the file of a record, unless a process holds the memory or has locked the file. own: this process and its
+    descriptor, if it is releasing the memory; it does not count as a holder. In a forked child nothing is done."""
+    if own is not None and own[0] != os.getpid():  # in a forked child: the holder is the parent
         return
     with contextlib.suppress(OSError), path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -615,7 +626,8 @@ def _leave(path: Path, own: tuple[int, int] | None = None) -> None:
 
 
 def _folder() -> Path:
-    """Returns a directory that belongs to this user alone."""
+    """Returns a directory that belongs to this user alone, and makes it if it does not exist. Raises RuntimeError if it
+    cannot be made, or if other users have access."""
     own = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     folder = (own if own.is_absolute() and own.is_dir() else Path(tempfile.gettempdir())) / f"ibp-{os.geteuid()}"
     try:

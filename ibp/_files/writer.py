@@ -1,5 +1,5 @@
-"""Writes files of tables and tensors, and `ibp.save`. A file is written as a stream: first the data, as they come, and
-last the header, into room that was left for it. The file appears under its name when it is whole."""
+"""`ibp.save`, and the writer of one file of tables and tensors. A file is written as a stream: first the data, and last
+the header, into room that was left for it before the data. The file gets its name when it is whole."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ from .paths import (
     written_to,
 )
 
-_RESERVED = (CHECKS, PADDING, CODEBOOK_KEY)  # beginnings of the tensors' names that are reserved
-_BUFFER_BYTES = 1 << 20  # Smaller pieces of data are collected and written together up to this many bytes.
-_ENTRY_BYTES = 128  # bytes of a tensor's entry in the header, without its name and shape
-_SIZE_BYTES = 21  # bytes of a size in a shape
-_FIXED_BYTES = 1024  # bytes of the rest of the header: format, release, checksums
+_RESERVED = (CHECKS, PADDING, CODEBOOK_KEY)  # The names of the user's tensors must not begin with one of these.
+_BUFFER_BYTES = 1 << 20  # Small pieces of data are collected in a buffer of at most this size, and written together.
+_ENTRY_BYTES = 128  # upper bound in bytes of a tensor's entry in the header, without its name and its shape
+_SIZE_BYTES = 21  # upper bound in bytes of one size in a shape: 20 digits and a comma
+_FIXED_BYTES = 1024  # upper bound in bytes of what every header has: format, release, and fields of the checksums
 _ZEROS = memoryview(bytes(ALIGNMENT))
 
 
@@ -85,7 +85,7 @@ def save(
     contents.
 
     The file appears under its name only when it is whole and on disk. Only then does it replace an earlier file or set
-    of that name; it keeps the earlier permissions. Bytes on a GPU are copied from it block by block.
+    of files of that name. A replaced file's permissions are kept. Data on a GPU are copied to the host block by block.
 
     Example:
         >>> table = ibp.compress(torch.randn(1000, 1024).bfloat16())
@@ -100,16 +100,17 @@ def save(
             without a name gets the name "tensor". Tensors are kept as they are, and may have any dtype that safetensors
             has. Arrays are stored as tensors. For an `ibp.deltas.CheckpointDelta` the file also keeps the names of
             tensors that no longer exist (`File.removed`).
-        metadata: texts by keys, kept in the file; no key begins with "ibp.".
-        shard_bytes: the largest number of bytes of data in a file, unless one table is larger. Larger data become a set
-            of files, `<stem>-00001-of-00003.safetensors` and so on, with the index `<stem>.safetensors.index.json`.
-            None: one file.
-        content: whether to keep the fingerprint of each table's tensor, too, for which tables are decoded once.
+        metadata: a mapping from keys to texts, which is stored in the file. No key may begin with "ibp.".
+        shard_bytes: the largest size in bytes of the data of a file, unless a single table or tensor is larger. Larger
+            data become a set of files, `<stem>-00001-of-00003.safetensors` and so on, with the index
+            `<stem>.safetensors.index.json`. None: one file.
+        content: whether to store the fingerprint of each table's original tensor, too. To compute it, each table is
+            decoded once. `File.verify` compares it.
         progress: whether to show a progress bar.
 
     Raises:
-        TypeError, ValueError: a name, a tensor, metadata or shard_bytes is not one that a file can have, or path ends
-            like files of another format (.pt, .npz, .gguf).
+        TypeError, ValueError: a file cannot have a name, a tensor or the metadata; shard_bytes is not a positive
+            number; or path has the suffix of another format (.pt, .npz, .gguf).
         OSError: the file cannot be written; no new file exists then. The message names the file, and if the disk is
             full it says how many bytes are needed.
     """
@@ -130,8 +131,8 @@ def save(
 
 
 def _checked(tensors: Mapping[str, Value | np.ndarray] | Value | np.ndarray) -> dict[str, Value]:
-    """Returns the values to write, by name. Raises TypeError and ValueError for names and values that a file cannot
-    have."""
+    """Returns the values to write, by name. Arrays become tensors, and cached rows are flushed to the table that they
+    belong to, which is then written. Raises TypeError and ValueError for names and values that a file cannot have."""
     items: dict[str, Value] = {}
     for name, given in (tensors if isinstance(tensors, Mapping) else {"tensor": tensors}).items():
         if not isinstance(name, str):
@@ -160,15 +161,15 @@ def _write_files(
     content: bool,
     on_write: Callable[[int], object],
 ) -> None:
-    """Writes a file for each shard, and names them when all are whole. If there are several, the index is named
-    last."""
+    """Writes a file for each shard. The files get their names when all of them are whole. If there are several files,
+    their index gets its name last. on_write: as in `FileWriter`."""
     weight_map: dict[str, str] = {}
     total = 0
     names = outputs_of(path, len(shards))
     with replacing(path, names):
         with contextlib.ExitStack() as stack:
             for name, items in zip(names, shards):
-                gone = () if weight_map else removed  # only the first file says it
+                gone = () if weight_map else removed  # only the first file lists them
                 writer = stack.enter_context(_writer_of(path.with_name(name), items, gone, metadata, on_write))
                 for each in gone:
                     writer.removed(each)
@@ -193,7 +194,7 @@ def _writer_of(
     metadata: Mapping[str, str] | None,
     on_write: Callable[[int], object],
 ) -> FileWriter:
-    """Returns a writer of a file whose header has room for these items."""
+    """Returns the writer for a file of these items, with enough room for the header."""
     tables = [value.table if isinstance(value, Delta) else value for value in items.values()]
     books = [table.codebook for table in tables if isinstance(table, CompressedTensor)]
     room = header_room([*items, *removed], metadata, len({one for book in books for one in with_clusters(book)}))
@@ -207,7 +208,7 @@ def _writer_of(
 
 
 def _stored(value: Value) -> int:
-    """Returns the bytes of a value's data, without its codebook."""
+    """Returns the size in bytes of a value's data, without padding and without its codebook."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     table = value.table if isinstance(value, Delta) else value
@@ -226,16 +227,17 @@ class FileWriter:
 
     Args:
         path: path of the file.
-        metadata: the user's metadata, texts by keys; no key begins with "ibp.".
-        header_bytes: room for the header, see `header_room`.
-        data_bytes: the least number of bytes of data, if it is known; the message about a full disk says it.
-        on_write: a function that is called with the number of bytes of data after each piece that is written.
-        like, alone, replace: as in `NewFile`: where permissions come from, whether another call may write the same path
-            meanwhile, and whether an existing file is replaced.
+        metadata: the user's metadata, a mapping from keys to texts; no key may begin with "ibp.".
+        header_bytes: size in bytes of the room for the header, see `header_room`.
+        data_bytes: lower bound in bytes of the size of the data, 0 if it is not known. The message about a full disk
+            states it.
+        on_write: a function that is called after each write of data, with the number of bytes that were written.
+        like, alone, replace: as in `NewFile`: the files that permissions are taken from, whether to refuse if another
+            call is writing the same path, and whether to replace an existing file.
 
     Raises:
-        ValueError: a name occurs twice or is reserved, the header does not fit its room, or the data of a tensor have
-            another size than its shape says.
+        ValueError: a name occurs twice or is reserved, the header does not fit its room, or the data of a tensor do not
+            have the size that its shape requires.
         OSError: the file cannot be written. The message names the file, and for a full disk says how many bytes are
             needed.
     """
@@ -269,23 +271,23 @@ class FileWriter:
     # ---- what is in the file ----
 
     def plain(self, name: str, dtype: str, shape: tuple[int, ...]) -> Sink:
-        """Begins a tensor that is stored as it is. dtype: the dtype's name for the header; torch need not have the
-        dtype."""
+        """Begins a tensor that is stored as it is. Returns the sink for its bytes. dtype: the dtype's name in the
+        header; torch need not have the dtype."""
         self._check_name(name, self._plain)
         self._plain.add(name)
         self._claim_header(repr(name), _json_bytes(name) + 2 * _ENTRY_BYTES + len(shape) * _SIZE_BYTES)
         return self._begin(Sink(self, name, dtype, shape))
 
     def part(self, name: str, dtype: str) -> Sink:
-        """Begins a part of a table, `<table>:<part>`, or of a codebook. It has one dimension and is padded with
-        zeros. A part without bytes is left out."""
+        """Begins a part of a table, named `<table>:<part>`, or of a codebook. Returns the sink for its bytes. The part
+        has one dimension and is padded with zeros. A part without bytes gets no entry in the header."""
         if name in self._entries or name in self._plain or name in self._tables:
             raise ValueError(f"there are two tensors {name!r} in a file; wanted different names")
         self._claim_header(repr(name), _json_bytes(name) + _ENTRY_BYTES + _SIZE_BYTES)
         return self._begin(Sink(self, name, dtype, None))
 
     def codebook(self, codebook: AnyCodebook) -> int:
-        """Returns the number of a codebook in the file. Equal codebooks are written once."""
+        """Returns the number that a codebook has in the file. Writes it first, unless an equal one was written."""
         if codebook in self._codebooks:
             return self._codebooks[codebook]
         line, parts = codebook_record(codebook, self.codebook)
@@ -299,28 +301,29 @@ class FileWriter:
         return number
 
     def table(self, name: str, fields: TableFields) -> None:
-        """Declares a table whose parts are written before or afterwards, as `<name>:slots` and so on. The number of
-        its codebook comes from `codebook`."""
+        """Declares a table. The caller writes its parts, `<name>:slots` and so on, by `part`, before or after this
+        call, and gets the number of the codebook for `fields` from `codebook`."""
         self._check_name(name, self._tables)
         self._add_line(f"{TABLE_KEY}{name}", fields.text())
         self._tables.add(name)
 
     def removed(self, name: str) -> None:
-        """Notes, in a delta of checkpoints, that a tensor no longer exists."""
+        """Adds an entry that says that a tensor no longer exists, in the delta of a checkpoint."""
         self._add_line(f"{REMOVED_KEY}{name}", "")
 
     @property
     def names(self) -> list[str]:
-        """Names of the tensors in the file so far, without the tensors that belong to the file itself."""
+        """Names of the plain tensors and the parts of tables that were written so far."""
         return [name for name in self._entries if not name.startswith(_RESERVED)]
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of data that have been written so far, padding included."""
+        """Size in bytes of the data that were written so far, padding included."""
         return self._output.data_bytes if self._output is not None else 0
 
     def _check_name(self, name: str, kind: set[str]) -> None:
-        """Raises ValueError if a new table, or a new plain tensor, cannot have the name."""
+        """Raises ValueError if a new table, or a new plain tensor, cannot have the name. kind: the set that the name
+        will be added to, `_tables` or `_plain`."""
         if name == "__metadata__" or name.startswith(_RESERVED):
             raise ValueError(f"the name {name!r} is reserved; wanted one that does not begin with 'ibp.'")
         table = name.rpartition(":")[0]
@@ -334,12 +337,13 @@ class FileWriter:
             )
 
     def _add_line(self, key: str, text: str) -> None:
-        """Adds an entry of the metadata."""
+        """Adds an entry to the metadata."""
         self._claim_header(repr(key), _json_bytes(key) + _json_bytes(text) + 4)
         self._lines[key] = text
 
     def _claim_header(self, what: str, num_bytes: int) -> None:
-        """Takes bytes of the header's room. Raises ValueError if there are fewer. what: what they are for."""
+        """Reserves bytes of the header's room. Raises ValueError if fewer are left. what: what they are for, for the
+        message."""
         if self._header_bytes + num_bytes > self._room:
             raise ValueError(
                 f"the header of {self.path.name} has no room for {what}: wanted header_bytes above {self._room}, "
@@ -350,7 +354,8 @@ class FileWriter:
     # ---- its bytes ----
 
     def _begin(self, sink: Sink) -> Sink:
-        """Notes that a tensor is being written. Raises ValueError unless the file is written and no other tensor is."""
+        """Makes a sink the open one, and returns it. Raises ValueError if the file is not being written, or if another
+        sink is still open."""
         if self._output is None:
             raise ValueError("the file is not being written; wanted `with FileWriter(...) as writer:`")
         if self._open is not None:
@@ -359,7 +364,7 @@ class FileWriter:
         return sink
 
     def _write(self, sink: Sink, data: memoryview) -> None:
-        """Adds bytes to the tensor that is being written. Raises ValueError if `sink` is another one."""
+        """Appends bytes to the tensor of the open sink. Raises ValueError if `sink` is not the open one."""
         if self._open is not sink or self._output is None:
             raise ValueError(f"{sink.name!r} is closed")
         self._output.write(data)
@@ -367,7 +372,10 @@ class FileWriter:
             self._on_write(len(data))
 
     def _close(self, sink: Sink) -> None:
-        """Ends the tensor, and adds padding so that the next one begins at a multiple of the alignment."""
+        """Ends the tensor of the open sink: adds its entry to the header, and pads the data with zeros, so that the
+        next tensor begins at a multiple of the alignment. The zeros belong to a part of a table or codebook; after a
+        plain tensor they get an entry of their own. Raises ValueError if a plain tensor does not have the size that its
+        shape requires."""
         assert self._output is not None
         end = self._output.data_bytes
         num_bytes, missing = end - sink.start, -end % ALIGNMENT
@@ -388,12 +396,14 @@ class FileWriter:
         self._open = None
 
     def _enter(self, name: str, dtype: str, shape: tuple[int, ...], start: int) -> None:
-        """Adds the header's entry of a tensor whose data begin at `start` and end where the data end now."""
+        """Adds the entry of a tensor to the header. Its data begin at `start`, and end where the file's data end
+        now."""
         offsets = [start, self.data_bytes]
         self._entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
 
     def _header(self, check_bytes: int) -> bytes:
-        """Returns the bytes before the data."""
+        """Returns the bytes of the file before the data. check_bytes: size in bytes of the checksums, which are still
+        to be written."""
         assert self._output is not None
         hashed = write_fields({"block_bytes": BLOCK_BYTES, "hash": HASH})
         own = {FORMAT: str(_core.FORMAT_VERSION), "ibp.release": _core.version(), CHECKS: hashed}
@@ -422,7 +432,8 @@ class FileWriter:
             self._output = None
 
     def finish(self) -> None:
-        """Writes the end of the file, and waits until it is on disk. The file still has its temporary name."""
+        """Writes the checksums and the header, and waits until the file is on disk. The file keeps its temporary name
+        until the context is left. A further call does nothing. Raises ValueError if a sink is still open."""
         if self._output is None or self._output.is_finished:
             return
         if self._open is not None:
@@ -433,8 +444,8 @@ class FileWriter:
 
 
 class Sink:
-    """A tensor of a file that is being written. If it is used as a context manager, it is closed unless there is an
-    exception. shape: None for a part of a table or codebook."""
+    """Takes the bytes of one tensor of a file that is being written. A context manager: leaving it closes the sink,
+    unless there is an exception. shape: None for a part of a table or codebook."""
 
     def __init__(self, writer: FileWriter, name: str, dtype: str, shape: tuple[int, ...] | None) -> None:
         self.name, self.dtype, self.shape = name, dtype, shape
@@ -442,7 +453,7 @@ class Sink:
         self._writer = writer
 
     def write(self, data: Any) -> None:
-        """Adds the bytes of a contiguous array, a buffer, or a tensor on the CPU."""
+        """Appends the bytes of a contiguous array, a buffer, or a tensor on the CPU."""
         if isinstance(data, torch.Tensor):
             data = bytes_of(data).numpy()
         view = memoryview(data)
@@ -450,7 +461,7 @@ class Sink:
             self._writer._write(self, view if view.format == "B" and view.ndim == 1 else view.cast("B"))
 
     def close(self) -> None:
-        """Ends the tensor. Raises ValueError if its data have another size than its shape says."""
+        """Ends the tensor. Raises ValueError if its data do not have the size that its shape requires."""
         self._writer._close(self)
 
     def __enter__(self) -> Sink:
@@ -462,7 +473,7 @@ class Sink:
 
 
 class _FileOutput:
-    """A file while it is written. Data are buffered, hashed, and written behind the room for the header."""
+    """The temporary file of a writer. Data are buffered, hashed, and written after the room for the header."""
 
     def __init__(self, new: NewFile, path: Path, room: int, expected_bytes: int) -> None:
         self._new, self._path, self._room, self._expected_bytes = new, path, room, expected_bytes
@@ -471,10 +482,10 @@ class _FileOutput:
         self.hasher, self._buffer = _BlockHasher(), bytearray()
         self._hashers = ThreadPoolExecutor(1, "ibp-hasher")
         self.data_bytes, self.is_finished = 0, False
-        self._end = room  # the end of what is in the file
+        self._end = room  # offset in the file at which the next data are written
 
     def write(self, data: memoryview) -> None:
-        """Adds data. Raises OSError if they cannot be written."""
+        """Appends data. Raises OSError if they cannot be written."""
         self.data_bytes += len(data)
         if len(self._buffer) + len(data) < _BUFFER_BYTES:
             self.hasher.update(data)
@@ -505,7 +516,7 @@ class _FileOutput:
         return errors_of(self._path, self._room + max(self.data_bytes, self._expected_bytes))
 
     def finish(self, header: bytes) -> None:
-        """Writes the rest of the data, writes the header into its room, and waits for the disk."""
+        """Writes the data that are still buffered, and the header into its room. Waits until all is on disk."""
         self._flush()
         self._write_at(0, memoryview(header))
         with self._errors():
@@ -513,7 +524,7 @@ class _FileOutput:
         self.is_finished = True
 
     def commit(self) -> None:
-        """Gives the file its name."""
+        """Renames the file to its final name."""
         self._new.commit()
 
     def discard(self) -> None:
@@ -525,14 +536,14 @@ class _FileOutput:
 
 
 class _BlockHasher:
-    """Computes the hashes of consecutive blocks of bytes that come in pieces of any size."""
+    """Computes the hash of each block of a stream of bytes, which arrives in pieces of any size."""
 
     def __init__(self) -> None:
         self._hashes: list[int] = []
         self._open, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
 
     def update(self, data: memoryview) -> None:
-        """Adds bytes."""
+        """Hashes further bytes of the stream."""
         while data:
             piece, data = data[: self._missing], data[self._missing :]
             self._open.update(piece)
@@ -545,7 +556,8 @@ class _BlockHasher:
         self._open, self._missing = xxhash.xxh3_64(), BLOCK_BYTES
 
     def entries(self, header: bytes) -> bytes:
-        """Returns the tensor `ibp.checks`: hashes of the blocks, of the header, and of the entries before it."""
+        """Ends the last block. Returns the bytes of the tensor `ibp.checks`: the hash of each block, the hash of the
+        header, and the hash of all hashes before."""
         if self._missing < BLOCK_BYTES:
             self._close()
         hashed = np.array([*self._hashes, xxhash.xxh3_64_intdigest(header)], "<u8").tobytes()
@@ -563,8 +575,8 @@ def write_table(
     base: int | None = None,
     result: int | None = None,
 ) -> None:
-    """Writes a whole table, or a tensor of a general codec, from any device, block by block. content, base, result:
-    fingerprints, see `TableFields`."""
+    """Writes a table, or a tensor that a general codec has coded. It may be on any device, and is copied from there
+    block by block. content, base, result: fingerprints, see `TableFields`."""
     dtype, shape = dtype_name(table.dtype), tuple(table.shape)
     if isinstance(table, WholeTensor):
         fields = TableFields(
@@ -595,7 +607,8 @@ def write_table(
 
 
 def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
-    """Writes a whole tensor as it is from any device, block by block."""
+    """Writes a tensor as it is. It may be on any device, and is copied from there block by block. Raises ValueError if
+    safetensors does not have its dtype."""
     check_tensor(tensor, repr(name), KEPT_DTYPES)
     entry = entry_of(tensor.dtype, tuple(tensor.shape))
     if entry is None:
@@ -607,7 +620,7 @@ def write_plain(writer: FileWriter, name: str, tensor: torch.Tensor) -> None:
 
 
 def _write_tensor(sink: Sink, tensor: torch.Tensor) -> None:
-    """Writes a tensor from any device, block by block."""
+    """Copies the bytes of a tensor from its device, block by block, and writes them."""
     for block in bytes_of(tensor).split(staging.STAGED_BYTES):
         sink.write(staging.to_host(block))
 
@@ -616,12 +629,13 @@ def _write_tensor(sink: Sink, tensor: torch.Tensor) -> None:
 
 
 def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None, num_codebooks: int = 0) -> int:
-    """Returns the largest number of header bytes that a file of tables or tensors with these names can need.
+    """Returns a size in bytes that is enough for the header of any file of tables or tensors with these names.
 
     Args:
         names: the names of the tables and tensors, of at most 8 dimensions each.
         metadata: the user's metadata.
-        num_codebooks: how many different codebooks the tables have. With clusters, count each cluster's and the whole.
+        num_codebooks: number of different codebooks of the tables. A codebook with clusters counts, and so does the
+            codebook of each of its clusters.
     """
     room = _FIXED_BYTES + _metadata_bytes(checked_metadata(metadata)) + 2048 * num_codebooks
     room += sum(5 * _json_bytes(name) + 4 * (_ENTRY_BYTES + _SIZE_BYTES) + 8 * _SIZE_BYTES + 512 for name in names)
@@ -629,7 +643,8 @@ def header_room(names: Iterable[str], metadata: Mapping[str, str] | None = None,
 
 
 def codebook_bytes(codebooks: Iterable[AnyCodebook]) -> list[int]:
-    """Returns the bytes of each part of codebooks in a file."""
+    """Returns the size in bytes, without padding, of each part that codebooks have in a file. Equal codebooks count
+    once."""
     written: dict[AnyCodebook, int] = {}
     sizes: list[int] = []
 
@@ -655,12 +670,12 @@ def checked_metadata(metadata: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _metadata_bytes(metadata: Mapping[str, str]) -> int:
-    """Returns the bytes of metadata in the header."""
+    """Returns the size in bytes of metadata in the header."""
     return sum(_json_bytes(key) + _json_bytes(text) + 4 for key, text in metadata.items())
 
 
 def _json_bytes(text: str) -> int:
-    """Returns the bytes of a text in the header. Raises ValueError if it is not valid Unicode."""
+    """Returns the size in bytes of a text in the header. Raises ValueError if it is not valid Unicode."""
     try:
         return len(json.dumps(text, ensure_ascii=False).encode())
     except UnicodeEncodeError:

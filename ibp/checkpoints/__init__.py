@@ -9,17 +9,17 @@ Loaders of frameworks read and write such files themselves:
     with ibp.checkpoints.open("model.ibp.safetensors") as source:               # a file of any format
         tables = {name: tensor.table for name, tensor in source.tensors.items()}
 
-The way of a tensor, block by block:
+A tensor passes through these forms, block by block:
 
     file of any format -> SourceTensor -> Block  -> CodedBlock -> file of ibp    `compress`
     file of any format -> SourceTensor -> bytes                -> plain file     `decompress`
 
 `_source.py` has what all formats share, and `_sources.py` opens paths of every kind. Each format is read and written in
 a file of its own: `_safetensors_files.py`, `_numpy_files.py`, `_torch_files.py`. `_learning.py` decides which codebook
-a tensor gets, and `_coding.py` codes blocks on the CPU or a GPU. `_outputs.py` plans the files of ibp, keeps those of
-an interrupted call, and reports them. `_model_files.py` takes along the files beside tensors if a directory becomes a
-directory. `compress`, `decompress` and `estimate` are each in a file of their own. `_writing.py` has `CheckpointWriter`
-and `is_coded`.
+a tensor gets, and `_coding.py` codes blocks on the CPU or a GPU. `_outputs.py` plans the files of ibp, keeps the
+finished ones if a call is interrupted, and makes the report. `_model_files.py` handles the other files of a directory
+that becomes a directory. `compress`, `decompress` and `estimate` are each in a file of their own. `_writing.py` has
+`CheckpointWriter` and `is_coded`.
 """
 
 from .._common.publishing import published

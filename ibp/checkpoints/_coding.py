@@ -1,4 +1,5 @@
-"""Reads and codes tensors block by block, several blocks at once, in order, on the CPU's cores or on a GPU."""
+"""Reads and codes tensors block by block, on the CPU's cores or on a GPU. Several blocks are read and coded at the same
+time, and are returned in order."""
 
 from __future__ import annotations
 
@@ -21,13 +22,14 @@ from .._schemes import AnyCodebook
 from ._source import SourceTensor
 
 _WORD_BYTES = 8  # bytes of a word of a fingerprint (FORMAT.md section 10)
-_HASHED_BYTES = 1 << 20  # bytes that the calling thread adds to a fingerprint at once
+# Number of bytes that one call adds to a fingerprint. `sum_words` does not divide them among torch's threads.
+_HASHED_BYTES = 1 << 20
 _CPU = torch.device("cpu")
 
 
 class Block(NamedTuple):
-    """Bytes [start, end) of a tensor: whole groups of 32 rows, except in the last block. codebook: None to keep the
-    bytes."""
+    """Bytes [start, end) of a tensor. A block of rows holds whole groups of 32 rows, unless it is the tensor's last.
+    codebook: the codebook of the rows. None: the bytes are kept as they are."""
 
     tensor: SourceTensor
     start: int
@@ -42,11 +44,12 @@ class CodedBlock(NamedTuple):
     data: np.ndarray  # uint8, valid until `release` is called
     lengths: np.ndarray  # uint16, one for each row (FORMAT.md section 2); empty if the block is kept
     words: int  # what the block's bytes before coding add to its tensor's fingerprint
-    release: Callable[[], object]  # gives the memory of `data` to another block; any thread may call it
+    release: Callable[[], object]  # frees the memory of `data` for another block; any thread may call it
 
 
 def blocks_of(tensor: SourceTensor, codebook: AnyCodebook | None, block_bytes: int) -> Iterator[Block]:
-    """Yields the blocks of a tensor, of about block_bytes each."""
+    """Yields the blocks of a tensor. A block has block_bytes, rounded down to whole groups of 32 rows, but at least one
+    group."""
     group = _core.ROWS_PER_BASE * (1 if codebook is None else codebook.row_bytes)
     for start, end in tensor.spans(max(1, block_bytes // group) * group):
         yield Block(tensor, start, end, codebook)
@@ -98,11 +101,12 @@ class CpuCoder:
 
 
 class _Slot:
-    """Memory that a block goes through: before and after coding, each on the device and in pinned memory."""
+    """Buffers for one block: `raw` for its bytes before coding, and `coded` for its bytes after coding. Each buffer has
+    memory on the device and pinned host memory."""
 
     def __init__(self, raw: Turn, coded: Turn) -> None:
         self.raw, self.coded = raw, coded
-        # The bytes of the coded block, the sum of words, and the coder's fault record.
+        # The size of the coded block in bytes, the sum of words, and the coder's fault record of four numbers.
         self.facts = torch.empty(6, dtype=torch.int64, pin_memory=True, device="cpu")
         self.lengths = torch.empty(0, dtype=torch.uint16, device="cpu")  # pinned
 
@@ -116,11 +120,11 @@ class _Passing(NamedTuple):
 
 
 class CudaCoder:
-    """Codes blocks on a GPU. Threads read into pinned memory; copies to and from the device and the coder's kernels
-    run on streams of their own. All of this happens while the caller writes an earlier block."""
+    """Codes blocks on a GPU. Threads read blocks into pinned memory. Copies to the device, the coder's kernels, and
+    copies from the device each run on a stream of their own. Meanwhile the caller writes an earlier block."""
 
     block_bytes = 16 << 20  # bytes; the copy engines reach their full rate at 4 MiB
-    _DEPTH = 2  # blocks between the copy to the device and the coder, and between the coder and the copy back
+    _DEPTH = 2  # largest number of blocks that are queued for coding, and of blocks that are queued for the copy back
 
     def __init__(self, device: torch.device, jobs: int) -> None:
         self._device = device
@@ -154,6 +158,7 @@ class CudaCoder:
                     stream.synchronize()
 
     def _begin(self, block: Block, pool: ThreadPoolExecutor) -> _Passing:
+        """Starts reading a block on a thread: to pinned memory if the block is to be coded."""
         if block.codebook is None:
             return _Passing(block, None, pool.submit(block.tensor.read, block.start, block.end))
         slot = self._slot(block.end - block.start)
@@ -166,6 +171,7 @@ class CudaCoder:
         return _Passing(block, slot, pool.submit(read))
 
     def _slot(self, num_bytes: int) -> _Slot:
+        """Returns a free or a new slot with room for num_bytes bytes."""
         if self._free:
             slot = self._free.popleft()
         else:
@@ -176,7 +182,8 @@ class CudaCoder:
         return slot
 
     def _launch(self, passing: _Passing) -> _Passing:
-        """Copies a block that has been read to the device, and queues its coding and the copy of its lengths."""
+        """Waits until a block is read. Queues its copy to the device, its coding, and the copies of its lengths and
+        facts to the host."""
         block, slot = passing.block, passing.slot
         num_bytes = passing.read.result().size
         if slot is None:
@@ -198,7 +205,8 @@ class CudaCoder:
     def _code(
         self, data: torch.Tensor, codebook: AnyCodebook, out: torch.Tensor, start: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes a block to `out`. Returns (lengths, facts)."""
+        """Codes a block to `out`. Returns (lengths, facts as in `_Slot`), both on the device. start: the block's offset
+        in the tensor."""
         words, codec, row_bytes = codebook.words(self._device), codebook.codec, codebook.row_bytes
         none, facts = data[:0], torch.zeros(6, dtype=torch.int64, device=self._device)
         lengths = torch.ops.ibp.measure_rows.default(data, words, codec)
@@ -210,7 +218,8 @@ class CudaCoder:
         return lengths, facts
 
     def _fetch(self, passing: _Passing) -> _Passing:
-        """Starts the copy of a coded block to the host."""
+        """Waits until a block is coded. Queues the copy of its coded bytes to the host. Raises RuntimeError if a row
+        could not be coded, because the tensor has changed."""
         slot = passing.slot
         if slot is not None:
             slot.coded.filled.synchronize()
@@ -222,6 +231,7 @@ class CudaCoder:
         return passing
 
     def _finish(self, passing: _Passing) -> CodedBlock:
+        """Waits until the stored form of a block is in host memory, and returns it."""
         slot = passing.slot
         if slot is None:
             return _kept(passing.block, passing.read.result())

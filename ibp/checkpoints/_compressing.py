@@ -54,7 +54,7 @@ from ._outputs import (
 from ._source import SourceTensor, chosen
 from ._sources import open_sources
 
-_AHEAD = 2  # blocks that wait to be written
+_AHEAD = 2  # number of coded blocks that wait to be written
 
 
 def compress(
@@ -80,17 +80,19 @@ def compress(
     """Compresses a checkpoint of any size to a file, or a set of files, that `ibp.open` and `ibp.load` read.
 
     Tensors are read, coded and written block by block, in bounded memory: about 100 MB plus 2 bytes per row, whatever
-    their size. Names, shapes, dtypes, bytes and metadata are kept. Weights of a kind share a codebook. Tensors that
-    would not get smaller, or that are smaller than 4 KiB, are kept as they are. Each table has its fingerprint.
+    their size. Names, shapes, dtypes, bytes and metadata are kept. Weights whose names differ only in numbers, and
+    whose shapes and dtypes are equal, share a codebook. Tensors that would not get smaller, or that are smaller than
+    4 KiB, are kept as they are. The fingerprint of each table's tensor is stored, too.
 
     If a directory is compressed to a directory, each file of tensors becomes a file of its own, and a set stays a set:
     "model.safetensors" becomes "model.ibp.safetensors", and "optimizer.pt" becomes "optimizer.pt.ibp.safetensors". All
     other files are copied, including files that hold objects of Python, and a config.json says that the weights beside
-    it are coded. If ibp is imported, `from_pretrained` of transformers and diffusers loads them; without ibp it finds
-    no weights.
+    it are coded. If ibp is imported, `from_pretrained` of transformers and diffusers loads such weights; without ibp it
+    finds no weights.
 
-    The output appears under its name when it is whole. Finished files of a set wait in a directory beside it,
-    `.<name>.ibp-work`. After an interruption the same call finds them there, if the inputs have not changed.
+    The output appears under its name when it is whole. Until then, finished files of a set are kept in a directory
+    beside it, `.<name>.ibp-work`. If the call is interrupted, the next call with the same arguments uses these files,
+    unless the inputs have changed.
 
     Example:
         >>> torch.save({"w": torch.arange(1000.0).repeat(100, 1)}, "model.pt")
@@ -107,13 +109,13 @@ def compress(
             URL of fsspec, to which the files are copied when they are whole. If a directory is compressed, a name
             without a suffix is that of a directory.
         scheme, level, chunk_bytes, tau, clusters: as in `ibp.compress`; "raw" keeps all tensors as they are.
-        row_bytes: bytes of a row. None: 4,096 bytes of the flat tensor, or an item of an array of numpy if it has 512
-            bytes to 64 KiB.
+        row_bytes: size in bytes of a row. None: 4,096 bytes of the flat tensor; for an array of numpy the size of an
+            item, if that is 512 bytes to 64 KiB.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
-            and none of exclude, are compressed. The others are kept as they are.
-        metadata: texts by keys, added to the metadata of the inputs.
-        shard_bytes: the largest number of bytes of tensors before coding in a file, unless one tensor is larger. None:
-            one file. Files of a set, such as those of a sharded model, are never joined.
+            and no pattern of exclude, are compressed. The others are kept as they are.
+        metadata: a mapping from keys to texts, which are added to the metadata of the inputs.
+        shard_bytes: the largest total size in bytes of the tensors of a file, before coding, unless a single tensor is
+            larger. None: one file. Files of a set, such as those of a sharded model, are never joined.
         device: the device that codes the rows. None: the current GPU if there is one, else the CPU.
         jobs: the number of threads. None: one for each core.
         restart: whether to use the files that an interrupted call has finished.
@@ -155,7 +157,7 @@ def compress(
         kept = frozenset(names).difference(chosen(names, include, exclude))
         sets = {}
         for path, source in sources.items():
-            # A file of another format becomes one file again, so that it must stay one file.
+            # A single file of a format other than safetensors is decompressed to a single file again, so it is not cut.
             is_cut = conversion is None or path in conversion.sets or is_of_weights(path.name)
             sets[path] = shards_of(source, path, most if is_cut else None, checked)
             outputs_of(target.parent / path, len(sets[path]))
@@ -164,7 +166,7 @@ def compress(
         if len(shards) > 1:
             with Journal(target, plan_of(shards, learning.options, kept)) as journal:
                 if not journal.open(restart) and not force:
-                    # A call that had the journal until now may have made the output.
+                    # Another call, which has just released the journal, may have made the output.
                     there = there or next(filter(is_there, (os.fspath(target.parent / path) for path in sets)), None)
                     if there is not None:
                         raise exists(there)
@@ -194,13 +196,13 @@ def _write_one(target: Path, shard: Shard, writing: _Writing, force: bool) -> di
 def _write_set(
     target: Path, shards: list[Shard], writing: _Writing, journal: Journal
 ) -> tuple[dict[str, dict[str, Any]], int]:
-    """Writes the files that an earlier call has not finished into the journal. Returns the records of all files by
-    their paths, and how many were finished."""
+    """Writes the files of a set to the journal's directory, except those that an earlier call has finished. Returns the
+    records of all files by their paths, and the number of files that were finished before."""
     records = {shard.file: record for shard in shards if (record := journal.finished(shard.file)) is not None}
     num_kept, missing = len(records), [shard for shard in shards if shard.file not in records]
     with writing.bar(missing):
         for shard in missing:
-            earlier = target.parent / shard.file  # its permissions stay
+            earlier = target.parent / shard.file  # if it exists, its permissions are kept
             like = [os.fspath(earlier)] if earlier.exists() else shard.inputs
             fields = writing.write(journal.path_of(shard.file), shard, like=like, replace=True)
             records[shard.file] = journal.finish(shard.file, fields)
@@ -217,17 +219,17 @@ def _opened(output: str, target: Path, sets: Mapping[Path, list[Shard]]) -> str:
 
 
 class _Writing:
-    """Writes files, block by block, while `bar` shows how far it is.
+    """Writes the files of an output block by block, and updates the progress bar that `bar` makes.
 
     Args:
         learning: how codebooks are learned, and on which device blocks are coded.
         shards: all files of the output.
-        kept: names of the tensors that patterns leave as they are.
+        kept: names of the tensors that the patterns of the caller leave as they are.
         jobs: the number of threads.
         progress: whether to show a progress bar.
 
     Attributes:
-        peak: notes the process's own memory after each block.
+        peak: measures the process's own memory between blocks.
     """
 
     def __init__(
@@ -240,14 +242,14 @@ class _Writing:
         self.peak = PeakMemory()
 
     def bar(self, shards: Iterable[Shard]) -> Bar:
-        """Returns a bar, a context manager, for files that are written next."""
+        """Makes the progress bar for the files that are written next. Returns it, a context manager."""
         total = sum(shard.num_bytes for shard in shards)
         self._bar = tqdm(total=total, desc="compress", unit="B", unit_scale=True, disable=not self._progress)
         return self._bar
 
     def write(self, path: Path, shard: Shard, *, like: Iterable[str], replace: bool) -> dict[str, Any]:
-        """Writes a file, which no other call writes meanwhile. Returns the fields of its record. like, replace: as
-        in `FileWriter`."""
+        """Writes a file. Returns the fields of its record. Raises BlockingIOError if another call is writing the same
+        file. like, replace: as in `FileWriter`."""
         self._books.prepare(shard.tensors, self._jobs)
         room = shard.header_bytes(filter(None, map(self._books.of, shard.tensors)))
         options: dict[str, Any] = {"like": like, "alone": True, "replace": replace}
@@ -280,8 +282,8 @@ class _BlockWriter:
 
     def __init__(self, writer: FileWriter, file: str) -> None:
         self._writer, self._file = writer, file
-        self._start, self._words = 0, 0  # of the tensor: where it starts in the file, and its sum of words so far
-        self._lengths: list[np.ndarray] = []  # lengths of the tensor's rows so far, an array for each block
+        self._start, self._words = 0, 0  # of the present tensor: its offset in the data, and its sum of words so far
+        self._lengths: list[np.ndarray] = []  # lengths of the present tensor's rows so far, an array for each block
         self.reports: list[TensorReport] = []
 
     def write(self, coded: CodedBlock) -> Block:
@@ -303,8 +305,8 @@ class _BlockWriter:
         return coded.block
 
     def _finish(self, tensor: SourceTensor, codebook: AnyCodebook | None) -> None:
-        """Ends a tensor, whose blocks have been written. A table gets the lengths of its rows and, if it has overflow,
-        the places where rows begin."""
+        """Ends a tensor all of whose blocks have been written, and adds its report. For a table, it also writes the
+        lengths of the rows, their bases if there is overflow, and the fields."""
         self._sink.close()
         if codebook is not None:
             lengths = torch.from_numpy(np.concatenate(self._lengths))

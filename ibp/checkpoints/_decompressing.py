@@ -1,4 +1,4 @@
-"""`decompress`: writes checkpoints as they were."""
+"""`decompress`: writes the tensors of compressed checkpoints to ordinary files."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ from ._model_files import check_output, conversion_of
 from ._source import Source, SourceTensor, chosen
 from ._sources import FORMATS, open_sources
 
-Begin = Callable[[Path, int], AbstractContextManager[IO[bytes]]]  # `replaced`, with its options
+# A function of (path, number of bytes) that returns a context with the new file: `replaced`, with its options.
+Begin = Callable[[Path, int], AbstractContextManager[IO[bytes]]]
 
 _A_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # the end of "llama-3.1" does not match
-_BLOCK_BYTES = 4 << 20  # bytes of a tensor that are decoded at once
-_AHEAD = 2  # blocks that are decoded while one is written
+_BLOCK_BYTES = 4 << 20  # number of bytes of a tensor that are decoded at once
+_AHEAD = 2  # number of blocks that are decoded ahead of the one that is written
 
 
 def decompress(
@@ -69,16 +70,16 @@ def decompress(
         inputs: as in `ibp.checkpoints.compress`; usually a file of ibp, or an index or a directory of such files.
         output: path of the file; a directory, for "model.safetensors" in it; or a URL of fsspec. A name without a
             suffix is that of a directory if a directory is decompressed, otherwise that of a safetensors file.
-        format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all of it in memory). It
-            must agree with the suffix of the output. None: chosen by the suffix of the output; in a directory by the
+        format: "safetensors", "npy" (one tensor), "npz" or "torch" (torch.save, which needs all tensors in memory).
+            It must agree with the suffix of the output. None: chosen by the suffix of the output; in a directory by the
             names of the files.
         include, exclude: patterns of names ("*.weight", as in fnmatch). Only tensors that match a pattern of include,
-            and none of exclude, are written.
+            and no pattern of exclude, are written.
         progress: whether to show a progress bar.
         force: whether to replace an existing output.
 
     Returns:
-        Paths or URLs of the files that were written. The index of a set is the last.
+        Paths or URLs of the files that were written; the index of a set follows its files.
 
     Raises:
         FileNotFoundError: there is no such input, or no such directory for the output.
@@ -138,8 +139,8 @@ def write_source(
 
     Args:
         source, output, format, progress: as in `decompress`.
-        what: the name that the bar shows.
-        begin: begins each file.
+        what: the description that the progress bar shows.
+        begin: called for each file, see `Begin`.
         as_set: whether a set of files stays a set in formats other than safetensors, too.
     """
     shown = file_of(output)
@@ -167,7 +168,8 @@ def write_source(
 def _pieces(
     tensor: SourceTensor, threads: ThreadPoolExecutor, on_bytes: Callable[[int], object]
 ) -> Iterator[np.ndarray]:
-    """Yields the bytes of a tensor in order. The next ones are read while the caller uses some."""
+    """Yields the bytes of a tensor in order, block by block. While the caller uses a block, the next blocks are read on
+    `threads`. on_bytes: called with the size of each block after the caller has used it."""
 
     def read(span: tuple[int, int]) -> np.ndarray:
         return tensor.read(*span)

@@ -1,4 +1,4 @@
-"""`estimate`: what a checkpoint or a model would become, judged by samples of its rows."""
+"""`estimate`: estimates the result of compressing a checkpoint or a model from samples of its rows."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class TensorEstimate:
         b 1024 None
 
     Attributes:
-        name, dtype, shape, num_bytes: name, dtype, shape and bytes of the tensor.
-        savings: for each scheme, the share of the tensor's bytes that a table would save, index included. For schemes
-            that `compress` would not choose the share is approximate. Empty for a tensor that is kept as it is: one of
-            less than 4 KiB, of a dtype that tables do not have, or that patterns leave out.
+        name, dtype, shape, num_bytes: name, dtype, shape and size in bytes of the tensor.
+        savings: for each scheme, the share of the tensor's bytes that a table with its index would save. For schemes
+            that `compress` would not choose the share is approximate. Empty for a tensor that is never coded: it is
+            smaller than 4 KiB, its dtype is one that tables do not have, or patterns leave it out.
         best: the scheme that `compress` chooses. None if no scheme saves 1 %.
     """
 
@@ -53,7 +53,7 @@ class TensorEstimate:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes with the best scheme."""
+        """Size in bytes of the tensor with the best scheme."""
         return self.num_bytes - (round(self.savings[self.best] * self.num_bytes) if self.best else 0)
 
 
@@ -69,8 +69,9 @@ class CheckpointEstimate:
 
     Attributes:
         tensors: a `TensorEstimate` for each tensor.
-        num_bytes, stored_bytes: bytes of all tensors, before and after, without headers and codebooks.
-        file_bytes: bytes of the files, with headers, codebooks and checksums.
+        num_bytes, stored_bytes: size in bytes of all tensors before and after compression, without headers and
+            codebooks.
+        file_bytes: size in bytes of the files, with headers, codebooks and checksums.
     """
 
     tensors: tuple[TensorEstimate, ...]
@@ -90,7 +91,7 @@ class CheckpointEstimate:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields in the form for JSON."""
+        """Returns the fields as a dict that JSON can hold."""
         tensors = [{**as_json(tensor), "stored_bytes": tensor.stored_bytes} for tensor in self.tensors]
         own = {key: getattr(self, key) for key in ("num_bytes", "stored_bytes", "file_bytes", "savings")}
         return {**own, "tensors": tensors}
@@ -117,8 +118,8 @@ def estimate(
         ibp.checkpoints.CheckpointEstimate(2 tensors, 2,099,200 -> 1,65... bytes, 21...% saved)
 
     Args:
-        inputs: as in `compress`; or a model, or its `state_dict()`, on any device. Tensors that are one tensor under
-            several names count once.
+        inputs: as in `compress`; or a model, or its `state_dict()`, on any device. A tensor that has several
+            names counts once.
         level, row_bytes: as in `compress`.
         include, exclude: patterns of names, as in `compress`. The other tensors are kept as they are.
         progress: whether to show a progress bar.
@@ -134,7 +135,7 @@ def estimate(
     with _source_of(inputs) if isinstance(inputs, Mapping) else open_sources(inputs) as source:
         kept = frozenset(source.tensors).difference(chosen(source.tensors, include, exclude))
         codebooks = Codebooks(learning, source.stored(), kept)
-        of_others: dict[tuple, float] = {}  # what the schemes that a kind does not take save, by kind and scheme
+        of_others: dict[tuple, float] = {}  # savings of schemes that are not chosen, by kind and scheme
         found, books, stored = [], {}, {}
         for tensor in tqdm(source.stored(), desc="estimate", unit="tensor", disable=not progress):
             codebooks.prepare([tensor])
@@ -162,7 +163,8 @@ def estimate(
 
 
 def _rows_of(tensor: SourceTensor, learning: CheckpointLearning) -> torch.Tensor:
-    """Returns about 256 KiB of rows of a tensor, or all of its bytes if there are no more: uint8 on the CPU."""
+    """Returns a sample of about 256 KiB of a tensor's rows, or the whole tensor if it is no larger, as uint8 on the
+    CPU."""
     if tensor.num_bytes > TRIED_BYTES:
         return sample_of([tensor], learning.geometry_of(tensor), TRIED_BYTES)
     return as_tensor(tensor.read(0, tensor.num_bytes))

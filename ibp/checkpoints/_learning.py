@@ -19,14 +19,16 @@ from .._schemes.clusters import check_clusters
 from .._schemes.learning import CLEARLY_LESS, LEAST_BYTES, ROW_BYTES, Learner, kind_of
 from ._source import SourceTensor
 
-# bytes; an array's shorter items do not become rows, because their index would take what they save
+# The smallest size in bytes of an array's items that become rows: the index of shorter rows takes all that they save.
 _LEAST_ITEM_BYTES = 512
-SAMPLE_ELEMENTS = 1 << 19  # the number of elements from which `ibp.compress` learns
-_CHECK_BYTES = 16 << 20  # bytes of rows on which a codebook is tried that does not have a coded form for every row
-TRIED_BYTES = 1 << 18  # bytes of rows of a tensor on which the codebook of its kind is tried
-_SAMPLED_TENSORS = 8  # of a kind, at most
-_LEAST_ROWS = 16
-_LEAST_SAVED_BYTES = 1024  # about what a table's entries in the header take
+SAMPLE_ELEMENTS = 1 << 19  # number of elements from which a codebook is learned, as in `ibp.compress`
+# Size in bytes of the sample of a tensor on which the codebook of its kind is tried, if that codebook does not have a
+# coded form for every row.
+_CHECK_BYTES = 16 << 20
+TRIED_BYTES = 1 << 18  # size in bytes of that sample for other codebooks
+_SAMPLED_TENSORS = 8  # largest number of tensors of a kind from which the kind's sample is taken
+_LEAST_ROWS = 16  # smallest number of rows that are sampled from a tensor
+_LEAST_SAVED_BYTES = 1024  # A table must save more than this, which is about the size of its entries in the header.
 _CPU = torch.device("cpu")
 
 
@@ -35,8 +37,8 @@ class CheckpointLearning:
     """How codebooks are learned.
 
     Attributes:
-        options: options of `ibp.compress`. row_bytes None: 4,096 bytes of the flat tensor, or an item of an array of
-            numpy if it has 512 bytes to 64 KiB.
+        options: options of `ibp.compress`. If row_bytes is None, a row has 4,096 bytes of the flat tensor; in an array
+            of numpy it is an item, if that has 512 bytes to 64 KiB.
         device: the device that codes rows with the codebooks.
     """
 
@@ -45,8 +47,8 @@ class CheckpointLearning:
 
     @classmethod
     def of(cls, options: Options) -> CheckpointLearning:
-        """Returns how codebooks are learned with options, which are checked. Raises TypeError and ValueError for
-        wrong options."""
+        """Checks options, and returns how codebooks are learned with them. Raises TypeError and ValueError for wrong
+        options."""
         clusters, rows = options.clusters, options.row_bytes
         options = checked(replace(options, clusters=None))
         check_clusters(clusters)
@@ -54,6 +56,7 @@ class CheckpointLearning:
         return cls(replace(options, clusters=clusters, row_bytes=rows), memory.usual(options.device))
 
     def geometry_of(self, tensor: SourceTensor) -> _rows.Geometry:
+        """Returns how a tensor is divided into rows."""
         whole = _rows.Geometry(torch.Size(tensor.shape), tensor.dtype, 1)
         row_bytes = self.options.row_bytes or min(ROW_BYTES, max(1, whole.num_bytes))
         if self.options.row_bytes is None and tensor.has_items and len(tensor.shape) > 1:
@@ -67,8 +70,8 @@ class CheckpointLearning:
         return self.options.scheme != "raw" and has_dtype and tensor.num_bytes >= LEAST_BYTES
 
     def kind_of(self, tensor: SourceTensor) -> tuple:
-        """Returns the kind of a tensor (see `_schemes/learning.py`), and the bytes of its rows. Tensors for which
-        both are equal share a codebook."""
+        """Returns the kind of a tensor (see `_schemes/learning.py`), and the size in bytes of its rows. Tensors for
+        which both are equal share a codebook."""
         return kind_of(tensor.name, torch.Size(tensor.shape), tensor.dtype), self.geometry_of(tensor).row_bytes
 
     def learn(self, scheme: str, sample: torch.Tensor, geometry: _rows.Geometry, all_rows: bool) -> AnyCodebook | None:
@@ -101,8 +104,9 @@ class Codebooks:
         self._of_tensors: dict[SourceTensor, tuple[AnyCodebook | None, float | None]] = {}
 
     def prepare(self, tensors: Sequence[SourceTensor], jobs: int = 1) -> None:
-        """Learns the codebooks of tensors: first one for each kind, then, on several threads, one for each tensor
-        that needs its own. For a single tensor, its own codebook is learned when `of` asks for it."""
+        """Learns the codebooks of tensors: first one for each kind, then, on `jobs` threads, one for each tensor that
+        its kind's codebook does not suit. If a single tensor is given, the latter is only learned when `of` is called
+        for it."""
         for tensor in tensors:
             if self.is_coded(tensor) and (kind := self._learning.kind_of(tensor)) not in self._of_kinds:
                 self._of_kinds[kind] = self._learned(kind, sample_of(self._kinds[kind], self._geometry(kind)))
@@ -117,8 +121,8 @@ class Codebooks:
         return self._found(tensor)[0] if self.is_coded(tensor) else None
 
     def savings(self, tensor: SourceTensor) -> float | None:
-        """Returns what the codebook of a prepared tensor saves of the rows on which it was tried, or None if it was
-        not tried."""
+        """Returns the share of bytes that the codebook of a prepared tensor saved in the sample on which it was tried,
+        or None if it was not tried."""
         return self._found(tensor)[1] if self.is_coded(tensor) else None
 
     def is_coded(self, tensor: SourceTensor) -> bool:
@@ -143,8 +147,9 @@ class Codebooks:
     def _tried(
         self, tensor: SourceTensor, kind: tuple, codebook: AnyCodebook
     ) -> tuple[AnyCodebook | None, float | None]:
-        """Returns the codebook of the kind, or one of the tensor's own if the kind's loses a percentage point, and
-        what it saves."""
+        """Tries the codebook of a kind on a sample of a tensor. If it saves clearly less there, by more than one
+        percentage point, than in the kind's sample, learns a codebook for the tensor alone, and takes the better of the
+        two. Returns (codebook, share of bytes saved), or (None, None) if that share is too small."""
         geometry = self._geometry(kind)
         sample = sample_of([tensor], geometry, _CHECK_BYTES if codebook.is_partial else TRIED_BYTES)
         savings = savings_of(sample, codebook)
@@ -157,7 +162,7 @@ class Codebooks:
         return (best, tried[best]) if _pays(tried[best], geometry) else (None, None)
 
     def _learned(self, kind: tuple, sample: torch.Tensor) -> Learner[AnyCodebook]:
-        """Returns the codebook of a kind, learned from a sample; it has none if raw rows are best."""
+        """Learns the codebook of a kind from a sample. `found` of the result is None if it would save too little."""
         geometry = self._geometry(kind)
         codebook = self._learning.learn(self._learning.options.scheme, sample, geometry, False)
         savings = 0.0 if codebook is None else savings_of(sample, codebook)
@@ -165,8 +170,9 @@ class Codebooks:
 
 
 def sample_of(tensors: Sequence[SourceTensor], geometry: _rows.Geometry, num_bytes: int | None = None) -> torch.Tensor:
-    """Returns whole rows of up to 8 tensors of one geometry, uint8 [n * row_bytes]. A tensor of one short row gives
-    that row, filled up with zeros. num_bytes: bytes of the sample. None: 2^19 elements."""
+    """Returns a sample of whole rows from up to 8 tensors of one geometry, uint8 [n * row_bytes]. If the tensors are
+    shorter than a row, returns the first one, padded with zeros to a row. num_bytes: approximate size in bytes of the
+    sample. None: that of 2^19 elements."""
     row_bytes = geometry.row_bytes
     wanted_bytes = SAMPLE_ELEMENTS * geometry.dtype.itemsize if num_bytes is None else num_bytes
     chosen = [
@@ -186,11 +192,13 @@ def sample_of(tensors: Sequence[SourceTensor], geometry: _rows.Geometry, num_byt
 
 
 def savings_of(sample: torch.Tensor, codebook: AnyCodebook) -> float:
-    """Returns the share of the bytes of rows that a codebook saves, index included. The last row may be shorter."""
+    """Returns the share of a sample's bytes that a table with a codebook saves; the table's index counts. The last row
+    may be shorter."""
     geometry = _rows.Geometry(sample.shape, torch.uint8, codebook.row_bytes)
     stored = surveyed(sample, codebook, _CPU).stored
     return 1 - (stored + geometry.index_bytes(True)) / geometry.num_bytes
 
 
 def _pays(savings: float, geometry: _rows.Geometry) -> bool:
+    """Returns whether a share of a tensor's bytes that a table saves is large enough to make the table."""
     return savings > CLEARLY_LESS and savings * geometry.num_bytes > _LEAST_SAVED_BYTES

@@ -1,7 +1,7 @@
 """Directories of models and of trainers: their files of tensors, the files beside these, and config.json.
 
-If a directory becomes a directory, each file of tensors becomes a file of its own (with the names of `_files/sets.py`),
-a set of files stays a set, and all other files are copied. config.json says that the weights beside it are coded.
+If a directory becomes a directory, each file of tensors becomes a file of its own (`_files/paths.py` has the names), a
+set of files stays a set, and all other files are copied. config.json says that the weights beside it are coded.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from .._files import (
 from ._source import NotTensorsError, Source
 from ._sources import open_source
 
-METHOD = "ibp"  # quant_method of quantization_config, by which transformers finds `ibp.integrations.transformers`
+# The value of quant_method in quantization_config, by which transformers finds `ibp.integrations.transformers`.
+METHOD = "ibp"
 CODED_WEIGHTS = coded_name(WEIGHTS)
 _CONFIG, _FIELD = "config.json", "quantization_config"
-_COPIED_BYTES = 1 << 20
+_COPIED_BYTES = 1 << 20  # number of bytes that are copied at once
+# What is inserted before the last brace of a config.json.
 _INSERTED = f',\n  "{_FIELD}": {{\n    "quant_method": "{METHOD}"\n  }}'
 
 
@@ -51,8 +53,9 @@ class Conversion:
     Everything is read and checked when the conversion is made; nothing is written before `finish`.
 
     Attributes:
-        sources: the files of tensors, opened, by the path within the target after which the new form is named.
-        sets: those of these paths that belong to a set of files.
+        sources: the opened files of tensors. The key is the path, within the target, of the new file, or the path that
+            the new set of files is named after.
+        sets: the keys of `sources` that stand for sets of files.
     """
 
     def __init__(self, source: Path, target: Path, to_coded: bool, stack: contextlib.ExitStack) -> None:
@@ -62,6 +65,8 @@ class Conversion:
         name_of, other_name_of = (coded_name, plain_name) if to_coded else (plain_name, coded_name)
         self.sources: dict[Path, Source] = {}
         self.sets: set[Path] = set()
+        # For each key of `sources`: files in the target that the new file or set replaces, because they have the other
+        # form, plain or coded.
         self._replaced: dict[Path, list[Path]] = {}
         for path, opened in tensors.items():
             new = path.with_name(name_of(path.name.removesuffix(INDEX_SUFFIX)))
@@ -73,7 +78,7 @@ class Conversion:
             other = target / new.with_name(other_name_of(new.name))
             self._replaced[new] = _files_of(other) if other.name != new.name else []
         homes = {path.parent for path in tensors}
-        self._beside: dict[Path, Path | bytes] = {}  # files that are copied, or texts of config.json, by new paths
+        self._beside: dict[Path, Path | bytes] = {}  # by new path: the file to copy, or the new config.json
         for path in others:
             os.close(open_regular(source / path))  # raises OSError if it cannot be read
             told = _told(source / path, to_coded) if path.name == _CONFIG and path.parent in homes else None
@@ -89,19 +94,19 @@ class Conversion:
         return [path for path in (*new, *map(index_of, new), *self._beside, *replaced) if os.path.lexists(path)]
 
     def skip(self, path: Path) -> None:
-        """Leaves out files of tensors; nothing takes their place. path: one of `sources`."""
+        """Drops a source, for which nothing is written. path: a key of `sources`."""
         del self.sources[path], self._replaced[path]
 
     def check(self) -> None:
-        """Raises OSError if something that must not be replaced has the name of a file, or if the target has another
-        set."""
+        """Raises OSError if something that must not be replaced has the path of one of the other files, or if the
+        target has the index of another set."""
         for path in self._beside:
             check_replaceable(path)
         indices = [index_of(self.target / path) for path in self.sources]
         check_other_sets(self.target, [*indices, *itertools.chain(*self._replaced.values())])
 
     def keep(self, path: Path) -> None:
-        """Keeps files of tensors as they are: they are copied like the other files. path: one of `sources`."""
+        """Turns a source into files that are copied as they are, like the other files. path: a key of `sources`."""
         files = self.sources.pop(path).files
         home = self.target / path.parent
         names = [os.path.basename(file) for file in files]
@@ -116,9 +121,9 @@ class Conversion:
         return tuple(os.fspath(path.relative_to(self.target)) for path in self._beside)
 
     def finish(self) -> None:
-        """Writes the other files, when the tensors are in place, and removes the files that these replace. Each file
-        is written as a new file and gets its name when it is whole: if the name is a link, the file that it leads to
-        does not change."""
+        """Writes the other files, and removes the files that the new files of tensors replace. The caller calls it
+        after the files of tensors are in place. Each file is written as a new file and gets its name when it is whole.
+        If there is a link of that name, the link is replaced, and the file that it leads to does not change."""
         for path, content in self._beside.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             if isinstance(content, bytes):
@@ -150,8 +155,8 @@ def conversion_of(
 
 
 def already_there(output: PathLike, name: str, conversion: Conversion | None) -> str | None:
-    """Returns what exists already of an output, or None. name: the file's name if the output is a directory, unless
-    a directory becomes a directory. Raises OSError if what exists cannot be replaced."""
+    """Returns the path or URL of a file that exists and that the output would replace, or None. Raises OSError if it
+    cannot be replaced. name: the file's name if the output is a directory and there is no conversion."""
     if conversion is not None:
         there = next(map(os.fspath, conversion.paths()), None)
     else:
@@ -191,8 +196,8 @@ def _target(output: PathLike) -> Path | None:
 
 
 def files_to_verify(folder: str) -> list[str]:
-    """Returns the paths of the safetensors files in a directory, at any depth; a set is named by its index. If there
-    is only one, or none, returns the path of the directory."""
+    """Returns the paths of the safetensors files in a directory, at any depth; for a set of files, the path of its
+    index. If there is only one path, or none, returns the path of the directory instead."""
     paths, _ = _units_of(Path(folder), _shown_files(Path(folder), None))
     found = [os.path.join(folder, path) for path in paths if path.name.removesuffix(INDEX_SUFFIX).endswith(SUFFIX)]
     return found if len(found) > 1 else [folder]
@@ -204,19 +209,20 @@ def is_index(path: Path) -> bool:
 
 
 def _units_of(folder: Path, files: list[Path]) -> tuple[list[Path], set[Path]]:
-    """Returns (the files that are named like files of tensors, a set by its index; the files of sets), by their
-    paths in the folder."""
+    """Returns two groups of paths within the folder: files that are named like files of tensors, with the index for
+    each set of files; and the files of these sets."""
     paths, parts = {path for path in files if path.name.endswith(TENSOR_SUFFIXES)}, set[Path]()
     for path in filter(is_index, files):
         named = {path.with_name(name) for name in read_index(folder / path).values()}
-        if not named.isdisjoint(files):  # an index may be there alone, if its files were left out of a download
+        if not named.isdisjoint(files):  # a download may have an index without its files
             paths.add(path)
             parts |= named
     return sorted(paths - parts), parts
 
 
 def _contents_of(folder: Path, files: list[Path], stack: contextlib.ExitStack) -> tuple[dict[Path, Source], list[Path]]:
-    """Returns (the files of tensors, opened, a set by its index; all other files), by their paths in the folder."""
+    """Opens the files of tensors in a folder. Returns (sources by the path of their file or of their set's index, paths
+    of all other files); the paths are within the folder."""
     paths, parts = _units_of(folder, files)
     tensors: dict[Path, Source] = {}
     for path in paths:
@@ -253,8 +259,8 @@ def _shown_files(folder: Path, target: Path | None) -> list[Path]:
 
 
 def _told(path: Path, is_coded: bool) -> bytes | None:
-    """Returns the text of a config.json that tells transformers and diffusers whether weights are coded, or None if
-    it needs no change. Everything else in the text stays the same, byte for byte."""
+    """Returns the new text of a config.json, which tells transformers and diffusers whether the weights are coded, or
+    None if it needs no change. Everything else in the text stays the same, byte for byte."""
     try:
         text = path.read_bytes().decode()
         config = json.loads(text)

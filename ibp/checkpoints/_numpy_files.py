@@ -20,10 +20,11 @@ import torch
 from .._common.locks import ForkLock
 from ._source import Pieces, Source, SourceFormatError, SourceTensor
 
-# of a member of an archive; the lengths of the name and the extra field, which follow the header, are at byte 26
+# Size in bytes of the local header of a member of an archive, and the offset in it of two 16-bit numbers: the lengths
+# of the name and of the extra field, which follow the header.
 _LOCAL_HEADER_BYTES, _LENGTHS_AT = 30, 26
-# The errors that numpy, zipfile and the libraries below them raise for bytes that are not an array or a member. They
-# raise RuntimeError if a member is encrypted, or is compressed by an unknown method.
+# The errors that numpy, zipfile and the libraries below them raise for bytes that are not an array or a member. A
+# RuntimeError stands for a member that is encrypted, or compressed by an unknown method.
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -74,7 +75,8 @@ def open_npz(path: str | os.PathLike[str]) -> Source:
 
 
 def _member(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: str | os.PathLike[str]) -> SourceTensor:
-    """Returns the tensor of an array of an archive, whose data have not been read yet."""
+    """Returns the tensor of an array in an archive. A stored array is mapped. A deflated array is loaded as a whole
+    when it is first read."""
     refusal = f"{path}: {name!r} is no array that numpy reads"
     loaded: list[np.ndarray] = []
     with _refused(refusal):
@@ -109,7 +111,8 @@ def _member(name: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: 
 
 @contextlib.contextmanager
 def _refused(what: str) -> Iterator[None]:
-    """Raises SourceFormatError, with what is wrong, for the errors that bytes which are not an array cause."""
+    """Converts the errors that bytes cause which are not an array to SourceFormatError. what: the beginning of the
+    message."""
     try:
         yield
     except FileNotFoundError:
@@ -122,8 +125,8 @@ def _refused(what: str) -> Iterator[None]:
 def _tensor(
     name: str, dtype: np.dtype, shape: tuple[int, ...], load: Callable[[], np.ndarray], path: object
 ) -> SourceTensor:
-    """Returns the tensor of an array that `load` returns. If the array is big-endian or in Fortran's order, ranges
-    are put in order as they are read."""
+    """Returns the tensor of an array that `load` returns. If the array is big-endian or in Fortran order, the
+    bytes are put in order when they are read."""
     try:
         if dtype.subdtype is not None:
             raise TypeError
@@ -147,8 +150,8 @@ def _tensor(
 
 
 def write_npy(file: IO[bytes], source: Source, pieces: Pieces) -> None:
-    """Writes an .npy file of one tensor. Raises ValueError if there are several, or if numpy does not have the
-    dtype."""
+    """Writes an .npy file of one tensor. Raises ValueError unless the source has exactly one tensor, or if numpy does
+    not have the dtype."""
     if len(source.tensors) != 1:
         count = len(source.tensors)
         raise ValueError(f"an .npy file holds one array, and there are {count} tensors; wanted a name with .npz")

@@ -1,9 +1,9 @@
 """The files that `compress` writes: which tensors each holds, which of them are finished, and what is reported of them.
 
 While a set is being made, its finished files wait in a directory beside the output, `.<name>.ibp-work`, so that an
-interrupted call can be repeated. Each file has a record, and there is a plan of the whole set. When all files are
-there, they are moved to their places, and the directory is removed. Only one call at a time has the directory: it holds
-a lock on a file in it, which the system releases when the call's process ends in any way.
+interrupted call can be repeated. The directory also has a record of each finished file, and a plan of the whole set.
+When all files are finished, they are moved to their final places, and the directory is removed. Only one call at a time
+uses the directory: it holds a lock on a file in it, which the system releases when the call's process ends in any way.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from .._files import (
 from .._schemes import AnyCodebook, Options, with_clusters
 from ._source import Source, SourceTensor
 
-SHARD_BYTES = 5 << 30  # bytes of tensors before coding in a file, at most, unless the caller says otherwise
+SHARD_BYTES = 5 << 30  # default limit in bytes of the total size, before coding, of the tensors in a file
 RECORD = ".done.json"  # the end of the name of a finished file's record
 _PLAN, _LOCK = "plan.json", "lock"
 _OPTIONS = ("scheme", "chunk_bytes", "tau", "clusters", "level", "row_bytes")  # options on which coded bytes depend
-_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of checkpoints whose files stay files of their own
+_FILES_OF_THEIR_OWN = ("safetensors", "torch")  # formats of sets whose files are not joined
 
 
 # ---- which tensors a file holds ----
@@ -67,16 +67,17 @@ class Shard:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def header_bytes(self, codebooks: Iterable[AnyCodebook]) -> int:
-        """Returns the bytes of the file's header, if its tensors have these codebooks."""
+        """Returns a size in bytes that is enough for the file's header, if its tensors have these codebooks."""
         names = [tensor.name for tensor in self.tensors]
         room = header_room(names, self.metadata, len({one for book in codebooks for one in with_clusters(book)}))
         return rounded_up(room + sum(64 * len(tensor.shape) for tensor in self.tensors))
 
 
 def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: Mapping[str, str]) -> list[Shard]:
-    """Returns the files that a checkpoint becomes. Files of a set stay files of their own. A file that is larger
-    than shard_bytes is cut between tensors. target: the path, within the directory of the output, after which the
-    files are named."""
+    """Plans the files that a checkpoint becomes. If it is a set of safetensors files or of files of torch, each of them
+    becomes a file; otherwise all tensors become one file. A file whose tensors have more than shard_bytes bytes is cut
+    between tensors; None: it is not cut. target: the path, within the directory of the output, that the files are named
+    after."""
     stay_apart = len(source.parts) > 1 and all(part.format in _FILES_OF_THEIR_OWN for part in source.parts)
     contents = [
         (tuple(tensors), {**part.metadata, **part.view_texts(), **metadata})
@@ -88,8 +89,9 @@ def shards_of(source: Source, target: Path, shard_bytes: int | None, metadata: M
 
 
 def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mapping[str, AnyCodebook | None]) -> int:
-    """Returns the bytes of the files that a checkpoint becomes, with headers, codebooks and checksums. stored: bytes
-    of each tensor in its file, by name. codebooks: the codebook of each tensor, or None if it is kept as it is."""
+    """Returns the size in bytes of the files that a checkpoint becomes, with headers, codebooks and checksums. stored:
+    size in bytes of each tensor in its file, by name. codebooks: the codebook of each tensor, or None if it is kept as
+    it is."""
     total = 0
     for shard in shards_of(source, Path(f"model{SUFFIX}"), SHARD_BYTES, {}):
         books = {book for tensor in shard.tensors if (book := codebooks[tensor.name]) is not None}
@@ -100,8 +102,8 @@ def compressed_bytes(source: Source, stored: Mapping[str, int], codebooks: Mappi
 
 
 def table_bytes(stored_bytes: int, num_rows: int) -> int:
-    """Returns the bytes that a packed table takes in a file: its rows, lengths and bases each begin at a multiple of
-    the alignment. stored_bytes: bytes of all three, without the gaps between them."""
+    """Returns the size in bytes of a packed table in a file, where its rows, lengths and bases are each padded to a
+    multiple of the alignment. stored_bytes: size in bytes of all three together, without padding."""
     lengths, bases = 2 * num_rows, 8 * -(-num_rows // _core.ROWS_PER_BASE)
     return sum(map(rounded_up, (stored_bytes - lengths - bases, lengths, bases)))
 
@@ -110,8 +112,9 @@ def table_bytes(stored_bytes: int, num_rows: int) -> int:
 
 
 def plan_of(shards: Sequence[Shard], options: Options, kept: Iterable[str]) -> dict[str, Any]:
-    """Returns what a set of files is made of and how, in the form for JSON. An input has changed if its path, its size
-    or the time of its last change is different. kept: names of the tensors that patterns leave as they are."""
+    """Returns a description of a set of files, as a dict that JSON can hold: the inputs, the options, and the tensors
+    of each file. It identifies an input by its path, its size and the time of its last change. kept: names of the
+    tensors that patterns leave as they are."""
     inputs = dict.fromkeys(os.path.abspath(path) for shard in shards for path in shard.inputs)
     found = {path: os.stat(path) for path in inputs}
     return {
@@ -129,11 +132,11 @@ def work_directory(target: Path) -> Path:
 
 
 class Journal:
-    """The directory of a set that is being made. As a context manager it releases the directory, and removes it after
-    an exception if no file is finished.
+    """The directory of a set that is being made. A context manager: leaving it releases the directory, and after an
+    exception also removes it if no file is finished.
 
-    target: the output's path. plan: what the set is made of and how, in the form for JSON. Records of another plan are
-    not used.
+    target: the output's path. plan: the description of the set that `plan_of` returns. Files that were finished under
+    another plan are not used.
     """
 
     def __init__(self, target: Path, plan: dict[str, Any]) -> None:
@@ -142,11 +145,12 @@ class Journal:
         self._target, self._home, self._plan = target, target.parent, plan
 
     def open(self, restart: bool) -> bool:
-        """Makes the directory. It becomes empty unless it has the same plan and `restart` is set. Returns whether it
-        had the same plan, left by an interrupted call. No other call has it until `release` is called.
+        """Makes the directory and locks it. If an interrupted call has left it with the same plan, and `restart` is
+        set, its files are kept; otherwise they are removed. Returns whether it had the same plan. No other call can use
+        the directory until `release` is called.
 
         Raises:
-            OSError: another call has it, or it is not a directory.
+            OSError: another call is using it, or it is not a directory.
         """
         self._lock = self._locked()
         try:
@@ -167,13 +171,13 @@ class Journal:
         self.release()
 
     def release(self) -> None:
-        """Releases the directory, if this call has it, so that other calls can have it."""
+        """Releases the directory, if this call has locked it, so that other calls can use it."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
 
     def _locked(self) -> int:
-        """Takes the lock, and returns the descriptor that has it."""
+        """Makes the directory if it does not exist, and takes its lock. Returns the descriptor that holds the lock."""
         path = self.directory / _LOCK
         while True:
             self.directory.mkdir(parents=True, exist_ok=True)
@@ -181,10 +185,11 @@ class Journal:
                 raise NotADirectoryError(f"{self.directory} is a symbolic link; wanted a directory, or nothing there")
             try:
                 return open_locked(path, 0o666, self._take)
-            except FileNotFoundError:  # the call that had finished with the directory has removed it meanwhile
+            except FileNotFoundError:  # another call, which had used the directory, has just removed it
                 continue
 
     def _take(self, file: int) -> None:
+        """Locks an open file. Raises BlockingIOError if another call has locked it."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -211,7 +216,8 @@ class Journal:
                     path.unlink()
 
     def finished(self, file: str) -> dict[str, Any] | None:
-        """Returns the record of a file that is whole and as it was written, or None if there is no such file."""
+        """Returns the record of a finished file, or None if there is no valid record, or if the file has changed since
+        the record was written."""
         try:
             record = json.loads((self.directory / f"{file}{RECORD}").read_bytes())
             for fields in record["tensors"]:
@@ -228,15 +234,16 @@ class Journal:
         return path
 
     def finish(self, file: str, fields: dict[str, Any]) -> dict[str, Any]:
-        """Notes that a file in the directory is whole. Returns its record: the fields, and what identifies the file."""
+        """Writes the record of a file in the directory that is whole. Returns the record: the fields, with the file's
+        path, its size and the time of its last change."""
         found = self.path_of(file).lstat()
         record = {**fields, "file": file, "size": found.st_size, "mtime_ns": found.st_mtime_ns}
         write_whole(self.directory / f"{file}{RECORD}", json.dumps(record).encode())
         return record
 
     def _place(self, file: str, record: dict[str, Any]) -> Path | None:
-        """Returns where the file of a record is: in the directory, or, if an earlier call got so far, in its final
-        place. Returns None if it is in neither, or has changed."""
+        """Returns the path of a record's file: in the directory or, if an earlier call has already moved it, in its
+        final place. Returns None if there is no such file, or if it has changed."""
         for path in (self.directory / file, self._home / file):
             with contextlib.suppress(FileNotFoundError):
                 found = path.lstat()
@@ -245,8 +252,8 @@ class Journal:
         return None
 
     def move(self, record: dict[str, Any]) -> None:
-        """Moves the finished file of a record to its place, unless it is there already. Raises OSError if it is in
-        neither place, or if another file has its name."""
+        """Moves the finished file of a record to its final place, unless it is there already. Raises OSError if the
+        file does not exist in either place, or was replaced by another file."""
         file = record["file"]
         place = self._place(file, record)
         if place is None:
@@ -258,10 +265,10 @@ class Journal:
         os.replace(place, self._home / file)
 
     def publish(self, sets: Mapping[Path, Sequence[Shard]], records: Mapping[str, dict[str, Any]]) -> None:
-        """Moves finished files to their places, writes the index of each set, and removes the directory.
+        """Moves finished files to their final places, writes the index of each set, and removes the directory.
 
-        sets: the files, by the path, within the directory of the output, that each set is named after. records: the
-        records of the files.
+        sets: the files of each set, by the path that the set is named after, within the directory of the output.
+        records: the records of the files, by their paths.
         """
         for path, shards in sets.items():
             target, made = self._home / path, [records[shard.file] for shard in shards]
@@ -275,7 +282,7 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Removes the directory. The lock goes last, because another call may begin without it."""
+        """Removes the directory. The locked file is removed last, because without it another call could begin."""
         with contextlib.suppress(OSError):
             self._empty()
             (self.directory / _LOCK).unlink()
@@ -300,8 +307,8 @@ class TensorReport:
         name: name in the checkpoint.
         dtype, shape: dtype and shape of the tensor.
         scheme: "ibp" or "planes". None if the tensor is kept as it is.
-        num_bytes: bytes of the tensor.
-        stored_bytes: bytes that it takes in the file, index and padding included, without the codebook.
+        num_bytes: size in bytes of the tensor.
+        stored_bytes: size in bytes of the tensor in the file, index and padding included, without the codebook.
         file: path of its file, within the directory of the output.
     """
 
@@ -315,16 +322,16 @@ class TensorReport:
 
     @property
     def savings(self) -> float:
-        """`share_saved` of the tensor: 1 - stored_bytes / num_bytes."""
+        """The share of the tensor's bytes that is saved: 1 - stored_bytes / num_bytes."""
         return share_saved(self.num_bytes, self.stored_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields in the form for JSON."""
+        """Returns the fields as a dict that JSON can hold."""
         return as_json(self)
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> TensorReport:
-        """Returns the report that `as_dict` was called on."""
+        """Returns the report from the dict that its `as_dict` has returned."""
         return cls(**{**fields, "dtype": dtype_of(fields["dtype"]), "shape": tuple(fields["shape"])})
 
 
@@ -343,12 +350,12 @@ class CheckpointReport:
             set. For a URL it is the URL.
         files: paths of the files with tensors, within their directory.
         tensors: a `TensorReport` for each tensor, in the order of the files.
-        num_bytes: bytes of all tensors.
-        file_bytes: bytes of all files, headers and checksums included.
-        kept_files: how many files an earlier, interrupted call had finished.
-        peak_bytes: the largest amount of its own memory (RssAnon of Linux) that this process was seen to have during
-            the call.
-        other_files: paths of the files beside them that were copied or written, if a directory was compressed.
+        num_bytes: size in bytes of all tensors.
+        file_bytes: size in bytes of all files with tensors, headers and checksums included.
+        kept_files: number of files that an earlier, interrupted call had finished.
+        peak_bytes: the largest size in bytes of this process's own memory (RssAnon of Linux) that was seen during the
+            call.
+        other_files: paths of the other files that were copied or written, if a directory was compressed.
     """
 
     path: str
@@ -362,11 +369,12 @@ class CheckpointReport:
 
     @property
     def savings(self) -> float:
-        """`share_saved`: 1 - file_bytes / num_bytes; negative if headers take more than is saved."""
+        """The share of the tensors' bytes that is saved: 1 - file_bytes / num_bytes. It is negative if headers take
+        more than coding saves."""
         return share_saved(self.num_bytes, self.file_bytes)
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields in the form for JSON."""
+        """Returns the fields as a dict that JSON can hold."""
         own = {**vars(self), "savings": self.savings, "files": list(self.files), "other_files": list(self.other_files)}
         return {**own, "tensors": [tensor.as_dict() for tensor in self.tensors]}
 
@@ -379,23 +387,25 @@ class CheckpointReport:
 
 
 class PeakMemory:
-    """Notes the largest amount of its own memory that this process was seen to have."""
+    """Measures this process's own memory from time to time. num_bytes: the largest size in bytes so far."""
 
-    _BETWEEN_BYTES = 64 << 20  # bytes of data between two looks; a look takes as long as coding half a megabyte
+    # Number of bytes of data between two measurements. A measurement takes as long as coding half a megabyte.
+    _BETWEEN_BYTES = 64 << 20
 
     def __init__(self) -> None:
         self.num_bytes, self._passed_bytes = 0, 0
         self.look()
 
     def passed(self, num_bytes: int) -> None:
-        """Looks from time to time. It is called when num_bytes more bytes of data have passed."""
+        """Measures the memory, if enough data have passed since the last time. The caller calls it whenever num_bytes
+        more bytes of data have passed."""
         self._passed_bytes += num_bytes
         if self._passed_bytes >= self._BETWEEN_BYTES:
             self._passed_bytes = 0
             self.look()
 
     def look(self) -> None:
-        """Looks once. Without Linux's /proc the peak stays 0."""
+        """Measures the memory now. Without Linux's /proc the peak stays 0."""
         try:
             lines = Path("/proc/self/status").read_text().splitlines()
         except OSError:

@@ -39,7 +39,9 @@ from .._tables.compressed_tensor import CompressedTensor
 from ..codecs._whole import WholeTensor
 from ._source import Pieces, Source, SourceFormatError, SourceTensor, loaded_tensor
 
-ROWS_KEY = "ibp_rows."  # of metadata: a table that holds some items of a tensor; its fields are first, last and items
+# The beginning of keys of metadata for tables that hold some items of a tensor. The name of the table follows. The text
+# has the fields first, last (the table holds items [first, last)) and items (number of items of the tensor).
+ROWS_KEY = "ibp_rows."
 _ALIGNMENT = 8  # bytes: the alignment of data in a safetensors file
 _METADATA = "__metadata__"
 _CPU = torch.device("cpu")
@@ -75,7 +77,8 @@ def _mapped_tensor(name: str, entry: Entry, data: np.ndarray) -> SourceTensor:
 
 
 def _with_entry(tensor: SourceTensor, dtype: str, shape: tuple[int, ...]) -> SourceTensor:
-    """Returns the tensor of an entry in a header. It keeps the entry if torch's tensor has another one."""
+    """Returns a tensor that was read from an entry of a header. If torch has no such dtype, so that the tensor would be
+    stored with another entry, the original entry is added to it."""
     entry = dtype, shape
     return tensor if entry_of(tensor.dtype, tensor.shape) == entry else replace(tensor, entry=entry)
 
@@ -116,7 +119,7 @@ def open_ibp(path: str | os.PathLike[str]) -> Source:
 
 
 def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
-    """Returns the files of a set as sources."""
+    """Returns a source for each file of a set. A table with parts in several files belongs to the first of them."""
     tensors: dict[str, dict[str, SourceTensor]] = {os.path.basename(path): {} for path in whole.files}
     for name, tensor in whole.tensors.items():
         held_by = file.info(name).files
@@ -128,7 +131,8 @@ def _parts_of(whole: Source, file: File) -> tuple[Source, ...]:
 
 
 def _coded_tensor(name: str, coded: CompressedTensor | WholeTensor) -> SourceTensor:
-    """Returns the tensor of a table, or of a general codec, which is decoded when it is read."""
+    """Returns the tensor of a table, or of a tensor that a general codec has coded. Ranges are decoded when they are
+    read."""
 
     def read(start_byte: int, end_byte: int) -> np.ndarray:
         if start_byte == end_byte:
@@ -173,7 +177,8 @@ def _view_tensor(name: str, view: View, base: SourceTensor) -> SourceTensor:
 
 
 def _with_whole(tensors: dict[str, SourceTensor], metadata: Mapping[str, str], path: object) -> dict[str, SourceTensor]:
-    """Returns the tensors, after joining each tensor whose items are in several tables."""
+    """Returns the tensors, in which the tables that hold items of one tensor, as the metadata says, are replaced by
+    that tensor. Raises FileFormatError if such tables do not hold all items of their tensor."""
     pieces: dict[str, list[tuple[int, int, int, str]]] = {}
     for key, text in metadata.items():
         if key.startswith(ROWS_KEY):

@@ -17,7 +17,7 @@ from .._files import VIEW_KEY, View, entry_of
 from .._layout.geometry import bytes_of
 from .._tables.compressed_tensor import CompressedTensor
 
-_BLOCK_BYTES = 16 << 20  # bytes that `tensor` reads at once
+_BLOCK_BYTES = 16 << 20  # number of bytes that `SourceTensor.tensor` reads at once
 
 
 class SourceFormatError(ValueError):
@@ -29,8 +29,8 @@ class NotTensorsError(SourceFormatError):
 
 
 def is_chosen(name: str, include: Iterable[str] | None, exclude: Iterable[str]) -> bool:
-    """Returns whether a name matches a pattern of include (None: any name) and none of exclude. Patterns are those
-    of fnmatch."""
+    """Returns whether a name matches a pattern of include (None: any name matches), and no pattern of exclude. The
+    patterns are those of the module fnmatch."""
 
     def matches(patterns: Iterable[str]) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
@@ -39,7 +39,7 @@ def is_chosen(name: str, include: Iterable[str] | None, exclude: Iterable[str]) 
 
 
 def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterable[str]) -> list[str]:
-    """Returns the names that patterns choose. Raises ValueError if a pattern of include matches none of the names."""
+    """Returns the names that patterns choose. Raises ValueError if a pattern of include does not match any name."""
     every, unwanted = list(names), tuple(exclude)
     wanted = None if include is None else tuple(include)
     for pattern in wanted or ():
@@ -50,23 +50,24 @@ def chosen(names: Iterable[str], include: Iterable[str] | None, exclude: Iterabl
 
 @dataclass(frozen=True, eq=False)
 class SourceTensor:
-    """A tensor of a file. It is read by ranges of bytes of its contiguous, little-endian form."""
+    """A tensor of a file. The bytes of its contiguous, little-endian form are read range by range."""
 
     name: str  # the name in its file
     # dtype, shape: of the tensor.
     dtype: torch.dtype
     shape: tuple[int, ...]
-    # Returns bytes [start, end), uint8 and contiguous. They must not be written to, because they may be the file's map.
-    # Threads may call it at once. Raises OSError or ValueError if the file cannot be read, or is damaged.
+    # A function that returns bytes [start, end) as a contiguous uint8 array. The array must not be written to, because
+    # it may be the file's map. Several threads may call the function at once. It raises OSError or ValueError if the
+    # file cannot be read, or is damaged.
     read: Callable[[int, int], np.ndarray]
-    # Whether it is an array whose items are looked up, and not a weight that is used as a whole.
+    # Whether single items of the tensor are looked up, as in an array of numpy; a weight is used as a whole.
     has_items: bool = False
     table: CompressedTensor | None = None  # the table that holds the tensor in a file of ibp
-    # The dtype and shape in the file, if torch does not have the dtype and the tensor consists of its bytes; otherwise
-    # None.
+    # The dtype and shape in the file, if torch does not have that dtype, so that this tensor consists of bytes.
+    # Otherwise None.
     entry: tuple[str, tuple[int, ...]] | None = None
-    # The tensor whose memory contains this one, and the view that this one is. None for a tensor with memory of its
-    # own.
+    # For a tensor that is a view: the tensor in whose memory it lies, and the description of the view. None for other
+    # tensors.
     base: SourceTensor | None = None
     view: View | None = None
 
@@ -81,8 +82,8 @@ class SourceTensor:
             yield start, min(start + block_bytes, self.num_bytes)
 
     def header_entry(self) -> tuple[str, tuple[int, ...]]:
-        """Returns the dtype and shape of the plain tensor in the header of a file. Raises ValueError if safetensors
-        does not have the dtype."""
+        """Returns the dtype and shape that a header has for this tensor if it is stored as it is. Raises ValueError if
+        safetensors does not have the dtype."""
         entry = self.entry or entry_of(self.dtype, self.shape)
         if entry is None:
             raise ValueError(f"tensor {self.name!r} has {self.dtype}, which safetensors lacks")
@@ -101,7 +102,8 @@ class SourceTensor:
 
 
 def loaded_tensor(name: str, tensor: torch.Tensor, path: object) -> SourceTensor:
-    """Returns a dense tensor of torch, with any strides, as a tensor of a source."""
+    """Returns the `SourceTensor` of a dense tensor of torch, which may have any strides. Raises SourceFormatError if it
+    is not dense. path: its file, for the message."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         raise SourceFormatError(f"{path}: tensor {name!r} is not dense; wanted a strided tensor with its values")
     tensor, size = tensor.detach(), tensor.dtype.itemsize
@@ -117,7 +119,8 @@ def loaded_tensor(name: str, tensor: torch.Tensor, path: object) -> SourceTensor
 
 
 def _elements(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Returns elements first to last - 1 of a tensor in order, by whole items of its first dimension."""
+    """Returns elements first to last - 1 of a tensor in order, as a 1-D tensor. Copies at most the items of a dimension
+    that hold these elements."""
     if tensor.dim() == 0:
         return tensor.reshape(1)
     each = tensor[0].numel()
@@ -127,7 +130,7 @@ def _elements(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
     return tensor[item:end].reshape(-1)[first - item * each : last - item * each]
 
 
-# Returns the bytes of a tensor in order, block by block.
+# A function that returns the bytes of a tensor in order, block by block.
 Pieces = Callable[[SourceTensor], Iterable[np.ndarray]]
 
 
@@ -139,11 +142,11 @@ class Source(Closing):
     Attributes:
         path: the path as it was given.
         format: "safetensors", "npy", "npz", "torch" or "ibp".
-        metadata: texts by keys that the file holds in addition to its tensors.
+        metadata: a mapping from keys to texts, which the file holds in addition to its tensors.
         tensors: mapping from name to `SourceTensor`, in the file's order.
         parts: the files of a set as sources, in the order of their names; for one file, the source itself.
         files: paths, on this machine, of the files that are read.
-        closing: what is closed with the source.
+        closing: the contexts that are left when the source is closed.
     """
 
     def __init__(
@@ -169,12 +172,12 @@ class Source(Closing):
         return list(dict.fromkeys(tensor.base or tensor for tensor in self.tensors.values()))
 
     def view_texts(self) -> dict[str, str]:
-        """Returns the texts of metadata that describe the tensors which are views."""
+        """Returns the entries of metadata that describe those tensors that are views."""
         views = {name: tensor.view for name, tensor in self.tensors.items()}
         return {f"{VIEW_KEY}{name}": view.text() for name, view in views.items() if view is not None}
 
     def only(self, names: Iterable[str]) -> Source:
-        """Returns a source with these tensors alone, without the files that have none of them."""
+        """Returns a source with only these tensors. Files of a set that have none of them are left out."""
         wanted = set(names)
         kept = {name: tensor for name, tensor in self.tensors.items() if name in wanted}
         restricted = Source(self.path, self.format, kept, self.metadata)

@@ -43,8 +43,8 @@ class Format(NamedTuple):
 
     Attributes:
         open: opens a file of this machine.
-        write: writes the tensors and the metadata of a source to a file, with the bytes that a function returns for
-            each tensor.
+        write: writes the tensors and the metadata of a source to a file. Its last argument is a function that returns
+            the bytes of each tensor.
     """
 
     open: Callable[[PathLike], Source]
@@ -57,9 +57,9 @@ FORMATS: Mapping[str, Format] = {
     "npz": Format(open_npz, write_npz),
     "torch": Format(open_torch, write_torch),
 }
-_OF_ANY_BYTES = ".bin"  # a suffix that tokenizers also use for files of theirs
+_OF_ANY_BYTES = ".bin"  # a suffix of torch's checkpoints that other files have, too, such as those of tokenizers
 _READ = "safetensors, .npy, .npz, checkpoints of torch.save, and files of ibp"
-_START_BYTES = 16
+_START_BYTES = 16  # number of bytes that are read to recognise the format of a file
 
 
 def open_source(path: PathLike) -> Source:
@@ -104,7 +104,7 @@ def open_source(path: PathLike) -> Source:
 
 def format_of(path: str) -> str:
     """Returns the format of a file of this machine, recognised by its bytes: "npy", "npz", "torch", or "safetensors",
-    also for ibp's files.
+    which is also that of ibp's files.
 
     Raises:
         SourceFormatError: it has none of these formats.
@@ -154,13 +154,14 @@ def expand(inputs: PathLike | Iterable[PathLike]) -> list[str]:
 
 
 def local_path(path: str) -> contextlib.AbstractContextManager[str]:
-    """Returns a context that gives the path itself or, for a URL, the path of a local copy of the file or set of
-    files. The copy exists as long as the context lasts."""
+    """Returns a context that yields the path itself or, for a URL, the path of a local copy of the file or set of
+    files. The copy is removed when the context is left."""
     return read_here(path, (*TENSOR_SUFFIXES, INDEX_SUFFIX))
 
 
 def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None]) -> Source:
-    """Opens files as one source, with the metadata of all. Files for which open_one returns None are left out.
+    """Opens files as one source, which has the tensors and the metadata of all of them. Files for which open_one
+    returns None are left out.
 
     Raises:
         FileNotFoundError: no file is left.
@@ -194,6 +195,7 @@ def _opened(path: str, files: list[str], open_one: Callable[[str], Source | None
 
 
 def _matches(path: str) -> list[str]:
+    """Returns the paths or URLs that a glob matches, sorted; or the path itself if it is not a glob."""
     if not glob.has_magic(path) or (not is_url(path) and os.path.exists(path)):
         return [path]
     if is_url(path):
@@ -243,8 +245,8 @@ def _open_directory(path: str) -> Source:
 
 
 def _open_if_tensors(path: str) -> Source | None:
-    """Opens a file of a directory. Returns None, with a warning, if it holds something else, such as the state of
-    random numbers or of a schedule beside a model."""
+    """Opens a file of a directory. Returns None and warns if it holds no tensors, or other things than tensors, such as
+    the state of a generator of random numbers or of a schedule that was saved with a model."""
     try:
         source = open_source(path)
     except NotTensorsError as error:
@@ -258,8 +260,8 @@ def _open_if_tensors(path: str) -> Source | None:
 
 
 def _open_index(path: str) -> Source:
-    """Opens the set of files that an index names. If two files have a tensor with the same name, the one that the index
-    names is taken.
+    """Opens the set of files that an index names. If several files have a tensor with the same name, the tensor is read
+    from the file that the index names for it.
 
     Raises:
         ibp.FileFormatError: a file does not have a tensor that the index says it has.

@@ -4,12 +4,13 @@ The tensor at ["model"]["w"] has the name "model.w". A number or string at ["epo
 under the key "torch.epoch". One more text of the metadata, "torch_structure", holds what the names do not say. It is a
 JSON value of nodes:
 
-    null                  is the tensor or the value of the path that leads to it,
-    [kind, children]      is a container of one of `_KINDS`. Children are [key, node] pairs for a mapping, and nodes for
-                          a list; null for a mapping at the root whose keys are the names, those of tensors first,
+    null                  is the tensor or the value whose name is the path of the node,
+    [kind, children]      is a container of one of `_KINDS`. Its children are [key, node] pairs for a mapping, and nodes
+                          for a list. They are null for a mapping at the root whose keys are the names in the file, in
+                          order, those of tensors first,
     [kind, children, x]   also has an attribute _metadata, like the state_dict of a module.
 
-Keys, and the content of _metadata, are nodes with their values in place of null.
+Keys, and the content of _metadata, are nodes, too, but have values where other nodes have null.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _KINDS: dict[str, Any] = {
 }
 _NAMES = {made: kind for kind, made in _KINDS.items()}
 _SCALARS = (str, int, float, bool, type(None))
-_MOST_LEVELS = 64
-_VALUE_BYTES = 16  # least bytes that a value takes in the header, with quotes, commas and its place
+_MOST_LEVELS = 64  # largest depth of nested containers
+_VALUE_BYTES = 16  # lower bound in bytes of what a value takes in the header, with quotes and commas, without its path
 _ABSENT = object()
 _WHY = re.compile(r"WeightsUnpickler error:\s*(.+)")
 _UNKNOWN = re.compile(r"GLOBAL (\S+)")  # in torch's message about a class or function that weights_only does not accept
@@ -56,7 +57,8 @@ def open_torch(path: str | os.PathLike[str]) -> Source:
     Raises:
         NotTensorsError: it holds a value that is neither a tensor nor a number nor a text, so that weights_only refuses
             it.
-        SourceFormatError: it is not a checkpoint, or its tensors are more than 1,000 times as large as the file.
+        SourceFormatError: it is not a checkpoint, or the total size of its tensors is more than 1,000 times the size of
+            the file.
     """
     try:
         content = _load(os.fspath(path))
@@ -92,7 +94,7 @@ def _reason(error: Exception) -> str:
 
 
 def _load(path: str) -> Any:
-    """Loads the file, mapped if torch can map it."""
+    """Returns the content of a checkpoint. Its tensors are mapped if torch can map the file."""
     with os.fdopen(open_regular(path), "rb") as file:
         is_archive = file.read(4) == b"PK\3\4"
     if is_archive:
@@ -103,8 +105,8 @@ def _load(path: str) -> Any:
 
 
 def write_torch(file: IO[bytes], source: Source, pieces: Pieces) -> None:
-    """Writes a checkpoint by torch.save: nested as metadata says, otherwise a dict from names to tensors. Tensors
-    that shared memory share it again. Meanwhile all of it is in memory."""
+    """Writes a checkpoint by torch.save: nested as the metadata says, or else a dict from names to tensors. Tensors
+    that shared memory share it again. All tensors are in memory at the same time."""
     held: dict[SourceTensor, torch.Tensor] = {}
     values: dict[str, torch.Tensor] = {}
     for tensor in source.tensors.values():
@@ -121,8 +123,8 @@ def write_torch(file: IO[bytes], source: Source, pieces: Pieces) -> None:
 def _with_views(
     tensors: dict[str, SourceTensor], found: Mapping[str, torch.Tensor], path: object
 ) -> dict[str, SourceTensor]:
-    """Returns the tensors. Tensors that overlap in memory, or that have an element in several places, become views
-    of a base."""
+    """Returns the tensors. Those that overlap in memory, and those in which several indices lead to the same element,
+    become views of a base. found: the same tensors, by name, as torch loaded them."""
     of_storages: dict[tuple[int, torch.dtype], list[tuple[int, int, str]]] = {}
     for name, tensor in found.items():
         if tensor.numel() and not tensor.is_conj() and not tensor.is_neg():
@@ -151,14 +153,14 @@ def _with_views(
 
 
 def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Returns the first element of a tensor in its storage, and the end of its last element."""
+    """Returns the range (start, end) of a tensor in its storage, counted in elements."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     start = int(tensor.storage_offset())
     return start, start + last + 1
 
 
 def _overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list[str]]]:
-    """Joins sorted spans that overlap. Returns (start, end, names) for each."""
+    """Joins sorted spans that overlap one another. Returns (start, end, names) for each joined span."""
     joined: list[tuple[int, int, list[str]]] = []
     for start, end, name in spans:
         if joined and start < joined[-1][1]:
@@ -173,8 +175,8 @@ def _overlapping(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list
 
 
 def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns the tensors of a checkpoint by name, and its other values as texts of metadata. most_bytes: limit of the
-    bytes of names and texts.
+    """Returns the tensors of a checkpoint by name, and its other values as texts of metadata. most_bytes: largest size
+    in bytes of all names and texts together.
 
     Raises:
         NotTensorsError: it holds a value that is not a tensor, a number, a text or a container of these.
@@ -182,7 +184,7 @@ def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], d
     """
     made = _Flattening(most_bytes)
     structure = made.node(content, "")
-    # whether the root is a mapping from names to tensors and values with the same names as in the file
+    # Whether the root is a mapping from texts to tensors and values, so that its keys are their names in the file.
     is_flat = isinstance(structure, list) and structure[0] not in ("list", "tuple", "Size")
     is_flat = is_flat and all(isinstance(key, str) and key and node is None for key, node in structure[1])
     in_order = [*made.tensors, *(key.removeprefix(PREFIX) for key in made.texts)]  # as `nested` finds them
@@ -196,17 +198,18 @@ def flattened(content: Any, most_bytes: int) -> tuple[dict[str, torch.Tensor], d
 
 
 class _Flattening:
-    """Makes a checkpoint flat. A list that is shared within the checkpoint may stand for any number of values, so
-    values are counted by the room that they would take in a header."""
+    """Flattens a checkpoint. A small file can stand for a huge number of values, if lists occur in many places. So the
+    size in bytes that names and values would have in a header is added up and limited."""
 
     def __init__(self, most_bytes: int) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.texts: dict[str, str] = {}
         self._most = self._room = most_bytes
-        self._json_bytes: dict[int, int | None] = {}  # by the container's id; None while a container is being looked at
+        self._json_bytes: dict[int, int | None] = {}  # by the container's id; see `_bytes_as_json`
 
     def node(self, value: Any, path: str | None, level: int = 0) -> Any:
-        """Returns the node of a value. path: None if values are in the node itself."""
+        """Returns the node of a value. Tensors and values are entered under their paths. path: the path of the value.
+        None: the node itself holds the values within it."""
         self._take(_VALUE_BYTES + len(path or ""))
         if level > _MOST_LEVELS:
             raise SourceFormatError(f"lists and dicts are nested more than {_MOST_LEVELS} levels deep")
@@ -241,12 +244,14 @@ class _Flattening:
         return [children, *(self.node(inner, None, level) for inner in attributes.values())]
 
     def _enter(self, where: dict[str, Any], path: str, value: Any) -> None:
+        """Adds a value under its path to `tensors` or `texts`. Raises SourceFormatError if the path is taken."""
         name = path or "tensor"
         if name in self.tensors or PREFIX + name in self.texts:
             raise SourceFormatError(f"two values have the path {name!r}")
         where[name if where is self.tensors else PREFIX + name] = value
 
     def _take(self, num_bytes: int) -> None:
+        """Subtracts bytes from what is left of the limit. Raises SourceFormatError if that is not enough."""
         self._room -= num_bytes
         if self._room < 0:
             raise SourceFormatError(
@@ -255,8 +260,8 @@ class _Flattening:
             )
 
     def _bytes_as_json(self, value: Any, level: int) -> int | None:
-        """Returns the approximate bytes of a value that JSON gives back unchanged, or None for other values. Each
-        container is looked at once."""
+        """Returns the approximate size in bytes of a value as JSON, or None if JSON would not give it back unchanged,
+        as for a container that contains itself. Each container is visited once."""
         if isinstance(value, str):
             return len(value)
         if type(value) in _SCALARS:
@@ -275,8 +280,8 @@ class _Flattening:
 
 
 def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any:
-    """Returns what `flattened` was given. Tensors that have been left out are missing from their dicts. New tensors are
-    added to the outermost dict.
+    """Rebuilds the checkpoint that `flattened` was given. Tensors that have been left out are missing from their dicts.
+    New tensors are added to the outermost dict.
 
     Raises:
         SourceFormatError: the metadata is damaged, or a tensor has no place.
@@ -302,10 +307,10 @@ def nested(tensors: Mapping[str, torch.Tensor], texts: Mapping[str, str]) -> Any
 
 
 def _content(node: Any, path: str | None, left: dict[str, Any]) -> Any:
-    """Returns what a node stands for, or `_ABSENT` if it has been left out.
+    """Returns the value that a node stands for, or `_ABSENT` if that has been left out.
 
-    path: the keys that lead to the node. None if values are in the node itself.
-    left: tensors and values by their paths, from which those of the node are taken.
+    path: the keys that lead to the node, joined by dots. None: the node itself holds the values within it.
+    left: tensors and values by their paths. Those of the node are removed from it.
     """
     if not isinstance(node, list):
         if path is None:

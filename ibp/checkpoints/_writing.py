@@ -1,4 +1,4 @@
-"""`CheckpointWriter` writes files of tables and tensors while the tensors come. `is_coded` tells which files are of
+"""`CheckpointWriter`, which writes a file of tables and tensors one by one, and `is_coded`, which recognises files of
 ibp."""
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .._files import (
 )
 from .._tables.compressed_tensor import CompressedTensor
 
-_AHEAD = 1  # tensors that wait while another one is written; each takes memory
-_DIMENSION_BYTES = 32  # bytes of a dimension in a header, for tensors of more dimensions than `header_room` counts
-# Names that parts of tables or of tensors can have.
+_AHEAD = 1  # number of tensors that wait while another one is written; each takes memory
+_DIMENSION_BYTES = 32  # room in bytes for a dimension in a header; `header_room` has room for at most 8 dimensions
+# Names that the format reserves, or that a part of a table or of a tensor can have.
 _UNUSUAL_NAME = re.compile(r"ibp\.|__metadata__|.*[:\[]", re.DOTALL)
 
 
 class CheckpointWriter(Closing):
-    """A file of tables and tensors that is written tensor by tensor, for programs whose tensors come one after the
-    other. `ibp.save` writes what is in memory already. `ibp.open` reads the file.
+    """A file of tables and tensors that is written tensor by tensor, for programs that produce tensors one after the
+    other. For tensors that are in memory already, `ibp.save` is simpler. `ibp.open` reads the file.
 
     It is a context manager. If it is left normally, the file appears under its name, whole and on disk; if it is left
     by an exception, an earlier file of that name stays as it was.
@@ -53,11 +53,12 @@ class CheckpointWriter(Closing):
 
     Args:
         output: path of the file; a directory, for "model.safetensors" in it; or a URL that fsspec knows.
-        shapes: the names of the tables and tensors to come, with their shapes, for which the header gets room.
-        metadata: texts by keys, kept in the file; no key begins with "ibp.".
+        shapes: the shapes, by name, of all tables and tensors that will be written, so that the header gets enough
+            room.
+        metadata: a mapping from keys to texts, which is stored in the file. No key may begin with "ibp.".
 
     Raises:
-        TypeError, ValueError: metadata is not as described, or output ends like files of another format.
+        TypeError, ValueError: metadata is not as described, or output has the suffix of another format.
         OSError: (on entering, writing and leaving) the file cannot be written.
     """
 
@@ -76,8 +77,9 @@ class CheckpointWriter(Closing):
 
     @staticmethod
     def takes(name: str, tensor: torch.Tensor) -> bool:
-        """Returns whether a file can hold a tensor under a name: it is dense, of no subclass but torch.nn.Parameter,
-        and of a dtype of safetensors, and no entry of such a file has the name for itself.
+        """Returns whether a file can hold a tensor under a name: the tensor is dense, of no subclass but
+        torch.nn.Parameter, and of a dtype of safetensors, and the name is printable, not reserved, and not like that of
+        a table's part.
 
         Example:
             >>> [ibp.checkpoints.CheckpointWriter.takes(name, torch.ones(3)) for name in ("weight", "weight:slots")]
@@ -89,7 +91,7 @@ class CheckpointWriter(Closing):
         return is_plain and entry_of(tensor.dtype, tuple(tensor.shape)) is not None and not tensor.is_meta
 
     def write(self, name: str, value: CompressedTensor | torch.Tensor) -> int:
-        """Writes a table or tensor from any device, block by block. Returns the bytes that it takes in the file.
+        """Writes a table or tensor, which may be on any device, block by block. Returns its size in bytes in the file.
 
         Raises:
             ValueError: the file is not open, has the name already or cannot have it, or the tensor has a dtype that
@@ -106,8 +108,8 @@ class CheckpointWriter(Closing):
         return file.data_bytes - start
 
     def write_all(self, values: Iterable[tuple[str, CompressedTensor | torch.Tensor]]) -> dict[str, int]:
-        """Writes tables and tensors, each on a thread while the next one is made. Returns the bytes that they take in
-        the file, by name. values: pairs (name, value); the calling thread makes them."""
+        """Writes tables and tensors. A thread writes each while the calling thread gets the next one from `values`.
+        Returns the size in bytes of each in the file, by name. values: pairs (name, value)."""
         with ThreadPoolExecutor(1, "ibp-writer") as thread:
             written = ahead(thread, lambda pair: (pair[0], self.write(*pair)), values, _AHEAD)
             with contextlib.closing(written):
@@ -131,8 +133,7 @@ class CheckpointWriter(Closing):
 
 
 def is_coded(path: PathLike) -> bool:
-    """Returns whether a file of tensors is one of ibp. Only its header is read. A file of another format, or a damaged
-    one, is not.
+    """Returns whether a file is a file of ibp. Only the header is read. Returns False for a file of another format.
 
     Example:
         >>> ibp.save("coded.safetensors", {"a": ibp.compress(torch.ones(1000, 1024))})

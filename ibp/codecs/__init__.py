@@ -1,5 +1,5 @@
-"""How tensors are coded: codebooks of rows, general codecs for tensors that are only used whole, and the choice between
-them.
+"""How tensors are coded: codebooks for tables of rows, general codecs for tensors that are only used as a whole, and
+the choice between these codings.
 
     codebook = ibp.codecs.analyze(x, scheme="planes")     # learned once, for `ibp.compress(x, codebook=codebook)`
     choice   = ibp.codecs.choose(x, link_gbps=50)         # the coding that moves x over a link in the least time

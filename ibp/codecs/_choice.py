@@ -1,5 +1,5 @@
-"""`ibp.codecs.choose`: tries our schemes and general codecs on a sample of a tensor, and chooses the coding that moves
-the tensor over a link in the least time."""
+"""`ibp.codecs.choose`: tries the schemes of tables, and general codecs, on a sample of a tensor, and chooses the coding
+that moves the tensor over a link in the least time."""
 
 from __future__ import annotations
 
@@ -23,30 +23,34 @@ from . import _nvcomp
 from ._compressing import compress
 from ._whole import CODECS, WholeTensor, codec_of, is_general
 
-_GPU_SAMPLE_BYTES = 256 << 20  # bytes; several times a GPU's cache, and enough chunks to fill a GPU
-_CPU_SAMPLE_BYTES = 16 << 20  # bytes for each thread, which codes blocks of 2 MiB
-_PIECE_BYTES = 4 << 20  # bytes of the tensor in one piece of the sample, because general codecs look back that far
-_BUDGET_S, _MOST_REPEATS = 4e-3, 12  # for one measurement
-_ROUNDS = 3  # candidates take turns in each round, so that other work on the machine slows all of them
-_LONG_S = 1.0  # a call that takes longer is timed only once
-# Candidates that take longer are measured only once, because other work on the machine changes their time little.
+# Size in bytes of the sample on a GPU: several times the GPU's cache, with enough chunks to occupy the whole GPU.
+_GPU_SAMPLE_BYTES = 256 << 20
+_CPU_SAMPLE_BYTES = 16 << 20  # size in bytes of the sample on the CPU, for each thread; threads code blocks of 2 MiB
+_PIECE_BYTES = 4 << 20  # size in bytes of a piece of the sample; general codecs look for repetitions that far back
+_BUDGET_S, _MOST_REPEATS = 4e-3, 12  # for one measurement: time in seconds, and largest number of repeated calls
+# Number of rounds. Each round measures all candidates, so that other work on the machine slows all of them alike.
+_ROUNDS = 3
+_LONG_S = 1.0  # A call that takes longer than this, in seconds, is timed only once.
+# A candidate that takes longer than this, in seconds, is measured in the first round only, because other work on the
+# machine changes its time little.
 _STEADY_S = 20e-3
-_POISON = 0xA5  # memory that a decoder has not written must not look like x
-_LEVELS = {"planes": ("default", "fast"), "ibp": ("default",)}  # the levels to try of schemes with codebooks
+_POISON = 0xA5  # Fills the output before decoding, so that bytes that the decoder does not write differ from x's.
+_LEVELS = {"planes": ("default", "fast"), "ibp": ("default",)}  # the levels that are tried for schemes with codebooks
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class CodingCost:
-    """What it takes to code a tensor, to move it over a link and to decode it, one after the other.
+    """The bytes and the time that a coding takes to code a tensor, to move it over a link and to decode it, one after
+    the other.
 
     Attributes:
         scheme: the scheme, as an argument of `ibp.compress`. "raw": the tensor is moved as it is.
         level: the level of scheme planes.
-        codebook: the codebook of a scheme of rows, learned from the tensor. None for other schemes.
-        stored_bytes: bytes that are moved.
-        encode_s, transfer_s, decode_s: seconds. Learning a codebook is not counted.
-        total_s: their sum; without encode_s if the tensor is coded once and fetched often.
+        codebook: the codebook of a scheme of rows, learned from a sample of the tensor. None for other schemes.
+        stored_bytes: number of bytes that are moved over the link.
+        encode_s, transfer_s, decode_s: times in seconds. Learning a codebook is not counted.
+        total_s: the sum of these times, without encode_s if the time for coding does not count.
     """
 
     scheme: str
@@ -69,11 +73,11 @@ class Choice:
     """The result of `ibp.codecs.choose`. Its repr is a table.
 
     Attributes:
-        num_bytes: bytes of the tensor.
-        link_gbps: rate of the link, 10^9 bytes per second.
+        num_bytes: size in bytes of the tensor.
+        link_gbps: rate of the link in 10^9 bytes per second.
         encode: whether the time for coding counts.
         rows: whether rows must be decodable alone.
-        table: every candidate, as `ibp.codecs.CodingCost`, the fastest first: this one is chosen.
+        table: the `ibp.codecs.CodingCost` of every candidate, the fastest first. The first candidate is chosen.
     """
 
     num_bytes: int
@@ -104,12 +108,12 @@ class Choice:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes that the choice moves."""
+        """Number of bytes that are moved over the link with the choice."""
         return self.best.stored_bytes
 
     @property
     def savings(self) -> float:
-        """1 - stored_bytes / bytes of the tensor; 0 for an empty one."""
+        """The share of bytes that is saved: 1 - stored_bytes / num_bytes; 0 for an empty tensor."""
         return share_saved(self.num_bytes, self.stored_bytes)
 
     @property
@@ -121,7 +125,7 @@ class Choice:
         """Returns the choice for another link, from the same measurements.
 
         Args:
-            link_gbps: rate of that link, 10^9 bytes per second.
+            link_gbps: rate of that link in 10^9 bytes per second.
             encode: whether the time for coding counts. None: as before.
         """
         counts = self.encode if encode is None else encode
@@ -155,13 +159,13 @@ def choose(
     rows: bool = False,
     schemes: Iterable[str] | None = None,
 ) -> Choice:
-    """Chooses the coding that moves a tensor over a link in the least time: coded, moved and decoded, one after the
-    other.
+    """Chooses the coding that moves a tensor over a link in the least time. The time is that to code, to move and to
+    decode the tensor, one after the other.
 
     Every candidate codes and decodes a sample of the tensor on the device, and is timed; the sample is the whole tensor
-    if it is small. General codecs are candidates if their packages are installed, and if they give the bits of the
-    sample back. The call takes from a tenth of a second to some seconds. Nothing else should run on the device
-    meanwhile.
+    if it is small. General codecs are candidates if their packages are installed. A candidate that does not give
+    the sample back bit for bit is discarded. The call takes from a tenth of a second to some seconds. Nothing else
+    should run on the device meanwhile.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -173,19 +177,19 @@ def choose(
 
     Args:
         x: tensor [N, ...] with elements of 1, 2, 4 or 8 bytes.
-        link_gbps: rate of the link, 10^9 bytes per second. None: that of the link from the host to the GPU, by the
-            calibration in force (see `ibp.calibration.calibrate`).
+        link_gbps: rate of the link in 10^9 bytes per second. None: the rate of the link from the host to the GPU, as in
+            the calibration in force (see `ibp.calibration.calibrate`).
         device: where tensors like x are coded and decoded. None: where x is.
         encode: whether the time for coding counts. False: for tensors that are coded once and fetched often.
-        rows: whether rows must be decodable alone. If so, general codecs are left out, tables have slots, and the bytes
-            that are moved are those of fetching every row once.
+        rows: whether rows must be decodable alone. If so, general codecs are left out, tables have slots, and the
+            bytes that count are those that are moved if every row is fetched once.
         schemes: the candidates in addition to "raw": some of "planes", "ibp" and the general codecs, such as "zstd:9".
             None: all that are available, general codecs at their default levels. nvCOMP's ANS and Cascaded are tried
-            in several ways, such as "nvcomp:ans:bytes" and "nvcomp:cascaded:r1d0b1" (see `ibp.compress`).
+            in several variants, such as "nvcomp:ans:bytes" and "nvcomp:cascaded:r1d0b1" (see `ibp.compress`).
 
     Returns:
-        `ibp.codecs.Choice`: the scheme, level and codebook, with times and bytes of every candidate.
-        `choice.compress(x)`, or `ibp.compress(x, scheme=choice)`, codes by it.
+        `ibp.codecs.Choice`: the scheme, level and codebook, with times and bytes of every candidate. To code a tensor
+        with it, call `choice.compress(x)` or `ibp.compress(x, scheme=choice)`.
 
     Raises:
         TypeError: x is not a dense tensor of a supported dtype, or link_gbps is not a number.
@@ -209,7 +213,8 @@ def choose(
 def _candidates(
     schemes: Iterable[str] | None, dtype: torch.dtype, device: torch.device, rows: bool
 ) -> list[tuple[str, str]]:
-    """Returns (scheme, level) of each candidate. The packages of schemes that the caller names must be installed."""
+    """Returns (scheme, level) of each candidate. Raises ImportError if the package of a scheme that the caller names is
+    missing, and ValueError if such a scheme cannot be used. schemes: None for all that are available."""
     if schemes is None:
         of_device = [] if rows else [name for name, codec in CODECS.items() if codec.device_type == device.type]
         schemes = ["planes", "ibp", *filter(_is_there, of_device)]
@@ -240,11 +245,12 @@ def _is_there(name: str) -> bool:
 
 
 def _sample(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a small tensor, or else pieces of a large one, spread evenly and one behind the other, on the device."""
+    """Returns the sample of a tensor, on a device: the tensor itself if it is small, otherwise pieces at equal
+    distances, which are concatenated."""
     limit = _GPU_SAMPLE_BYTES if device.type == "cuda" else _CPU_SAMPLE_BYTES * torch.get_num_threads()
     pieces = [x]
     if x.nbytes > limit:
-        if x.dim() == 0 or len(x) * limit < 2 * x.nbytes:  # The items are few and long.
+        if x.dim() == 0 or len(x) * limit < 2 * x.nbytes:  # the items are few and long
             x = x.reshape(-1)
         item_bytes = x.nbytes // len(x)
         count = max(1, limit // max(_PIECE_BYTES, item_bytes))
@@ -258,12 +264,13 @@ def _sample(x: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _tried(candidates: list[tuple[str, str]], sample: torch.Tensor, num_bytes: int, rows: bool) -> list[CodingCost]:
-    """Returns the cost of each candidate that saves bytes. Each codes and decodes the sample in turn; what it takes for
-    the sample is multiplied by the ratio of the bytes.
+    """Measures candidates on a sample. Returns the cost for the whole tensor of each candidate that saves bytes: the
+    bytes and times of the sample, multiplied by the ratio of the sizes. A candidate of rows is left out if it has no
+    codebook, or the codebook of an earlier candidate.
 
     Args:
-        candidates: (scheme, level) of each.
-        num_bytes: bytes of the whole tensor.
+        candidates: (scheme, level) of each candidate.
+        num_bytes: size in bytes of the whole tensor.
     """
     costs: list[CodingCost] = []
     for scheme, level in candidates:
@@ -300,7 +307,7 @@ def measured(cost: CodingCost, x: torch.Tensor, rows: bool) -> CodingCost:
     out = torch.empty_like(x)
     bytes_of(out).fill_(_POISON)
     _, decode_s = _timed(lambda: decompress(table, out=out), x.device)
-    # What goes over a link to move x, including what decoding needs.
+    # The bytes that go over a link to move x, including those that only decoding needs.
     if isinstance(table, WholeTensor):
         moved_bytes = table.nbytes
     else:
@@ -315,8 +322,8 @@ def measured(cost: CodingCost, x: torch.Tensor, rows: bool) -> CodingCost:
 
 def _timed(call: Callable[[], _Result], device: torch.device) -> tuple[_Result, float]:
     """Calls a function repeatedly for about _BUDGET_S. Returns (its result, the shortest time in seconds until its work
-    was done). The least is taken because other work can only add to the time. The first call also prepares what later
-    calls reuse, and counts only if it is long."""
+    was done). The shortest is taken because other work can only add to the time. The first call also prepares what
+    later calls reuse, and counts only if it is long."""
     result, first = timed_once(call, device)
     if first > _LONG_S:
         return result, first
@@ -338,7 +345,8 @@ def arguments_of(scheme: str, codebook: AnyCodebook | None, rows: bool) -> dict[
 
 
 def ranked(table: Iterable[CodingCost], link_gbps: float, encode: bool) -> tuple[CodingCost, ...]:
-    """Returns the candidates with their times over a link, the fastest first. Equal candidates keep their order."""
+    """Computes the transfer and total times of candidates for a link. Returns the candidates, the fastest first; ties
+    keep their order."""
     costs = []
     for cost in table:
         transfer_s = cost.stored_bytes / link_gbps * 1e-9

@@ -1,4 +1,5 @@
-"""Codecs of whole tensors. Such a codec cuts bytes into blocks, and codes each block alone (FORMAT.md section 9)."""
+"""The base class of general codecs, which code tensors as a whole. A codec cuts the bytes of a tensor into blocks, and
+codes each block alone (FORMAT.md section 9)."""
 
 from __future__ import annotations
 
@@ -9,45 +10,48 @@ from types import ModuleType
 
 import torch
 
-MAX_BLOCK_BYTES = 1 << 30  # of the tensor's bytes in a block
-OnBytes = Callable[[int], object]  # called with the number of bytes of the tensor that are done
+MAX_BLOCK_BYTES = 1 << 30  # largest size in bytes of a block before coding
+OnBytes = Callable[[int], object]  # called after each block, with its number of bytes before coding
 
 
 class GeneralCodec(ABC):
-    """A codec, under the name that schemes and files give it."""
+    """A codec that codes bytes of any kind, block by block."""
 
-    name: str  # such as "zstd", "nvcomp:ans"
-    package: str  # the package that has it, under its name for pip
-    device_type: str  # the type of the devices that code and decode
-    is_safe: bool  # whether its makers promise that decoding any bytes is safe
-    option_names: tuple[str, ...] = ()  # names of the fields of files that decoding needs; each begins with "codec_"
+    name: str  # the name in schemes and files, such as "zstd" or "nvcomp:ans"
+    package: str  # the name for pip of the package that has the codec
+    device_type: str  # the type of the devices that code and decode: "cpu" or "cuda"
+    is_safe: bool  # whether the authors of the package promise that decoding damaged bytes is safe
+    # Names of the options that decoding needs, which are fields of the table in a file. Each begins with "codec_".
+    option_names: tuple[str, ...] = ()
 
     @abstractmethod
     def require(self) -> object:
-        """Imports and returns what the codec needs of its package. Raises ImportError, with the package's name, if
-        it is not installed."""
+        """Imports the codec's package, and returns the module or object that the codec uses. Raises ImportError, which
+        names the package, if it is not installed."""
 
     @abstractmethod
     def variant(self, text: str) -> GeneralCodec | None:
-        """Returns the codec that codes as the text behind its name in a scheme says, such as a level. Blocks of all
-        variants are decoded alike. Returns None for any other text, and raises ValueError for a level that the codec
-        does not have."""
+        """Returns the variant of the codec that a scheme asks for by a text after the codec's name, such as a level.
+        Variants differ in how they code; the codec decodes the blocks of all of them. Returns None if the text names no
+        variant. Raises ValueError for a level that the codec does not have."""
 
     def tried_variants(self, dtype: torch.dtype) -> Sequence[str]:
-        """Returns the texts of the variants among which `ibp.codecs.choose` chooses for elements of a dtype; "" is the
+        """Returns the texts of the variants that `ibp.codecs.choose` tries for tensors of a dtype. "" stands for the
         codec itself."""
         return [""]
 
     @abstractmethod
     def plan(self, dtype: torch.dtype, chunk_bytes: int | None) -> tuple[int, dict[str, str]]:
-        """Returns the bytes of a tensor of a dtype in a block, and what decoding needs, as text. Raises ValueError for
-        chunk_bytes that the codec does not have. chunk_bytes: None: the codec's own."""
+        """Returns (size in bytes of a block before coding, options that decoding needs, as texts) for tensors of a
+        dtype. Raises ValueError if the codec does not support chunk_bytes. chunk_bytes: the argument of `ibp.compress`.
+        None: the codec's default."""
 
     def suited(
         self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
     ) -> dict[str, str]:
-        """Returns the options with which bytes of elements of a dtype are coded: those given, or others that suit
-        these bytes better. data: uint8 [bytes], on any device; worker: the device that codes."""
+        """Returns the options with which to code the bytes of a tensor: the given ones, or others that suit these bytes
+        better. dtype: that of the tensor; data: its bytes, uint8 [bytes], on any device; worker: the device that
+        codes."""
         return options
 
     def check_options(self, options: Mapping[str, str]) -> None:
@@ -59,8 +63,9 @@ class GeneralCodec(ABC):
     def encode(
         self, data: torch.Tensor, worker: torch.device, block_bytes: int, options: Mapping[str, str], on_bytes: OnBytes
     ) -> list[torch.Tensor]:
-        """Returns the coded blocks of bytes, on the worker, the device that codes. A block that would not shrink is
-        kept as it is. data: uint8 [bytes], at least one, on any device."""
+        """Codes bytes, and returns the coded blocks, on the device that codes. A block that coding would not shrink is
+        returned as it is. data: uint8 [bytes], not empty, on any device; worker: the device that codes; options: as
+        from `suited`."""
 
     @abstractmethod
     def decode(
@@ -76,16 +81,16 @@ class GeneralCodec(ABC):
         Args:
             blocks: uint8, contiguous, on the device that decodes.
             offsets: where each block begins in `blocks`, and where the last one ends.
-            block_bytes, options: how the blocks were coded.
-            out: uint8, contiguous, on the device that decodes; as long as the blocks' original bytes.
+            block_bytes, options: those with which the blocks were coded.
+            out: uint8, contiguous, on the device that decodes; its size is that of the blocks before coding.
 
         Raises:
-            CorruptTableError: a block was not made by the codec, or has another number of original bytes.
+            CorruptTableError: a block was not made by the codec, or decodes to another number of bytes.
         """
 
     def worker(self, *devices: torch.device) -> torch.device:
-        """Returns the device that codes or decodes: the first of the right type, else the current one. Raises
-        RuntimeError if there is none."""
+        """Returns the device that codes or decodes: the first of the given devices that has the codec's type, else the
+        current device of that type. Raises RuntimeError if there is none."""
         for device in devices:
             if device.type == self.device_type:
                 return device
@@ -98,8 +103,8 @@ _CPU = torch.device("cpu")
 
 
 def package(name: str, pip_name: str, codec: str) -> ModuleType:
-    """Imports the package that a codec is in. If it is missing, raises ImportError with the command that installs
-    it."""
+    """Imports a module of the package that has a codec, and returns it. If the package is missing, raises ImportError
+    with the command that installs it. name: the module; pip_name: the package; codec: the codec's name."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -25,7 +25,7 @@ _NONE_GIVEN = Options()
 
 @runtime_checkable
 class Chosen(Protocol):
-    """What `ibp.codecs.choose` returns: a scheme with its codebook."""
+    """A protocol of what `ibp.codecs.choose` returns: a scheme with its codebook."""
 
     def compress(self, x: torch.Tensor, **options: Any) -> CompressedTensor | WholeTensor: ...
 
@@ -82,16 +82,17 @@ def compress(
     """Compresses a tensor, bit for bit, into a table whose rows decode alone (the paper's sections 4.1 and 4.2).
 
     The table is where x is: on its GPU, or in host memory, pinned unless `memory` says otherwise. If rows would not
-    become smaller, all rows are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` counts the
-    bytes of its rows, `table.nbytes` the memory that it takes, and `table.link_bytes` what is fetched over the link.
-    `estimate` gives these numbers beforehand.
+    become smaller, all rows are left raw, and the table says so: `table.scheme == "raw"`. `table.savings` is the share
+    of the rows' bytes that is saved, `table.nbytes` the size of the table in memory, and `table.link_bytes` the number
+    of bytes that go over the link if every row is fetched once. `estimate` gives these numbers beforehand.
 
     With inplace=True x is compressed within its own memory (the paper's section 5), so that a tensor that fills memory
-    can be compressed. Every row keeps its address and uses only the first bytes of it: fetches read less, but no memory
-    is freed. x's values are gone afterwards, because its memory belongs to the table. Besides x this takes 2.25 bytes
-    per row and about 128 MiB. "auto" takes the scheme of fewest bytes. All analysis is done before the first write. If
-    the call is interrupted after the first write, or if the memory cannot be pinned, the exception has an attribute
-    `table`, a table that decompresses to x. If the exception has no such attribute, x is unchanged.
+    can be compressed. Every row keeps its address and then uses only the first bytes there: fetches read less, but no
+    memory is freed. x's values are gone afterwards, because its memory belongs to the table. In addition to x the call
+    needs 2.25 bytes per row and about 128 MiB. Scheme "auto" is then the scheme with the fewest bytes. All analysis is
+    done before the first write. If the call is interrupted after the first write, or if the memory cannot be pinned,
+    the exception has an attribute `table`, a table that decompresses to x. If the exception has no such attribute, x is
+    unchanged.
 
     Example:
         >>> x = torch.randn(1000, 1024).bfloat16()
@@ -106,24 +107,24 @@ def compress(
             the tensor of the same bytes.
         scheme: "auto", the best scheme for the layout, judged by a sample of rows. For slots it is the scheme that
             fetches the fewest bytes, among the schemes that a GPU fetches and decodes faster than raw rows; for packed
-            rows it is the scheme of fewest bytes. Or "ibp", invariant bits (the paper's); "planes", ranked symbols; or
-            "raw", rows as they are (to gather them by the same kernels). Or a general codec, for tensors that are only
-            used whole, by its optional package: "zstd" and "lz4" on the CPU, also with a level ("zstd:9"), and on a GPU
-            nvCOMP's "nvcomp:ans" (floats are coded as floats or as bytes, whichever takes less of a sample;
-            "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one), "nvcomp:bitcomp", "nvcomp:cascaded" (two run-length
-            encodings, one delta encoding and packed bits; "nvcomp:cascaded:r1d0b1" asks for one, none and packed bits),
-            "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". The result is then an
-            `ibp.codecs.WholeTensor`, and the arguments for rows are refused. Or an `ibp.codecs.Choice` (see
-            `ibp.codecs.choose`), whose scheme and codebook are then used. Its tables are packed, or have slots if
-            `choose` was called with rows=True.
+            rows it is the scheme with the fewest bytes. Or "ibp", invariant bits (the paper's); "planes", ranked
+            symbols; or "raw", rows as they are (to gather them by the same kernels). Or a general codec, for tensors
+            that are only used whole, by its optional package: "zstd" and "lz4" on the CPU, also with a level
+            ("zstd:9"), and on a GPU nvCOMP's "nvcomp:ans" (floats are coded as floats or as bytes, whichever takes less
+            of a sample; "nvcomp:ans:floats" and "nvcomp:ans:bytes" choose one), "nvcomp:bitcomp", "nvcomp:cascaded"
+            (two run-length encodings, one delta encoding and packed bits; "nvcomp:cascaded:r1d0b1" asks for one, none
+            and packed bits), "nvcomp:deflate", "nvcomp:gdeflate", "nvcomp:lz4", "nvcomp:snappy" and "nvcomp:zstd". The
+            result is then an `ibp.codecs.WholeTensor`, and the arguments for rows are refused. Or an
+            `ibp.codecs.Choice` (see `ibp.codecs.choose`), whose scheme and codebook are then used. Its tables are
+            packed, or have slots if `choose` was called with rows=True.
         chunk_bytes, tau: as in `analyze`; they imply scheme "ibp", and are used if no codebook is given. A general
             codec codes each block of chunk_bytes alone: by default 64 KiB with nvCOMP, else 2 MiB.
         codebook: a codebook from `analyze`, `Codebook.from_masks` or another table; rows then have codebook.row_bytes.
-        sample: fraction of the rows from which the codebook is learned. None: as many rows as hold 2^19 elements, or,
-            for scheme "ibp", as many as fit 64 MiB (16 MiB without a GPU).
-        clusters: how many codebooks to divide the rows among, 1 to 256, by k-means over their bits and then by coded
-            size (the paper's section 6.5); "auto": the number is doubled for as long as the net saving grows. None:
-            one.
+        sample: fraction of the rows from which the codebook is learned. None: the rows of 2^19 elements, or, for
+            scheme "ibp", of 64 MiB (16 MiB without a GPU).
+        clusters: number of codebooks that the rows are divided among, 1 to 256, by k-means over their bits and then by
+            coded size (the paper's section 6.5); "auto": the number is doubled for as long as the net saving grows.
+            None: one.
         level: "default", the fewest bytes, or nearly so if that decodes faster; "fast", which implies scheme "planes":
             one digit of 4 bits that counts up from the smallest frequent exponent, which a GPU codes and decodes at the
             rate of its memory. It saves 25 % of BF16 weights (33 % by default), 12 % of FP32. If such digits save less
@@ -131,10 +132,10 @@ def compress(
             of "default".
         layout: "slots", rows at multiples of slot_bytes, for gathers; "packed", rows back to back, for streaming and
             files.
-        slot_bytes: bytes of a slot: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place
+        slot_bytes: size in bytes of a slot: a multiple of 32 below row_bytes, or row_bytes itself (the paper's in-place
             layout). None: chosen from the row lengths.
-        row_bytes: bytes of a row, the unit of coding, 1 to 65,536. None: an item x[i] if it has at most 64 KiB and x is
-            not 1-D, else 4,096 bytes of the flat tensor.
+        row_bytes: size in bytes of a row, the unit of coding, 1 to 65,536. None: that of an item x[i] if it has at most
+            64 KiB and x is not 1-D, else 4,096 bytes of the flat tensor.
         device: the device of analysis and compression. None: x's GPU, else the current GPU if there is one, else the
             CPU. The CPU also codes host tensors of at most 1 MiB. A pinned tensor of at most a quarter of the GPU's
             free memory is copied to the GPU as a whole for the call; other tensors are copied block by block.
@@ -142,8 +143,8 @@ def compress(
             "host", in pageable memory. None: where x lives; if that is the host and there is a CUDA device, in pinned
             memory. If the system then refuses to pin, the table is pageable, and a RuntimeWarning says so, once per
             process.
-        numa: the NUMA node whose memory is preferred for a pinned table, or a device whose nearest node is meant. None:
-            the calling thread's node.
+        numa: the NUMA node whose memory is preferred for a pinned table, or a device, which stands for the node nearest
+            to it. None: the calling thread's node.
         inplace: whether to compress x within its own memory. x must be contiguous, own all of its storage and not
             require grad; scheme must be one of rows, and layout, slot_bytes and numa must not be given.
         progress: whether to show progress bars.
@@ -178,7 +179,8 @@ def compress(
 def _coded_otherwise(
     x: torch.Tensor, scheme: str | Chosen, options: Options, inplace: bool
 ) -> CompressedTensor | WholeTensor:
-    """Returns a tensor that a choice or a general codec codes; these take few of the options."""
+    """Codes a tensor by a choice or a general codec. Raises ValueError for options that these do not take, and for an
+    unknown scheme."""
     place: dict[str, Any] = {name: getattr(options, name) for name in ("device", "memory", "numa", "progress")}
     if not isinstance(scheme, str) and isinstance(scheme, Chosen):
         _refuse("a choice says how x is coded", options, "chunk_bytes", *_OF_ROWS, inplace=inplace)
@@ -191,11 +193,11 @@ def _coded_otherwise(
         raise ValueError(
             f"scheme is {scheme!r}{hint}; wanted one of {_SCHEMES_OF_ROWS}, or a general codec of {sorted(CODECS)}"
         )
-    return compressed(CompressedTensor, Request.of(x, options))  # which refuses it
+    return compressed(CompressedTensor, Request.of(x, options))  # refuses the scheme
 
 
 def _refuse(why: str, options: Options, *names: str, inplace: bool = False) -> None:
-    """Raises ValueError for options that are given and have no meaning."""
+    """Raises ValueError if one of the named options is given, or inplace is set. why: the reason, for the message."""
     for name in names:
         value = getattr(options, name)
         if value is not None and not (isinstance(value, str) and value == getattr(_NONE_GIVEN, name)):

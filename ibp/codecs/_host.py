@@ -16,17 +16,18 @@ from .._machine import staging
 from .._rows.faults import CorruptTableError
 from ._codec import MAX_BLOCK_BYTES, GeneralCodec, OnBytes, package
 
-_BLOCK_BYTES, _LEAST_BLOCK_BYTES = 2 << 20, 4096  # of the tensor in a block, unless the caller asks for others
+# Size in bytes of a block before coding: the default, and the smallest size that a caller can ask for.
+_BLOCK_BYTES, _LEAST_BLOCK_BYTES = 2 << 20, 4096
 
 
 class HostCodec(GeneralCodec):
     """A codec of a package that works on host memory.
 
     Attributes:
-        module: the package's module.
-        error: its class of exceptions for wrong bytes.
-        levels: the levels that the codec has, in addition to None, its default.
-        level: the level that it codes with.
+        module: the name of the module to import.
+        error: the name of the module's exception for invalid bytes.
+        levels: the levels that a scheme can ask for.
+        level: the level that the codec codes with. None: the default.
     """
 
     device_type = "cpu"
@@ -100,12 +101,12 @@ class HostCodec(GeneralCodec):
 
     @abstractmethod
     def _encode(self, data: memoryview) -> bytearray:
-        """Returns a coded block."""
+        """Codes a block, and returns the coded bytes."""
 
     @abstractmethod
     def _decode(self, data: memoryview, num_bytes: int) -> bytes:
-        """Returns the original bytes of a block, without allocating more than num_bytes. Raises ValueError, or an
-        error of the package."""
+        """Decodes a block, and returns its original bytes. Allocates at most num_bytes, their expected number. Raises
+        ValueError or the package's exception for invalid bytes."""
 
 
 class Zstd(HostCodec):
@@ -149,7 +150,8 @@ class Lz4(HostCodec):
 
 
 def _by_threads(work: Any, items: Sequence[Any]) -> list[Any]:
-    """Returns the results of all items, in order, computed by as many threads as torch uses."""
+    """Calls a function for each item, on at most the number of threads that torch uses. Returns the results in
+    order."""
     count = min(torch.get_num_threads(), len(items))
     if count <= 1:
         return [work(item) for item in items]

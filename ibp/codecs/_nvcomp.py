@@ -1,5 +1,5 @@
 """nvCOMP's codecs on a GPU, by nvCOMP's Python package. They run on the caller's stream, in memory of torch's
-allocator; codecs and configurations are made once."""
+allocator. Codecs and configurations are kept for later calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .._layout.geometry import INTEGERS
 from .._machine import staging
 from ._codec import GeneralCodec, OnBytes, package
 
-_CHUNK, _TYPE = "codec_chunk_bytes", "codec_data_type"
-_ALGORITHMS = {  # by the names of schemes
+_CHUNK, _TYPE = "codec_chunk_bytes", "codec_data_type"  # names of the options
+_ALGORITHMS = {  # nvCOMP's names of the codecs, by their names in schemes
     "ans": "ANS",
     "bitcomp": "Bitcomp",
     "cascaded": "Cascaded",
@@ -26,21 +26,27 @@ _ALGORITHMS = {  # by the names of schemes
     "snappy": "Snappy",
     "zstd": "Zstd",
 }
-_TYPED = ("bitcomp", "cascaded")  # these work on whole elements
-# By kind, the texts behind the codec's name that say how it codes. ANS can be told that floats are floats or bytes.
-# Cascaded takes numbers of run-length encodings (r) and of delta encodings (d), and packs bits (b1) or does not (b0);
-# by itself it codes as r2d1b1. Its chunks say how they were coded, so that one decoder serves all variants.
+_TYPED = ("bitcomp", "cascaded")  # codecs that work on whole elements, not on bytes
+# The texts that can follow the name of a codec in a scheme, to say how it codes. ANS codes floats as floats or as
+# bytes. Cascaded applies a number of run-length encodings (r) and of delta encodings (d), and packs bits (b1) or does
+# not (b0); its default is r2d1b1. Its chunks record how they were coded, so one decoder decodes the chunks of all
+# variants.
 _VARIANTS = {
     "ans": ("floats", "bytes"),
     "cascaded": ("r0d0b1", "r0d1b1", "r1d0b0", "r1d0b1", "r1d1b1", "r2d0b1", "r2d1b0"),
 }
-_SAMPLE_BYTES = 4 << 20  # bytes of a tensor on which both are tried
-_HUNGRY = ("deflate", "gdeflate", "zstd")  # coding with these needs several times a block's bytes of additional memory
+_SAMPLE_BYTES = 4 << 20  # size in bytes of the sample of a tensor on which ANS is tried with floats and with bytes
+_HUNGRY = ("deflate", "gdeflate", "zstd")  # coding with these needs several times a block's size of additional memory
+# Limit in bytes of a block before coding: for most codecs, and for those in _HUNGRY.
 _BLOCK_BYTES, _LESS_BLOCK_BYTES = 256 << 20, 32 << 20
+# Size in bytes of a chunk: the default, the smallest and the largest.
 CHUNK_BYTES, _LEAST_CHUNK_BYTES, _MAX_CHUNK_BYTES = 1 << 16, 1 << 10, 1 << 24
 _ALIGNMENT = 16  # bytes; no codec of nvCOMP needs a larger alignment of coded blocks
-_LEGACY_STREAM = 1  # of CUDA: the default stream; nvCOMP would take its own number, 0, to mean that no stream is given
-_MOST_CODERS = 4  # how many coders are kept; each has memory on its GPU
+# CUDA's handle cudaStreamLegacy of the default stream. nvCOMP takes the usual handle, 0, to mean that no stream is
+# given.
+_LEGACY_STREAM = 1
+_MOST_CODERS = 4  # number of coders that are kept; each has memory on its GPU
+# The element types that files may name, as array-protocol type strings.
 _TYPES = ("|u1", "<u2", "<u4", "<u8", "<f2", "<f4")
 
 
@@ -54,7 +60,8 @@ class NvComp(GeneralCodec):
     option_names = (_CHUNK, _TYPE)
 
     def __init__(self, kind: str, variant: str = "") -> None:
-        """Makes a codec. variant: "", or a variant of `_VARIANTS`, by which it codes."""
+        """Makes a codec. kind: a key of `_ALGORITHMS`. variant: one of the kind's texts in `_VARIANTS`, or "" for the
+        default."""
         self.kind, self.name, self._variant = kind, f"nvcomp:{kind}", variant
 
     def require(self) -> ModuleType:
@@ -84,14 +91,14 @@ class NvComp(GeneralCodec):
         return most // chunk_bytes * chunk_bytes, options
 
     def fields(self, dtype: torch.dtype, chunk_bytes: int) -> dict[str, str]:
-        """Returns options for any size of chunks."""
+        """Returns the options for chunks of a size, which is not checked."""
         return {_CHUNK: str(chunk_bytes), _TYPE: self.types(dtype)[0]}
 
     def suited(
         self, options: dict[str, str], dtype: torch.dtype, data: torch.Tensor, worker: torch.device
     ) -> dict[str, str]:
-        """Returns options with the type for which chunks spread over the data take the fewest bytes; the first of
-        equal ones."""
+        """Returns the options with that type of `types` with which a sample of the data takes the fewest bytes. Ties go
+        to the first type."""
         types = self.types(dtype)
         if len(types) == 1 or not data.numel():
             return options
@@ -117,9 +124,9 @@ class NvComp(GeneralCodec):
             raise ValueError(f"the type is {options[_TYPE]!r}; {self.name!r} takes one of {list(_TYPES)}")
 
     def types(self, dtype: torch.dtype) -> tuple[str, ...]:
-        """Returns the array-protocol types that the codec can be told the elements have. ANS splits off the
-        exponents of floats of two and four bytes, or looks at bytes, which suits floats with many equal values.
-        Other codecs look at bytes, or at whole numbers of the elements' size."""
+        """Returns the types, as array-protocol type strings, as which the codec can code elements of a dtype. ANS codes
+        floats of two and four bytes as floats, whose exponents it splits off, or as bytes, which suits floats with many
+        equal values. Other codecs code elements as bytes, or as integers of the elements' size."""
         size = dtype.itemsize
         if self.kind == "ans" and dtype.is_floating_point and size in (2, 4):
             found = {"floats": f"<f{size}", "bytes": "|u1"}
@@ -163,8 +170,8 @@ class NvComp(GeneralCodec):
 
 
 class Coder:
-    """A codec of nvCOMP for one stream, with the configurations of the sizes that it has met. policies: further
-    options of nvCOMP's codec."""
+    """A codec of nvCOMP for one stream. It keeps the configurations for the sizes of data that it has coded or decoded.
+    policies: further options of nvCOMP's codec."""
 
     def __init__(
         self,
@@ -190,8 +197,8 @@ class Coder:
         self._configuration = functools.lru_cache(64)(self._configured)
 
     def _configured(self, num_bytes: int) -> tuple[Any, Any]:
-        """Returns (configuration for coding, configuration for decoding) of num_bytes bytes. Coded bytes are not
-        read."""
+        """Returns (configuration for coding, configuration for decoding) for data of num_bytes bytes. It is made
+        without reading coded bytes."""
         coding = self._codec.compression_config(num_bytes)
         return coding, self._codec.decompression_config(coding)
 
@@ -202,15 +209,15 @@ class Coder:
         return torch.empty(most, dtype=torch.uint8, device=data.device)
 
     def encode(self, data: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-        """Returns the coded bytes, at the beginning of the room. Waits for their size."""
+        """Codes data. Returns the coded bytes, a view of the beginning of `room`. Waits until their size is known."""
         with self._lock:
             coding, _ = self._configuration(data.numel())
-            out = self._array(room)  # nvCOMP notes the size of an array of its own, but not of a tensor
+            out = self._array(room)  # nvCOMP sets the size of its own arrays, but not of tensors
             self._codec.encode(self._array(data.view(self._words)), out=out, compression_config=coding)
             return room[: out.buffer_size]
 
     def decode(self, coded: torch.Tensor, out: torch.Tensor) -> None:
-        """Fills out from what the same codec has coded. Does not wait."""
+        """Decodes bytes that the same codec has coded to out. Does not wait for the GPU."""
         with self._lock:
             _, decoding = self._configuration(out.numel())
             self._codec.decode(self._array(coded), out=out, decompression_config=decoding)
@@ -220,8 +227,8 @@ class Coder:
 
 
 def _sample(data: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
-    """Returns at most _SAMPLE_BYTES in whole chunks, at equal distances. If the data are no larger than that, or are
-    one chunk, returns all of them."""
+    """Returns a sample of at most _SAMPLE_BYTES of the data, in whole chunks at equal distances, but at least one
+    chunk. Returns all data if they are no larger."""
     if data.numel() <= max(_SAMPLE_BYTES, chunk_bytes):
         return data
     chunks = data[: data.numel() // chunk_bytes * chunk_bytes].view(-1, chunk_bytes)
@@ -229,7 +236,7 @@ def _sample(data: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
 
 
 def aligned(data: torch.Tensor) -> torch.Tensor:
-    """Returns bytes at an address that nvCOMP accepts: the same, or a copy."""
+    """Returns the data, or a copy of them if nvCOMP does not accept their address."""
     return data if data.data_ptr() % _ALIGNMENT == 0 else data.clone()
 
 
@@ -240,6 +247,7 @@ def _padded(coded: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(_MOST_CODERS)
 def _coder(kind: str, data_type: str, chunk_bytes: int, device_index: int, stream: int, cascade: str) -> Coder:
+    """Returns a coder, one of the _MOST_CODERS last used or a new one. cascade: a variant of Cascaded, or ""."""
     policies = {}
     if cascade:  # such as "r1d0b1"
         policies = {"num_rles": int(cascade[1]), "num_deltas": int(cascade[3]), "use_bitpack": cascade[5] == "1"}
@@ -247,7 +255,7 @@ def _coder(kind: str, data_type: str, chunk_bytes: int, device_index: int, strea
 
 
 def forget_coders() -> None:
-    """Gives the memory that coders have kept back to torch's allocator."""
+    """Discards all coders that are kept, so that their memory returns to torch's allocator."""
     _coder.cache_clear()
 
 
@@ -268,8 +276,8 @@ def _module(codec: str) -> ModuleType:
 
 
 class _NvcompMemory:
-    """Device memory that nvCOMP asks for: bytes of torch's allocator for a stream, freed with the object. ptr: its
-    address."""
+    """Device memory for nvCOMP. It comes from torch's allocator, for use on a stream, and is freed with the object.
+    ptr: its address."""
 
     def __init__(self, num_bytes: int, stream: Any) -> None:
         device = torch.device("cuda", stream.device)

@@ -27,7 +27,7 @@ _FIELDS = ("shape", "dtype", "codec", "block_bytes", "options", "blocks", "offse
 
 
 class WholeTensor(Movable, CodedManners, Saves):
-    """A tensor that a general codec has coded as a whole, in blocks that can be decoded alone. It is made by
+    """A tensor that a general codec has coded as a whole, in blocks that decode independently. It is made by
     `ibp.compress` with a scheme such as "zstd" or "nvcomp:ans", by `ibp.load`, and by unpickling; its constructor is
     internal.
 
@@ -45,10 +45,11 @@ class WholeTensor(Movable, CodedManners, Saves):
         shape, dtype: shape and dtype of the original tensor.
         codec: the name of the codec; `scheme` is the same.
         device: where the coded bytes are.
-        block_bytes: bytes of the tensor in a block; the last block may have fewer.
+        block_bytes: size in bytes of a block before coding; the last block may be shorter.
         options: options of the codec, as text.
         blocks: uint8, the coded blocks one after the other.
-        offsets: int64 [blocks + 1] in host memory: where each block begins, and where the last one ends.
+        offsets: int64 [number of blocks + 1] in host memory: the offset in `blocks` at which each block begins, and
+            that at which the last one ends.
     """
 
     _is, _instead = "a tensor that is coded as a whole", "call ibp.decompress(coded) for the tensor"
@@ -79,7 +80,8 @@ class WholeTensor(Movable, CodedManners, Saves):
         self._codec.check_options(self.options)
 
     def _checked_offsets(self) -> list[int]:
-        """Returns the offsets as a list. Raises ValueError unless they are those of the tensor's blocks."""
+        """Returns the offsets as a list. Raises ValueError if block_bytes is invalid, or if the offsets do not fit the
+        tensor and the coded blocks."""
         if not 8 <= self.block_bytes <= MAX_BLOCK_BYTES or self.block_bytes % 8:
             raise ValueError(f"block_bytes is {self.block_bytes}; wanted a multiple of 8 up to {MAX_BLOCK_BYTES}")
         if self.original_bytes > 2**63 - 1:
@@ -110,17 +112,17 @@ class WholeTensor(Movable, CodedManners, Saves):
 
     @property
     def original_bytes(self) -> int:
-        """Bytes of the original tensor."""
+        """Size in bytes of the original tensor."""
         return self.numel() * self.dtype.itemsize
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of the coded blocks."""
+        """Size in bytes of the coded blocks."""
         return self.blocks.numel()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory that it takes: the blocks and their offsets."""
+        """Size in bytes of all memory that the object takes: the coded blocks and their offsets."""
         return self.blocks.nbytes + self.offsets.nbytes
 
     def __repr__(self) -> str:
@@ -143,7 +145,8 @@ class WholeTensor(Movable, CodedManners, Saves):
     # ---- where it is ----
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> WholeTensor:
-        """Returns the tensor with its coded bytes on a device: itself if they are there, else a copy (not pinned).
+        """Returns the tensor with its coded bytes on a device: itself if they are there, otherwise a copy, which is not
+        pinned.
 
         Args:
             device: the device of the result.
@@ -174,7 +177,8 @@ class WholeTensor(Movable, CodedManners, Saves):
         """Returns the original tensor.
 
         A codec of the CPU decodes there, on several threads. A codec of a GPU decodes on the current stream of the GPU
-        that the result or the coded bytes are on, without waiting for it. Bytes that are elsewhere are copied.
+        that the result or the coded bytes are on, and the call does not wait for it. Coded bytes and results are copied
+        if they are on another device.
 
         Args:
             device: the device of the result. None: out's device, else that of the coded bytes.
@@ -199,7 +203,7 @@ class WholeTensor(Movable, CodedManners, Saves):
         return out if result is out else out.copy_(result.view(out.shape))
 
     def _decode(self, first: int, last: int, out: torch.Tensor) -> None:
-        """Fills out, bytes on the device that decodes, with the original bytes of blocks first to last - 1."""
+        """Decodes blocks first to last - 1 to out, a uint8 tensor on the device that decodes."""
         start, end = self._starts[first], self._starts[last]
         near = staging.to_host if out.device == _CPU else lambda data: staging.to_device(data, out.device)
         offsets = [offset - start for offset in self._starts[first : last + 1]]
@@ -207,7 +211,7 @@ class WholeTensor(Movable, CodedManners, Saves):
         self._codec.decode(near(self.blocks[start:end]), offsets, self.block_bytes, self.options, out)
 
     def _bytes(self, start: int, end: int) -> torch.Tensor:
-        """Returns bytes [start, end) of the tensor, in host memory. Blocks that have none of them are not decoded."""
+        """Returns bytes [start, end) of the original tensor, in host memory. Decodes only the blocks that hold them."""
         first, last = start // self.block_bytes, -(-end // self.block_bytes)
         at, stop = first * self.block_bytes, min(last * self.block_bytes, self.original_bytes)
         data = torch.empty(stop - at, dtype=torch.uint8, device=self._codec.worker(self.device))
@@ -228,7 +232,7 @@ class WholeTensor(Movable, CodedManners, Saves):
     index_select = update_ = append = refit = prefetch = __getitem__ = __iter__ = _refuse
 
 
-# the name under which ibp 0.2 pickled it
+# Pickles of ibp 0.2 have the class under the second name.
 torch.serialization.add_safe_globals([WholeTensor, (WholeTensor, "ibp.WholeTensor")])
 
 
@@ -236,7 +240,8 @@ torch.serialization.add_safe_globals([WholeTensor, (WholeTensor, "ibp.WholeTenso
 
 
 def is_general(scheme: object) -> bool:
-    """Returns whether a scheme's name is that of a general codec, known or not."""
+    """Returns whether a scheme asks for a general codec. The codec, or the variant that the scheme names, need not
+    exist."""
     return isinstance(scheme, str) and scheme.partition(":")[0] in ("zstd", "lz4", "nvcomp")
 
 
@@ -296,8 +301,9 @@ def compress_whole(
 def _joined(
     pieces: list[torch.Tensor], home: torch.device, pin: bool | None, node: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (coded blocks one after the other in their final memory, where each begins). The memory of the pieces
-    is freed one by one."""
+    """Joins coded blocks in one tensor on the device `home`. Returns (that tensor, the offsets of the blocks in it,
+    with the end of the last one). Each piece is removed from the list as soon as it is copied, so that its memory is
+    free."""
     sizes = torch.tensor([0, *(piece.numel() for piece in pieces)], dtype=torch.int64, device="cpu")
     offsets = sizes.cumsum(0)
     if len(pieces) == 1 and pieces[0].device == home and home.type == "cuda":
