@@ -72,8 +72,8 @@ def refusal(error: RuntimeError) -> RuntimeError:
 
 
 def target_of(device: torch.device | str | int | None, out: torch.Tensor | None, default: torch.device) -> torch.device:
-    """Returns the device of a result: `device`, the device of `out`, or `default` if neither is given. Raises ValueError
-    if `device` and `out` contradict each other."""
+    """Returns the device of a result: `device`, the device of `out`, or `default` if the caller gives neither. Raises
+    ValueError if `device` and `out` contradict each other."""
     if out is None:
         return memory.canonical(default if device is None else device)
     if not isinstance(out, torch.Tensor):
