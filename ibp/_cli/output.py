@@ -141,8 +141,8 @@ def show_bars(arguments: argparse.Namespace) -> bool:
 
 
 def show_size(num_bytes: float) -> str:
-    """Returns a size as text, such as "1,023 bytes", "4.2 MiB" or "420 MiB". It has one digit after the point if there
-    are one or two digits before the point."""
+    """Returns a size as text, such as "1,023 bytes", "4.2 MiB" or "420 MiB". From 1 KiB on, sizes have one digit after
+    the point if there are one or two digits before the point."""
     if abs(num_bytes) < 1024:
         return show_count(int(num_bytes), "byte")
     unit = 0
