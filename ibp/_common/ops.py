@@ -24,7 +24,7 @@ from .. import _core
 from .graphs import cannot_map, cannot_record
 
 _lib = torch.library.Library("ibp", "FRAGMENT")
-_ON_THE_CPU = {"table", "cache", "host_bases", "host_slots", "host_ids"}  # arguments that are always on the CPU
+_ON_THE_CPU = {"table", "cache", "host_bases", "host_slots", "host_ids"}  # Arguments that are always on the CPU.
 
 
 def _define(schema, shaped=lambda *args, **options: None):

@@ -19,7 +19,7 @@ from .ids import check_range, checked_ids, list_of_ids
 MODES = ("sum", "mean", "max")  # The operation takes the position of a mode in this tuple.
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _KINDS = _DTYPES[:3]  # The dtypes that the kernel sums. The position of a dtype is its ibp_float_kind.
-_PLANES = 2  # The number of scheme "planes" in a codec.
+_PLANES = 2  # The first number of a codec of scheme "planes".
 _MOST_ROW_BYTES = 8192  # The kernel sums rows of at most this many bytes.
 # Coded rows of at most 128 bytes in device memory are gathered and then reduced by torch's function, because this is
 # faster for bags of several rows. With rows of 128 bytes in bags of 10 and of 50, the kernel sums 167 and 177 GB/s of
@@ -31,13 +31,13 @@ _SHORT_ROW_BYTES = 128
 class Bags(NamedTuple):
     """The checked arguments of a call of `embedding_bag`."""
 
-    ids: torch.Tensor  # int32 or int64 [K], contiguous
-    offsets: torch.Tensor | None  # the position of each bag's first id; None: every bag has bag_size ids
+    ids: torch.Tensor  # int32 or int64 [K], contiguous.
+    offsets: torch.Tensor | None  # The position of each bag's first id. None: every bag has bag_size ids.
     num_bags: int
     bag_size: int
     mode: str
-    weights: torch.Tensor | None  # [K], of the source's dtype
-    padding_idx: int | None  # in [0, N)
+    weights: torch.Tensor | None  # [K], of the source's dtype. None: rows are not weighted.
+    padding_idx: int | None  # An id in [0, N) that is ignored. None: no id is ignored.
 
     def to(self, device: torch.device) -> Bags:
         offsets = None if self.offsets is None else self.offsets.to(device)

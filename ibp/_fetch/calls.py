@@ -15,10 +15,10 @@ from .._machine import memory
 from .._rows.table import Table
 
 CPU = torch.device("cpu")
-# Dtypes of tensors that can be conjugated or negated views: complex tensors, and imaginary parts of these.
+# Dtypes of tensors that can be conjugated or negated views: complex dtypes, and the dtypes of their imaginary parts.
 _VIEWED = {torch.complex32, torch.complex64, torch.complex128, torch.float16, torch.float32, torch.float64}
-# The orders in which `take` fetches items on a GPU (enum Way of csrc/bindings/torch_take_ops.cpp): the one of the other
-# two orders that the table's plan chooses, the order of the ids, or the order of windows of the table.
+# The orders in which `take` fetches items on a GPU (enum Way of csrc/bindings/torch_take_ops.cpp). IN_ORDER is the
+# order of the ids, BUCKETED the order of windows of the table, and with PLANNED the table's plan chooses one of them.
 PLANNED, IN_ORDER, BUCKETED = 0, 1, 2
 
 

@@ -177,7 +177,7 @@ def fetch(table: Table, ids: torch.Tensor, device: torch.device, max_sms: int, o
     if not _gathers_slots(table):
         _fetch_selections(table, ids, device, max_sms, out)
         return
-    handle_on(table, _CPU)  # waits for a GPU that has changed the slots
+    handle_on(table, _CPU)  # Waits for a GPU that has changed the slots.
     stage, handle, fault = _stage_of(device), handle_on(table, device), table._faults.on(device)
     slots = table._settled("slots")  # The threads must not read slots that a GPU is still changing.
     with stage.lock:

@@ -44,7 +44,7 @@ def _place_of_rows(key: tuple[Any, ...], num_dims: int) -> int | None:
     """Returns the position in the key of the element that indexes dimension 0. Returns None if there is no such
     element; the key then needs all rows."""
     for place, element in enumerate(key):
-        if element is Ellipsis:  # It stands for the dimensions that the other elements do not index.
+        if element is Ellipsis:  # An ellipsis stands for the dimensions that the other elements do not index.
             if sum(map(_dims_of, key)) < num_dims:
                 return None
         elif element is not None:

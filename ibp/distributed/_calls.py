@@ -231,7 +231,7 @@ class _AllToAll(Collective):
         options: CallOptions,
     ) -> None:
         super().__init__(group, options, "all_to_all_single", (input, output))
-        # A rank that sends little can be part of a large call, so the plan does not depend on a rank's own sizes.
+        # A rank that sends little can take part in a large call, so the plan must not depend on a rank's own sizes.
         self.kind, self.load = self.kind._replace(numel=0), _NOMINAL
         self._input, self._output, self._splits = input, output, splits
 

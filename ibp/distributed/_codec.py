@@ -20,7 +20,7 @@ ROW_BYTES = 4096  # A message cuts a tensor's bytes into rows of this size.
 # A message's overflow has 1.25 times the size that rows like the sampled ones need, plus this fraction of the message's
 # uncoded bytes.
 _SLACK = 1 / 256
-_LEAST_OVERFLOW = 4096  # Every message has this many bytes of overflow besides.
+_LEAST_OVERFLOW = 4096  # Number of bytes of overflow that every message has in addition.
 # Slots have the largest size at which slots and overflow together take at most this many times the fewest possible
 # bytes. The larger the slots, the fewer rows need overflow.
 _NEAR = 1.01
@@ -33,10 +33,11 @@ _LAYOUT = 2
 @wire.sent
 @dataclass(frozen=True, eq=False)
 class Codec:
-    """A way to code tensors of one kind into messages. The size of a message follows from the size of the tensor.
+    """Describes how tensors of one kind are coded into messages. The size of a message follows from the size of the
+    tensor.
 
-    A message has a slot for each row of 4,096 bytes, and a bounded overflow for the bytes that do not fit their slots.
-    Ranks that exchange tensors need equal codecs.
+    A message has a slot for each row of 4,096 bytes, and an overflow of fixed size for the bytes that do not fit into
+    the slots. Ranks that exchange tensors need equal codecs.
 
     Example:
         >>> x = torch.randn(1000, 1024)
@@ -115,7 +116,7 @@ def rows_of(num_bytes: int) -> int:
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a contiguous tensor as a view, uint8 [n]."""
     x = x.detach() if x.requires_grad else x
-    if x.numel() == 1:  # Such a tensor is contiguous whatever its strides are, but `view` looks at them.
+    if x.numel() == 1:  # A tensor of one element is contiguous whatever its strides are, but `view` checks the strides.
         x = x.as_strided((1,), (1,))
     return (x if x.dim() == 1 else x.reshape(-1)).view(torch.uint8)
 

@@ -9,7 +9,7 @@ call takes these steps:
                                        is given; on GPUs also if the kind   ranks and tells it to them
                                        of call is new or due to be checked
               `call` of a pair         the call before, in this direction   the sender learns a codec, and the receiver
-              (_pairs.py)                                                   reads it in a note behind a raw tensor
+              (_pairs.py)                                                   reads it in a note after a raw tensor
     size      Collective.pieces,       nothing                              nobody: sizes of messages follow from the
               Messages                                                      codec and the sizes of tensors
     encode    CodedWork._start         nothing                              the sender: which messages lose rows
@@ -64,7 +64,7 @@ _PLAIN = frozenset((torch.float32, torch.float16, torch.bfloat16, torch.int32, t
 _LEAST_BYTES = 1 << 20  # With level="auto", tensors of fewer bytes travel raw, because coding them never pays.
 _SAMPLED_ROWS = 512  # A codec is learned from about this many rows of all ranks together, at least 16 from each rank.
 _MOST_PLANS = 4096  # A group keeps at most this many plans.
-_NO_TIMEOUT = timedelta(0)  # Torch gives this to `wait` if the caller names no timeout.
+_NO_TIMEOUT = timedelta(0)  # Torch passes this to `wait` if the caller names no timeout.
 SENT_TWICE = (
     "a message had no room for all rows, and the tensor is sent again, raw: it differs from the tensors that its codec "
     "was learned from. ibp learns its own codecs anew after some such calls"
@@ -213,7 +213,7 @@ class Collective(ABC):
                 return known
             state.forget(kind)
             num_calls = known.num_calls
-        if len(state.plans) >= _MOST_PLANS:  # This is so on all ranks at the same call.
+        if len(state.plans) >= _MOST_PLANS:  # All ranks have the same number of plans, so all clear them together.
             state.plans.clear()
         state.plans[kind] = plan = self._agreed(num_calls)
         return plan
@@ -335,7 +335,8 @@ class CodedWork(Work):
         self._error: Exception | None = None
         self._plan, self._pieces = plan, call.pieces(plan)
         self._slots = slots = call.state.slots(call.tensors[0].device)
-        self._pending = deque[tuple[int, Slot, Work | None]]()  # Pieces that travel: number, slot, what to wait for.
+        # The pieces that are travelling, the oldest first: (number of the piece, its slot, work to wait for or None).
+        self._pending = deque[tuple[int, Slot, Work | None]]()
         self._is_known = status is not None
         self._status = self._pieces[0].messages.status() if status is None else status
         self._stream = slots.side if is_async else None

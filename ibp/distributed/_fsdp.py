@@ -191,7 +191,7 @@ class Shards:
         assert self.plan is not None and self.kind is not None and self.state is not None
         self.status, inputs = status, _inputs_of(self.torchs())
         if sum(x.numel() for x in inputs) != self.kind.numel or any(x.dtype != self.kind.dtype for x in inputs):
-            return  # The next all-gather will be of another kind, which ranks agree on first.
+            return  # The next all-gather will be of another kind. Then the ranks compare their calls and make a plan.
         x = as_bytes(torch.cat(inputs) if len(inputs) > 1 else inputs[0])
         for k, span in enumerate(spans_of(x.numel(), self.plan.num_pieces)):
             messages = self.plan.messages_of([span.payload] * self.state.size, x.device)
@@ -227,7 +227,7 @@ class Rooms:
         # For each process group: a tensor [modules, entries] with the statuses of all modules, and the statuses.
         self._statuses: dict[State, tuple[torch.Tensor, list[Status]]] = {}
         self._depth = 0  # Number of forward passes that have begun and not ended. They can be nested.
-        self._backward = _NO_BACKWARD  # The last backward pass that calls `end_pass` at its end.
+        self._backward = _NO_BACKWARD  # The number of the last backward pass for which `end_pass` was registered.
 
     def is_watched(self) -> bool:
         """Returns whether a forward or backward pass is under way, at the end of which the host will look at the

@@ -34,8 +34,8 @@ _ANY_WAYS = 32
 # A rank sends this in place of the size of its rows if it cannot send them, because rows of its shard are damaged or
 # the shard now has another codebook.
 _CANNOT_SEND = -1
-# If the caller names no fraction, the sample for a codebook has 16 MiB of all shards together. Every sample has at
-# least 1,024 rows, if there are as many.
+# If the caller names no fraction, the sample for a codebook has 16 MiB of rows of all shards together. A sample has at
+# least 1,024 rows, or all rows of a smaller table.
 _LEAST_SAMPLED_ROWS, _SAMPLED_BYTES = 1024, 16 << 20
 
 
