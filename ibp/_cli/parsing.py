@@ -37,7 +37,7 @@ ibp COMMAND --help says more about a command."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports errors in one line, and looks the same in every version of Python."""
+    """A parser that reports an error in one line, and whose help is the same in every version of Python."""
 
     def __init__(self, **options: Any) -> None:
         if sys.version_info >= (3, 14):

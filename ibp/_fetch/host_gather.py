@@ -47,8 +47,8 @@ def rows_at_once(table: Table) -> int:
 
 
 def parts_of(memory: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns views of a chunk's memory for a selection of at most num_rows rows: (bases, lengths, rows), which lie one
-    after the other."""
+    """Divides a chunk's memory into the parts of a selection of at most num_rows rows. Returns views of them: (bases,
+    lengths, rows)."""
     bases_bytes = -(-num_rows // _core.ROWS_PER_BASE) * 8
     lengths_end = bases_bytes + 2 * num_rows
     return (
@@ -109,8 +109,8 @@ def decode(
 
 
 class _Stage:
-    """The stager of a device, and its two rings of buffers in pinned and in device memory. Only one call may use a
-    stage at a time."""
+    """The stager of a device, which gathers through two rings of buffers: one in pinned memory and one in device
+    memory. Only one call may use a stage at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock = ForkLock()

@@ -5,10 +5,10 @@ call takes these steps:
 
     step      where                    the host waits for                   who learns what
     --------  -----------------------  -----------------------------------  ------------------------------------------
-    plan      Collective.plan          all ranks: on the CPU, if a codec    rank 0 learns a codec from samples of all
-                                       is given; on GPUs also if the kind   ranks and tells it to them
-                                       of call is new or due to be checked
-              `call` of a pair         the call before, in this direction   the sender learns a codec, and the receiver
+    plan      Collective.plan          all ranks: always on the CPU; on     rank 0 learns a codec from samples of all
+                                       GPUs if a codec is given, or if the  ranks and sends it to them
+                                       kind is new or due to be checked
+              `call` of a pair         the previous call in this direction  the sender learns a codec, and the receiver
               (_pairs.py)                                                   reads it in a note after a raw tensor
     size      Collective.pieces,       nothing                              nobody: sizes of messages follow from the
               Messages                                                      codec and the sizes of tensors
